@@ -1,0 +1,75 @@
+"""Collectives on record: every one that this rank issues, from any thread, with its Work.
+
+The kernels of ``c10d::*`` are overridden for the CPU key in this process, which sees direct calls on
+a process group, callbacks on other threads and C++ alike. The override dies with the rank.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_OPS = (
+    *("allreduce_", "allreduce_coalesced_", "allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_"),
+    *("broadcast_", "reduce_", "gather_", "scatter_", "alltoall_", "alltoall_base_", "send", "recv_", "barrier"),
+)
+
+
+class CollectiveRecorder:
+    """Counts and keeps the collectives of this process; can make the next one raise."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._works: list[Any] = []
+        self._library: Any = None
+        self.count = 0
+        self.raise_next: Callable[[], Exception] | None = None
+
+    def install(self) -> None:
+        """Override the kernels. Needs ``torch.library.get_kernel``.
+
+        Raises:
+            RuntimeError: this torch has no such function.
+        """
+        if not hasattr(torch.library, "get_kernel"):
+            raise RuntimeError(f"torch {torch.__version__} has no torch.library.get_kernel; recording collectives needs torch 2.10 or later")
+        self._library = torch.library.Library("c10d", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in _OPS:
+                try:
+                    kernel = torch.library.get_kernel(f"c10d::{name}", "CPU")
+                except (RuntimeError, ValueError):
+                    continue
+                self._library.impl(name, self._recording(kernel), "CPU", with_keyset=True, allow_override=True)
+
+    def drain(self) -> None:
+        """Wait until every collective issued so far is over, whether it succeeded or not."""
+        with self._lock:
+            works, self._works = self._works, []
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError:
+                pass  # a failed collective is over too
+
+    def _recording(self, kernel: Any) -> Callable[..., Any]:
+        def recorded(keyset: Any, *args: Any) -> Any:
+            with self._lock:
+                self.count += 1
+                failure, self.raise_next = self.raise_next, None
+            if failure is not None:
+                raise failure()
+            result = kernel.call_boxed(keyset, *args)
+            work = result[-1] if isinstance(result, (tuple, list)) else result
+            with self._lock:
+                self._works.append(work)
+            return result
+
+        return recorded
+
+
+

@@ -1,0 +1,53 @@
+"""Everything that can stop a run, and the exit code that says so.
+
+ConformanceError
+├── UsageError        4  the command line cannot be run as written
+├── TargetError       9  the subject cannot be imported, or is not what it was said to be
+├── ProfileError      8  this machine cannot run the profile that was asked for
+└── KitError          3  the kit or its machine failed; says nothing about the subject
+
+Exit codes of a whole run:
+
+0  certified: a certificate was written
+1  refused: at least one MUST rule failed
+2  interrupted
+3  kit error
+4  usage error
+5  no rule was selected
+7  not certified: nothing failed, but not every MUST rule ran (a development run)
+8  the profile cannot be run here
+9  the subject cannot be loaded
+"""
+
+
+class ConformanceError(Exception):
+    """A run that cannot go on; ``str(error)`` is one line that says what is wrong and what to do."""
+
+    exit_code = 3
+
+
+class UsageError(ConformanceError):
+    """The command line cannot be run as written."""
+
+    exit_code = 4
+
+
+class TargetError(ConformanceError):
+    """The subject cannot be imported, or is not what it was said to be."""
+
+    exit_code = 9
+
+
+class ProfileError(ConformanceError):
+    """This machine cannot run the profile that was asked for."""
+
+    exit_code = 8
+
+
+class KitError(ConformanceError):
+    """The kit or the machine failed; the subject is not to blame."""
+
+    exit_code = 3
+
+
+CERTIFIED, REFUSED, INTERRUPTED, KIT_ERROR, NO_RULES, NOT_CERTIFIED = 0, 1, 2, 3, 5, 7

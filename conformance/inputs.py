@@ -1,0 +1,131 @@
+"""The gradients that ranks feed, made so that the right answer is known.
+
+Every value is a function of (seed, rank, step, parameter, element) alone, computed with integer
+hashes and exact float64 arithmetic: the ranks that feed a gradient and the controller that judges
+its mean compute the same bits, on any machine. A *kind* names what a step feeds:
+
+crafted     world_size * k * 2**e with small integers k and one exponent e per element: every partial
+            sum, every quotient and every rounding to half precision is exact, whatever the order of
+            the sum, whether it divides before or after it, or multiplies by 1 / world_size. A right
+            hook is bit-exact, so the test needs no tolerance.
+normal      nearly normal, mean 0, deviation 1 (twelve uniforms: exact, unlike Box-Muller).
+wide        magnitudes from 1e-30 to 1e30 in one bucket.
+nan, inf    crafted, with NaN on one rank; with +inf, -inf and both at different elements.
+zero_one    crafted, but all zeros on rank 0.      zero_all    zeros on every rank.
+tiny, tiny_float16, tiny_bfloat16
+            multiples of the smallest subnormal of float32, float16, bfloat16.
+minus_zero  -0.0 on every rank.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+
+KINDS = (
+    *("crafted", "normal", "wide", "nan", "inf", "zero_one", "zero_all"),
+    *("tiny", "tiny_float16", "tiny_bfloat16", "minus_zero"),
+)
+_TINY_EXPONENT = {"tiny": -149, "tiny_bfloat16": -133, "tiny_float16": -24}
+_MASK = (1 << 64) - 1
+SPECIAL_EVERY = 5  # every fifth element of a nan or inf step is special, so most still show the mean
+
+
+def gradient(kind: str, shape: tuple[int, ...], dtype: torch.dtype, *, world: int, rank: int, step: int, param: int) -> torch.Tensor:
+    """Return the gradient that one rank feeds for one parameter at one step.
+
+    Args:
+        kind: one of ``KINDS``.
+        shape: shape of the parameter; elements are numbered in C order.
+        dtype: dtype of the parameter; for a complex one, real and imaginary parts are independent.
+        world: number of ranks whose mean is taken.
+        rank: global rank; ranks feed different values.
+        step: step number; steps feed different values.
+        param: index of the parameter in the model.
+    """
+    numel = math.prod(shape)
+    if dtype.is_complex:
+        parts = [_values(kind, numel, world, rank, step, 2 * param + 1000 + part) for part in (0, 1)]
+        return torch.complex(*parts).to(dtype).reshape(shape)
+    return _values(kind, numel, world, rank, step, param).to(dtype).reshape(shape)
+
+
+def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int) -> torch.Tensor:
+    """Return ``numel`` float64 values, each exact before any cast."""
+    if kind == "zero_all" or (kind == "zero_one" and rank == 0):
+        return torch.zeros(numel, dtype=torch.float64)
+    if kind == "minus_zero":
+        return torch.full((numel,), -0.0, dtype=torch.float64)
+    if kind == "normal":
+        return sum((_uniform(numel, (rank, step, param, i)) for i in range(12)), torch.full((numel,), -6.0, dtype=torch.float64))
+    if kind == "wide":
+        exponent = _integers(numel, 189, (step, param, 50)) - 94 + _integers(numel, 7, (rank, step, param, 51)) - 3
+        sign = _integers(numel, 2, (rank, step, param, 52)) * 2 - 1
+        return sign * (1 + _uniform(numel, (rank, step, param, 53))) * _power_of_two(exponent)
+    values = world * _small_integers(numel, world, (rank, step, param)).double()
+    if kind in _TINY_EXPONENT:
+        return values * 2.0 ** _TINY_EXPONENT[kind]
+    values = values * _power_of_two(_integers(numel, 7, (step, param, 60)) - 3)
+    return _with_special(kind, values, rank) if kind in ("nan", "inf") else values
+
+
+def _with_special(kind: str, values: torch.Tensor, rank: int) -> torch.Tensor:
+    """Put NaN or infinities at every fifth element, on rank 0, on rank 1, or (opposite signs) on both."""
+    at = torch.arange(0, len(values), SPECIAL_EVERY)
+    which = (at // SPECIAL_EVERY) % 4
+    if kind == "nan":
+        if rank == 0:
+            values[at] = math.nan
+    elif rank == 0:
+        values[at[which == 0]] = math.inf
+        values[at[which == 1]] = -math.inf
+        values[at[which == 3]] = math.inf
+    elif rank == 1:
+        values[at[which == 2]] = math.inf
+        values[at[which == 3]] = -math.inf
+    return values
+
+
+def _small_integers(numel: int, world: int, key: tuple[int, ...]) -> torch.Tensor:
+    """Non-zero integers so small that world * (any sum of world of them) is exact in bfloat16 (8 bits)."""
+    bound = max(1, min(7, 255 // world**2))
+    value = _integers(numel, 2 * bound, key) - bound
+    return torch.where(value >= 0, value + 1, value)
+
+
+def _uniform(numel: int, key: tuple[int, ...]) -> torch.Tensor:
+    """Uniform multiples of 2**-24 in [0, 1): exact in float64, as are sums of twelve."""
+    return _integers(numel, 1 << 24, key).double() * 2.0**-24
+
+
+def _integers(numel: int, bound: int, key: tuple[int, ...]) -> torch.Tensor:
+    """Integers in [0, bound), by SplitMix64 over the element's number (Steele et al., OOPSLA 2014)."""
+    seed = 0
+    for part in key:
+        seed = _mix(seed * 31 + part + 0x9E3779B97F4A7C15)
+    z = torch.arange(1, numel + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15) + _signed(seed)
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
+    z = z ^ ((z >> 31) & ((1 << 33) - 1))
+    return (z & ((1 << 62) - 1)) % bound
+
+
+def _mix(z: int) -> int:
+    z &= _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+@lru_cache(maxsize=1)
+def _powers() -> torch.Tensor:
+    return torch.tensor([2.0**e for e in range(-160, 161)], dtype=torch.float64)
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    return _powers()[exponent + 160]

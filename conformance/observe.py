@@ -1,0 +1,166 @@
+"""The observer that stands between DDP and a hook, and writes down what passes.
+
+It hands DDP exactly the object that the hook returned, with one exception: an object that is no
+future never reaches DDP, which would take the process down (torch 2.13 segfaults on None).
+"""
+
+import hashlib
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.record import Recorder
+
+# What .then() returns is the C++ class, which torch.futures.Future extends.
+AnyFuture = torch._C.Future
+
+
+class ContractBreach(Exception):
+    """The hook returned something that DDP cannot take; already on record."""
+
+
+class Observer:
+    """Wraps one hook on one rank; ``registered`` and ``value`` events are what rules of section 1 read.
+
+    Args:
+        recorder: where events go.
+        parameters: the model's parameters by the name that records use.
+        before: called with the number of the call before the hook is entered.
+        after: called with the number of the call when the hook has returned or raised.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        parameters: dict[str, torch.nn.Parameter],
+        before: Callable[[int], None],
+        after: Callable[[int], None],
+    ) -> None:
+        self._recorder = recorder
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._parameters = parameters
+        self._before, self._after = before, after
+        self._futures: list[tuple[dict[str, Any], Any, Any]] = []
+        self.calls = 0
+
+    def wrap(self, hook: Any) -> Callable[[Any, dist.GradBucket], Any]:
+        """Return the hook to register instead of ``hook``."""
+
+        def observed(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            return self._call(hook, state, bucket)
+
+        return observed
+
+    def _call(self, hook: Any, state: Any, bucket: dist.GradBucket) -> Any:
+        number, self.calls = self.calls, self.calls + 1
+        buffer = bucket.buffer()
+        call = self._describe_bucket(number, bucket, buffer)
+        self._recorder.event("call", **call)
+        self._before(number)
+        others = self._gradients_outside(call["parameters"])
+        try:
+            result = hook(state, bucket)
+        except BaseException as error:
+            self._recorder.event("raised", call=number, type=type(error).__name__, message=str(error)[:2000], traceback=traceback.format_exc()[-4000:])
+            raise
+        finally:
+            self._after(number)
+        is_future = isinstance(result, AnyFuture)
+        done = bool(is_future and result.done())
+        self._recorder.event(
+            "returned",
+            call=number,
+            type=_type_name(result),
+            is_future=is_future,
+            done=done,
+            digest=_value_digest(result) if done else None,
+            wrote_gradients=[name for name, digest in self._gradients_outside(call["parameters"]).items() if others.get(name) != digest],
+        )
+        if not is_future:
+            raise ContractBreach(f"the hook returned {_type_name(result)}, not a torch.futures.Future")
+        self._futures.append((call, result, buffer))
+        return result
+
+    def after_backward(self) -> None:
+        """Write down what each future of this step holds, now that DDP has read it."""
+        for call, future, buffer in self._futures:
+            self._recorder.event("value", call=call["call"], index=call["index"], **_describe_value(future, buffer))
+
+    def at_rest(self) -> None:
+        """Write down the values again, when no collective is in flight any more; then let go of the step."""
+        for call, future, _ in self._futures:
+            self._recorder.event("rest", call=call["call"], index=call["index"], digest=_value_digest(future))
+        self._futures.clear()
+
+    def _describe_bucket(self, number: int, bucket: dist.GradBucket, buffer: torch.Tensor) -> dict[str, Any]:
+        parameters, views = bucket.parameters(), []
+        if buffer.layout == torch.strided:
+            views = [[g.storage_offset(), g.numel()] for g in bucket.gradients()]
+        return {
+            "call": number,
+            "index": int(bucket.index()),
+            "is_last": bool(bucket.is_last()),
+            "numel": buffer.numel(),
+            "dtype": str(buffer.dtype).removeprefix("torch."),
+            "parameters": [self._names.get(id(p), "?") for p in parameters],
+            "gradient_views": views,
+        }
+
+    def _gradients_outside(self, inside: list[str]) -> dict[str, str]:
+        return {name: digest(p.grad) for name, p in self._parameters.items() if name not in inside and p.grad is not None and p.numel() < 4096}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Return a digest of the bits of a tensor's elements."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.detach().coalesce()
+        return digest(tensor.indices()) + digest(tensor.values())
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()
+
+
+def _describe_value(future: Any, buffer: torch.Tensor) -> dict[str, Any]:
+    """Describe what a completed future holds, beside the bucket it answers."""
+    if not future.done():
+        return {"state": "never completed"}
+    try:
+        value = future.value()
+    except Exception as error:
+        return {"state": "error", "type": type(error).__name__, "message": str(error)[:2000]}
+    if not isinstance(value, torch.Tensor):
+        return {"state": "value", "type": _type_name(value), "tensor": False}
+    dense = value.layout == torch.strided
+    return {
+        "state": "value",
+        "tensor": True,
+        "type": _type_name(value),
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "device": str(value.device),
+        "layout": str(value.layout).removeprefix("torch."),
+        "shape": list(value.shape),
+        "bucket_shape": list(buffer.shape),
+        "bucket_layout": str(buffer.layout).removeprefix("torch."),
+        "bucket_device": str(buffer.device),
+        "contiguous": value.is_contiguous() if dense else True,
+        "offset": value.storage_offset() if dense else 0,
+        "memory": [value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size(), value.numel() * value.element_size()] if dense else None,
+        "digest": digest(value) if dense and value.device.type == "cpu" else None,
+    }
+
+
+def _value_digest(future: Any) -> str | None:
+    try:
+        value = future.value()
+    except Exception:
+        return None
+    return digest(value) if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu" else None
+
+
+def _type_name(value: Any) -> str:
+    name = type(value).__qualname__ if type(value).__module__ == "builtins" else f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, (list, tuple)) and value:
+        return f"{name} of {len(value)} {_type_name(value[0])}"
+    return name

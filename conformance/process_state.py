@@ -1,0 +1,146 @@
+"""What a process has that every library in it shares, read so that two readings can be compared.
+
+``snapshot`` maps a name to a short text; a rule compares the texts. ``rng`` does so for the global
+random generators, which change every time somebody draws a number.
+"""
+
+import ctypes
+import gc
+import hashlib
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_WATCHED_MODULES = ("torch", "torch.Tensor", "torch.distributed", "torch.nn.functional", "torch.futures.Future", "builtins", "os", "time")
+
+
+def rng() -> dict[str, str]:
+    """Digests of the global generators of torch (CPU), Python and NumPy (where it is imported)."""
+    states = {"torch": bytes(torch.get_rng_state().numpy()), "python": repr(random.getstate()).encode()}
+    if numpy := sys.modules.get("numpy"):
+        states["numpy"] = repr([part if isinstance(part, (str, int, float)) else part.tobytes() for part in numpy.random.get_state()]).encode()
+    return {name: _digest(state) for name, state in states.items()}
+
+
+def snapshot() -> dict[str, str]:
+    """Settings of the process that a hook has no business to change, as text."""
+    return {
+        "torch default dtype": str(torch.get_default_dtype()),
+        "torch default device": str(torch.get_default_device()),
+        "grad mode": str(torch.is_grad_enabled()),
+        "inference mode": str(torch.is_inference_mode_enabled()),
+        "anomaly mode": str(torch.is_anomaly_enabled()),
+        "intra-op threads": str(torch.get_num_threads()),
+        "deterministic algorithms": f"{torch.are_deterministic_algorithms_enabled()}, warn only {torch.is_deterministic_algorithms_warn_only_enabled()}",
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "flush denormals": str(_denormals_flushed()),
+        "default process group": str(id(dist.group.WORLD)) if dist.is_initialized() else "none",
+        "warnings filters": repr(warnings.filters),
+        "signal handlers": repr({s.name: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGSEGV, signal.SIGCHLD)}),
+        "sys.excepthook": repr(sys.excepthook),
+        "working directory": os.getcwd(),
+        # Values may be secrets: records keep their digests only.
+        "environment": " ".join(f"{key}={_digest(value.encode())}" for key, value in sorted(os.environ.items())),
+    }
+
+
+class Patches:
+    """Which functions of torch and Python have been replaced since this object was made."""
+
+    def __init__(self) -> None:
+        self._before = {name: dict(vars(owner)) for name, owner in self._owners()}
+
+    def found(self) -> list[str]:
+        """Return ``name: where the new value comes from`` for each function replaced; additions are no patches."""
+        return [
+            f"{name}.{key} (now from {getattr(value, '__module__', None) or type(value).__name__})"
+            for name, owner in self._owners()
+            for key, value in list(vars(owner).items())
+            if key in self._before[name] and value is not self._before[name][key] and callable(self._before[name][key])
+        ]
+
+    @staticmethod
+    def _owners() -> list[tuple[str, Any]]:
+        owners = []
+        for name in _WATCHED_MODULES:
+            if name in sys.modules:
+                owners.append((name, sys.modules[name]))
+            else:
+                module, _, attribute = name.rpartition(".")
+                owners.append((name, getattr(sys.modules[module], attribute)))
+        return owners
+
+
+def threads() -> list[str]:
+    """Names of the Python threads that would outlive the training loop.
+
+    Left out: threads that C++ lent to a callback, and workers of an executor, which Python joins at exit.
+    """
+    executor = sys.modules.get("concurrent.futures.thread")
+    workers = set(getattr(executor, "_threads_queues", ()))
+    return sorted(t.name for t in threading.enumerate() if not isinstance(t, threading._DummyThread) and t not in workers)
+
+
+def children() -> list[str]:
+    """Command lines of the processes that this one has started and not reaped."""
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/children") as file:
+            found += file.read().split()
+    return [_command_line(pid) for pid in found]
+
+
+def files_left() -> list[str]:
+    """Files in the rank's own temporary directory."""
+    temporary = os.environ["TMPDIR"]
+    return sorted(os.path.join(folder, name) for folder, _, names in os.walk(temporary) for name in names)
+
+
+def live_memory() -> dict[str, int]:
+    """Bytes in tensors that Python can reach, and bytes that the C library's allocator has lent out."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor) and item.layout == torch.strided and item.device.type == "cpu":
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return {"tensors": sum(storages.values()), "allocated": _allocated()}
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+def _allocated() -> int:
+    """Bytes in use of glibc's allocator; 0 where there is none (another C library)."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def _denormals_flushed() -> bool:
+    smallest = torch.full((1,), 2.0**-149)
+    return bool((smallest * torch.ones(1)).item() == 0.0)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _command_line(pid: str) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode(errors="replace").strip()[:200] or f"pid {pid}"
+    except OSError:
+        return f"pid {pid}"

@@ -1,0 +1,362 @@
+"""One rank of one scenario, from the fork to its end.
+
+Runs in a child of the host. Everything that the subject does happens here; everything that a rule
+reads is written down here. The rank knows no rules and passes no judgement: an exception, wherever
+it comes from, is an event, and the rank then ends so that its peers are not kept waiting.
+"""
+
+import datetime
+import faulthandler
+import gc
+import inspect
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from conformance import process_state
+from conformance.collectives import CollectiveRecorder
+from conformance.errors import TargetError
+from conformance.observe import Observer, digest
+from conformance.probe import Probe, lay_out, scripted_gradients, training_loss, training_network
+from conformance.record import Recorder
+from conformance.resolve import Resolved, call_with_names, make_hook, make_state, resolve
+from conformance.scenario import Scenario
+from conformance.subject import Case, SubjectSpec
+
+DONE, RAISED, KIT_FAILED = 0, 70, 71
+BLOCKED_FALLBACK = datetime.timedelta(seconds=5)  # only a hook that spins without waiting on anything costs it
+SILENT_PEER_TIMEOUT = datetime.timedelta(seconds=2)  # the group's own timeout, where a peer stays out for good
+PEER_DIED = 77
+
+
+class Injected(RuntimeError):
+    """An error that the kit put into a collective."""
+
+
+def run_rank(scenario: Scenario, spec: SubjectSpec | None, rank: int, world: int, folder: Path, cwd: str, timeout: float) -> int:
+    """Run one rank of ``scenario`` and return the exit status for its process.
+
+    Args:
+        spec: the subject; None for DDP without any hook.
+        folder: the run's folder; the rank writes into ``folder / str(rank)``.
+        cwd: the caller's current directory, where Python looks for the subject first.
+        timeout: of the process groups, in seconds; longer than the host waits.
+    """
+    try:
+        own = folder / str(rank)
+        recorder = Recorder(own)
+        _prepare_process(own, cwd)
+    except OSError as error:
+        print(f"conformance: rank {rank} cannot write its record: {error}", file=sys.stderr)
+        return KIT_FAILED
+    run = _Run(scenario, spec, rank, world, folder, timeout, recorder)
+    try:
+        run.execute()
+        recorder.close()
+    except OSError as error:
+        if run.where == "kit":
+            print(f"conformance: rank {rank} cannot write its record: {error}", file=sys.stderr)
+            return KIT_FAILED
+        return run.failed(error)
+    except BaseException as error:  # SystemExit, pytest.skip and KeyboardInterrupt are the subject's doing too
+        return run.failed(error)
+    return DONE
+
+
+class _Run:
+    """The state of one rank while it runs; ``where`` names what it is doing, for its record of an error."""
+
+    def __init__(
+        self, scenario: Scenario, spec: SubjectSpec | None, rank: int, world: int, folder: Path, timeout: float, recorder: Recorder
+    ) -> None:
+        self.scenario, self.spec, self.rank, self.world = scenario, spec, rank, world
+        self.recorder, self.folder, self.timeout = recorder, folder, timeout
+        self.group_ranks = scenario.group_of(rank, world)
+        self.collectives = CollectiveRecorder()
+        self.case = Case()
+        self.registrations: list[Any] = []
+        self.where = "kit"
+
+    def failed(self, error: BaseException) -> int:
+        """Write down an exception that ended the run."""
+        kind = "target" if isinstance(error, TargetError) else type(error).__name__
+        self.recorder.event(
+            "error", where=self.where, type=kind, message=str(error)[:4000], traceback=traceback.format_exc()[-6000:]
+        )
+        return RAISED
+
+    def execute(self) -> None:
+        store = dist.FileStore(str(self.folder / "store"), self.world)
+        self.signals = dist.PrefixStore("conformance", store)
+        timeout = datetime.timedelta(seconds=self.timeout)
+        if self.scenario.fault == "peer_silent":
+            timeout = SILENT_PEER_TIMEOUT
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world, timeout=timeout)
+        groups = [dist.new_group(list(ranks)) for ranks in self.scenario.groups]
+        self.group = groups[self.scenario.groups.index(self.group_ranks)] if groups else dist.group.WORLD
+        self.model = Probe(self.scenario.params) if self.scenario.params else training_network()
+        self.ddp = DistributedDataParallel(
+            self.model,
+            process_group=self.group if groups else None,
+            bucket_cap_mb=self.scenario.bucket_cap_mb,
+            gradient_as_bucket_view=self.scenario.view,
+        )
+        self.parameters = dict(self.model.named_parameters())
+        lr, momentum = (0.0, 0.0) if self.scenario.params else (0.1, 0.9)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
+        self.observer = Observer(self.recorder, self.parameters, self._before_hook, self._after_hook)
+        self.patches = process_state.Patches()
+        if self.scenario.order != "free" or self.scenario.fault == "collective_raises":
+            self.collectives.install()
+        if self.scenario.order != "free" and self.rank == 0:
+            self._announce_waits()
+        self.recorder.event("state", at="start", process=process_state.snapshot(), rng=process_state.rng(), threads=process_state.threads())
+        self._register()
+        self.recorder.event("state", at="registered", process=process_state.snapshot(), rng=process_state.rng())
+        for step, kind in enumerate(self.scenario.steps):
+            self.recorder.step = step
+            if not self._step(step, kind):
+                break
+        self._finish()
+
+    def _register(self) -> None:
+        """Load the subject and register it, with an observer in between unless it is to run as it is."""
+        if self.spec is None:
+            return
+        self._watch_registrations()
+        self.where = "load"
+        resolved = resolve(self.spec)
+        context = self._context(resolved)
+        if resolved.setup is not None:
+            self.where = "setup"
+            made = call_with_names(resolved.setup, {}, context)
+            self.case = made if isinstance(made, Case) else Case(*made) if isinstance(made, tuple) else Case(hook=made if callable(made) else None)
+            hook, state = self.case.hook, self.case.state
+        else:
+            self.where = "state"
+            state_given = resolved.state is not None
+            hook, state = make_hook(resolved, context, f"--hook {self.spec.hook}")
+            if not state_given and state is None and self.scenario.groups:
+                state = self.group  # as torch's default hooks take it
+        self.where = "register"
+        if hook is not None:
+            if not hasattr(hook, "__name__"):
+                self.recorder.event("nameless", type=type(hook).__name__)
+                hook = _named(hook)
+            self.ddp.register_comm_hook(state, hook)
+        name = self.ddp._get_ddp_logging_data().get("comm_hook", "")
+        self.recorder.event("registered", count=len(self.registrations), logged=str(name))
+        self.where = "kit"
+
+    def _context(self, resolved: Resolved) -> dict[str, Callable[[], Any]]:
+        """The values that factories and set-ups can name, each made when asked for."""
+        context: dict[str, Callable[[], Any]] = {
+            "process_group": lambda: self.group,
+            "model": lambda: self.ddp,
+            "rank": lambda: dist.get_rank(self.group),
+            "world_size": lambda: dist.get_world_size(self.group),
+            "device": lambda: torch.device("cpu"),
+            "optimizer": lambda: self.optimizer,
+        }
+        return {**context, "state": lambda: make_state(resolved.state, context)}
+
+    def _watch_registrations(self) -> None:
+        """Put the observer between DDP and every hook that is registered in this process."""
+        register = DistributedDataParallel.register_comm_hook
+        observer, seen, observed = self.observer, self.registrations, self.scenario.observed
+
+        def register_comm_hook(ddp: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+            # DDP checks the hook that it is given: the raw one first, so that its refusal is on record.
+            ddp._check_comm_hook(hook)
+            register(ddp, state, observer.wrap(hook) if observed else hook)
+            seen.append(hook)
+
+        DistributedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
+
+    def _step(self, step: int, kind: str) -> bool:
+        """Run one step; return false when an injected fault has ended the run as it should."""
+        self.recorder.event("step", kind=kind)
+        rng, parameters = process_state.rng(), self._digests()
+        if self.case.on_step:
+            self.where = "on_step"
+            self.case.on_step(step)
+        self.where = "forward"
+        loss = self._loss(step, kind)
+        faulty = self.scenario.fault != "none" and step == self.scenario.fault_step
+        if faulty and self.scenario.fault == "collective_raises" and self.rank == 1:
+            self.collectives.raise_next = lambda: Injected("injected by the conformance kit: this collective failed")
+        self.where = "backward"
+        if faulty:
+            return self._faulty_backward(loss)
+        try:
+            loss.backward()
+            if self.case.after_backward:
+                self.where = "after_backward"
+                self.case.after_backward()
+        finally:
+            where, self.where = self.where, "kit"
+            self.observer.after_backward()
+            self.where = where
+        self.where = "kit"
+        self._record_step(step, rng, parameters)
+        if not self.scenario.params:
+            self.optimizer.step()
+            self._record_model(step)
+        self.optimizer.zero_grad()
+        if self.scenario.order != "free":
+            self.collectives.drain()
+            self._everybody(f"drained/{step}")
+        self.observer.at_rest()
+        if self.scenario.growth:
+            del loss
+            self.recorder.event("memory", **process_state.live_memory())
+        return True
+
+    def _loss(self, step: int, kind: str) -> torch.Tensor:
+        if not self.scenario.params:
+            return training_loss(self.ddp, self.rank, step)
+        grads = scripted_gradients(self.scenario.params, kind, len(self.group_ranks), self.rank, step)
+        return self.ddp(grads)
+
+    def _faulty_backward(self, loss: torch.Tensor) -> bool:
+        """Run the backward that cannot succeed, and write down how the failure showed."""
+        outcome: dict[str, Any] = {"raised": False}
+        try:
+            loss.backward()
+        except BaseException as error:
+            outcome = {"raised": True, "type": type(error).__name__, "message": str(error)[:2000]}
+        self.recorder.event("fault", fault=self.scenario.fault, **outcome)
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self.recorder.tensor(f"{self.recorder.step}/grad/{name}", parameter.grad)
+        self.signals.set(f"fault over/{self.rank}", "1")
+        return False
+
+    def _record_step(self, step: int, rng: dict[str, str], parameters: dict[str, str]) -> None:
+        after = self._digests()
+        self.recorder.event(
+            "stepped",
+            rng_changed=[name for name, value in process_state.rng().items() if rng.get(name, value) != value],
+            parameters_changed=[name for name, value in after.items() if parameters[name] != value],
+            calls=self.observer.calls,
+        )
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self.recorder.tensor(f"{step}/grad/{name}", lay_out(parameter.grad, "contiguous"))
+
+    def _record_model(self, step: int) -> None:
+        for name, parameter in self.parameters.items():
+            self.recorder.tensor(f"{step}/parameter/{name}", parameter)
+
+    def _digests(self) -> dict[str, str]:
+        return {name: digest(parameter) for name, parameter in self.parameters.items() if parameter.numel() < 4096}
+
+    def _finish(self) -> None:
+        """Close the subject, then look at what it leaves behind."""
+        self.where = "close"
+        if self.case.close:
+            self.case.close()
+        self.where = "kit"
+        for name, buffer in self._synchronised_buffers().items():
+            self.recorder.tensor(f"buffer/{name}", buffer)
+        gc.collect()
+        self.recorder.event(
+            "state",
+            at="end",
+            process=process_state.snapshot(),
+            rng=process_state.rng(),
+            patches=self.patches.found() if self.spec else [],
+            threads=process_state.threads(),
+            children=process_state.children(),
+            files=process_state.files_left(),
+        )
+        if self.scenario.fault == "none":
+            self._everybody("end")
+            dist.destroy_process_group()
+
+    def _synchronised_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers as DDP hands them to the next forward: synchronised from rank 0."""
+        if self.scenario.params:
+            return {}
+        with torch.no_grad():
+            self.ddp._sync_buffers()
+        return dict(self.model.named_buffers())
+
+    def _before_hook(self, call: int) -> None:
+        faulty = self.recorder.step == self.scenario.fault_step
+        if faulty and self.rank == 1 and self.scenario.fault == "peer_dies":
+            os._exit(PEER_DIED)
+        if faulty and self.rank == 1 and self.scenario.fault == "peer_silent":
+            self.signals.wait(["fault over/0"], datetime.timedelta(seconds=self.timeout))
+            raise Injected("injected by the conformance kit: this rank stayed out of the hook")
+        if self.scenario.order == "rank0_first" and self.rank != 0:
+            try:
+                self.signals.wait([f"left/{call}"], BLOCKED_FALLBACK)
+            except RuntimeError:
+                self.recorder.event("gate", call=call, opened="rank 0 neither returned nor waited")
+
+    def _after_hook(self, call: int) -> None:
+        if self.scenario.order == "rank0_first" and self.rank == 0:
+            self.signals.set(f"left/{call}", "1")
+
+    def _announce_waits(self) -> None:
+        """Let the peers in when rank 0 is about to wait for them inside its hook."""
+        for owner, name in ((dist.Work, "wait"), (torch._C.Future, "wait"), (torch.futures.Future, "wait"), (dist.Work, "synchronize")):
+            original = getattr(owner, name)
+
+            def waiting(this: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+                self.signals.set(f"left/{self.observer.calls - 1}", "1")
+                return _original(this, *args, **kwargs)
+
+            setattr(owner, name, waiting)
+
+    def _everybody(self, name: str) -> None:
+        """A barrier through the store, which no collective of the subject can be mistaken for."""
+        self.signals.set(f"{name}/{self.rank}", "1")
+        self.signals.wait([f"{name}/{rank}" for rank in range(self.world)], datetime.timedelta(seconds=self.timeout))
+
+
+def _named(hook: Any) -> Callable[..., Any]:
+    """Give a name to a callable that has none; its signature, which DDP checks, stays."""
+
+    def named(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return hook(state, bucket)
+
+    named.__name__ = type(hook).__name__
+    named.__signature__ = inspect.signature(hook)  # type: ignore[attr-defined]
+    return named
+
+
+def _prepare_process(own: Path, cwd: str) -> None:
+    """Make this process fit to hold a stranger's code: own temporary folder, stacks on demand, evidence thread."""
+    temporary = own / "tmp"
+    temporary.mkdir()
+    os.environ["TMPDIR"] = str(temporary)
+    torch.set_num_threads(1)
+    if cwd not in sys.path:
+        sys.path.insert(0, cwd)
+    stacks = open(own / "stacks.txt", "w")  # noqa: SIM115 - stays open until the process ends
+    faulthandler.enable(stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+    os.mkfifo(own / "ask")
+    threading.Thread(target=_give_evidence, args=(own,), name="conformance-evidence", daemon=True).start()
+
+
+def _give_evidence(own: Path) -> None:
+    """Write the flight recorder's last collectives when the host opens the fifo: it does so before it kills."""
+    with open(own / "ask") as ask:
+        ask.read()
+    try:
+        trace = torch._C._distributed_c10d._dump_fr_trace_json(True, False)
+    except (AttributeError, RuntimeError) as error:
+        trace = f"no flight recorder: {error}"
+    (own / "flight.json").write_text(trace if isinstance(trace, str) else trace.decode())

@@ -1,0 +1,126 @@
+"""What a rank saw, on disk: JSON lines as they happen, tensors when the run is over.
+
+A record is plain data. The controller reads it with ``json`` and ``safetensors`` alone, checks that
+it is complete, and never unpickles: nothing that a subject wrote is executed.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from conformance.errors import KitError
+
+EVENTS, TENSORS, OUTCOME = "events.jsonl", "tensors.safetensors", "outcome.json"
+
+
+class Recorder:
+    """Writes one rank's record. Each event is on disk before the next thing happens."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = os.open(folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._lock = threading.Lock()
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._clock = time.monotonic
+        self.step = -1
+
+    def event(self, name: str, /, **fields: Any) -> None:
+        """Append one event, stamped with the current step."""
+        line = json.dumps({"event": name, "step": self.step, "time": self._clock(), **fields}) + "\n"
+        with self._lock:
+            os.write(self._file, line.encode())
+
+    def tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a copy of a dense tensor under ``name``; complex ones as pairs of reals."""
+        tensor = tensor.detach()
+        tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        self._tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
+
+    def close(self) -> None:
+        """Write the tensors and the closing event, without which a record is incomplete."""
+        save_file(self._tensors, self._folder / TENSORS)
+        self.event("end", tensors=len(self._tensors))
+
+
+@dataclass
+class RankRecord:
+    """One rank's record as the controller reads it.
+
+    Attributes:
+        rank: global rank.
+        events: every event in order.
+        tensors: by name; empty when the rank did not reach its end.
+        exit: exit status of the process; negative for a signal.
+        evidence: captured output, stacks and flight recorder, as the host saw them.
+    """
+
+    rank: int
+    events: list[dict[str, Any]] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    exit: int | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    def all(self, name: str, /, **fields: Any) -> Iterator[dict[str, Any]]:
+        """Yield the events of that name whose fields have those values."""
+        for event in self.events:
+            if event["event"] == name and all(event.get(key) == value for key, value in fields.items()):
+                yield event
+
+    def first(self, name: str, /, **fields: Any) -> dict[str, Any] | None:
+        return next(self.all(name, **fields), None)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the rank wrote its whole record and then ended as the kit ends it."""
+        end = self.first("end")
+        return self.exit == 0 and end is not None and end["tensors"] == len(self.tensors)
+
+
+def read_rank(folder: Path, rank: int, outcome: dict[str, Any]) -> RankRecord:
+    """Read one rank's record, whatever state it was left in."""
+    record = RankRecord(rank, exit=outcome.get("exit"), evidence=outcome)
+    try:
+        with open(folder / EVENTS, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    event = json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # the rank died in the middle of a line
+                if isinstance(event, dict) and {"event", "step", "time"} <= event.keys():
+                    record.events.append(event)
+    except FileNotFoundError:
+        return record
+    try:
+        record.tensors = load_file(folder / TENSORS)
+    except FileNotFoundError:
+        pass
+    except (SafetensorError, OSError) as error:
+        record.evidence["unreadable"] = str(error)
+    return record
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON so that the file is either whole or not there.
+
+    Raises:
+        KitError: the disk is full, or the folder is not writable.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=1)
+            file.write("\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise KitError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,179 @@
+"""The experiments, as data. A scenario says what ranks do and what is observed; it knows no verdicts.
+
+Each scenario of a plan runs once per world size, and many rules read its records.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter of the probe model.
+
+    Attributes:
+        shape: its shape.
+        dtype: a name that torch has, e.g. ``"float32"``.
+        layout: ``contiguous``, ``channels_last``, ``transposed``, or ``sparse`` (an embedding whose
+            gradient is a sparse tensor).
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    layout: str = "contiguous"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One experiment.
+
+    Attributes:
+        name: what its runs are called: ``name@world_size``.
+        what: one line for people.
+        params: the probe model's parameters; empty for the real network of ``training``.
+        steps: the kind of gradient (``inputs.KINDS``) that each step feeds.
+        world_sizes: the world sizes it is meant for; () means every one of the profile.
+        bucket_cap_mb: DDP's, in MiB.
+        view: DDP's ``gradient_as_bucket_view``.
+        groups: disjoint groups of global ranks that each train their own model; () means WORLD.
+        observed: the hook is registered inside an observer; if false, exactly as it was given.
+        order: ``free``, or ``rank0_first``: peers enter the hook only when rank 0 has left it.
+        fault: what the kit does to the run at ``fault_step``: ``none``, ``peer_dies``,
+            ``collective_raises`` or ``peer_silent``.
+        growth: measure memory after every step.
+        repeat: distinguishes runs that are the same experiment.
+    """
+
+    name: str
+    what: str
+    params: tuple[Param, ...]
+    steps: tuple[str, ...]
+    world_sizes: tuple[int, ...] = ()
+    bucket_cap_mb: float = 25.0
+    view: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
+    observed: bool = True
+    order: str = "free"
+    fault: str = "none"
+    fault_step: int = 2
+    growth: bool = False
+    repeat: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def group_of(self, rank: int, world: int) -> tuple[int, ...]:
+        """Return the global ranks of the group that ``rank`` trains in."""
+        return next((group for group in self.groups if rank in group), tuple(range(world)))
+
+    def fits(self, worlds: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the world sizes to run at, out of those of the profile.
+
+        A scenario meant for sizes that the profile lacks runs at the smallest size above 1.
+        """
+        if self.groups:
+            return (sum(map(len, self.groups)),) if max(worlds) > 1 else ()
+        wanted = tuple(w for w in worlds if not self.world_sizes or w in self.world_sizes)
+        return wanted or tuple(sorted(w for w in worlds if w > 1)[:1])
+
+
+def scenario_from_json(data: dict[str, Any]) -> Scenario:
+    """Rebuild a scenario that travelled as JSON."""
+    params = tuple(Param(tuple(p["shape"]), p["dtype"], p["layout"]) for p in data["params"])
+    groups = tuple(tuple(group) for group in data["groups"])
+    return Scenario(**{**data, "params": params, "groups": groups, "steps": tuple(data["steps"]), "world_sizes": tuple(data["world_sizes"])})
+
+
+# 47 elements: odd, prime, divisible by no world size. All in one bucket.
+_SMALL = (Param((5, 3)), Param((7,)), Param((1,)), Param((2, 3, 4)))
+# With a cap of 64 bytes every parameter gets a bucket of its own once DDP has rebuilt its buckets.
+_SEVERAL = (Param((5, 3)), Param((17,)), Param((20_011,)), Param((3, 3, 3)), Param((23,)))
+_CAP = 64 / 2**20
+
+VALUES = Scenario(
+    "values",
+    "one bucket; crafted, random and wide-ranged gradients",
+    _SMALL,
+    ("crafted", "crafted", "crafted", "normal", "normal", "wide"),
+)
+VALUES_AGAIN = replace(VALUES, name="values_again", what="the same once more", repeat=1, world_sizes=(2,))
+AS_IS = replace(
+    VALUES, name="as_is", what="the hook registered as it is, unobserved", observed=False, steps=("crafted",) * 3, world_sizes=(2,)
+)
+BUCKETS = Scenario(
+    "buckets",
+    "five buckets, rebuilt after the first step; twelve steps",
+    _SEVERAL,
+    ("crafted",) * 12,
+    world_sizes=(2,),
+    bucket_cap_mb=_CAP,
+    growth=True,
+)
+VIEWS = replace(
+    BUCKETS, name="views", what="gradients are views of the buckets", view=True, steps=("crafted",) * 3, growth=False
+)
+ORDERED = replace(
+    BUCKETS, name="ordered", what="rank 0 leaves each hook call before its peers enter", order="rank0_first", growth=False,
+    steps=("crafted",) * 3,
+)  # fmt: skip
+DTYPES = Scenario(
+    "dtypes",
+    "float32, float64, float16 and bfloat16 parameters in one model",
+    tuple(Param(shape, dtype) for dtype in ("float32", "float64", "float16", "bfloat16") for shape in ((11,), (3, 5))),
+    ("crafted", "crafted", "normal"),
+    world_sizes=(2, 3),
+)
+SHAPES = Scenario(
+    "shapes",
+    "0-d, one element, empty, prime, channels_last, transposed, larger than a bucket",
+    (
+        *(Param(()), Param((1,)), Param((0,)), Param((13,)), Param((4, 3, 2, 5), layout="channels_last")),
+        *(Param((6, 5), layout="transposed"), Param((1031,)), Param((2, 2))),
+    ),
+    ("crafted",) * 3,
+    world_sizes=(2, 3, 4),
+    bucket_cap_mb=_CAP,
+)
+LARGE = Scenario("large", "one parameter of 2,500,001 elements", (Param((2_500_001,)),), ("crafted",), world_sizes=(2,))
+SUBGROUPS = Scenario(
+    "subgroups",
+    "two models on two disjoint subgroups of WORLD at once; places in the group are not global ranks",
+    _SMALL,
+    ("crafted",) * 3,
+    groups=((1, 3), (0, 2)),
+)
+COMPLEX = Scenario(
+    "complex", "complex parameters", (Param((5, 3), "complex64"), Param((7,), "complex64")), ("crafted",) * 2, world_sizes=(2,)
+)
+SPARSE = Scenario(
+    "sparse", "a sparse embedding beside a dense parameter", (Param((10, 3), layout="sparse"), Param((7,))), ("crafted",) * 3,
+    world_sizes=(2,),
+)  # fmt: skip
+SPECIAL = Scenario(
+    "special",
+    "NaN, infinities, zeros, subnormals, negative zeros, then ordinary values again",
+    _SMALL,
+    ("crafted", "nan", "inf", "zero_one", "zero_all", "tiny", "tiny_float16", "tiny_bfloat16", "minus_zero", "crafted"),
+    world_sizes=(2, 3),
+)
+TRAINING = Scenario(
+    "training", "a small network with batch norm under SGD with momentum, several buckets", (), ("normal",) * 6,
+    world_sizes=(2, 3), bucket_cap_mb=_CAP,
+)  # fmt: skip
+PEER_DIES = replace(
+    VALUES, name="peer_dies", what="rank 1 dies as it enters the hook at step 2", steps=("crafted",) * 3, fault="peer_dies",
+    world_sizes=(2,),
+)  # fmt: skip
+COLLECTIVE_RAISES = replace(
+    PEER_DIES, name="collective_raises", what="the first collective of step 2 raises on rank 1", fault="collective_raises"
+)
+PEER_SILENT = replace(
+    PEER_DIES, name="peer_silent", what="rank 1 never enters the hook at step 2; the group's timeout expires", fault="peer_silent"
+)
+
+# In the order in which they run: the plainest first, since a hook that breaks it is judged no further.
+ALL = (
+    *(VALUES, AS_IS, BUCKETS, VIEWS, ORDERED, VALUES_AGAIN, DTYPES, SHAPES, LARGE, SUBGROUPS, COMPLEX, SPARSE),
+    *(SPECIAL, TRAINING, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
+)
+BY_NAME = {scenario.name: scenario for scenario in ALL}

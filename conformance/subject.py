@@ -1,0 +1,148 @@
+"""What is certified, and how it is named.
+
+The command line names a subject with strings; the process that judges keeps them as strings. Only
+the ranks import what they name (``resolve.py``). A package can also describe itself: ``--hook
+mypkg:subject`` may name a :class:`Subject`, and ``--setup`` functions may return a :class:`Case`.
+"""
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from conformance.errors import UsageError
+
+CONTEXT_NAMES = ("process_group", "pg", "model", "rank", "world_size", "device", "optimizer")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A hook with its state and claims, described beside the hook.
+
+    Attributes:
+        hook: the communication hook, ``(state, bucket) -> Future[Tensor]``.
+        state: the state itself, or a factory that takes any of ``CONTEXT_NAMES`` by name.
+        setup: instead of hook: a function as ``--setup`` takes it.
+        claims: as in ``--claims``; None means "as said elsewhere, or exact".
+    """
+
+    hook: Any = None
+    state: Any = None
+    setup: Callable[..., Any] | None = None
+    claims: str | None = None
+
+
+@dataclass
+class Case:
+    """What a ``--setup`` function made for one DDP module.
+
+    Attributes:
+        state: the state to register, if ``hook`` is given.
+        hook: the hook to register; None when the set-up registered it itself.
+        on_step: called with the step number before each forward.
+        after_backward: called after each backward, before gradients are read.
+        close: called when the run is over; stop threads here.
+    """
+
+    state: Any = None
+    hook: Any = None
+    on_step: Callable[[int], object] | None = None
+    after_backward: Callable[[], object] | None = None
+    close: Callable[[], object] | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """``module:attribute[,key=value...]`` taken apart.
+
+    ``call`` is true for ``module:attribute()`` and for every target with keyword arguments.
+    """
+
+    module: str
+    attribute: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    call: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.attribute}"
+
+
+@dataclass(frozen=True)
+class SubjectSpec:
+    """The strings that name a subject; travels to the ranks as JSON."""
+
+    hook: str | None = None
+    state: str | None = None
+    setup: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.hook or self.setup or "vanilla"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+REFERENCE = SubjectSpec(hook="hooks_ref:allreduce_hook")
+_TARGET = re.compile(r"^(?P<module>[A-Za-z_][\w.]*):(?P<attribute>[A-Za-z_][\w.]*)(?P<call>\(\))?$")
+
+
+def parse_target(text: str, option: str) -> Target:
+    """Parse ``module:attribute[,key=value...]``; values are Python literals, or else strings.
+
+    Raises:
+        UsageError: the text has another form.
+    """
+    head, *pairs = _split(text)
+    match = _TARGET.match(head.strip())
+    if not match:
+        raise UsageError(f"{option}: {text!r} is not module:attribute[,key=value...], e.g. mypkg.hooks:my_hook,rank=2")
+    kwargs = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise UsageError(f"{option}: {pair.strip()!r} in {text!r} is not key=value")
+        kwargs[key.strip()] = _literal(value.strip())
+    return Target(match["module"], match["attribute"], kwargs, call=bool(match["call"] or kwargs))
+
+
+def parse_subject(hook: str | None, state: str | None, setup: str | None) -> SubjectSpec:
+    """Check the strings of ``--hook``, ``--state`` and ``--setup`` without importing anything.
+
+    Raises:
+        UsageError: neither or both of hook and setup are given, or one cannot be parsed.
+    """
+    if bool(hook) == bool(setup):
+        raise UsageError("name one subject: --hook module:attribute, or --setup module:function")
+    for option, text in (("--hook", hook), ("--setup", setup)):
+        if text:
+            parse_target(text, option)
+    if state and state not in CONTEXT_NAMES:
+        parse_target(state, "--state")
+    return SubjectSpec(hook, state, setup)
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas outside brackets and quotes."""
+    parts, depth, quote, start = [], 0, "", 0
+    for index, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        elif char == "," and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [*parts, text[start:]]
+
+
+def _literal(value: str) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value

@@ -1,0 +1,30 @@
+"""Hooks with one defect each. Every module is one section of the rule book; ``CATALOGUE`` lists them all.
+
+The modules import torch alone, so that a rank imports a mutant in no time. Each function's docstring
+says what is wrong with it; each module ends with ``MUTANTS``, which says the rule that refuses it.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One broken subject and the rules that must refuse it.
+
+    Attributes:
+        name: attribute of its module.
+        breaks: the MUST rules that fail; the first is the one that it was written for.
+        claims: what it claims of itself.
+        state: as in ``--state``.
+        setup: whether the attribute is a set-up function.
+        because: for each further rule in ``breaks``, why that one fails too.
+        worlds: world sizes of the profile that it is tried in.
+    """
+
+    name: str
+    breaks: tuple[str, ...]
+    claims: str = "exact"
+    state: str | None = None
+    setup: bool = False
+    because: dict[str, str] = field(default_factory=dict)
+    worlds: tuple[int, ...] = (2, 3)
