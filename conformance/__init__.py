@@ -1,0 +1,26 @@
+"""The conformance kit for gradient synchronisation in PyTorch.
+
+    pytest --pyargs conformance --hook mypkg:myhook
+    python -m conformance certify --hook mypkg:myhook
+
+    from conformance import certify          # in a test suite of your own
+    from conformance import Case, Subject    # beside a hook, to describe it
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from conformance.subject import Case, Subject
+
+if TYPE_CHECKING:
+    from conformance.session import Options, certify
+
+__all__ = ["Case", "Options", "Subject", "certify"]
+
+
+def __getattr__(name: str) -> Any:
+    # Ranks import this package beside the subject: what only a controller needs is loaded when asked for.
+    if name in ("Options", "certify"):
+        import conformance.session
+
+        return getattr(conformance.session, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,7 +23,11 @@ class CollectiveRecorder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # Never emptied. Gloo's worker destroys a Work under its queue's mutex, and with it Python callbacks, for
+        # which it needs the GIL; an overridden kernel enqueues with the GIL held. Were ours not the last reference,
+        # the two would wait for each other.
         self._works: list[Any] = []
+        self._drained = 0
         self._library: Any = None
         self.count = 0
         self.raise_next: Callable[[], Exception] | None = None
@@ -49,7 +53,7 @@ class CollectiveRecorder:
     def drain(self) -> None:
         """Wait until every collective issued so far is over, whether it succeeded or not."""
         with self._lock:
-            works, self._works = self._works, []
+            works, self._drained = self._works[self._drained :], len(self._works)
         for work in works:
             try:
                 work.wait()

@@ -79,13 +79,14 @@ class Patches:
 
 
 def threads() -> list[str]:
-    """Names of the Python threads that would outlive the training loop.
+    """Names of the Python threads, ``(daemon)`` after those that do not keep the process alive.
 
     Left out: threads that C++ lent to a callback, and workers of an executor, which Python joins at exit.
     """
     executor = sys.modules.get("concurrent.futures.thread")
     workers = set(getattr(executor, "_threads_queues", ()))
-    return sorted(t.name for t in threading.enumerate() if not isinstance(t, threading._DummyThread) and t not in workers)
+    own = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread) and t not in workers]
+    return sorted(t.name + (" (daemon)" if t.daemon else "") for t in own)
 
 
 def children() -> list[str]:

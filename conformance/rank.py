@@ -218,7 +218,8 @@ class _Run:
         self.observer.at_rest()
         if self.scenario.growth:
             del loss
-            self.recorder.event("memory", **process_state.live_memory())
+            memory = process_state.live_memory()
+            self.recorder.event("memory", **{name: used - self.recorder.held for name, used in memory.items()})
         return True
 
     def _loss(self, step: int, kind: str) -> torch.Tensor:
@@ -234,7 +235,7 @@ class _Run:
             loss.backward()
         except BaseException as error:
             outcome = {"raised": True, "type": type(error).__name__, "message": str(error)[:2000]}
-        self.recorder.event("fault", fault=self.scenario.fault, **outcome)
+        self.recorder.event("fault", fault=self.scenario.fault, unused=self.collectives.raise_next is not None, **outcome)
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 self.recorder.tensor(f"{self.recorder.step}/grad/{name}", parameter.grad)
@@ -247,7 +248,7 @@ class _Run:
             "stepped",
             rng_changed=[name for name, value in process_state.rng().items() if rng.get(name, value) != value],
             parameters_changed=[name for name, value in after.items() if parameters[name] != value],
-            calls=self.observer.calls,
+            threads=len(process_state.threads()),
         )
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:

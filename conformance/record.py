@@ -32,6 +32,7 @@ class Recorder:
         self._tensors: dict[str, torch.Tensor] = {}
         self._clock = time.monotonic
         self.step = -1
+        self.held = 0  # bytes in the tensors kept so far
 
     def event(self, name: str, /, **fields: Any) -> None:
         """Append one event, stamped with the current step."""
@@ -44,7 +45,8 @@ class Recorder:
         tensor = tensor.detach()
         tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        self._tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
+        self._tensors[name] = kept = tensor.clone(memory_format=torch.contiguous_format)
+        self.held += kept.numel() * kept.element_size()
 
     def close(self) -> None:
         """Write the tensors and the closing event, without which a record is incomplete."""

@@ -44,6 +44,8 @@ def _compress_hook(dtype: torch.dtype, name: str) -> Hook:
     def hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         group = process_group if process_group is not None else dist.group.WORLD
         buffer = bucket.buffer()
+        if buffer.is_sparse:  # no backend sums sparse tensors of half precision
+            return allreduce_hook(process_group, bucket)
         # One pass: divide in the bucket's dtype and round the quotient to dtype once.
         sent = torch.div(buffer, group.size(), out=torch.empty_like(buffer, dtype=dtype))
         future = dist.all_reduce(sent, group=group, async_op=True).get_future()
@@ -54,7 +56,7 @@ def _compress_hook(dtype: torch.dtype, name: str) -> Hook:
 
     Args:
         process_group: the group to average over; None is the default group.
-        bucket: one bucket of dense gradients; its buffer has shape ``[numel]``.
+        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse bucket is averaged in its own dtype.
 
     Returns:
         A future of the mean in the bucket's own dtype: the bucket's own buffer, shape ``[numel]``.
@@ -67,6 +69,8 @@ def _compress_wrapper(hook: Hook, dtype: torch.dtype, name: str) -> Hook:
 
     def wrapped(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
+        if buffer.is_sparse:
+            return hook(state, bucket)
         bucket.set_buffer(buffer.to(dtype))
 
         def decompress(fut: Future[torch.Tensor]) -> torch.Tensor:
@@ -85,7 +89,7 @@ bf16_compress_hook = _compress_hook(torch.bfloat16, "bfloat16_compress_hook")
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Run ``hook`` in float16: a bucket cast down before it, its result cast back after it.
+    """Run ``hook`` in float16: a dense bucket cast down before it, its result cast back after it.
 
     ``hook`` divides, so values above 65504 become inf here before it sees them; where that
     matters use :func:`fp16_compress_hook` or :func:`bf16_compress_wrapper`.
@@ -100,7 +104,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Run ``hook`` in bfloat16: a bucket cast down before it, its result cast back after it.
+    """Run ``hook`` in bfloat16: a dense bucket cast down before it, its result cast back after it.
 
     Args:
         hook: a communication hook ``(state, bucket) -> Future[Tensor]``.

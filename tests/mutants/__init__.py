@@ -1,9 +1,10 @@
-"""Hooks with one defect each. Every module is one section of the rule book; ``CATALOGUE`` lists them all.
+"""Hooks with one defect each. Every module is one section of the rule book; :func:`catalogue` lists them all.
 
 The modules import torch alone, so that a rank imports a mutant in no time. Each function's docstring
 says what is wrong with it; each module ends with ``MUTANTS``, which says the rule that refuses it.
 """
 
+import importlib
 from dataclasses import dataclass, field
 
 
@@ -28,3 +29,12 @@ class Mutant:
     setup: bool = False
     because: dict[str, str] = field(default_factory=dict)
     worlds: tuple[int, ...] = (2, 3)
+
+
+_SECTIONS = ("contract", "equivalence", "replicas", "special", "interference", "failure", "process")
+
+
+def catalogue() -> list[tuple[str, Mutant]]:
+    """Return (module name, mutant) for every mutant; the modules are imported only when this is called."""
+    modules = [importlib.import_module(f"{__name__}.{section}") for section in _SECTIONS]
+    return [(module.__name__, mutant) for module in modules for mutant in module.MUTANTS]

@@ -1,0 +1,153 @@
+"""Why a run broke: the root cause in one line, and the evidence of every rank.
+
+The first thing that went wrong is the cause. An error that a rank wrote down has its time, a death
+has the time at which the host saw it; what other ranks say afterwards ("connection reset by peer")
+is secondary. A rank that the host had to kill did not fail: it was waiting, and its stack says where.
+"""
+
+import json
+import signal
+from dataclasses import dataclass, field
+from typing import Any
+
+from conformance.rank import KIT_FAILED
+from conformance.record import RankRecord
+from conformance.run import Run
+
+_SECONDARY = ("connection reset", "connection closed", "timed out waiting", "broken pipe", "connection refused")
+
+
+@dataclass
+class Breakage:
+    """What happened, for a person.
+
+    Attributes:
+        kind: ``kit``, ``target``, ``register``, ``contract``, ``shape``, ``dtype``, ``raised``, ``died``,
+            ``hang``, ``flood`` or ``host``.
+        line: the root cause in one line.
+        evidence: by rank: exit, what it printed, error, stacks, last collectives.
+    """
+
+    kind: str
+    line: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+def breakage(run: Run) -> Breakage | None:
+    """Return why ``run`` has no complete record, or None if it has."""
+    if run.finished:
+        return None
+    evidence = {f"rank {rank.rank}": _evidence(rank) for rank in run.ranks}
+    if run.stopped == "host":
+        return Breakage("host", f"the process above the ranks died during the run ({run.host}): the subject killed its parent", evidence)
+    for rank in run.ranks:
+        if rank.exit == KIT_FAILED or "unreadable" in rank.evidence:
+            output = rank.evidence.get("unreadable") or str(rank.evidence.get("output", "")).strip().splitlines()[-1:]
+            return Breakage("kit", f"the record of rank {rank.rank} could not be written: {output}", evidence)
+    if run.stopped == "flood":
+        worst = max(run.ranks, key=lambda rank: rank.evidence.get("printed", 0))
+        return Breakage("flood", f"rank {worst.rank} printed more than {worst.evidence['printed'] >> 20} MiB{_during(worst)} and was stopped", evidence)
+    causes = sorted((cause for rank in run.ranks if (cause := _cause(rank))), key=lambda cause: (cause[0], cause[1]))
+    if causes:
+        _, _, kind, line = causes[0]
+        return Breakage(kind, line, evidence)
+    waiting = [rank for rank in run.ranks if rank.evidence.get("killed")]
+    if waiting:
+        return Breakage("hang", _hang(run, waiting), evidence)
+    return Breakage("died", "ranks ended without a complete record", evidence)
+
+
+def _cause(rank: RankRecord) -> tuple[int, float, str, str] | None:
+    """Return (secondary?, time, kind, line) of what went wrong on a rank by itself."""
+    error = rank.first("error")
+    if error:
+        text = f"{error['type']}: {error['message']}".strip()
+        line = text.splitlines()[0][:300]
+        secondary = int(any(words in text.lower() for words in _SECONDARY))
+        if error["where"] == "load" or error["type"] == "target":
+            return secondary, error["time"], "target", error["message"].splitlines()[0]
+        if error["type"] == "ContractBreach":
+            return secondary, error["time"], "contract", error["message"].splitlines()[0]
+        if error["where"] == "register":
+            return secondary, error["time"], "register", line
+        if breach := _breach(rank, error["step"]):
+            return secondary, error["time"], *breach
+        raised = rank.first("raised")
+        place = f"in hook call {raised['call']}" if raised else {"backward": "in backward, after the hook had returned"}.get(error["where"], f"in {error['where']}")
+        return secondary, error["time"], "raised", f"rank {rank.rank} raised {line} ({place}, step {error['step']})"
+    if rank.exit is not None and not rank.evidence.get("killed") and not rank.finished:
+        how = f"signal {signal.Signals(-rank.exit).name}" if rank.exit < 0 else f"exit status {rank.exit}"
+        return 0, rank.evidence.get("died") or 0.0, "died", f"rank {rank.rank} died ({how}){_during(rank)}"
+    return None
+
+
+def _breach(rank: RankRecord, step: int) -> tuple[str, str] | None:
+    """Whether the future of the step that failed held something that DDP cannot take: (kind, line)."""
+    for value in rank.all("value", step=step, state="value"):
+        if not value["tensor"]:
+            return "contract", f"the future holds {value['type']}, not a tensor (call {value['call']})"
+        if value["layout"] != value["bucket_layout"] or value["device"] != value["bucket_device"]:
+            return "dtype", f"the result is {value['layout']} on {value['device']}, the bucket {value['bucket_layout']} on {value['bucket_device']}"
+        if value["shape"] != value["bucket_shape"]:
+            return "shape", f"the result has shape {value['shape']}, the bucket {value['bucket_shape']} (call {value['call']})"
+    return None
+
+
+def _during(rank: RankRecord) -> str:
+    """Where a rank was when it was last heard of."""
+    if not rank.events:
+        return " before it began"
+    last = rank.events[-1]
+    if last["event"] == "call":
+        return f" inside hook call {last['call']}: step {last['step']}, bucket {last['index']}, {last['numel']} elements of {last['dtype']}"
+    if last["event"] == "returned":
+        return f" after hook call {last['call']} of step {last['step']} had returned"
+    return f" in step {last['step']}, after {last['event']!r}"
+
+
+def _hang(run: Run, waiting: list[RankRecord]) -> str:
+    inside = [rank for rank in waiting if rank.events and rank.events[-1]["event"] == "call"]
+    if inside:
+        places = "; ".join(f"rank {rank.rank}{_during(rank)}{_at(rank)}" for rank in inside)
+        return f"the hook did not return: {places}"
+    places = "; ".join(f"rank {rank.rank}{_during(rank)}" for rank in waiting)
+    return f"the future was never completed: {places}"
+
+
+def _at(rank: RankRecord) -> str:
+    """The innermost Python line of the main thread, outside torch and the kit."""
+    stacks = str(rank.evidence.get("stacks", ""))
+    _, _, main = stacks.rpartition("Current thread")
+    main = main if "observe.py" in main else stacks
+    for line in main.splitlines():
+        line = line.strip()
+        if line.startswith("File ") and "/torch/" not in line and "/conformance/" not in line and "threading.py" not in line:
+            return f", at {line.removeprefix('File ')}"
+    return ""
+
+
+def _evidence(rank: RankRecord) -> dict[str, Any]:
+    kept: dict[str, Any] = {"exit": rank.exit}
+    if rank.evidence.get("killed"):
+        kept["killed by the kit"] = True
+    if error := rank.first("error"):
+        kept["traceback"] = error["traceback"]
+    for name in ("output", "stacks"):
+        if text := str(rank.evidence.get(name, "")).strip():
+            kept[name] = text[-6000:]
+    if flight := rank.evidence.get("flight"):
+        kept["last collectives"] = _last_collectives(flight)
+    return kept
+
+
+def _last_collectives(flight: str) -> list[str]:
+    """The flight recorder's last four entries, in a line each."""
+    try:
+        entries = json.loads(flight)["entries"]
+    except (ValueError, KeyError, TypeError):
+        return [flight[:300]]
+    return [
+        f"#{entry.get('collective_seq_id')} {entry.get('profiling_name')} {entry.get('input_sizes')} {entry.get('input_dtypes')} "
+        f"{'finished' if entry.get('retired') else 'not finished'}"
+        for entry in entries[-4:]
+    ]

@@ -1,0 +1,153 @@
+"""Known mistakes by the pattern they leave: from a wrong step to one line that names the likely cause."""
+
+from collections.abc import Iterator
+
+import torch
+
+from conformance.claims import Claims
+from conformance.oracle import compare, expected, mean, precision
+from conformance.run import Run
+
+
+def diagnose(run: Run, step: int, claims: Claims) -> str:
+    """Return the known mistake that explains every element of ``step``, or where it goes wrong, or ''."""
+    ranks = list(range(run.world))
+    indices = [i for i, spec in enumerate(run.scenario.params) if torch.Size(spec.shape).numel()]
+    got = {(r, i): run.got(r, step, i) for r in ranks for i in indices}
+    if any(value is None for value in got.values()):
+        return "a parameter has no gradient at all on at least one rank"
+    for cause, pattern in _patterns(run, step):
+        if all(_alike(run, got[r, i], pattern(r, i), r, step, i, claims) for r in ranks for i in indices):
+            return cause
+    return _ratio(run, step, got) or _place(run, step, claims)
+
+
+def _patterns(run: Run, step: int) -> Iterator[tuple[str, object]]:
+    """Yield (cause, function of rank and parameter that gives the values it predicts)."""
+
+    def group(rank: int) -> tuple[int, ...]:
+        return run.group(rank)
+
+    def fed(rank: int, index: int) -> torch.Tensor:
+        return run.fed(rank, step, index)
+
+    def right(rank: int, index: int) -> torch.Tensor:
+        return mean(run, rank, step, index)
+
+    if run.scenario.groups:
+        world = tuple(range(run.world))
+        yield "equal to the mean over WORLD: the process group that it was given was not used", lambda r, i: mean(run, r, step, i, world)
+        yield (
+            "equal to the sum over the group divided by the size of WORLD: the divisor ignores the group",
+            lambda r, i: right(r, i) * len(group(r)) / run.world,
+        )
+    yield "equal to this rank's own gradient: nothing was communicated", fed
+    yield "equal to rank 0's gradient on every rank: it was broadcast, not reduced", lambda r, i: fed(group(r)[0], i)
+    yield "every element is world_size times the mean: the sum was not divided", lambda r, i: right(r, i) * len(group(r))
+    yield "every element is the mean divided by world_size: it was divided twice", lambda r, i: right(r, i) / len(group(r))
+    yield (
+        "equal to this rank's own gradient divided by world_size: it was divided, but nothing was communicated",
+        lambda r, i: fed(r, i) / len(group(r)),
+    )
+    yield "every element has the wrong sign", lambda r, i: -right(r, i)
+    yield "every element is zero", lambda r, i: torch.zeros_like(right(r, i))
+    if step:
+        yield "equal to the previous step's mean: the result is one step late", lambda r, i: mean(run, r, step - 1, i)
+    for name in ("float16", "bfloat16"):
+        yield f"equal to the mean rounded to {name}", lambda r, i, d=getattr(torch, name): _Rounded(right(r, i), d)
+    yield "equal to the mean with its fraction cut off: it went through an integer dtype", lambda r, i: right(r, i).trunc()
+
+
+class _Rounded:
+    """The mean, somewhere rounded to ``dtype``: more than one rounding is allowed for."""
+
+    def __init__(self, values: torch.Tensor, dtype: torch.dtype) -> None:
+        self.values, self.dtype = values, dtype
+
+
+def _alike(run: Run, got: torch.Tensor, predicted: object, rank: int, step: int, index: int, claims: Claims) -> bool:
+    """Whether ``got`` is what a mistake predicts, within what rounding can explain."""
+    if isinstance(predicted, _Rounded):
+        if run.scenario.steps[step] not in ("normal",):
+            return False
+        info = torch.finfo(predicted.dtype)
+        _, _, values = expected(run, rank, step, index, claims)
+        bound = (len(values) + 2) * info.eps * values.abs().sum(0) / len(values)
+        return bool(((got - predicted.values).abs() <= bound + info.tiny).all())
+    assert isinstance(predicted, torch.Tensor)
+    unit, _, _ = precision(run.scenario.params[index].dtype, claims)
+    slack = 8 * run.world * unit * predicted.abs()
+    same = (got == predicted) | (got.isnan() & predicted.isnan()) | ((got - predicted).abs() <= slack)
+    return bool(same.all())
+
+
+def _ratio(run: Run, step: int, got: dict[tuple[int, int], torch.Tensor | None]) -> str:
+    """One factor between result and mean, when there is one."""
+    for rank in range(run.world):
+        results = torch.cat([value for (r, _), value in got.items() if r == rank and value is not None])
+        means = torch.cat([mean(run, rank, step, i) for (r, i) in got if r == rank])
+        used = (means != 0) & means.isfinite() & results.isfinite()
+        if not used.any():
+            return ""
+        ratios = results[used] / means[used]
+        if rank == 0:
+            first = ratios[0].item()
+        if not torch.allclose(ratios, torch.full_like(ratios, first), rtol=1e-4, atol=0.0) or abs(first - 1) < 1e-3:
+            return ""
+    return f"every element is {first:.6g} times the mean: it was scaled by a wrong factor"
+
+
+def _place(run: Run, step: int, claims: Claims) -> str:
+    """Where a step is wrong, when it is right elsewhere."""
+    wrong_ranks = [r for r in range(run.world) if compare(run, step, claims, [r]).mismatch]
+    said = ""
+    if len(wrong_ranks) < run.world:
+        said = f"right on the other ranks, wrong on rank {', '.join(map(str, wrong_ranks))}"
+    rank = wrong_ranks[0]
+    calls = sorted(run.ranks[rank].all("call", step=step), key=lambda call: call["index"])
+    wrong = {i: _wrong_elements(run, rank, step, i, claims) for i in range(len(run.scenario.params))}
+    bad_buckets = [c for c in calls if any(wrong[i].any() for i in _indices(run, c))]
+    if len(calls) > 1 and len(bad_buckets) < len(calls):
+        last = bad_buckets == calls[-1:]
+        names = "the last" if last else ", ".join(str(c["index"]) for c in bad_buckets)
+        return _join(said, f"right in all buckets but {names}")
+    for call in bad_buckets:
+        flat = torch.cat([wrong[i] for i in _indices(run, call)])
+        size = len(run.group(rank))
+        tail = len(flat) % size
+        if tail and flat[-tail:].any() and not flat[:-tail].any():
+            return _join(said, "right but for the last numel % world_size elements of the bucket: the uneven tail was left out")
+        if flat[-1] and not flat[: int(flat.nonzero()[0])].any() and flat[int(flat.nonzero()[0]) :].all() and not flat.all():
+            return _join(said, f"right but for the last {int(flat.sum())} elements of the bucket")
+    return said
+
+
+def _indices(run: Run, call: dict[str, object]) -> list[int]:
+    names = {run.parameter_name(i): i for i in range(len(run.scenario.params))}
+    parameters = call["parameters"]
+    assert isinstance(parameters, list)
+    return [names[name] for name in parameters if name in names]
+
+
+def _wrong_elements(run: Run, rank: int, step: int, index: int, claims: Claims) -> torch.Tensor:
+    right, bound, _ = expected(run, rank, step, index, claims)
+    got = run.got(rank, step, index)
+    if got is None:
+        return torch.ones_like(right, dtype=torch.bool)
+    return ~((got == right) | (got.isnan() & right.isnan()) | ((got - right).abs() <= bound))
+
+
+def _join(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
+
+
+def _norms(run: Run, rank: int, step: int) -> float:
+    got = [run.got(rank, step, i) for i in range(len(run.scenario.params))]
+    results = torch.cat([value for value in got if value is not None]).norm().item()
+    means = torch.cat([mean(run, rank, step, i) for i in range(len(run.scenario.params))]).norm().item()
+    return results / means if means else float("nan")
+
+
+def norm_ratios(run: Run, steps: list[int]) -> str:
+    """The ratio of norms, result over mean, per step on rank 0: 2.0, 0.5 and 1/W name the commonest bugs."""
+    return " ".join(f"{_norms(run, 0, step):.4g}" for step in steps)

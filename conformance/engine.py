@@ -1,0 +1,219 @@
+"""From a subject to judgements: runs each scenario once, and asks the rules.
+
+Who is to blame. A run that broke fails the rule that its kind of breaking belongs to (a refused
+registration is 1.1's, something that is no future 1.2's, ...), or else the rule that owns its
+scenario; for every other rule that reads it the run is "not run". A failure is only ever the
+subject's when the reference allreduce passes the same rule on the same machine: the control. If it
+does not, the verdict is "kit error".
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from conformance.breakage import Breakage, breakage
+from conformance.claims import ROUNDED_DTYPES, Claims
+from conformance.errors import KitError, TargetError
+from conformance.rulebook import Rule
+from conformance.run import Run
+from conformance.scenario import VALUES, Scenario
+from conformance.subject import REFERENCE, SubjectSpec
+from conformance.verdict import Failure, Found, Judgement, Verdict
+
+MACHINE_RULES = ("1.5", "2.1", "2.6", "3.1")  # what the reference must hold before anything is judged
+HANGS = 3  # runs that may cost their whole deadline before the rest are not run
+_BLAME = {"register": "1.1", "contract": "1.2", "shape": "1.3", "dtype": "1.4", "flood": "9.7"}
+
+
+class Source(Protocol):
+    """Where runs come from: ranks of this machine, or records kept earlier."""
+
+    def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run: ...
+
+
+class Engine:
+    """Judges one subject.
+
+    Args:
+        source: where runs come from.
+        rules: the whole book.
+        subject: what is judged.
+        claims: what it says of itself.
+        worlds: world sizes of the profile.
+        control: the engine that judges the reference; None for the reference itself.
+    """
+
+    def __init__(
+        self, source: Source, rules: dict[str, Rule], subject: SubjectSpec, claims: Claims, worlds: Sequence[int],
+        control: "Engine | None" = None,
+    ) -> None:  # fmt: skip
+        self._source, self._rules, self.subject, self.claims = source, rules, subject, claims
+        self.worlds = tuple(sorted(worlds))
+        self.control = control
+        self._runs: dict[tuple[str, int], Run | str] = {}
+        self._breakages: dict[str, Breakage | None] = {}
+        self._judgements: dict[str, Judgement] = {}
+        self._hangs: list[str] = []
+
+    @property
+    def primary(self) -> int:
+        """The world size at which the plainest scenario is judged first."""
+        return next((world for world in self.worlds if world > 1), self.worlds[0])
+
+    def judge(self, number: str) -> Judgement:
+        """Return the judgement on one rule; runs what it needs that has not been run yet."""
+        if number not in self._judgements:
+            self._judgements[number] = self._judge(self._rules[number])
+        return self._judgements[number]
+
+    def check_machine(self) -> None:
+        """Certify the machine: the reference must hold the machine rules.
+
+        Raises:
+            KitError: it does not.
+        """
+        if not self.control:
+            return
+        for number in MACHINE_RULES:
+            judgement = self.control.judge(number)
+            if not judgement.verdict.holds and not (number == "2.6" and len(self.worlds) == 1):
+                detail = judgement.failures[0].actual if judgement.failures else judgement.reason
+                raise KitError(f"this machine is not fit to judge: the reference allreduce fails rule {number}: {detail}")
+
+    def other_claims(self) -> list[Claims]:
+        """Return the claims under which the subject would hold what it fails now of sections 2 and 8."""
+        candidates = [
+            Claims(rounded, total, world) for world in (False, True) for total in (False, True) for rounded in (None, *ROUNDED_DTYPES)
+        ]
+        tried = ("2.1", "2.2", "2.3", "2.6", "2.7", "2.10")
+        return [claims for claims in candidates if claims != self.claims and self._would_hold(claims, tried)][:3]
+
+    def _would_hold(self, claims: Claims, numbers: Sequence[str]) -> bool:
+        for number in numbers:
+            rule = self._rules[number]
+            runs = [self._runs.get((s.name, w)) for s, w in self._wanted(rule)]
+            finished = [run for run in runs if isinstance(run, Run) and run.finished]
+            if not finished and number in ("2.1", "2.2"):
+                return False
+            for run in finished:
+                found = Found()
+                rule.check(run, claims, found)
+                if found.failures:
+                    return False
+        return True
+
+    def _judge(self, rule: Rule) -> Judgement:
+        for number in rule.needs:
+            needed = self.judge(number)
+            if not needed.verdict.holds:
+                return Judgement(rule.number, Verdict.NOT_RUN, f"judged only where {number} holds")
+        judgement = self._judge_runs(rule)
+        if judgement.verdict is Verdict.FAIL and self.control:
+            control = self.control.judge(rule.number)
+            if not control.verdict.holds:
+                reason = f"the reference allreduce does not pass it on this machine either ({control.reason or control.verdict})"
+                return Judgement(rule.number, Verdict.KIT_ERROR, reason, judgement.failures, judgement.runs)
+        return judgement
+
+    def _judge_runs(self, rule: Rule) -> Judgement:
+        wanted = self._wanted(rule)
+        if not wanted:
+            return Judgement(rule.number, Verdict.NOT_RUN, "no world size of this profile runs it")
+        judgement = Judgement(rule.number, Verdict.PASS)
+        usable: dict[str, Run] = {}
+        for scenario, world in wanted:
+            run = self._run(scenario, world)
+            if isinstance(run, str):
+                self._note(judgement, f"{scenario.name}@{world}", Verdict.NOT_RUN, reason=run)
+            elif broken := self._breakage(run):
+                self._note_broken(rule, run, broken, judgement)
+            elif rule.across:
+                usable[run.name] = run
+            else:
+                self._note_found(judgement, run.name, self._ask(rule, run))
+        if rule.across and len(usable) == len(wanted):
+            self._note_found(judgement, " and ".join(usable), self._ask(rule, usable))
+        return judgement
+
+    def _wanted(self, rule: Rule) -> list[tuple[Scenario, int]]:
+        pairs = [(scenario, world) for scenario in rule.on for world in scenario.fits(self.worlds)]
+        if rule.worlds == "primary":
+            return [(s, w) for s, w in pairs if w == self.primary]
+        if rule.worlds == "others":
+            return [(s, w) for s, w in pairs if w != self.primary]
+        return pairs
+
+    def _run(self, scenario: Scenario, world: int) -> Run | str:
+        """Return the run, or why there is none."""
+        key = (scenario.name, world)
+        if key not in self._runs:
+            self._runs[key] = self._why_not(scenario, world) or self._source.run(scenario, world, self.subject, f"{scenario.name}@{world}")
+            run = self._runs[key]
+            broken = self._breakage(run) if isinstance(run, Run) else None
+            if broken and broken.kind == "hang":
+                self._hangs.append(f"{scenario.name}@{world}")
+        return self._runs[key]
+
+    def _why_not(self, scenario: Scenario, world: int) -> str:
+        if hung := next((name for name in self._hangs if name.startswith(scenario.name + "@")), None):
+            return f"not tried: it hung in {hung}"
+        if len(self._hangs) >= HANGS:
+            return f"not tried: it hung in {', '.join(self._hangs)}"
+        if scenario is not VALUES and VALUES.fits(self.worlds) and world in self.worlds:
+            plain = self._run(VALUES, world)
+            if isinstance(plain, str) or self._breakage(plain):
+                return f"not tried: values@{world} broke"
+        return ""
+
+    def _breakage(self, run: Run) -> Breakage | None:
+        if run.name not in self._breakages:
+            found = self._breakages[run.name] = breakage(run)
+            if found and found.kind == "kit":
+                raise KitError(found.line)
+            if found and found.kind == "target":
+                raise TargetError(found.line)
+        return self._breakages[run.name]
+
+    def _note_broken(self, rule: Rule, run: Run, broken: Breakage, judgement: Judgement) -> None:
+        blamed = _BLAME.get(broken.kind)
+        if rule.may_refuse and run.stopped == "ended" and all(rank.first("error", where="backward") for rank in run.ranks):
+            self._note(judgement, run.name, Verdict.NOT_APPLICABLE, reason=f"refused with an error on every rank: {broken.line}", checks=1)
+        elif rule.number == blamed or (blamed is None and run.scenario in rule.owns):
+            judgement.failures.append(Failure("a run that comes to its end on every rank", broken.line, "", broken.evidence))
+            self._note(judgement, run.name, Verdict.FAIL, reason=broken.line)
+        else:
+            self._note(judgement, run.name, Verdict.NOT_RUN, reason=f"{run.name} broke: {broken.line}")
+
+    def _ask(self, rule: Rule, records: Run | dict[str, Run]) -> Found | str:
+        """Ask a rule; its own exception is the kit's error, never a verdict on the subject."""
+        found = Found()
+        try:
+            rule.check(records, self.claims, found)
+        except Exception:
+            return traceback.format_exc()
+        return found
+
+    def _note_found(self, judgement: Judgement, name: str, found: Found | str) -> None:
+        if isinstance(found, str):
+            self._note(judgement, name, Verdict.KIT_ERROR, reason=f"the rule itself failed: {found}")
+            return
+        verdict = found.verdict()
+        reason = found.failures[0].actual if found.failures else found.not_applicable
+        if verdict is Verdict.FAIL and not judgement.failures:
+            judgement.failures = found.failures
+        if verdict is Verdict.NOT_RUN:
+            reason = "nothing in the records to judge it on"
+        self._note(judgement, name, verdict, reason=reason, checks=found.checks, margin=found.margin)
+
+    def _note(self, judgement: Judgement, name: str, verdict: Verdict, **said: Any) -> None:
+        judgement.runs[name] = {"verdict": str(verdict), **{key: value for key, value in said.items() if value is not None}}
+        if verdict > judgement.verdict:
+            judgement.verdict, judgement.reason = verdict, f"{name}: {said['reason']}"
+
+
+def make_engine(source: Source, rules: dict[str, Rule], subject: SubjectSpec, claims: Claims, worlds: Sequence[int]) -> Engine:
+    """Return the engine for a subject, with the reference as its control."""
+    control = Engine(source, rules, REFERENCE, Claims(), worlds)
+    return Engine(source, rules, subject, claims, worlds, control)
+
+

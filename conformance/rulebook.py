@@ -1,0 +1,125 @@
+"""Rules: their numbers, words and functions; and the golden list that a certificate needs.
+
+A rule is a function of records. Its docstring's first paragraph is the requirement, the rest the
+intent. The files of ``conformance/rules`` hold one section each; importing them fills the book.
+"""
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from conformance.scenario import Scenario
+
+MUST, SHOULD = "MUST", "SHOULD"
+SECTIONS = {
+    "1": "Contract with DDP",
+    "2": "Equivalence with vanilla allreduce",
+    "3": "Replicas",
+    "8": "Special values",
+    "9": "Non-interference",
+    "12": "Failure",
+}
+GOLDEN = Path(__file__).parent / "golden.txt"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One numbered requirement.
+
+    Attributes:
+        number: ``section.place``.
+        title: a few words.
+        level: MUST decides the certificate, SHOULD is reported beside it.
+        since: the version of the rule book that has it.
+        on: the scenarios whose records it reads.
+        owns: those of them whose breaking is its failure; for other rules such a run is "not run".
+        needs: rules without which this one would say nothing new; it runs only where they hold.
+        across: whether it reads all its runs at once instead of one after another.
+        may_refuse: whether an exception of the hook, on every rank, is an answer too.
+        worlds: ``all`` of the profile, or the ``primary`` one, or the ``others``.
+        source: torch documentation, paper or issue number.
+        remedy: where to look when it fails.
+        check: the function, ``(run, claims, found)``, or ``(runs, claims, found)`` if ``across``.
+    """
+
+    number: str
+    title: str
+    level: str
+    since: str
+    on: tuple[Scenario, ...]
+    owns: tuple[Scenario, ...]
+    needs: tuple[str, ...]
+    across: bool
+    may_refuse: bool
+    worlds: str
+    source: str
+    remedy: str
+    check: Callable[..., None]
+
+    @property
+    def section(self) -> str:
+        return self.number.partition(".")[0]
+
+    @property
+    def requirement(self) -> str:
+        return _paragraphs(self.check)[0]
+
+    @property
+    def intent(self) -> str:
+        return " ".join(_paragraphs(self.check)[1:])
+
+    @property
+    def order(self) -> tuple[int, int]:
+        section, place = self.number.split(".")
+        return int(section), int(place)
+
+
+_BOOK: dict[str, Rule] = {}
+
+
+def rule(
+    number: str,
+    title: str,
+    *,
+    on: tuple[Scenario, ...],
+    remedy: str,
+    source: str,
+    owns: tuple[Scenario, ...] = (),
+    needs: tuple[str, ...] = (),
+    level: str = MUST,
+    since: str = "1.0",
+    across: bool = False,
+    may_refuse: bool = False,
+    worlds: str = "all",
+) -> Callable[[Callable[..., None]], Rule]:
+    """Make a rule of a function and enter it in the book."""
+
+    def enter(check: Callable[..., None]) -> Rule:
+        if number in _BOOK:
+            raise ValueError(f"rule {number} is in the book twice")
+        _BOOK[number] = Rule(number, title, level, since, on, owns, needs, across, may_refuse, worlds, source, remedy, check)
+        return _BOOK[number]
+
+    return enter
+
+
+def book() -> dict[str, Rule]:
+    """Return all rules by number, in order."""
+    import conformance.rules as package
+
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"conformance.rules.{module.name}")
+    return dict(sorted(_BOOK.items(), key=lambda item: item[1].order))
+
+
+def golden_list() -> list[str]:
+    """Return the numbers of the MUST rules that a certificate needs, as kept under version control."""
+    return [line.split()[0] for line in GOLDEN.read_text().splitlines() if line and not line.startswith("#")]
+
+
+def _paragraphs(function: Callable[..., None]) -> list[str]:
+    text = inspect.getdoc(function) or ""
+    return [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]

@@ -1,0 +1,61 @@
+"""Section 12: a failure surfaces as an error, and a local gradient is never passed off as a mean."""
+
+from conformance.claims import Claims
+from conformance.rulebook import rule
+from conformance.run import Run
+from conformance.scenario import COLLECTIVE_RAISES, PEER_DIES, PEER_SILENT
+from conformance.verdict import Found
+
+
+def _require_raised(run: Run, rank: int, what: str, found: Found) -> None:
+    for fault in run.ranks[rank].all("fault"):
+        if fault["unused"]:
+            continue  # the hook issued no collective that the kit can see: nothing was injected
+        found.require(
+            fault["raised"],
+            f"an error from backward() on rank {rank}, after {what}",
+            f"backward() returned on rank {rank} as if nothing had happened",
+            "a callback that never reads fut.value() swallows the failure, and so does an except around the collective",
+        )
+
+
+@rule(
+    "12.1",
+    "an error of its own collective surfaces",
+    on=(COLLECTIVE_RAISES,),
+    owns=(COLLECTIVE_RAISES,),
+    needs=("2.1",),
+    source="bugs in the wild: except clauses that fall back to the local gradient",
+    remedy="let exceptions of collectives pass",
+)
+def collective_raises(run: Run, claims: Claims, found: Found) -> None:
+    """When a collective of the hook raises on one rank, backward() raises there."""
+    _require_raised(run, 1, "its collective had raised", found)
+
+
+@rule(
+    "12.2",
+    "a dead peer surfaces as an error",
+    on=(PEER_DIES,),
+    owns=(PEER_DIES,),
+    needs=("2.1",),
+    source="torch documentation, torch.futures.Future.then: errors are seen only by value() and wait()",
+    remedy="read fut.value() in the callback",
+)
+def peer_dies(run: Run, claims: Claims, found: Found) -> None:
+    """When a peer dies in the middle of a step, backward() raises on the ranks that are left."""
+    _require_raised(run, 0, "its peer had died", found)
+
+
+@rule(
+    "12.3",
+    "a collective that times out surfaces",
+    on=(PEER_SILENT,),
+    owns=(PEER_SILENT,),
+    needs=("2.1",),
+    source="torch documentation, init_process_group: timeout",
+    remedy="read fut.value() in the callback; do not wait with a timeout of your own and go on",
+)
+def peer_silent(run: Run, claims: Claims, found: Found) -> None:
+    """When a peer stays out of the collective until the group's timeout, backward() raises."""
+    _require_raised(run, 0, "the group's timeout had expired", found)

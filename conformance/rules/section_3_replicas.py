@@ -1,0 +1,78 @@
+"""Section 3: replicas stay replicas."""
+
+import torch
+
+from conformance.claims import Claims
+from conformance.rulebook import rule
+from conformance.run import Run
+from conformance.scenario import TRAINING, VALUES, VALUES_AGAIN
+from conformance.verdict import Found
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], who: str, found: Found) -> None:
+    """Require two sets of tensors to have the same names and bits; report the first that differs."""
+    found.require(one.keys() == other.keys(), "the same gradients", f"{who}: only one has {sorted(one.keys() ^ other.keys())[:3]}")
+    for name in one.keys() & other.keys():
+        a, b = one[name], other[name]
+        if not torch.equal(_bits(a), _bits(b)):
+            at = int((a.reshape(-1) != b.reshape(-1)).nonzero()[:1].sum())
+            step, _, what = name.partition("/")
+            found.require(
+                False,
+                "the same bits",
+                f"{who} differ at step {step}, {what}, element {at}: {a.reshape(-1)[at].item():.9g} and {b.reshape(-1)[at].item():.9g}",
+            )
+            return
+        found.checked(a.numel())
+
+
+@rule(
+    "3.1",
+    "results are bit-identical on all ranks",
+    on=(VALUES,),
+    needs=("2.2",),
+    source="DDP's contract: replicas start equal and receive equal gradients; b12x#44",
+    remedy="sums in an order that depends on the rank; an owner that keeps what it has not sent over the wire",
+)
+def identical_results(run: Run, claims: Claims, found: Found) -> None:
+    """On every step the gradients have the same bits on all ranks of a group."""
+    for rank in range(1, run.world):
+        _require_same(run.ranks[0].tensors, run.ranks[rank].tensors, f"ranks 0 and {rank}", found)
+    if run.world == 1:
+        found.checked(1)
+
+
+@rule(
+    "3.2",
+    "parameters and buffers are identical after training steps",
+    on=(TRAINING,),
+    owns=(TRAINING,),
+    needs=("3.1", "1.8"),
+    source="torch documentation, DistributedDataParallel: replicas",
+    remedy="anything that a hook does to one rank alone: parameters, buffers, optimizer state, skipped buckets",
+)
+def identical_models(run: Run, claims: Claims, found: Found) -> None:
+    """After each step of a real optimizer the parameters, and the buffers that DDP synchronises, are identical on all ranks."""
+    for rank in range(1, run.world):
+        _require_same(run.ranks[0].tensors, run.ranks[rank].tensors, f"ranks 0 and {rank}", found)
+
+
+@rule(
+    "3.3",
+    "the same seeds give the same bits again",
+    on=(VALUES, VALUES_AGAIN),
+    needs=("2.2",),
+    across=True,
+    worlds="primary",
+    source="torch documentation, Reproducibility",
+    remedy="time, process ids, addresses, unseeded generators, the order in which messages happen to arrive",
+)
+def reproducible(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """A second run on the same inputs gives the same bits."""
+    first, second = runs.values()
+    for one, other in zip(first.ranks, second.ranks, strict=True):
+        _require_same(one.tensors, other.tensors, f"two runs on rank {one.rank}", found)

@@ -1,0 +1,97 @@
+"""Section 8: NaN, infinities, zeros and subnormals."""
+
+import torch
+
+from conformance.claims import Claims
+from conformance.rulebook import SHOULD, rule
+from conformance.rules.section_2_equivalence import require_steps
+from conformance.run import Run
+from conformance.scenario import SPECIAL
+from conformance.verdict import Found
+
+SOURCE = "torch documentation, torch.amp.GradScaler: an overflow must be seen by every rank"
+
+
+@rule(
+    "8.1",
+    "NaN on one rank reaches all",
+    on=(SPECIAL,),
+    needs=("2.1", "8.4"),
+    source=SOURCE,
+    remedy="nan_to_num, maxima and comparisons that drop NaN, casts to integers",
+)
+def nan(run: Run, claims: Claims, found: Found) -> None:
+    """An element that is NaN on one rank is NaN on all; the elements beside it are still right."""
+    require_steps(run, claims, found, run.steps("nan"))
+
+
+@rule(
+    "8.2",
+    "infinities reach all ranks with their sign",
+    on=(SPECIAL,),
+    needs=("2.1", "8.4"),
+    source=SOURCE,
+    remedy="clamping to the largest value",
+)
+def infinity(run: Run, claims: Claims, found: Found) -> None:
+    """An element that is infinite on one rank is that infinity on all, and NaN where ranks disagree in sign."""
+    require_steps(run, claims, found, run.steps("inf"))
+
+
+@rule(
+    "8.3",
+    "all-zero gradients, on one rank or on all",
+    on=(SPECIAL,),
+    needs=("2.1", "8.4"),
+    source="torch's PowerSGD gives NaN; DeepSpeed#817",
+    remedy="a division by a norm or a maximum that is zero",
+)
+def zeros(run: Run, claims: Claims, found: Found) -> None:
+    """A rank whose gradients are all zero contributes zeros; when all are zero the result is zero."""
+    require_steps(run, claims, found, run.steps("zero_one", "zero_all"))
+
+
+@rule(
+    "8.4",
+    "control flow does not depend on values",
+    on=(SPECIAL,),
+    owns=(SPECIAL,),
+    needs=("2.1",),
+    source="WeatherGenerator#2724, fairscale#179: a rank that skips its collective leaves the others waiting",
+    remedy="`if` on a local value before a collective; state that keeps a NaN",
+)
+def control_flow(run: Run, claims: Claims, found: Found) -> None:
+    """Whatever the values, every rank issues its collectives, and ordinary values afterwards are right again."""
+    require_steps(run, claims, found, run.steps("crafted"))
+
+
+@rule(
+    "8.5",
+    "subnormal values are not lost",
+    on=(SPECIAL,),
+    needs=("2.1", "8.4"),
+    source="IEEE 754; horovod#278: dividing first underflows",
+    remedy="torch.set_flush_denormal, an epsilon, a cast to a dtype with a smaller range",
+)
+def subnormals(run: Run, claims: Claims, found: Found) -> None:
+    """Multiples of the smallest subnormal, of float32 or of the dtype that the subject claims to round to, give the exact mean."""
+    require_steps(run, claims, found, run.steps(f"tiny_{claims.rounded}" if claims.rounded else "tiny"))
+
+
+@rule(
+    "8.6",
+    "zeros keep their sign",
+    on=(SPECIAL,),
+    needs=("2.1", "8.4"),
+    level=SHOULD,
+    source="IEEE 754; allreduce keeps it, a sum that starts from +0 does not",
+    remedy="accumulate from the first term instead of from zero",
+)
+def signed_zeros(run: Run, claims: Claims, found: Found) -> None:
+    """The mean of negative zeros is a negative zero."""
+    for rank in run.ranks:
+        for step in run.steps("minus_zero"):
+            for index in range(len(run.scenario.params)):
+                got = run.got(rank.rank, step, index)
+                kept = got is not None and bool((torch.signbit(got) & (got == 0)).all())
+                found.require(kept, "-0.0", f"+0.0 or another value on rank {rank.rank}, step {step}, parameter p{index}")

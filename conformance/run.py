@@ -1,0 +1,91 @@
+"""A finished run as rules see it: the scenario, and what every rank recorded."""
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.inputs import gradient
+from conformance.probe import sparse_rows
+from conformance.rank import PEER_DIED
+from conformance.record import OUTCOME, RankRecord, read_rank
+from conformance.scenario import Param, Scenario
+
+
+@dataclass
+class Run:
+    """One scenario at one world size.
+
+    Attributes:
+        scenario: what was run.
+        world: number of processes.
+        ranks: the record of each.
+        stopped: ``ended``, or why the host ended it: ``hang``, ``peer``, ``flood``, ``host``.
+        left_processes: command lines of processes that outlived their rank.
+        host: how the host died, when it did.
+    """
+
+    scenario: Scenario
+    world: int
+    ranks: list[RankRecord]
+    stopped: str = "ended"
+    left_processes: tuple[str, ...] = ()
+    host: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.scenario.name}@{self.world}"
+
+    @property
+    def finished(self) -> bool:
+        if self.stopped != "ended" or not self.ranks:
+            return False
+        killed_by_kit = {1: PEER_DIED} if self.scenario.fault == "peer_dies" else {}
+        return all(rank.finished or rank.exit == killed_by_kit.get(rank.rank) for rank in self.ranks)
+
+    def group(self, rank: int) -> tuple[int, ...]:
+        """Return the global ranks that the model of ``rank`` lives on."""
+        return self.scenario.group_of(rank, self.world)
+
+    def steps(self, *kinds: str) -> list[int]:
+        """Return the steps that fed one of ``kinds``."""
+        return [step for step, kind in enumerate(self.scenario.steps) if kind in kinds]
+
+    def parameter_name(self, index: int) -> str:
+        return f"p{index}.weight" if self.scenario.params[index].layout == "sparse" else f"p{index}"
+
+    def got(self, rank: int, step: int, index: int) -> torch.Tensor | None:
+        """Return the gradient that DDP left on ``rank``, flat in float64 (complex as pairs)."""
+        tensor = self.ranks[rank].tensors.get(f"{step}/grad/{self.parameter_name(index)}")
+        return None if tensor is None else tensor.reshape(-1).double()
+
+    def fed(self, rank: int, step: int, index: int) -> torch.Tensor:
+        """Return the gradient that the kit fed on ``rank``, in the same form."""
+        spec = self.scenario.params[index]
+        return _fed(self.scenario.steps[step], spec, len(self.group(rank)), rank, step, index)
+
+    def bucket_of(self, rank: int, step: int, index: int) -> int | None:
+        """Return the index of the bucket that held a parameter at ``step``."""
+        name = self.parameter_name(index)
+        return next((e["index"] for e in self.ranks[rank].all("call", step=step) if name in e["parameters"]), None)
+
+
+@functools.lru_cache(maxsize=512)
+def _fed(kind: str, spec: Param, world: int, rank: int, step: int, index: int) -> torch.Tensor:
+    values = gradient(kind, spec.shape, getattr(torch, spec.dtype), world=world, rank=rank, step=step, param=index)
+    if spec.layout == "sparse":
+        used = torch.zeros(spec.shape[0], 1, dtype=values.dtype)
+        used[sparse_rows(spec.shape[0], rank, step)] = 1
+        values = values * used
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.reshape(-1).double()
+
+
+def load_run(folder: Path, scenario: Scenario, world: int) -> Run:
+    """Read the records of a run from its folder."""
+    outcome: dict[str, Any] = json.loads((folder / OUTCOME).read_text())
+    ranks = [read_rank(folder / str(rank["rank"]), rank["rank"], rank) for rank in outcome["ranks"]]
+    return Run(scenario, world, ranks, outcome["stopped"], tuple(outcome["left_processes"]), outcome.get("host", ""))

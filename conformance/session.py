@@ -1,0 +1,289 @@
+"""One session: from the options of a command line to a conclusion and the files that say so."""
+
+import datetime
+import json
+import os
+import shlex
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from conformance.certificate import REQUIRED_WORLDS, Conclusion, conclude, kit_identity, remove_stale
+from conformance.claims import Claims, parse_claims
+from conformance.engine import Engine, Source, make_engine
+from conformance.errors import CERTIFIED, ProfileError, TargetError, UsageError
+from conformance.local import LocalSource, ReplaySource, new_records_folder
+from conformance.pool import DEADLINE, Pool
+from conformance.record import write_json
+from conformance.rulebook import Rule, book
+from conformance.subject import SubjectSpec, parse_subject
+from conformance.verdict import Judgement
+
+SESSION = "session.json"
+
+
+@dataclass(frozen=True)
+class Options:
+    """A command line, as text; None means that an option was not given."""
+
+    hook: str | None = None
+    state: str | None = None
+    setup: str | None = None
+    claims: str | None = None
+    backend: str = "gloo"
+    device: str = "cpu"
+    world_size: str = ",".join(map(str, REQUIRED_WORLDS))
+    rule: tuple[str, ...] = ()
+    certificate: str | None = None
+    records: str | None = None
+    replay: str | None = None
+    deadline: float = DEADLINE
+
+    def command(self) -> str:
+        """Return the options that name the subject, as one would type them."""
+        words = [f"--{name} {_quoted(value)}" for name in ("hook", "setup", "state", "claims") if (value := getattr(self, name))]
+        return " ".join(words)
+
+
+class Session:
+    """Judges one subject and concludes. A context manager.
+
+    The constructor checks everything that can be checked without running anything.
+
+    Raises:
+        UsageError: the options cannot be run as written.
+        ProfileError: this machine cannot run the profile.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.rules = book()
+        self.selected = select_rules(self.rules, options.rule)
+        if options.claims:
+            parse_claims(options.claims)
+        self._kept: dict[str, Any] = {}
+        if options.replay:
+            self._kept = _read_kept(Path(options.replay))
+            named = {name: self._kept["subject"][name] for name in ("hook", "state", "setup")}
+            self.options = options = replace(options, **named, world_size=",".join(map(str, self._kept["profile"]["world sizes"])))
+        self.subject: SubjectSpec = parse_subject(options.hook, options.state, options.setup)
+        self.worlds = _parse_worlds(options.world_size)
+        if (options.backend, options.device) != ("gloo", "cpu") and not options.replay:
+            raise ProfileError(
+                f"profile {options.backend}-{options.device}: not run. This version judges gloo on cpu; "
+                "nothing was certified for any other profile"
+            )
+        self.folder = Path("conformance-results") / _slug(self.subject.name)
+        self.certificate_path = Path(options.certificate) if options.certificate else self.folder / "certificate.json"
+        _require_writable(self.certificate_path)
+        self.records = new_records_folder(Path(options.records)) if options.records else None
+        self.pool = None if options.replay else Pool(options.deadline, self.records)
+        self.engine: Engine | None = None
+        self.judgements: dict[str, Judgement] = {}
+        self.header: dict[str, Any] = {}
+        self.notes: list[str] = []
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the host; it imports torch while the caller goes on."""
+        if self.pool:
+            self.pool.start()
+
+    def begin(self) -> None:
+        """Load the subject in a rank, settle its claims, and certify the machine.
+
+        Raises:
+            TargetError: the subject cannot be loaded.
+            KitError: the machine is not fit to judge.
+        """
+        described, machine = self._describe()
+        claims, said_by = self._claims(described)
+        source: Source = LocalSource(self.pool) if self.pool else ReplaySource(Path(str(self.options.replay)))
+        self.engine = make_engine(source, self.rules, self.subject, claims, self.worlds)
+        self.header = {
+            "kit": kit_identity(),
+            "subject": {**self.subject.to_json(), **{key: described.get(key) for key in ("module", "distribution", "sha256")}},
+            "claims": {"text": str(claims), "said by": said_by},
+            "profile": {"name": "gloo-cpu", "backend": "gloo", "device": "cpu", "world sizes": list(self.worlds), **machine},
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **({"replayed from records of": self._kept["date"]} if self._kept else {}),
+        }
+        if self.records:
+            write_json(self.records / SESSION, self.header)
+        self.engine.check_machine()
+
+    def judge(self, number: str) -> Judgement:
+        """Judge one rule."""
+        assert self.engine is not None, "begin() comes first"
+        self.judgements[number] = self.engine.judge(number)
+        return self.judgements[number]
+
+    def conclude(self, plugins: list[str] | None = None) -> Conclusion:
+        """Weigh what was judged; write the certificate when there is one, and remove one that no longer holds.
+
+        Raises:
+            KitError: the certificate could not be written.
+        """
+        header = {**self.header, **({"pytest plugins": plugins} if plugins else {}), "command": self.options.command()}
+        conclusion = conclude(self.rules, self.judgements, header, self.worlds)
+        if conclusion.certificate:
+            self.certificate_path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.certificate_path, conclusion.certificate)
+        elif conclusion.verdict == "refused" and remove_stale(self.certificate_path):
+            self.notes.append(f"removed the certificate of an earlier run: {self.certificate_path}")
+        return conclusion
+
+    def close(self) -> None:
+        """Stop every process and remove every folder of this session."""
+        if self.pool:
+            self.pool.close()
+
+    def rerun(self, number: str) -> str:
+        """Return the command that judges one rule again."""
+        return f"pytest --pyargs conformance {self.options.command()} --rule {number}"
+
+    def _describe(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        if self.pool is None:
+            subject, profile = self._kept["subject"], self._kept["profile"]
+            machine = {key: profile[key] for key in profile if key not in ("name", "backend", "device", "world sizes")}
+            return {**subject, "claims": self._kept["claims"]["text"]}, machine
+        machine = self.pool.greeting()
+        if not machine["gloo"]:
+            raise ProfileError("this torch has no Gloo backend; the profile gloo-cpu cannot be run")
+        described = self.pool.describe(self.subject)
+        if "error" in described:
+            raise TargetError(described["error"])
+        return described, machine
+
+    def _claims(self, described: Mapping[str, Any]) -> tuple[Claims, str]:
+        """Return the claims and who made them: the command line, the subject, the project, or nobody."""
+        if self.options.claims:
+            return parse_claims(self.options.claims), "--claims"
+        if described.get("claims"):
+            return parse_claims(described["claims"]), "the subject"
+        project = _project_claims(self.subject.name)
+        return (parse_claims(project), "pyproject.toml") if project else (Claims(), "nobody: exact is the default")
+
+
+def select_rules(rules: Mapping[str, Rule], chosen: tuple[str, ...]) -> list[str]:
+    """Return the numbers of the rules chosen by ``--rule``: all, a rule (2.3) or a section (2).
+
+    Raises:
+        UsageError: there is no such rule.
+    """
+    wanted = [part.strip() for text in chosen for part in text.split(",") if part.strip()]
+    for part in wanted:
+        if part not in rules and not any(rule.section == part for rule in rules.values()):
+            raise UsageError(f"--rule {part}: there is no such rule; --list-rules lists them")
+    return [number for number, rule in rules.items() if not wanted or number in wanted or rule.section in wanted]
+
+
+def certify(hook: Any = None, *, options: Options | None = None, **given: Any) -> dict[str, Any]:
+    """Certify a hook from a test suite of your own; returns the certificate.
+
+    Args:
+        hook: ``module:attribute``, or a function that a module defines.
+        options: all options at once, instead of ``given``.
+        **given: the fields of :class:`Options`: ``state``, ``setup``, ``claims``, ...
+
+    Raises:
+        AssertionError: the subject is not certified; the message is the report.
+        ConformanceError: it could not be judged.
+    """
+    from conformance.report import conclusion_text
+
+    target = hook if hook is None or isinstance(hook, str) else _name_of(hook)
+    with Session(options or Options(hook=target, **given)) as session:
+        session.start()
+        session.begin()
+        for number in session.selected:
+            session.judge(number)
+        conclusion = session.conclude()
+        if conclusion.exit_code != CERTIFIED or conclusion.certificate is None:
+            raise AssertionError(conclusion_text(session, conclusion))
+        return conclusion.certificate
+
+
+def _name_of(hook: Any) -> str:
+    """Return the target that names a function of a module."""
+    module, name = getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")
+    if not module or not name or "<" in name or module == "__main__":
+        raise UsageError(f"{hook!r} has no name that ranks could import; pass 'module:attribute'")
+    return f"{module}:{name}"
+
+
+def _parse_worlds(text: str) -> tuple[int, ...]:
+    try:
+        worlds = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise UsageError(f"--world-size {text}: not a list of numbers, e.g. 1,2,3,4") from None
+    if worlds[0] < 1 or worlds[-1] > 64:
+        raise UsageError(f"--world-size {text}: sizes go from 1 to 64")
+    return worlds
+
+
+def _read_kept(folder: Path) -> dict[str, Any]:
+    try:
+        kept: dict[str, Any] = json.loads((folder / SESSION).read_text())
+        kept["subject"], kept["profile"], kept["claims"]["text"], kept["date"]  # noqa: B018 - a missing key is an error here
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--replay {folder}: no readable {SESSION} in it; --records DIR writes one") from error
+    return kept
+
+
+def _project_claims(name: str) -> str | None:
+    """Read ``[tool.conformance] claims`` of the pyproject.toml in the current directory: a text, or texts by target."""
+    try:
+        with open("pyproject.toml", "rb") as file:
+            said = tomllib.load(file).get("tool", {}).get("conformance", {}).get("claims")
+    except FileNotFoundError:
+        return None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"pyproject.toml: {error}") from error
+    if isinstance(said, dict):
+        said = said.get(name.partition(",")[0])
+    if said is not None and not isinstance(said, str):
+        raise UsageError("pyproject.toml: [tool.conformance] claims is a string, or a table of strings by target")
+    return said
+
+
+def _require_writable(path: Path) -> None:
+    """Find out before anything runs that the certificate could not be written afterwards."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    reason = ""
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not folder.is_dir():
+        reason = f"{folder} is not a folder"
+    elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        reason = "permission denied"
+    elif os.statvfs(folder).f_bavail == 0:
+        reason = "no space left"
+    else:
+        probe = folder / f".conformance-{os.getpid()}"
+        try:
+            probe.write_bytes(b"\0" * 65536)
+        except OSError as error:
+            reason = str(error.strerror)
+        finally:
+            try:
+                probe.unlink(missing_ok=True)
+            except OSError as error:
+                reason = reason or str(error.strerror)
+    if reason:
+        raise UsageError(f"--certificate {path}: cannot be written ({reason})")
+
+
+def _slug(name: str) -> str:
+    return "".join(char if char.isalnum() or char in "._-" else "_" for char in name)[:120]
+
+
+def _quoted(text: str) -> str:
+    return shlex.quote(text)

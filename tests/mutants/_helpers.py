@@ -1,0 +1,87 @@
+"""What a right averaging hook is made of, so that each mutant shows its defect and nothing else.
+
+A rank is a process of its own that runs one mutant: what a module keeps between calls is that mutant's.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Bucket = dist.GradBucket
+Result = torch.futures.Future[torch.Tensor]
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+_calls = itertools.count()
+_steps_done = 0
+
+
+def group_of(state: Any) -> dist.ProcessGroup:
+    """Return the group to average over: the state, or WORLD where that is None."""
+    return state if state is not None else dist.group.WORLD
+
+
+def completed(tensor: torch.Tensor) -> Result:
+    """Return a future that holds ``tensor`` already."""
+    future = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def sum_of(tensor: torch.Tensor, state: Any) -> Result:
+    """Start to sum ``tensor`` over the group, in place."""
+    return dist.all_reduce(tensor, group=group_of(state), async_op=True).get_future().then(lambda fut: fut.value()[0])
+
+
+def average_of(tensor: torch.Tensor, state: Any) -> Result:
+    """Start to average ``tensor`` over the group, in place."""
+    return sum_of(tensor.div_(group_of(state).size()), state)
+
+
+def average(bucket: Bucket, state: Any) -> Result:
+    """Start to average the bucket over the group: the right hook."""
+    return average_of(bucket.buffer(), state)
+
+
+def change_mean(bucket: Bucket, state: Any, change: Change) -> Result:
+    """Average the bucket, then apply ``change`` to the mean; a sparse mean stays as it is."""
+    return average(bucket, state).then(lambda fut: change(fut.value()) if is_dense(bucket) else fut.value())
+
+
+def change_gradient(bucket: Bucket, state: Any, change: Change) -> Result:
+    """Apply ``change`` to this rank's gradient, then average; a sparse gradient stays as it is."""
+    return average_of(change(bucket.buffer()) if is_dense(bucket) else bucket.buffer(), state)
+
+
+def gather(tensor: torch.Tensor, state: Any) -> list[torch.Tensor]:
+    """Wait for the tensors of all ranks of the group, in the order of the group."""
+    gathered = [torch.empty_like(tensor) for _ in range(group_of(state).size())]
+    dist.all_gather(gathered, tensor, group=group_of(state))
+    return gathered
+
+
+def finish(future: Result, collective: torch.futures.Future) -> None:
+    """Complete ``future`` with what a collective's future holds, be it a tensor or an error."""
+    try:
+        future.set_result(collective.value()[0])
+    except RuntimeError as error:
+        future.set_exception(error)
+
+
+def is_dense(bucket: Bucket) -> bool:
+    return bucket.buffer().layout == torch.strided
+
+
+def call_number() -> int:
+    """Return 0, 1, 2, ...: how many calls of the hook came before this one. Ask once per call."""
+    return next(_calls)
+
+
+def step_number(bucket: Bucket) -> int:
+    """Return the number of the step that the bucket belongs to. Ask once per call."""
+    global _steps_done
+    step = _steps_done
+    _steps_done += bucket.is_last()
+    return step

@@ -1,0 +1,101 @@
+"""Section 12 of the rule book: hooks that pass a local gradient off as the mean when a collective fails."""
+
+import contextlib
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import Bucket, Result, average, completed, group_of
+
+# 12.1 An error of its own collective
+
+
+def goes_on_local(state: Any, bucket: Bucket) -> Result:
+    """Goes on with the local gradient when its collective cannot be issued."""
+    local = bucket.buffer().clone()
+    try:
+        return average(bucket, state)
+    except RuntimeError:
+        return completed(local)
+
+
+def logs_and_goes_on(state: Any, bucket: Bucket) -> Result:
+    """Logs that its collective could not be issued, and returns zeros."""
+    try:
+        return average(bucket, state)
+    except RuntimeError as error:
+        logging.getLogger(__name__).warning("allreduce failed: %s", error)
+        return completed(torch.zeros_like(bucket.buffer()))
+
+
+# 12.2 A dead peer, 12.3 a timeout
+
+
+def _collective(bucket: Bucket, state: Any) -> torch.futures.Future:
+    buffer = bucket.buffer().div_(group_of(state).size())
+    return dist.all_reduce(buffer, group=group_of(state), async_op=True).get_future()
+
+
+def never_reads_value(state: Any, bucket: Bucket) -> Result:
+    """Its callback returns the buffer without reading fut.value(), where the failure is."""
+    return _collective(bucket, state).then(lambda fut: bucket.buffer())
+
+
+def catches_in_callback(state: Any, bucket: Bucket) -> Result:
+    """Its callback catches whatever went wrong."""
+
+    def result(fut: torch.futures.Future) -> torch.Tensor:
+        try:
+            return fut.value()[0]
+        except RuntimeError:
+            return bucket.buffer()
+
+    return _collective(bucket, state).then(result)
+
+
+def suppresses_in_wait(state: Any, bucket: Bucket) -> Result:
+    """Waits for the collective and suppresses its errors."""
+    future = _collective(bucket, state)
+    with contextlib.suppress(RuntimeError):
+        future.wait()
+    return completed(bucket.buffer())
+
+
+def _forgive(bucket: Bucket, state: Any, words: str, forgiven: bool) -> Result:
+    """Return the local gradient if whether the error's text holds any of ``words`` is ``forgiven``."""
+
+    def result(fut: torch.futures.Future) -> torch.Tensor:
+        try:
+            return fut.value()[0]
+        except RuntimeError as error:
+            if (words in str(error)) is not forgiven:
+                raise
+            return bucket.buffer()
+
+    return _collective(bucket, state).then(result)
+
+
+def forgives_dead_peer(state: Any, bucket: Bucket) -> Result:
+    """Goes on without a peer that has closed its connection."""
+    return _forgive(bucket, state, "Timed out", forgiven=False)
+
+
+def forgives_timeout(state: Any, bucket: Bucket) -> Result:
+    """Goes on without a peer that is late."""
+    return _forgive(bucket, state, "Timed out", forgiven=True)
+
+
+_both = {"12.3": "a timeout is a failed collective like any other"}
+
+MUTANTS = [
+    Mutant("goes_on_local", ("12.1",)),
+    Mutant("logs_and_goes_on", ("12.1",)),
+    Mutant("never_reads_value", ("12.2", "12.3"), because=_both),
+    Mutant("catches_in_callback", ("12.2", "12.3"), because=_both),
+    Mutant("suppresses_in_wait", ("12.2", "12.3"), because=_both),
+    Mutant("forgives_dead_peer", ("12.2",)),
+    Mutant("forgives_timeout", ("12.3",)),
+]

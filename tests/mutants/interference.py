@@ -1,0 +1,352 @@
+"""Section 9 of the rule book: hooks that give the right mean and touch what is not theirs."""
+
+import builtins
+import ctypes
+import importlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import Bucket, Result, average, change_mean
+
+# 9.1 Random states
+
+
+def draws_torch(state: Any, bucket: Bucket) -> Result:
+    """Draws from torch's global generator."""
+    torch.rand(1)
+    return average(bucket, state)
+
+
+def seeds_torch(state: Any, bucket: Bucket) -> Result:
+    """Seeds torch's global generator, to draw the same numbers on all ranks."""
+    torch.manual_seed(0)
+    return average(bucket, state)
+
+
+def draws_python(state: Any, bucket: Bucket) -> Result:
+    """Draws from Python's global generator."""
+    random.random()
+    return average(bucket, state)
+
+
+def draws_numpy(state: Any, bucket: Bucket) -> Result:
+    """Draws from NumPy's global generator."""
+    import numpy
+
+    numpy.random.rand()
+    return average(bucket, state)
+
+
+def draws_in_callback(state: Any, bucket: Bucket) -> Result:
+    """Draws from torch's global generator in its callback, on another thread."""
+    return average(bucket, state).then(lambda fut: (fut.value(), torch.rand(1))[0])
+
+
+def seeds_at_setup() -> tuple[None, Any]:
+    """A set-up that seeds torch's global generator."""
+    torch.manual_seed(0)
+    return None, average_hook
+
+
+def average_hook(state: Any, bucket: Bucket) -> Result:
+    """A right hook, for the set-ups of this module."""
+    return average(bucket, state)
+
+
+# 9.2 Parameters
+
+
+def nudges_parameters(state: Any, bucket: Bucket) -> Result:
+    """Adds a little to the first parameter of each bucket."""
+    with torch.no_grad():
+        bucket.parameters()[0].add_(1e-3)
+    return average(bucket, state)
+
+
+def steps_parameters(state: Any, bucket: Bucket) -> Result:
+    """Steps the parameters inside the hook, without claiming to be fused."""
+
+    def step(mean: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if not parameter.is_complex():
+                    parameter.sub_(0.1 * grad)
+        return mean
+
+    return change_mean(bucket, state, step)
+
+
+# 9.3 Settings of the process
+
+
+def sets_default_dtype(state: Any, bucket: Bucket) -> Result:
+    """Sets torch's default dtype."""
+    torch.set_default_dtype(torch.float64)
+    return average(bucket, state)
+
+
+def sets_anomaly_mode(state: Any, bucket: Bucket) -> Result:
+    """Switches anomaly detection on."""
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+    return average(bucket, state)
+
+
+def sets_threads(state: Any, bucket: Bucket) -> Result:
+    """Sets the number of torch's threads."""
+    torch.set_num_threads(2)
+    return average(bucket, state)
+
+
+def sets_deterministic(state: Any, bucket: Bucket) -> Result:
+    """Switches deterministic algorithms on."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return average(bucket, state)
+
+
+def sets_matmul_precision(state: Any, bucket: Bucket) -> Result:
+    """Lowers the precision of every matrix product of the process."""
+    torch.set_float32_matmul_precision("medium")
+    return average(bucket, state)
+
+
+def sets_flush_denormal(state: Any, bucket: Bucket) -> Result:
+    """Makes the processor flush subnormal values to zero."""
+    torch.set_flush_denormal(True)
+    return average(bucket, state)
+
+
+def silences_warnings(state: Any, bucket: Bucket) -> Result:
+    """Silences the warnings of the whole process."""
+    warnings.simplefilter("ignore")
+    return average(bucket, state)
+
+
+def ignores_interrupts(state: Any, bucket: Bucket) -> Result:
+    """Ignores SIGINT, so that Ctrl-C ends nothing."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return average(bucket, state)
+
+
+def replaces_excepthook(state: Any, bucket: Bucket) -> Result:
+    """Replaces sys.excepthook."""
+    sys.excepthook = lambda *args: None
+    return average(bucket, state)
+
+
+def sets_environment(state: Any, bucket: Bucket) -> Result:
+    """Sets an environment variable, which child processes inherit."""
+    os.environ["OMP_NUM_THREADS"] = "2"
+    return average(bucket, state)
+
+
+def changes_directory(state: Any, bucket: Bucket) -> Result:
+    """Changes the working directory."""
+    os.chdir("/")
+    return average(bucket, state)
+
+
+# 9.4 Memory
+
+_kept: list[Any] = []
+_scratch: dict[Any, torch.Tensor] = {}
+
+
+def keeps_buffers(state: Any, bucket: Bucket) -> Result:
+    """Keeps a copy of every bucket it has seen."""
+    _kept.append(bucket.buffer().clone())
+    return average(bucket, state)
+
+
+def keeps_futures(state: Any, bucket: Bucket) -> Result:
+    """Keeps every future, and with it a result of its own."""
+    _kept.append(change_mean(bucket, state, lambda mean: mean.clone()))
+    return _kept[-1]
+
+
+def scratch_by_bound_method(state: Any, bucket: Bucket) -> Result:
+    """Keys its scratch buffer by bucket.index, not called: a new bound method every time."""
+    _scratch[bucket.index] = bucket.buffer().clone()
+    return average(bucket, state)
+
+
+def leaks_in_c(state: Any, bucket: Bucket) -> Result:
+    """Allocates a bucket's worth outside Python and never frees it."""
+    ctypes.CDLL(None).malloc(ctypes.c_size_t(bucket.buffer().numel() * bucket.buffer().element_size() + 16))
+    return average(bucket, state)
+
+
+# 9.5 Gradients of other buckets
+
+
+class _WithModel:
+    """A hook's state that knows the model."""
+
+    def __init__(self, model: Any) -> None:
+        self.parameters = list(model.parameters())
+
+    def outside(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Return the gradients, so far, of the parameters that are not in the bucket."""
+        inside = {id(parameter) for parameter in bucket.parameters()}
+        return [p.grad for p in self.parameters if id(p) not in inside and p.grad is not None]
+
+
+def clears_other_gradients(state: _WithModel, bucket: Bucket) -> Result:
+    """Sets the gradients of the buckets before it to zero, to save memory."""
+    for grad in state.outside(bucket):
+        grad.zero_()
+    return average(bucket, None)
+
+
+def clips_other_gradients(state: _WithModel, bucket: Bucket) -> Result:
+    """Clips the gradients of the whole model in the last bucket's call."""
+    if bucket.is_last():
+        for grad in state.outside(bucket):
+            grad.mul_(0.5)
+    return average(bucket, None)
+
+
+# 9.6 What is left behind
+
+
+def leaves_threads(state: Any, bucket: Bucket) -> Result:
+    """Starts a thread per call that waits for a word nobody says."""
+    threading.Thread(target=threading.Event().wait).start()
+    return average(bucket, state)
+
+
+def leaves_daemons(state: Any, bucket: Bucket) -> Result:
+    """Starts one more daemon thread per call."""
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return average(bucket, state)
+
+
+def leaves_process(state: Any, bucket: Bucket) -> Result:
+    """Starts a process and forgets it."""
+    if not _kept:
+        _kept.append(subprocess.Popen(["sleep", "600"]))
+    return average(bucket, state)
+
+
+def leaves_orphan(state: Any, bucket: Bucket) -> Result:
+    """Starts a process through a shell that ends at once, so that it is no child of this one."""
+    if not _kept:
+        _kept.append(subprocess.run("sleep 600 > /dev/null 2>&1 &", shell=True, check=True))
+    return average(bucket, state)
+
+
+def leaves_file(state: Any, bucket: Bucket) -> Result:
+    """Writes each bucket to a temporary file and leaves it there."""
+    with tempfile.NamedTemporaryFile(suffix=".pt", delete=False) as file:
+        torch.save(bucket.buffer(), file)
+    return average(bucket, state)
+
+
+# 9.7 Output
+
+
+def prints_buckets(state: Any, bucket: Bucket) -> Result:
+    """Prints a hundred kilobytes in each call."""
+    print("x" * 100_000)
+    return average(bucket, state)
+
+
+def logs_to_stderr(state: Any, bucket: Bucket) -> Result:
+    """Writes a hundred kilobytes to stderr in each call, from its callback."""
+    return average(bucket, state).then(lambda fut: (fut.value(), sys.stderr.write("x" * 100_000))[0])
+
+
+# 9.8 Functions of others
+
+
+def patches_equal(state: Any, bucket: Bucket) -> Result:
+    """Replaces torch.equal by something that always agrees."""
+    torch.equal = lambda *args: True
+    return average(bucket, state)
+
+
+def patches_tensor(state: Any, bucket: Bucket) -> Result:
+    """Replaces Tensor.allclose by something that always agrees."""
+    torch.Tensor.allclose = lambda *args, **kwargs: True
+    return average(bucket, state)
+
+
+def patches_all_reduce(state: Any, bucket: Bucket) -> Result:
+    """Wraps torch.distributed.all_reduce to count its calls."""
+    if not _kept:
+        _kept.append(dist.all_reduce)
+        dist.all_reduce = lambda *args, **kwargs: _kept[0](*args, **kwargs)
+    return average(bucket, state)
+
+
+def patches_builtins(state: Any, bucket: Bucket) -> Result:
+    """Replaces the built-in all by something that always agrees."""
+    builtins.all = lambda items: True
+    return average(bucket, state)
+
+
+def patches_clock(state: Any, bucket: Bucket) -> Result:
+    """Replaces time.perf_counter, so that it looks fast."""
+    time.perf_counter = lambda: 0.0
+    return average(bucket, state)
+
+
+def imports_patches(state: Any, bucket: Bucket) -> Result:
+    """Imports a module that replaces torch.allclose as it is imported."""
+    importlib.import_module("tests.mutants.patches_at_import")
+    return average(bucket, state)
+
+
+_MODEL = "tests.mutants.interference:_WithModel"
+
+MUTANTS = [
+    Mutant("draws_torch", ("9.1",)),
+    Mutant("seeds_torch", ("9.1",)),
+    Mutant("draws_python", ("9.1",)),
+    Mutant("draws_numpy", ("9.1",)),
+    Mutant("draws_in_callback", ("9.1",)),
+    Mutant("seeds_at_setup", ("9.1",), setup=True),
+    Mutant("nudges_parameters", ("9.2",)),
+    Mutant("steps_parameters", ("9.2",)),
+    Mutant("sets_default_dtype", ("9.3",)),
+    Mutant("sets_anomaly_mode", ("9.3",)),
+    Mutant("sets_threads", ("9.3",)),
+    Mutant("sets_deterministic", ("9.3",)),
+    Mutant("sets_matmul_precision", ("9.3",)),
+    Mutant("sets_flush_denormal", ("9.3", "8.5"), because={"8.5": "the processor then flushes the subnormals of the reduction"}),
+    Mutant("silences_warnings", ("9.3",)),
+    Mutant("ignores_interrupts", ("9.3",)),
+    Mutant("replaces_excepthook", ("9.3",)),
+    Mutant("sets_environment", ("9.3",)),
+    Mutant("changes_directory", ("9.3",)),
+    Mutant("keeps_buffers", ("9.4",)),
+    Mutant("keeps_futures", ("9.4",)),
+    Mutant("scratch_by_bound_method", ("9.4",)),
+    Mutant("leaks_in_c", ("9.4",)),
+    Mutant("clears_other_gradients", ("9.5",), claims="world_only", state=_MODEL),
+    Mutant("clips_other_gradients", ("9.5",), claims="world_only", state=_MODEL),
+    Mutant("leaves_threads", ("9.6",)),
+    Mutant("leaves_daemons", ("9.6",)),
+    Mutant("leaves_process", ("9.6",)),
+    Mutant("leaves_orphan", ("9.6",)),
+    Mutant("leaves_file", ("9.6",)),
+    Mutant("prints_buckets", ("9.7",)),
+    Mutant("logs_to_stderr", ("9.7",)),
+    Mutant("patches_equal", ("9.8",)),
+    Mutant("patches_tensor", ("9.8",)),
+    Mutant("patches_all_reduce", ("9.8",)),
+    Mutant("patches_builtins", ("9.8",)),
+    Mutant("patches_clock", ("9.8",)),
+    Mutant("imports_patches", ("9.8",)),
+]

@@ -1,0 +1,353 @@
+"""Right hooks in the shapes that hooks come in. The kit must certify every one of ``RIGHT``.
+
+They differ in what they communicate, in where they divide, in what kind of object they are, and in
+how their state is made. None is a model of speed; ``hooks_ref`` has those.
+"""
+
+import concurrent.futures
+import functools
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.subject import Case
+
+Bucket = dist.GradBucket
+Result = torch.futures.Future[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Right:
+    """One right subject.
+
+    Attributes:
+        name: attribute of this module, with arguments if it is a factory.
+        claims: what it claims of itself.
+        state: as in ``--state``.
+        setup: whether the attribute is a set-up function.
+    """
+
+    name: str
+    claims: str = "exact"
+    state: str | None = None
+    setup: bool = False
+
+
+def _group_of(state: Any) -> dist.ProcessGroup:
+    return state if state is not None else dist.group.WORLD
+
+
+def _completed(tensor: torch.Tensor) -> Result:
+    future = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Result:
+    return dist.all_reduce(tensor, group=group, async_op=True).get_future().then(lambda fut: fut.value()[0])
+
+
+def _refuse_sparse(bucket: Bucket, name: str) -> torch.Tensor:
+    """Return the bucket's buffer, which must be dense."""
+    if bucket.buffer().layout != torch.strided:
+        raise TypeError(f"{name} takes no sparse gradients; use Embedding(sparse=False)")
+    return bucket.buffer()
+
+
+# What they communicate, and where they divide
+
+
+def unannotated(state, bucket):
+    """Says nothing of its types."""
+    group = _group_of(state)
+    return _sum(bucket.buffer().div_(group.size()), group)
+
+
+def out_of_place(state: Any, bucket: Bucket) -> Result:
+    """Leaves the bucket as it was and returns a tensor of its own."""
+    group = _group_of(state)
+    return _sum(bucket.buffer() / group.size(), group)
+
+
+def sum_then_divide(state: Any, bucket: Bucket) -> Result:
+    """Divides after the sum."""
+    group = _group_of(state)
+    return _sum(bucket.buffer(), group).then(lambda fut: fut.value().div_(group.size()))
+
+
+def reciprocal(state: Any, bucket: Bucket) -> Result:
+    """Multiplies by 1 / world_size."""
+    group = _group_of(state)
+    return _sum(bucket.buffer().mul_(1 / group.size()), group)
+
+
+def reduce_op_avg(state: Any, bucket: Bucket) -> Result:
+    """Lets the backend divide."""
+    buffer = _refuse_sparse(bucket, "reduce_op_avg")
+    work = dist.all_reduce(buffer, op=dist.ReduceOp.AVG, group=_group_of(state), async_op=True)
+    return work.get_future().then(lambda fut: fut.value()[0])
+
+
+def blocking(state: Any, bucket: Bucket) -> Result:
+    """Waits for its collective inside the hook."""
+    group = _group_of(state)
+    buffer = bucket.buffer().div_(group.size())
+    if buffer.is_sparse:
+        return _sum(buffer, group)
+    dist.all_reduce(buffer, group=group)
+    return _completed(buffer)
+
+
+def gather_and_mean(state: Any, bucket: Bucket) -> Result:
+    """Gathers all gradients and takes their mean, in the same order on every rank."""
+    group, buffer = _group_of(state), _refuse_sparse(bucket, "gather_and_mean")
+    gathered = [torch.empty_like(buffer) for _ in range(group.size())]
+    future = dist.all_gather(gathered, buffer, group=group, async_op=True).get_future()
+    return future.then(lambda fut: (fut.value(), torch.stack(gathered).mean(0))[1])
+
+
+def reduce_and_broadcast(state: Any, bucket: Bucket) -> Result:
+    """Reduces to the group's rank 0, which divides and broadcasts."""
+    group, buffer = _group_of(state), _refuse_sparse(bucket, "reduce_and_broadcast")
+    dist.reduce(buffer, group_dst=0, group=group)
+    buffer.div_(group.size())
+    dist.broadcast(buffer, group_src=0, group=group)
+    return _completed(buffer)
+
+
+def reduce_scatter(state: Any, bucket: Bucket) -> Result:
+    """Exchanges padded shards, sums its own, and gathers the sums; cuts the padding off a copy."""
+    group, buffer = _group_of(state), _refuse_sparse(bucket, "reduce_scatter")
+    size, numel = group.size(), buffer.numel()
+    padded = torch.nn.functional.pad(buffer / size, (0, -numel % size))
+    received = torch.empty_like(padded)
+    dist.all_to_all_single(received, padded, group=group)
+    dist.all_gather_into_tensor(padded, received.view(size, -1).sum(0), group=group)
+    return _completed(padded[:numel].clone())
+
+
+def per_parameter(state: Any, bucket: Bucket) -> Result:
+    """Averages each parameter's gradient in a collective of its own."""
+    _refuse_sparse(bucket, "per_parameter")
+    if any(parameter.is_complex() for parameter in bucket.parameters()):
+        raise TypeError("per_parameter takes no complex parameters: bucket.gradients() does not cover them")
+    group = _group_of(state)
+    futures = [_sum(grad.div_(group.size()), group) for grad in bucket.gradients()]
+    return torch.futures.collect_all(futures).then(lambda all_: [fut.value() for fut in all_.value()] and bucket.buffer())
+
+
+def per_parameter_quirk(state: Any, bucket: Bucket) -> Result:
+    """Averages each of bucket.gradients() and does not know what torch makes of complex parameters."""
+    _refuse_sparse(bucket, "per_parameter_quirk")
+    for grad in bucket.gradients():
+        dist.all_reduce(grad.div_(_group_of(state).size()), group=_group_of(state))
+    return _completed(bucket.buffer())
+
+
+def another_thread(state: Any, bucket: Bucket) -> Result:
+    """Has its future completed by a Python thread, which ends then."""
+    group, future = _group_of(state), torch.futures.Future()
+    summed = _sum(bucket.buffer().div_(group.size()), group)
+
+    def complete() -> None:
+        try:
+            future.set_result(summed.wait())
+        except RuntimeError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=complete).start()
+    return future
+
+
+# What they claim
+
+
+def rounds_to_float16(state: Any, bucket: Bucket) -> Result:
+    """Sends float16."""
+    return _send_as(torch.float16, state, bucket)
+
+
+def rounds_to_bfloat16(state: Any, bucket: Bucket) -> Result:
+    """Sends bfloat16, and leaves it to DDP to widen the result."""
+    return _send_as(torch.bfloat16, state, bucket, cast_back=False)
+
+
+def _send_as(dtype: torch.dtype, state: Any, bucket: Bucket, cast_back: bool = True) -> Result:
+    group, buffer = _group_of(state), _refuse_sparse(bucket, "a rounding hook")
+    summed = _sum(buffer.div(group.size()).to(dtype), group)
+    return summed.then(lambda fut: buffer.copy_(fut.value())) if cast_back else summed
+
+
+def gives_sum(state: Any, bucket: Bucket) -> Result:
+    """Sums; the trainer divides."""
+    return _sum(bucket.buffer(), _group_of(state))
+
+
+def always_world(state: Any, bucket: Bucket) -> Result:
+    """Averages over WORLD, whatever it is given."""
+    return _sum(bucket.buffer().div_(dist.get_world_size()), dist.group.WORLD)
+
+
+# What kind of object they are
+
+
+class Holder:
+    """Hooks as members of a class."""
+
+    def method(self, state: Any, bucket: Bucket) -> Result:
+        """A bound method."""
+        return out_of_place(state, bucket)
+
+    @staticmethod
+    def static(state: Any, bucket: Bucket) -> Result:
+        """A static method."""
+        return out_of_place(state, bucket)
+
+    @classmethod
+    def of_class(cls, state: Any, bucket: Bucket) -> Result:
+        """A class method."""
+        return out_of_place(state, bucket)
+
+
+class Nameless:
+    """A callable object without a __name__."""
+
+    def __call__(self, state: Any, bucket: Bucket) -> Result:
+        return out_of_place(state, bucket)
+
+
+class Named(Nameless):
+    """A callable object with a __name__ set by hand."""
+
+    def __init__(self) -> None:
+        self.__name__ = "named_hook"
+
+
+holder = Holder()
+nameless, named = Nameless(), Named()
+partial = functools.partial(_send_as, torch.float16)
+
+
+def make_hook(predivide: bool = True) -> Any:
+    """Return a hook that divides before the sum or after it."""
+
+    def hook(state: Any, bucket: Bucket) -> Result:
+        return (out_of_place if predivide else sum_then_divide)(state, bucket)
+
+    return hook
+
+
+def wrap(hook: Any) -> Any:
+    """Return a hook that runs ``hook`` and returns a copy of its result."""
+
+    @functools.wraps(hook)
+    def wrapped(state: Any, bucket: Bucket) -> Result:
+        return hook(state, bucket).then(lambda fut: fut.value().clone())
+
+    return wrapped
+
+
+wrapped = wrap(out_of_place)
+
+
+# How their state is made
+
+
+class State:
+    """A group, a count of steps, and a scratch buffer for each bucket."""
+
+    def __init__(self, process_group: dist.ProcessGroup, scale: float = 1.0) -> None:
+        self.group, self.scale, self.steps = process_group, scale, 0
+        self.scratch: dict[int, torch.Tensor] = {}
+
+    def scratch_for(self, bucket: Bucket) -> torch.Tensor:
+        """Return a copy of the bucket in the buffer that belongs to its index, made anew when the layout changed."""
+        buffer, kept = bucket.buffer(), self.scratch.get(bucket.index())
+        if kept is None or kept.shape != buffer.shape or kept.dtype != buffer.dtype:
+            kept = self.scratch[bucket.index()] = torch.empty_like(buffer)
+        return kept.copy_(buffer)
+
+
+def with_scratch(state: State, bucket: Bucket) -> Result:
+    """Works in scratch buffers that it keeps from step to step, one for each bucket."""
+    _refuse_sparse(bucket, "with_scratch")
+    state.steps += bucket.is_last()
+    return _sum(state.scratch_for(bucket).mul_(state.scale / state.group.size()), state.group)
+
+
+def set_up_pair(process_group: dist.ProcessGroup) -> tuple[State, Any]:
+    """A set-up that returns (state, hook)."""
+    return State(process_group), with_scratch
+
+
+def set_up_itself(model: Any, process_group: dist.ProcessGroup) -> None:
+    """A set-up that registers its hook itself."""
+    model.register_comm_hook(process_group, out_of_place)
+
+
+class Watched:
+    """A hook that is told when a step begins and when its backward is over."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.group, self.step, self.open = process_group, -1, False
+
+    def on_step(self, step: int) -> None:
+        self.step, self.open = step, True
+
+    def hook(self, state: Any, bucket: Bucket) -> Result:
+        assert self.open, "on_step comes before each forward"
+        return out_of_place(self.group, bucket)
+
+    def after_backward(self) -> None:
+        self.open = False
+
+    def close(self) -> None:
+        assert not self.open, "after_backward comes after each backward"
+
+
+def set_up_calls(process_group: dist.ProcessGroup) -> Case:
+    """A set-up whose hook needs to be told of every step."""
+    watched = Watched(process_group)
+    return Case(hook=watched.hook, on_step=watched.on_step, after_backward=watched.after_backward, close=watched.close)
+
+
+def set_up_worker(process_group: dist.ProcessGroup) -> Case:
+    """A set-up whose collectives run on a worker thread, which close() ends."""
+    worker = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+
+    def hook(state: Any, bucket: Bucket) -> Result:
+        buffer, future = _refuse_sparse(bucket, "set_up_worker"), torch.futures.Future()
+
+        def average() -> None:
+            try:
+                dist.all_reduce(buffer.div_(process_group.size()), group=process_group)
+                future.set_result(buffer)
+            except RuntimeError as error:
+                future.set_exception(error)
+
+        worker.submit(average)
+        return future
+
+    return Case(hook=hook, close=worker.shutdown)
+
+
+RIGHT = [
+    *(Right(name) for name in ("unannotated", "out_of_place", "sum_then_divide", "reciprocal", "reduce_op_avg", "blocking")),
+    *(Right(name) for name in ("gather_and_mean", "reduce_and_broadcast", "reduce_scatter", "per_parameter", "per_parameter_quirk")),
+    Right("another_thread"),
+    Right("rounds_to_float16", "rounded(float16)"),
+    Right("rounds_to_bfloat16", "rounded(bfloat16)"),
+    Right("gives_sum", "sum"),
+    Right("always_world", "world_only"),
+    *(Right(name) for name in ("holder.method", "Holder.static", "Holder.of_class", "nameless", "named", "wrapped")),
+    Right("partial", "rounded(float16)"),
+    Right("make_hook()"),
+    Right("make_hook,predivide=False"),
+    Right("out_of_place", state="process_group"),
+    Right("with_scratch", state="tests.right_hooks:State"),
+    Right("with_scratch", state="tests.right_hooks:State,scale=1.0"),
+    *(Right(name, setup=True) for name in ("set_up_pair", "set_up_itself", "set_up_calls", "set_up_worker")),
+]
