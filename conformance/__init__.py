@@ -1,10 +1,10 @@
 """The conformance kit for gradient synchronisation in PyTorch.
 
-    pytest --pyargs conformance --hook mypkg:myhook
-    python -m conformance certify --hook mypkg:myhook
+pytest --pyargs conformance --hook mypkg:myhook
+python -m conformance certify --hook mypkg:myhook
 
-    from conformance import certify          # in a test suite of your own
-    from conformance import Case, Subject    # beside a hook, to describe it
+from conformance import certify          # in a test suite of your own
+from conformance import Case, Subject    # beside a hook, to describe it
 """
 
 from typing import TYPE_CHECKING, Any

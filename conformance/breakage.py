@@ -46,7 +46,9 @@ def breakage(run: Run) -> Breakage | None:
             return Breakage("kit", f"the record of rank {rank.rank} could not be written: {output}", evidence)
     if run.stopped == "flood":
         worst = max(run.ranks, key=lambda rank: rank.evidence.get("printed", 0))
-        return Breakage("flood", f"rank {worst.rank} printed more than {worst.evidence['printed'] >> 20} MiB{_during(worst)} and was stopped", evidence)
+        return Breakage(
+            "flood", f"rank {worst.rank} printed more than {worst.evidence['printed'] >> 20} MiB{_during(worst)} and was stopped", evidence
+        )
     causes = sorted((cause for rank in run.ranks if (cause := _cause(rank))), key=lambda cause: (cause[0], cause[1]))
     if causes:
         _, _, kind, line = causes[0]
@@ -57,13 +59,23 @@ def breakage(run: Run) -> Breakage | None:
     return Breakage("died", "ranks ended without a complete record", evidence)
 
 
+def refused(run: Run) -> bool:
+    """Whether the hook raised an error of its own on every rank, and every process came to its end."""
+    errors = [rank.first("error", where="backward") for rank in run.ranks]
+    return run.stopped == "ended" and all(error and not _is_secondary(f"{error['type']}: {error['message']}") for error in errors)
+
+
+def _is_secondary(text: str) -> bool:
+    return any(words in text.lower() for words in _SECONDARY)
+
+
 def _cause(rank: RankRecord) -> tuple[int, float, str, str] | None:
     """Return (secondary?, time, kind, line) of what went wrong on a rank by itself."""
     error = rank.first("error")
     if error:
         text = f"{error['type']}: {error['message']}".strip()
         line = text.splitlines()[0][:300]
-        secondary = int(any(words in text.lower() for words in _SECONDARY))
+        secondary = int(_is_secondary(text))
         if error["where"] == "load" or error["type"] == "target":
             return secondary, error["time"], "target", error["message"].splitlines()[0]
         if error["type"] == "ContractBreach":
@@ -73,7 +85,11 @@ def _cause(rank: RankRecord) -> tuple[int, float, str, str] | None:
         if breach := _breach(rank, error["step"]):
             return secondary, error["time"], *breach
         raised = rank.first("raised")
-        place = f"in hook call {raised['call']}" if raised else {"backward": "in backward, after the hook had returned"}.get(error["where"], f"in {error['where']}")
+        place = (
+            f"in hook call {raised['call']}"
+            if raised
+            else {"backward": "in backward, after the hook had returned"}.get(error["where"], f"in {error['where']}")
+        )
         return secondary, error["time"], "raised", f"rank {rank.rank} raised {line} ({place}, step {error['step']})"
     if rank.exit is not None and not rank.evidence.get("killed") and not rank.finished:
         how = f"signal {signal.Signals(-rank.exit).name}" if rank.exit < 0 else f"exit status {rank.exit}"
@@ -87,9 +103,13 @@ def _breach(rank: RankRecord, step: int) -> tuple[str, str] | None:
         if not value["tensor"]:
             return "contract", f"the future holds {value['type']}, not a tensor (call {value['call']})"
         if value["layout"] != value["bucket_layout"] or value["device"] != value["bucket_device"]:
-            return "dtype", f"the result is {value['layout']} on {value['device']}, the bucket {value['bucket_layout']} on {value['bucket_device']}"
-        if value["shape"] != value["bucket_shape"]:
-            return "shape", f"the result has shape {value['shape']}, the bucket {value['bucket_shape']} (call {value['call']})"
+            return (
+                "dtype",
+                f"the result is {value['layout']} on {value['device']}, the bucket {value['bucket_layout']} on {value['bucket_device']}",
+            )
+        if value["shape"] != value["bucket_shape"] or not value["contiguous"]:
+            strided = "" if value["contiguous"] else " and is not contiguous"
+            return "shape", f"the result has shape {value['shape']}{strided}, the bucket {value['bucket_shape']} (call {value['call']})"
     return None
 
 

@@ -64,7 +64,9 @@ def _what_is_missing(judgements: Mapping[str, Judgement], worlds: tuple[int, ...
     reasons = []
     if absent:
         reasons.append(f"{len(absent)} of {len(golden)} MUST rules were left out of this run: {', '.join(absent)}")
-    reasons += [f"{j.number} was not run: {j.reason}" for j in not_run]
+    for why in dict.fromkeys(j.reason for j in not_run):
+        numbers = [j.number for j in not_run if j.reason == why]
+        reasons.append(f"{', '.join(numbers)} {'was' if len(numbers) == 1 else 'were'} not run: {why}")
     if sizes:
         reasons.append(f"world size {', '.join(sizes)} was left out")
     return reasons

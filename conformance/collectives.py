@@ -4,18 +4,18 @@ The kernels of ``c10d::*`` are overridden for the CPU key in this process, which
 a process group, callbacks on other threads and C++ alike. The override dies with the rank.
 """
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 _OPS = (
     *("allreduce_", "allreduce_coalesced_", "allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_"),
-    *("broadcast_", "reduce_", "gather_", "scatter_", "alltoall_", "alltoall_base_", "send", "recv_", "barrier"),
-)
+    *("broadcast_", "reduce_", "gather_", "scatter_", "alltoall_", "alltoall_base_", "barrier"),
+)  # not send and recv_: waiting for a receive twice does not end on Gloo
 
 
 class CollectiveRecorder:
@@ -39,7 +39,9 @@ class CollectiveRecorder:
             RuntimeError: this torch has no such function.
         """
         if not hasattr(torch.library, "get_kernel"):
-            raise RuntimeError(f"torch {torch.__version__} has no torch.library.get_kernel; recording collectives needs torch 2.10 or later")
+            raise RuntimeError(
+                f"torch {torch.__version__} has no torch.library.get_kernel; recording collectives needs torch 2.10 or later"
+            )
         self._library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -55,10 +57,8 @@ class CollectiveRecorder:
         with self._lock:
             works, self._drained = self._works[self._drained :], len(self._works)
         for work in works:
-            try:
+            with contextlib.suppress(RuntimeError):  # a failed collective is over too
                 work.wait()
-            except RuntimeError:
-                pass  # a failed collective is over too
 
     def _recording(self, kernel: Any) -> Callable[..., Any]:
         def recorded(keyset: Any, *args: Any) -> Any:
@@ -74,6 +74,3 @@ class CollectiveRecorder:
             return result
 
         return recorded
-
-
-

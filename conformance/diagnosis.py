@@ -1,6 +1,7 @@
 """Known mistakes by the pattern they leave: from a wrong step to one line that names the likely cause."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -13,8 +14,8 @@ def diagnose(run: Run, step: int, claims: Claims) -> str:
     """Return the known mistake that explains every element of ``step``, or where it goes wrong, or ''."""
     ranks = list(range(run.world))
     indices = [i for i, spec in enumerate(run.scenario.params) if torch.Size(spec.shape).numel()]
-    got = {(r, i): run.got(r, step, i) for r in ranks for i in indices}
-    if any(value is None for value in got.values()):
+    got = {(r, i): value for r in ranks for i in indices if (value := run.got(r, step, i)) is not None}
+    if len(got) < len(ranks) * len(indices):
         return "a parameter has no gradient at all on at least one rank"
     for cause, pattern in _patterns(run, step):
         if all(_alike(run, got[r, i], pattern(r, i), r, step, i, claims) for r in ranks for i in indices):
@@ -22,7 +23,7 @@ def diagnose(run: Run, step: int, claims: Claims) -> str:
     return _ratio(run, step, got) or _place(run, step, claims)
 
 
-def _patterns(run: Run, step: int) -> Iterator[tuple[str, object]]:
+def _patterns(run: Run, step: int) -> Iterator[tuple[str, "Pattern"]]:
     """Yield (cause, function of rank and parameter that gives the values it predicts)."""
 
     def group(rank: int) -> tuple[int, ...]:
@@ -53,38 +54,45 @@ def _patterns(run: Run, step: int) -> Iterator[tuple[str, object]]:
     yield "every element is zero", lambda r, i: torch.zeros_like(right(r, i))
     if step:
         yield "equal to the previous step's mean: the result is one step late", lambda r, i: mean(run, r, step - 1, i)
-    for name in ("float16", "bfloat16"):
-        yield f"equal to the mean rounded to {name}", lambda r, i, d=getattr(torch, name): _Rounded(right(r, i), d)
+    yield "equal to the mean rounded to bfloat16", lambda r, i: _Rounded(right(r, i), torch.bfloat16, on_grid=True)
+    yield "equal to the mean rounded to float16", lambda r, i: _Rounded(right(r, i), torch.float16)
+    yield "equal to the mean rounded to bfloat16", lambda r, i: _Rounded(right(r, i), torch.bfloat16)
     yield "equal to the mean with its fraction cut off: it went through an integer dtype", lambda r, i: right(r, i).trunc()
 
 
+@dataclass
 class _Rounded:
-    """The mean, somewhere rounded to ``dtype``: more than one rounding is allowed for."""
+    """The mean, somewhere rounded to ``dtype``; ``on_grid`` where the result itself is a value of that dtype."""
 
-    def __init__(self, values: torch.Tensor, dtype: torch.dtype) -> None:
-        self.values, self.dtype = values, dtype
+    values: torch.Tensor
+    dtype: torch.dtype
+    on_grid: bool = False
 
 
-def _alike(run: Run, got: torch.Tensor, predicted: object, rank: int, step: int, index: int, claims: Claims) -> bool:
+Pattern = Callable[[int, int], "torch.Tensor | _Rounded"]
+
+
+def _alike(run: Run, got: torch.Tensor, predicted: "torch.Tensor | _Rounded", rank: int, step: int, index: int, claims: Claims) -> bool:
     """Whether ``got`` is what a mistake predicts, within what rounding can explain."""
     if isinstance(predicted, _Rounded):
         if run.scenario.steps[step] not in ("normal",):
             return False
         info = torch.finfo(predicted.dtype)
         _, _, values = expected(run, rank, step, index, claims)
+        if predicted.on_grid and not torch.equal(got.to(predicted.dtype).double(), got):
+            return False
         bound = (len(values) + 2) * info.eps * values.abs().sum(0) / len(values)
         return bool(((got - predicted.values).abs() <= bound + info.tiny).all())
-    assert isinstance(predicted, torch.Tensor)
     unit, _, _ = precision(run.scenario.params[index].dtype, claims)
     slack = 8 * run.world * unit * predicted.abs()
     same = (got == predicted) | (got.isnan() & predicted.isnan()) | ((got - predicted).abs() <= slack)
     return bool(same.all())
 
 
-def _ratio(run: Run, step: int, got: dict[tuple[int, int], torch.Tensor | None]) -> str:
+def _ratio(run: Run, step: int, got: dict[tuple[int, int], torch.Tensor]) -> str:
     """One factor between result and mean, when there is one."""
     for rank in range(run.world):
-        results = torch.cat([value for (r, _), value in got.items() if r == rank and value is not None])
+        results = torch.cat([value for (r, _), value in got.items() if r == rank])
         means = torch.cat([mean(run, rank, step, i) for (r, i) in got if r == rank])
         used = (means != 0) & means.isfinite() & results.isfinite()
         if not used.any():

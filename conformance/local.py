@@ -42,7 +42,9 @@ class ReplaySource:
         """Read it. Raises: UsageError, when it was not kept."""
         folder = self._folder / _folder_name(name, subject)
         if not (folder / OUTCOME).exists():
-            raise UsageError(f"--replay {self._folder}: there is no record of {folder.name}; was it recorded with the same world sizes and claims?")
+            raise UsageError(
+                f"--replay {self._folder}: there is no record of {folder.name}; was it recorded with the same world sizes and claims?"
+            )
         return load_run(folder, scenario, world)
 
 

@@ -64,7 +64,9 @@ class Observer:
         try:
             result = hook(state, bucket)
         except BaseException as error:
-            self._recorder.event("raised", call=number, type=type(error).__name__, message=str(error)[:2000], traceback=traceback.format_exc()[-4000:])
+            self._recorder.event(
+                "raised", call=number, type=type(error).__name__, message=str(error)[:2000], traceback=traceback.format_exc()[-4000:]
+            )
             raise
         finally:
             self._after(number)
@@ -110,7 +112,9 @@ class Observer:
         }
 
     def _gradients_outside(self, inside: list[str]) -> dict[str, str]:
-        return {name: digest(p.grad) for name, p in self._parameters.items() if name not in inside and p.grad is not None and p.numel() < 4096}
+        return {
+            name: digest(p.grad) for name, p in self._parameters.items() if name not in inside and p.grad is not None and p.numel() < 4096
+        }
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -146,7 +150,9 @@ def _describe_value(future: Any, buffer: torch.Tensor) -> dict[str, Any]:
         "bucket_device": str(buffer.device),
         "contiguous": value.is_contiguous() if dense else True,
         "offset": value.storage_offset() if dense else 0,
-        "memory": [value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size(), value.numel() * value.element_size()] if dense else None,
+        "memory": [value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size(), value.numel() * value.element_size()]
+        if dense
+        else None,
         "digest": digest(value) if dense and value.device.type == "cpu" else None,
     }
 

@@ -1,24 +1,17 @@
-"""The pytest plugin: rules as items, the session's conclusion as summary and exit code.
+"""The pytest plugin's entry point: the options, and the decision to take part.
 
-pytest loads the plugin in every run of an environment that has the kit, so it does nothing, and adds
-no option, unless a command line is about conformance. It judges nothing itself.
+pytest loads this module in every run of an environment that has the kit. It imports next to nothing,
+and it adds no option and registers nothing unless a command line is about conformance: other suites
+have a --device of their own.
 """
 
 import importlib
-from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from conformance.certificate import Conclusion
-from conformance.errors import INTERRUPTED, KIT_ERROR, ConformanceError, KitError, ProfileError, UsageError
-from conformance.report import conclusion_lines, failure_text, write_report
-from conformance.rulebook import MUST, SHOULD, Rule, book
-from conformance.session import Options, Session
-from conformance.verdict import Judgement, Verdict
-
-_TEXT_OPTIONS = {
+WORLD_SIZES, DEADLINE = "1,2,3,4", 30.0
+TEXT_OPTIONS = {
     "hook": "what to certify: module:attribute[,key=value...]",
     "state": "the hook's state: module:factory[,key=value...], or pg for the model's process group",
     "setup": "instead of --hook: module:function, called with the DDP module, that registers or returns (state, hook)",
@@ -28,223 +21,32 @@ _TEXT_OPTIONS = {
     "replay": "judge the records in this folder instead of running anything",
 }
 _OURS = ("--hook", "--setup", "--replay", "--list-rules")
-_SESSION = pytest.StashKey["_State"]()
-
-
-class _State:
-    """What one pytest run knows of its conformance session."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.error: ConformanceError | None = None
-        self.conclusion: Conclusion | None = None
-
-
-class RuleBroken(Exception):
-    """A rule does not hold; the text is the whole failure."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
-    """Add the options, on command lines that are about conformance only: others may have a --device of their own."""
+    """Add the options and register the rest of the plugin, where the command line asks for it."""
     if not _about_conformance(args):
         return
     group = parser.getgroup("conformance", "conformance of gradient synchronisation")
-    defaults = Options()
-    for name, text in _TEXT_OPTIONS.items():
-        group.addoption(f"--{name}", metavar=name.upper(), help=text)
-    group.addoption("--backend", default=defaults.backend, help="process group backend; default: %(default)s")
-    group.addoption("--device", default=defaults.device, help="device of the models; default: %(default)s")
-    group.addoption("--world-size", default=defaults.world_size, metavar="N,N", help="world sizes; default: %(default)s")
-    group.addoption("--rule", action="append", default=[], metavar="N.N", help="judge only this rule or section; may be repeated")
-    group.addoption("--deadline", type=float, default=defaults.deadline, help="seconds until a run is taken to hang; default: %(default)s")
-    group.addoption("--list-rules", action="store_true", help="list the rules and exit")
+    try:
+        for name, text in TEXT_OPTIONS.items():
+            group.addoption(f"--{name}", metavar=name.upper(), help=text)
+        group.addoption("--backend", default="gloo", help="process group backend; default: %(default)s")
+        group.addoption("--device", default="cpu", help="device of the models; default: %(default)s")
+        group.addoption("--world-size", default=WORLD_SIZES, metavar="N,N", help="world sizes; default: %(default)s")
+        group.addoption("--rule", action="append", default=[], metavar="N.N", help="judge only this rule or section; may be repeated")
+        group.addoption("--deadline", type=float, default=DEADLINE, help="seconds until a run is taken to hang; default: %(default)s")
+        group.addoption("--list-rules", action="store_true", help="list the rules and exit")
+    except ValueError as error:
+        raise pytest.UsageError(
+            f"another pytest plugin has an option of the conformance kit ({error}); disable it with -p no:NAME"
+        ) from None
+    if not {"-h", "--help"} & set(args):
+        early_config.pluginmanager.register(importlib.import_module("conformance.pytest_items"), "conformance.pytest_items")
 
 
 def _about_conformance(args: list[str]) -> bool:
-    named = (part for arg in args if not arg.startswith("-") for part in Path(arg.partition("::")[0].replace(".", "/")).parts)
-    return any(arg.partition("=")[0] in _OURS for arg in args) or "conformance" in named or bool({"-h", "--help"} & set(args))
-
-
-def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Answer --list-rules."""
-    if not getattr(config.option, "list_rules", False):
-        return None
-    for rule in book().values():
-        print(f"{rule.number:<5} {rule.level:<7} {rule.title}\n              {rule.requirement}")
-    return 0
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Check the options and start the host, which imports torch while pytest collects."""
-    config.addinivalue_line("markers", "must: a rule that decides the certificate")
-    config.addinivalue_line("markers", "should: a rule that is reported beside the certificate")
-    given = vars(config.option)
-    if "world_size" not in given or not (given.get("hook") or given.get("setup") or given.get("replay")):
-        return
-    if given.get("numprocesses"):
-        raise pytest.UsageError("conformance runs ranks of its own: leave out -n")
-    options = Options(
-        **{name: given[name] for name in (*_TEXT_OPTIONS, "backend", "device", "world_size", "deadline")}, rule=tuple(given["rule"])
-    )
-    try:
-        session = Session(options)
-    except UsageError as error:
-        raise pytest.UsageError(str(error)) from error
-    except ConformanceError as error:
-        pytest.exit(f"conformance: {error}", returncode=error.exit_code)
-    config.stash[_SESSION] = _State(session)
-    config.add_cleanup(session.close)
-    if not config.option.collectonly:
-        session.start()
-
-
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Say where the kit is, and what it is about to judge."""
-    state = config.stash.get(_SESSION, None)
-    if state is None:
-        return []
-    return [f"conformance: {state.session.options.command()}, kit in {Path(__file__).parent}"]
-
-
-def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> "RuleFile | None":
-    """Collect a section of the rule book."""
-    if file_path.suffix == ".py" and file_path.name.startswith("section_") and file_path.parts[-3:-1] == ("conformance", "rules"):
-        return RuleFile.from_parent(parent, path=file_path)
-    return None
-
-
-class RuleFile(pytest.File):
-    """A file of rules. The installed kit's own module of that name is what is judged by, wherever the path is."""
-
-    def collect(self) -> Iterator["RuleItem"]:
-        state = self.config.stash.get(_SESSION, None)
-        if state is None:
-            raise pytest.UsageError("no subject: pass --hook module:attribute (or --setup, or --replay)")
-        module = importlib.import_module(f"conformance.rules.{self.path.stem}")
-        for rule in sorted((value for value in vars(module).values() if isinstance(value, Rule)), key=lambda rule: rule.order):
-            if rule.number in state.session.selected:
-                yield RuleItem.from_parent(self, name=f"{rule.number}-{_slug(rule.title)}", rule=rule)
-
-
-class RuleItem(pytest.Item):
-    """One rule."""
-
-    def __init__(self, *, rule: Rule, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.rule = rule
-        self.judgement: Judgement | None = None
-        self.add_marker(getattr(pytest.mark, rule.level.lower()))
-
-    def runtest(self) -> None:
-        state = self.config.stash[_SESSION]
-        try:
-            self.judgement = judgement = state.session.judge(self.rule.number)
-        except ConformanceError as error:
-            state.error = error
-            self.session.shouldstop = str(error)
-            raise
-        if judgement.verdict is Verdict.KIT_ERROR or (judgement.verdict is Verdict.FAIL and self.rule.level == MUST):
-            raise RuleBroken(failure_text(state.session, self.rule, judgement))
-        if judgement.verdict in (Verdict.NOT_RUN, Verdict.NOT_APPLICABLE):
-            pytest.skip(f"{judgement.verdict}: {judgement.reason}")
-
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        if isinstance(excinfo.value, (RuleBroken, ConformanceError)):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo, style)
-
-    def reportinfo(self) -> tuple[Path, int, str]:
-        return self.path, self.rule.check.__code__.co_firstlineno - 1, f"{self.rule.number} {self.rule.title}"
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Let a report of a rule carry its verdict."""
-    report = yield
-    if isinstance(item, RuleItem) and call.when == "call" and item.judgement:
-        report.conformance = (item.judgement.verdict, item.rule.level)  # type: ignore[attr-defined]
-    return report
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Name the verdicts that pytest has no word for."""
-    verdict, level = getattr(report, "conformance", (None, None))
-    if verdict is Verdict.NOT_RUN:
-        return "not run", "-", "NOT RUN"
-    if verdict is Verdict.NOT_APPLICABLE:
-        return "not applicable", "n", "NOT APPLICABLE"
-    if verdict is Verdict.KIT_ERROR:
-        return "kit error", "K", "KIT ERROR"
-    if verdict is Verdict.FAIL and level == SHOULD:
-        return "advice", "a", "ADVICE"
-    return None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Judge in the order of the rule book: section 9 before section 12."""
-    if items and all(isinstance(item, RuleItem) for item in items):
-        items.sort(key=lambda item: item.rule.order if isinstance(item, RuleItem) else (0, 0))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Load the subject and certify the machine before the first rule."""
-    state = session.config.stash.get(_SESSION, None)
-    if state is None or session.config.option.collectonly or not session.items:
-        return None
-    try:
-        state.session.begin()
-    except ConformanceError as error:
-        state.error = error
-        return True
-    return None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Conclude, write the files, and make the exit code say what was concluded."""
-    state = session.config.stash.get(_SESSION, None)
-    if state is None or session.config.option.collectonly or exitstatus == INTERRUPTED and state.error is None:
-        return
-    if state.error is None and state.session.engine is not None and exitstatus in (0, 1, 5):
-        try:
-            state.conclusion = state.session.conclude(_plugins(session.config))
-            write_report(state.session, state.conclusion)
-        except ConformanceError as error:
-            state.error = error
-        except OSError as error:
-            state.error = KitError(f"cannot write the report: {error.strerror}: {error.filename}")
-    if state.error is not None:
-        session.exitstatus = state.error.exit_code
-    elif state.conclusion is not None:
-        session.exitstatus = state.conclusion.exit_code
-    elif exitstatus == 0:
-        session.exitstatus = KIT_ERROR
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the conclusion, or the one line that says why there is none."""
-    state = config.stash.get(_SESSION, None)
-    if state is None:
-        return
-    terminalreporter.section("conformance")
-    if state.error is not None:
-        kind = {UsageError: "usage error", ProfileError: "profile"}.get(type(state.error), type(state.error).__name__)
-        terminalreporter.line(f"{kind}: {state.error}", red=True)
-        terminalreporter.line("no certificate was written")
-    elif state.conclusion is not None:
-        for line in conclusion_lines(state.session, state.conclusion):
-            terminalreporter.line(line, green=line.startswith("CERTIFIED"), red=line.startswith(("REFUSED", "KIT ERROR")))
-        terminalreporter.line(f"report: {state.session.folder / 'report.html'}")
-
-
-def _plugins(config: pytest.Config) -> list[str]:
-    """Name the third-party plugins of this run; a certificate says what could have bent it."""
-    found = {f"{dist.project_name} {dist.version}" for _, dist in config.pluginmanager.list_plugin_distinfo()}
-    return sorted(name for name in found if not name.startswith("ddp-conformance"))
-
-
-def _slug(title: str) -> str:
-    return "-".join("".join(char if char.isalnum() else " " for char in title).split())
+    """Whether an argument names the kit's folder or package, or is an option that only the kit has."""
+    named = {part for arg in args if not arg.startswith("-") for part in Path(arg.partition("::")[0].replace(".", "/")).parts}
+    return "conformance" in named or any(arg.partition("=")[0] in (*_OURS, "-h", "--help") for arg in args)

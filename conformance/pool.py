@@ -19,7 +19,6 @@ from conformance.scenario import Scenario
 from conformance.subject import SubjectSpec
 
 PACKAGE = Path(__file__).resolve().parent
-DEADLINE = 30.0  # seconds that one run may take before its ranks are taken to hang; a run takes about 0.2
 PATIENCE = 60.0  # seconds beyond the deadline in which the host itself must answer
 
 
@@ -31,11 +30,11 @@ class Pool:
     """Runs scenarios on ranks of this machine. A context manager: leaving it leaves nothing behind.
 
     Args:
-        deadline: seconds that one run may take.
+        deadline: seconds that one run may take before its ranks are taken to hang; a run takes about 0.2.
         keep: folder in which the runs' records stay; None removes each as soon as it is read.
     """
 
-    def __init__(self, deadline: float = DEADLINE, keep: Path | None = None) -> None:
+    def __init__(self, deadline: float, keep: Path | None = None) -> None:
         self.deadline = deadline
         self._keep = keep
         self._base = Path(tempfile.mkdtemp(prefix="conformance-", dir=_fast_folder()))
@@ -58,7 +57,9 @@ class Pool:
         environment.pop("TORCH_DISTRIBUTED_DEBUG", None)  # DETAIL crashes DDP in torch 2.13
         command = [sys.executable, "-P", str(PACKAGE / "host.py"), str(theirs.fileno()), str(self._base)]
         try:
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+            )
         except OSError as error:
             raise KitError(f"cannot start the host: {error}") from error
         theirs.close()

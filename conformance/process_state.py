@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -25,7 +26,9 @@ def rng() -> dict[str, str]:
     """Digests of the global generators of torch (CPU), Python and NumPy (where it is imported)."""
     states = {"torch": bytes(torch.get_rng_state().numpy()), "python": repr(random.getstate()).encode()}
     if numpy := sys.modules.get("numpy"):
-        states["numpy"] = repr([part if isinstance(part, (str, int, float)) else part.tobytes() for part in numpy.random.get_state()]).encode()
+        states["numpy"] = repr(
+            [part if isinstance(part, (str, int, float)) else part.tobytes() for part in numpy.random.get_state()]
+        ).encode()
     return {name: _digest(state) for name, state in states.items()}
 
 
@@ -38,7 +41,7 @@ def snapshot() -> dict[str, str]:
         "inference mode": str(torch.is_inference_mode_enabled()),
         "anomaly mode": str(torch.is_anomaly_enabled()),
         "intra-op threads": str(torch.get_num_threads()),
-        "deterministic algorithms": f"{torch.are_deterministic_algorithms_enabled()}, warn only {torch.is_deterministic_algorithms_warn_only_enabled()}",
+        "deterministic algorithms": str(torch.get_deterministic_debug_mode()),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "flush denormals": str(_denormals_flushed()),
         "default process group": str(id(dist.group.WORLD)) if dist.is_initialized() else "none",
@@ -55,16 +58,22 @@ class Patches:
     """Which functions of torch and Python have been replaced since this object was made."""
 
     def __init__(self) -> None:
-        self._before = {name: dict(vars(owner)) for name, owner in self._owners()}
+        self._before = {name: self._members(owner) for name, owner in self._owners()}
 
     def found(self) -> list[str]:
         """Return ``name: where the new value comes from`` for each function replaced; additions are no patches."""
         return [
             f"{name}.{key} (now from {getattr(value, '__module__', None) or type(value).__name__})"
             for name, owner in self._owners()
-            for key, value in list(vars(owner).items())
-            if key in self._before[name] and value is not self._before[name][key] and callable(self._before[name][key])
+            for key, value in self._members(owner).items()
+            if key in self._before[name] and value is not self._before[name][key] and value != self._before[name][key]
         ]
+
+    @staticmethod
+    def _members(owner: Any) -> dict[str, Any]:
+        """The functions of a module, or of a class with those that it inherits; torch rebinds some classes itself."""
+        everything = {key: getattr(owner, key, None) for key in dir(owner)} if isinstance(owner, type) else dict(vars(owner))
+        return {key: value for key, value in everything.items() if callable(value) and not isinstance(value, type)}
 
     @staticmethod
     def _owners() -> list[tuple[str, Any]]:
@@ -87,6 +96,15 @@ def threads() -> list[str]:
     workers = set(getattr(executor, "_threads_queues", ()))
     own = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread) and t not in workers]
     return sorted(t.name + (" (daemon)" if t.daemon else "") for t in own)
+
+
+def let_threads_end(before: list[str], seconds: float = 1.0) -> None:
+    """Give threads that are about to end the time to do so; one that stays costs ``seconds`` in all."""
+    end = time.monotonic() + seconds
+    for thread in threading.enumerate():
+        named = thread.name + (" (daemon)" if thread.daemon else "")
+        if named not in before and not isinstance(thread, threading._DummyThread):
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 def children() -> list[str]:
@@ -116,7 +134,10 @@ def live_memory() -> dict[str, int]:
 
 
 class _Mallinfo2(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
 
 
 def _allocated() -> int:

@@ -5,6 +5,7 @@ reads is written down here. The rank knows no rules and passes no judgement: an 
 it comes from, is an event, and the rank then ends so that its peers are not kept waiting.
 """
 
+import contextlib
 import datetime
 import faulthandler
 import gc
@@ -12,6 +13,7 @@ import inspect
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
@@ -34,7 +36,6 @@ from conformance.subject import Case, SubjectSpec
 
 DONE, RAISED, KIT_FAILED = 0, 70, 71
 BLOCKED_FALLBACK = datetime.timedelta(seconds=5)  # only a hook that spins without waiting on anything costs it
-SILENT_PEER_TIMEOUT = datetime.timedelta(seconds=2)  # the group's own timeout, where a peer stays out for good
 PEER_DIED = 77
 
 
@@ -62,13 +63,14 @@ def run_rank(scenario: Scenario, spec: SubjectSpec | None, rank: int, world: int
     try:
         run.execute()
         recorder.close()
-    except OSError as error:
-        if run.where == "kit":
-            print(f"conformance: rank {rank} cannot write its record: {error}", file=sys.stderr)
-            return KIT_FAILED
-        return run.failed(error)
     except BaseException as error:  # SystemExit, pytest.skip and KeyboardInterrupt are the subject's doing too
-        return run.failed(error)
+        if not recorder.failure:
+            with contextlib.suppress(OSError):
+                run.failed(error)
+        if recorder.failure:
+            print(f"conformance: rank {rank} cannot write its record: {recorder.failure}", file=sys.stderr)
+            return KIT_FAILED
+        return RAISED
     return DONE
 
 
@@ -86,20 +88,15 @@ class _Run:
         self.registrations: list[Any] = []
         self.where = "kit"
 
-    def failed(self, error: BaseException) -> int:
+    def failed(self, error: BaseException) -> None:
         """Write down an exception that ended the run."""
         kind = "target" if isinstance(error, TargetError) else type(error).__name__
-        self.recorder.event(
-            "error", where=self.where, type=kind, message=str(error)[:4000], traceback=traceback.format_exc()[-6000:]
-        )
-        return RAISED
+        self.recorder.event("error", where=self.where, type=kind, message=str(error)[:4000], traceback=traceback.format_exc()[-6000:])
 
     def execute(self) -> None:
         store = dist.FileStore(str(self.folder / "store"), self.world)
         self.signals = dist.PrefixStore("conformance", store)
-        timeout = datetime.timedelta(seconds=self.timeout)
-        if self.scenario.fault == "peer_silent":
-            timeout = SILENT_PEER_TIMEOUT
+        timeout = datetime.timedelta(seconds=self.scenario.group_timeout or self.timeout)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world, timeout=timeout)
         groups = [dist.new_group(list(ranks)) for ranks in self.scenario.groups]
         self.group = groups[self.scenario.groups.index(self.group_ranks)] if groups else dist.group.WORLD
@@ -119,6 +116,7 @@ class _Run:
             self.collectives.install()
         if self.scenario.order != "free" and self.rank == 0:
             self._announce_waits()
+        self.threads = process_state.threads()
         self.recorder.event("state", at="start", process=process_state.snapshot(), rng=process_state.rng(), threads=process_state.threads())
         self._register()
         self.recorder.event("state", at="registered", process=process_state.snapshot(), rng=process_state.rng())
@@ -139,7 +137,9 @@ class _Run:
         if resolved.setup is not None:
             self.where = "setup"
             made = call_with_names(resolved.setup, {}, context)
-            self.case = made if isinstance(made, Case) else Case(*made) if isinstance(made, tuple) else Case(hook=made if callable(made) else None)
+            self.case = (
+                made if isinstance(made, Case) else Case(*made) if isinstance(made, tuple) else Case(hook=made if callable(made) else None)
+            )
             hook, state = self.case.hook, self.case.state
         else:
             self.where = "state"
@@ -149,7 +149,7 @@ class _Run:
                 state = self.group  # as torch's default hooks take it
         self.where = "register"
         if hook is not None:
-            if not hasattr(hook, "__name__"):
+            if not (hasattr(hook, "__name__") and hasattr(hook, "__qualname__")):
                 self.recorder.event("nameless", type=type(hook).__name__)
                 hook = _named(hook)
             self.ddp.register_comm_hook(state, hook)
@@ -248,7 +248,6 @@ class _Run:
             "stepped",
             rng_changed=[name for name, value in process_state.rng().items() if rng.get(name, value) != value],
             parameters_changed=[name for name, value in after.items() if parameters[name] != value],
-            threads=len(process_state.threads()),
         )
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
@@ -270,6 +269,7 @@ class _Run:
         for name, buffer in self._synchronised_buffers().items():
             self.recorder.tensor(f"buffer/{name}", buffer)
         gc.collect()
+        process_state.let_threads_end(self.threads)
         self.recorder.event(
             "state",
             at="end",
@@ -342,6 +342,7 @@ def _prepare_process(own: Path, cwd: str) -> None:
     temporary = own / "tmp"
     temporary.mkdir()
     os.environ["TMPDIR"] = str(temporary)
+    tempfile.tempdir = None  # read TMPDIR again
     torch.set_num_threads(1)
     if cwd not in sys.path:
         sys.path.insert(0, cwd)

@@ -4,6 +4,8 @@ A record is plain data. The controller reads it with ``json`` and ``safetensors`
 it is complete, and never unpickles: nothing that a subject wrote is executed.
 """
 
+import contextlib
+import errno
 import json
 import os
 import threading
@@ -33,11 +35,12 @@ class Recorder:
         self._clock = time.monotonic
         self.step = -1
         self.held = 0  # bytes in the tensors kept so far
+        self.failure = ""  # why the disk took no more, which is never the subject's fault
 
     def event(self, name: str, /, **fields: Any) -> None:
         """Append one event, stamped with the current step."""
         line = json.dumps({"event": name, "step": self.step, "time": self._clock(), **fields}) + "\n"
-        with self._lock:
+        with self._lock, self._noting_a_full_disk():
             os.write(self._file, line.encode())
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
@@ -50,8 +53,21 @@ class Recorder:
 
     def close(self) -> None:
         """Write the tensors and the closing event, without which a record is incomplete."""
-        save_file(self._tensors, self._folder / TENSORS)
+        with self._noting_a_full_disk():
+            try:
+                save_file(self._tensors, self._folder / TENSORS)
+            except SafetensorError as error:  # safetensors has no errno
+                raise OSError(errno.EIO, str(error)) from error
         self.event("end", tensors=len(self._tensors))
+
+    @contextlib.contextmanager
+    def _noting_a_full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+                self.failure = str(error)
+            raise
 
 
 @dataclass

@@ -59,10 +59,11 @@ def conclusion_lines(session: Session, conclusion: Conclusion) -> list[str]:
     lines += [f"limit   {j.number} {session.rules[j.number].title}: {j.reason}" for j in limits]
     lines += session.notes
     if conclusion.certificate:
+        torch = header["profile"]["torch"]
         checks = sum(j.checks for j in session.judgements.values())
         lines += [
             f"CERTIFIED  {name}  as {claims}",
-            f"           {len(session.judgements)} rules, {checks} checks, gloo on cpu, world sizes {sizes}, torch {header['profile']['torch']}",
+            f"           {len(session.judgements)} rules, {checks} checks; gloo on cpu, world sizes {sizes}, torch {torch}",
             f"           {session.certificate_path}",
         ]
         return lines
@@ -103,7 +104,9 @@ def write_report(session: Session, conclusion: Conclusion) -> None:
     ]
     report = {**session.header, "verdict": conclusion.verdict, "reasons": conclusion.reasons, "rules": rules}
     write_json(session.folder / "report.json", report)
-    environment = Environment(loader=PackageLoader("conformance", "."), autoescape=select_autoescape(), trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("conformance", "."), autoescape=select_autoescape(), trim_blocks=True, lstrip_blocks=True
+    )
     sections = {f"{number} {title}": [r for r in rules if r["rule"].partition(".")[0] == number] for number, title in SECTIONS.items()}
     page = environment.get_template("report.html.jinja").render(
         report=report, sections=sections, lines=conclusion_lines(session, conclusion)

@@ -104,11 +104,11 @@ def describe(spec: SubjectSpec) -> dict[str, Any]:
     function = resolved.hook.function if isinstance(resolved.hook, Factory) else resolved.hook or resolved.setup
     if isinstance(resolved.hook, Factory) and not resolved.hook.needs_context():
         make_hook(resolved, {}, f"--hook {spec.hook}")
-    owner = inspect.getmodule(inspect.unwrap(function))
+    owner = inspect.getmodule(inspect.unwrap(function)) if callable(function) else None
     files = {}
-    for source in {module, owner} - {None}:
+    for source in (module, owner):
         path = getattr(source, "__file__", None)
-        if path:
+        if source is not None and path:
             with open(path, "rb") as file:
                 files[source.__name__] = hashlib.sha256(file.read()).hexdigest()
     return {
@@ -165,7 +165,9 @@ def _lookup(target: Target, option: str) -> tuple[Any, Any]:
         module = importlib.import_module(target.module)
     except ModuleNotFoundError as error:
         if error.name and (target.module == error.name or target.module.startswith(error.name + ".")):
-            raise TargetError(f"{option} {target}: there is no module {error.name!r} on the path; run from where it can be imported") from error
+            raise TargetError(
+                f"{option} {target}: there is no module {error.name!r} on the path; run from where it can be imported"
+            ) from error
         raise TargetError(f"{option} {target}: importing {target.module} failed: {error}") from error
     except Exception as error:
         raise TargetError(f"{option} {target}: importing {target.module} raised {type(error).__name__}: {error}") from error

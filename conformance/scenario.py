@@ -40,7 +40,9 @@ class Scenario:
         order: ``free``, or ``rank0_first``: peers enter the hook only when rank 0 has left it.
         fault: what the kit does to the run at ``fault_step``: ``none``, ``peer_dies``,
             ``collective_raises`` or ``peer_silent``.
+        group_timeout: the process group's own timeout, in seconds, where it is to expire; 0 means that it is not.
         growth: measure memory after every step.
+        after: the scenario without whose end this one is not tried: it would only say the same again.
         repeat: distinguishes runs that are the same experiment.
     """
 
@@ -56,7 +58,9 @@ class Scenario:
     order: str = "free"
     fault: str = "none"
     fault_step: int = 2
+    group_timeout: float = 0.0
     growth: bool = False
+    after: str = "values"
     repeat: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -81,7 +85,9 @@ def scenario_from_json(data: dict[str, Any]) -> Scenario:
     """Rebuild a scenario that travelled as JSON."""
     params = tuple(Param(tuple(p["shape"]), p["dtype"], p["layout"]) for p in data["params"])
     groups = tuple(tuple(group) for group in data["groups"])
-    return Scenario(**{**data, "params": params, "groups": groups, "steps": tuple(data["steps"]), "world_sizes": tuple(data["world_sizes"])})
+    return Scenario(
+        **{**data, "params": params, "groups": groups, "steps": tuple(data["steps"]), "world_sizes": tuple(data["world_sizes"])}
+    )
 
 
 # 47 elements: odd, prime, divisible by no world size. All in one bucket.
@@ -109,7 +115,7 @@ BUCKETS = Scenario(
     world_sizes=(2,),
     bucket_cap_mb=_CAP,
 )
-ORDERED = replace(BUCKETS, name="ordered", what="rank 0 leaves each hook call before its peers enter", order="rank0_first")
+ORDERED = replace(BUCKETS, name="ordered", what="rank 0 leaves each hook call before its peers enter", order="rank0_first", after="buckets")
 LONG = replace(BUCKETS, name="long", what="twelve steps; memory is measured", steps=("crafted",) * 12, bucket_cap_mb=25.0, growth=True)
 DTYPES = Scenario(
     "dtypes",
@@ -120,16 +126,16 @@ DTYPES = Scenario(
 )
 SHAPES = Scenario(
     "shapes",
-    "0-d, one element, empty, prime, channels_last, transposed, larger than a bucket",
+    "0-d (one of them alone in its bucket), one element, empty, prime, channels_last, transposed, larger than a bucket",
     (
         *(Param(()), Param((1,)), Param((0,)), Param((13,)), Param((4, 3, 2, 5), layout="channels_last")),
-        *(Param((6, 5), layout="transposed"), Param((1031,)), Param((2, 2))),
+        *(Param((6, 5), layout="transposed"), Param((1031,)), Param((2, 2)), Param((), "float64")),
     ),
     ("crafted",) * 3,
     world_sizes=(2, 3, 4),
     bucket_cap_mb=_CAP,
 )
-LARGE = Scenario("large", "one parameter of 2,500,001 elements", (Param((2_500_001,)),), ("crafted",), world_sizes=(2,))
+LARGE = Scenario("large", "one parameter of 1,500,001 elements", (Param((1_500_001,)),), ("crafted",), world_sizes=(2,))
 SUBGROUPS = Scenario(
     "subgroups",
     "two models on two disjoint subgroups of WORLD at once; places in the group are not global ranks",
@@ -163,7 +169,11 @@ COLLECTIVE_RAISES = replace(
     PEER_DIES, name="collective_raises", what="the first collective of step 2 raises on rank 1", fault="collective_raises"
 )
 PEER_SILENT = replace(
-    PEER_DIES, name="peer_silent", what="rank 1 never enters the hook at step 2; the group's timeout expires", fault="peer_silent"
+    PEER_DIES,
+    name="peer_silent",
+    what="rank 1 never enters the hook at step 2; the group's timeout expires",
+    fault="peer_silent",
+    group_timeout=1.0,
 )
 
 # In the order in which they run: the plainest first, since a hook that breaks it is judged no further.

@@ -15,7 +15,8 @@ from conformance.claims import Claims, parse_claims
 from conformance.engine import Engine, Source, make_engine
 from conformance.errors import CERTIFIED, ProfileError, TargetError, UsageError
 from conformance.local import LocalSource, ReplaySource, new_records_folder
-from conformance.pool import DEADLINE, Pool
+from conformance.plugin import DEADLINE
+from conformance.pool import Pool
 from conformance.record import write_json
 from conformance.rulebook import Rule, book
 from conformance.subject import SubjectSpec, parse_subject
@@ -232,7 +233,7 @@ def _parse_worlds(text: str) -> tuple[int, ...]:
 def _read_kept(folder: Path) -> dict[str, Any]:
     try:
         kept: dict[str, Any] = json.loads((folder / SESSION).read_text())
-        kept["subject"], kept["profile"], kept["claims"]["text"], kept["date"]  # noqa: B018 - a missing key is an error here
+        kept["subject"], kept["profile"], kept["claims"]["text"], kept["date"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--replay {folder}: no readable {SESSION} in it; --records DIR writes one") from error
     return kept
@@ -260,6 +261,8 @@ def _require_writable(path: Path) -> None:
     reason = ""
     if path.is_dir():
         reason = "it is a folder"
+    elif path.exists() and not path.is_file():
+        reason = "it is no regular file"
     elif not folder.is_dir():
         reason = f"{folder} is not a folder"
     elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):

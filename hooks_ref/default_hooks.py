@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Future = torch.futures.Future
-Hook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def allreduce_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -73,7 +72,7 @@ def _compress_wrapper(hook: Hook, dtype: torch.dtype, name: str) -> Hook:
             return hook(state, bucket)
         bucket.set_buffer(buffer.to(dtype))
 
-        def decompress(fut: Future[torch.Tensor]) -> torch.Tensor:
+        def decompress(fut: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             bucket.set_buffer(buffer)  # whatever is layered on this hook sees the bucket as DDP made it
             return buffer.copy_(fut.value())
 

@@ -220,10 +220,10 @@ class Nameless:
 
 
 class Named(Nameless):
-    """A callable object with a __name__ set by hand."""
+    """A callable object with its names set by hand: DDP reads both."""
 
     def __init__(self) -> None:
-        self.__name__ = "named_hook"
+        self.__name__ = self.__qualname__ = "named_hook"
 
 
 holder = Holder()
@@ -292,20 +292,23 @@ class Watched:
     """A hook that is told when a step begins and when its backward is over."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self.group, self.step, self.open = process_group, -1, False
+        self.group, self.steps, self.open = process_group, 0, False
 
     def on_step(self, step: int) -> None:
-        self.step, self.open = step, True
+        if self.open or step != self.steps:
+            raise RuntimeError(f"step {step} after {self.steps} steps, the last of them {'open' if self.open else 'closed'}")
+        self.open = True
 
     def hook(self, state: Any, bucket: Bucket) -> Result:
-        assert self.open, "on_step comes before each forward"
+        if not self.open:
+            raise RuntimeError("on_step comes before each forward")
         return out_of_place(self.group, bucket)
 
     def after_backward(self) -> None:
-        self.open = False
+        self.steps, self.open = self.steps + 1, False
 
     def close(self) -> None:
-        assert not self.open, "after_backward comes after each backward"
+        self.group = None
 
 
 def set_up_calls(process_group: dist.ProcessGroup) -> Case:

@@ -1,0 +1,1 @@
+"""The rules, one file per section of the rule book."""

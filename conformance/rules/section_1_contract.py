@@ -18,6 +18,7 @@ DOC = "torch documentation, DistributedDataParallel.register_comm_hook"
     "1.1",
     "registers as it is",
     on=(AS_IS, VALUES),
+    worlds="primary",
     source=DOC + "; torch.nn.parallel.distributed looks the hook's parameters up by name",
     remedy="the second parameter must be called bucket; annotations must be absent or exactly dist.GradBucket and "
     "torch.futures.Future[torch.Tensor]; `from __future__ import annotations` turns them into strings, which DDP refuses",
@@ -35,8 +36,8 @@ def registers(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "1.2",
     "returns a future of one tensor",
-    on=(VALUES, BUCKETS),
-    needs=("1.1",),
+    on=(VALUES,),
+    worlds="primary",
     source=DOC + "; DDP segfaults on None",
     remedy="a forgotten return; get_future() without .then(lambda fut: fut.value()[0]); a callback that returns a future",
 )
@@ -44,14 +45,15 @@ def future_of_a_tensor(run: Run, claims: Claims, found: Found) -> None:
     """Each call returns a torch.futures.Future that holds one tensor: not None, a list, a Work, or another future."""
     for rank, value in _values(run):
         what = value.get("type", value["state"])
-        found.require(value["state"] != "value" or value["tensor"], "a future of one tensor", f"{_at(rank, value)}: the future holds {what}")
+        found.require(
+            value["state"] != "value" or value["tensor"], "a future of one tensor", f"{_at(rank, value)}: the future holds {what}"
+        )
 
 
 @rule(
     "1.3",
     "the result lies in memory as DDP reads it",
     on=(VALUES, BUCKETS),
-    needs=("1.2",),
     source=DOC + "; the reducer takes strided views of the result's storage from its start",
     remedy="return a contiguous tensor of its own: .contiguous() on a slice at offset 0 is not a copy, .clone() is",
 )
@@ -70,7 +72,6 @@ def shape_and_storage(run: Run, claims: Claims, found: Found) -> None:
     "1.4",
     "the result has the bucket's dtype and device",
     on=(VALUES, BUCKETS),
-    needs=("1.2",),
     source=DOC + "; the reducer's copy truncates to integers or rounds without a word",
     remedy="cast back before the future completes",
 )
@@ -79,9 +80,7 @@ def dtype_and_device(run: Run, claims: Claims, found: Found) -> None:
     for rank, value in _tensors(run):
         dtype = next(run.ranks[rank].all("call", call=value["call"]))["dtype"]
         right = value["dtype"] in (dtype, claims.rounded) and value["device"] == value["bucket_device"]
-        found.require(
-            right, f"{dtype} on {value['bucket_device']}", f"{_at(rank, value)}: {value['dtype']} on {value['device']}"
-        )
+        found.require(right, f"{dtype} on {value['bucket_device']}", f"{_at(rank, value)}: {value['dtype']} on {value['device']}")
 
 
 @rule(
@@ -89,7 +88,6 @@ def dtype_and_device(run: Run, claims: Claims, found: Found) -> None:
     "every call comes to an end",
     on=(VALUES,),
     owns=(VALUES,),
-    needs=("1.1", "1.2"),
     worlds="primary",
     source=DOC + "; DDP waits for the future without a timeout, and Ctrl-C does not reach it",
     remedy="a path that completes no future; a wait inside .then; a collective that not every rank issues; exceptions",
@@ -125,7 +123,7 @@ def final_when_complete(run: Run, claims: Claims, found: Found) -> None:
                 found.require(
                     not early,
                     "a future that completes with its final value",
-                    f"{_at(rank.rank, value)}: complete when the hook returned, before its peers had entered theirs, and written afterwards",
+                    f"{_at(rank.rank, value)}: complete when the hook returned, before any peer had entered its own, and written later",
                 )
                 found.require(
                     rest.get("digest") == value["digest"],
@@ -174,14 +172,15 @@ def several_buckets(run: Run, claims: Claims, found: Found) -> None:
     for rank in run.ranks:
         for step in run.steps("crafted"):
             indices = [call["index"] for call in rank.all("call", step=step)]
-            found.require(indices == sorted(set(indices)), "one call per bucket", f"rank {rank.rank}, step {step}: calls for buckets {indices}")
+            found.require(
+                indices == sorted(set(indices)), "one call per bucket", f"rank {rank.rank}, step {step}: calls for buckets {indices}"
+            )
 
 
 @rule(
     "1.9",
     "is registered on every rank",
     on=(VALUES,),
-    needs=("1.1",),
     across=True,
     worlds="primary",
     source="upstream behaviour: a hook on rank 0 alone is accepted",
@@ -218,26 +217,28 @@ def bucket_not_grad(runs: dict[str, Run], claims: Claims, found: Found) -> None:
         found.require(
             right == {True: True, False: True},
             "the same gradients either way",
-            "right with gradient_as_bucket_view=True, wrong without" if right.get(True) else "wrong with gradient_as_bucket_view=True, right without",
+            "right with gradient_as_bucket_view=True, wrong without"
+            if right.get(True)
+            else "wrong with gradient_as_bucket_view=True, right without",
             "the hook works on p.grad, which is the bucket's memory only with gradient_as_bucket_view=True" if right.get(True) else "",
         )
 
 
 @rule(
     "1.11",
-    "has a __name__",
+    "has a name",
     on=(VALUES,),
     needs=("1.1",),
     level=SHOULD,
     worlds="primary",
-    source="DDP reads hook.__name__: AttributeError on a functools.partial or a callable object",
-    remedy="functools.update_wrapper(partial, partial.func), or a __name__ attribute on the object",
+    source="DDP reads hook.__name__ and hook.__qualname__: AttributeError on a functools.partial or a callable object",
+    remedy="functools.update_wrapper(partial, partial.func), or __name__ and __qualname__ attributes on the object",
 )
 def named(run: Run, claims: Claims, found: Found) -> None:
-    """The hook has a __name__, which register_comm_hook reads. The kit lends a name to one that has none."""
+    """The hook has a __name__ and a __qualname__, which DDP reads. The kit lends a name to one that has none."""
     for rank in run.ranks:
         nameless = rank.first("nameless")
-        found.require(nameless is None, "a __name__", f"a {nameless['type'] if nameless else ''} without one: DDP itself would refuse it")
+        found.require(nameless is None, "a name", f"a {nameless['type'] if nameless else ''} without one: DDP itself would refuse it")
 
 
 def _values(run: Run) -> list[tuple[int, dict[str, Any]]]:

@@ -46,7 +46,7 @@ def describe(run: Run, wrong: oracle.Mismatch, claims: Claims) -> tuple[str, str
     "2.1",
     "crafted gradients give the exact mean",
     on=(VALUES, AS_IS),
-    needs=("1.1", "1.2", "1.5"),
+    needs=("1.1", "1.2", "1.5", "1.9"),
     worlds="primary",
     source=DOC,
     remedy="what the hook divides by, and whether every element of the bucket takes part in the collective",
@@ -97,7 +97,7 @@ def wide_range(run: Run, claims: Claims, found: Found) -> None:
     "float32, float64, float16 and bfloat16 keep their precision",
     on=(DTYPES,),
     owns=(DTYPES,),
-    needs=("2.2",),
+    needs=("2.2", "1.8"),
     source="pytorch#50985, pytorch#72043",
     remedy="buffers made with a fixed dtype, .float() and .half() on the way",
 )
@@ -114,7 +114,7 @@ def dtypes(run: Run, claims: Claims, found: Found) -> None:
     "every shape and layout of parameter is right",
     on=(SHAPES, LARGE),
     owns=(SHAPES, LARGE),
-    needs=("2.1", "1.8"),
+    needs=("2.1", "1.8", "2.4"),
     source="pytorch#58467, pytorch#70222, torch-xpu-ops#3020",
     remedy="views by shape instead of by the parameter's strides, chunking with a dropped tail, special cases for small numel",
 )
@@ -208,7 +208,7 @@ def _right_where_views_reach(run: Run, step: int, claims: Claims) -> bool:
     on=(SPARSE,),
     owns=(SPARSE,),
     may_refuse=True,
-    needs=("2.1",),
+    needs=("2.1", "1.8"),
     source="pytorch#54747, pytorch#111422; torch's PowerSGD silently stops synchronising them",
     remedy="a sparse bucket's buffer is a sparse tensor: reduce it, or raise",
 )
@@ -240,5 +240,3 @@ def claim_is_true(run: Run, claims: Claims, found: Found) -> None:
         differs = any(oracle.compare(run, step, plain).mismatch for step in run.steps("crafted"))
         found.require(differs, "the sum, which is not the mean", "the mean")
     found.checked(1)  # exact claims nothing that could be untrue; world_only is judged by 2.7
-
-

@@ -311,8 +311,12 @@ def drops_tail_of_chunks(state: Any, bucket: Bucket) -> Result:
 
 
 def scalar_undivided(state: Any, bucket: Bucket) -> Result:
-    """Takes a bucket of one element for a counter, which is to be summed."""
-    return sum_of(bucket.buffer(), state) if bucket.buffer().numel() == 1 else average(bucket, state)
+    """Takes a 0-d parameter for a counter, which is to be summed."""
+    if is_dense(bucket):
+        for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if parameter.dim() == 0:
+                grad.mul_(group_of(state).size())
+    return average(bucket, state)
 
 
 def flattens_p_grad(state: Any, bucket: Bucket) -> Result:
@@ -429,9 +433,8 @@ def global_place(state: Any, bucket: Bucket) -> Result:
     slots = torch.zeros(group.size(), bucket.buffer().numel(), dtype=bucket.buffer().dtype)
     slots[dist.get_rank() % group.size()] = bucket.buffer().div_(group.size())
     dist.all_reduce(slots, group=group)
-    own = bucket.buffer()
-    others = [slot for place, slot in enumerate(slots) if place != group.rank()]
-    return completed(sum(others, own.clone()))
+    slots[group.rank()] = bucket.buffer()
+    return completed(slots.sum(0))
 
 
 # 2.8 Complex parameters

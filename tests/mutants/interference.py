@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, change_mean
+from tests.mutants._helpers import Bucket, Result, average, average_hook, change_mean
 
 # 9.1 Random states
 
@@ -54,15 +54,10 @@ def draws_in_callback(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state).then(lambda fut: (fut.value(), torch.rand(1))[0])
 
 
-def seeds_at_setup() -> tuple[None, Any]:
+def seeds_at_setup(process_group: Any) -> tuple[Any, Any]:
     """A set-up that seeds torch's global generator."""
     torch.manual_seed(0)
-    return None, average_hook
-
-
-def average_hook(state: Any, bucket: Bucket) -> Result:
-    """A right hook, for the set-ups of this module."""
-    return average(bucket, state)
+    return process_group, average_hook
 
 
 # 9.2 Parameters
@@ -181,6 +176,13 @@ def scratch_by_bound_method(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def scratch_by_id(state: Any, bucket: Bucket) -> Result:
+    """Keys its scratch buffer by id(bucket), and keeps the bucket so that no other gets its id."""
+    _scratch[id(bucket)] = bucket.buffer().clone()
+    _kept.append(bucket)
+    return average(bucket, state)
+
+
 def leaks_in_c(state: Any, bucket: Bucket) -> Result:
     """Allocates a bucket's worth outside Python and never frees it."""
     ctypes.CDLL(None).malloc(ctypes.c_size_t(bucket.buffer().numel() * bucket.buffer().element_size() + 16))
@@ -197,9 +199,10 @@ class _WithModel:
         self.parameters = list(model.parameters())
 
     def outside(self, bucket: Bucket) -> list[torch.Tensor]:
-        """Return the gradients, so far, of the parameters that are not in the bucket."""
+        """Return the dense gradients, so far, of the parameters that are not in the bucket."""
         inside = {id(parameter) for parameter in bucket.parameters()}
-        return [p.grad for p in self.parameters if id(p) not in inside and p.grad is not None]
+        outside = [p.grad for p in self.parameters if id(p) not in inside and p.grad is not None]
+        return [grad for grad in outside if grad.layout == torch.strided]
 
 
 def clears_other_gradients(state: _WithModel, bucket: Bucket) -> Result:
@@ -319,7 +322,7 @@ MUTANTS = [
     Mutant("seeds_at_setup", ("9.1",), setup=True),
     Mutant("nudges_parameters", ("9.2",)),
     Mutant("steps_parameters", ("9.2",)),
-    Mutant("sets_default_dtype", ("9.3",)),
+    Mutant("sets_default_dtype", ("9.3", "9.8"), because={"9.8": "torch then replaces its class torch.Storage too"}),
     Mutant("sets_anomaly_mode", ("9.3",)),
     Mutant("sets_threads", ("9.3",)),
     Mutant("sets_deterministic", ("9.3",)),
@@ -333,6 +336,7 @@ MUTANTS = [
     Mutant("keeps_buffers", ("9.4",)),
     Mutant("keeps_futures", ("9.4",)),
     Mutant("scratch_by_bound_method", ("9.4",)),
+    Mutant("scratch_by_id", ("9.4",)),
     Mutant("leaks_in_c", ("9.4",)),
     Mutant("clears_other_gradients", ("9.5",), claims="world_only", state=_MODEL),
     Mutant("clips_other_gradients", ("9.5",), claims="world_only", state=_MODEL),

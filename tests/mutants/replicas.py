@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, completed, gather, group_of, is_dense
+from tests.mutants._helpers import Bucket, Result, average, average_hook, completed, gather, group_of, is_dense
 
 
 def _from_base(bases: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -55,12 +55,12 @@ def drifts_in_later_buckets(state: Any, bucket: Bucket) -> Result:
     return starts_from_own(state, bucket) if bucket.index() > 0 else average(bucket, state)
 
 
-def initialises_by_rank(model: Any, rank: int) -> tuple[None, Any]:
+def initialises_by_rank(model: Any, process_group: Any, rank: int) -> tuple[Any, Any]:
     """A set-up that initialises the parameters again, each rank its own way, after DDP has made them equal."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(rank)
-    return None, average
+    return process_group, average_hook
 
 
 # 3.3 Runs

@@ -1,0 +1,247 @@
+"""The command line, in every form: what it prints, its exit code, and what it never does."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from conformance.certificate import digest
+from conformance.pool import Pool
+
+ROOT = Path(__file__).resolve().parent.parent
+FORMS = {
+    "clone": ([sys.executable, "-m", "pytest", "conformance/"], ROOT),
+    "clone, script": (["pytest", "conformance/"], ROOT),
+    "installed": (["pytest", "--pyargs", "conformance"], None),
+    "module": ([sys.executable, "-m", "conformance", "certify"], None),
+}
+HOOKS = """
+import os, torch, torch.distributed as dist
+from conformance import Subject
+
+def mean(state, bucket):
+    buffer = bucket.buffer().div_(dist.get_world_size(state))
+    return dist.all_reduce(buffer, group=state, async_op=True).get_future().then(lambda fut: fut.value()[0])
+
+def total(state, bucket):
+    return dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future().then(lambda fut: fut.value()[0])
+
+def half(state, bucket):
+    buffer, sent = bucket.buffer(), bucket.buffer().to(torch.float16).div_(dist.get_world_size(state))
+    future = dist.all_reduce(sent, group=state, async_op=True).get_future()
+    return future.then(lambda fut: buffer.copy_(fut.value()[0]))
+
+__conformance__ = {"half": "rounded(float16)"}
+described = Subject(hook=total, claims="sum")
+number = 3
+
+def waits(state, bucket):
+    open(os.path.join(os.environ["MARKER_FOLDER"], "waiting"), "w").close()
+    return torch.futures.Future()
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a hook of its own, outside the kit."""
+    (tmp_path / "mypkg.py").write_text(HOOKS)
+    return tmp_path
+
+
+def run(arguments: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        arguments, cwd=cwd, env={**os.environ, "PATH": path, **environment}, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def certify(project: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, "-m", "conformance", "certify", *arguments], project, **environment)
+
+
+@pytest.mark.parametrize("equals", [False, True], ids=["space", "equals"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(project: Path, form: str, equals: bool) -> None:
+    command, cwd = FORMS[form]
+    options = {"--hook": "mypkg:mean", "--rule": "2.1", "--world-size": "2", "--certificate": str(project / "c.json")}
+    words = [f"{k}={v}" for k, v in options.items()] if equals else [word for pair in options.items() for word in pair]
+    done = run([*command, *words], cwd or project, PYTHONPATH=str(project))
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert "development run: no certificate" in done.stdout
+    assert done.returncode == 7
+    assert not (project / "c.json").exists()
+
+
+def test_a_whole_run_writes_a_certificate(project: Path) -> None:
+    done = certify(project, "--hook", "mypkg:mean", "--junitxml", "junit.xml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "CERTIFIED  mypkg:mean  as exact" in done.stdout
+    folder = project / "conformance-results" / "mypkg_mean"
+    certificate = json.loads((folder / "certificate.json").read_text())
+    assert certificate["digest"] == digest(certificate)
+    assert certificate["profile"]["world sizes"] == [1, 2, 3, 4]
+    assert certificate["subject"]["sha256"]["mypkg"]
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert 'errors="0" failures="0"' in (project / "junit.xml").read_text()
+    # Once the hook no longer holds, neither does its certificate.
+    (project / "mypkg.py").write_text(HOOKS.replace("div_(dist.get_world_size(state))", "div_(1)"))
+    done = certify(project, "--hook", "mypkg:mean", "--rule", "2.1")
+    assert done.returncode == 1
+    assert "removed the certificate of an earlier run" in done.stdout
+    assert not (folder / "certificate.json").exists()
+
+
+def test_a_refusal_says_why_and_what_would_hold(project: Path) -> None:
+    done = certify(project, "--hook=mypkg:total", "--rule", "2")
+    assert done.returncode == 1
+    for said in (
+        "2.1 crafted gradients give the exact mean  [values@2]",
+        "Requirement:  On crafted inputs the result is the mean over the group",
+        "Expected:     mean ",
+        "on rank 0, step 0, bucket 0, parameter p0 (float32), index (0, 0)",
+        "Likely cause: every element is world_size times the mean: the sum was not divided",
+        "Rerun:        pytest --pyargs conformance --hook mypkg:total --rule 2.1",
+        'it would hold the rules of equivalence as --claims "sum"',
+        "REFUSED  mypkg:total  as exact",
+    ):
+        assert said in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "claims", "said_by"),
+    [
+        (["--hook", "mypkg:half"], "rounded(float16)", "the subject"),
+        (["--hook", "mypkg:described"], "sum", "the subject"),
+        (["--hook", "mypkg:total", "--claims", "sum"], "sum", "--claims"),
+        (["--hook", "mypkg:total"], "sum", "pyproject.toml"),
+        (["--hook", "mypkg:mean"], "exact", "nobody: exact is the default"),
+    ],
+)
+def test_claims_are_read_where_they_are_made(project: Path, arguments: list[str], claims: str, said_by: str) -> None:
+    (project / "pyproject.toml").write_text('[tool.conformance.claims]\n"mypkg:total" = "sum"\n')
+    done = certify(project, *arguments, "--rule", "2.1,2.2", "--world-size", "2")
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+    report = json.loads(next((project / "conformance-results").glob("*/report.json")).read_text())
+    assert report["claims"] == {"text": claims, "said by": said_by}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--hook", "mypkg"], 4, "--hook: 'mypkg' is not module:attribute"),
+        (["--hook", "mypkg:mean", "--claims", "exakt"], 4, "--claims: 'exakt' is not a claim"),
+        (["--hook", "mypkg:mean", "--rule", "99"], 4, "--rule 99: there is no such rule"),
+        (["--hook", "mypkg:mean", "--world-size", "two"], 4, "--world-size two: not a list of numbers"),
+        (["--hook", "mypkg:mean", "--setup", "mypkg:mean"], 4, "name one subject"),
+        (["--hook", "mypkg:mean", "--certificate", "/proc/c.json"], 4, "--certificate /proc/c.json: cannot be written"),
+        (["--hook", "mypkg:mean", "--certificate", "/dev/full"], 4, "--certificate /dev/full: cannot be written (it is no regular file)"),
+        (["--replay", "nowhere"], 4, "--replay nowhere: no readable session.json"),
+        ([], 4, "no subject: pass --hook module:attribute"),
+        (["--hook", "mypkg:mean", "--backend", "nccl"], 8, "profile nccl-cpu: not run"),
+        (["--hook", "nopkg:mean"], 9, "there is no module 'nopkg' on the path"),
+        (["--hook", "mypkg:maen"], 9, "no attribute 'maen'; did you mean mean"),
+        (["--hook", "mypkg:number"], 9, "an int is no hook"),
+        (["--hook", "mypkg:mean,rank=2"], 9, "unexpected keyword argument 'rank'"),
+        (["--hook", "mypkg:mean", "--state", "mypkg:stat"], 9, "no attribute 'stat'"),
+    ],
+)
+def test_bad_input_is_one_clear_line(project: Path, arguments: list[str], code: int, said: str) -> None:
+    done = certify(project, *arguments)
+    assert done.returncode == code, done.stdout + done.stderr
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if said in line]
+    assert len(lines) == 1, done.stdout + done.stderr
+    assert not list(project.glob("conformance-results/*/certificate.json"))
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("narrowed", [["-k", "1.9"], ["-m", "should"], ["--deselect", "rules/section_9_non_interference.py"]])
+def test_a_narrowed_run_is_a_development_run(project: Path, narrowed: list[str]) -> None:
+    done = certify(project, "--hook", "mypkg:mean", "--world-size", "1,2", *narrowed, "--certificate", "c.json")
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert "development run: no certificate" in done.stdout
+    assert "left out" in done.stdout
+    assert not (project / "c.json").exists()
+
+
+def test_xdist_is_refused(project: Path) -> None:
+    """A plugin that splits the items would split the session: it is told so in one line."""
+    (project / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('-n', dest='numprocesses')\n")
+    done = certify(project, "--hook", "mypkg:mean", "-n", "2", "--confcutdir", str(project), "-c", "/dev/null", "--rootdir", str(project))
+    assert done.returncode == 4
+    assert "leave out -n" in done.stdout + done.stderr
+
+
+def test_interrupting_leaves_nothing_behind(project: Path) -> None:
+    before = set(Path("/dev/shm").glob("conformance-*"))
+    command = [sys.executable, "-m", "conformance", "certify", "--hook", "mypkg:waits", "--deadline", "200"]
+    child = subprocess.Popen(command, cwd=project, env={**os.environ, "MARKER_FOLDER": str(project)}, stdout=subprocess.PIPE, text=True)
+    waited = threading.Event()
+    while not (project / "waiting").exists() and child.poll() is None:
+        waited.wait(0.05)
+    child.send_signal(signal.SIGINT)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 2, output
+    assert not list(project.glob("conformance-results/*/certificate.json"))
+    assert set(Path("/dev/shm").glob("conformance-*")) <= before
+
+
+def test_a_full_disk_is_the_kits_error() -> None:
+    """A rank that cannot write its record says so; it is no verdict on the subject."""
+    from conformance.breakage import breakage
+    from conformance.local import LocalSource
+    from conformance.scenario import VALUES
+    from conformance.subject import REFERENCE
+
+    with Pool(10.0) as pool:
+        pool.greeting()
+        assert pool._process is not None
+        resource.prlimit(pool._process.pid, resource.RLIMIT_FSIZE, (3000, 3000))
+        broken = breakage(LocalSource(pool).run(VALUES, 2, REFERENCE, "full"))
+    assert broken is not None
+    assert broken.kind == "kit"
+    assert "File too large" in broken.line
+
+
+def test_other_suites_are_left_alone(project: Path) -> None:
+    """In an environment that has the kit, a suite with a --device and a --rule of its own runs as before."""
+    (project / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--device')\n    parser.addoption('--rule')\n    parser.addoption('--state')\n"
+    )
+    (project / "test_own.py").write_text("import sys\n\ndef test_own(pytestconfig):\n    assert 'torch' not in sys.modules\n")
+    done = run([sys.executable, "-m", "pytest", "-q", "--device", "x", "test_own.py"], project)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_lists_its_rules(project: Path) -> None:
+    done = certify(project, "--list-rules")
+    assert done.returncode == 0
+    assert "2.1   MUST    crafted gradients give the exact mean" in done.stdout
+
+
+def test_records_can_be_judged_again(project: Path) -> None:
+    done = certify(project, "--hook", "mypkg:total", "--claims", "sum", "--records", "kept", "--rule", "2.1,2.2,9.1", "--world-size", "1,2")
+    assert done.returncode == 7, done.stdout + done.stderr
+    (project / "mypkg.py").unlink()  # nothing is imported or run any more
+    again = certify(project, "--replay", "kept", "--rule", "2.1,2.2,9.1")
+    assert again.returncode == 7, again.stdout + again.stderr
+    assert "3 passed" in again.stdout
+    refused = certify(project, "--replay", "kept", "--rule", "2.1", "--claims", "exact")
+    assert refused.returncode == 1
+    assert "the sum was not divided" in refused.stdout
+
+
+def test_certify_in_a_suite_of_ones_own(project: Path) -> None:
+    (project / "test_mine.py").write_text(
+        "import mypkg, pytest\nfrom conformance import certify\n\n"
+        "def test_mean():\n    assert certify(mypkg.mean)['certified']\n\n"
+        "def test_total():\n    with pytest.raises(AssertionError, match='the sum was not divided'):\n        certify(mypkg.total)\n"
+    )
+    done = run([sys.executable, "-m", "pytest", "-q", "test_mine.py"], project, PYTHONPATH=str(project))
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,190 @@
+"""Who is blamed for what: the engine on runs written by hand."""
+
+from collections.abc import Callable
+
+import pytest
+
+from conformance.claims import Claims
+from conformance.engine import HANGS, Engine
+from conformance.errors import KitError, TargetError
+from conformance.oracle import mean
+from conformance.rulebook import Rule
+from conformance.run import Run
+from conformance.scenario import Scenario
+from conformance.subject import REFERENCE, SubjectSpec
+from conformance.verdict import Found, Verdict
+from tests.made_runs import broken_run, event, made_run
+
+Make = Callable[[Scenario, int], Run]
+
+
+class MadeSource:
+    """Makes runs instead of running anything, and remembers which were asked for."""
+
+    def __init__(self, subject: Make, reference: Make = lambda s, w: made_run(scenario=s, world=w)) -> None:
+        self.subject, self.reference = subject, reference
+        self.asked: list[str] = []
+
+    def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run:
+        self.asked.append(("reference " if subject == REFERENCE else "") + name)
+        return (self.reference if subject == REFERENCE else self.subject)(scenario, world)
+
+
+def engine(rules: dict[str, Rule], source: MadeSource, claims: Claims = Claims(), worlds: tuple[int, ...] = (1, 2, 3)) -> Engine:  # noqa: B008
+    control = Engine(source, rules, REFERENCE, Claims(), worlds)
+    return Engine(source, rules, SubjectSpec(hook="made:hook"), claims, worlds, control)
+
+
+def right(scenario: Scenario, world: int) -> Run:
+    return made_run(scenario=scenario, world=world)
+
+
+def undivided(scenario: Scenario, world: int) -> Run:
+    return made_run(lambda run, r, s, i: mean(run, r, s, i) * run.world, scenario, world)
+
+
+def test_each_scenario_runs_once_however_many_rules_read_it(rules: dict[str, Rule]) -> None:
+    source = MadeSource(right)
+    judged = engine(rules, source)
+    for number in ("1.2", "1.3", "1.4", "1.5", "2.1", "2.2", "2.3", "2.6", "3.1", "9.1"):
+        assert judged.judge(number).verdict is Verdict.PASS, number
+    assert len(source.asked) == len(set(source.asked))
+
+
+def test_a_failure_is_the_subjects_only_if_the_reference_passes(rules: dict[str, Rule]) -> None:
+    assert engine(rules, MadeSource(undivided)).judge("2.1").verdict is Verdict.FAIL
+    judgement = engine(rules, MadeSource(undivided, undivided)).judge("2.1")
+    assert judgement.verdict is Verdict.KIT_ERROR
+    assert "the reference allreduce does not pass it" in judgement.reason
+
+
+def test_a_machine_on_which_the_reference_fails_judges_nothing(rules: dict[str, Rule]) -> None:
+    with pytest.raises(KitError, match=r"the reference allreduce fails rule 2\.1"):
+        engine(rules, MadeSource(right, undivided)).check_machine()
+
+
+def test_rules_that_would_say_the_same_again_are_not_run(rules: dict[str, Rule]) -> None:
+    judged = engine(rules, MadeSource(undivided))
+    assert judged.judge("2.1").verdict is Verdict.FAIL
+    for number in ("2.2", "2.7", "3.1", "8.1", "12.2"):
+        assert judged.judge(number).verdict is Verdict.NOT_RUN
+
+
+def test_wrong_at_another_world_size_is_one_failure(rules: dict[str, Rule]) -> None:
+    def wrong_at_three(scenario: Scenario, world: int) -> Run:
+        return undivided(scenario, world) if world == 3 else right(scenario, world)
+
+    judged = engine(rules, MadeSource(wrong_at_three))
+    assert judged.judge("2.1").verdict is Verdict.PASS
+    assert judged.judge("2.6").verdict is Verdict.FAIL
+    assert judged.judge("2.2").verdict is Verdict.NOT_RUN
+    assert "2.6 does not hold at world size 3" in judged.judge("2.2").reason
+
+
+def test_a_broken_run_fails_its_owner_and_nobody_else(rules: dict[str, Rule]) -> None:
+    judged = engine(rules, MadeSource(lambda s, w: broken_run(s, w, exit=-11, died=1.0) if w == 2 else right(s, w)))
+    assert judged.judge("1.5").verdict is Verdict.FAIL
+    assert "rank 1 died (signal SIGSEGV)" in judged.judge("1.5").reason
+    assert judged.judge("2.1").verdict is Verdict.NOT_RUN
+    assert judged.judge("9.1").verdict is Verdict.NOT_RUN
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "number"),
+    [("register", "ValueError", "1.1"), ("backward", "ContractBreach", "1.2"), ("backward", "RuntimeError", "1.5")],
+)
+def test_a_broken_run_is_blamed_on_the_rule_that_its_kind_belongs_to(rules: dict[str, Rule], where: str, error: str, number: str) -> None:
+    def raising(scenario: Scenario, world: int) -> Run:
+        run = made_run(scenario=scenario, world=world)
+        for rank in run.ranks:
+            rank.events = [*rank.events[:2], event("error", 0, where=where, type=error, message="said why", traceback="")]
+            rank.exit, rank.tensors = 70, {}
+        return run
+
+    judged = engine(rules, MadeSource(raising))
+    failed = [n for n in ("1.1", "1.2", "1.3", "1.4", "1.5", "2.1", "2.6", "9.7") if judged.judge(n).verdict is Verdict.FAIL]
+    assert failed == [number]
+
+
+def test_a_hang_costs_its_deadline_once(rules: dict[str, Rule]) -> None:
+    def hanging(scenario: Scenario, world: int) -> Run:
+        run = made_run(scenario=scenario, world=world)
+        for rank in run.ranks:
+            rank.events, rank.tensors, rank.exit, rank.evidence = rank.events[:3], {}, -9, {"killed": True}
+        run.stopped = "hang"
+        return run
+
+    source = MadeSource(hanging)
+    judged = engine(rules, source, worlds=(1, 2, 3, 4))
+    verdicts = {number: judged.judge(number).verdict for number in rules}
+    assert [number for number, verdict in verdicts.items() if verdict is Verdict.FAIL] == ["1.5"]
+    assert len([name for name in source.asked if not name.startswith("reference")]) == 1
+
+
+def test_hangs_in_special_scenarios_are_limited(rules: dict[str, Rule]) -> None:
+    def sometimes(scenario: Scenario, world: int) -> Run:
+        run = right(scenario, world)
+        if scenario.name not in ("values", "as_is"):
+            for rank in run.ranks:
+                rank.events, rank.tensors, rank.exit, rank.evidence = rank.events[:3], {}, -9, {"killed": True}
+            run.stopped = "hang"
+        return run
+
+    source = MadeSource(sometimes)
+    judged = engine(rules, source, worlds=(2, 3))
+    for number in rules:
+        judged.judge(number)
+    hung = [name for name in source.asked if not name.startswith(("reference", "values@", "as_is"))]
+    assert len(hung) == HANGS
+
+
+def test_a_subject_that_cannot_be_loaded_is_no_verdict(rules: dict[str, Rule]) -> None:
+    def missing(scenario: Scenario, world: int) -> Run:
+        run = made_run(scenario=scenario, world=world)
+        run.ranks[0].events = [event("error", -1, where="load", type="target", message="no module named so", traceback="")]
+        run.ranks[0].exit = 70
+        return run
+
+    with pytest.raises(TargetError, match="no module named so"):
+        engine(rules, MadeSource(missing)).judge("2.1")
+
+
+def test_a_record_that_could_not_be_written_is_the_kits(rules: dict[str, Rule]) -> None:
+    def full(scenario: Scenario, world: int) -> Run:
+        run = made_run(scenario=scenario, world=world)
+        run.ranks[0].exit, run.ranks[0].evidence = 71, {"output": "rank 0 cannot write its record: No space left on device"}
+        return run
+
+    with pytest.raises(KitError, match="No space left"):
+        engine(rules, MadeSource(full)).judge("2.1")
+
+
+def test_a_rule_that_raises_is_a_kit_error(rules: dict[str, Rule]) -> None:
+    def odd(scenario: Scenario, world: int) -> Run:
+        run = right(scenario, world)
+        for rank in run.ranks:
+            for value in rank.all("value"):
+                del value["shape"]
+        return run
+
+    judgement = engine(rules, MadeSource(odd)).judge("1.3")
+    assert judgement.verdict is Verdict.KIT_ERROR
+    assert "KeyError" in judgement.reason
+
+
+def test_nothing_checked_is_not_run() -> None:
+    assert Found().verdict() is Verdict.NOT_RUN
+
+
+def test_says_which_claims_would_hold(rules: dict[str, Rule]) -> None:
+    judged = engine(rules, MadeSource(undivided))
+    for number in rules:
+        if number.startswith("2."):
+            judged.judge(number)
+    assert Claims(sum=True) in judged.other_claims()
+    assert Claims() not in judged.other_claims()
+
+
+def test_not_run_is_no_pass_for_an_empty_profile(rules: dict[str, Rule]) -> None:
+    judged = engine(rules, MadeSource(right), worlds=(2,))
+    assert judged.judge("2.6").verdict is Verdict.NOT_RUN

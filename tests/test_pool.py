@@ -1,0 +1,131 @@
+"""What the ranks' supervision promises: nothing is left behind, and a death is told as what it was."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from conformance.breakage import breakage
+from conformance.errors import KitError
+from conformance.local import LocalSource
+from conformance.pool import Pool
+from conformance.scenario import VALUES
+from conformance.subject import REFERENCE, SubjectSpec
+
+
+def processes_of(base: str) -> list[str]:
+    """Command lines of living processes that mention ``base``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if base in line:
+                found.append(line)
+    return found
+
+
+def test_leaves_nothing_behind() -> None:
+    with Pool(10.0) as pool:
+        base = pool._base
+        assert LocalSource(pool).run(VALUES, 2, REFERENCE, "values@2").finished
+        assert base.exists()
+        assert processes_of(base.name)
+    assert not base.exists()
+    assert not processes_of(base.name)
+
+
+def test_a_killed_controller_leaves_nothing_behind() -> None:
+    """The host sees its controller hang up, removes the folder and ends."""
+    script = (
+        "import os, signal; from conformance.pool import Pool; pool = Pool(10.0); pool.greeting();"
+        "print(pool._base, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert child.returncode == -signal.SIGKILL
+    base = Path(child.stdout.strip())
+    waited = threading.Event()
+    for _ in range(200):
+        if not base.exists() and not processes_of(base.name):
+            break
+        waited.wait(0.05)
+    assert not base.exists()
+    assert not processes_of(base.name)
+
+
+def test_goes_on_after_the_host_was_killed() -> None:
+    with Pool(10.0) as pool:
+        killed = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:kills_parent"), "killed")
+        broken = breakage(killed)
+        assert broken is not None
+        assert broken.kind == "host"
+        assert "signal SIGKILL" in broken.line
+        assert LocalSource(pool).run(VALUES, 2, REFERENCE, "values@2").finished
+
+
+def test_a_gigabyte_is_neither_kept_nor_waited_for() -> None:
+    with Pool(60.0) as pool:
+        run = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:prints_a_gigabyte"), "flood")
+        broken = breakage(run)
+        assert broken is not None
+        assert broken.kind == "flood"
+        assert all(len(rank.evidence["output"]) < 100_000 for rank in run.ranks)
+
+
+@pytest.mark.parametrize("name", ["spins", "sleeps_in_c"])
+def test_a_hang_is_told_with_the_line_that_it_hangs_in(name: str) -> None:
+    with Pool(4.0) as pool:
+        broken = breakage(LocalSource(pool).run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{name}"), "hang"))
+    assert broken is not None
+    assert broken.kind == "hang"
+    assert "the hook did not return" in broken.line
+    assert f"in {name}" in broken.line
+    assert "stacks" in broken.evidence["rank 0"]
+
+
+def test_the_flight_recorder_names_the_last_collectives() -> None:
+    with Pool(4.0) as pool:
+        run = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:never_completes_on_rank_1"), "hang")
+    broken = breakage(run)
+    assert broken is not None
+    assert any("gloo:all_reduce" in line for line in json.dumps(broken.evidence).split("#"))
+
+
+def test_a_subject_that_does_not_come_back_from_its_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "waits.py").write_text("import threading\nthreading.Event().wait()\n")
+    (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    with Pool(1.0) as pool:
+        assert pool.describe(SubjectSpec(hook="waits:hook"))["error"] == "importing it did not return"
+        assert pool.describe(SubjectSpec(hook="dies:hook"))["error"] == "importing it ended its process with status 3"
+        assert "SystemExit" in pool.describe(SubjectSpec(hook="leaves:hook"))["error"]
+
+
+def test_a_user_module_cannot_shadow_what_the_host_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("random", "json", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('shadowed')\n")
+    monkeypatch.chdir(tmp_path)
+    with Pool(10.0) as pool:
+        assert pool.greeting()["gloo"]
+
+
+def test_a_host_without_torch_is_the_kits_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with Pool(1.0) as pool, pytest.raises(KitError, match="is torch installed for /bin/false"):
+        pool.greeting()
+
+
+def test_the_callers_debug_level_does_not_reach_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DETAIL crashes DDP in torch 2.13."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    with Pool(10.0) as pool:
+        assert LocalSource(pool).run(VALUES, 2, REFERENCE, "values@2").finished
+    assert os.environ["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
