@@ -78,7 +78,11 @@ class _Child:
         return self.head.decode(errors="replace") + (f"\n[... {left_out} bytes ...]\n" if left_out else "") + tail.decode(errors="replace")
 
 
-def supervise(functions: list[Callable[[], int]], folder: Path, deadline: float, grace: float) -> dict[str, Any]:
+class ControllerGone(Exception):
+    """The controller hung up in the middle of a run."""
+
+
+def supervise(functions: list[Callable[[], int]], folder: Path, deadline: float, grace: float, controller: int) -> dict[str, Any]:
     """Fork a child per function, watch them to their ends, and return what came of each.
 
     Args:
@@ -86,13 +90,19 @@ def supervise(functions: list[Callable[[], int]], folder: Path, deadline: float,
         folder: the run's folder, with a subfolder per rank.
         deadline: seconds after which ranks still alive are taken to hang.
         grace: seconds that the others get after the first one died.
+        controller: the controller's socket, to notice when it hangs up.
+
+    Raises:
+        ControllerGone: it did; the children are dead.
     """
     assert len(os.listdir("/proc/self/task")) == 1, "the host has more than one thread: a fork would not be safe"
     children = [_fork(rank, function) for rank, function in enumerate(functions)]
     started = time.monotonic()
     stop, reason = started + deadline, "hang"
     while any(child.exit is None for child in children):
-        _wait(children, stop - time.monotonic())
+        if not _wait(children, stop - time.monotonic(), controller):
+            _kill_what_is_left(children)
+            raise ControllerGone
         now = time.monotonic()
         first = min((child.died for child in children if child.died is not None and child.exit != 0), default=None)
         if any(child.printed > OUTPUT_LIMIT for child in children):
@@ -139,9 +149,10 @@ def _fork(rank: int, function: Callable[[], int]) -> _Child:
         os._exit(status)
 
 
-def _wait(children: list[_Child], seconds: float) -> None:
-    """Wait until something happens: a death, output, or the end of the time."""
+def _wait(children: list[_Child], seconds: float, controller: int) -> bool:
+    """Wait until something happens: a death, output, or the end of the time. False when the controller is gone."""
     poller, owner = select.poll(), {}
+    poller.register(controller, select.POLLRDHUP)
     for child in children:
         if child.exit is None:
             poller.register(child.pidfd, select.POLLIN)
@@ -150,6 +161,8 @@ def _wait(children: list[_Child], seconds: float) -> None:
             poller.register(child.output, select.POLLIN)
             owner[child.output] = child
     for fd, _ in poller.poll(max(0.0, seconds) * 1000):
+        if fd == controller:
+            return False
         child = owner[fd]
         if fd == child.pidfd:
             _, status = os.waitpid(child.pid, 0)
@@ -157,6 +170,7 @@ def _wait(children: list[_Child], seconds: float) -> None:
         elif not child.read():
             os.close(child.output)
             child.output = -1
+    return True
 
 
 def _collect_evidence(children: list[_Child], folder: Path) -> None:
@@ -220,7 +234,7 @@ def _size(path: Path) -> int:
     return 0
 
 
-def _run(command: dict[str, Any]) -> dict[str, Any]:
+def _run(command: dict[str, Any], controller: int) -> dict[str, Any]:
     """Run one scenario."""
     from conformance.rank import run_rank
     from conformance.scenario import scenario_from_json
@@ -238,7 +252,7 @@ def _run(command: dict[str, Any]) -> dict[str, Any]:
 
     functions = [rank_function(rank) for rank in range(world)]
     grace = command["deadline"] if scenario.fault != "none" else GRACE
-    outcome = supervise(functions, folder, command["deadline"], grace)
+    outcome = supervise(functions, folder, command["deadline"], grace, controller)
     for rank in outcome["ranks"]:
         for name in ("stacks.txt", "flight.json"):
             with contextlib.suppress(OSError):
@@ -246,7 +260,7 @@ def _run(command: dict[str, Any]) -> dict[str, Any]:
     return outcome
 
 
-def _describe(command: dict[str, Any]) -> dict[str, Any]:
+def _describe(command: dict[str, Any], controller: int) -> dict[str, Any]:
     """Import the subject in a forked process and say what it is."""
     from conformance.errors import ConformanceError
     from conformance.resolve import describe
@@ -266,7 +280,7 @@ def _describe(command: dict[str, Any]) -> dict[str, Any]:
         answer.write_text(json.dumps(said))
         return 0
 
-    outcome = supervise([function], folder, command["deadline"], GRACE)
+    outcome = supervise([function], folder, command["deadline"], GRACE, controller)
     rank = outcome["ranks"][0]
     try:
         said: dict[str, Any] = json.loads(answer.read_text())
@@ -277,18 +291,20 @@ def _describe(command: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serve(connection: socket.socket, base: Path) -> None:
-    """Answer commands until the controller hangs up."""
+    """Answer commands until the controller hangs up, then remove what is left on disk."""
+    controller = connection.fileno()
     stream = connection.makefile("rw", encoding="utf-8", newline="\n")
-    stream.write(json.dumps(_greeting()) + "\n")
-    stream.flush()
-    for line in stream:
-        command = json.loads(line)
-        try:
-            answer = _run(command) if command["op"] == "run" else _describe(command)
-        except OSError as error:
-            answer = {"kit_error": f"{error.strerror or error}: {error.filename or command['folder']}"}
-        stream.write(json.dumps(answer) + "\n")
+    with contextlib.suppress(ControllerGone, ConnectionError):
+        stream.write(json.dumps(_greeting()) + "\n")
         stream.flush()
+        for line in stream:
+            command = json.loads(line)
+            try:
+                answer = (_run if command["op"] == "run" else _describe)(command, controller)
+            except OSError as error:
+                answer = {"kit_error": f"{error.strerror or error}: {error.filename or command['folder']}"}
+            stream.write(json.dumps(answer) + "\n")
+            stream.flush()
     shutil.rmtree(base, ignore_errors=True)
 
 

@@ -48,7 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "must: a rule that decides the certificate")
     config.addinivalue_line("markers", "should: a rule that is reported beside the certificate")
     given = vars(config.option)
-    if "world_size" not in given or not (given.get("hook") or given.get("setup") or given.get("replay")):
+    if "world_size" not in given or config.option.list_rules:
+        return
+    if not (given["hook"] or given["setup"] or given["replay"]):
+        if any(_names_the_kit(argument, config.option.pyargs) for argument in config.args):
+            raise pytest.UsageError("no subject: pass --hook module:attribute (or --setup, or --replay)")
         return
     if given.get("numprocesses"):
         raise pytest.UsageError("conformance runs ranks of its own: leave out -n")
@@ -65,6 +69,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(session.close)
     if not config.option.collectonly:
         session.start()
+
+
+def _names_the_kit(argument: str, is_package: bool) -> bool:
+    """Whether a positional argument is the kit's package or folder, and not another folder of that name."""
+    name = argument.partition("::")[0]
+    return (is_package and name.split(".")[0] == "conformance") or (Path(name) / "rules" / "section_1_contract.py").exists()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -88,7 +98,7 @@ class RuleFile(pytest.File):
     def collect(self) -> Iterator["RuleItem"]:
         state = self.config.stash.get(_SESSION, None)
         if state is None:
-            pytest.exit("no subject: pass --hook module:attribute (or --setup, or --replay)", returncode=UsageError.exit_code)
+            return
         module = importlib.import_module(f"conformance.rules.{self.path.stem}")
         for rule in sorted((value for value in vars(module).values() if isinstance(value, Rule)), key=lambda rule: rule.order):
             if rule.number in state.session.selected:

@@ -173,7 +173,7 @@ PEER_SILENT = replace(
     name="peer_silent",
     what="rank 1 never enters the hook at step 2; the group's timeout expires",
     fault="peer_silent",
-    group_timeout=1.0,
+    group_timeout=0.5,
 )
 
 # In the order in which they run: the plainest first, since a hook that breaks it is judged no further.

@@ -172,8 +172,8 @@ def test_a_narrowed_run_is_a_development_run(project: Path, narrowed: list[str])
 
 def test_xdist_is_refused(project: Path) -> None:
     """A plugin that splits the items would split the session: it is told so in one line."""
-    (project / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('-n', dest='numprocesses')\n")
-    done = certify(project, "--hook", "mypkg:mean", "-n", "2", "--confcutdir", str(project), "-c", "/dev/null", "--rootdir", str(project))
+    (project / "splits.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--numprocesses')\n")
+    done = certify(project, "-p", "splits", "--hook", "mypkg:mean", "--numprocesses", "2", PYTHONPATH=str(project))
     assert done.returncode == 4
     assert "leave out -n" in done.stdout + done.stderr
 
@@ -245,3 +245,22 @@ def test_certify_in_a_suite_of_ones_own(project: Path) -> None:
     )
     done = run([sys.executable, "-m", "pytest", "-q", "test_mine.py"], project, PYTHONPATH=str(project))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("hook", "rule"),
+    [
+        ("process:kills_parent", "1.5"),
+        ("process:prints_a_gigabyte", "9.7"),
+        ("process:exits_0", "1.5"),
+        ("process:never_completes", "1.5"),
+        ("interference:patches_torch_equal", "9.8"),
+    ],
+)
+def test_a_hostile_hook_costs_nothing_but_its_certificate(project: Path, hook: str, rule: str) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    done = certify(project, "--hook", f"tests.mutants.{hook}", "--world-size", "2", "--deadline", "4", PYTHONPATH=str(ROOT))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"\n{rule} " in done.stdout
+    assert not list(project.glob("conformance-results/*/certificate.json"))
+    assert {path for path in Path("/dev/shm").iterdir() if path.name.startswith("conformance-")} <= before

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from conformance.claims import parse_claims
-from conformance.engine import Engine
 from conformance.pool import Pool
 from conformance.record import OUTCOME
 from conformance.rulebook import MUST, Rule
 from conformance.run import Run, load_run
 from conformance.scenario import TRAINING, VALUES, Scenario
 from conformance.subject import SubjectSpec
+from tests.cases import Case, Judgements
 
 CLAIMS = {
     "hooks_ref:allreduce_hook": "exact",
@@ -40,16 +40,18 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("target", [*CLAIMS, *PEERS])
-def test_is_certified(engine_for: Callable[..., Engine], rules: dict[str, Rule], target: str) -> None:
-    engine = engine_for(target, claims={**CLAIMS, **PEERS}[target])
-    judgements = [engine.judge(number) for number, rule in rules.items() if rule.level == MUST]
-    assert {j.number: j.reason for j in judgements if not j.verdict.holds} == {}
+CASES = [Case(target, claims) for target, claims in {**CLAIMS, **PEERS}.items()]
 
 
-def test_noop_is_refused_as_what_it_is(engine_for: Callable[..., Engine]) -> None:
-    judgement = engine_for("hooks_ref:noop_hook").judge("2.1")
-    assert "nothing was communicated" in judgement.failures[0].cause
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_is_certified(judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case) -> None:
+    judgements = judgements_of(case).values()
+    assert {j.number: j.reason for j in judgements if rules[j.number].level == MUST and not j.verdict.holds} == {}
+
+
+@pytest.mark.parametrize("case", [Case("hooks_ref:noop_hook", worlds=(2,))], ids=str)
+def test_noop_is_refused_as_what_it_is(judgements_of: Callable[[Case], Judgements], case: Case) -> None:
+    assert "nothing was communicated" in judgements_of(case)["2.1"].failures[0].cause
 
 
 def run_of(pool: Pool, scenario: Scenario, target: str) -> Run:

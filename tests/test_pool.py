@@ -42,12 +42,37 @@ def test_leaves_nothing_behind() -> None:
     assert not processes_of(base.name)
 
 
-def test_a_killed_controller_leaves_nothing_behind() -> None:
-    """The host sees its controller hang up, removes the folder and ends."""
-    script = (
-        "import os, signal; from conformance.pool import Pool; pool = Pool(10.0); pool.greeting();"
-        "print(pool._base, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-    )
+KILLED_IDLE = """
+import os, signal
+from conformance.pool import Pool
+pool = Pool(100.0)
+pool.greeting()
+print(pool._base, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+KILLED_BUSY = """
+import os, signal, threading
+from conformance.pool import Pool
+from conformance.scenario import VALUES
+from conformance.subject import SubjectSpec
+pool = Pool(100.0)
+pool.greeting()
+print(pool._base, flush=True)
+events = pool._base / "hang" / "0" / "events.jsonl"
+
+def kill():
+    while not (events.exists() and '"returned"' in events.read_text()):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+threading.Thread(target=kill).start()
+pool.run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:never_completes"), "hang")
+"""
+
+
+@pytest.mark.parametrize("script", [KILLED_IDLE, KILLED_BUSY], ids=["idle", "busy"])
+def test_a_killed_controller_leaves_nothing_behind(script: str) -> None:
+    """The host sees its controller hang up, kills its ranks, removes the folder and ends."""
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert child.returncode == -signal.SIGKILL
     base = Path(child.stdout.strip())

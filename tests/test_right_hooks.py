@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 import pytest
 
-from conformance.engine import Engine
 from conformance.rulebook import MUST, Rule
-from tests.right_hooks import RIGHT, Right
+from tests.cases import Case, Judgements
+from tests.right_hooks import RIGHT
+
+CASES = [Case(f"tests.right_hooks:{right.name}", right.claims, right.state, right.setup) for right in RIGHT]
 
 
-@pytest.mark.parametrize("right", RIGHT, ids=lambda right: f"{right.name}{'-' + right.state if right.state else ''}")
-def test_is_certified(engine_for: Callable[..., Engine], rules: dict[str, Rule], right: Right) -> None:
-    engine = engine_for(f"tests.right_hooks:{right.name}", claims=right.claims, state=right.state, setup=right.setup)
-    judgements = [engine.judge(number) for number, rule in rules.items() if rule.level == MUST]
-    assert {j.number: j.reason for j in judgements if not j.verdict.holds} == {}
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_is_certified(judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case) -> None:
+    judgements = judgements_of(case).values()
+    assert {j.number: j.reason for j in judgements if rules[j.number].level == MUST and not j.verdict.holds} == {}

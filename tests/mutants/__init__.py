@@ -14,11 +14,11 @@ class Mutant:
 
     Attributes:
         name: attribute of its module.
-        breaks: the MUST rules that fail; the first is the one that it was written for.
+        breaks: the MUST rules that fail; the first is the one that it was written for. No other MUST rule may fail.
         claims: what it claims of itself.
         state: as in ``--state``.
         setup: whether the attribute is a set-up function.
-        because: for each further rule in ``breaks``, why that one fails too.
+        because: why a further rule fails too: always, if it is in ``breaks``; else it may.
         worlds: world sizes of the profile that it is tried in.
     """
 
@@ -28,10 +28,10 @@ class Mutant:
     state: str | None = None
     setup: bool = False
     because: dict[str, str] = field(default_factory=dict)
-    worlds: tuple[int, ...] = (2, 3)
+    worlds: tuple[int, ...] = (2,)
 
 
-_SECTIONS = ("contract", "equivalence", "replicas", "special", "interference", "failure", "process")
+_SECTIONS = ("contract", "equivalence", "settings", "replicas", "special", "interference", "failure", "process")
 
 
 def catalogue() -> list[tuple[str, Mutant]]:

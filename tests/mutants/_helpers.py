@@ -90,3 +90,8 @@ def step_number(bucket: Bucket) -> int:
     step = _steps_done
     _steps_done += bucket.is_last()
     return step
+
+
+def send_as(dtype: torch.dtype, bucket: Bucket, state: Any) -> Result:
+    buffer = bucket.buffer()
+    return average_of(buffer.to(dtype, copy=True), state).then(lambda fut: fut.value().to(buffer.dtype))

@@ -1,0 +1,64 @@
+"""Judge every right hook, reference and peer, and if asked every mutant, again and again, under load if asked for.
+
+    python -m tests.soak --runs 20 --load 2
+
+Not part of the test run: a rule that is wrong once in twenty runs is found here.
+"""
+
+import argparse
+import collections
+import multiprocessing
+import sys
+import time
+
+from conformance.rulebook import MUST, book
+from conformance.verdict import Verdict
+from tests import test_hooks_ref, test_mutants, test_right_hooks
+from tests.cases import Case, judged_ahead
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy meanwhile")
+    parser.add_argument("--mutants", action="store_true", help="judge the mutants instead of the right hooks")
+    options = parser.parse_args()
+    burners = [multiprocessing.Process(target=spin, daemon=True) for _ in range(options.load)]
+    for burner in burners:
+        burner.start()
+    right = [*test_right_hooks.CASES, *test_hooks_ref.CASES]
+    cases = list(test_mutants.CASES) if options.mutants else right
+    rules, wrong, begin = book(), collections.Counter[str](), time.monotonic()
+
+    def expected(case: Case, number: str, verdict: Verdict) -> bool:
+        mutant = test_mutants.CASES.get(case)
+        if rules[number].level != MUST or (mutant and number in mutant.because):
+            return True
+        if mutant is None:
+            return verdict.holds
+        return (verdict is Verdict.FAIL) == (number in mutant.breaks) and verdict is not Verdict.KIT_ERROR
+
+    for run in range(options.runs):
+        with judged_ahead(rules, cases) as futures:
+            for case, future in futures.items():
+                for number, judgement in future.result().items():
+                    if not expected(case, number, judgement.verdict):
+                        wrong[f"{case} {number}: {judgement.verdict}: {judgement.reason[:200]}"] += 1
+        print(f"run {run + 1} of {options.runs}: {len(cases)} subjects, {sum(wrong.values())} wrong verdicts so far", flush=True)
+    for what, count in wrong.most_common():
+        print(f"{count} times: {what}")
+    print(
+        f"{options.runs} runs of {len(cases)} subjects, load {options.load}: {sum(wrong.values())} wrong verdicts, {time.monotonic() - begin:.0f} s"
+    )
+    for burner in burners:
+        burner.kill()
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

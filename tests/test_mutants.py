@@ -1,0 +1,114 @@
+"""Every rule can fail: each mutant is refused by the rules that it names, with a reason, and by no other MUST rule."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import expecttest
+import pytest
+
+from conformance.rulebook import MUST, Rule
+from conformance.verdict import Judgement, Verdict
+from tests.cases import Case, Judgements
+from tests.mutants import catalogue
+
+CATALOGUE = catalogue()
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "mutants.md"
+SAID = Path(__file__).resolve().parent / "mutants_said.json"
+
+
+CASES = {Case(f"{module}:{m.name}", m.claims, m.state, m.setup, m.worlds, hangs=module.endswith("process")): m for module, m in CATALOGUE}
+SECTIONS = list(dict.fromkeys(module for module, _ in CATALOGUE))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_is_refused(judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case) -> None:
+    """Refused by the rules that it names, with the reason that is on file, and by no other MUST rule."""
+    judgements, mutant = judgements_of(case), CASES[case]
+    assert [j.reason for j in judgements.values() if j.verdict is Verdict.KIT_ERROR] == []
+    failed = [number for number, judgement in judgements.items() if judgement.verdict is Verdict.FAIL]
+    assert set(mutant.breaks) <= set(failed), {number: judgements[number].reason for number in mutant.breaks}
+    unexpected = {n: judgements[n].reason for n in failed if rules[n].level == MUST and n not in {*mutant.breaks, *mutant.because}}
+    assert unexpected == {}
+    first = judgements[mutant.breaks[0]]
+    if not RACES.search(first.failures[0].actual):
+        expect_said(case, f"{mutant.breaks[0]} {message(first)}")
+
+
+# One rank's Gloo thread notices what another did: which of them speaks first is not determined.
+RACES = re.compile(r"gloo|SIGABRT|Connection|Timed out|timed out")
+
+
+def expect_said(case: Case, line: str) -> None:
+    """Compare with the line on file for this mutant. EXPECTTEST_ACCEPT=1 puts it there."""
+    said = json.loads(SAID.read_text()) if SAID.exists() else {}
+    if expecttest.ACCEPT:
+        said[str(case)] = line
+        SAID.write_text(json.dumps(dict(sorted(said.items())), indent=1, ensure_ascii=False) + "\n")
+    assert line == said[str(case)]
+
+
+def message(judgement: Judgement) -> str:
+    """The likely cause, or else what was seen; without what differs from run to run."""
+    failure = judgement.failures[0]
+    text = failure.cause.partition(" [norm")[0] or failure.actual
+    for pattern, plain in (
+        (r"0x[0-9a-f]+", "0x..."),
+        (r'"/[^"]*/', '"'),
+        (r"/tmp/\S+|/dev/shm/\S+", "..."),
+        (r"\[[0-9.:]+\]:\d+|\[?127\.0\.0\.1\]?:\d+", "peer"),
+        (r"rank \d", "rank ?"),
+        (r"(ranks \d and \d)", "two ranks"),
+        (r"\d{5,}", "..."),
+        (r"; rank \?.*", ""),
+        (r"-?\d+\.\d+(e[-+]\d+)?( and -?\d+\.\d+(e[-+]\d+)?)?", "x"),
+    ):
+        text = re.sub(pattern, plain, text)
+    return " ".join(text.split())[:150]
+
+
+def test_every_must_rule_has_a_mutant(rules: dict[str, Rule]) -> None:
+    broken = {mutant.breaks[0] for _, mutant in CATALOGUE}
+    assert {number for number, rule in rules.items() if rule.level == MUST} - broken == set()
+
+
+def test_a_second_rule_needs_a_reason() -> None:
+    for module, mutant in CATALOGUE:
+        assert set(mutant.breaks[1:]) <= set(mutant.because), f"{module}:{mutant.name}"
+
+
+def test_nothing_is_on_file_for_mutants_that_are_gone() -> None:
+    assert set(json.loads(SAID.read_text())) <= set(map(str, CASES))
+
+
+def test_the_matrix_is_as_published(rules: dict[str, Rule]) -> None:
+    """docs/mutants.md: mutants by the rules that refuse them, as test_is_refused finds. EXPECTTEST_ACCEPT=1 writes it."""
+    page = matrix(rules, {(module, m.name): [*m.breaks] for module, m in CATALOGUE})
+    if expecttest.ACCEPT:
+        PAGE.write_text(page)
+    assert page == PAGE.read_text()
+
+
+def matrix(rules: dict[str, Rule], refused: dict[tuple[str, str], list[str]]) -> str:
+    by_rule: dict[str, list[str]] = defaultdict(list)
+    for (module, name), numbers in refused.items():
+        for number in numbers:
+            by_rule[number].append(f"{module.rpartition('.')[2]}:{name}")
+    lines = [
+        "# Mutants by rules",
+        "",
+        f"{len(refused)} broken hooks, and the rules that refuse each. Written by `tests/test_mutants.py`, which judges them all;",
+        "the hooks are in [tests/mutants](../tests/mutants). No mutant fails a MUST rule that is not in its row.",
+        "",
+        "| rule | | refuses |",
+        "|---|---|---|",
+        *(f"| {number} | {rule.title} | {', '.join(f'`{name}`' for name in by_rule[number])} |" for number, rule in rules.items()),
+        "",
+        "| mutant | refused by |",
+        "|---|---|",
+        *(f"| `{module.rpartition('.')[2]}:{name}` | {', '.join(numbers)} |" for (module, name), numbers in refused.items()),
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,128 @@
+"""The lint of the rule book: rule, scenario, remedy, golden list, page and mutants hang together."""
+
+import re
+from pathlib import Path
+
+import expecttest
+import pytest
+
+from conformance import rulebook
+from conformance.engine import MACHINE_RULES
+from conformance.rulebook import MUST, SECTIONS, SHOULD, Rule, golden_list
+from conformance.scenario import ALL, BY_NAME
+from tests.mutants import catalogue
+
+PAGE = Path(rulebook.__file__).parent / "RULES.md"
+
+
+def test_numbers_belong_to_sections_without_gaps(rules: dict[str, Rule]) -> None:
+    assert {rule.section for rule in rules.values()} == set(SECTIONS)
+    for section in SECTIONS:
+        places = [rule.order[1] for rule in rules.values() if rule.section == section]
+        assert places == list(range(1, len(places) + 1))
+
+
+def test_every_rule_says_what_it_wants_and_what_to_do(rules: dict[str, Rule]) -> None:
+    for rule in rules.values():
+        assert rule.level in (MUST, SHOULD), rule.number
+        assert rule.requirement.endswith("."), rule.number
+        assert rule.title, rule.number
+        assert rule.remedy, rule.number
+        assert rule.source, rule.number
+        assert re.fullmatch(r"\d+\.\d+", rule.since), rule.number
+        assert rule.check.__module__ == f"conformance.rules.section_{rule.section}_{_stem(rule.section)}", rule.number
+
+
+def _stem(section: str) -> str:
+    return next(path.stem.split("_", 2)[2] for path in (PAGE.parent / "rules").glob(f"section_{section}_*.py"))
+
+
+def test_every_rule_reads_a_scenario_and_every_scenario_is_read(rules: dict[str, Rule]) -> None:
+    read = {scenario.name for rule in rules.values() for scenario in rule.on}
+    assert all(rule.on for rule in rules.values())
+    assert read == {scenario.name for scenario in ALL} == set(BY_NAME)
+
+
+def test_every_scenario_is_owned_or_the_same_as_one_that_is(rules: dict[str, Rule]) -> None:
+    """A run that breaks must fail somebody."""
+    owned = {scenario.name for rule in rules.values() for scenario in rule.owns}
+    assert {scenario.name for scenario in ALL} - owned == {"as_is", "values_again"}  # both feed what `values` feeds
+    for rule in rules.values():
+        assert set(rule.owns) <= set(rule.on), rule.number
+
+
+def test_needs_have_no_circle(rules: dict[str, Rule]) -> None:
+    def depth(number: str, seen: tuple[str, ...] = ()) -> int:
+        assert number not in seen, seen
+        return 1 + max((depth(needed, (*seen, number)) for needed in rules[number].needs), default=0)
+
+    assert max(map(depth, rules)) < 10
+
+
+def test_the_machine_is_checked_by_must_rules(rules: dict[str, Rule]) -> None:
+    assert all(rules[number].level == MUST for number in MACHINE_RULES)
+
+
+def test_the_golden_list_is_the_must_rules(rules: dict[str, Rule]) -> None:
+    """A rule leaves or enters the list by a change of golden.txt that somebody reads."""
+    assert golden_list() == [number for number, rule in rules.items() if rule.level == MUST]
+
+
+def test_the_page_is_as_the_rules_say(rules: dict[str, Rule]) -> None:
+    """conformance/RULES.md is written from the rules and the mutants. EXPECTTEST_ACCEPT=1 writes it."""
+    text = page(rules)
+    if expecttest.ACCEPT:
+        PAGE.write_text(text)
+    assert text == PAGE.read_text()
+
+
+def test_a_number_cannot_be_used_twice(rules: dict[str, Rule]) -> None:
+    with pytest.raises(ValueError, match=r"rule 2\.1 is in the book twice"):
+        rulebook.rule("2.1", "again", on=(), remedy="", source="")(lambda run, claims, found: None)
+
+
+INTRODUCTION = """# The rule book
+
+What a subject must do to be certified. This page is written from `conformance/rules` and `tests/mutants` by
+`tests/test_rulebook.py`; change it there.
+
+- A **MUST** rule decides the certificate; a SHOULD is reported beside it. The MUST rules are in `golden.txt`.
+- A rule is judged on records, by a process that never imports the subject. Records that are missing never pass.
+- A rule that builds on another is judged only where that one holds: one defect, one failure.
+- A failure is the subject's only where the reference allreduce passes the same rule on the same machine.
+- A claim changes which result is right. Its mirror holds it to account: `rounded` and `sum` in 2.10, `world_only` in 2.7.
+
+Claims: `exact` (default), `rounded(float16)`, `rounded(bfloat16)`, `sum`, `world_only`.
+
+## Untested here
+
+Requirements that stand in the book although nothing judges them yet:
+
+- a port that a hook opens and leaves open (9.6): Gloo opens ports of its own, and they cannot be told apart from outside;
+- the CUDA generators (9.1) and streams: this version judges CPU tensors;
+- a subject that sets out to forge its records: it runs in the process that writes them. The kit defends against
+  accidents and patched functions, not against an attacker with the same user id.
+"""
+
+
+def page(rules: dict[str, Rule]) -> str:
+    mutants: dict[str, list[str]] = {}
+    for module, mutant in catalogue():
+        mutants.setdefault(mutant.breaks[0], []).append(f"`{module.rpartition('.')[2]}:{mutant.name}`")
+    parts = [INTRODUCTION]
+    for section, title in SECTIONS.items():
+        parts.append(f"## {section} {title}\n")
+        for rule in (rule for rule in rules.values() if rule.section == section):
+            parts.append(f'### <a name="{rule.number}"></a>{rule.number} {rule.title}\n')
+            parts.append(f"**{rule.level}**, since {rule.since}. {rule.requirement}\n")
+            if rule.intent:
+                parts.append(f"Intent: {rule.intent}\n")
+            parts.append(f"- Source: {rule.source}")
+            worlds = {"all": "at every world size", "primary": "at the smallest world size above 1", "others": "at the other world sizes"}
+            scenarios = "; ".join(f"`{scenario.name}` ({scenario.what})" for scenario in rule.on)
+            parts.append(f"- Judged on: {scenarios}; {worlds[rule.worlds]} that the scenario is meant for")
+            if rule.needs:
+                parts.append(f"- Builds on: {', '.join(rule.needs)}")
+            parts.append(f"- If this fails, look at: {rule.remedy}")
+            parts.append(f"- Mutants: {', '.join(mutants.get(rule.number, ['none']))}\n")
+    return "\n".join(parts)
