@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from conformance.subject import Case, Subject
 
 if TYPE_CHECKING:
-    from conformance.session import Options, certify
+    from conformance.options import Options
+    from conformance.suite import certify
 
 __all__ = ["Case", "Options", "Subject", "certify"]
 
@@ -20,7 +21,7 @@ __all__ = ["Case", "Options", "Subject", "certify"]
 def __getattr__(name: str) -> Any:
     # Ranks import this package beside the subject: what only a controller needs is loaded when asked for.
     if name in ("Options", "certify"):
-        import conformance.session
+        import conformance.suite
 
-        return getattr(conformance.session, name)
+        return getattr(conformance.suite, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,8 +10,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
-from conformance.rank import KIT_FAILED
-from conformance.record import RankRecord
+from conformance.record import KIT_FAILED, RankRecord
 from conformance.run import Run
 
 _SECONDARY = ("connection reset", "connection closed", "timed out waiting", "broken pipe", "connection refused")

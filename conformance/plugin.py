@@ -10,16 +10,8 @@ from pathlib import Path
 
 import pytest
 
-WORLD_SIZES, DEADLINE = "1,2,3,4", 30.0
-TEXT_OPTIONS = {
-    "hook": "what to certify: module:attribute[,key=value...]",
-    "state": "the hook's state: module:factory[,key=value...], or pg for the model's process group",
-    "setup": "instead of --hook: module:function, called with the DDP module, that registers or returns (state, hook)",
-    "claims": 'what the subject says of itself, e.g. "rounded(float16), world_only"; default: exact',
-    "certificate": "where to write the certificate; default: conformance-results/<subject>/certificate.json",
-    "records": "folder in which the records of all runs are kept",
-    "replay": "judge the records in this folder instead of running anything",
-}
+from conformance.options import DEADLINE, TEXT_OPTIONS, WORLD_SIZES
+
 _OURS = ("--hook", "--setup", "--replay", "--list-rules")
 
 

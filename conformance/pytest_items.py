@@ -12,10 +12,10 @@ import pytest
 
 from conformance.certificate import Conclusion
 from conformance.errors import INTERRUPTED, KIT_ERROR, ConformanceError, KitError, ProfileError, UsageError
-from conformance.plugin import TEXT_OPTIONS
+from conformance.options import TEXT_OPTIONS, Options
 from conformance.report import conclusion_lines, failure_text, write_report
 from conformance.rulebook import MUST, SHOULD, Rule, book
-from conformance.session import Options, Session
+from conformance.session import Session
 from conformance.verdict import Judgement, Verdict
 
 _SESSION = pytest.StashKey["_State"]()

@@ -29,14 +29,12 @@ from conformance.collectives import CollectiveRecorder
 from conformance.errors import TargetError
 from conformance.observe import Observer, digest
 from conformance.probe import Probe, lay_out, scripted_gradients, training_loss, training_network
-from conformance.record import Recorder
+from conformance.record import DONE, KIT_FAILED, PEER_DIED, RAISED, Recorder
 from conformance.resolve import Resolved, call_with_names, make_hook, make_state, resolve
 from conformance.scenario import Scenario
 from conformance.subject import Case, SubjectSpec
 
-DONE, RAISED, KIT_FAILED = 0, 70, 71
 BLOCKED_FALLBACK = datetime.timedelta(seconds=5)  # only a hook that spins without waiting on anything costs it
-PEER_DIED = 77
 
 
 class Injected(RuntimeError):

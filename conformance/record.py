@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from conformance.errors import KitError
 
+DONE, RAISED, KIT_FAILED, PEER_DIED = 0, 70, 71, 77  # exit statuses of a rank; the last by the kit's own hand
 EVENTS, TENSORS, OUTCOME = "events.jsonl", "tensors.safetensors", "outcome.json"
 
 
@@ -101,7 +102,7 @@ class RankRecord:
     def finished(self) -> bool:
         """Whether the rank wrote its whole record and then ended as the kit ends it."""
         end = self.first("end")
-        return self.exit == 0 and end is not None and end["tensors"] == len(self.tensors)
+        return self.exit == DONE and end is not None and end["tensors"] == len(self.tensors)
 
 
 def read_rank(folder: Path, rank: int, outcome: dict[str, Any]) -> RankRecord:

@@ -10,8 +10,7 @@ import torch
 
 from conformance.inputs import gradient
 from conformance.probe import sparse_rows
-from conformance.rank import PEER_DIED
-from conformance.record import OUTCOME, RankRecord, read_rank
+from conformance.record import OUTCOME, PEER_DIED, RankRecord, read_rank
 from conformance.scenario import Param, Scenario
 
 

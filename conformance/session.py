@@ -3,49 +3,25 @@
 import datetime
 import json
 import os
-import shlex
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conformance.certificate import REQUIRED_WORLDS, Conclusion, conclude, kit_identity, remove_stale
+from conformance.certificate import Conclusion, conclude, kit_identity, remove_stale
 from conformance.claims import Claims, parse_claims
 from conformance.engine import Engine, Source, make_engine
-from conformance.errors import CERTIFIED, ProfileError, TargetError, UsageError
-from conformance.local import LocalSource, ReplaySource, new_records_folder
-from conformance.plugin import DEADLINE
+from conformance.errors import ProfileError, TargetError, UsageError
+from conformance.options import Options
 from conformance.pool import Pool
 from conformance.record import write_json
 from conformance.rulebook import Rule, book
+from conformance.sources import LocalSource, ReplaySource, new_records_folder
 from conformance.subject import SubjectSpec, parse_subject
 from conformance.verdict import Judgement
 
 SESSION = "session.json"
-
-
-@dataclass(frozen=True)
-class Options:
-    """A command line, as text; None means that an option was not given."""
-
-    hook: str | None = None
-    state: str | None = None
-    setup: str | None = None
-    claims: str | None = None
-    backend: str = "gloo"
-    device: str = "cpu"
-    world_size: str = ",".join(map(str, REQUIRED_WORLDS))
-    rule: tuple[str, ...] = ()
-    certificate: str | None = None
-    records: str | None = None
-    replay: str | None = None
-    deadline: float = DEADLINE
-
-    def command(self) -> str:
-        """Return the options that name the subject, as one would type them."""
-        words = [f"--{name} {_quoted(value)}" for name in ("hook", "setup", "state", "claims") if (value := getattr(self, name))]
-        return " ".join(words)
 
 
 class Session:
@@ -186,40 +162,6 @@ def select_rules(rules: Mapping[str, Rule], chosen: tuple[str, ...]) -> list[str
     return [number for number, rule in rules.items() if not wanted or number in wanted or rule.section in wanted]
 
 
-def certify(hook: Any = None, *, options: Options | None = None, **given: Any) -> dict[str, Any]:
-    """Certify a hook from a test suite of your own; returns the certificate.
-
-    Args:
-        hook: ``module:attribute``, or a function that a module defines.
-        options: all options at once, instead of ``given``.
-        **given: the fields of :class:`Options`: ``state``, ``setup``, ``claims``, ...
-
-    Raises:
-        AssertionError: the subject is not certified; the message is the report.
-        ConformanceError: it could not be judged.
-    """
-    from conformance.report import conclusion_text
-
-    target = hook if hook is None or isinstance(hook, str) else _name_of(hook)
-    with Session(options or Options(hook=target, **given)) as session:
-        session.start()
-        session.begin()
-        for number in session.selected:
-            session.judge(number)
-        conclusion = session.conclude()
-        if conclusion.exit_code != CERTIFIED or conclusion.certificate is None:
-            raise AssertionError(conclusion_text(session, conclusion))
-        return conclusion.certificate
-
-
-def _name_of(hook: Any) -> str:
-    """Return the target that names a function of a module."""
-    module, name = getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")
-    if not module or not name or "<" in name or module == "__main__":
-        raise UsageError(f"{hook!r} has no name that ranks could import; pass 'module:attribute'")
-    return f"{module}:{name}"
-
-
 def _parse_worlds(text: str) -> tuple[int, ...]:
     try:
         worlds = tuple(sorted({int(part) for part in text.split(",")}))
@@ -286,7 +228,3 @@ def _require_writable(path: Path) -> None:
 
 def _slug(name: str) -> str:
     return "".join(char if char.isalnum() or char in "._-" else "_" for char in name)[:120]
-
-
-def _quoted(text: str) -> str:
-    return shlex.quote(text)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from conformance.claims import Claims, parse_claims
 from conformance.engine import Engine
-from conformance.local import LocalSource
 from conformance.pool import Pool
 from conformance.rulebook import Rule
+from conformance.sources import LocalSource
 from conformance.subject import REFERENCE, parse_subject
 from conformance.verdict import Judgement
 

@@ -52,9 +52,8 @@ def main() -> int:
         print(f"run {run + 1} of {options.runs}: {len(cases)} subjects, {sum(wrong.values())} wrong verdicts so far", flush=True)
     for what, count in wrong.most_common():
         print(f"{count} times: {what}")
-    print(
-        f"{options.runs} runs of {len(cases)} subjects, load {options.load}: {sum(wrong.values())} wrong verdicts, {time.monotonic() - begin:.0f} s"
-    )
+    total, seconds = sum(wrong.values()), time.monotonic() - begin
+    print(f"{options.runs} runs of {len(cases)} subjects, load {options.load}: {total} wrong verdicts, {seconds:.0f} s")
     for burner in burners:
         burner.kill()
     return 1 if wrong else 0

@@ -195,8 +195,8 @@ def test_interrupting_leaves_nothing_behind(project: Path) -> None:
 def test_a_full_disk_is_the_kits_error() -> None:
     """A rank that cannot write its record says so; it is no verdict on the subject."""
     from conformance.breakage import breakage
-    from conformance.local import LocalSource
     from conformance.scenario import VALUES
+    from conformance.sources import LocalSource
     from conformance.subject import REFERENCE
 
     with Pool(10.0) as pool:
@@ -254,7 +254,7 @@ def test_certify_in_a_suite_of_ones_own(project: Path) -> None:
         ("process:prints_a_gigabyte", "9.7"),
         ("process:exits_0", "1.5"),
         ("process:never_completes", "1.5"),
-        ("interference:patches_torch_equal", "9.8"),
+        ("interference:patches_equal", "9.8"),
     ],
 )
 def test_a_hostile_hook_costs_nothing_but_its_certificate(project: Path, hook: str, rule: str) -> None:

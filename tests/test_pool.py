@@ -12,9 +12,9 @@ import pytest
 
 from conformance.breakage import breakage
 from conformance.errors import KitError
-from conformance.local import LocalSource
 from conformance.pool import Pool
 from conformance.scenario import VALUES
+from conformance.sources import LocalSource
 from conformance.subject import REFERENCE, SubjectSpec
 
 
