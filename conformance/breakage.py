@@ -15,6 +15,23 @@ from conformance.run import Run
 
 _SECONDARY = ("connection reset", "connection closed", "timed out waiting", "broken pipe", "connection refused")
 
+_EXPECTED = {
+    "register": "a hook that DistributedDataParallel.register_comm_hook accepts",
+    "contract": "a torch.futures.Future of one tensor",
+    "shape": "a contiguous result in the bucket's shape",
+    "dtype": "a dense result on the bucket's device",
+    "flood": "at most 64 KiB of output per call",
+}
+_REFUSALS = {
+    "KeyError: 'bucket'": "the second parameter is not called bucket: DDP looks it up by that name",
+    "bucket annotation should be": "the annotation of bucket is not dist.GradBucket itself: leave it out, and do not use "
+    "`from __future__ import annotations` in this file, which makes a string of it",
+    "return annotation should be": "the return annotation is not torch.futures.Future[torch.Tensor] itself: leave it out, and do not "
+    "use `from __future__ import annotations` in this file, which makes a string of it",
+    "is not a callable": "what is registered cannot be called",
+    "required CUDA": "DDP refuses hooks called bf16_compress_hook or bf16_compress_wrapper_hook on this machine by their name alone",
+}
+
 
 @dataclass
 class Breakage:
@@ -24,12 +41,22 @@ class Breakage:
         kind: ``kit``, ``target``, ``register``, ``contract``, ``shape``, ``dtype``, ``raised``, ``died``,
             ``hang``, ``flood`` or ``host``.
         line: the root cause in one line.
+        expected: what should have been instead.
+        cause: the known mistake behind a refusal of DDP's, which names none.
         evidence: by rank: exit, what it printed, error, stacks, last collectives.
     """
 
     kind: str
     line: str
     evidence: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> str:
+        return _EXPECTED.get(self.kind, "a run that comes to its end on every rank")
+
+    @property
+    def cause(self) -> str:
+        return next((cause for words, cause in _REFUSALS.items() if self.kind == "register" and words in self.line), "")
 
 
 def breakage(run: Run) -> Breakage | None:

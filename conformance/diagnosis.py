@@ -17,13 +17,13 @@ def diagnose(run: Run, step: int, claims: Claims) -> str:
     got = {(r, i): value for r in ranks for i in indices if (value := run.got(r, step, i)) is not None}
     if len(got) < len(ranks) * len(indices):
         return "a parameter has no gradient at all on at least one rank"
-    for cause, pattern in _patterns(run, step):
+    for cause, pattern in _patterns(run, step, claims):
         if all(_alike(run, got[r, i], pattern(r, i), r, step, i, claims) for r in ranks for i in indices):
             return cause
     return _ratio(run, step, got) or _place(run, step, claims)
 
 
-def _patterns(run: Run, step: int) -> Iterator[tuple[str, "Pattern"]]:
+def _patterns(run: Run, step: int, claims: Claims) -> Iterator[tuple[str, "Pattern"]]:
     """Yield (cause, function of rank and parameter that gives the values it predicts)."""
 
     def group(rank: int) -> tuple[int, ...]:
@@ -35,6 +35,10 @@ def _patterns(run: Run, step: int) -> Iterator[tuple[str, "Pattern"]]:
     def right(rank: int, index: int) -> torch.Tensor:
         return mean(run, rank, step, index)
 
+    if claims.sum:
+        yield "equal to the mean: it claims the sum, but divides", right
+    if run.scenario.groups and claims.world_only:
+        yield "equal to the mean over the model's own group: it claims world_only, but uses the group", right
     if run.scenario.groups:
         world = tuple(range(run.world))
         yield "equal to the mean over WORLD: the process group that it was given was not used", lambda r, i: mean(run, r, step, i, world)

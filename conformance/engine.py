@@ -203,7 +203,7 @@ class Engine:
         if rule.may_refuse and refused(run):
             self._note(judgement, run.name, Verdict.NOT_APPLICABLE, reason=f"refused with an error on every rank: {broken.line}", checks=1)
         elif rule.number == blamed or (blamed is None and run.scenario in rule.owns):
-            judgement.failures.append(Failure("a run that comes to its end on every rank", broken.line, "", broken.evidence))
+            judgement.failures.append(Failure(broken.expected, broken.line, broken.cause, broken.evidence))
             self._note(judgement, run.name, Verdict.FAIL, reason=broken.line)
         else:
             self._note(judgement, run.name, Verdict.NOT_RUN, reason=f"{run.name} broke: {broken.line}")
