@@ -37,7 +37,7 @@ class Pool:
     def __init__(self, deadline: float, keep: Path | None = None) -> None:
         self.deadline = deadline
         self._keep = keep
-        self._base = Path(tempfile.mkdtemp(prefix="conformance-", dir=_fast_folder()))
+        self._base = Path()  # made with the host, which removes it should this process be killed
         self._process: subprocess.Popen[bytes] | None = None
         self._greeting: dict[str, Any] | None = None
         self._runs = 0
@@ -52,6 +52,8 @@ class Pool:
         """Start the host, without waiting for it: it imports torch while the caller goes on."""
         if self._process is not None:
             return
+        if self._base == Path():
+            self._base = Path(tempfile.mkdtemp(prefix="conformance-", dir=_fast_folder()))
         ours, theirs = socket.socketpair()
         environment = {**os.environ, **_ENVIRONMENT}
         environment.pop("TORCH_DISTRIBUTED_DEBUG", None)  # DETAIL crashes DDP in torch 2.13
@@ -124,9 +126,11 @@ class Pool:
     def close(self) -> None:
         """Stop the host with everything below it, and remove what it left on disk."""
         self._stop()
-        shutil.rmtree(self._base, ignore_errors=True)
+        if self._base != Path():
+            shutil.rmtree(self._base, ignore_errors=True)
 
     def _new_folder(self, name: str) -> Path:
+        self.start()
         self._runs += 1
         folder = self._base / name
         if folder.exists():

@@ -143,8 +143,8 @@ class _Run:
             self.where = "state"
             state_given = resolved.state is not None
             hook, state = make_hook(resolved, context, f"--hook {self.spec.hook}")
-            if not state_given and state is None and self.scenario.groups:
-                state = self.group  # as torch's default hooks take it
+            if not state_given and state is None:
+                state = self._default_state()
         self.where = "register"
         if hook is not None:
             if not (hasattr(hook, "__name__") and hasattr(hook, "__qualname__")):
@@ -165,7 +165,11 @@ class _Run:
             "device": lambda: torch.device("cpu"),
             "optimizer": lambda: self.optimizer,
         }
-        return {**context, "state": lambda: make_state(resolved.state, context)}
+        return {**context, "state": lambda: self._default_state() if resolved.state is None else make_state(resolved.state, context)}
+
+    def _default_state(self) -> Any:
+        """The state where none is given, as torch's default hooks take it."""
+        return self.group if self.scenario.groups else None
 
     def _watch_registrations(self) -> None:
         """Put the observer between DDP and every hook that is registered in this process."""

@@ -104,6 +104,8 @@ def describe(spec: SubjectSpec) -> dict[str, Any]:
     function = resolved.hook.function if isinstance(resolved.hook, Factory) else resolved.hook or resolved.setup
     if isinstance(resolved.hook, Factory) and not resolved.hook.needs_context():
         make_hook(resolved, {}, f"--hook {spec.hook}")
+    while isinstance(function, functools.partial):
+        function = function.func
     owner = inspect.getmodule(inspect.unwrap(function)) if callable(function) else None
     files = {}
     for source in (module, owner):

@@ -40,7 +40,10 @@ SAME = {
 }
 
 
-CASES = [Case(target, claims) for target, claims in {**CLAIMS, **PEERS}.items()]
+CASES = [
+    *(Case(target, claims) for target, claims in {**CLAIMS, **PEERS}.items()),
+    Case("torch.distributed.algorithms.ddp_comm_hooks:DDPCommHookType.ALLREDUCE", setup=True),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -34,6 +34,7 @@ def processes_of(base: str) -> list[str]:
 
 def test_leaves_nothing_behind() -> None:
     with Pool(10.0) as pool:
+        pool.start()
         base = pool._base
         assert LocalSource(pool).run(VALUES, 2, REFERENCE, "values@2").finished
         assert base.exists()

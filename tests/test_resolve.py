@@ -1,0 +1,142 @@
+"""Every shape in which hooks and states come in the wild can be named without editing them."""
+
+import enum
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from conformance.errors import TargetError
+from conformance.resolve import describe, make_hook, make_state, resolve
+from conformance.subject import Subject, SubjectSpec
+
+CONTEXT: dict[str, Callable[[], Any]] = {
+    name: (lambda name=name: f"the {name}") for name in ("process_group", "model", "rank", "world_size", "device", "optimizer")
+}
+
+
+def hook(state: object, bucket: object) -> str:
+    return "future"
+
+
+class Stateful:
+    """A state, a hook as its method, and a factory."""
+
+    def __init__(self, process_group: object = None, rank: int = 1) -> None:
+        self.process_group, self.rank = process_group, rank
+
+    @classmethod
+    def for_rank(cls, rank: object) -> tuple[str, object]:
+        return "for", rank
+
+    def method(self, state: object, bucket: object) -> str:
+        return "future"
+
+    __call__ = method
+
+
+def positional(pg: object, /, *, model: object) -> tuple[object, object]:
+    return pg, model
+
+
+def make(scale: float = 1.0) -> Callable[..., Any]:
+    return functools.partial(hook, scale)
+
+
+def make_on_group(group: object) -> tuple[object, Callable[..., Any]]:
+    return group, hook
+
+
+class Kind(enum.Enum):
+    """As torch's DDPCommHookType."""
+
+    PLAIN = functools.partial(hook)
+
+
+MEMBERS = {
+    **{"hook": hook, "Stateful": Stateful, "positional": positional, "make": make, "make_on_group": make_on_group, "Kind": Kind},
+    **{"bound": Stateful().method, "groups": ("a", "b"), "in_a_list": [{}], "number": 3, "with_no_call": object()},
+    "described": Subject(hook=hook, state=lambda world_size: ["of", world_size], claims="sum"),
+    "__conformance__": {"hook": "rounded(float16)"},
+}
+
+
+@pytest.fixture(autouse=True)
+def wild() -> Iterator[None]:
+    module = types.ModuleType("wild")
+    vars(module).update(MEMBERS)
+    module.__file__ = __file__
+    sys.modules["wild"] = module
+    yield
+    del sys.modules["wild"]
+
+
+def made(hook_text: str, state: str | None = None) -> tuple[Any, Any]:
+    return make_hook(resolve(SubjectSpec(hook=hook_text, state=state)), CONTEXT, "--hook")
+
+
+@pytest.mark.parametrize(
+    "text", ["hook", "bound", "Stateful", "Stateful,rank=2", "make()", "make,scale=2.0", "Kind.PLAIN", "Stateful.for_rank"]
+)
+def test_hooks_of_every_shape(text: str) -> None:
+    found, state = made(f"wild:{text}")
+    assert callable(found)
+    assert state is None
+
+
+def test_a_factory_can_return_state_and_hook() -> None:
+    assert made("wild:make_on_group()") == (hook, "the process_group")
+
+
+@pytest.mark.parametrize(
+    ("state", "value"),
+    [
+        ("pg", "the process_group"),
+        ("world_size", "the world_size"),
+        ("wild:groups", ("a", "b")),
+        ("wild:in_a_list", [{}]),
+        ("wild:number", 3),
+        ("wild:Stateful.for_rank", ("for", "the rank")),
+        ("wild:Stateful.for_rank,rank=7", ("for", 7)),
+        ("wild:positional", ("the process_group", "the model")),
+    ],
+)
+def test_states_of_every_shape(state: str, value: object) -> None:
+    assert made("wild:hook", state)[1] == value
+
+
+def test_a_class_as_state_gets_what_its_signature_names() -> None:
+    state = made("wild:hook", "wild:Stateful,rank=5")[1]
+    assert (state.process_group, state.rank) == ("the process_group", 5)
+
+
+def test_a_subject_describes_itself() -> None:
+    resolved = resolve(SubjectSpec(hook="wild:described"))
+    assert resolved.claims == "sum"
+    assert make_state(resolved.state, CONTEXT) == ["of", "the world_size"]
+    assert made("wild:described", "pg")[1] == "the process_group"
+
+
+def test_claims_beside_the_hook_are_found() -> None:
+    said = describe(SubjectSpec(hook="wild:hook"))
+    assert said["claims"] == "rounded(float16)"
+    assert set(said["sha256"]) == {"wild", "tests.test_resolve"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("wild:number", "an int is no hook"),
+        ("wild:with_no_call", "an object is no hook"),
+        ("wild:hok", "did you mean hook"),
+        ("wild:Stateful.metod", "did you mean method"),
+        ("wilder:hook", "there is no module 'wilder'"),
+        ("wild:make,scalar=2", "unexpected keyword argument 'scalar'"),
+    ],
+)
+def test_says_what_is_wrong(text: str, said: str) -> None:
+    with pytest.raises(TargetError, match=said):
+        describe(SubjectSpec(hook=text))
