@@ -55,6 +55,8 @@ def message(judgement: Judgement) -> str:
     failure = judgement.failures[0]
     text = failure.cause.partition(" [norm")[0] or failure.actual
     for pattern, plain in (
+        (r"differ at step .*", "differ"),
+        (r"was /\S+,", "was ...,"),
         (r"0x[0-9a-f]+", "0x..."),
         (r'"/[^"]*/', '"'),
         (r"/tmp/\S+|/dev/shm/\S+", "..."),

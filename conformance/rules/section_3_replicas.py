@@ -13,10 +13,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def _step_and_name(name: str) -> tuple[int, str]:
+    step, _, what = name.partition("/")
+    return (int(step), what) if step.isdigit() else (-1, name)
+
+
 def _require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], who: str, found: Found) -> None:
     """Require two sets of tensors to have the same names and bits; report the first that differs."""
     found.require(one.keys() == other.keys(), "the same gradients", f"{who}: only one has {sorted(one.keys() ^ other.keys())[:3]}")
-    for name in one.keys() & other.keys():
+    for name in sorted(one.keys() & other.keys(), key=_step_and_name):
         a, b = one[name], other[name]
         if not torch.equal(_bits(a), _bits(b)):
             at = int((a.reshape(-1) != b.reshape(-1)).nonzero()[:1].sum())
