@@ -198,7 +198,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if state.error is not None:
         session.exitstatus = state.error.exit_code
     elif state.conclusion is not None:
-        session.exitstatus = state.conclusion.exit_code
+        # Other tests of the same run may have failed: a certificate does not hide that.
+        session.exitstatus = state.conclusion.exit_code or exitstatus
     elif exitstatus == 0:
         session.exitstatus = KIT_ERROR
 

@@ -219,6 +219,13 @@ def test_other_suites_are_left_alone(project: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_certificate_does_not_hide_other_tests_that_failed(project: Path) -> None:
+    (project / "test_own.py").write_text("def test_own():\n    assert False\n")
+    done = certify(project, "--hook", "mypkg:mean", "test_own.py")
+    assert "CERTIFIED  mypkg:mean" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1
+
+
 def test_lists_its_rules(project: Path) -> None:
     done = certify(project, "--list-rules")
     assert done.returncode == 0
