@@ -15,7 +15,8 @@ import torch
 _OPS = (
     *("allreduce_", "allreduce_coalesced_", "allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_"),
     *("broadcast_", "reduce_", "gather_", "scatter_", "alltoall_", "alltoall_base_", "barrier"),
-)  # not send and recv_: waiting for a receive twice does not end on Gloo
+)
+_POINT_TO_POINT = ("send", "recv_")  # kept, but not waited for: waiting for a receive twice does not end on Gloo
 
 
 class CollectiveRecorder:
@@ -27,6 +28,7 @@ class CollectiveRecorder:
         # which it needs the GIL; an overridden kernel enqueues with the GIL held. Were ours not the last reference,
         # the two would wait for each other.
         self._works: list[Any] = []
+        self._kept: list[Any] = []
         self._drained = 0
         self._library: Any = None
         self.count = 0
@@ -45,12 +47,14 @@ class CollectiveRecorder:
         self._library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for name in _OPS:
+            for name in (*_OPS, *_POINT_TO_POINT):
                 try:
                     kernel = torch.library.get_kernel(f"c10d::{name}", "CPU")
                 except (RuntimeError, ValueError):
                     continue
-                self._library.impl(name, self._recording(kernel), "CPU", with_keyset=True, allow_override=True)
+                self._library.impl(
+                    name, self._recording(kernel, self._works if name in _OPS else self._kept), "CPU", with_keyset=True, allow_override=True
+                )
 
     def drain(self) -> None:
         """Wait until every collective issued so far is over, whether it succeeded or not."""
@@ -60,7 +64,7 @@ class CollectiveRecorder:
             with contextlib.suppress(RuntimeError):  # a failed collective is over too
                 work.wait()
 
-    def _recording(self, kernel: Any) -> Callable[..., Any]:
+    def _recording(self, kernel: Any, works: list[Any]) -> Callable[..., Any]:
         def recorded(keyset: Any, *args: Any) -> Any:
             with self._lock:
                 self.count += 1
@@ -70,7 +74,7 @@ class CollectiveRecorder:
             result = kernel.call_boxed(keyset, *args)
             work = result[-1] if isinstance(result, (tuple, list)) else result
             with self._lock:
-                self._works.append(work)
+                works.append(work)
             return result
 
         return recorded

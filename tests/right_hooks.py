@@ -60,6 +60,19 @@ def _refuse_sparse(bucket: Bucket, name: str) -> torch.Tensor:
 # What they communicate, and where they divide
 
 
+def point_to_point(state: Any, bucket: Bucket) -> Result:
+    """Sends its gradients to every peer and sums what it receives, in the order of ranks."""
+    group, buffer = _group_of(state), _refuse_sparse(bucket, "point_to_point")
+    parts = [torch.empty_like(buffer) if place != group.rank() else buffer.clone() for place in range(group.size())]
+    peers = [place for place in range(group.size()) if place != group.rank()]
+    sends = [dist.isend(buffer, dist.get_global_rank(group, place), group=group) for place in peers]
+    for place in peers:
+        dist.recv(parts[place], dist.get_global_rank(group, place), group=group)
+    for send in sends:
+        send.wait()
+    return _completed(sum(parts[1:], parts[0]) / group.size())
+
+
 def unannotated(state, bucket):
     """Says nothing of its types."""
     group = _group_of(state)
@@ -341,6 +354,7 @@ RIGHT = [
     *(Right(name) for name in ("unannotated", "out_of_place", "sum_then_divide", "reciprocal", "reduce_op_avg", "blocking")),
     *(Right(name) for name in ("gather_and_mean", "reduce_and_broadcast", "reduce_scatter", "per_parameter", "per_parameter_quirk")),
     Right("another_thread"),
+    Right("point_to_point"),
     Right("rounds_to_float16", "rounded(float16)"),
     Right("rounds_to_bfloat16", "rounded(bfloat16)"),
     Right("gives_sum", "sum"),
