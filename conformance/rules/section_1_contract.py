@@ -1,6 +1,6 @@
 """Section 1: what DDP asks of a hook, and does not check."""
 
-from itertools import pairwise
+from itertools import combinations
 from typing import Any
 
 from conformance import oracle
@@ -134,10 +134,10 @@ def final_when_complete(run: Run, claims: Claims, found: Found) -> None:
 
 
 def _require_apart(rank: int, values: list[dict[str, Any]], found: Found) -> None:
-    spans = sorted((value["memory"][0], value["memory"][0] + value["memory"][1], value["index"]) for value in values if value.get("memory"))
-    for (_, end, one), (start, _, other) in pairwise(spans):
+    spans = sorted((value["index"], value["memory"][0], value["memory"][0] + value["memory"][1]) for value in values if value.get("memory"))
+    for (one, start, end), (other, other_start, other_end) in combinations(spans, 2):
         found.require(
-            start >= end,
+            start >= other_end or other_start >= end,
             "a result buffer for each bucket of a step",
             f"rank {rank}, step {values[0]['step']}: buckets {one} and {other} return the same memory",
         )
