@@ -10,8 +10,9 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
-from conformance.record import KIT_FAILED, RankRecord
+from conformance.record import RankRecord
 from conformance.run import Run
+from conformance.run_folder import KIT_FAILED
 
 _SECONDARY = ("connection reset", "connection closed", "timed out waiting", "broken pipe", "connection refused")
 
@@ -65,7 +66,7 @@ def breakage(run: Run) -> Breakage | None:
         return None
     evidence = {f"rank {rank.rank}": _evidence(rank) for rank in run.ranks}
     if run.stopped == "host":
-        return Breakage("host", f"the process above the ranks died during the run ({run.host}): the subject killed its parent", evidence)
+        return Breakage("host", f"a process above the ranks died during the run ({run.host}): the subject killed it", evidence)
     for rank in run.ranks:
         if rank.exit == KIT_FAILED or "unreadable" in rank.evidence:
             output = rank.evidence.get("unreadable") or str(rank.evidence.get("output", "")).strip().splitlines()[-1:]

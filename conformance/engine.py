@@ -8,9 +8,9 @@ does not, the verdict is "kit error".
 """
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from conformance.breakage import Breakage, breakage, refused
 from conformance.claims import ROUNDED_DTYPES, Claims
@@ -26,10 +26,18 @@ HANGS = 3  # runs that may cost their whole deadline before the rest are not run
 _BLAME = {"register": "1.1", "contract": "1.2", "shape": "1.3", "dtype": "1.4", "flood": "9.7"}
 
 
-class Source(Protocol):
+class Source:
     """Where runs come from: ranks of this machine, or records kept earlier."""
 
-    def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run: ...
+    def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run:
+        """Return a run."""
+        raise NotImplementedError
+
+    def begin(self, runs: Iterable[tuple[Scenario, int]], subject: SubjectSpec | None) -> None:
+        """Take note of runs that will be asked for unless one of them breaks; they may be begun."""
+
+    def forget(self) -> None:
+        """Begin no more of them."""
 
 
 class Engine:
@@ -55,6 +63,7 @@ class Engine:
         self._breakages: dict[str, Breakage | None] = {}
         self._judgements: dict[str, Judgement] = {}
         self._hangs: list[str] = []
+        self._expected: Sequence[str] = ()
 
     @property
     def primary(self) -> int:
@@ -67,6 +76,10 @@ class Engine:
             self._judgements[number] = self._judge(self._rules[number])
         return self._judgements[number]
 
+    def expect(self, numbers: Sequence[str]) -> None:
+        """Say which rules will be asked about: once the plainest run is good, the others need not wait for the question."""
+        self._expected = numbers
+
     def check_machine(self) -> None:
         """Certify the machine: the reference must hold the machine rules.
 
@@ -75,6 +88,7 @@ class Engine:
         """
         if not self.control:
             return
+        self.control.expect(MACHINE_RULES)
         for number in MACHINE_RULES:
             judgement = self.control.judge(number)
             if not judgement.verdict.holds and not (number == "2.6" and len(self.worlds) == 1):
@@ -109,6 +123,8 @@ class Engine:
             if not needed.verdict.holds:
                 return Judgement(rule.number, Verdict.NOT_RUN, f"judged only where {number} holds")
         judgement = self._judge_runs(rule)
+        if judgement.verdict is Verdict.FAIL:
+            self._source.forget()
         if judgement.verdict is Verdict.FAIL and self.control:
             control = self.control.judge(rule.number)
             if not control.verdict.holds:
@@ -155,7 +171,15 @@ class Engine:
             broken = self._breakage(run) if isinstance(run, Run) else None
             if broken and broken.kind == "hang":
                 self._hangs.append(f"{scenario.name}@{world}")
+            if broken:
+                self._source.forget()
+            elif key == (VALUES.name, self.primary):
+                self._source.begin(self._coming(), self.subject)
         return self._runs[key]
+
+    def _coming(self) -> list[tuple[Scenario, int]]:
+        wanted = [pair for number in self._expected for pair in self._wanted(self._rules[number])]
+        return [(scenario, world) for scenario, world in dict.fromkeys(wanted) if (scenario.name, world) not in self._runs]
 
     def _new_run(self, scenario: Scenario, world: int) -> Run:
         """Run it. Where a group's timeout is to expire it can do so too early on a loaded machine: tried again, longer."""

@@ -103,11 +103,12 @@ def _integers(numel: int, bound: int, key: tuple[int, ...]) -> torch.Tensor:
     seed = 0
     for part in key:
         seed = _mix(seed * 31 + part + 0x9E3779B97F4A7C15)
-    z = torch.arange(1, numel + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15) + _signed(seed)
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
-    z = z ^ ((z >> 31) & ((1 << 33) - 1))
-    return (z & ((1 << 62) - 1)) % bound
+    z = torch.arange(1, numel + 1, dtype=torch.int64).mul_(_signed(0x9E3779B97F4A7C15)).add_(_signed(seed))
+    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(0xBF58476D1CE4E5B9))
+    z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(0x94D049BB133111EB))
+    z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
+    # The low 31 bits as a fraction of bound: a product and a shift, where a remainder would take most of the time.
+    return z.bitwise_and_((1 << 31) - 1).mul_(bound).bitwise_right_shift_(31)
 
 
 def _mix(z: int) -> int:

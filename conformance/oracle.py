@@ -25,12 +25,14 @@ of that sign is right, and NaN where both can; a finite value is right only with
 value clamped to the largest one is not.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
 from conformance.claims import Claims
-from conformance.run import Run
+from conformance.run import Run, fed
+from conformance.scenario import Param
 
 EXACT_KINDS = ("crafted", "nan", "inf", "zero_one", "zero_all", "tiny", "tiny_float16", "tiny_bfloat16")
 
@@ -76,11 +78,18 @@ def mean(run: Run, rank: int, step: int, index: int, group: tuple[int, ...] | No
 def expected(run: Run, rank: int, step: int, index: int, claims: Claims) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (right value, its bound, values of the ranks ``[W, numel]``) of one parameter."""
     group = tuple(range(run.world)) if claims.world_only else run.group(rank)
-    values = torch.stack([run.fed(r, step, index) for r in group])
+    return _expected(run.scenario.steps[step], run.scenario.params[index], group, len(run.group(rank)), step, index, claims)
+
+
+@functools.lru_cache(maxsize=512)  # the ranks of a group expect the same
+def _expected(
+    kind: str, spec: Param, group: tuple[int, ...], world: int, step: int, index: int, claims: Claims
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    values = torch.stack([fed(kind, spec, world, rank, step, index) for rank in group])
     right = values.sum(0) / len(group)
     bound = torch.zeros_like(right)
-    if run.scenario.steps[step] not in EXACT_KINDS:
-        unit, eta, _ = precision(run.scenario.params[index].dtype, claims)
+    if kind not in EXACT_KINDS:
+        unit, eta, _ = precision(spec.dtype, claims)
         operations = len(group) + (2 if claims.rounded else 1)
         gamma = operations * unit / (1 - operations * unit)
         bound = gamma * values.abs().sum(0) / len(group) + operations * eta

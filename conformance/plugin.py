@@ -1,17 +1,20 @@
 """The pytest plugin's entry point: the options, and the decision to take part.
 
-pytest loads this module in every run of an environment that has the kit. It imports next to nothing,
+pytest loads this module in every run of an environment that has the kit. It imports no torch,
 and it adds no option and registers nothing unless a command line is about conformance: other suites
 have a --device of their own.
 """
 
+import argparse
 import importlib
 from pathlib import Path
 
 import pytest
 
 from conformance.options import DEADLINE, TEXT_OPTIONS, WORLD_SIZES
+from conformance.pool import Pool
 
+POOL = pytest.StashKey[Pool]()
 _OURS = ("--hook", "--setup", "--replay", "--list-rules")
 
 
@@ -35,7 +38,16 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
             f"another pytest plugin has an option of the conformance kit ({error}); disable it with -p no:NAME"
         ) from None
     if not {"-h", "--help"} & set(args):
+        _start_host(early_config, parser.parse_known_args(args))
         early_config.pluginmanager.register(importlib.import_module("conformance.pytest_items"), "conformance.pytest_items")
+
+
+def _start_host(config: pytest.Config, given: argparse.Namespace) -> None:
+    """Start the host where a subject is to be run: it imports torch while this process does."""
+    if (given.hook or given.setup) and not (given.replay or given.list_rules or given.collectonly):
+        config.stash[POOL] = pool = Pool(given.deadline)
+        config.add_cleanup(pool.close)
+        pool.start()
 
 
 def _about_conformance(args: list[str]) -> bool:

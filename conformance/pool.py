@@ -1,8 +1,10 @@
-"""The controller's end of the host: starts it, asks it to run scenarios, survives its death."""
+"""The controller's end of the host: starts it, gives runs to its lanes, survives their deaths. Imports no torch."""
 
 import contextlib
+import itertools
 import json
 import os
+import queue
 import select
 import shutil
 import signal
@@ -10,37 +12,81 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from conformance.errors import KitError
-from conformance.record import OUTCOME, write_json
+from conformance.run_folder import OUTCOME, write_json
 from conformance.scenario import Scenario
 from conformance.subject import SubjectSpec
 
 PACKAGE = Path(__file__).resolve().parent
-PATIENCE = 60.0  # seconds beyond the deadline in which the host itself must answer
+PATIENCE = 60.0  # seconds beyond the deadline in which the lane itself must answer
+PARTING = 5.0  # seconds in which a host whose controller hung up must have ended
+LANES = min(4, os.cpu_count() or 1)
 
 
 class HostDied(Exception):
-    """The host is gone; ``str(error)`` says how it ended."""
+    """The process above the ranks is gone; ``str(error)`` says how it ended."""
+
+
+class _Lane:
+    """One connection to a process of the host's that carries out one run at a time."""
+
+    def __init__(self, number: int, connection: socket.socket) -> None:
+        self.number, self._connection, self._buffer = number, connection, b""
+
+    def ask(self, command: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+        """Send a command and return the answer; None when the lane hung up.
+
+        Raises:
+            HostDied: there was no answer in time.
+        """
+        try:
+            self._connection.sendall((json.dumps(command) + "\n").encode())
+            while b"\n" not in self._buffer:
+                if not select.select([self._connection], [], [], seconds)[0]:
+                    raise HostDied("it did not answer")
+                chunk = self._connection.recv(1 << 20)
+                if not chunk:
+                    return None
+                self._buffer += chunk
+        except OSError:
+            return None
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
 
 
 class Pool:
     """Runs scenarios on ranks of this machine. A context manager: leaving it leaves nothing behind.
 
+    ``run`` may be called from as many threads as there are lanes; more wait their turn.
+
     Args:
         deadline: seconds that one run may take before its ranks are taken to hang; a run takes about 0.2.
-        keep: folder in which the runs' records stay; None removes each as soon as it is read.
+        lanes: runs that may go on at the same time.
     """
 
-    def __init__(self, deadline: float, keep: Path | None = None) -> None:
-        self.deadline = deadline
-        self._keep = keep
+    def __init__(self, deadline: float, lanes: int = LANES) -> None:
+        self.deadline, self.lanes = deadline, lanes
         self._base = Path()  # made with the host, which removes it should this process be killed
-        self._process: subprocess.Popen[bytes] | None = None
+        self._host: subprocess.Popen[bytes] | None = None
         self._greeting: dict[str, Any] | None = None
-        self._runs = 0
+        self._pids: dict[int, int] = {}
+        self._ended: dict[int, int] = {}
+        self._all: list[_Lane] = []
+        self._free: queue.LifoQueue[_Lane] = queue.LifoQueue()
+        self._numbers, self._runs = itertools.count(), itertools.count(1)
+        self._lock = threading.RLock()  # over the host and what it says
+        self._closed = False
 
     def __enter__(self) -> "Pool":
         return self
@@ -50,22 +96,11 @@ class Pool:
 
     def start(self) -> None:
         """Start the host, without waiting for it: it imports torch while the caller goes on."""
-        if self._process is not None:
-            return
-        if self._base == Path():
-            self._base = Path(tempfile.mkdtemp(prefix="conformance-", dir=_fast_folder()))
-        ours, theirs = socket.socketpair()
-        environment = {**os.environ, **_ENVIRONMENT}
-        environment.pop("TORCH_DISTRIBUTED_DEBUG", None)  # DETAIL crashes DDP in torch 2.13
-        command = [sys.executable, "-P", str(PACKAGE / "host.py"), str(theirs.fileno()), str(self._base)]
-        try:
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        except OSError as error:
-            raise KitError(f"cannot start the host: {error}") from error
-        theirs.close()
-        self._socket, self._buffer, self._greeting = ours, b"", None
+        with self._lock:
+            if self._host is None:
+                self._start_host()
+                for _ in range(self.lanes):
+                    self._free.put(self._new_lane())
 
     def greeting(self) -> dict[str, Any]:
         """Return what the host said of this machine, once it is ready.
@@ -74,20 +109,18 @@ class Pool:
             KitError: the host cannot import torch.
         """
         self.start()
-        if self._greeting is None:
-            try:
-                self._greeting = self._receive(180.0)
-            except HostDied as error:
-                raise KitError(f"the host did not start ({error}); is torch installed for {sys.executable}?") from error
-        return self._greeting
+        with self._lock:
+            if not self._listen(lambda: self._greeting is not None, 180.0):
+                raise KitError(f"the host did not start ({self._how_the_host_ended()}); is torch installed for {sys.executable}?")
+            assert self._greeting is not None
+            return self._greeting
 
     def describe(self, subject: SubjectSpec) -> dict[str, Any]:
         """Import the subject in a forked process; the answer has ``error`` when that fails."""
         folder = self._new_folder("describe")
         try:
-            return self._ask({"op": "describe", "subject": subject.to_json(), "folder": str(folder)}, self.deadline)
+            return self._ask({"op": "describe", "subject": subject.to_json(), "folder": str(folder)})
         except HostDied as error:
-            self._restart()
             return {"error": f"importing it killed the process above it ({error})"}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -96,96 +129,146 @@ class Pool:
         """Run a scenario and return the folder of its records, with ``outcome.json`` in it.
 
         Raises:
-            KitError: the run could not be carried out for want of disk or processes.
+            KitError: the run could not be carried out for want of disk or processes, or the pool was closed.
         """
         folder = self._new_folder(name)
         command = {"op": "run", "scenario": scenario.to_json(), "world": world, "subject": subject.to_json() if subject else None}
         try:
-            outcome = self._ask({**command, "folder": str(folder)}, self.deadline)
+            outcome = self._ask({**command, "folder": str(folder)})
         except HostDied as error:
-            self._restart()
             outcome = {"stopped": "host", "host": str(error), "left_processes": [], "ranks": []}
         if "kit_error" in outcome:
             raise KitError(f"cannot run {name}: {outcome['kit_error']}")
         write_json(folder / OUTCOME, outcome)
         return folder
 
-    def discard(self, folder: Path) -> None:
-        """Remove a run's folder, unless records are kept."""
-        if self._keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            for rest in ("tmp", "ask", "stacks.txt", "flight.json"):
-                for path in folder.glob(f"*/{rest}"):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-            (folder / "store").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                shutil.copytree(folder, self._keep / folder.name, dirs_exist_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
-
     def close(self) -> None:
         """Stop the host with everything below it, and remove what it left on disk."""
-        self._stop()
+        with self._lock:
+            self._closed = True
+            for lane in self._all:
+                lane.hang_up()
+            if self._host is not None:
+                self._control.close()
+                try:
+                    self._host.wait(timeout=PARTING)
+                except subprocess.TimeoutExpired:
+                    self._kill_everything()
         if self._base != Path():
             shutil.rmtree(self._base, ignore_errors=True)
 
     def _new_folder(self, name: str) -> Path:
         self.start()
-        self._runs += 1
         folder = self._base / name
-        if folder.exists():
-            folder = self._base / f"{name}-{self._runs}"
         try:
-            folder.mkdir(parents=True)
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                folder = self._base / f"{name}-{next(self._runs)}"
+                folder.mkdir()
         except OSError as error:
             raise KitError(f"cannot create {folder}: {error.strerror}") from error
         return folder
 
-    def _ask(self, command: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         self.greeting()
-        line = json.dumps({**command, "cwd": os.getcwd(), "deadline": seconds}) + "\n"
+        lane = self._free.get()
         try:
-            self._socket.sendall(line.encode())
+            answer = lane.ask({**command, "cwd": os.getcwd(), "deadline": self.deadline}, self.deadline + PATIENCE)
+            if answer is None:
+                raise HostDied(self._how_it_ended(lane))
+            if self._host is None or self._host.poll() is not None:
+                raise HostDied(f"{self._how_the_host_ended()}, above the one that forked them")
+            return answer
+        except HostDied:
+            lane = self._replace(lane)
+            raise
+        finally:
+            self._free.put(lane)
+
+    def _start_host(self) -> None:
+        if self._base == Path():
+            self._base = Path(tempfile.mkdtemp(prefix="conformance-", dir=_fast_folder()))
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, **_ENVIRONMENT}
+        environment.pop("TORCH_DISTRIBUTED_DEBUG", None)  # DETAIL crashes DDP in torch 2.13
+        command = [sys.executable, "-P", str(PACKAGE / "host.py"), str(theirs.fileno()), str(self._base)]
+        try:
+            self._host = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+            )
         except OSError as error:
-            raise HostDied(self._how_it_ended()) from error
-        return self._receive(seconds + PATIENCE)
+            raise KitError(f"cannot start the host: {error}") from error
+        theirs.close()
+        self._greeting = None
 
-    def _receive(self, seconds: float) -> dict[str, Any]:
-        while b"\n" not in self._buffer:
-            if not select.select([self._socket], [], [], seconds)[0]:
-                raise HostDied("it did not answer")
+    def _new_lane(self) -> _Lane:
+        """Ask the host for a lane; the request waits in its queue until it has imported torch."""
+        ours, theirs = socket.socketpair()
+        lane = _Lane(next(self._numbers), ours)
+        with contextlib.suppress(OSError), theirs:
+            socket.send_fds(self._control, [json.dumps({"lane": lane.number}).encode()], [theirs.fileno()])
+        self._all.append(lane)
+        return lane
+
+    def _replace(self, lane: _Lane) -> _Lane:
+        """Put a fresh lane in the place of one that is gone or no longer answers; start another host if it takes that."""
+        with self._lock:
+            lane.hang_up()
+            if self._closed:
+                raise KitError("the pool was closed")
+            self._all.remove(lane)
+            if lane.number not in self._ended and lane.number in self._pids:
+                with contextlib.suppress(OSError):
+                    os.kill(self._pids[lane.number], signal.SIGKILL)
+            if self._host is not None and self._host.poll() is not None:
+                self._control.close()
+                self._start_host()
+                self.greeting()
+            return self._new_lane()
+
+    def _listen(self, until: Callable[[], bool], seconds: float) -> bool:
+        """Take in what the host says until something is known; false when it said no such thing before it ended."""
+        while not until():
             try:
-                chunk = self._socket.recv(1 << 20)
-            except ConnectionError:
-                chunk = b""
-            if not chunk:
-                raise HostDied(self._how_it_ended())
-            self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+                ready = select.select([self._control], [], [], seconds)[0]
+                packet = self._control.recv(1 << 16) if ready else b""
+            except OSError:
+                return False
+            if not packet:
+                return False
+            said = json.loads(packet)
+            if "greeting" in said:
+                self._greeting = said["greeting"]
+            else:
+                (self._ended if "ended" in said else self._pids)[said["lane"]] = said.get("ended", said.get("pid"))
+        return True
 
-    def _how_it_ended(self) -> str:
-        assert self._process is not None
+    def _how_it_ended(self, lane: _Lane) -> str:
+        with self._lock:
+            if self._closed or not self._listen(lambda: lane.number in self._ended, 5.0):
+                return self._how_the_host_ended()
+            return _in_words(self._ended[lane.number])
+
+    def _how_the_host_ended(self) -> str:
+        assert self._host is not None
         try:
-            code = self._process.wait(timeout=5)
+            return _in_words(self._host.wait(timeout=5))
         except subprocess.TimeoutExpired:
             return "it closed its connection"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
-    def _restart(self) -> None:
-        self._stop()
-        self.start()
+    def _kill_everything(self) -> None:
+        assert self._host is not None
+        for number, pid in self._pids.items():
+            if number not in self._ended:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        self._host.kill()
+        self._host.wait()
 
-    def _stop(self) -> None:
-        if self._process is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.wait()
-        self._socket.close()
-        self._process = None
+
+def _in_words(status: int) -> str:
+    return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
 _ENVIRONMENT = {

@@ -13,6 +13,7 @@ import pytest
 from conformance.certificate import Conclusion
 from conformance.errors import INTERRUPTED, KIT_ERROR, ConformanceError, KitError, ProfileError, UsageError
 from conformance.options import TEXT_OPTIONS, Options
+from conformance.plugin import POOL
 from conformance.report import conclusion_lines, failure_text, write_report
 from conformance.rulebook import MUST, SHOULD, Rule, book
 from conformance.session import Session
@@ -60,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
         **{name: given[name] for name in (*TEXT_OPTIONS, "backend", "device", "world_size", "deadline")}, rule=tuple(given["rule"])
     )
     try:
-        session = Session(options)
+        session = Session(options, config.stash.get(POOL, None))
     except UsageError as error:
         raise pytest.UsageError(str(error)) from error
     except ConformanceError as error:

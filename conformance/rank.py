@@ -29,8 +29,9 @@ from conformance.collectives import CollectiveRecorder
 from conformance.errors import TargetError
 from conformance.observe import Observer, digest
 from conformance.probe import Probe, lay_out, scripted_gradients, training_loss, training_network
-from conformance.record import DONE, KIT_FAILED, PEER_DIED, RAISED, Recorder
+from conformance.record import Recorder
 from conformance.resolve import Resolved, call_with_names, make_hook, make_state, resolve
+from conformance.run_folder import DONE, KIT_FAILED, PEER_DIED, RAISED
 from conformance.scenario import Scenario
 from conformance.subject import Case, SubjectSpec
 

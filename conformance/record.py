@@ -19,10 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from conformance.errors import KitError
-
-DONE, RAISED, KIT_FAILED, PEER_DIED = 0, 70, 71, 77  # exit statuses of a rank; the last by the kit's own hand
-EVENTS, TENSORS, OUTCOME = "events.jsonl", "tensors.safetensors", "outcome.json"
+from conformance.run_folder import DONE, EVENTS, TENSORS
 
 
 class Recorder:
@@ -126,20 +123,3 @@ def read_rank(folder: Path, rank: int, outcome: dict[str, Any]) -> RankRecord:
     except (SafetensorError, OSError) as error:
         record.evidence["unreadable"] = str(error)
     return record
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write JSON so that the file is either whole or not there.
-
-    Raises:
-        KitError: the disk is full, or the folder is not writable.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise KitError(f"cannot write {path}: {error.strerror}") from error

@@ -5,8 +5,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from conformance.certificate import Conclusion, summary
-from conformance.record import write_json
 from conformance.rulebook import MUST, SECTIONS, Rule
+from conformance.run_folder import write_json
 from conformance.session import Session
 from conformance.verdict import Judgement, Verdict
 

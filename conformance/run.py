@@ -10,7 +10,8 @@ import torch
 
 from conformance.inputs import gradient
 from conformance.probe import sparse_rows
-from conformance.record import OUTCOME, PEER_DIED, RankRecord, read_rank
+from conformance.record import RankRecord, read_rank
+from conformance.run_folder import OUTCOME, PEER_DIED
 from conformance.scenario import Param, Scenario
 
 
@@ -64,7 +65,7 @@ class Run:
     def fed(self, rank: int, step: int, index: int) -> torch.Tensor:
         """Return the gradient that the kit fed on ``rank``, in the same form."""
         spec = self.scenario.params[index]
-        return _fed(self.scenario.steps[step], spec, len(self.group(rank)), rank, step, index)
+        return fed(self.scenario.steps[step], spec, len(self.group(rank)), rank, step, index)
 
     def bucket_of(self, rank: int, step: int, index: int) -> int | None:
         """Return the index of the bucket that held a parameter at ``step``."""
@@ -73,7 +74,8 @@ class Run:
 
 
 @functools.lru_cache(maxsize=512)
-def _fed(kind: str, spec: Param, world: int, rank: int, step: int, index: int) -> torch.Tensor:
+def fed(kind: str, spec: Param, world: int, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return what the kit feeds on ``rank``, in the form of :meth:`Run.fed`; ``world`` is the size of its group."""
     values = gradient(kind, spec.shape, getattr(torch, spec.dtype), world=world, rank=rank, step=step, param=index)
     if spec.layout == "sparse":
         used = torch.zeros(spec.shape[0], 1, dtype=values.dtype)

@@ -135,7 +135,7 @@ SHAPES = Scenario(
     world_sizes=(2, 3, 4),
     bucket_cap_mb=_CAP,
 )
-LARGE = Scenario("large", "one parameter of 1,500,001 elements", (Param((1_500_001,)),), ("crafted",), world_sizes=(2,))
+LARGE = Scenario("large", "one parameter of more than a million elements", (Param((1_048_583,)),), ("crafted",), world_sizes=(2,))
 SUBGROUPS = Scenario(
     "subgroups",
     "two models on two disjoint subgroups of WORLD at once; places in the group are not global ranks",

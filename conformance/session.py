@@ -15,8 +15,8 @@ from conformance.engine import Engine, Source, make_engine
 from conformance.errors import ProfileError, TargetError, UsageError
 from conformance.options import Options
 from conformance.pool import Pool
-from conformance.record import write_json
 from conformance.rulebook import Rule, book
+from conformance.run_folder import write_json
 from conformance.sources import LocalSource, ReplaySource, new_records_folder
 from conformance.subject import SubjectSpec, parse_subject
 from conformance.verdict import Judgement
@@ -34,7 +34,7 @@ class Session:
         ProfileError: this machine cannot run the profile.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, pool: Pool | None = None) -> None:
         self.options = options
         self.rules = book()
         self.selected = select_rules(self.rules, options.rule)
@@ -56,7 +56,7 @@ class Session:
         self.certificate_path = Path(options.certificate) if options.certificate else self.folder / "certificate.json"
         _require_writable(self.certificate_path)
         self.records = new_records_folder(Path(options.records)) if options.records else None
-        self.pool = None if options.replay else Pool(options.deadline, self.records)
+        self.pool = None if options.replay else pool or Pool(options.deadline)
         self.engine: Engine | None = None
         self.judgements: dict[str, Judgement] = {}
         self.header: dict[str, Any] = {}
@@ -82,7 +82,7 @@ class Session:
         """
         described, machine = self._describe()
         claims, said_by = self._claims(described)
-        source: Source = LocalSource(self.pool) if self.pool else ReplaySource(Path(str(self.options.replay)))
+        source: Source = LocalSource(self.pool, self.records) if self.pool else ReplaySource(Path(str(self.options.replay)))
         self.engine = make_engine(source, self.rules, self.subject, claims, self.worlds)
         self.header = {
             "kit": kit_identity(),
@@ -95,6 +95,7 @@ class Session:
         if self.records:
             write_json(self.records / SESSION, self.header)
         self.engine.check_machine()
+        self.engine.expect(self.selected)
 
     def judge(self, number: str) -> Judgement:
         """Judge one rule."""

@@ -1,32 +1,62 @@
 """Runs from ranks of this machine, and runs from records that were kept."""
 
+import contextlib
 import shutil
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from conformance.engine import Source
 from conformance.errors import UsageError
 from conformance.pool import Pool
-from conformance.record import OUTCOME
 from conformance.run import Run, load_run
+from conformance.run_folder import OUTCOME
 from conformance.scenario import Scenario
 from conformance.subject import REFERENCE, SubjectSpec
 
 
-class LocalSource:
-    """Runs scenarios on a pool; the records are read and let go of."""
+class LocalSource(Source):
+    """Runs scenarios on a pool; the records are read and let go of, or kept in a folder.
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+    Args:
+        pool: where ranks come from.
+        keep: the folder for ``--records``.
+    """
+
+    def __init__(self, pool: Pool, keep: Path | None = None) -> None:
+        self._pool, self._keep = pool, keep
+        self._threads: ThreadPoolExecutor | None = None
+        self._ahead: dict[str, Future[Run]] = {}
 
     def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run:
-        """Run it. Raises: KitError."""
-        folder = self._pool.run(scenario, world, subject, _folder_name(name, subject))
+        """Run it, or wait for it where it was begun ahead. Raises: KitError."""
+        begun = self._ahead.pop(_folder_name(name, subject), None)
+        if begun and not begun.cancel():
+            return begun.result()
+        return self._run(scenario, world, subject, _folder_name(name, subject))
+
+    def begin(self, runs: Iterable[tuple[Scenario, int]], subject: SubjectSpec | None) -> None:
+        """Begin runs that will be asked for, in their order, as many at a time as the pool has lanes."""
+        self._threads = self._threads or ThreadPoolExecutor(self._pool.lanes)
+        for scenario, world in runs:
+            name = _folder_name(f"{scenario.name}@{world}", subject)
+            self._ahead[name] = self._threads.submit(self._run, scenario, world, subject, name)
+
+    def forget(self) -> None:
+        """Let go of what waits for a lane still: it is run when it is asked for."""
+        self._ahead = {name: future for name, future in self._ahead.items() if not future.cancel()}
+
+    def _run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, folder_name: str) -> Run:
+        folder = self._pool.run(scenario, world, subject, folder_name)
         try:
             return load_run(folder, scenario, world)
         finally:
-            self._pool.discard(folder)
+            if self._keep:
+                _keep(folder, self._keep)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-class ReplaySource:
+class ReplaySource(Source):
     """Reads the runs that ``--records DIR`` kept.
 
     Raises:
@@ -46,6 +76,13 @@ class ReplaySource:
                 f"--replay {self._folder}: there is no record of {folder.name}; was it recorded with the same world sizes and claims?"
             )
         return load_run(folder, scenario, world)
+
+
+def _keep(folder: Path, records: Path) -> None:
+    """Copy a run's records; not what only its processes needed."""
+    with contextlib.suppress(OSError):
+        left_out = shutil.ignore_patterns("tmp", "ask", "stacks.txt", "flight.json", "store")
+        shutil.copytree(folder, records / folder.name, dirs_exist_ok=True, ignore=left_out)
 
 
 def new_records_folder(folder: Path) -> Path:

@@ -1,6 +1,7 @@
 """Subjects for whole-book judgements, made ahead of the tests that ask for them.
 
-Judging a subject is mostly waiting for its ranks, so two are judged at a time, each on a pool of its own.
+Judging a subject is partly waiting for its ranks, so some are judged at a time, each on a pool of its own: a
+subject that kills the host is alone with it.
 """
 
 import threading
@@ -18,7 +19,7 @@ from conformance.subject import REFERENCE, parse_subject
 from conformance.verdict import Judgement
 
 Judgements = dict[str, Judgement]
-WORKERS = 2
+WORKERS = 3  # one more than the two cores that CI has
 PATIENT, IMPATIENT = 60.0, 4.0  # deadlines; the second is for subjects that hang
 
 
@@ -42,7 +43,7 @@ class Judge:
 
     def __init__(self, rules: dict[str, Rule], stack: ExitStack) -> None:
         self._rules = rules
-        self._sources = {hangs: LocalSource(stack.enter_context(Pool(IMPATIENT if hangs else PATIENT))) for hangs in (False, True)}
+        self._sources = {hangs: LocalSource(stack.enter_context(Pool(IMPATIENT if hangs else PATIENT, lanes=1))) for hangs in (False, True)}
         self._controls: dict[tuple[int, ...], Engine] = {}
 
     def judge(self, case: Case) -> Judgements:

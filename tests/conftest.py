@@ -22,9 +22,12 @@ def rules() -> dict[str, Rule]:
     return book()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def judgements_of(request: pytest.FixtureRequest, rules: dict[str, Rule]) -> Iterator[Callable[[Case], Judgements]]:
-    """A function that returns the whole book's judgements on a case; every selected test's ``case`` is judged once."""
+    """A function that returns the whole book's judgements on a case; every selected test's ``case`` is judged once.
+
+    In use from the first test on, whichever that is: the judging goes on while others run.
+    """
     cases = [item.callspec.params["case"] for item in request.session.items if "case" in getattr(item, "fixturenames", ())]
     with judged_ahead(rules, cases) as futures:
         yield lambda case: futures[case].result()

@@ -7,8 +7,8 @@ import pytest
 
 from conformance.certificate import REQUIRED_WORLDS, SCHEMA, conclude, digest, remove_stale
 from conformance.errors import CERTIFIED, KIT_ERROR, NO_RULES, NOT_CERTIFIED, REFUSED, KitError
-from conformance.record import write_json
 from conformance.rulebook import Rule, golden_list
+from conformance.run_folder import write_json
 from conformance.verdict import Judgement, Verdict
 
 

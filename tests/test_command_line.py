@@ -200,9 +200,10 @@ def test_a_full_disk_is_the_kits_error() -> None:
     from conformance.subject import REFERENCE
 
     with Pool(10.0) as pool:
-        pool.greeting()
-        assert pool._process is not None
-        resource.prlimit(pool._process.pid, resource.RLIMIT_FSIZE, (3000, 3000))
+        LocalSource(pool).run(VALUES, 1, REFERENCE, "fits")
+        assert pool._host is not None
+        for lane in Path(f"/proc/{pool._host.pid}/task/{pool._host.pid}/children").read_text().split():
+            resource.prlimit(int(lane), resource.RLIMIT_FSIZE, (3000, 3000))
         broken = breakage(LocalSource(pool).run(VALUES, 2, REFERENCE, "full"))
     assert broken is not None
     assert broken.kind == "kit"

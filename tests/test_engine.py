@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from conformance.claims import Claims
-from conformance.engine import HANGS, Engine
+from conformance.engine import HANGS, Engine, Source
 from conformance.errors import KitError, TargetError
 from conformance.oracle import mean
 from conformance.rulebook import Rule
@@ -18,7 +18,7 @@ from tests.made_runs import broken_run, event, made_run
 Make = Callable[[Scenario, int], Run]
 
 
-class MadeSource:
+class MadeSource(Source):
     """Makes runs instead of running anything, and remembers which were asked for."""
 
     def __init__(self, subject: Make, reference: Make = lambda s, w: made_run(scenario=s, world=w)) -> None:

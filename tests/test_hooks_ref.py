@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import torch
 
 from conformance.claims import parse_claims
 from conformance.pool import Pool
-from conformance.record import OUTCOME
 from conformance.rulebook import MUST, Rule
 from conformance.run import Run, load_run
+from conformance.run_folder import OUTCOME
 from conformance.scenario import TRAINING, VALUES, Scenario
 from conformance.subject import SubjectSpec
 from tests.cases import Case, Judgements
@@ -62,7 +63,7 @@ def run_of(pool: Pool, scenario: Scenario, target: str) -> Run:
     try:
         return load_run(folder, scenario, len(json.loads((folder / OUTCOME).read_text())["ranks"]))
     finally:
-        pool.discard(folder)
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("scenario", [VALUES, TRAINING], ids=lambda scenario: scenario.name)

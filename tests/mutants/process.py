@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -240,6 +241,12 @@ def kills_parent(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def kills_grandparent(state: Any, bucket: Bucket) -> Result:
+    """Kills the process above the one above it."""
+    os.kill(int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    return average(bucket, state)
+
+
 def destroys_group(state: Any, bucket: Bucket) -> Result:
     """Destroys the process group under everybody's feet."""
     result = average(bucket, state).wait()
@@ -272,6 +279,6 @@ MUTANTS = [
     *(Mutant(name, ("1.5",), setup=True) for name in ("locks_reducer", "noop_on_rank_0")),
     *(Mutant(name, ("1.5",)) for name in ("broadcasts_on_rank_1", "longer_on_rank_1", "wider_on_rank_1")),
     *(Mutant(name, ("1.5",)) for name in ("segfaults", "aborts_at_call_2", "exits_0", "exits_86", "exits_0_on_rank_1")),
-    *(Mutant(name, ("1.5",)) for name in ("kills_itself", "kills_parent", "destroys_group", "closes_files")),
+    *(Mutant(name, ("1.5",)) for name in ("kills_itself", "kills_parent", "kills_grandparent", "destroys_group", "closes_files")),
     Mutant("prints_a_gigabyte", ("9.7",)),
 ]
