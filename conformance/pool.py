@@ -159,10 +159,12 @@ class Pool:
 
     def _new_folder(self, name: str) -> Path:
         self.start()
+        if self._closed:
+            raise KitError("the pool was closed")
         folder = self._base / name
         try:
             try:
-                folder.mkdir(parents=True)
+                folder.mkdir()  # not its parents: a closed pool's folder stays away
             except FileExistsError:
                 folder = self._base / f"{name}-{next(self._runs)}"
                 folder.mkdir()
@@ -188,7 +190,7 @@ class Pool:
 
     def _start_host(self) -> None:
         if self._base == Path():
-            self._base = Path(tempfile.mkdtemp(prefix="conformance-", dir=_fast_folder()))
+            self._base = Path(tempfile.mkdtemp(prefix=f"conformance-{os.getpid()}-", dir=_fast_folder()))
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, **_ENVIRONMENT}
         environment.pop("TORCH_DISTRIBUTED_DEBUG", None)  # DETAIL crashes DDP in torch 2.13

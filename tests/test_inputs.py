@@ -85,12 +85,12 @@ def test_a_fixed_value_stays_as_it_is() -> None:
     expecttest.assert_expected_inline(
         "\n".join(x.hex() for tensor in sample for x in tensor.tolist()),
         """\
-0x1.0000000000000p+2
--0x1.c000000000000p+4
--0x1.9952b80000000p-2
-0x1.08a06f0000000p+0
--0x1.e04f5b0000000p-66
--0x1.7ed74d0000000p+94""",
+0x1.c000000000000p+1
+-0x1.c000000000000p+5
+0x1.0b33510000000p+0
+-0x1.5eec500000000p-4
+0x1.33c09e0000000p-36
+-0x1.d8fdae0000000p+5""",
     )
 
 

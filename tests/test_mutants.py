@@ -61,6 +61,7 @@ def message(judgement: Judgement) -> str:
         (r'"/[^"]*/', '"'),
         (r"/tmp/\S+|/dev/shm/\S+", "..."),
         (r"\[[0-9.:]+\]:\d+|\[?127\.0\.0\.1\]?:\d+", "peer"),
+        (r"line \d+", "line ?"),
         (r"rank \d", "rank ?"),
         (r"(ranks \d and \d)", "two ranks"),
         (r"\d{5,}", "..."),

@@ -13,7 +13,7 @@ import pytest
 from conformance.breakage import breakage
 from conformance.errors import KitError
 from conformance.pool import Pool
-from conformance.scenario import VALUES
+from conformance.scenario import ALL, VALUES
 from conformance.sources import LocalSource
 from conformance.subject import REFERENCE, SubjectSpec
 
@@ -41,6 +41,28 @@ def test_leaves_nothing_behind() -> None:
         assert processes_of(base.name)
     assert not base.exists()
     assert not processes_of(base.name)
+
+
+def test_what_was_begun_ends_with_the_pool() -> None:
+    """Runs that were begun ahead and never asked for do not bring the folder back."""
+    with Pool(10.0) as pool:
+        source = LocalSource(pool)
+        source.run(VALUES, 1, REFERENCE, "values@1")
+        source.begin([(scenario, 2) for scenario in ALL], REFERENCE)
+        base = pool._base
+    assert source._threads is not None
+    source._threads.shutdown()
+    assert not base.exists()
+
+
+def test_runs_side_by_side_do_not_mix() -> None:
+    with Pool(10.0, lanes=3) as pool:
+        source = LocalSource(pool)
+        source.begin([(VALUES, world) for world in (1, 2, 3, 4)], REFERENCE)
+        for world in (4, 3, 2, 1):
+            run = source.run(VALUES, world, REFERENCE, f"values@{world}")
+            assert run.finished
+            assert [len(run.group(rank)) for rank in range(world)] == [world] * world
 
 
 KILLED_IDLE = """
