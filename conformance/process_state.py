@@ -4,6 +4,7 @@
 random generators, which change every time somebody draws a number.
 """
 
+import contextlib
 import ctypes
 import gc
 import hashlib
@@ -111,7 +112,8 @@ def children() -> list[str]:
     """Command lines of the processes that this one has started and not reaped."""
     found = []
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/children") as file:
+        # A thread may end between the listing and the reading; another then has its children.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/children") as file:
             found += file.read().split()
     return [_command_line(pid) for pid in found]
 
