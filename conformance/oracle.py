@@ -78,7 +78,8 @@ def mean(run: Run, rank: int, step: int, index: int, group: tuple[int, ...] | No
 def expected(run: Run, rank: int, step: int, index: int, claims: Claims) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (right value, its bound, values of the ranks ``[W, numel]``) of one parameter."""
     group = tuple(range(run.world)) if claims.world_only else run.group(rank)
-    return _expected(run.scenario.steps[step], run.scenario.params[index], group, len(run.group(rank)), step, index, claims)
+    kind, spec, number = run.scenario.steps[step], run.scenario.params[index], step + run.scenario.first_step
+    return _expected(kind, spec, group, len(run.group(rank)), number, index, claims)
 
 
 @functools.lru_cache(maxsize=512)  # the ranks of a group expect the same

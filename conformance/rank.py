@@ -226,6 +226,7 @@ class _Run:
         return True
 
     def _loss(self, step: int, kind: str) -> torch.Tensor:
+        step += self.scenario.first_step
         if not self.scenario.params:
             return training_loss(self.ddp, self.rank, step)
         grads = scripted_gradients(self.scenario.params, kind, len(self.group_ranks), self.rank, step)
@@ -347,6 +348,7 @@ def _prepare_process(own: Path, cwd: str) -> None:
     os.environ["TMPDIR"] = str(temporary)
     tempfile.tempdir = None  # read TMPDIR again
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background with it ignored
     if cwd not in sys.path:
         sys.path.insert(0, cwd)
     stacks = open(own / "stacks.txt", "w")  # noqa: SIM115 - stays open until the process ends

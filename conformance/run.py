@@ -65,7 +65,7 @@ class Run:
     def fed(self, rank: int, step: int, index: int) -> torch.Tensor:
         """Return the gradient that the kit fed on ``rank``, in the same form."""
         spec = self.scenario.params[index]
-        return fed(self.scenario.steps[step], spec, len(self.group(rank)), rank, step, index)
+        return fed(self.scenario.steps[step], spec, len(self.group(rank)), rank, step + self.scenario.first_step, index)
 
     def bucket_of(self, rank: int, step: int, index: int) -> int | None:
         """Return the index of the bucket that held a parameter at ``step``."""

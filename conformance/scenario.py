@@ -43,6 +43,7 @@ class Scenario:
         group_timeout: the process group's own timeout, in seconds, where it is to expire; 0 means that it is not.
         growth: measure memory after every step.
         after: the scenario without whose end this one is not tried: it would only say the same again.
+        first_step: the number that the first step has to the inputs, where a run continues another.
         repeat: distinguishes runs that are the same experiment.
     """
 
@@ -61,6 +62,7 @@ class Scenario:
     group_timeout: float = 0.0
     growth: bool = False
     after: str = "values"
+    first_step: int = 0
     repeat: int = 0
 
     def to_json(self) -> dict[str, Any]:

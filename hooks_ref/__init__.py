@@ -17,12 +17,16 @@ from hooks_ref.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
+from hooks_ref.low_rank import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
 __all__ = [
+    "PowerSGDState",
     "allreduce_hook",
+    "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "noop_hook",
+    "powerSGD_hook",
 ]

@@ -13,8 +13,9 @@ import time
 
 from conformance.rulebook import MUST, book
 from conformance.verdict import Verdict
-from tests import test_hooks_ref, test_mutants, test_right_hooks
+from tests import test_mutants, test_right_hooks
 from tests.cases import Case, judged_ahead
+from tests.hooks_ref import test_default_hooks
 
 
 def spin() -> None:
@@ -31,7 +32,7 @@ def main() -> int:
     burners = [multiprocessing.Process(target=spin, daemon=True) for _ in range(options.load)]
     for burner in burners:
         burner.start()
-    right = [*test_right_hooks.CASES, *test_hooks_ref.CASES]
+    right = [*test_right_hooks.CASES, *test_default_hooks.CASES]
     cases = list(test_mutants.CASES) if options.mutants else right
     rules, wrong, begin = book(), collections.Counter[str](), time.monotonic()
 
@@ -48,7 +49,9 @@ def main() -> int:
             for case, future in futures.items():
                 for number, judgement in future.result().items():
                     if not expected(case, number, judgement.verdict):
-                        wrong[f"{case} {number}: {judgement.verdict}: {judgement.reason[:200]}"] += 1
+                        what = f"{case} {number}: {judgement.verdict}: {judgement.reason[:300]}"
+                        wrong[what] += 1
+                        print(f"wrong: {what}", flush=True)
         print(f"run {run + 1} of {options.runs}: {len(cases)} subjects, {sum(wrong.values())} wrong verdicts so far", flush=True)
     for what, count in wrong.most_common():
         print(f"{count} times: {what}")

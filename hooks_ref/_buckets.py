@@ -1,0 +1,30 @@
+"""The parameters of a bucket, as views of its buffer.
+
+``GradBucket.gradients()`` makes C-contiguous views, but DDP lays a gradient out in its parameter's own
+strides, and a complex one as pairs of reals: for channels_last, transposed and complex parameters its
+views hold the wrong elements (seen on torch 2.13.0). These hold the right ones.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def pieces(bucket: dist.GradBucket, flat: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Return one flat view per parameter, in memory order, of ``flat`` or of the bucket's buffer.
+
+    Args:
+        bucket: a dense bucket.
+        flat: any tensor of the buffer's shape ``[numel]``.
+
+    Returns:
+        Views of shape ``[n]``, ``n`` the parameter's elements, twice as many for a complex one.
+    """
+    whole = bucket.buffer() if flat is None else flat
+    return list(whole.split([p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters()]))
+
+
+def shaped(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a piece of a real parameter as a view in the parameter's shape, elements where they belong."""
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return piece.as_strided(parameter.size(), parameter.stride())
+    return piece.view(parameter.size())

@@ -1,0 +1,172 @@
+"""What the states of hooks share: a group, a step count, and memory that belongs to parameters.
+
+Memory belongs to parameters, never to bucket slots: DDP regroups its buckets after the first step, and a
+new process starts from the first grouping again. A parameter's key is its place counted from the end of
+the model (1 is the last), which any process can tell from the buckets of its first step: DDP fills bucket
+0 from the end of the model, and keeps the model's order inside a bucket.
+
+A state is saved with ``torch.save(state)`` and loaded with ``torch.load(..., weights_only=True)`` by any
+process that has imported this package, or through ``state_dict`` and ``load_state_dict``. Process groups
+are not saved: set ``state.process_group`` where it is not the default group.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class HookState:
+    """Base of the states; a subclass adds attributes of plain data and tensors, and saves all of them.
+
+    Args:
+        process_group: the group to communicate over; None is the default group, which need not exist yet.
+
+    Attributes:
+        iter: completed steps, counted where the last bucket of a step arrives.
+    """
+
+    _unsaved: ClassVar[dict[str, Callable[[], Any]]] = {"process_group": lambda: None, "_keys": dict}
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(f"process_group: a ProcessGroup of which this rank is a member, or None; got {process_group!r}")
+        self.process_group = process_group
+        self.iter = 0
+        self._keys: dict[torch.Tensor, int] = {}
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group itself, looked up when it is needed."""
+        group = self.process_group if self.process_group is not None else dist.group.WORLD
+        if group is None:
+            raise RuntimeError("there is no process group yet: call torch.distributed.init_process_group first")
+        return group
+
+    def keys(self, bucket: dist.GradBucket) -> list[int]:
+        """Return the key of every parameter in the bucket: its place counted from the end of the model."""
+        parameters = bucket.parameters()
+        before = len(self._keys)
+        for place, parameter in enumerate(parameters):
+            self._keys.setdefault(parameter, before + len(parameters) - place)
+        return [self._keys[parameter] for parameter in parameters]
+
+    def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
+        """Count the step when its last bucket is there."""
+        if bucket.is_last():
+            self.iter += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the groups: plain data and tensors."""
+        return self.__getstate__()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned; the process group stays.
+
+        Raises:
+            ValueError: it was saved by another kind of state.
+        """
+        mine = self.__getstate__()
+        if saved.keys() != mine.keys():
+            raise ValueError(f"load_state_dict: saved by another kind of state; differs in {sorted(saved.keys() ^ mine.keys())}")
+        self.__dict__.update(copy.deepcopy(saved))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in self._unsaved}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self.__dict__.update({name: make() for name, make in self._unsaved.items()})
+        self.__dict__.update(saved)
+
+
+class Memory:
+    """A value per element of every parameter, zero at first: a residual, a momentum, an estimate.
+
+    Stored flat in the order of the current buckets, so that a bucket and its memory meet without a copy,
+    and laid out anew when DDP regroups its buckets.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[int, torch.Tensor] = {}
+        self._flat: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def of(self, keys: Sequence[int], like: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the memory of a bucket's parameters, shape ``[numel]``; writing to it keeps what is written.
+
+        Args:
+            keys: of the parameters, by :meth:`HookState.keys`.
+            like: their pieces of the buffer, by :func:`hooks_ref._buckets.pieces`.
+
+        Raises:
+            ValueError: what was loaded was saved for a model of other shapes.
+        """
+        layout = tuple(keys)
+        if layout not in self._flat:
+            for old in [old for old in self._flat if not set(old).isdisjoint(layout)]:
+                del self._flat[old]
+            for key, piece in zip(keys, like, strict=True):
+                if key in self.parts and self.parts[key].numel() != piece.numel():
+                    raise ValueError(
+                        f"this state was saved for another model: parameter {key} from the end had "
+                        f"{self.parts[key].numel()} elements and has {piece.numel()}"
+                    )
+            kept = [
+                self.parts[key].to(piece) if key in self.parts else torch.zeros_like(piece) for key, piece in zip(keys, like, strict=True)
+            ]
+            flat = self._flat[layout] = torch.cat(kept)
+            self.parts.update(zip(keys, flat.split([piece.numel() for piece in like]), strict=True))
+        return self._flat[layout]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"parts": {key: part.clone() for key, part in self.parts.items()}}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self.parts, self._flat = dict(saved["parts"]), {}
+
+
+def savable(state: type[T]) -> type[T]:
+    """Let ``torch.load(weights_only=True)`` rebuild this class."""
+    torch.serialization.add_safe_globals([state])
+    return state
+
+
+savable(Memory)
+
+
+def check_int(name: str, value: object, least: int) -> int:
+    """Return ``value``, an integer of at least ``least``.
+
+    Raises:
+        TypeError, ValueError: it is not; the message names the argument and its range.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: an integer of at least {least}; got {value!r}")
+    if value < least:
+        raise ValueError(f"{name}: an integer of at least {least}; got {value}")
+    return value
+
+
+def check_number(name: str, value: object, least: float, most: float = math.inf, *, open_below: bool = False) -> float:
+    """Return ``value`` as a float in ``[least, most]``, or in ``(least, most]`` with ``open_below``.
+
+    Raises:
+        TypeError, ValueError: it is not; the message names the argument and its range.
+    """
+    bounds = f"a number in {'(' if open_below else '['}{least}, {most}]"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name}: {bounds}; got {value!r}")
+    if not (least <= value <= most) or (open_below and value == least):
+        raise ValueError(f"{name}: {bounds}; got {value}")
+    return float(value)
+
+
+def check_bool(name: str, value: object) -> bool:
+    """Return ``value``, a bool. Raises: TypeError."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: True or False; got {value!r}")
+    return value

@@ -1,0 +1,88 @@
+"""Runs of a stateful hook on known gradients, for step-by-step comparison with a float64 oracle of its algorithm."""
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from conformance.breakage import breakage
+from conformance.pool import Pool
+from conformance.run import Run, load_run
+from conformance.scenario import Param, Scenario
+from conformance.subject import SubjectSpec
+
+# Matrices worth compressing and not, a vector, a scalar, a matrix in channels_last and one transposed: 8 buckets after the rebuild.
+PARAMS = (
+    *(Param((12, 9)), Param((12,)), Param((8, 3, 2, 2), layout="channels_last"), Param((8,))),
+    *(Param((16, 5), layout="transposed"), Param((3, 2)), Param(()), Param((7, 11))),
+)
+ONE_BUCKET, SEVERAL_BUCKETS = 25.0, 64 / 2**20
+_names = itertools.count()
+
+
+def scenario(
+    steps: int = 12,
+    *,
+    params: tuple[Param, ...] = PARAMS,
+    kind: str = "normal",
+    bucket_cap_mb: float = SEVERAL_BUCKETS,
+    first_step: int = 0,
+) -> Scenario:
+    """Return a scenario of scripted gradients of one kind; several buckets from the second step on, unless said otherwise."""
+    return Scenario("algorithm", "scripted gradients", params, (kind,) * steps, bucket_cap_mb=bucket_cap_mb, first_step=first_step)
+
+
+def run_hook(
+    pool: Pool, what: Scenario, world: int = 2, *, hook: str | None = None, state: str | None = None, setup: str | None = None
+) -> Run:
+    """Run a hook, named as on the command line, and return the finished run."""
+    run = try_hook(pool, what, world, hook=hook, state=state, setup=setup)
+    broken = breakage(run)
+    assert broken is None, f"{broken.line}\n{broken.evidence}"
+    return run
+
+
+def try_hook(
+    pool: Pool, what: Scenario, world: int = 2, *, hook: str | None = None, state: str | None = None, setup: str | None = None
+) -> Run:
+    """Run a hook that may break."""
+    folder = pool.run(what, world, SubjectSpec(hook, state, setup), f"algorithm-{next(_names)}")
+    try:
+        return load_run(folder, what, world)
+    finally:
+        shutil.rmtree(folder)
+
+
+def gradients(run: Run, step: int, index: int) -> torch.Tensor:
+    """Return what the ranks fed for a parameter, ``[W, numel]`` in float64."""
+    return torch.stack([run.fed(rank, step, index) for rank in range(run.world)])
+
+
+def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return what DDP left in a parameter's gradient, flat in float64."""
+    got = run.got(rank, step, index)
+    assert got is not None, f"rank {rank}, step {step}: parameter {index} has no gradient"
+    return got
+
+
+def every(run: Run, steps: range | None = None) -> Iterator[tuple[int, int, int]]:
+    """Yield (step, rank, parameter) in the order of time."""
+    return itertools.product(steps or range(len(run.scenario.steps)), range(run.world), range(len(run.scenario.params)))
+
+
+def require_same_bits(one: Run, other: Run, *, steps: Callable[[int], int | None] = lambda step: step) -> None:
+    """Compare two runs; ``steps`` gives the step of ``other`` that a step of ``one`` is compared with, or None."""
+    for step, rank, index in every(one):
+        if (theirs := steps(step)) is not None:
+            assert torch.equal(result(one, rank, step, index), result(other, rank, theirs, index)), (step, rank, index)
+
+
+@contextmanager
+def torchs_own_fails(said: str) -> Iterator[None]:
+    """Expect that torch's implementation fails with ``said``, so that we notice when torch mends it."""
+    with pytest.raises(AssertionError) as raised:
+        yield
+    assert said in str(raised.value), f"torch's own fails otherwise by now: {raised.value}"
