@@ -165,6 +165,24 @@ def test_a_user_module_cannot_shadow_what_the_host_imports(tmp_path: Path, monke
         assert pool.greeting()["gloo"]
 
 
+IGNORED = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from conformance.pool import Pool
+from conformance.scenario import VALUES
+from conformance.sources import LocalSource
+from conformance.subject import REFERENCE
+with Pool(30.0) as pool:
+    print(LocalSource(pool).run(VALUES, 1, REFERENCE, "values@1").ranks[0].first("state", at="start")["process"]["signal handlers"])
+"""
+
+
+def test_ranks_take_interrupts_whoever_started_the_kit() -> None:
+    """A shell starts what it puts in the background with SIGINT ignored: a subject that ignores it would not be seen."""
+    child = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True, check=True)
+    assert "default_int_handler" in child.stdout
+
+
 def test_a_host_without_torch_is_the_kits_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with Pool(1.0) as pool, pytest.raises(KitError, match="is torch installed for /bin/false"):
