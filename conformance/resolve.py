@@ -80,7 +80,8 @@ def make_state(state: Any, context: dict[str, Callable[[], Any]]) -> Any:
 
 
 def call_with_names(function: Callable[..., Any], kwargs: dict[str, Any], context: dict[str, Callable[[], Any]]) -> Any:
-    """Call ``function`` with ``kwargs`` and those context values that its signature names."""
+    """Call ``function`` with ``kwargs`` and those context values that its signature names and that it was not given."""
+    given = {*kwargs, *(function.keywords if isinstance(function, functools.partial) else ())}
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -88,7 +89,7 @@ def call_with_names(function: Callable[..., Any], kwargs: dict[str, Any], contex
     positional, named = [], dict(kwargs)
     for parameter in parameters:
         name = _ALIASES.get(parameter.name, parameter.name)
-        if parameter.name in kwargs or name not in context or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        if parameter.name in given or name not in context or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
             positional.append(context[name]())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from conformance.errors import TargetError
-from conformance.resolve import describe, make_hook, make_state, resolve
+from conformance.resolve import call_with_names, describe, make_hook, make_state, resolve
 from conformance.subject import Subject, SubjectSpec
 
 CONTEXT: dict[str, Callable[[], Any]] = {
@@ -111,6 +111,13 @@ def test_states_of_every_shape(state: str, value: object) -> None:
 def test_a_class_as_state_gets_what_its_signature_names() -> None:
     state = made("wild:hook", "wild:Stateful,rank=5")[1]
     assert (state.process_group, state.rank) == ("the process_group", 5)
+
+
+def test_what_a_target_is_given_is_not_taken_from_the_rank() -> None:
+    """``--setup wild:positional,model=small`` means that model, whatever the rank has under that name."""
+    resolved = resolve(SubjectSpec(setup="wild:positional,model=small"))
+    assert resolved.setup is not None
+    assert call_with_names(resolved.setup, {}, CONTEXT) == ("the process_group", "small")
 
 
 def test_a_subject_describes_itself() -> None:

@@ -4,6 +4,7 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,3 +87,13 @@ def torchs_own_fails(said: str) -> Iterator[None]:
     with pytest.raises(AssertionError) as raised:
         yield
     assert said in str(raised.value), f"torch's own fails otherwise by now: {raised.value}"
+
+
+def require_resumes(pool: Pool, folder: Path, hook: str, state: str) -> None:
+    """Six steps, saved and continued in new processes with a new DDP, equal twelve: the same bits."""
+    whole = run_hook(pool, scenario(12), hook=hook, state=state)
+    given = f"hook='{hook}',folder='{folder}'"
+    run_hook(pool, scenario(6), setup=f"tests.hooks_ref.saved_states:saves,state='{state}',{given}")
+    for loads in (f"loads,{given}", f"loads_state_dict,state='{state}',{given}"):
+        rest = run_hook(pool, scenario(6, first_step=6), setup=f"tests.hooks_ref.saved_states:{loads}")
+        require_same_bits(rest, whole, steps=lambda step: step + 6)
