@@ -85,7 +85,8 @@ class PowerSGDState(HookState):
         self.random_seed = check_int("random_seed", random_seed, 0)
         self.compression_stats_logging_frequency = check_int("compression_stats_logging_frequency", compression_stats_logging_frequency, 1)
         self.batch_tensors_with_same_shape = check_bool("batch_tensors_with_same_shape", batch_tensors_with_same_shape)
-        self.errors = Memory()
+        self.errors: dict[int, torch.Tensor] = {}  # of each compressed parameter, [n, m]
+        self.square_errors = Memory()  # of batched_powerSGD_hook
         self.qs: dict[Key, torch.Tensor] = {}
         self.numel_before, self.numel_after = 0, 0
         self._step: list[_Bucket] = []  # the buckets of the step that is going on
@@ -106,24 +107,29 @@ class PowerSGDState(HookState):
 
 @dataclass
 class _Matrix:
-    """One matrix of one bucket: where it lies, and its factors ``p`` ``[n, k]`` and ``q`` ``[m, k]``."""
+    """One matrix of one bucket, in memory of its own: products then have the same bits wherever in a bucket it lies.
+
+    Attributes:
+        m: gradient and error, ``[n, m]``; afterwards the new error.
+        write: puts the result, ``[n, m]``, into the bucket.
+        p, q: the factors, ``[n, k]`` and ``[m, k]``.
+    """
 
     key: Key
-    rows: torch.Tensor
-    write: Callable[[torch.Tensor], object]
+    m: torch.Tensor
+    write: Callable[[torch.Tensor], None]
     p: torch.Tensor
     q: torch.Tensor
 
 
 @dataclass
 class _Bucket:
-    """One bucket between its first allreduce and its result."""
+    """One bucket between its first allreduce and its result; ``plain`` are the pieces that are averaged as they are."""
 
     buffer: torch.Tensor
     result: torch.futures.Future[torch.Tensor]
     matrices: list[_Matrix]
-    plain: list[torch.Tensor]  # pieces that are averaged as they are
-    errors: torch.Tensor | None
+    plain: list[torch.Tensor]
     sent: torch.Tensor
     arrived: torch.futures.Future[list[torch.Tensor]]
 
@@ -180,18 +186,15 @@ def _hook(state: PowerSGDState, bucket: dist.GradBucket, split: _Split) -> torch
 
 
 def _first_allreduce(state: PowerSGDState, bucket: dist.GradBucket, keys: list[int], split: _Split) -> _Bucket:
-    buffer, parts = bucket.buffer(), pieces(bucket)
-    errors = state.errors.of(keys, parts) if state.use_error_feedback else None
-    if errors is not None:
-        buffer.add_(errors)
-    matrices, plain = split(state, keys, parts, bucket)
-    _multiply(matrices, state.batch_tensors_with_same_shape, lambda matrix: matrix.rows, "q", "p")
+    buffer = bucket.buffer()
+    matrices, plain = split(state, keys, pieces(bucket), bucket)
+    _multiply(matrices, state.batch_tensors_with_same_shape, lambda matrix: matrix.m, "q", "p")
     # One collective for all: what is averaged as it is, then every P.
     sent = torch.cat([*plain, *(matrix.p.view(-1) for matrix in matrices)]).div_(state.group.size())
     state.numel_before += buffer.numel()
     state.numel_after += sent.numel()
     arrived = dist.all_reduce(sent, group=state.group, async_op=True).get_future()
-    return _Bucket(buffer, _new_future(buffer), matrices, plain, errors, sent, arrived)
+    return _Bucket(buffer, _new_future(buffer), matrices, plain, sent, arrived)
 
 
 def _by_parameter(
@@ -206,9 +209,17 @@ def _by_parameter(
             plain.append(piece)
             continue
         place = shaped(piece, parameter)
-        rows = place.reshape(n, m)
-        q = state.q(key, m, rank, piece)
-        matrices.append(_Matrix(key, rows, lambda value, place=place: place.copy_(value.view(place.shape)), piece.new_empty(n, rank), q))  # type: ignore[misc]
+        matrix = place.new_zeros(n, m)
+        if state.use_error_feedback:
+            matrix = state.errors[key] = state.errors.get(key, matrix).to(piece)
+            if matrix.shape != (n, m):
+                raise ValueError(f"this state was saved for another model: a matrix of {list(matrix.shape)} is now one of {[n, m]}")
+        matrix.view(place.shape).add_(place)
+
+        def write(value: torch.Tensor, place: torch.Tensor = place) -> None:
+            place.copy_(value.view(place.shape))
+
+        matrices.append(_Matrix(key, matrix, write, piece.new_empty(n, rank), state.q(key, m, rank, piece)))
     return matrices, plain
 
 
@@ -216,21 +227,23 @@ def _as_square(
     state: PowerSGDState, keys: list[int], parts: list[torch.Tensor], bucket: dist.GradBucket
 ) -> tuple[list[_Matrix], list[torch.Tensor]]:
     buffer = bucket.buffer()
-    side = math.isqrt(max(0, buffer.numel() - 1)) + 1
-    rank = min(side, state.matrix_approximation_rank)
     if buffer.numel() == 0:
         return [], parts
-    padded = buffer.new_zeros(side * side)
-    padded[: buffer.numel()] = buffer
-    key = tuple(keys)
+    side = math.isqrt(buffer.numel() - 1) + 1
+    rank, key = min(side, state.matrix_approximation_rank), tuple(keys)
     for other in [other for other in state.qs if other != key and isinstance(other, tuple) and not set(other).isdisjoint(key)]:
         del state.qs[other]
-    q = state.q(key, side, rank, buffer)
+    matrix = buffer.new_zeros(side, side)
+    padded = matrix.view(-1)[: buffer.numel()]
+    errors = state.square_errors.of(keys, parts) if state.use_error_feedback else None
+    padded.copy_(buffer if errors is None else errors.add_(buffer))
 
     def write(value: torch.Tensor) -> None:
-        buffer.copy_(value.reshape(-1)[: buffer.numel()])
+        buffer.copy_(value.view(-1)[: buffer.numel()])
+        if errors is not None:
+            errors.sub_(buffer)
 
-    return [_Matrix(key, padded.view(side, side), write, buffer.new_empty(side, rank), q)], []
+    return [_Matrix(key, matrix, write, buffer.new_empty(side, rank), state.q(key, side, rank, buffer))], []
 
 
 def _second_allreduce(state: PowerSGDState, step: list[_Bucket]) -> None:
@@ -246,7 +259,7 @@ def _second_allreduce(state: PowerSGDState, step: list[_Bucket]) -> None:
             _scatter(bucket.sent, [*bucket.plain, *(matrix.p for matrix in bucket.matrices)])
         for matrix in matrices:
             matrix.p = orthonormal(matrix.p)
-        _multiply(matrices, batch, lambda matrix: matrix.rows.t(), "p", "q")
+        _multiply(matrices, batch, lambda matrix: matrix.m.t(), "p", "q")
         if matrices:
             sent = torch.cat([matrix.q.reshape(-1) for matrix in matrices]).div_(size)
             state.numel_after += sent.numel()
@@ -257,15 +270,12 @@ def _second_allreduce(state: PowerSGDState, step: list[_Bucket]) -> None:
     def finish(arrived: torch.futures.Future[list[torch.Tensor]] | None) -> None:
         if arrived is not None:
             _scatter(arrived.value()[0], [matrix.q for matrix in matrices])
-        for bucket in step:
-            if bucket.errors is not None:
-                bucket.errors.copy_(bucket.buffer)
         for matrix in matrices:
-            matrix.write(matrix.p @ matrix.q.t())
+            value = matrix.p @ matrix.q.t()
+            matrix.write(value)
+            matrix.m.sub_(value)
             state.qs[matrix.key] = matrix.q
         for bucket in step:
-            if bucket.errors is not None:
-                bucket.errors.sub_(bucket.buffer)  # zero where the buffer holds plain means already
             bucket.result.set_result(bucket.buffer)
 
     torch.futures.collect_all([bucket.arrived for bucket in step]).then(_or_fail(step, factor))
@@ -287,7 +297,7 @@ def _multiply(matrices: Sequence[_Matrix], batch: bool, left: Callable[[_Matrix]
     """Set each matrix's ``into`` to the product of ``left(matrix)`` and its ``right``; one shape at a time with ``batch``."""
     groups: dict[object, list[_Matrix]] = defaultdict(list)
     for number, matrix in enumerate(matrices):
-        groups[tuple(matrix.rows.shape) if batch else number].append(matrix)
+        groups[tuple(matrix.m.shape) if batch else number].append(matrix)
     for alike in groups.values():
         if len(alike) == 1:
             setattr(alike[0], into, left(alike[0]) @ getattr(alike[0], right))
