@@ -10,7 +10,12 @@ The package depends on torch alone and is meant to be read as the specification 
 ``torch.load(weights_only=True)`` rebuild the states.
 """
 
-from hooks_ref.compression import CompressionState, Compressor, compression_hook, encode_and_decode_hook
+from hooks_ref.compression import (
+    CompressionState,
+    Compressor,
+    compression_hook,
+    encode_and_decode_hook,
+)
 from hooks_ref.debugging_hooks import noop_hook
 from hooks_ref.default_hooks import (
     allreduce_hook,
@@ -19,19 +24,41 @@ from hooks_ref.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
+from hooks_ref.gossip import GossipGraDState, gossip_grad_hook
+from hooks_ref.local_sgd import PostLocalSGDState, post_localSGD_hook
 from hooks_ref.low_rank import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from hooks_ref.mixed_precision import MixedPrecisionState, allreduce_and_upcast_hook
+from hooks_ref.optimizer_overlap import (
+    OptimizerHookState,
+    apply_optim_in_backward_hook,
+    functional,
+    hook_then_optimizer,
+)
+from hooks_ref.quantization import quantization_perchannel_hook, quantization_pertensor_hook
+from hooks_ref.registration import DDPCommHookType, register_ddp_comm_hook
 from hooks_ref.sign import OneBit, ScaledSign
 from hooks_ref.sparsification import RandomK, TopK
+from hooks_ref.stochastic import QSGD, TernGrad
+from hooks_ref.zero_overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [
+    "QSGD",
     "CompressionState",
     "Compressor",
+    "DDPCommHookType",
+    "GossipGraDState",
+    "MixedPrecisionState",
     "OneBit",
+    "OptimizerHookState",
+    "PostLocalSGDState",
     "PowerSGDState",
     "RandomK",
     "ScaledSign",
+    "TernGrad",
     "TopK",
+    "allreduce_and_upcast_hook",
     "allreduce_hook",
+    "apply_optim_in_backward_hook",
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
@@ -39,6 +66,15 @@ __all__ = [
     "encode_and_decode_hook",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "functional",
+    "gossip_grad_hook",
+    "hook_then_optimizer",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
     "noop_hook",
+    "post_localSGD_hook",
     "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
+    "register_ddp_comm_hook",
 ]

@@ -23,6 +23,17 @@ def pieces(bucket: dist.GradBucket, flat: torch.Tensor | None = None) -> list[to
     return list(whole.split([p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters()]))
 
 
+def gradient(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a piece of a bucket as the gradient of its parameter: a view in its shape and layout."""
+    return shaped(torch.view_as_complex(piece.view(-1, 2)) if parameter.is_complex() else piece, parameter)
+
+
+def in_rows(flat: torch.Tensor, width: int) -> torch.Tensor:
+    """Return ``flat``, shape ``[n]``, in rows of ``min(width, n)``, the last one filled up with zeros."""
+    width = max(1, min(width, flat.numel()))
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % width)).view(-1, width)
+
+
 def shaped(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a piece of a real parameter as a view in the parameter's shape, elements where they belong."""
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):

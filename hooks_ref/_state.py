@@ -11,6 +11,7 @@ are not saved: set ``state.process_group`` where it is not the default group.
 """
 
 import copy
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -136,6 +137,15 @@ def savable(state: type[T]) -> type[T]:
 
 
 savable(Memory)
+
+
+def generator(*words: int, device: torch.device | None = None) -> torch.Generator:
+    """Return a random generator that ``words`` alone determine: a seed, a step, a key; the same on all ranks that give the same.
+
+    They are hashed, because the CPU's generator takes no more than the last 32 bits of its seed.
+    """
+    digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
+    return torch.Generator(device or "cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def check_int(name: str, value: object, least: int) -> int:

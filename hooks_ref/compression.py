@@ -8,6 +8,8 @@ With ``x_r`` the bucket of rank ``r`` of ``W``, ``C`` the compressor and ``e_r``
 
 With feedback the results telescope: over T steps their sum is the sum of the means, minus the mean of the errors of
 the last step. EF21 compresses the change of each rank's gradient and keeps the estimates ``h_r`` and their mean ``h``.
+A value that is not finite is never remembered: a step that overflowed does not spoil the later ones, and an element
+begins again from zero, in EF21 on all ranks.
 
 A compressor works on a bucket parameter by parameter, so that what it does is the same however DDP groups them.
 Compressed data travel by all_gather and are decoded in the order of ranks: all ranks get the same bits. Where
@@ -25,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from hooks_ref._buckets import pieces
+from hooks_ref._collectives import gather, when_all
 from hooks_ref._state import HookState, Memory, check_int, check_number, savable
 from hooks_ref.default_hooks import Hook, allreduce_hook
 
@@ -120,27 +123,36 @@ def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.
     if own is not None and mean is None:
         own.copy_(buffer)
         compressor.add_decoded(encoded, own.split(sizes), keys, step, -1)
+        own.nan_to_num_(0, 0, 0)
         if velocity is not None:
             velocity.masked_fill_(own != buffer, 0)
     elif own is not None:
         compressor.add_decoded(encoded, own.split(sizes), keys, step)
 
-    def decode(everyones: Sequence[Encoded]) -> torch.Tensor:
-        buffer.zero_()
-        for one in everyones:
-            compressor.add_decoded(one, parts, keys, step)
-        buffer.div_(group.size())
-        return buffer if mean is None else buffer.copy_(mean.add_(buffer))
-
     if compressor.summable:
-        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in encoded]
-        return _all(works, lambda: decode([encoded]))
-    gathered = [tensor.new_empty(group.size(), *tensor.shape) for tensor in encoded]
-    works = [
-        dist.all_gather_into_tensor(into.view(-1), tensor.view(-1), group=group, async_op=True)
-        for into, tensor in zip(gathered, encoded, strict=True)
-    ]
-    return _all(works, lambda: decode(list(zip(*gathered, strict=True))))
+        means = tuple(tensor.div(group.size()) for tensor in encoded)
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in means]
+        everyones: list[Encoded] = [means]
+    else:
+        gathered, works = gather(encoded, group)
+        everyones = list(zip(*gathered, strict=True))
+
+    def decode() -> torch.Tensor:
+        # The sum of half-precision values overflows where their mean does not, and loses small ones.
+        total = buffer.float() if buffer.dtype in (torch.float16, torch.bfloat16) else buffer
+        total.zero_()
+        for one in everyones:
+            compressor.add_decoded(one, total.split(sizes), keys, step)
+        if not compressor.summable:
+            total.div_(group.size())
+        buffer.copy_(total)
+        if mean is not None and own is not None:
+            buffer.copy_(mean.add_(buffer))
+            own.masked_fill_(broken := ~mean.isfinite(), 0)
+            mean.masked_fill_(broken, 0)
+        return buffer
+
+    return when_all(works, decode)
 
 
 def encode_and_decode_hook(encode: Callable[[torch.Tensor], torch.Tensor], decode: Callable[[torch.Tensor, torch.Tensor], Any]) -> Hook:
@@ -169,14 +181,3 @@ def encode_and_decode_hook(encode: Callable[[torch.Tensor], torch.Tensor], decod
         return dist.all_reduce(encoded, group=group, async_op=True).get_future().then(decoded)
 
     return encode_and_decode
-
-
-def _all(works: Sequence[dist.Work], then: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
-    """Return the future of ``then()``, called when all of ``works`` are through."""
-
-    def through(futures: torch.futures.Future[list[torch.futures.Future[Any]]]) -> torch.Tensor:
-        for future in futures.value():
-            future.value()  # raises what the collective raised
-        return then()
-
-    return torch.futures.collect_all([work.get_future() for work in works]).then(through)

@@ -13,8 +13,8 @@ so ``gradient = P P^T mean_r(M_r)``: the mean, projected on ``k`` directions tha
 ``min_compression_rate`` times smaller are averaged as they are, beside the ``P`` of their bucket.
 
 One thing is settled differently from torch: the second allreduce is one per step, for all buckets, when the first
-ones are through. A collective that each bucket starts from its own callback starts in another order on every rank;
-on Gloo that hangs. Nothing here waits, and the first allreduce of each bucket overlaps the backward.
+ones are through, on a group of its own. A collective that a bucket starts from its own callback starts in another order
+on every rank; on Gloo that hangs or aborts. Nothing here waits, and the first allreduce of each bucket overlaps the backward.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019, algorithms 1 and 2; torch documentation, "DDP Communication Hooks", section "PowerSGD Communication Hook".
@@ -31,7 +31,8 @@ import torch
 import torch.distributed as dist
 
 from hooks_ref._buckets import pieces, shaped
-from hooks_ref._state import HookState, Memory, check_bool, check_int, check_number, savable
+from hooks_ref._collectives import second_group
+from hooks_ref._state import HookState, Memory, check_bool, check_int, check_number, generator, savable
 from hooks_ref.default_hooks import allreduce_hook
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,11 @@ class PowerSGDState(HookState):
         TypeError, ValueError: an argument is out of its range; the message names it.
     """
 
-    _unsaved: ClassVar[dict[str, Callable[[], Any]]] = {**HookState._unsaved, "_step": list}
+    _unsaved: ClassVar[dict[str, Callable[[], Any]]] = {
+        **HookState._unsaved,
+        "_step": list,
+        "_second_group": lambda: None,
+    }
 
     def __init__(
         self,
@@ -90,6 +95,7 @@ class PowerSGDState(HookState):
         self.qs: dict[Key, torch.Tensor] = {}
         self.numel_before, self.numel_after = 0, 0
         self._step: list[_Bucket] = []  # the buckets of the step that is going on
+        self._second_group: dist.ProcessGroup | None = None
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements of the gradients, elements sent) over all compressed steps."""
@@ -98,10 +104,8 @@ class PowerSGDState(HookState):
     def q(self, key: Key, columns: int, rank: int, like: torch.Tensor) -> torch.Tensor:
         """Return the orthonormal factor to begin with, shape ``[columns, rank]``, the same on all ranks."""
         if not (self.warm_start and key in self.qs):
-            place = key if isinstance(key, int) else sum(key)
-            seed = ((self.random_seed * 1_000_003 + self.iter) * 1_000_003 + place) % (1 << 63)
-            generator = torch.Generator().manual_seed(seed)
-            self.qs[key] = torch.randn(columns, rank, generator=generator)
+            words = (key,) if isinstance(key, int) else key
+            self.qs[key] = torch.randn(columns, rank, generator=generator(self.random_seed, self.iter, *words))
         return orthonormal(self.qs[key].to(like))
 
 
@@ -168,6 +172,8 @@ _Split = Callable[[PowerSGDState, list[int], list[torch.Tensor], dist.GradBucket
 
 def _hook(state: PowerSGDState, bucket: dist.GradBucket, split: _Split) -> torch.futures.Future[torch.Tensor]:
     keys, compress = state.keys(bucket), state.iter >= state.start_powerSGD_iter
+    if compress and state._second_group is None:
+        state._second_group = second_group(state.group)
     if bucket.index() == 0:
         state._step.clear()  # of a step that failed
     if compress and not bucket.buffer().is_sparse:
@@ -241,7 +247,7 @@ def _as_square(
     def write(value: torch.Tensor) -> None:
         buffer.copy_(value.view(-1)[: buffer.numel()])
         if errors is not None:
-            errors.sub_(buffer)
+            errors.sub_(buffer).nan_to_num_(0, 0, 0)
 
     return [_Matrix(key, matrix, write, buffer.new_empty(side, rank), state.q(key, side, rank, buffer))], []
 
@@ -250,7 +256,7 @@ def _second_allreduce(state: PowerSGDState, step: list[_Bucket]) -> None:
     """Go on when the first allreduce of every bucket is through; whatever fails, fails every bucket's future."""
     size, batch = state.group.size(), state.batch_tensors_with_same_shape
     matrices = [matrix for bucket in step for matrix in bucket.matrices]
-    group = state.group
+    group = state._second_group
 
     def factor(arrived: torch.futures.Future[list[torch.futures.Future[list[torch.Tensor]]]]) -> None:
         for future in arrived.value():
@@ -273,8 +279,9 @@ def _second_allreduce(state: PowerSGDState, step: list[_Bucket]) -> None:
         for matrix in matrices:
             value = matrix.p @ matrix.q.t()
             matrix.write(value)
-            matrix.m.sub_(value)
-            state.qs[matrix.key] = matrix.q
+            # What is not finite is not remembered: one step that overflowed must not spoil all later ones.
+            matrix.m.sub_(value).nan_to_num_(0, 0, 0)
+            state.qs[matrix.key] = matrix.q.nan_to_num_(0, 0, 0)
         for bucket in step:
             bucket.result.set_result(bucket.buffer)
 

@@ -50,9 +50,7 @@ class DDPCommHookType(enum.Enum):
     NOOP = _member(_register, noop_hook)
 
 
-def register_ddp_comm_hook(
-    comm_hook_type: DDPCommHookType, model: DistributedDataParallel, state: Any = None, **arguments: Any
-) -> Any:
+def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: DistributedDataParallel, state: Any = None, **arguments: Any) -> Any:
     """Register a hook by name and return its state, which has to be saved with the model.
 
     Args:

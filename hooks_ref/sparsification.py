@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hooks_ref._state import check_bool, check_int, check_number, savable
+from hooks_ref._state import check_bool, check_int, check_number, generator, savable
 from hooks_ref.compression import Compressor, Encoded
 
 
@@ -45,7 +45,7 @@ class TopK(Compressor):
     def add_decoded(self, encoded: Encoded, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, sign: int = 1) -> None:
         counts = [_count(self.ratio, part.numel()) for part in parts]
         for part, value, place in zip(parts, encoded[0].split(counts), encoded[1].split(counts), strict=True):
-            part.index_add_(0, place, value, alpha=sign)
+            part.index_add_(0, place, value.to(part.dtype), alpha=sign)
 
 
 @savable
@@ -79,13 +79,12 @@ class RandomK(Compressor):
     def add_decoded(self, encoded: Encoded, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, sign: int = 1) -> None:
         counts = [_count(self.ratio, part.numel()) for part in parts]
         for part, value, place in zip(parts, encoded[0].split(counts), self._places(parts, keys, step), strict=True):
-            part.index_add_(0, place, value, alpha=sign)
+            part.index_add_(0, place, value.to(part.dtype), alpha=sign)
 
     def _places(self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int) -> Iterator[torch.Tensor]:
         for part, key in zip(parts, keys, strict=True):
             n = part.numel()
-            generator = torch.Generator().manual_seed(((self.seed * 1_000_003 + step) * 1_000_003 + key) % (1 << 63))
-            a, b = torch.randint(max(1, n), (2,), generator=generator).tolist()
+            a, b = torch.randint(max(1, n), (2,), generator=generator(self.seed, step, key)).tolist()
             while math.gcd(a, n) != 1 and n:
                 a = (a + 1) % n
             count = torch.arange(_count(self.ratio, n), device=part.device)

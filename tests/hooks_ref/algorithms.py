@@ -1,6 +1,7 @@
 """Runs of a stateful hook on known gradients, for step-by-step comparison with a float64 oracle of its algorithm."""
 
 import itertools
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import torch
 
 from conformance.breakage import breakage
 from conformance.pool import Pool
+from conformance.probe import lay_out
 from conformance.run import Run, load_run
 from conformance.scenario import Param, Scenario
 from conformance.subject import SubjectSpec
@@ -67,6 +69,14 @@ def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     got = run.got(rank, step, index)
     assert got is not None, f"rank {rank}, step {step}: parameter {index} has no gradient"
     return got
+
+
+def memory_order(spec: Param) -> torch.Tensor:
+    """Return the places, in C order, of the elements of a gradient as they follow each other in its bucket."""
+    if spec.dtype.startswith("complex"):  # pairs of reals, in contiguous parameters only
+        return torch.arange(2 * math.prod(spec.shape))
+    laid = lay_out(torch.arange(math.prod(spec.shape)).view(spec.shape), spec.layout)
+    return laid.as_strided((laid.numel(),), (1,))
 
 
 def every(run: Run, steps: range | None = None) -> Iterator[tuple[int, int, int]]:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
+from torch.nn.parallel import DistributedDataParallel
 
 import hooks_ref
 from conformance import Case
@@ -29,6 +30,31 @@ def zeros(whose: str, world_size: int) -> Case:
         return hook(state, bucket)
 
     return Case(state, zero_at_first)
+
+
+def unused_parameters(world_size: int) -> Case:
+    """A model of its own, with parameters that take turns at being unused and buckets that never settle."""
+
+    class Turns(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(4))
+
+        def forward(self, x: torch.Tensor, without: int) -> torch.Tensor:
+            for number, layer in enumerate(self.layers):
+                x = x if number == without else layer(x)
+            return x.sum()
+
+    ddp = DistributedDataParallel(Turns(), bucket_cap_mb=1 / 1024, find_unused_parameters=True)
+    ddp.register_comm_hook(hooks_ref.PowerSGDState(None, 2, 0, 1), hooks_ref.powerSGD_hook)
+    for step in range(30):
+        ddp.zero_grad()
+        ddp(torch.randn(3, 12), step % 4).backward()
+        got = torch.cat([parameter.grad.view(-1) for parameter in ddp.parameters() if parameter.grad is not None])
+        everyones = [torch.empty_like(got) for _ in range(world_size)]
+        dist.all_gather(everyones, got)
+        assert all(torch.equal(got, other) for other in everyones), f"step {step}: ranks differ"
+    return Case(None, hooks_ref.allreduce_hook)
 
 
 torchs_hook, torchs_batched_hook = theirs.powerSGD_hook, theirs.batched_powerSGD_hook

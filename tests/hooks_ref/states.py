@@ -3,12 +3,11 @@
 Each takes ``process_group`` and is called once per rank.
 """
 
+import torch
 import torch.distributed as dist
 
-from hooks_ref.compression import CompressionState
-from hooks_ref.low_rank import PowerSGDState
-from hooks_ref.sign import OneBit, ScaledSign
-from hooks_ref.sparsification import RandomK, TopK
+from conformance import Case
+from hooks_ref import QSGD, CompressionState, OneBit, PowerSGDState, RandomK, ScaledSign, TernGrad, TopK, compression_hook
 
 Group = dist.ProcessGroup | None
 
@@ -36,6 +35,16 @@ def power_sgd_fresh(process_group: Group = None) -> PowerSGDState:
 def top_k(process_group: Group = None) -> CompressionState:
     """A quarter of the elements, with feedback."""
     return CompressionState(process_group, TopK(0.25))
+
+
+def everything(process_group: Group = None) -> CompressionState:
+    """All of the elements: exact, by the way that a compressed step takes."""
+    return CompressionState(process_group, TopK(1))
+
+
+def everything_at_random(process_group: Group = None) -> CompressionState:
+    """All of the elements, in a random order, summed."""
+    return CompressionState(process_group, RandomK(1))
 
 
 def top_k_dgc(process_group: Group = None) -> CompressionState:
@@ -66,3 +75,33 @@ def scaled_sign(process_group: Group = None) -> CompressionState:
 def one_bit(process_group: Group = None) -> CompressionState:
     """Signs with two values per parameter, with feedback."""
     return CompressionState(process_group, OneBit())
+
+
+def qsgd(process_group: Group = None) -> CompressionState:
+    """Eight bits per element, in blocks of 512."""
+    return CompressionState(process_group, QSGD(seed=5), memory="none")
+
+
+def qsgd_4_bits(process_group: Group = None) -> CompressionState:
+    """Four bits per element, in blocks of 16."""
+    return CompressionState(process_group, QSGD(levels=7, block=16, seed=5), memory="none")
+
+
+def terngrad(process_group: Group = None) -> CompressionState:
+    """Two bits per element, in blocks of 512."""
+    return CompressionState(process_group, TernGrad(seed=5), memory="none")
+
+
+def terngrad_short(process_group: Group = None) -> CompressionState:
+    """Two bits per element, in blocks of 10."""
+    return CompressionState(process_group, TernGrad(block=10, seed=5), memory="none")
+
+
+def fed_49152(state: str) -> Case:
+    """The compression hook with one of these states, every element of every gradient 49,152."""
+
+    def hook(made: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        bucket.buffer().fill_(49_152)
+        return compression_hook(made, bucket)
+
+    return Case(globals()[state](), hook)

@@ -1,7 +1,9 @@
 """Compressors with their memories, beside their definitions in float64."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +12,14 @@ import torch
 from conformance.pool import Pool
 from conformance.probe import lay_out
 from conformance.run import Run
+from conformance.scenario import Param
 from hooks_ref._state import HookState
 from hooks_ref.compression import CompressionState, Compressor
 from hooks_ref.sign import OneBit, ScaledSign
 from hooks_ref.sparsification import RandomK, TopK
 from tests.hooks_ref.algorithms import PARAMS, every, gradients, require_resumes, require_same_bits, result, run_hook, scenario
 
-HOOK = "hooks_ref.compression:compression_hook"
+HOOK = "hooks_ref:compression_hook"
 STEPS, RATIO, UNIT = 12, 0.25, 2.0**-24
 
 
@@ -188,6 +191,36 @@ def test_what_is_not_finite_stays_so(compressor: Compressor, value: float) -> No
     decoded = torch.zeros(16)
     compressor.add_decoded(compressor.encode([x], [1], 0, 0), [decoded], [1], 0)
     assert not decoded[5].isfinite()
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_goes_on_after_a_step_that_overflowed(pool: Pool, name: str, kind: str) -> None:
+    """What is not finite is not remembered, and in EF21 all ranks forget the same elements."""
+    steps = ("normal",) * 3 + (kind,) + ("normal",) * 12
+    run = run_hook(pool, replace(scenario(), steps=steps), hook=HOOK, state=f"tests.hooks_ref.states:{name}")
+    for index, step in itertools.product(range(len(PARAMS)), range(4, len(steps))):
+        assert result(run, 0, step, index).isfinite().all(), (index, step)
+        assert torch.equal(result(run, 0, step, index), result(run, 1, step, index))
+
+
+def test_ef21_is_the_mean_of_its_estimates_after_an_overflow(pool: Pool) -> None:
+    """Fed the same again and again, it comes to the mean itself: what ranks forgot did not stay in the mean of all."""
+    steps = ("normal", "nan") + ("zero_all",) * 6
+    run = run_hook(pool, replace(scenario(), steps=steps), hook=HOOK, state="tests.hooks_ref.states:top_k_ef21")
+    for index in range(len(PARAMS)):
+        # Estimates are at most twice as large as what was fed, and each step rounds each of W and their mean at most twice.
+        largest = max(float(gradients(run, step, index).nan_to_num(0).abs().max()) for step in (0, 1))
+        assert result(run, 0, len(steps) - 1, index).abs().max() <= len(steps) * 6 * UNIT * 2 * largest
+
+
+@pytest.mark.parametrize("name", ["everything", "everything_at_random"])
+def test_half_precision_is_summed_in_full(pool: Pool, name: str) -> None:
+    """On both ranks 49,152: the sum is beyond float16, the mean is not."""
+    params = (Param((12, 9), dtype="float16"), Param((7,), dtype="float16"))
+    setup = f"tests.hooks_ref.states:fed_49152,state={name}"
+    run = run_hook(pool, scenario(2, params=params), setup=setup)
+    assert torch.equal(result(run, 0, 0, 0), torch.full((108,), 49_152.0, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])

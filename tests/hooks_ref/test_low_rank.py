@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -213,6 +214,24 @@ def test_a_sparse_parameter_stays_synchronised(pool: Pool) -> None:
     broken = try_hook(pool, scenario(5, params=params, kind="crafted"), hook=f"{SUBJECTS}:torchs_hook", state=f"{SUBJECTS}:torchs")
     synchronised = broken.finished and torch.equal(result(broken, 0, 4, 1), gradients(broken, 4, 1).mean(0))
     assert not synchronised, "torch's PowerSGD synchronises a sparse embedding by now"
+
+
+def test_unused_parameters_change_nothing_about_the_order_of_collectives(pool: Pool) -> None:
+    """DDP's allreduce of which parameters were used starts between the two of PowerSGD, on another thread: three ranks
+    that shared one group for all aborted."""
+    assert run_hook(pool, scenario(1), 3, setup=f"{SUBJECTS}:unused_parameters").finished
+
+
+@pytest.mark.parametrize("hook", ["powerSGD_hook", "batched_powerSGD_hook"])
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_goes_on_after_a_step_that_overflowed(pool: Pool, hook: str, kind: str) -> None:
+    steps = ("normal",) * 3 + (kind,) + ("normal",) * 4
+    run = run_hook(pool, replace(scenario(), steps=steps), hook=f"hooks_ref:{hook}", state=f"{STATES}:power_sgd")
+    for index in range(len(PARAMS)):
+        if not gradients(run, 3, index).isfinite().all():
+            assert not result(run, 0, 3, index).isfinite().all()
+        for step in (4, 7):
+            assert result(run, 0, step, index).isfinite().all()
 
 
 def test_statistics_count_what_is_sent(pool: Pool, tmp_path: Path) -> None:

@@ -1,0 +1,210 @@
+"""Shard the optimizer over the ranks, and step it inside the hook.
+
+``ZeroRedundancyOptimizer(..., overlap_with_ddp=True)`` gives every parameter of every bucket to one rank, its owner, which
+alone keeps the optimizer's state for it. With ``theta_b`` the parameters of bucket ``b`` and ``hook`` any communication hook,
+
+    g_b = hook(bucket b)                                       on every rank
+    theta_b, s <- optimizer(theta_b, g_b, s)                   on the owners, each its own part of theta_b
+    broadcast theta_b                                          from the owners, each its own part
+
+so that after ``backward()`` the model is where vanilla DDP with ``optimizer.step()`` would have it, bit for bit where the
+optimizer's functional form is. ``hook_with_zero_step`` begins the second and third lines when the last bucket is there, to
+keep out of the way of backward; ``hook_with_zero_step_interleaved`` begins those of a bucket when it is reduced.
+
+Either way buckets take turns: a bucket's turn comes when it is reduced and the one before it has started its broadcasts. So
+all ranks start broadcasts in the same order, whichever thread does it, and on a group of their own, where DDP's collectives
+cannot come between: that is why it works on Gloo, where torch's own are refused. A bucket's future completes when its
+broadcasts have; DDP's own wait at the end of backward is the only one.
+
+The first two steps (three with ``static_graph``) average gradients and leave the parameters alone: DDP regroups its buckets
+after the first (second), and the next is needed to learn them. What is said in :mod:`hooks_ref.optimizer_overlap` of
+clipping, accumulation and failures holds here too.
+
+The optimizer has no public interface for this: as torch's own hooks do, these use its ``_overlap_info``,
+``_init_zero_for_overlap``, ``_bucket_assignments_per_rank`` and ``_local_step``, and DDP's ``_has_rebuilt_buckets``. So its
+limits stay: one parameter group, parameters of one dtype, no saving of the optimizer's state.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.1 (P_os);
+torch documentation, ``ZeroRedundancyOptimizer``, and ``torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook``.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hooks_ref._buckets import gradient, pieces, shaped
+from hooks_ref._collectives import second_group
+from hooks_ref._state import check_bool
+from hooks_ref.default_hooks import Hook
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # compiles every functional optimizer, with warnings
+
+
+def hook_with_zero_step(hook: Hook, ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer", shard_buckets: bool = False) -> Hook:
+    """Make the hook that runs ``hook`` on every bucket, and ``zero``'s step from the last bucket on.
+
+    To be called on all ranks of ``zero``'s group: it makes a group for the broadcasts.
+
+    Args:
+        hook: a communication hook ``(state, bucket) -> Future[Tensor]``.
+        ddp: the model that the hook is registered on; only a weak reference is kept.
+        zero: its optimizer, made with ``overlap_with_ddp=True``; not to be stepped by the trainer. A learning rate that is
+            set in its ``param_groups``, as by a schedule, holds from the next step on.
+        shard_buckets: share a bucket out among owners by size, instead of one owner per bucket in turn. ``zero`` raises an
+            AssertionError in the third step where a bucket falls into more parts than there are ranks.
+
+    Returns:
+        A hook with the state of ``hook``; its future holds what that of ``hook`` held, in the bucket's own dtype, once the
+        bucket's parameters are updated on this rank.
+
+    Raises:
+        TypeError: an argument is of another type; the message names it.
+        ValueError: ``zero`` does not overlap or has several parameter groups; or ``ddp`` finds unused parameters at every
+            step, for which it never settles its buckets: no parameter would ever be updated.
+    """
+    return _Overlap(hook, ddp, zero, shard_buckets, interleaved=False).hook_with_zero
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook, ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer", shard_buckets: bool = False
+) -> Hook:
+    """Make the hook that runs ``hook`` on every bucket, and ``zero``'s step for it as soon as it is reduced.
+
+    Arguments, result and errors are those of :func:`hook_with_zero_step`.
+    """
+    return _Overlap(hook, ddp, zero, shard_buckets, interleaved=True).hook_with_zero
+
+
+@dataclass
+class _Turn:
+    """One bucket of the step that is going on; ``updated`` is the future that DDP gets."""
+
+    bucket: dist.GradBucket
+    dtype: torch.dtype
+    reduced: torch.futures.Future[torch.Tensor]
+    updated: torch.futures.Future[torch.Tensor]
+
+
+class _Overlap:
+    """The hook, what it knows of the buckets, and the turns of the step that is going on."""
+
+    def __init__(
+        self, hook: Hook, ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer", shard_buckets: bool, interleaved: bool
+    ) -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        if not isinstance(ddp, DistributedDataParallel):
+            raise TypeError(f"ddp: a DistributedDataParallel; got {ddp!r}")
+        if not isinstance(zero, ZeroRedundancyOptimizer):
+            raise TypeError(f"zero: a ZeroRedundancyOptimizer; got {zero!r}")
+        if not zero._overlap_with_ddp:
+            raise ValueError("zero: made without overlap_with_ddp=True")
+        if len(zero.param_groups) != 1:
+            raise ValueError(f"zero: one parameter group; got {len(zero.param_groups)}")
+        if ddp.find_unused_parameters and not ddp.static_graph:
+            raise ValueError("ddp: made with find_unused_parameters=True and without static_graph=True, so that its buckets never settle")
+        self.hook, self.ddp, self.zero, self.interleaved = hook, weakref.ref(ddp), zero, interleaved
+        zero._overlap_info.shard_buckets = check_bool("shard_buckets", shard_buckets)
+        self.group = second_group(zero.process_group)
+        self.buckets_known = self.initialized = False
+        self.turns: list[_Turn] = []
+        self.last_turn: torch.futures.Future[None] | None = None  # done when its broadcasts are started
+
+    def hook_with_zero(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        reduced = self.hook(state, bucket)
+        if not self._settled(bucket):
+            return reduced
+        if bucket.index() == 0:
+            self.turns, self.last_turn = [], None
+        self.turns.append(_Turn(bucket, buffer.dtype, reduced, _new_future(buffer)))
+        updated = self.turns[-1].updated
+        if self.interleaved or bucket.is_last():
+            for turn in self.turns:
+                self._line_up(turn)
+            self.turns = []
+        return updated
+
+    def _settled(self, bucket: dist.GradBucket) -> bool:
+        """Whether ``zero`` knows who owns what; learn the buckets in the step before."""
+        if self.initialized:
+            return True
+        ddp = self.ddp()
+        if ddp is None or not ddp._has_rebuilt_buckets:
+            return False
+        info, index = self.zero._overlap_info, bucket.index()
+        if index == 0 and self.buckets_known:
+            info.total_size = sum(parameter.numel() for parameters in info.params_per_bucket for parameter in parameters)
+            before = [(parameter, parameter.data) for parameters in info.params_per_bucket for parameter in parameters]
+            self.zero._init_zero_for_overlap()
+            for parameter, data in before:  # zero laid it out C-contiguously; DDP goes by the layout that it had
+                parameter.data = shaped(parameter.data.view(-1), data).copy_(data)
+            self.initialized = True
+            return True
+        if index == 0:
+            info.params_per_bucket = []
+        info.params_per_bucket.append(bucket.parameters())
+        self.buckets_known = bucket.is_last()
+        return False
+
+    def _line_up(self, turn: _Turn) -> None:
+        """Take a turn when the bucket is reduced and the turn before is over."""
+
+        def take(arrived: torch.futures.Future[list[torch.futures.Future[Any]]]) -> None:
+            for future in arrived.value():
+                future.value()  # raises what the reduction, or a turn before, raised
+            self._local_step(turn.bucket, turn.reduced.value().to(turn.dtype))  # compressed, it may be in half precision
+            broadcasts = [work.get_future() for work in self._start_broadcasts(turn.bucket.index())]
+            torch.futures.collect_all(broadcasts).then(_or_fail(turn.updated, finish))
+
+        def finish(through: torch.futures.Future[list[torch.futures.Future[Any]]]) -> None:
+            for future in through.value():
+                future.value()
+            turn.updated.set_result(turn.reduced.value().to(turn.dtype))
+
+        needed: list[torch.futures.Future[Any]] = [turn.reduced, *([self.last_turn] if self.last_turn is not None else [])]
+        self.last_turn = torch.futures.collect_all(needed).then(_or_fail(turn.updated, take))
+
+    def _local_step(self, bucket: dist.GradBucket, flat: torch.Tensor) -> None:
+        """Step the parameters of the bucket that this rank owns."""
+        zero = self.zero
+        owned = zero._bucket_assignments_per_rank[zero.rank].get(bucket.index())
+        if owned is None:
+            return
+        gradients = [flat] if flat.is_sparse else list(map(gradient, pieces(bucket, flat), bucket.parameters()))
+        group, defaults = zero.optim.param_groups[0], zero.optim.defaults
+        # Functional optimizers read their defaults instead of the group, and Adagrad's takes no gradient for another: name none.
+        defaults.update({name: value for name, value in zero.param_groups[0].items() if name in defaults})
+        everything, group["params"] = group["params"], owned.parameters
+        try:
+            zero._local_step(gradients[owned.offset :][: len(owned.parameters)])
+        finally:
+            group["params"] = everything
+
+    def _start_broadcasts(self, index: int) -> list[dist.Work]:
+        """Send every owner's part of the bucket's parameters, in the order of ranks."""
+        parts = [(rank, owned[index].tensor) for rank, owned in enumerate(self.zero._bucket_assignments_per_rank) if index in owned]
+        return [dist.broadcast(part, src=dist.get_global_rank(self.group, rank), group=self.group, async_op=True) for rank, part in parts]
+
+
+def _or_fail(updated: torch.futures.Future[torch.Tensor], callback: Callable[..., None]) -> Callable[..., None]:
+    """Let what ``callback`` raises fail ``updated`` too."""
+
+    def guarded(future: torch.futures.Future[Any]) -> None:
+        try:
+            callback(future)
+        except Exception as error:
+            updated.set_exception(error)
+            raise
+
+    return guarded
+
+
+def _new_future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    return torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])

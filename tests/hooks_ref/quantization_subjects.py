@@ -1,0 +1,59 @@
+"""The hooks with rows of other sizes; and torch's own, made to run on Gloo."""
+
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+from hooks_ref.quantization import quantization_perchannel_hook
+
+Result = torch.futures.Future[torch.Tensor]
+
+
+def perchannel_3(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Result:
+    return quantization_perchannel_hook(process_group, bucket, bucket_size=3)
+
+
+def perchannel_11(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Result:
+    return quantization_perchannel_hook(process_group, bucket, bucket_size=11)
+
+
+def perchannel_16(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Result:
+    return quantization_perchannel_hook(process_group, bucket, bucket_size=16)
+
+
+class _Gathered:
+    """A finished all_gather, as NCCL returns it: the value of its future is one tensor, ``[world, ...]``, in a list."""
+
+    def __init__(self, outputs: list[torch.Tensor]) -> None:
+        self._outputs = outputs
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result([torch.stack(self._outputs)])
+        return future
+
+
+def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> _Gathered:
+    dist.all_gather(outputs, tensor, group=group)  # over before the next begins: theirs starts one in a callback
+    return _Gathered(outputs)
+
+
+def _on_gloo(hook: Any) -> Any:
+    """Return torch's ``hook`` with an all_gather that suits it; nothing of torch is replaced for others."""
+    seen = types.SimpleNamespace(all_gather=_all_gather, get_rank=dist.get_rank, group=dist.group)
+    return types.FunctionType(hook.__code__, {**hook.__globals__, "dist": seen}, hook.__name__, hook.__defaults__)
+
+
+_theirs = _on_gloo(quantization_hooks.quantization_perchannel_hook)
+torch_pertensor = _on_gloo(quantization_hooks.quantization_pertensor_hook)
+
+
+def torch_perchannel(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Result:
+    return _theirs(process_group, bucket)
+
+
+def torch_perchannel_11(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Result:
+    return _theirs(process_group, bucket, bucket_size=11)
