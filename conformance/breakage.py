@@ -87,8 +87,8 @@ def breakage(run: Run) -> Breakage | None:
 
 
 def refused(run: Run) -> bool:
-    """Whether the hook raised an error of its own on every rank, and every process came to its end."""
-    errors = [rank.first("error", where="backward") for rank in run.ranks]
+    """Whether the hook, or what sets it up, raised an error of its own on every rank, and every process came to its end."""
+    errors = [next((e for e in rank.all("error") if e["where"] in ("backward", "setup", "state")), None) for rank in run.ranks]
     return run.stopped == "ended" and all(error and not _is_secondary(f"{error['type']}: {error['message']}") for error in errors)
 
 

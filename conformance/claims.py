@@ -4,6 +4,18 @@
     rounded(float16)              the mean of the values rounded to that dtype
     sum                           the sum over the group, not the mean
     world_only                    it takes no process group and always uses WORLD
+    compressed                    a lossy mean: what a step leaves out is added to later ones (error feedback)
+    compressed(feedback=ef21)     a lossy mean: fed the same again and again, it comes to the mean itself
+    compressed(feedback=False, delta=0.99)
+                                  a lossy mean, with nothing added later
+    unbiased                      a random result, of which the mean is the expectation
+    local                         a weighted mean of some ranks' gradients: replicas drift apart
+    warmup(k)                     exact in the first k steps; combines with the lossy ones
+    dtypes(float32)               it takes models whose parameters are all of these dtypes, and refuses others
+    fused(SGD, lr=0.1, after=0)   the hook steps the parameters, as torch.optim.SGD would; not in the first ``after`` steps
+
+``delta``, in (0, 1], says how much of what it is given a compressor delivers at least: ||C(x) - x||**2 <= (1 - delta)
+||x||**2. It says how fast held-back values have to come out; 0.1 unless it is given.
 
 Claims combine with commas: ``sum, rounded(bfloat16), world_only``. A claim changes which result is
 right; it never switches a rule off without a rule that holds the claim itself to account.
@@ -11,31 +23,66 @@ right; it never switches a rule off without a rule that holds the claim itself t
 
 import ast
 from dataclasses import dataclass
+from typing import Any
 
 from conformance.errors import UsageError
 
 ROUNDED_DTYPES = ("float16", "bfloat16")
-LATER = ("compressed", "unbiased", "local", "fused", "like", "warmup", "poststep", "chained", "checkpointable")
-KNOWN = "exact, rounded(float16), rounded(bfloat16), sum, world_only"
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "NAdam", "RAdam")
+DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64")
+LATER = ("like", "poststep", "chained", "checkpointable")
+KNOWN = (
+    "exact, rounded(float16), rounded(bfloat16), sum, world_only, compressed, compressed(feedback=ef21), "
+    "compressed(feedback=False, delta=D), unbiased, local, warmup(K), fused(OPTIMIZER, ...), dtypes(float32, ...)"
+)
+FEEDBACK, DIFFERENCE, CONTRACTION, UNBIASED, LOCAL = "feedback", "difference", "contraction", "unbiased", "local"
+_NAMES = ("exact", "rounded", "sum", "world_only", "compressed", "unbiased", "local", "warmup", "fused", "dtypes")
 
 
 @dataclass(frozen=True)
 class Claims:
-    """The claims that choose the oracle.
+    """The claims that choose what is right.
 
     Attributes:
         rounded: the dtype that values are rounded to on the way, or None.
         sum: the result is the sum over the group instead of the mean.
         world_only: the group is always WORLD, whatever group the model lives on.
+        lossy: how the result differs from the mean: one of the five words above, or '' where it does not.
+        delta: of a compressor, see above.
+        warmup: steps before the first lossy one.
+        fused: the optimizer that the hook steps, as an expression ``SGD(lr=0.1)``, or ''.
+        after: steps before the first that a fused hook steps its parameters in.
+        dtypes: names of those that it takes; () is all.
     """
 
     rounded: str | None = None
     sum: bool = False
     world_only: bool = False
+    lossy: str = ""
+    delta: float = 0.1
+    warmup: int = 0
+    fused: str = ""
+    after: int = 0
+    dtypes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        delta = "" if self.delta == Claims.delta else f"delta={self.delta:g}"
+        compressed = {FEEDBACK: "", DIFFERENCE: "feedback=ef21", CONTRACTION: "feedback=False"}
         parts = [f"rounded({self.rounded})" if self.rounded else "", "sum" if self.sum else ""]
+        if self.lossy in compressed:
+            inside = ", ".join(filter(None, (compressed[self.lossy], delta)))
+            parts.append(f"compressed({inside})" if inside else "compressed")
+        elif self.lossy:
+            parts.append(self.lossy)
         parts = [part for part in parts if part] or ["exact"]
+        if self.warmup:
+            parts.append(f"warmup({self.warmup})")
+        if self.fused:
+            name, _, options = self.fused.removesuffix(")").partition("(")
+            inside = ", ".join(filter(None, (name, options, f"after={self.after}" if self.after else "")))
+            parts.append(f"fused({inside})")
+        if self.dtypes:
+            parts.append(f"dtypes({', '.join(self.dtypes)})")
         return ", ".join(parts + (["world_only"] if self.world_only else []))
 
 
@@ -45,30 +92,77 @@ def parse_claims(text: str) -> Claims:
     Raises:
         UsageError: the text is not a list of known claims, or two of them contradict each other.
     """
-    found: dict[str, str | bool] = {}
+    found: dict[str, dict[str, Any]] = {}
     for node in _expressions(text):
-        name, args = _call(node, text)
+        name, args, options = _call(node, text)
         if name in LATER:
             raise UsageError(f"--claims: {name!r} is in the rule book's draft but not judged by this version; known: {KNOWN}")
-        if name not in ("exact", "rounded", "sum", "world_only"):
+        if name not in _NAMES:
             raise UsageError(f"--claims: {name!r} is not a claim; known: {KNOWN}")
         if name in found:
             raise UsageError(f"--claims: {name!r} is given twice in {text!r}")
-        if name == "rounded":
-            if len(args) != 1 or args[0] not in ROUNDED_DTYPES:
-                raise UsageError("--claims: rounded takes one dtype: rounded(float16) or rounded(bfloat16)")
-            found[name] = args[0]
-        elif args:
-            raise UsageError(f"--claims: {name!r} takes no arguments")
-        else:
-            found[name] = True
-    if "exact" in found and ("rounded" in found or "sum" in found):
+        found[name] = _READERS.get(name, _read_flag)(name, args, options)
+    if "exact" in found and found.keys() & {"rounded", "sum", "compressed", "unbiased", "local"}:
         raise UsageError(f"--claims: {text!r} contradicts itself: exact is the unrounded mean")
-    return Claims(
-        rounded=str(found["rounded"]) if "rounded" in found else None,
-        sum="sum" in found,
-        world_only="world_only" in found,
-    )
+    lossy = found.keys() & {"compressed", "unbiased", "local"}
+    if len(lossy) > 1 or (lossy and found.keys() & {"rounded", "sum"}):
+        raise UsageError(f"--claims: {text!r} contradicts itself: {', '.join(sorted(lossy))} says by itself what the result is")
+    if "warmup" in found and not lossy:
+        raise UsageError(f"--claims: {text!r}: warmup says when a lossy claim begins; there is none")
+    return Claims(**{name: value for read in found.values() for name, value in read.items()})
+
+
+def _read_flag(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    if args or options:
+        raise UsageError(f"--claims: {name!r} takes no arguments")
+    return {"exact": {}, "unbiased": {"lossy": UNBIASED}, "local": {"lossy": LOCAL}}.get(name, {name: True})
+
+
+def _read_rounded(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    if len(args) != 1 or args[0] not in ROUNDED_DTYPES or options:
+        raise UsageError("--claims: rounded takes one dtype: rounded(float16) or rounded(bfloat16)")
+    return {"rounded": args[0]}
+
+
+def _read_compressed(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    kinds = {True: FEEDBACK, "ef21": DIFFERENCE, False: CONTRACTION}
+    feedback, delta = options.pop("feedback", True), options.pop("delta", None)
+    if args or options or feedback not in kinds:
+        raise UsageError("--claims: compressed takes feedback=True, ef21 or False, and delta=, a number in (0, 1]")
+    if delta is not None and not (isinstance(delta, int | float) and not isinstance(delta, bool) and 0.01 <= delta <= 1):
+        raise UsageError(
+            f"--claims: compressed(delta=...) is a number from 0.01 to 1, got {delta!r}; try a stronger setting of the same hook"
+        )
+    if kinds[feedback] == CONTRACTION and delta is None:
+        raise UsageError("--claims: compressed(feedback=False) needs delta=: ||C(x) - x||**2 <= (1 - delta) ||x||**2")
+    return {"lossy": kinds[feedback], **({} if delta is None else {"delta": float(delta)})}
+
+
+def _read_warmup(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    if len(args) != 1 or options or not args[0].isdigit() or not 1 <= int(args[0]) <= 50:
+        raise UsageError("--claims: warmup takes a number of steps from 1 to 50; certify a hook with a longer one with a shorter one")
+    return {"warmup": int(args[0])}
+
+
+def _read_fused(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    after = options.pop("after", 0)
+    if len(args) != 1 or args[0].removeprefix("optim.") not in OPTIMIZERS:
+        raise UsageError(
+            f"--claims: fused takes the name of an optimizer and its options: fused(SGD, lr=0.1); one of {', '.join(OPTIMIZERS)}"
+        )
+    if not isinstance(after, int) or isinstance(after, bool) or not 0 <= after <= 4:
+        raise UsageError(f"--claims: fused(after=...) is a number of steps from 0 to 4, got {after!r}")
+    inside = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    return {"fused": f"{args[0].removeprefix('optim.')}({inside})", "after": after}
+
+
+def _read_dtypes(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    if "float32" not in args or options or not set(args) <= set(DTYPES) or len(set(args)) < len(args):
+        raise UsageError(f"--claims: dtypes takes float32, and what else the hook takes of {', '.join(DTYPES[1:])}")
+    return {"dtypes": tuple(args)}
+
+
+_READERS = {"rounded": _read_rounded, "compressed": _read_compressed, "warmup": _read_warmup, "fused": _read_fused, "dtypes": _read_dtypes}
 
 
 def _expressions(text: str) -> list[ast.expr]:
@@ -79,10 +173,21 @@ def _expressions(text: str) -> list[ast.expr]:
     return body.elts if isinstance(body, ast.Tuple) else [body]
 
 
-def _call(node: ast.expr, text: str) -> tuple[str, list[str]]:
-    """Split ``name`` or ``name(a, b)`` into its name and arguments."""
+def _call(node: ast.expr, text: str) -> tuple[str, list[str], dict[str, Any]]:
+    """Split ``name`` or ``name(a, b=1)`` into its name, arguments and options."""
     if isinstance(node, ast.Name):
-        return node.id, []
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-        return node.func.id, [ast.unparse(arg).strip("'\"").removeprefix("torch.") for arg in node.args]
+        return node.id, [], {}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and all(keyword.arg for keyword in node.keywords):
+        args = [ast.unparse(arg).strip("'\"").removeprefix("torch.") for arg in node.args]
+        return node.func.id, args, {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
     raise UsageError(f"--claims: cannot read {text!r}; known: {KNOWN}")
+
+
+def _value(node: ast.expr) -> Any:
+    """Return a literal, or a bare word as text."""
+    if isinstance(node, ast.Name):
+        return node.id
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise UsageError(f"--claims: cannot read {ast.unparse(node)!r}: a number, a word, True or False") from None

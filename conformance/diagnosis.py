@@ -155,7 +155,7 @@ def _join(*parts: str) -> str:
 
 def _norms(run: Run, rank: int, step: int) -> float:
     got = [run.got(rank, step, i) for i in range(len(run.scenario.params))]
-    results = torch.cat([value for value in got if value is not None]).norm().item()
+    results = sum(float(value.square().sum()) for value in got if value is not None) ** 0.5
     means = torch.cat([mean(run, rank, step, i) for i in range(len(run.scenario.params))]).norm().item()
     return results / means if means else float("nan")
 

@@ -15,6 +15,7 @@ from typing import Any
 from conformance.breakage import Breakage, breakage, refused
 from conformance.claims import ROUNDED_DTYPES, Claims
 from conformance.errors import KitError, TargetError
+from conformance.lossy import under
 from conformance.rulebook import Rule
 from conformance.run import Run
 from conformance.scenario import BY_NAME, VALUES, Scenario
@@ -22,6 +23,7 @@ from conformance.subject import REFERENCE, SubjectSpec
 from conformance.verdict import Failure, Found, Judgement, Verdict
 
 MACHINE_RULES = ("1.5", "2.1", "2.6", "3.1")  # what the reference must hold before anything is judged
+RESULTS = ("13.1", "13.2", "13.3", "13.4", "13.5")  # what a lossy result is judged by, each under its claim
 HANGS = 3  # runs that may cost their whole deadline before the rest are not run
 _BLAME = {"register": "1.1", "contract": "1.2", "shape": "1.3", "dtype": "1.4", "flood": "9.7"}
 
@@ -97,8 +99,13 @@ class Engine:
 
     def other_claims(self) -> list[Claims]:
         """Return the claims under which the subject would hold what it fails now of sections 2 and 8."""
+        if self.claims.lossy:
+            return []
         candidates = [
-            Claims(rounded, total, world) for world in (False, True) for total in (False, True) for rounded in (None, *ROUNDED_DTYPES)
+            replace(self.claims, rounded=rounded, sum=total, world_only=world)
+            for world in (False, True)
+            for total in (False, True)
+            for rounded in (None, *ROUNDED_DTYPES)
         ]
         tried = ("2.1", "2.2", "2.3", "2.6", "2.7", "2.10")
         return [claims for claims in candidates if claims != self.claims and self._would_hold(claims, tried)][:3]
@@ -110,15 +117,15 @@ class Engine:
             finished = [run for run in runs if isinstance(run, Run) and run.finished]
             if not finished and number in ("2.1", "2.2"):
                 return False
-            for run in finished:
+            for records in [{run.name: run for run in finished}] if rule.across and finished else finished:
                 found = Found()
-                rule.check(run, claims, found)
+                rule.check(records, claims, found)
                 if found.failures:
                     return False
         return True
 
     def _judge(self, rule: Rule) -> Judgement:
-        for number in rule.needs:
+        for number in self._needs(rule):
             needed = self.judge(number)
             if not needed.verdict.holds:
                 return Judgement(rule.number, Verdict.NOT_RUN, f"judged only where {number} holds")
@@ -131,6 +138,12 @@ class Engine:
                 reason = f"the reference allreduce does not pass it on this machine either ({control.reason or control.verdict})"
                 return Judgement(rule.number, Verdict.KIT_ERROR, reason, judgement.failures, judgement.runs)
         return judgement
+
+    def _needs(self, rule: Rule) -> tuple[str, ...]:
+        """Return what the rule builds on; where the result is lossy, section 13 takes the place of 2.1 and 2.2."""
+        if self.claims.lossy and rule.section != "13" and {"2.1", "2.2"} & set(rule.needs):
+            return (*rule.needs, *RESULTS)
+        return rule.needs
 
     def _judge_runs(self, rule: Rule) -> Judgement:
         wanted = self._wanted(rule)
@@ -155,7 +168,7 @@ class Engine:
         return judgement
 
     def _wanted(self, rule: Rule) -> list[tuple[Scenario, int]]:
-        pairs = [(scenario, world) for scenario in rule.on for world in scenario.fits(self.worlds)]
+        pairs = [(under(scenario, self.claims), world) for scenario in rule.on for world in scenario.fits(self.worlds)]
         if rule.worlds == "primary":
             return [(s, w) for s, w in pairs if w == self.primary]
         if rule.worlds == "others":
@@ -196,9 +209,9 @@ class Engine:
         if len(self._hangs) >= HANGS:
             return f"not tried: it hung in {', '.join(self._hangs)}"
         before = BY_NAME[scenario.after]
-        for plainer in (VALUES, before) if scenario is not VALUES else ():
+        for plainer in (VALUES, before) if scenario.name != VALUES.name else ():
             if world in plainer.fits(self.worlds):
-                plain = self._run(plainer, world)
+                plain = self._run(under(plainer, self.claims), world)
                 if isinstance(plain, str) or self._breakage(plain):
                     return f"not tried: {plainer.name}@{world} broke"
         return ""
@@ -224,9 +237,11 @@ class Engine:
 
     def _note_broken(self, rule: Rule, run: Run, broken: Breakage, judgement: Judgement) -> None:
         blamed = _BLAME.get(broken.kind)
-        if rule.may_refuse and refused(run):
+        # What it says that it does not take, it may refuse.
+        may_refuse = rule.may_refuse or (self.claims.dtypes and {spec.dtype for spec in run.scenario.params} - set(self.claims.dtypes))
+        if may_refuse and refused(run):
             self._note(judgement, run.name, Verdict.NOT_APPLICABLE, reason=f"refused with an error on every rank: {broken.line}", checks=1)
-        elif rule.number == blamed or (blamed is None and run.scenario in rule.owns):
+        elif rule.number == blamed or (blamed is None and run.scenario.name in {scenario.name for scenario in rule.owns}):
             judgement.failures.append(Failure(broken.expected, broken.line, broken.cause, broken.evidence))
             self._note(judgement, run.name, Verdict.FAIL, reason=broken.line)
         else:

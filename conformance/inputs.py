@@ -8,6 +8,7 @@ crafted     world_size * k * 2**e with small integers k and one exponent e per e
             sum, every quotient and every rounding to half precision is exact, whatever the order of
             the sum, whether it divides before or after it, or multiplies by 1 / world_size. A right
             hook is bit-exact, so the test needs no tolerance.
+constant    crafted, the same at every step.
 normal      nearly normal, mean 0, deviation 1 (twelve uniforms: exact, unlike Box-Muller).
 wide        magnitudes from 1e-30 to 1e30 in one bucket.
 nan, inf    crafted, with NaN on one rank; with +inf, -inf and both at different elements.
@@ -23,7 +24,7 @@ from functools import lru_cache
 import torch
 
 KINDS = (
-    *("crafted", "normal", "wide", "nan", "inf", "zero_one", "zero_all"),
+    *("crafted", "normal", "wide", "nan", "inf", "zero_one", "zero_all", "constant"),
     *("tiny", "tiny_float16", "tiny_bfloat16", "minus_zero"),
 )
 _TINY_EXPONENT = {"tiny": -149, "tiny_bfloat16": -133, "tiny_float16": -24}
@@ -54,6 +55,8 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
     """Return ``numel`` float64 values, each exact before any cast."""
     if kind == "zero_all" or (kind == "zero_one" and rank == 0):
         return torch.zeros(numel, dtype=torch.float64)
+    if kind == "constant":
+        return _values("crafted", numel, world, rank, 0, param)
     if kind == "minus_zero":
         return torch.full((numel,), -0.0, dtype=torch.float64)
     if kind == "normal":

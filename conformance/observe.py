@@ -4,6 +4,7 @@ It hands DDP exactly the object that the hook returned, with one exception: an o
 future never reaches DDP, which would take the process down (torch 2.13 segfaults on None).
 """
 
+import contextlib
 import hashlib
 import traceback
 from collections.abc import Callable
@@ -90,6 +91,21 @@ class Observer:
         """Write down what each future of this step holds, now that DDP has read it."""
         for call, future, buffer in self._futures:
             self._recorder.event("value", call=call["call"], index=call["index"], **_describe_value(future, buffer))
+
+    def result_of(self, name: str) -> torch.Tensor | None:
+        """Return the part of this step's results that is the gradient of a parameter, in its shape."""
+        for call, future, _ in self._futures:
+            if name in call["parameters"] and future.done():
+                with contextlib.suppress(Exception):
+                    members = [self._parameters[other] for other in call["parameters"]]
+                    flat = future.value()
+                    if flat.is_sparse:
+                        return flat
+                    flat = torch.view_as_complex(flat.view(-1, 2)) if members[0].is_complex() else flat
+                    at = call["parameters"].index(name)
+                    part = flat.split([member.numel() for member in members])[at]
+                    return part.as_strided(members[at].size(), members[at].stride(), part.storage_offset())
+        return None
 
     def at_rest(self) -> None:
         """Write down the values again, when no collective is in flight any more; then let go of the step."""

@@ -96,6 +96,8 @@ class _Run:
         store = dist.FileStore(str(self.folder / "store"), self.world)
         self.signals = dist.PrefixStore("conformance", store)
         timeout = datetime.timedelta(seconds=self.scenario.group_timeout or self.timeout)
+        if self.scenario.group_timeout:  # a group that the subject makes without a timeout has this one
+            dist.distributed_c10d.default_pg_timeout = timeout
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world, timeout=timeout)
         groups = [dist.new_group(list(ranks)) for ranks in self.scenario.groups]
         self.group = groups[self.scenario.groups.index(self.group_ranks)] if groups else dist.group.WORLD
@@ -256,10 +258,14 @@ class _Run:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 self.recorder.tensor(f"{step}/grad/{name}", lay_out(parameter.grad, "contiguous"))
+            elif self.scenario.fused and (result := self.observer.result_of(name)) is not None:
+                self.recorder.tensor(f"{step}/result/{name}", lay_out(result, "contiguous"))
+        if self.scenario.fused:
+            self._record_model(step)
 
     def _record_model(self, step: int) -> None:
         for name, parameter in self.parameters.items():
-            self.recorder.tensor(f"{step}/parameter/{name}", parameter)
+            self.recorder.tensor(f"{step}/parameter/{name}", lay_out(parameter, "contiguous"))
 
     def _digests(self) -> dict[str, str]:
         return {name: digest(parameter) for name, parameter in self.parameters.items() if parameter.numel() < 4096}

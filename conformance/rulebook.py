@@ -21,6 +21,7 @@ SECTIONS = {
     "8": "Special values",
     "9": "Non-interference",
     "12": "Failure",
+    "13": "Lossy, local and fused claims",
 }
 GOLDEN = Path(__file__).parent / "golden.txt"
 

@@ -58,8 +58,12 @@ class Run:
         return f"p{index}.weight" if self.scenario.params[index].layout == "sparse" else f"p{index}"
 
     def got(self, rank: int, step: int, index: int) -> torch.Tensor | None:
-        """Return the gradient that DDP left on ``rank``, flat in float64 (complex as pairs)."""
-        tensor = self.ranks[rank].tensors.get(f"{step}/grad/{self.parameter_name(index)}")
+        """Return the gradient that DDP left on ``rank``, flat in float64 (complex as pairs).
+
+        Where a fused hook has freed it, it is what its future held.
+        """
+        tensors, name = self.ranks[rank].tensors, self.parameter_name(index)
+        tensor = tensors.get(f"{step}/grad/{name}", tensors.get(f"{step}/result/{name}"))
         return None if tensor is None else tensor.reshape(-1).double()
 
     def fed(self, rank: int, step: int, index: int) -> torch.Tensor:

@@ -13,6 +13,14 @@ from conformance.errors import UsageError
         ("rounded('float16')", Claims(rounded="float16")),
         ("sum", Claims(sum=True)),
         ("exact, world_only", Claims(world_only=True)),
+        ("compressed, warmup(2)", Claims(lossy="feedback", warmup=2)),
+        ("compressed(feedback=ef21, delta=0.25)", Claims(lossy="difference", delta=0.25)),
+        ("compressed(delta=0.99, feedback=False), world_only", Claims(lossy="contraction", delta=0.99, world_only=True)),
+        ("unbiased", Claims(lossy="unbiased")),
+        ("dtypes(float32, torch.float64)", Claims(dtypes=("float32", "float64"))),
+        ("local, warmup(4)", Claims(lossy="local", warmup=4)),
+        ("fused(optim.SGD, lr=0.1, momentum=0.9, after=2)", Claims(fused="SGD(lr=0.1, momentum=0.9)", after=2)),
+        ("rounded(float16), fused(Adam, betas=(0.8, 0.9))", Claims("float16", fused="Adam(betas=(0.8, 0.9))")),
         (" sum , rounded(float16), world_only ", Claims("float16", True, True)),
     ],
 )
@@ -20,9 +28,21 @@ def test_parses(text: str, claims: Claims) -> None:
     assert parse_claims(text) == claims
 
 
-@pytest.mark.parametrize("claims", [Claims(), Claims("float16"), Claims(None, True, True), Claims("bfloat16", True, True)])
-def test_its_text_parses_to_itself(claims: Claims) -> None:
-    assert parse_claims(str(claims)) == claims
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("exact", "rounded(float16)", "sum, world_only", "rounded(bfloat16), sum, world_only", "compressed", "compressed(delta=0.25)"),
+        *("compressed(feedback=ef21), warmup(3)", "compressed(feedback=False, delta=0.5), world_only", "local", "unbiased, warmup(2)"),
+        *(
+            "exact, fused(SGD), dtypes(float32), world_only",
+            "exact, fused(SGD)",
+            "exact, fused(SGD, lr=0.1, after=2)",
+            "compressed, fused(Adam, betas=(0.8, 0.9))",
+        ),
+    ],
+)
+def test_its_text_parses_to_itself(text: str) -> None:
+    assert str(parse_claims(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -35,8 +55,24 @@ def test_its_text_parses_to_itself(claims: Claims) -> None:
         ("sum, sum", "'sum' is given twice"),
         ("exact, sum", "contradicts itself"),
         ("exact, rounded(float16)", "contradicts itself"),
-        ("compressed(ratio=2)", "cannot read"),
-        ("local", "not judged by this version"),
+        ("compressed(ratio=2)", "compressed takes feedback="),
+        ("compressed(feedback=False)", "needs delta="),
+        ("compressed(delta=0)", "a number from 0.01 to 1"),
+        ("compressed(feedback=often)", "compressed takes feedback="),
+        ("compressed, local", "contradicts itself"),
+        ("compressed, sum", "contradicts itself"),
+        ("exact, unbiased", "contradicts itself"),
+        ("warmup(3)", "there is none"),
+        ("compressed, warmup(0)", "from 1 to 50"),
+        ("compressed, warmup(1000)", "from 1 to 50"),
+        ("dtypes(int8)", "dtypes takes float32"),
+        ("dtypes(float64)", "dtypes takes float32"),
+        ("fused", "the name of an optimizer"),
+        ("fused(LBFGS)", "the name of an optimizer"),
+        ("fused(SGD, after=9)", "from 0 to 4"),
+        ("fused(SGD, lr=[x for x in y])", "cannot read"),
+        ("compressed(**x)", "cannot read"),
+        ("like(powerSGD_hook)", "not judged by this version"),
         ("rounded(float16", "cannot read"),
         ("__import__('os')", "is not a claim"),
         ("", "cannot read"),

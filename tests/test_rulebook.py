@@ -90,9 +90,30 @@ What a subject must do to be certified. This page is written from `conformance/r
 - A rule is judged on records, by a process that never imports the subject. Records that are missing never pass.
 - A rule that builds on another is judged only where that one holds: one defect, one failure.
 - A failure is the subject's only where the reference allreduce passes the same rule on the same machine.
-- A claim changes which result is right. Its mirror holds it to account: `rounded` and `sum` in 2.10, `world_only` in 2.7.
+- A claim changes which result is right. Its mirror holds it to account: in 2.10, `world_only` in 2.7.
+- Where a claim is lossy, no single result is right or wrong. Runs are longer then, and rules that speak of right results
+  judge all their steps together by the rule of section 13 that the claim names: shapes, dtypes, buckets, groups and world
+  sizes too. What that asks, and why its bounds hold, stands in `lossy.py`.
 
-Claims: `exact` (default), `rounded(float16)`, `rounded(bfloat16)`, `sum`, `world_only`.
+## Claims
+
+| claim | the result is | judged by |
+|---|---|---|
+| `exact` (default) | the mean over the group, in the bucket's dtype | 2.1, 2.2 |
+| `rounded(float16)`, `rounded(bfloat16)` | the mean of the rounded values | 2.1, 2.2; it rounds: 2.10 |
+| `sum` | the sum over the group | 2.1, 2.2; it is not the mean: 2.10 |
+| `world_only` | that over WORLD, whatever group the model lives on | 2.7 |
+| `compressed` | lossy; what a step leaves out is added to later ones | 13.1; it loses something: 2.10 |
+| `compressed(feedback=ef21)` | lossy; fed the same again and again, it comes to the mean itself | 13.1; 2.10 |
+| `compressed(feedback=False, delta=D)` | lossy, within sqrt(1 - D) of what was fed | 13.2; 2.10 |
+| `unbiased` | random, with the mean as its expectation | 13.3; it varies: 2.10 |
+| `local` | a weighted mean of some ranks' gradients | 13.5; replicas differ: 2.10 |
+| `warmup(K)` | exact in the first K steps; beside a lossy one | 13.4 |
+| `fused(SGD, lr=0.1, after=N)` | parameters stepped by the hook, not in the first N steps; beside any other | 13.6 in place of 9.2; 2.10 |
+| `dtypes(float32)` | for models of these dtypes alone; others are refused with an error | 2.4 |
+
+`compressed` takes `delta=` too, 0.1 unless it is given: the share of what it is given that the compressor delivers in a
+step at least, by which the number of steps is chosen.
 
 ## Untested here
 

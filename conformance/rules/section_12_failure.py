@@ -1,6 +1,8 @@
 """Section 12: a failure surfaces as an error, and a local gradient is never passed off as a mean."""
 
-from conformance.claims import Claims
+import torch
+
+from conformance.claims import LOCAL, Claims
 from conformance.rulebook import rule
 from conformance.run import Run
 from conformance.scenario import COLLECTIVE_RAISES, PEER_DIES, PEER_SILENT
@@ -19,6 +21,17 @@ def _require_raised(run: Run, rank: int, what: str, found: Found) -> None:
         )
 
 
+def _is_alone(run: Run, rank: int, claims: Claims, found: Found) -> bool:
+    """Whether ``rank``, under local, has its own gradient for a result: it has no peer to miss."""
+    step, alone = run.scenario.fault_step, claims.lossy == LOCAL
+    for index in range(len(run.scenario.params)) if alone else ():
+        got = run.got(rank, step, index)
+        alone = alone and got is not None and torch.equal(got, run.fed(rank, step, index))
+    if alone:
+        found.does_not_apply("under local this rank takes part in no collective")
+    return alone
+
+
 @rule(
     "12.1",
     "an error of its own collective surfaces",
@@ -30,7 +43,8 @@ def _require_raised(run: Run, rank: int, what: str, found: Found) -> None:
 )
 def collective_raises(run: Run, claims: Claims, found: Found) -> None:
     """When a collective of the hook raises on one rank, backward() raises there."""
-    _require_raised(run, 1, "its collective had raised", found)
+    if not _is_alone(run, 1, claims, found):
+        _require_raised(run, 1, "its collective had raised", found)
 
 
 @rule(
@@ -44,7 +58,8 @@ def collective_raises(run: Run, claims: Claims, found: Found) -> None:
 )
 def peer_dies(run: Run, claims: Claims, found: Found) -> None:
     """When a peer dies in the middle of a step, backward() raises on the ranks that are left."""
-    _require_raised(run, 0, "its peer had died", found)
+    if not _is_alone(run, 0, claims, found):
+        _require_raised(run, 0, "its peer had died", found)
 
 
 @rule(
@@ -58,4 +73,5 @@ def peer_dies(run: Run, claims: Claims, found: Found) -> None:
 )
 def peer_silent(run: Run, claims: Claims, found: Found) -> None:
     """When a peer stays out of the collective until the group's timeout, backward() raises."""
-    _require_raised(run, 0, "the group's timeout had expired", found)
+    if not _is_alone(run, 0, claims, found):
+        _require_raised(run, 0, "the group's timeout had expired", found)

@@ -2,8 +2,8 @@
 
 import torch
 
-from conformance import oracle
-from conformance.claims import Claims
+from conformance import lossy, oracle
+from conformance.claims import LOCAL, Claims
 from conformance.diagnosis import diagnose, norm_ratios
 from conformance.rulebook import rule
 from conformance.run import Run
@@ -14,7 +14,14 @@ DOC = "torch documentation, DDP Communication Hooks"
 
 
 def require_steps(run: Run, claims: Claims, found: Found, steps: list[int]) -> bool:
-    """Require every gradient of ``steps`` to be right; report the first that is not. Returns whether all are."""
+    """Require every gradient of ``steps`` to be right; report the first that is not. Returns whether all are.
+
+    Of a lossy result no one step says whether it is right: all steps of the run are judged together, as its claim says.
+    """
+    if claims.lossy:
+        before = len(found.failures)
+        lossy.require(run, claims, found)
+        return len(found.failures) == before
     for step in steps:
         comparison = oracle.compare(run, step, claims)
         found.checked(comparison.checked, comparison.margin)
@@ -23,6 +30,13 @@ def require_steps(run: Run, claims: Claims, found: Found, steps: list[int]) -> b
             found.require(False, expected, actual, diagnose(run, step, claims))
             return False
     return True
+
+
+def lossy_instead(claims: Claims, found: Found, rules: str) -> bool:
+    """Where the claims are lossy, say which rules hold the result to account instead. Returns whether they are."""
+    if claims.lossy:
+        found.does_not_apply(f"under {claims} {rules}")
+    return bool(claims.lossy)
 
 
 def describe(run: Run, wrong: oracle.Mismatch, claims: Claims) -> tuple[str, str]:
@@ -56,6 +70,11 @@ def crafted(run: Run, claims: Claims, found: Found) -> None:
 
     Every partial sum and quotient of these inputs is representable, so no rounding can excuse a difference.
     """
+    if lossy_instead(claims, found, "rules 13.1 to 13.5 say what is right"):
+        return
+    if claims.fused and not run.scenario.observed and all(run.got(rank.rank, 0, 0) is None for rank in run.ranks):
+        found.does_not_apply("the hook frees the gradients, and unobserved it shows no others")
+        return
     if not require_steps(run, claims, found, run.steps("crafted")):
         found.failures[-1].cause += f" [norm of result / norm of mean, per step: {norm_ratios(run, run.steps('crafted'))}]"
 
@@ -73,7 +92,8 @@ def random_values(run: Run, claims: Claims, found: Found) -> None:
 
     The bound is derived in ``oracle.py``; it holds for every order of summation and either place of the division.
     """
-    require_steps(run, claims, found, run.steps("normal"))
+    if not lossy_instead(claims, found, "rules 13.1 to 13.5 say what is right"):
+        require_steps(run, claims, found, run.steps("normal"))
 
 
 @rule(
@@ -89,7 +109,10 @@ def wide_range(run: Run, claims: Claims, found: Found) -> None:
 
     Under ``rounded`` an element that the dtype cannot hold becomes an infinity of its sign, never a finite lie.
     """
-    require_steps(run, claims, found, run.steps("wide"))
+    if claims.fused:
+        found.does_not_apply("it would overflow the parameters that a fused hook steps")
+    elif not lossy_instead(claims, found, "what is small beside large values may be lost"):
+        require_steps(run, claims, found, run.steps("wide"))
 
 
 @rule(
@@ -136,7 +159,7 @@ def shapes(run: Run, claims: Claims, found: Found) -> None:
 )
 def world_sizes(run: Run, claims: Claims, found: Found) -> None:
     """What holds at two ranks holds at 1, 3 and 4."""
-    if not require_steps(run, claims, found, run.steps("crafted")):
+    if not require_steps(run, claims, found, run.steps("crafted")) and not claims.lossy:
         found.failures[-1].cause += f" [norm of result / norm of mean, per step: {norm_ratios(run, run.steps('crafted'))}]"
 
 
@@ -175,11 +198,24 @@ def complex_parameters(run: Run, claims: Claims, found: Found) -> None:
     torch's ``bucket.gradients()`` covers the first half of a complex bucket only. A hook that is right on what those
     views cover is not blamed for the rest: the rule then does not apply, and the certificate says so.
     """
+    if claims.lossy:
+        _require_lossy_complex(run, claims, found)
+        return
     for step in run.steps("crafted"):
         if oracle.compare(run, step, claims).mismatch and _right_where_views_reach(run, step, claims):
             found.does_not_apply("complex parameters come out wrong where torch's bucket.gradients() does not reach")
             return
     require_steps(run, claims, found, run.steps("crafted"))
+
+
+def _require_lossy_complex(run: Run, claims: Claims, found: Found) -> None:
+    tried = Found()
+    if not require_steps(run, claims, tried, []):
+        calls = [call for rank in run.ranks for call in rank.all("call")]
+        if any(sum(numel for _, numel in call["gradient_views"]) < call["numel"] for call in calls):
+            found.does_not_apply("complex parameters come out wrong, and torch's bucket.gradients() does not reach all of them")
+            return
+    found.failures, found.checks, found.margin = tried.failures, tried.checks, tried.margin
 
 
 def _right_where_views_reach(run: Run, step: int, claims: Claims) -> bool:
@@ -222,15 +258,27 @@ def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
     "the claim is true",
     on=(VALUES,),
     needs=("2.2",),
-    worlds="primary",
+    across=True,
     source="the rule book: no claim switches a rule off without its mirror",
     remedy="claim what the hook does: an exact hook needs no rounded(), a mean is no sum",
 )
-def claim_is_true(run: Run, claims: Claims, found: Found) -> None:
-    """A subject that claims less than the exact mean really gives less: rounded values are rounded, a sum is a sum.
+def claim_is_true(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """A subject that claims less than the exact mean really gives less: rounded values are rounded, a sum is a sum, what
+    is compressed or random loses something, replicas of what is local differ, a fused optimizer moves its parameters.
 
-    A claim that is not needed would hide a defect that comes later.
+    A claim that is not needed would hide a defect that comes later. One world size at which it is true is enough.
     """
+    run = min((run for run in runs.values() if run.world > 1), key=lambda run: run.world, default=next(iter(runs.values())))
+    if claims.lossy == LOCAL:
+        apart = any(_apart(run, step) for run in runs.values() for step in range(claims.warmup, len(run.scenario.steps)))
+        found.require(apart, "replicas that differ, at some world size", f"the same results on all ranks, at {', '.join(runs)}")
+    elif claims.lossy:
+        steps = range(claims.warmup, len(run.scenario.steps))
+        loses = any(lossy.differs(run, step, claims) for run in runs.values() for step in steps)
+        found.require(loses, f"a result that is {claims.lossy}", "the exact mean, in every step")
+    if claims.fused:
+        moved = any(stepped["parameters_changed"] for rank in run.ranks for stepped in rank.all("stepped"))
+        found.require(moved, "parameters that the hook steps", "no parameter has moved")
     if claims.rounded:
         strict = Claims(sum=claims.sum, world_only=claims.world_only)
         rounded = any(oracle.compare(run, step, strict).mismatch for step in run.steps("normal"))
@@ -240,3 +288,12 @@ def claim_is_true(run: Run, claims: Claims, found: Found) -> None:
         differs = any(oracle.compare(run, step, plain).mismatch for step in run.steps("crafted"))
         found.require(differs, "the sum, which is not the mean", "the mean")
     found.checked(1)  # exact claims nothing that could be untrue; world_only is judged by 2.7
+
+
+def _apart(run: Run, step: int) -> bool:
+    return any(
+        not torch.equal(one, other)
+        for index in range(len(run.scenario.params))
+        for rank in range(1, run.world)
+        if (one := run.got(0, step, index)) is not None and (other := run.got(rank, step, index)) is not None
+    )

@@ -1,15 +1,31 @@
 """Section 8: NaN, infinities, zeros and subnormals."""
 
+from itertools import product
+
 import torch
 
-from conformance.claims import Claims
+from conformance import lossy
+from conformance.claims import CONTRACTION, LOCAL, UNBIASED, Claims
 from conformance.rulebook import SHOULD, rule
-from conformance.rules.section_2_equivalence import require_steps
+from conformance.rules.section_2_equivalence import lossy_instead, require_steps
 from conformance.run import Run
 from conformance.scenario import SPECIAL
 from conformance.verdict import Found
 
 SOURCE = "torch documentation, torch.amp.GradScaler: an overflow must be seen by every rank"
+
+
+def _require_special(run: Run, claims: Claims, found: Found, steps: list[int]) -> None:
+    if claims.lossy:
+        lossy.require_seen(run, claims, found, steps)
+    else:
+        require_steps(run, claims, found, steps)
+
+
+def _require_zeros(run: Run, found: Found, steps: list[int]) -> None:
+    for step, rank, index in product(steps, range(run.world), range(len(run.scenario.params))):
+        got = run.got(rank, step, index)
+        found.require(got is not None and not got.any(), "zeros for zeros", f"rank {rank}, step {step}, parameter p{index}: other values")
 
 
 @rule(
@@ -21,8 +37,11 @@ SOURCE = "torch documentation, torch.amp.GradScaler: an overflow must be seen by
     remedy="nan_to_num, maxima and comparisons that drop NaN, casts to integers",
 )
 def nan(run: Run, claims: Claims, found: Found) -> None:
-    """An element that is NaN on one rank is NaN on all; the elements beside it are still right."""
-    require_steps(run, claims, found, run.steps("nan"))
+    """An element that is NaN on one rank is NaN on all; the elements beside it are still right.
+
+    Of a lossy result: some element is not finite, on every rank; under ``local`` on each that fed or was given some.
+    """
+    _require_special(run, claims, found, run.steps("nan"))
 
 
 @rule(
@@ -35,7 +54,7 @@ def nan(run: Run, claims: Claims, found: Found) -> None:
 )
 def infinity(run: Run, claims: Claims, found: Found) -> None:
     """An element that is infinite on one rank is that infinity on all, and NaN where ranks disagree in sign."""
-    require_steps(run, claims, found, run.steps("inf"))
+    _require_special(run, claims, found, run.steps("inf"))
 
 
 @rule(
@@ -48,6 +67,11 @@ def infinity(run: Run, claims: Claims, found: Found) -> None:
 )
 def zeros(run: Run, claims: Claims, found: Found) -> None:
     """A rank whose gradients are all zero contributes zeros; when all are zero the result is zero."""
+    if claims.lossy:
+        lossy.require_finite(run, found, run.steps("zero_one", "zero_all"))
+        if claims.lossy in (CONTRACTION, UNBIASED, LOCAL):  # nothing is held back that could come out now
+            _require_zeros(run, found, run.steps("zero_all"))
+        return
     require_steps(run, claims, found, run.steps("zero_one", "zero_all"))
 
 
@@ -62,6 +86,9 @@ def zeros(run: Run, claims: Claims, found: Found) -> None:
 )
 def control_flow(run: Run, claims: Claims, found: Found) -> None:
     """Whatever the values, every rank issues its collectives, and ordinary values afterwards are right again."""
+    if claims.lossy:
+        lossy.require_finite(run, found, run.steps("crafted", "constant"))
+        return
     require_steps(run, claims, found, run.steps("crafted"))
 
 
@@ -75,6 +102,8 @@ def control_flow(run: Run, claims: Claims, found: Found) -> None:
 )
 def subnormals(run: Run, claims: Claims, found: Found) -> None:
     """Multiples of the smallest subnormal, of float32 or of the dtype that the subject claims to round to, give the exact mean."""
+    if lossy_instead(claims, found, "small values may be lost"):
+        return
     require_steps(run, claims, found, run.steps(f"tiny_{claims.rounded}" if claims.rounded else "tiny"))
 
 
@@ -89,6 +118,8 @@ def subnormals(run: Run, claims: Claims, found: Found) -> None:
 )
 def signed_zeros(run: Run, claims: Claims, found: Found) -> None:
     """The mean of negative zeros is a negative zero."""
+    if lossy_instead(claims, found, "zeros may come out of a residual"):
+        return
     for rank in run.ranks:
         for step in run.steps("minus_zero"):
             for index in range(len(run.scenario.params)):

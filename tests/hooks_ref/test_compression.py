@@ -111,7 +111,7 @@ def test_each_step_is_what_the_definition_gives(pool: Pool, name: str, world: in
     rounding of at most 4 operations on p and e (x + u, e + p, p - C(p), the scale); a scale, a mean of n terms, at most
     n + 1; the mean over W ranks W + 1. Errors of one step are carried to the next: at most (t + 1) (n + W + 6) u M.
     """
-    run = run_hook(pool, scenario(STEPS), world, hook=HOOK, state=f"tests.hooks_ref.states:{name}")
+    run = run_hook(pool, scenario(STEPS), world, hook=HOOK, state=f"examples.states:{name}")
     for index, spec in enumerate(PARAMS):
         n = math.prod(spec.shape)
         largest = max(float(gradients(run, step, index).abs().max()) for step in range(STEPS)) * STEPS * 2
@@ -124,7 +124,7 @@ def test_each_step_is_what_the_definition_gives(pool: Pool, name: str, world: in
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_all_ranks_hold_the_same_bits(pool: Pool, name: str) -> None:
-    run = run_hook(pool, scenario(4, kind="wide"), 3, hook=HOOK, state=f"tests.hooks_ref.states:{name}")
+    run = run_hook(pool, scenario(4, kind="wide"), 3, hook=HOOK, state=f"examples.states:{name}")
     for step, rank, index in every(run):
         assert torch.equal(result(run, rank, step, index), result(run, 0, step, index))
 
@@ -133,21 +133,21 @@ def test_all_ranks_hold_the_same_bits(pool: Pool, name: str) -> None:
 def test_one_bucket_or_several_is_the_same(pool: Pool, name: str) -> None:
     """Memory belongs to parameters: how DDP groups them changes no bit."""
     one, several = (
-        run_hook(pool, scenario(6, bucket_cap_mb=cap), hook=HOOK, state=f"tests.hooks_ref.states:{name}") for cap in (25.0, 64 / 2**20)
+        run_hook(pool, scenario(6, bucket_cap_mb=cap), hook=HOOK, state=f"examples.states:{name}") for cap in (25.0, 64 / 2**20)
     )
     require_same_bits(one, several)
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_resumes_bit_for_bit(pool: Pool, tmp_path: Path, name: str) -> None:
-    require_resumes(pool, tmp_path, HOOK, f"tests.hooks_ref.states:{name}")
+    require_resumes(pool, tmp_path, HOOK, f"examples.states:{name}")
 
 
 @pytest.mark.parametrize("name", [name for name in DEFINITIONS if name not in ("random_k_unbiased", "top_k_ef21", "top_k_dgc")])
 def test_feedback_telescopes(pool: Pool, name: str) -> None:
     """On exact inputs the results of T steps and the residual of the last one sum to the means, to the last bit for
     what is only selected: integers times powers of two, every partial sum of which float32 holds."""
-    run = run_hook(pool, scenario(STEPS, kind="crafted"), hook=HOOK, state=f"tests.hooks_ref.states:{name}")
+    run = run_hook(pool, scenario(STEPS, kind="crafted"), hook=HOOK, state=f"examples.states:{name}")
     for index, spec in enumerate(PARAMS):
         fed = torch.stack([gradients(run, step, index).mean(0) for step in range(STEPS)])
         given = torch.stack([result(run, 0, step, index) for step in range(STEPS)])
@@ -198,7 +198,7 @@ def test_what_is_not_finite_stays_so(compressor: Compressor, value: float) -> No
 def test_goes_on_after_a_step_that_overflowed(pool: Pool, name: str, kind: str) -> None:
     """What is not finite is not remembered, and in EF21 all ranks forget the same elements."""
     steps = ("normal",) * 3 + (kind,) + ("normal",) * 12
-    run = run_hook(pool, replace(scenario(), steps=steps), hook=HOOK, state=f"tests.hooks_ref.states:{name}")
+    run = run_hook(pool, replace(scenario(), steps=steps), hook=HOOK, state=f"examples.states:{name}")
     for index, step in itertools.product(range(len(PARAMS)), range(4, len(steps))):
         assert result(run, 0, step, index).isfinite().all(), (index, step)
         assert torch.equal(result(run, 0, step, index), result(run, 1, step, index))
@@ -207,7 +207,7 @@ def test_goes_on_after_a_step_that_overflowed(pool: Pool, name: str, kind: str) 
 def test_ef21_is_the_mean_of_its_estimates_after_an_overflow(pool: Pool) -> None:
     """Fed the same again and again, it comes to the mean itself: what ranks forgot did not stay in the mean of all."""
     steps = ("normal", "nan") + ("zero_all",) * 6
-    run = run_hook(pool, replace(scenario(), steps=steps), hook=HOOK, state="tests.hooks_ref.states:top_k_ef21")
+    run = run_hook(pool, replace(scenario(), steps=steps), hook=HOOK, state="examples.states:top_k_ef21")
     for index in range(len(PARAMS)):
         # Estimates are at most twice as large as what was fed, and each step rounds each of W and their mean at most twice.
         largest = max(float(gradients(run, step, index).nan_to_num(0).abs().max()) for step in (0, 1))
@@ -218,7 +218,7 @@ def test_ef21_is_the_mean_of_its_estimates_after_an_overflow(pool: Pool) -> None
 def test_half_precision_is_summed_in_full(pool: Pool, name: str) -> None:
     """On both ranks 49,152: the sum is beyond float16, the mean is not."""
     params = (Param((12, 9), dtype="float16"), Param((7,), dtype="float16"))
-    setup = f"tests.hooks_ref.states:fed_49152,state={name}"
+    setup = f"tests.hooks_ref.compression_subjects:fed_49152,state={name}"
     run = run_hook(pool, scenario(2, params=params), setup=setup)
     assert torch.equal(result(run, 0, 0, 0), torch.full((108,), 49_152.0, dtype=torch.float64))
 

@@ -47,7 +47,7 @@ CASES = [
     Case("torch.distributed.algorithms.ddp_comm_hooks:DDPCommHookType.ALLREDUCE", setup=True),
     # The lossy ones where they lose nothing: their futures, memory, failures and neighbours are judged all the same.
     Case("hooks_ref:powerSGD_hook", state="hooks_ref:PowerSGDState"),
-    *(Case("hooks_ref:compression_hook", state=f"tests.hooks_ref.states:{name}") for name in ("everything", "everything_at_random")),
+    *(Case("hooks_ref:compression_hook", state=f"examples.states:{name}") for name in ("everything", "everything_at_random")),
 ]
 
 

@@ -28,7 +28,7 @@ from tests.hooks_ref.algorithms import (
     try_hook,
 )
 
-STATES, SUBJECTS = "tests.hooks_ref.states", "tests.hooks_ref.low_rank_subjects"
+STATES, SUBJECTS = "examples.states", "tests.hooks_ref.low_rank_subjects"
 STEPS, START, RANK, UNIT = 14, 2, 2, 2.0**-24
 WITHOUT_SCALARS = tuple(spec for spec in PARAMS if spec.shape)
 

@@ -11,9 +11,9 @@ import torch
 
 from conformance.pool import Pool
 from conformance.scenario import Param
+from examples import states
 from hooks_ref.compression import CompressionState
 from hooks_ref.stochastic import QSGD, TernGrad, _pack, _unpack
-from tests.hooks_ref import states
 from tests.hooks_ref.algorithms import (
     PARAMS,
     every,
@@ -26,7 +26,7 @@ from tests.hooks_ref.algorithms import (
     scenario,
 )
 
-STATES = "tests.hooks_ref.states"
+STATES = "examples.states"
 HOOK = "hooks_ref:compression_hook"
 NAMES = ("qsgd", "qsgd_4_bits", "terngrad", "terngrad_short")
 UNIT = {"float32": 2.0**-24, "float64": 2.0**-53, "float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -1,13 +1,11 @@
-"""States of the references, made as a training script would, and named for ``--state``.
+"""States of the reference hooks, made as a training script would, for ``--state``.
 
-Each takes ``process_group`` and is called once per rank.
+Each is called once per rank, with the process group that the model lives on.
 """
 
-import torch
 import torch.distributed as dist
 
-from conformance import Case
-from hooks_ref import QSGD, CompressionState, OneBit, PowerSGDState, RandomK, ScaledSign, TernGrad, TopK, compression_hook
+from hooks_ref import QSGD, CompressionState, OneBit, PowerSGDState, RandomK, ScaledSign, TernGrad, TopK
 
 Group = dist.ProcessGroup | None
 
@@ -95,13 +93,3 @@ def terngrad(process_group: Group = None) -> CompressionState:
 def terngrad_short(process_group: Group = None) -> CompressionState:
     """Two bits per element, in blocks of 10."""
     return CompressionState(process_group, TernGrad(block=10, seed=5), memory="none")
-
-
-def fed_49152(state: str) -> Case:
-    """The compression hook with one of these states, every element of every gradient 49,152."""
-
-    def hook(made: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        bucket.buffer().fill_(49_152)
-        return compression_hook(made, bucket)
-
-    return Case(globals()[state](), hook)

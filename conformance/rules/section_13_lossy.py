@@ -1,0 +1,177 @@
+"""Section 13: what a hook must do whose result is not the mean, or is more than that."""
+
+import ast
+from typing import Any
+
+import torch
+
+from conformance import lossy
+from conformance.claims import CONTRACTION, DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims
+from conformance.probe import lay_out
+from conformance.rulebook import rule
+from conformance.rules.section_2_equivalence import require_steps
+from conformance.run import Run
+from conformance.scenario import VALUES
+from conformance.verdict import Found
+
+CONTRACT = ("1.1", "1.2", "1.5", "1.9")
+
+
+def _judge(run: Run, claims: Claims, found: Found, *kinds: str) -> None:
+    if claims.lossy in kinds:
+        lossy.require(run, claims, found)
+    else:
+        found.does_not_apply("it is not claimed")
+
+
+@rule(
+    "13.1",
+    "what compression holds back comes out later",
+    on=(VALUES,),
+    needs=CONTRACT,
+    worlds="primary",
+    source="Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019; Stich et al., Sparsified SGD with Memory, NeurIPS 2018; "
+    "Richtarik et al., EF21, NeurIPS 2021",
+    remedy="the residual: gradient plus residual, minus what was sent and not what arrived; kept per parameter, across buckets; "
+    "and the divisor. Without a residual, claim compressed(feedback=False, delta=...)",
+)
+def held_back_comes_out(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``compressed`` the sum of all results is the sum of all means, once zeros have been fed until what was held
+    back has come out; under ``compressed(feedback=ef21)`` the result is the mean once the same was fed often enough.
+
+    Each parameter is within 1/16; the number of steps follows from ``delta`` (see ``lossy.py``).
+    """
+    _judge(run, claims, found, FEEDBACK, DIFFERENCE)
+
+
+@rule(
+    "13.2",
+    "what compression loses is bounded",
+    on=(VALUES,),
+    needs=CONTRACT,
+    worlds="primary",
+    source="Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, assumption A: a delta-compressor",
+    remedy="scales and zero points, the range of a quantizer, the divisor; if the loss is meant, claim a smaller delta",
+)
+def contraction(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``compressed(feedback=False, delta=d)`` each bucket's result is within sqrt(1 - d) times the norm of the
+    gradients of their mean."""
+    _judge(run, claims, found, CONTRACTION)
+
+
+@rule(
+    "13.3",
+    "random results have the mean as their expectation",
+    on=(VALUES,),
+    needs=CONTRACT,
+    worlds="primary",
+    source="Alistarh et al., QSGD, NeurIPS 2017; Wen et al., TernGrad, NeurIPS 2017",
+    remedy="rounding to nearest, a draw that is reused, a scale that is left out; what is biased needs feedback",
+)
+def unbiased(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``unbiased`` the errors of 128 draws on the same gradients cancel out, in each of six directions.
+
+    The limit is 6 times their root sum of squares; an unbiased hook misses it with probability below 1.2e-6.
+    """
+    _judge(run, claims, found, UNBIASED)
+
+
+@rule(
+    "13.4",
+    "the warm-up ends at exactly its step",
+    on=(VALUES,),
+    needs=CONTRACT,
+    worlds="primary",
+    source="torch documentation, PowerSGDState: start_powerSGD_iter; PostLocalSGDState: start_localSGD_iter",
+    remedy="a comparison that is off by one; a count of buckets instead of steps",
+)
+def warm_up(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``warmup(k)`` the first k steps give the exact mean, and the one after them does not.
+
+    That the next step differs is required where a lossy result can differ: under ``local`` it may still be the mean.
+    """
+    if not claims.warmup:
+        found.does_not_apply("it is not claimed")
+        return
+    if require_steps(run, Claims(world_only=claims.world_only), found, list(range(claims.warmup))) and claims.lossy != LOCAL:
+        expected = f"another result than the mean in step {claims.warmup}, the first after the warm-up"
+        found.require(lossy.differs(run, claims.warmup, claims), expected, "the mean, to the last bit that can be asked for")
+
+
+@rule(
+    "13.5",
+    "a local result is a weighted mean",
+    on=(VALUES,),
+    needs=CONTRACT,
+    worlds="primary",
+    source="Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020; Daily et al., GossipGraD, 2018; Lian et al., "
+    "Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017 (doubly stochastic weights)",
+    remedy="a division that is left out, a partner that is written over, a partner that not every rank agrees on",
+)
+def weighted_mean(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``local`` each rank's result is a mean of ranks' gradients with weights of its own: not negative, summing
+    to 1, the same for every element of a step, its own gradient among them; over all ranks each gradient counts once."""
+    _judge(run, claims, found, LOCAL)
+
+
+@rule(
+    "13.6",
+    "a fused optimizer steps as it says",
+    on=(VALUES,),
+    needs=(*CONTRACT, "2.1", "13.1", "13.2", "13.3", "13.5"),
+    worlds="primary",
+    source="torch documentation, torch.optim; DistributedDataParallel._register_fused_optim",
+    remedy="a step before the gradient is reduced, or with bucket.buffer() instead of the result; a step left out or taken twice",
+)
+def fused(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``fused(...)`` the parameters are, after every step, what the named optimizer of torch.optim makes of the
+    reduced gradients; in the first ``after`` steps they are left alone.
+
+    The bound is 64 units in the last place of the sum of all changes: it may take operations in another order.
+    """
+    if not claims.fused:
+        found.does_not_apply("it is not claimed")
+        return
+    for rank in range(run.world):
+        for index, spec in enumerate(run.scenario.params):
+            parameter = torch.nn.Parameter(lay_out(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)), spec.layout))
+            optimizer, moved = _optimizer(claims.fused, parameter), torch.zeros(())
+            for step in range(len(run.scenario.steps)):
+                got, before = run.got(rank, step, index), parameter.detach().clone()
+                if got is None:
+                    break  # 2.1 says so
+                if step >= claims.after:
+                    parameter.grad = got.to(parameter.dtype).reshape(spec.shape)
+                    optimizer.step()
+                moved = moved + (parameter.detach() - before).abs()
+                now = run.ranks[rank].tensors[f"{step}/parameter/{run.parameter_name(index)}"]
+                wrong = ~((now - parameter.detach()).abs() <= 64 * torch.finfo(parameter.dtype).eps * moved)
+                where = f"rank {rank}, step {step}, parameter {run.parameter_name(index)}"
+                said = _first(wrong, parameter.detach(), now)
+                if not found.require(
+                    not wrong.any(), f"as {claims.fused} leaves it", f"{where}: {said}", _fused_cause(run, rank, step, index)
+                ):
+                    return
+                found.checked(now.numel())
+
+
+def _optimizer(text: str, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert isinstance(call.func, ast.Name)
+    options: dict[str, Any] = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    made: torch.optim.Optimizer = getattr(torch.optim, call.func.id)([parameter], **options)
+    return made
+
+
+def _first(wrong: torch.Tensor, expected: torch.Tensor, now: torch.Tensor) -> str:
+    if not wrong.any():
+        return ""
+    at = int(wrong.reshape(-1).nonzero()[0])
+    values = f"{now.reshape(-1)[at].item():.9g} instead of {expected.reshape(-1)[at].item():.9g}"
+    return f"{values}; {int(wrong.sum())} of {wrong.numel()} elements are wrong"
+
+
+def _fused_cause(run: Run, rank: int, step: int, index: int) -> str:
+    now = run.ranks[rank].tensors[f"{step}/parameter/{run.parameter_name(index)}"]
+    return "it was not stepped at all" if now.numel() and not now.any() else ""

@@ -1,0 +1,60 @@
+"""Set-ups of the reference hooks that need more than a state, for ``--setup``.
+
+Each is called once per rank with the DDP model, and with what else it names, and returns (state, hook).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import hooks_ref
+
+
+def pairs(process_group: dist.ProcessGroup, rank: int, world_size: int) -> Any:
+    """Average over pairs of neighbours from the third step on; the last rank of an odd number is alone."""
+    places = [list(range(first, min(first + 2, world_size))) for first in range(0, world_size, 2)]
+    mine = [dist.get_global_rank(process_group, place) for place in places[rank // 2]]
+    subgroup = dist.new_group(mine, use_local_synchronization=True)
+    return hooks_ref.PostLocalSGDState(process_group, subgroup, start_localSGD_iter=2), hooks_ref.post_localSGD_hook
+
+
+def own(process_group: dist.ProcessGroup) -> Any:
+    """Keep one's own gradients from the third step on."""
+    state = hooks_ref.PostLocalSGDState(process_group, None, start_localSGD_iter=2, post_local_gradient_allreduce=False)
+    return state, hooks_ref.post_localSGD_hook
+
+
+def sgd_in_the_hook(process_group: dist.ProcessGroup) -> Any:
+    """Step SGD with momentum on each bucket as it is reduced."""
+    optimizer = hooks_ref.OptimizerHookState(hooks_ref.functional(torch.optim.SGD, lr=0.1, momentum=0.9))
+    return process_group, hooks_ref.hook_then_optimizer(hooks_ref.allreduce_hook, optimizer)
+
+
+def adam_in_the_hook(process_group: dist.ProcessGroup) -> Any:
+    """Step Adam on each bucket as it is reduced, in half precision."""
+    optimizer = hooks_ref.OptimizerHookState(hooks_ref.functional(torch.optim.Adam, lr=0.01))
+    return process_group, hooks_ref.hook_then_optimizer(hooks_ref.fp16_compress_hook, optimizer)
+
+
+def sgd_in_backward(process_group: dist.ProcessGroup) -> Any:
+    """Step SGD on each bucket as it is reduced, and free its gradients."""
+    optimizer = hooks_ref.OptimizerHookState(hooks_ref.functional(torch.optim.SGD, lr=0.1))
+    return process_group, hooks_ref.apply_optim_in_backward_hook(optimizer)
+
+
+def _zero(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=process_group, overlap_with_ddp=True, lr=0.1)
+
+
+def zero_after_backward(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Any:
+    """Step a sharded SGD when the last bucket is there."""
+    return process_group, hooks_ref.hook_with_zero_step(hooks_ref.allreduce_hook, model, _zero(model, process_group))
+
+
+def zero_interleaved(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Any:
+    """Step a sharded SGD on each bucket as it is reduced."""
+    return process_group, hooks_ref.hook_with_zero_step_interleaved(hooks_ref.allreduce_hook, model, _zero(model, process_group))
