@@ -12,6 +12,26 @@ from torch.nn.parallel import DistributedDataParallel
 import hooks_ref
 
 
+def fp16_wrapped(process_group: dist.ProcessGroup) -> Any:
+    """Send half precision by a hook of one's own."""
+    return process_group, hooks_ref.fp16_compress_wrapper(hooks_ref.allreduce_hook)
+
+
+def bf16_wrapped(process_group: dist.ProcessGroup) -> Any:
+    """Send bfloat16 by a hook of one's own."""
+    return process_group, hooks_ref.bf16_compress_wrapper(hooks_ref.allreduce_hook)
+
+
+def encoded(process_group: dist.ProcessGroup) -> Any:
+    """Encode before the allreduce, decode after it: here by casts."""
+    return process_group, hooks_ref.encode_and_decode_hook(lambda flat: flat.half(), lambda mean, into: into.copy_(mean))
+
+
+def by_name(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> None:
+    """Register a hook by its name in an enum."""
+    hooks_ref.register_ddp_comm_hook(hooks_ref.DDPCommHookType.BF16_COMPRESS, model, process_group)
+
+
 def pairs(process_group: dist.ProcessGroup, rank: int, world_size: int) -> Any:
     """Average over pairs of neighbours from the third step on; the last rank of an odd number is alone."""
     places = [list(range(first, min(first + 2, world_size))) for first in range(0, world_size, 2)]

@@ -3,9 +3,10 @@
 Each is called once per rank, with the process group that the model lives on.
 """
 
+import torch
 import torch.distributed as dist
 
-from hooks_ref import QSGD, CompressionState, OneBit, PowerSGDState, RandomK, ScaledSign, TernGrad, TopK
+from hooks_ref import QSGD, CompressionState, MixedPrecisionState, OneBit, PowerSGDState, RandomK, ScaledSign, TernGrad, TopK
 
 Group = dist.ProcessGroup | None
 
@@ -93,3 +94,13 @@ def terngrad(process_group: Group = None) -> CompressionState:
 def terngrad_short(process_group: Group = None) -> CompressionState:
     """Two bits per element, in blocks of 10."""
     return CompressionState(process_group, TernGrad(block=10, seed=5), memory="none")
+
+
+def mixed_float16(process_group: Group = None) -> MixedPrecisionState:
+    """Reduce in float16."""
+    return MixedPrecisionState(process_group, torch.float16)
+
+
+def mixed_bfloat16(process_group: Group = None) -> MixedPrecisionState:
+    """Reduce in bfloat16."""
+    return MixedPrecisionState(process_group, torch.bfloat16)

@@ -1,65 +1,26 @@
-"""The references: certified under their claims, and as torch's own wherever torch's are right."""
+"""The default hooks beside torch's: the same bits wherever torch's are right; and what holds of all references."""
 
 import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from conformance.claims import parse_claims
 from conformance.pool import Pool
-from conformance.rulebook import MUST, Rule
 from conformance.run import Run, load_run
 from conformance.run_folder import OUTCOME
 from conformance.scenario import TRAINING, VALUES, Scenario
 from conformance.subject import SubjectSpec
-from tests.cases import Case, Judgements
 
-CLAIMS = {
-    "hooks_ref:allreduce_hook": "exact",
-    "hooks_ref:fp16_compress_hook": "rounded(float16)",
-    "hooks_ref:bf16_compress_hook": "rounded(bfloat16)",
-    "tests.peers:ours_fp16_wrapped": "rounded(float16)",
-    "tests.peers:ours_bf16_wrapped": "rounded(bfloat16)",
-}
-# torch's own, as third-party subjects. DDP refuses bf16_compress_hook on CPU by its name alone: it gets another.
-PEERS = {
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook": "exact",
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:fp16_compress_hook": "rounded(float16)",
-    "tests.peers:torch_bf16": "rounded(bfloat16)",
-    "tests.peers:torch_fp16_wrapped": "rounded(float16)",
-    "tests.peers:torch_bf16_wrapped": "rounded(bfloat16)",
-}
 SAME = {
     "hooks_ref:allreduce_hook": "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook",
     "tests.peers:ours_fp16_wrapped": "tests.peers:torch_fp16_wrapped",
     "tests.peers:ours_bf16_wrapped": "tests.peers:torch_bf16_wrapped",
     "hooks_ref:noop_hook": "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks:noop_hook",
 }
-
-
-CASES = [
-    *(Case(target, claims) for target, claims in {**CLAIMS, **PEERS}.items()),
-    Case("torch.distributed.algorithms.ddp_comm_hooks:DDPCommHookType.ALLREDUCE", setup=True),
-    # The lossy ones where they lose nothing: their futures, memory, failures and neighbours are judged all the same.
-    Case("hooks_ref:powerSGD_hook", state="hooks_ref:PowerSGDState"),
-    *(Case("hooks_ref:compression_hook", state=f"examples.states:{name}") for name in ("everything", "everything_at_random")),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_is_certified(judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case) -> None:
-    judgements = judgements_of(case).values()
-    assert {j.number: j.reason for j in judgements if rules[j.number].level == MUST and not j.verdict.holds} == {}
-
-
-@pytest.mark.parametrize("case", [Case("hooks_ref:noop_hook", worlds=(2,))], ids=str)
-def test_noop_is_refused_as_what_it_is(judgements_of: Callable[[Case], Judgements], case: Case) -> None:
-    assert "nothing was communicated" in judgements_of(case)["2.1"].failures[0].cause
 
 
 def run_of(pool: Pool, scenario: Scenario, target: str) -> Run:
@@ -113,8 +74,3 @@ def test_depends_on_torch_alone_and_never_waits(path: Path) -> None:
     assert all(line.split()[1].partition(".")[0] in allowed for line in imports), shlex.join(imports)
     assert not any("torch.distributed.algorithms" in line for line in imports)
     assert ".wait(" not in text
-
-
-def test_every_claim_parses() -> None:
-    for claims in (*CLAIMS.values(), *PEERS.values()):
-        parse_claims(claims)

@@ -1,0 +1,57 @@
+"""The references are certified by the commands of their README, and torch's own hooks as third-party subjects."""
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import hooks_ref
+from conformance.rulebook import MUST, Rule
+from tests.cases import Case, Judgements
+
+README = Path(hooks_ref.__file__).parent / "README.md"
+
+
+def case(options: str) -> Case:
+    """Read the options of a command line."""
+    words = shlex.split(options)
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    assert given.keys() <= {"--hook", "--setup", "--state", "--claims"}, options
+    target = given.get("--hook") or given["--setup"]
+    return Case(target, given.get("--claims", "exact"), given.get("--state"), setup="--setup" in given)
+
+
+OURS = [case(options) for options in re.findall(r"\| `(--\w+ .*)` \|$", README.read_text(), re.M)]
+# torch's own, as third-party subjects. DDP refuses bf16_compress_hook on CPU by its name alone: it gets another.
+TORCHS = [
+    Case("torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook"),
+    Case("torch.distributed.algorithms.ddp_comm_hooks.default_hooks:fp16_compress_hook", "rounded(float16)"),
+    Case("tests.peers:torch_bf16", "rounded(bfloat16)"),
+    Case("tests.peers:torch_fp16_wrapped", "rounded(float16)"),
+    Case("tests.peers:torch_bf16_wrapped", "rounded(bfloat16)"),
+    Case("torch.distributed.algorithms.ddp_comm_hooks:DDPCommHookType.ALLREDUCE", setup=True),
+]
+# Compressors that lose nothing: exact, by the way that a compressed step takes.
+LOSSLESS = [Case("hooks_ref:compression_hook", state=f"examples.states:{name}") for name in ("everything", "everything_at_random")]
+CASES = [*OURS, *TORCHS, *LOSSLESS]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_is_certified(judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case) -> None:
+    judgements = judgements_of(case).values()
+    assert {j.number: j.reason for j in judgements if rules[j.number].level == MUST and not j.verdict.holds} == {}
+
+
+@pytest.mark.parametrize("case", [Case("hooks_ref:noop_hook", worlds=(2,))], ids=str)
+def test_noop_is_refused_as_what_it_is(judgements_of: Callable[[Case], Judgements], case: Case) -> None:
+    assert "nothing was communicated" in judgements_of(case)["2.1"].failures[0].cause
+
+
+def test_every_hook_has_a_command() -> None:
+    """Hooks are functions that are no factories, but for what wraps or registers others."""
+    named = set(re.findall(r"^\| `(\w+)` \| `--", README.read_text(), re.M))
+    hooks = {name for name in hooks_ref.__all__ if name.endswith(("_hook", "_wrapper", "_step", "_interleaved", "_optimizer"))}
+    compressors = {"TopK", "RandomK", "ScaledSign", "OneBit", "QSGD", "TernGrad"}
+    assert hooks - {"noop_hook", "compression_hook"} | compressors <= named
