@@ -8,6 +8,7 @@
     compressed(feedback=ef21)     a lossy mean: fed the same again and again, it comes to the mean itself
     compressed(feedback=False, delta=0.99)
                                   a lossy mean, with nothing added later
+    compressed(ratio=0.3)         and what a rank sends is at most that share of the gradients' bytes; with every lossy claim
     unbiased                      a random result, of which the mean is the expectation
     local                         a weighted mean of some ranks' gradients: replicas drift apart
     warmup(k)                     exact in the first k steps; combines with the lossy ones
@@ -49,6 +50,7 @@ class Claims:
         world_only: the group is always WORLD, whatever group the model lives on.
         lossy: how the result differs from the mean: one of the five words above, or '' where it does not.
         delta: of a compressor, see above.
+        ratio: the largest share of the gradients' bytes that a rank sends after the warm-up, or None.
         warmup: steps before the first lossy one.
         fused: the optimizer that the hook steps, as an expression ``SGD(lr=0.1)``, or ''.
         after: steps before the first that a fused hook steps its parameters in.
@@ -64,16 +66,18 @@ class Claims:
     fused: str = ""
     after: int = 0
     dtypes: tuple[str, ...] = ()
+    ratio: float | None = None
 
     def __str__(self) -> str:
         delta = "" if self.delta == Claims.delta else f"delta={self.delta:g}"
+        ratio = "" if self.ratio is None else f"ratio={self.ratio:g}"
         compressed = {FEEDBACK: "", DIFFERENCE: "feedback=ef21", CONTRACTION: "feedback=False"}
         parts = [f"rounded({self.rounded})" if self.rounded else "", "sum" if self.sum else ""]
         if self.lossy in compressed:
-            inside = ", ".join(filter(None, (compressed[self.lossy], delta)))
+            inside = ", ".join(filter(None, (compressed[self.lossy], delta, ratio)))
             parts.append(f"compressed({inside})" if inside else "compressed")
         elif self.lossy:
-            parts.append(self.lossy)
+            parts.append(f"{self.lossy}({ratio})" if ratio else self.lossy)
         parts = [part for part in parts if part] or ["exact"]
         if self.warmup:
             parts.append(f"warmup({self.warmup})")
@@ -115,7 +119,21 @@ def parse_claims(text: str) -> Claims:
 def _read_flag(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
     if args or options:
         raise UsageError(f"--claims: {name!r} takes no arguments")
-    return {"exact": {}, "unbiased": {"lossy": UNBIASED}, "local": {"lossy": LOCAL}}.get(name, {name: True})
+    return {} if name == "exact" else {name: True}
+
+
+def _read_lossy(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    read = {"lossy": name, **_read_ratio(name, options)}
+    if args or options:
+        raise UsageError(f"--claims: {name} takes ratio=, or nothing")
+    return read
+
+
+def _read_ratio(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    ratio = options.pop("ratio", None)
+    if ratio is not None and not (isinstance(ratio, int | float) and not isinstance(ratio, bool) and 0 <= ratio <= 1):
+        raise UsageError(f"--claims: {name}(ratio=...) is a number from 0 to 1, got {ratio!r}")
+    return {} if ratio is None else {"ratio": float(ratio)}
 
 
 def _read_rounded(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -126,16 +144,16 @@ def _read_rounded(name: str, args: list[str], options: dict[str, Any]) -> dict[s
 
 def _read_compressed(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
     kinds = {True: FEEDBACK, "ef21": DIFFERENCE, False: CONTRACTION}
-    feedback, delta = options.pop("feedback", True), options.pop("delta", None)
+    feedback, delta, ratio = options.pop("feedback", True), options.pop("delta", None), _read_ratio(name, options)
     if args or options or feedback not in kinds:
-        raise UsageError("--claims: compressed takes feedback=True, ef21 or False, and delta=, a number in (0, 1]")
+        raise UsageError("--claims: compressed takes feedback=True, ef21 or False, delta= and ratio=")
     if delta is not None and not (isinstance(delta, int | float) and not isinstance(delta, bool) and 0.01 <= delta <= 1):
         raise UsageError(
             f"--claims: compressed(delta=...) is a number from 0.01 to 1, got {delta!r}; try a stronger setting of the same hook"
         )
     if kinds[feedback] == CONTRACTION and delta is None:
         raise UsageError("--claims: compressed(feedback=False) needs delta=: ||C(x) - x||**2 <= (1 - delta) ||x||**2")
-    return {"lossy": kinds[feedback], **({} if delta is None else {"delta": float(delta)})}
+    return {"lossy": kinds[feedback], **ratio, **({} if delta is None else {"delta": float(delta)})}
 
 
 def _read_warmup(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -163,6 +181,7 @@ def _read_dtypes(name: str, args: list[str], options: dict[str, Any]) -> dict[st
 
 
 _READERS = {"rounded": _read_rounded, "compressed": _read_compressed, "warmup": _read_warmup, "fused": _read_fused, "dtypes": _read_dtypes}
+_READERS |= {UNBIASED: _read_lossy, LOCAL: _read_lossy}
 
 
 def _expressions(text: str) -> list[ast.expr]:

@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 
-_OPS = (
-    *("allreduce_", "allreduce_coalesced_", "allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_"),
-    *("broadcast_", "reduce_", "gather_", "scatter_", "alltoall_", "alltoall_base_", "barrier"),
-)
-_POINT_TO_POINT = ("send", "recv_")  # kept, but not waited for: waiting for a receive twice does not end on Gloo
+# Of each kernel, the place of the argument that holds what this rank gives; -1 where it gives nothing.
+_OPS = {
+    **{"allreduce_": 0, "allreduce_coalesced_": 0, "allgather_": 1, "_allgather_base_": 1},
+    **{"reduce_scatter_": 1, "_reduce_scatter_base_": 1, "broadcast_": 0, "reduce_": 0, "gather_": 1, "scatter_": 1},
+    **{"alltoall_": 1, "alltoall_base_": 1, "barrier": -1},
+}
+_POINT_TO_POINT = {"send": 0, "recv_": -1}  # kept, but not waited for: waiting for a receive twice does not end on Gloo
 
 
 class CollectiveRecorder:
-    """Counts and keeps the collectives of this process; can make the next one raise."""
+    """Keeps the collectives of this process and what they were given; can make the next one raise."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +33,7 @@ class CollectiveRecorder:
         self._kept: list[Any] = []
         self._drained = 0
         self._library: Any = None
-        self.count = 0
+        self._sent: list[tuple[str, int]] = []
         self.raise_next: Callable[[], Exception] | None = None
 
     def install(self) -> None:
@@ -47,14 +49,13 @@ class CollectiveRecorder:
         self._library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for name in (*_OPS, *_POINT_TO_POINT):
+            for name, given in {**_OPS, **_POINT_TO_POINT}.items():
                 try:
                     kernel = torch.library.get_kernel(f"c10d::{name}", "CPU")
                 except (RuntimeError, ValueError):
                     continue
-                self._library.impl(
-                    name, self._recording(kernel, self._works if name in _OPS else self._kept), "CPU", with_keyset=True, allow_override=True
-                )
+                recorded = self._recording(kernel, name, given, self._works if name in _OPS else self._kept)
+                self._library.impl(name, recorded, "CPU", with_keyset=True, allow_override=True)
 
     def drain(self) -> None:
         """Wait until every collective issued so far is over, whether it succeeded or not."""
@@ -64,10 +65,16 @@ class CollectiveRecorder:
             with contextlib.suppress(RuntimeError):  # a failed collective is over too
                 work.wait()
 
-    def _recording(self, kernel: Any, works: list[Any]) -> Callable[..., Any]:
+    def take_sent(self) -> list[tuple[str, int]]:
+        """Return (kernel, bytes that this rank gave) of every collective since the last call, in the order of their start."""
+        with self._lock:
+            sent, self._sent = self._sent, []
+        return sent
+
+    def _recording(self, kernel: Any, name: str, given: int, works: list[Any]) -> Callable[..., Any]:
         def recorded(keyset: Any, *args: Any) -> Any:
             with self._lock:
-                self.count += 1
+                self._sent.append((name.strip("_"), _bytes(args[given]) if given >= 0 else 0))
                 failure, self.raise_next = self.raise_next, None
             if failure is not None:
                 raise failure()
@@ -78,3 +85,12 @@ class CollectiveRecorder:
             return result
 
         return recorded
+
+
+def _bytes(given: Any) -> int:
+    """Return the bytes of a tensor, or of tensors in lists of lists."""
+    if isinstance(given, torch.Tensor):
+        if given.is_sparse:
+            return _bytes([given._indices(), given._values()])
+        return given.numel() * given.element_size()
+    return sum(map(_bytes, given))

@@ -219,6 +219,7 @@ class _Run:
         self.optimizer.zero_grad()
         if self.scenario.order != "free":
             self.collectives.drain()
+            self.recorder.event("sent", collectives=self.collectives.take_sent())
             self._everybody(f"drained/{step}")
         self.observer.at_rest()
         if self.scenario.growth:

@@ -11,7 +11,7 @@ from conformance.probe import lay_out
 from conformance.rulebook import rule
 from conformance.rules.section_2_equivalence import require_steps
 from conformance.run import Run
-from conformance.scenario import VALUES
+from conformance.scenario import ORDERED, VALUES
 from conformance.verdict import Found
 
 CONTRACT = ("1.1", "1.2", "1.5", "1.9")
@@ -153,6 +153,40 @@ def fused(run: Run, claims: Claims, found: Found) -> None:
                 ):
                     return
                 found.checked(now.numel())
+
+
+@rule(
+    "13.7",
+    "it sends no more than it says",
+    on=(ORDERED,),
+    needs=(*CONTRACT, "1.6"),
+    source="rule book; a compressor that sends everything is slower than none",
+    remedy="indices in int64, values in a wider dtype, padding, a second collective that was forgotten",
+)
+def bytes_sent(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``ratio=r`` the bytes that a rank gives to collectives in a step are at most r times those of its gradients.
+
+    Judged after the warm-up, when DDP has regrouped its buckets; every collective of the process counts.
+    """
+    if claims.ratio is None:
+        found.does_not_apply("it is not claimed")
+        return
+    for rank in run.ranks:
+        for sent in rank.all("sent"):
+            if sent["step"] >= max(2, claims.warmup):
+                gradients = sum(call["numel"] * _itemsize(call["dtype"]) for call in rank.all("call", step=sent["step"]))
+                total = sum(size for _, size in sent["collectives"])
+                most = ", ".join(f"{name} {size}" for name, size in sorted(sent["collectives"], key=lambda one: -one[1])[:3])
+                found.require(
+                    total <= claims.ratio * gradients,
+                    f"at most {claims.ratio:g} of {gradients} bytes",
+                    f"rank {rank.rank}, step {sent['step']}: {total} bytes, {total / gradients:.3g} of them; {most}",
+                )
+
+
+def _itemsize(dtype: str) -> int:
+    size: int = getattr(torch, dtype).itemsize
+    return size
 
 
 def _optimizer(text: str, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
