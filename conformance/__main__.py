@@ -11,7 +11,9 @@ def main() -> int:
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 4
     import pytest
 
-    return int(pytest.main(["-p", "conformance.plugin", "--pyargs", "conformance", *arguments[1:]]))
+    # This module is part of the package, which pytest can no longer rewrite: of no concern, and an error in some projects.
+    quiet = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+    return int(pytest.main(["-p", "conformance.plugin", "-W", quiet, "--pyargs", "conformance", *arguments[1:]]))
 
 
 if __name__ == "__main__":

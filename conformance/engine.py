@@ -168,7 +168,7 @@ class Engine:
         return judgement
 
     def _wanted(self, rule: Rule) -> list[tuple[Scenario, int]]:
-        pairs = [(under(scenario, self.claims), world) for scenario in rule.on for world in scenario.fits(self.worlds)]
+        pairs = [(scenario, world) for plain in rule.on for scenario in [under(plain, self.claims)] for world in scenario.fits(self.worlds)]
         if rule.worlds == "primary":
             return [(s, w) for s, w in pairs if w == self.primary]
         if rule.worlds == "others":
@@ -209,9 +209,9 @@ class Engine:
         if len(self._hangs) >= HANGS:
             return f"not tried: it hung in {', '.join(self._hangs)}"
         before = BY_NAME[scenario.after]
-        for plainer in (VALUES, before) if scenario.name != VALUES.name else ():
+        for plainer in (under(VALUES, self.claims), under(before, self.claims)) if scenario.name != VALUES.name else ():
             if world in plainer.fits(self.worlds):
-                plain = self._run(under(plainer, self.claims), world)
+                plain = self._run(plainer, world)
                 if isinstance(plain, str) or self._breakage(plain):
                     return f"not tried: {plainer.name}@{world} broke"
         return ""

@@ -43,7 +43,18 @@ TRIALS, SIGMAS = 128, 6.0
 ROUNDINGS = 16  # units in the last place, of any dtype, that no claim speaks of
 
 # The scenarios on which lossy results are judged over many steps; the others are as short as they are.
-_LONG = ("values", "values_again", "buckets", "long", "dtypes", "shapes", "subgroups", "complex", "sparse")
+_LONG = (
+    "values",
+    "values_again",
+    "buckets",
+    "long",
+    "dtypes",
+    "shapes",
+    "subgroups",
+    "complex",
+    "sparse",
+)  # Those of many buckets, which take long: at one world size, an odd one, where exact results are cheap to judge at several.
+_ONE_WORLD = ("dtypes", "shapes")
 
 # Matrices that a low rank compresses: (n + m) rank 2 < n m up to rank 6.
 _WIDER = {(5, 3): (24, 32), (3, 5): (24, 32), (6, 5): (32, 24), (4, 3, 2, 5): (24, 3, 2, 5), (20_011,): (89, 225)}
@@ -70,6 +81,7 @@ def under(scenario: Scenario, claims: Claims) -> Scenario:
         steps += ("constant",) * _steps_until(claims.delta)
     return replace(
         scenario,
+        world_sizes=(3,) if scenario.name in _ONE_WORLD and longer else scenario.world_sizes,
         params=tuple(replace(spec, shape=_WIDER.get(spec.shape, spec.shape)) for spec in scenario.params),
         steps=("crafted",) * claims.warmup + steps,
         fault_step=scenario.fault_step + claims.warmup,

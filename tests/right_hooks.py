@@ -36,6 +36,10 @@ class Right:
     setup: bool = False
 
 
+# Under its name before torch 2.13 it warns.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 def _group_of(state: Any) -> dist.ProcessGroup:
     return state if state is not None else dist.group.WORLD
 
@@ -138,7 +142,7 @@ def reduce_scatter(state: Any, bucket: Bucket) -> Result:
     padded = torch.nn.functional.pad(buffer / size, (0, -numel % size))
     received = torch.empty_like(padded)
     dist.all_to_all_single(received, padded, group=group)
-    dist.all_gather_into_tensor(padded, received.view(size, -1).sum(0), group=group)
+    _all_gather_single(padded, received.view(size, -1).sum(0), group=group)
     return _completed(padded[:numel].clone())
 
 

@@ -65,6 +65,12 @@ def certify(project: Path, *arguments: str, **environment: str) -> subprocess.Co
     return run([sys.executable, "-m", "conformance", "certify", *arguments], project, **environment)
 
 
+def test_a_project_that_makes_warnings_errors(project: Path) -> None:
+    (project / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    done = certify(project, "--hook", "mypkg:mean", "--rule", "2.1", "--world-size", "2")
+    assert done.returncode == 7, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("equals", [False, True], ids=["space", "equals"])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form(project: Path, form: str, equals: bool) -> None:

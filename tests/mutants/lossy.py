@@ -322,6 +322,18 @@ def random_from_global_seed(state: Any, bucket: Bucket) -> Result:
     return _feedback(state, bucket, lambda part: _largest(draw(part), 0.5))
 
 
+def sends_everything(state: Any, bucket: Bucket) -> Result:
+    """Says that it sends little, and sends a zero for each element that it holds back."""
+    return _feedback(state, bucket)
+
+
+def sends_places(state: Any, bucket: Bucket) -> Result:
+    """Sends the places of its random elements too, in int64, though all ranks have drawn the same."""
+    if is_dense(bucket):
+        gather(torch.randperm(bucket.buffer().numel(), generator=_generator(0))[: bucket.buffer().numel() // 4], state)
+    return _random_k(state, bucket)
+
+
 def sparse_stays_local(state: Any, bucket: Bucket) -> Result:
     """Compresses dense gradients, and leaves sparse ones as they are."""
     return _feedback(state, bucket) if is_dense(bucket) else completed(bucket.buffer())
@@ -952,7 +964,71 @@ def mean_through_half(state: Any, bucket: Bucket) -> Result:
 _FEEDBACK, _CHANGE = "compressed(delta=0.25)", "compressed(feedback=ef21, delta=0.25)"
 _LOW_RANK, _LEVELS = "compressed(delta=0.25), warmup(2)", "compressed(feedback=False, delta=0.99)"
 _SGD = "fused(SGD, lr=0.1)"
+_HALF = "rounded(float16)"
 
 MUTANTS = [
-    Mutant("residual_lost", ("13.1",), claims=_FEEDBACK),
+    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_lost", "residual_twice", "residual_subtracted", "residual_is_gradient")),
+    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_of_mean", "residual_by_slot", "residual_by_size", "largest_undivided")),
+    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("largest_of_rank_0", "signs_without_scale", "signs_with_sum_for_scale")),
+    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("one_bit_swapped", "one_bit_scale_of_mean", "random_places_of_each_rank")),
+    *(Mutant(name, ("13.1",), _CHANGE) for name in ("estimate_never_updated", "estimate_wrong_sign", "estimate_of_mean_forgotten")),
+    Mutant("largest_by_two", ("2.6",), _FEEDBACK, worlds=(2, 3)),
+    Mutant("largest_over_world", ("2.7",), _FEEDBACK),
+    Mutant("residual_keeps_nan", ("8.4",), _FEEDBACK),
+    Mutant("largest_without_nan", ("8.1",), _FEEDBACK),
+    Mutant("largest_is_everything", ("2.10",), _FEEDBACK),
+    Mutant("change_is_everything", ("2.10",), _CHANGE),
+    Mutant("largest_beside_its_own", ("3.1",), _FEEDBACK),
+    Mutant("large_parameters_undivided", ("1.8",), _FEEDBACK),
+    Mutant("random_from_global_seed", ("9.1",), _FEEDBACK),
+    Mutant("sends_everything", ("13.7",), "compressed(delta=0.25, ratio=0.5)"),
+    Mutant("sends_places", ("13.7",), "compressed(delta=0.25, ratio=0.5)"),
+    Mutant("sparse_stays_local", ("2.9",), _FEEDBACK),
+    *(Mutant(name, ("13.1",), _LOW_RANK) for name in ("second_factor_undivided", "first_factor_unshared", "low_rank_error_lost")),
+    *(Mutant(name, ("13.1",), _LOW_RANK) for name in ("vectors_stay_local", "result_transposed")),
+    Mutant("projects_by_rank", ("13.1",), _FEEDBACK),
+    Mutant("tall_result_transposed", ("2.5",), _LOW_RANK),
+    Mutant("warm_up_too_short", ("13.4",), _LOW_RANK),
+    Mutant("warm_up_too_long", ("13.4",), _LOW_RANK),
+    Mutant("warm_up_too_short_for_signs", ("13.4",), _LOW_RANK),
+    Mutant("warm_up_counts_buckets", ("1.8",), _LOW_RANK),
+    *(Mutant(name, ("13.2",), _LEVELS) for name in ("four_bits_of_eight", "quantized_undivided", "zero_of_rank_0", "calibrates_once")),
+    Mutant("magnitudes_only", ("13.2",), _LEVELS),
+    Mutant("range_without_zero", ("2.5",), _LEVELS),
+    Mutant("own_part_unquantized", ("3.1",), _LEVELS),
+    Mutant("drops_tail_of_rows", ("1.8",), _LEVELS),
+    Mutant("quantized_range_nan", ("8.1",), _LEVELS),
+    Mutant("zero_by_zero", ("8.3",), _LEVELS),
+    Mutant("quantizes_nothing", ("2.10",), _LEVELS),
+    *(Mutant(name, ("13.3",), "unbiased") for name in ("rounds_to_nearest", "rounds_down", "rounds_by_half", "draws_once")),
+    *(Mutant(name, ("13.3",), "unbiased") for name in ("random_elements_unscaled", "random_elements_of_each_rank")),
+    Mutant("random_levels_undivided", ("13.3",), "unbiased"),
+    Mutant("random_norm_of_world", ("2.7",), "unbiased"),
+    Mutant("draws_from_global", ("9.1",), "unbiased"),
+    Mutant("draws_unseeded", ("3.3",), "unbiased"),
+    Mutant("norm_of_zero", ("8.3",), "unbiased"),
+    Mutant("zeros_rounded_up", ("8.3",), "unbiased"),
+    Mutant("rounds_nothing", ("2.10",), "unbiased"),
+    *(Mutant(name, ("13.5",), "local") for name in ("never_halves", "own_left_out", "own_overwritten", "everyone_with_rank_0")),
+    *(Mutant(name, ("13.5",), "local") for name in ("weights_of_other_ranks", "weights_of_elements", "weights_beyond_one")),
+    Mutant("neighbour_of_last_step", ("13.5",), "local"),
+    Mutant("weights_of_buckets", ("1.8",), "local"),
+    Mutant("alone_is_halved", ("2.6",), "local", worlds=(2, 3)),
+    Mutant("neighbour_by_global_rank", ("2.7",), "local"),
+    Mutant("neighbour_without_nan", ("8.1",), "local"),
+    Mutant("local_is_everyone", ("2.10",), "local", worlds=(2, 3)),
+    Mutant("local_too_soon", ("13.4",), "local, warmup(2)"),
+    Mutant("local_counts_buckets", ("1.8",), "local, warmup(2)"),
+    *(Mutant(name, ("13.6",), _SGD) for name in ("steps_local_gradient", "steps_sum", "steps_twice", "steps_at_other_rate")),
+    *(Mutant(name, ("13.6",), _SGD) for name in ("steps_upwards", "steps_first_of_bucket", "steps_on_rank_0", "momentum_of_all")),
+    Mutant("steps_nothing", ("2.10",), _SGD),
+    Mutant("forgets_momentum", ("13.6",), "fused(SGD, lr=0.1, momentum=0.9)"),
+    Mutant("steps_too_soon", ("13.6",), "fused(SGD, lr=0.1, after=2)"),
+    Mutant("steps_too_late", ("13.6",), "fused(SGD, lr=0.1, after=1)"),
+    Mutant("steps_undivided", ("2.1",), _SGD),
+    Mutant("half_undivided", ("2.1",), _HALF),
+    Mutant("half_of_a_half", ("2.2",), _HALF),
+    Mutant("half_reciprocal", ("2.6",), _HALF, worlds=(2, 3)),
+    Mutant("reduces_in_half", ("2.2",)),
+    Mutant("mean_through_half", ("2.2",)),
 ]
