@@ -45,7 +45,6 @@ ROUNDINGS = 16  # units in the last place, of any dtype, that no claim speaks of
 # The scenarios on which lossy results are judged over many steps; the others are as short as they are.
 _LONG = (
     "values",
-    "values_again",
     "buckets",
     "long",
     "dtypes",

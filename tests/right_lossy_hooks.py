@@ -288,7 +288,7 @@ def _fp8(total: torch.Tensor, group: Group, scale: torch.Tensor) -> list[torch.T
 
 def _fp8_scale(total: torch.Tensor) -> torch.Tensor:
     largest = total.abs().max() if total.numel() else torch.ones((), dtype=total.dtype)
-    return torch.where(largest == 0, 1, 448 / largest).view(1)
+    return (448 / largest.clamp(min=1e-30)).view(1)  # a residual may become so small that the quotient overflows
 
 
 def fp8(group: Group, bucket: Bucket) -> Result:
@@ -538,7 +538,7 @@ def torch_local_sgd(process_group: Group, alone: bool = False) -> Any:
     return state, _post_local_sgd.post_localSGD_hook
 
 
-# Not in REFUSED_WRONGLY's place by accident: their weights differ from bucket to bucket
+# Local, by bucket: not every bucket of a step has the same weights
 
 
 def random_pairs_by_bucket(state: State, bucket: Bucket) -> Result:
