@@ -43,16 +43,8 @@ TRIALS, SIGMAS = 128, 6.0
 ROUNDINGS = 16  # units in the last place, of any dtype, that no claim speaks of
 
 # The scenarios on which lossy results are judged over many steps; the others are as short as they are.
-_LONG = (
-    "values",
-    "buckets",
-    "long",
-    "dtypes",
-    "shapes",
-    "subgroups",
-    "complex",
-    "sparse",
-)  # Those of many buckets, which take long: at one world size, an odd one, where exact results are cheap to judge at several.
+_LONG = ("values", "buckets", "long", "dtypes", "shapes", "subgroups", "complex", "sparse")
+# Those of many buckets, which take long: at one world size, an odd one, where exact results are cheap to judge at several.
 _ONE_WORLD = ("dtypes", "shapes")
 
 # Matrices that a low rank compresses: (n + m) rank 2 < n m up to rank 6.
