@@ -1,18 +1,28 @@
 """Step time and peak memory of the reference hooks beside torch's, two ranks on Gloo, one thread each.
 
-    python benchmarks/hooks_beside_torch.py [--parameters 1000000 25000000] [--steps 15]
+    python benchmarks/hooks_beside_torch.py [--parameters 1000000 25000000] [--steps 15] [--only NAME]
 
-Both hooks of a pair run in the same processes, in turns, step by step, on models of the same shape whose backward only
-hands out gradients: what differs is the hook. Printed is the ratio of the medians, ours to torch's, and that of the
-compression hooks beyond torch to plain averaging. Only ratios mean anything: the machine is what it is.
+Three tables for each model size, all of them ratios, since the machine is what it is:
+
+time      medians of step times, ours to torch's; both hooks of a pair run in the same processes, in turns, step by step, on
+          models of the same shape whose backward only hands out gradients: what differs is the hook
+memory    by how much a process has grown at its peak, ours to torch's; each hook in processes of its own
+traffic   of the compression hooks beyond torch, alone in a group of one rank: time of a step, less that of the noop hook, to
+          the time that reading and writing all gradients once takes
+
+Hooks of torch's that do not run here (batched PowerSGD, quantization, ZeRO overlap, optimizer in backward, mixed
+precision) have nothing to be beside: ours is beside plain averaging then.
 """
 
 import argparse
+import functools
 import os
+import re
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -46,10 +56,47 @@ def _none() -> None:
     return None
 
 
+def _named(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """DDP refuses torch's bf16 hook on CPU by its name alone."""
+
+    def renamed(state: Any, bucket: dist.GradBucket) -> Any:
+        return hook(state, bucket)
+
+    return renamed
+
+
+@functools.cache
+def _fused(whose: str) -> Callable[..., Any]:
+    options = {"lr": 1e-3, "momentum": 0.9}
+    if whose == "ours":
+        optimizer = hooks_ref.OptimizerHookState(hooks_ref.functional(torch.optim.SGD, **options))
+        return hooks_ref.hook_then_optimizer(hooks_ref.allreduce_hook, optimizer)
+    from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks
+    from torch.distributed.optim.utils import as_functional_optim
+
+    state = optimizer_overlap_hooks._OptimizerHookState(as_functional_optim(torch.optim.SGD, **options))
+    return optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
+
+
+def _fused_ours(state: Any, bucket: dist.GradBucket) -> Any:
+    return _fused("ours")(state, bucket)
+
+
+def _fused_torchs(state: Any, bucket: dist.GradBucket) -> Any:
+    return _fused("torch's")(state, bucket)
+
+
 # name: ours, the other, whether all gradients have to be in one bucket (where torch's hangs with more)
 PAIRS: dict[str, tuple[Made, Made, bool]] = {
     "allreduce": ((_none, hooks_ref.allreduce_hook), (_none, default_hooks.allreduce_hook), False),
     "fp16_compress": ((_none, hooks_ref.fp16_compress_hook), (_none, default_hooks.fp16_compress_hook), False),
+    "bf16_compress": ((_none, hooks_ref.bf16_compress_hook), (_none, _named(default_hooks.bf16_compress_hook)), False),
+    "fp16_compress_wrapper": (
+        (_none, hooks_ref.fp16_compress_wrapper(hooks_ref.allreduce_hook)),
+        (_none, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+        False,
+    ),
+    "hook_then_optimizer": ((_none, _fused_ours), (_none, _fused_torchs), False),
     "noop": ((_none, hooks_ref.noop_hook), (_none, debugging_hooks.noop_hook), False),
     "powerSGD, one bucket": (
         (_power(hooks_ref.PowerSGDState), hooks_ref.powerSGD_hook),
@@ -72,7 +119,14 @@ ALONE: dict[str, Made] = {
     "RandomK(0.01)": _compressed(lambda: hooks_ref.RandomK(0.01)),
     "ScaledSign": _compressed(hooks_ref.ScaledSign),
     "OneBit": _compressed(hooks_ref.OneBit),
+    "QSGD()": (lambda: hooks_ref.CompressionState(None, hooks_ref.QSGD(), memory="none"), hooks_ref.compression_hook),
+    "TernGrad()": (lambda: hooks_ref.CompressionState(None, hooks_ref.TernGrad(), memory="none"), hooks_ref.compression_hook),
+    "quantization_pertensor": (_none, hooks_ref.quantization_pertensor_hook),
+    "quantization_perchannel": (_none, hooks_ref.quantization_perchannel_hook),
+    "batched_powerSGD": (_power(hooks_ref.PowerSGDState), hooks_ref.batched_powerSGD_hook),
+    "gossip": (hooks_ref.GossipGraDState, hooks_ref.gossip_grad_hook),
 }
+AVERAGING: Made = (_none, hooks_ref.allreduce_hook)
 
 
 class _GivesGradients(torch.autograd.Function):
@@ -98,22 +152,13 @@ class _Model(torch.nn.Module):
         return torch.stack([_GivesGradients.apply(p, g) for p, g in zip(self.weights, self.grads, strict=True)]).sum()
 
 
-def _rank(rank: int, folder: str, numel: int, steps: int, answers: "multiprocessing.SimpleQueue[Any]") -> None:
+def _join(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    for name, (ours, other, one_bucket) in PAIRS.items():
-        times = _in_turns([ours, other], numel, steps, one_bucket)
-        if rank == 0:
-            answers.put((name, statistics.median(times[0]) / statistics.median(times[1])))
-    for name, made in ALONE.items():
-        times = _in_turns([made, (_none, default_hooks.allreduce_hook)], numel, steps, False)
-        if rank == 0:
-            answers.put((name, statistics.median(times[0]) / statistics.median(times[1])))
-    dist.barrier()
-    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
 
 
-def _in_turns(hooks: list[Made], numel: int, steps: int, one_bucket: bool) -> list[list[float]]:
+def _train(hooks: list[Made], numel: int, steps: int, one_bucket: bool) -> list[list[float]]:
+    """Return the step times of each hook, in turns; the first three steps regroup buckets and warm up."""
     models = []
     for state, hook in hooks:
         ddp = DistributedDataParallel(_Model(numel), bucket_cap_mb=1 << 20 if one_bucket else 25)
@@ -126,31 +171,81 @@ def _in_turns(hooks: list[Made], numel: int, steps: int, one_bucket: bool) -> li
             dist.barrier()
             begin = time.perf_counter()
             ddp().backward()
-            if step >= 3:  # the first regroup buckets and warm up
+            if step >= 3:
                 taken.append(time.perf_counter() - begin)
     return times
+
+
+def _hooks_of(name: str) -> tuple[Made, Made, bool]:
+    return PAIRS[name] if name in PAIRS else (ALONE[name], AVERAGING, False)
+
+
+def _time(rank: int, folder: str, name: str, numel: int, steps: int, answers: "multiprocessing.SimpleQueue[float]") -> None:
+    _join(rank, 2, folder)
+    ours, other, one_bucket = _hooks_of(name)
+    times = [statistics.median(taken) for taken in _train([ours, other], numel, steps, one_bucket)]
+    if rank == 0:
+        answers.put(times[0] / times[1])
+    dist.barrier()
+
+
+def _memory(rank: int, folder: str, name: str, numel: int, which: int, answers: "multiprocessing.SimpleQueue[float]") -> None:
+    _join(rank, 2, folder)
+    hooks = _hooks_of(name)
+    before = _peak()
+    _train([hooks[0] if which == 0 else hooks[1]], numel, 3, hooks[2])
+    if rank == 0:
+        answers.put(_peak() - before)
+    dist.barrier()
+
+
+def _peak() -> int:
+    """The most that this process has held, in KiB: that of its own memory map, not what it inherited."""
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+
+def _traffic(rank: int, folder: str, name: str, numel: int, steps: int, answers: "multiprocessing.SimpleQueue[float]") -> None:
+    _join(rank, 1, folder)
+    times = [statistics.median(taken) for taken in _train([ALONE[name], (_none, hooks_ref.noop_hook)], numel, steps, False)]
+    one, other = torch.randn(numel), torch.empty(numel)
+    copies = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        other.copy_(one)
+        copies.append(time.perf_counter() - begin)
+    answers.put((times[0] - times[1]) / statistics.median(copies))
+
+
+def _ask(target: Callable[..., None], world: int, *arguments: Any) -> float:
+    """Run ``target`` on ``world`` ranks and return the answer of rank 0."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=target, args=(rank, folder, *arguments, answers)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit(f"{arguments[0]}: a rank failed")
+    return answers.get()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, nargs="+", default=[1_000_000, 25_000_000])
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--only", help="names that contain this")
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
     for numel in options.parameters:
-        answers = context.SimpleQueue()
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = (folder, numel, options.steps, answers)
-            ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]
-            for process in ranks:
-                process.start()
-            print(f"{numel:,} parameters, 2 ranks, ratio of median step times over {options.steps} steps:")
-            for name in [*PAIRS, *ALONE]:
-                said, ratio = answers.get()
-                beside = "torch's" if name in PAIRS and "ours" not in name else "plain averaging"
-                print(f"  {said:<36} {ratio:5.2f} times {beside}", flush=True)
-            for process in ranks:
-                process.join()
+        print(f"{numel:,} parameters, 2 ranks, {options.steps} steps")
+        print(f"  {'':<36} {'time':>6} {'memory':>7} {'traffic':>8}")
+        for name in (name for name in (*PAIRS, *ALONE) if (options.only or "") in name):
+            beside = "torch's" if name in PAIRS and "ours" not in name else "averaging"
+            ratio = _ask(_time, 2, name, numel, options.steps)
+            ours, other = (_ask(_memory, 2, name, numel, which) for which in (0, 1))
+            traffic = f"{_ask(_traffic, 1, name, numel, options.steps):8.1f}" if name in ALONE else f"{'':8}"
+            print(f"  {name:<36} {ratio:6.2f} {ours / other:7.2f} {traffic}  beside {beside}", flush=True)
 
 
 if __name__ == "__main__":

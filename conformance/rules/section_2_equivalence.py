@@ -63,7 +63,8 @@ def describe(run: Run, wrong: oracle.Mismatch, claims: Claims) -> tuple[str, str
     needs=("1.1", "1.2", "1.5", "1.9"),
     worlds="primary",
     source=DOC,
-    remedy="what the hook divides by, and whether every element of the bucket takes part in the collective",
+    remedy="what the hook divides by, and whether every element of the bucket takes part in the collective; "
+    "if the result is not meant to be the mean, claim what it is: compressed, unbiased, local, with warmup(k)",
 )
 def crafted(run: Run, claims: Claims, found: Found) -> None:
     """On crafted inputs the result is the mean over the group, bit for bit: every element, parameter and step.
