@@ -1,5 +1,6 @@
 """torch's PowerSGD, and ours, as subjects of test_low_rank.py."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ def zeros(whose: str, world_size: int) -> Case:
         return hook(state, bucket)
 
     return Case(state, zero_at_first)
+
+
+def loads_unsafe(rank: int, hook: str, folder: str) -> Case:
+    """Torch's hook with torch's state as it was saved, loaded without weights_only."""
+    return Case(torch.load(Path(folder) / f"{rank}.pt", weights_only=False), torchs_hook)
 
 
 def unused_parameters(world_size: int) -> Case:

@@ -53,6 +53,20 @@ def test_fp16_divides_before_it_casts(pool: Pool) -> None:
     assert theirs.isinf().all()
 
 
+def test_a_wrapper_returns_the_buckets_dtype(pool: Pool) -> None:
+    """torch's leaves half precision to whatever is layered on it."""
+    runs = [run_of(pool, VALUES, f"tests.peers:{whose}_fp16_wrapped") for whose in ("ours", "torch")]
+    assert [{value["dtype"] for rank in run.ranks for value in rank.all("value")} for run in runs] == [{"float32"}, {"float16"}]
+
+
+def test_torchs_bf16_hook_is_refused_on_cpu_by_its_name(pool: Pool) -> None:
+    run = run_of(pool, VALUES, "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:bf16_compress_hook")
+    error = run.ranks[0].first("error")
+    assert error, "torch's bf16_compress_hook registers on CPU by now"
+    assert "BF16 all reduce communication hook required CUDA" in error["message"]
+    assert run_of(pool, VALUES, "hooks_ref:bf16_compress_hook").finished
+
+
 def test_signatures_and_names_are_torchs() -> None:
     import inspect
 

@@ -201,6 +201,36 @@ def test_torchs_batched_raises(pool: Pool, size: tuple[int, int], said: str) -> 
     assert run_hook(pool, what, hook="hooks_ref:batched_powerSGD_hook", state=f"{STATES}:power_sgd").finished
 
 
+def test_torchs_aborts_or_hangs_with_several_buckets() -> None:
+    """It waits in one callback for a collective that another starts; seldom it gets through."""
+    with Pool(5.0, lanes=1) as impatient:
+        runs = (
+            try_hook(impatient, scenario(6, params=WITHOUT_SCALARS), hook=f"{SUBJECTS}:torchs_hook", state=f"{SUBJECTS}:torchs")
+            for _ in range(5)
+        )
+        assert not all(run.finished for run in runs), "torch's PowerSGD works with several buckets on Gloo by now"
+
+
+def test_torchs_resumes_wrongly(pool: Pool, tmp_path: Path) -> None:
+    """Saved as documented: it does not load with weights_only; else it raises with several buckets, and goes on wrongly with one."""
+    given = f"hook='{SUBJECTS}:torchs_hook',folder='{tmp_path}'"
+    saves = f"tests.hooks_ref.saved_states:saves,state='{SUBJECTS}:torchs',{given}"
+    first, rest = (scenario(6, params=WITHOUT_SCALARS, first_step=step) for step in (0, 6))
+    run_hook(pool, first, 1, setup=saves)
+    with torchs_own_fails("Weights only load failed"):
+        run_hook(pool, rest, 1, setup=f"tests.hooks_ref.saved_states:loads,{given}")
+    with torchs_own_fails("must match the size of tensor"):
+        run_hook(pool, rest, 1, setup=f"{SUBJECTS}:loads_unsafe,{given}")
+    first, whole, rest = (
+        scenario(steps, params=WITHOUT_SCALARS, first_step=step, bucket_cap_mb=ONE_BUCKET) for steps, step in ((6, 0), (12, 0), (6, 6))
+    )
+    run_hook(pool, first, setup=saves)
+    resumed = run_hook(pool, rest, setup=f"{SUBJECTS}:loads_unsafe,{given}")
+    uninterrupted = run_hook(pool, whole, hook=f"{SUBJECTS}:torchs_hook", state=f"{SUBJECTS}:torchs")
+    same = [torch.equal(result(resumed, 0, 5, index), result(uninterrupted, 0, 11, index)) for index in range(len(WITHOUT_SCALARS))]
+    assert not all(same), "torch's PowerSGD resumes by now"
+
+
 def test_torchs_raises_for_a_scalar_parameter(pool: Pool) -> None:
     with torchs_own_fails("tuple index out of range"):
         run_hook(pool, scenario(4, bucket_cap_mb=ONE_BUCKET), hook=f"{SUBJECTS}:torchs_hook", state=f"{SUBJECTS}:torchs")
