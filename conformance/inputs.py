@@ -8,7 +8,7 @@ crafted     world_size * k * 2**e with small integers k and one exponent e per e
             sum, every quotient and every rounding to half precision is exact, whatever the order of
             the sum, whether it divides before or after it, or multiplies by 1 / world_size. A right
             hook is bit-exact, so the test needs no tolerance.
-constant    crafted, the same at every step.
+constant    normal, the same at every step.
 normal      nearly normal, mean 0, deviation 1 (twelve uniforms: exact, unlike Box-Muller).
 wide        magnitudes from 1e-30 to 1e30 in one bucket.
 nan, inf    crafted, with NaN on one rank; with +inf, -inf and both at different elements.
@@ -56,7 +56,7 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
     if kind == "zero_all" or (kind == "zero_one" and rank == 0):
         return torch.zeros(numel, dtype=torch.float64)
     if kind == "constant":
-        return _values("crafted", numel, world, rank, 0, param)
+        return _values("normal", numel, world, rank, 0, param)
     if kind == "minus_zero":
         return torch.full((numel,), -0.0, dtype=torch.float64)
     if kind == "normal":

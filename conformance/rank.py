@@ -113,7 +113,7 @@ class _Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
         self.observer = Observer(self.recorder, self.parameters, self._before_hook, self._after_hook)
         self.patches = process_state.Patches()
-        if self.scenario.order != "free" or self.scenario.fault == "collective_raises":
+        if self.scenario.order != "free" or self.scenario.fault == "collective_raises" or self.scenario.counted:
             self.collectives.install()
         if self.scenario.order != "free" and self.rank == 0:
             self._announce_waits()
@@ -238,11 +238,13 @@ class _Run:
     def _faulty_backward(self, loss: torch.Tensor) -> bool:
         """Run the backward that cannot succeed, and write down how the failure showed."""
         outcome: dict[str, Any] = {"raised": False}
+        self.collectives.take_sent()
         try:
             loss.backward()
         except BaseException as error:
             outcome = {"raised": True, "type": type(error).__name__, "message": str(error)[:2000]}
-        self.recorder.event("fault", fault=self.scenario.fault, unused=self.collectives.raise_next is not None, **outcome)
+        unused, started = self.collectives.raise_next is not None, len(self.collectives.take_sent())
+        self.recorder.event("fault", fault=self.scenario.fault, unused=unused, started=started, **outcome)
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 self.recorder.tensor(f"{self.recorder.step}/grad/{name}", parameter.grad)

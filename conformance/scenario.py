@@ -45,6 +45,7 @@ class Scenario:
         after: the scenario without whose end this one is not tried: it would only say the same again.
         first_step: the number that the first step has to the inputs, where a run continues another.
         repeat: distinguishes runs that are the same experiment.
+        counted: what the subject gives to collectives is on record at the fault.
         fused: parameters are on record after every step, and results too where the hook has freed the gradients.
     """
 
@@ -66,6 +67,7 @@ class Scenario:
     first_step: int = 0
     repeat: int = 0
     fused: bool = False
+    counted: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

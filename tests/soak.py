@@ -13,7 +13,7 @@ import time
 
 from conformance.rulebook import MUST, book
 from conformance.verdict import Verdict
-from tests import test_mutants, test_right_hooks
+from tests import test_mutants, test_right_hooks, test_right_lossy_hooks
 from tests.cases import Case, judged_ahead
 from tests.hooks_ref import test_certified
 
@@ -32,7 +32,7 @@ def main() -> int:
     burners = [multiprocessing.Process(target=spin, daemon=True) for _ in range(options.load)]
     for burner in burners:
         burner.start()
-    right = [*test_right_hooks.CASES, *test_certified.CASES]
+    right = [*test_right_hooks.CASES, *test_right_lossy_hooks.CASES, *test_certified.CASES]
     cases = list(test_mutants.CASES) if options.mutants else right
     rules, wrong, begin = book(), collections.Counter[str](), time.monotonic()
 

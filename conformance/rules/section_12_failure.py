@@ -1,7 +1,5 @@
 """Section 12: a failure surfaces as an error, and a local gradient is never passed off as a mean."""
 
-import torch
-
 from conformance.claims import LOCAL, Claims
 from conformance.rulebook import rule
 from conformance.run import Run
@@ -22,13 +20,11 @@ def _require_raised(run: Run, rank: int, what: str, found: Found) -> None:
 
 
 def _is_alone(run: Run, rank: int, claims: Claims, found: Found) -> bool:
-    """Whether ``rank``, under local, has its own gradient for a result: it has no peer to miss."""
-    step, alone = run.scenario.fault_step, claims.lossy == LOCAL
-    for index in range(len(run.scenario.params)) if alone else ():
-        got = run.got(rank, step, index)
-        alone = alone and got is not None and torch.equal(got, run.fed(rank, step, index))
+    """Whether ``rank``, under local, took part in no collective of the step: it has no peer to miss."""
+    faults = list(run.ranks[rank].all("fault"))
+    alone = claims.lossy == LOCAL and bool(faults) and all(not fault["started"] and not fault["raised"] for fault in faults)
     if alone:
-        found.does_not_apply("under local this rank takes part in no collective")
+        found.does_not_apply("under local this rank takes part in no collective of the step")
     return alone
 
 

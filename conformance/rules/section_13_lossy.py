@@ -33,7 +33,8 @@ def _judge(run: Run, claims: Claims, found: Found, *kinds: str) -> None:
     source="Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019; Stich et al., Sparsified SGD with Memory, NeurIPS 2018; "
     "Richtarik et al., EF21, NeurIPS 2021",
     remedy="the residual: gradient plus residual, minus what was sent and not what arrived; kept per parameter, across buckets; "
-    "and the divisor. Without a residual, claim compressed(feedback=False, delta=...)",
+    "and the divisor. Without a residual, claim compressed(feedback=False, delta=...); where what is left still shrinks, as of a "
+    "sign with one scale for a bucket, a smaller delta",
 )
 def held_back_comes_out(run: Run, claims: Claims, found: Found) -> None:
     """Under ``compressed`` the sum of all results is the sum of all means, once zeros have been fed until what was held
@@ -55,7 +56,10 @@ def held_back_comes_out(run: Run, claims: Claims, found: Found) -> None:
 )
 def contraction(run: Run, claims: Claims, found: Found) -> None:
     """Under ``compressed(feedback=False, delta=d)`` each bucket's result is within sqrt(1 - d) times the norm of the
-    gradients of their mean."""
+    gradients of their mean.
+
+    In every step, where papers bound the expectation: claim a delta that each draw keeps.
+    """
     _judge(run, claims, found, CONTRACTION)
 
 
@@ -71,7 +75,8 @@ def contraction(run: Run, claims: Claims, found: Found) -> None:
 def unbiased(run: Run, claims: Claims, found: Found) -> None:
     """Under ``unbiased`` the errors of 128 draws on the same gradients cancel out, in each of six directions.
 
-    The limit is 6 times their root sum of squares; an unbiased hook misses it with probability below 1.2e-6.
+    The limit is 6 times their root sum of squares and 12 times the largest; an unbiased hook misses it with probability
+    below 1e-5, and always or never (see ``lossy.py``).
     """
     _judge(run, claims, found, UNBIASED)
 
@@ -110,7 +115,7 @@ def warm_up(run: Run, claims: Claims, found: Found) -> None:
 )
 def weighted_mean(run: Run, claims: Claims, found: Found) -> None:
     """Under ``local`` each rank's result is a mean of ranks' gradients with weights of its own: not negative, summing
-    to 1, the same for every element of a step, its own gradient among them; over all ranks each gradient counts once."""
+    to 1, the same for every element of a bucket, its own gradient among them; over all ranks each gradient counts once."""
     _judge(run, claims, found, LOCAL)
 
 
