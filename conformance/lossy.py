@@ -6,7 +6,7 @@ after the warm-up:
     compressed          sum(y) = sum(m) once zeros have been fed long enough: what was held back has come out
     compressed(ef21)    y = m once the same has been fed long enough
     compressed(False)   ||y - m|| <= sqrt(1 - delta) mean_r ||x_r||, per bucket and step
-    unbiased            the same is fed N = 128 times; for six directions u, with d_t = <y_t - m, u>,
+    unbiased            the same is fed N = 96 times; for six directions u, with d_t = <y_t - m, u>,
                         |sum_t d_t| <= 6 sqrt(sum_t d_t**2) + 12 max_t |d_t|
     local               y = sum_q w_q x_q with w >= 0, the same w for every element of a bucket, each rank's own w above zero;
                         w sums to 1 on each rank, and over the ranks of a group to 1 for each q
@@ -23,7 +23,7 @@ with probability below 1e-7 (Poisson). So directions are taken where many elemen
 each of at least 256 elements. Smaller ones are asked only of a hook whose results are near the mean in each draw (its
 relative error is at most 1/4), and a bias of up to a twentieth of a typical element is left to the others. With at most
 60 directions in a run the probability is below 1e-5 before any run is seen; a hook draws the same in every run (rule
-3.3), so that a verdict does not vary. A bias as large as 0.8 of the errors' deviation along a direction is found, and
+3.3), so that a verdict does not vary. A bias as large as the errors' deviation along a direction is found, and
 one without any deviation.
 
 Local. The elements of a bucket are far more than ranks, and independent: the weights are what least squares finds, and are
@@ -45,7 +45,7 @@ from conformance.scenario import VALUES, Scenario
 from conformance.verdict import Found
 
 LEFT, LIMIT = 1 / 256, 1 / 16
-TRIALS, SIGMAS, PEAKS = 128, 6.0, 12.0
+TRIALS, SIGMAS, PEAKS = 96, 6.0, 12.0
 MANY, FINE, SMALL = 256, 1 / 4, 1 / 20  # see "Unbiased"
 ROUNDINGS = 16  # units in the last place, of any dtype, that no claim speaks of
 

@@ -73,7 +73,7 @@ def contraction(run: Run, claims: Claims, found: Found) -> None:
     remedy="rounding to nearest, a draw that is reused, a scale that is left out; what is biased needs feedback",
 )
 def unbiased(run: Run, claims: Claims, found: Found) -> None:
-    """Under ``unbiased`` the errors of 128 draws on the same gradients cancel out, in each of six directions.
+    """Under ``unbiased`` the errors of 96 draws on the same gradients cancel out, in each of six directions.
 
     The limit is 6 times their root sum of squares and 12 times the largest; an unbiased hook misses it with probability
     below 1e-5, and always or never (see ``lossy.py``).

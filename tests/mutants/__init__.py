@@ -31,7 +31,7 @@ class Mutant:
     worlds: tuple[int, ...] = (2,)
 
 
-_SECTIONS = ("contract", "equivalence", "settings", "replicas", "special", "interference", "failure", "process")
+_SECTIONS = ("contract", "equivalence", "settings", "replicas", "special", "interference", "failure", "lossy", "process")
 
 
 def catalogue() -> list[tuple[str, Mutant]]:

@@ -163,6 +163,23 @@ def average_hook(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def frees_gradients(process_group: dist.ProcessGroup) -> Any:
+    """A set-up that frees the gradients when backward is over, as if its hook had stepped the parameters."""
+    from conformance.subject import Case
+
+    parameters: set[torch.nn.Parameter] = set()
+
+    def hook(state: Any, bucket: Bucket) -> Result:
+        parameters.update(bucket.parameters())
+        return average(bucket, state)
+
+    def free() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    return Case(process_group, hook, after_backward=free)
+
+
 # 2.2 Random values
 
 
@@ -302,6 +319,7 @@ MUTANTS = [
     Mutant("nan_result", ("2.1",)),
     Mutant("last_element_local", ("2.1",)),
     Mutant("top_half", ("2.1",)),
+    Mutant("frees_gradients", ("2.1",), setup=True),
     Mutant("average_hook", ("2.1",), state="tests.mutants.equivalence:lone_groups"),
     Mutant("rounds_to_float16", ("2.2", "8.5"), because=_loses_subnormals),
     Mutant("rounds_to_bfloat16", ("2.2", "8.5"), because=_loses_subnormals),
