@@ -19,7 +19,7 @@ from conformance.subject import REFERENCE, parse_subject
 from conformance.verdict import Judgement
 
 Judgements = dict[str, Judgement]
-WORKERS = 3  # one more than the two cores that CI has
+WORKERS = 4  # twice the cores that CI has: judging is half waiting
 PATIENT, IMPATIENT = 60.0, 4.0  # deadlines; the second is for subjects that hang
 
 
