@@ -89,7 +89,8 @@ class Memory:
     """A value per element of every parameter, zero at first: a residual, a momentum, an estimate.
 
     Stored flat in the order of the current buckets, so that a bucket and its memory meet without a copy,
-    and laid out anew when DDP regroups its buckets.
+    and laid out anew when DDP regroups its buckets. In float32 where the bucket is in half precision: what
+    is added up over steps would lose its small terms there.
     """
 
     def __init__(self) -> None:
@@ -116,9 +117,8 @@ class Memory:
                         f"this state was saved for another model: parameter {key} from the end had "
                         f"{self.parts[key].numel()} elements and has {piece.numel()}"
                     )
-            kept = [
-                self.parts[key].to(piece) if key in self.parts else torch.zeros_like(piece) for key, piece in zip(keys, like, strict=True)
-            ]
+            wide = [torch.zeros_like(piece, dtype=torch.promote_types(piece.dtype, torch.float32)) for piece in like]
+            kept = [self.parts[key].to(zeros) if key in self.parts else zeros for key, zeros in zip(keys, wide, strict=True)]
             flat = self._flat[layout] = torch.cat(kept)
             self.parts.update(zip(keys, flat.split([piece.numel() for piece in like]), strict=True))
         return self._flat[layout]

@@ -117,15 +117,16 @@ def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.
     velocity = state.velocity.of(keys, parts) if state.momentum else None
     if velocity is not None:
         buffer.copy_(velocity.mul_(state.momentum).add_(buffer))
-    if own is not None:
-        buffer.add_(own) if mean is None else buffer.sub_(own)
+    if own is not None and mean is None:
+        buffer.copy_(own.add_(buffer))
+    elif own is not None:
+        buffer.sub_(own)
     encoded = compressor.encode(parts, keys, step, dist.get_rank(group))
     if own is not None and mean is None:
-        own.copy_(buffer)
         compressor.add_decoded(encoded, own.split(sizes), keys, step, -1)
         own.nan_to_num_(0, 0, 0)
         if velocity is not None:
-            velocity.masked_fill_(own != buffer, 0)
+            velocity.masked_fill_(own.to(buffer.dtype) != buffer, 0)
     elif own is not None:
         compressor.add_decoded(encoded, own.split(sizes), keys, step)
 

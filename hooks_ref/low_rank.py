@@ -304,7 +304,7 @@ def _multiply(matrices: Sequence[_Matrix], batch: bool, left: Callable[[_Matrix]
     """Set each matrix's ``into`` to the product of ``left(matrix)`` and its ``right``; one shape at a time with ``batch``."""
     groups: dict[object, list[_Matrix]] = defaultdict(list)
     for number, matrix in enumerate(matrices):
-        groups[tuple(matrix.m.shape) if batch else number].append(matrix)
+        groups[(matrix.m.shape, matrix.m.dtype) if batch else number].append(matrix)
     for alike in groups.values():
         if len(alike) == 1:
             setattr(alike[0], into, left(alike[0]) @ getattr(alike[0], right))

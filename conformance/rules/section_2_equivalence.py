@@ -276,7 +276,7 @@ def claim_is_true(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     elif claims.lossy:
         steps = range(claims.warmup, len(run.scenario.steps))
         loses = any(lossy.differs(run, step, claims) for run in runs.values() for step in steps)
-        found.require(loses, f"a result that is {claims.lossy}", "the exact mean, in every step")
+        found.require(loses, f"a result that loses something under {claims}", "the exact mean, in every step")
     if claims.fused:
         moved = any(stepped["parameters_changed"] for rank in run.ranks for stepped in rank.all("stepped"))
         found.require(moved, "parameters that the hook steps", "no parameter has moved")

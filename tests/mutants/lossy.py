@@ -970,12 +970,76 @@ def mean_through_half(state: Any, bucket: Bucket) -> Result:
     return change_mean(bucket, state, lambda mean: mean.half().to(mean.dtype))
 
 
+def steps_first_bucket(state: Any, bucket: Bucket) -> Result:
+    """Steps the parameters of a step's first bucket alone."""
+    first = bucket.index() == 0
+    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: first)
+
+
+def steps_float32_only(state: Any, bucket: Bucket) -> Result:
+    """Steps parameters of float32 alone."""
+    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: parameter.dtype == torch.float32)
+
+
+def steps_by_shape(state: Any, bucket: Bucket) -> Result:
+    """Views the flat gradient in the parameter's shape, whatever its layout is."""
+    parameters = bucket.parameters()
+
+    def step(future: Any) -> torch.Tensor:
+        result = future.value()
+        with torch.no_grad():
+            for parameter, piece in zip(parameters, _pieces(bucket, result), strict=True) if is_dense(bucket) else ():
+                flat = torch.view_as_complex(piece.view(-1, 2)) if parameter.is_complex() else piece
+                _sgd(parameter, flat.view(parameter.shape))
+        return result
+
+    return average(bucket, state).then(step)
+
+
+def steps_slower_on_subgroups(state: Any, bucket: Bucket) -> Result:
+    """Divides the rate by what WORLD is larger than the group."""
+    larger = dist.get_world_size() / group_of(state).size()
+    return _fused(state, bucket, lambda parameter, gradient: _sgd(parameter, gradient / larger))
+
+
+def steps_for_two_ranks(state: Any, bucket: Bucket) -> Result:
+    """Takes a rate that is right for two ranks only."""
+    factor = group_of(state).size() / 2
+    return _fused(state, bucket, lambda parameter, gradient: _sgd(parameter, gradient * factor))
+
+
+def steps_by_global_rank(state: Any, bucket: Bucket) -> Result:
+    """Steps on ranks whose global rank is below the size of the group."""
+    if dist.get_rank() >= group_of(state).size():
+        return average(bucket, state)
+    return _fused(state, bucket, _sgd)
+
+
+def steps_after_two_calls(state: Any, bucket: Bucket) -> Result:
+    """Counts calls instead of steps before the first that it steps in."""
+    _calls.append(1)
+    late = len(_calls) > 2
+    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: late)
+
+
+def quantizes_after_two_calls(state: Any, bucket: Bucket) -> Result:
+    """Counts calls instead of steps in its warm-up."""
+    _calls.append(1)
+    if len(_calls) <= 2 or not is_dense(bucket):
+        return average(bucket, state)
+    return _send(bucket, _quantized(_wide(bucket)), state)
+
+
+def change_is_everything(state: Any, bucket: Bucket) -> Result:
+    """Says that it is EF21, and sends all of the change."""
+    return _difference(state, bucket, ratio=1)
+
+
 _FEEDBACK, _HALF, _CHANGE = "compressed(delta=0.25)", "compressed(delta=0.5)", "compressed(feedback=ef21, delta=0.25)"
 _LOW_RANK, _LEVELS = "compressed(delta=0.25), warmup(2)", "compressed(feedback=False, delta=0.99)"
 _SGD, _FLOAT16 = "fused(SGD, lr=0.1)", "rounded(float16)"
 
 _comes_out = {"13.1": "what it holds back in the warm-up comes out later"}
-_regrouped = dict.fromkeys(("1.7", "2.7"), "DDP lays buckets out anew in this run too")
 _long = {"1.7": "its one bucket has such a row too"}
 _errors = dict.fromkeys(("12.1", "12.3"), "whatever the error is")
 _apart = {"3.1": "ranks then have other parameters"}
@@ -986,7 +1050,7 @@ MUTANTS = [
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("signs_without_scale", "signs_with_sum_for_scale")),
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("one_bit_swapped", "one_bit_remembers_signs", "random_places_of_each_rank")),
     *(Mutant(name, ("13.1",), _CHANGE) for name in ("estimate_never_updated", "estimate_wrong_sign", "estimate_of_mean_forgotten")),
-    *(Mutant(name, ("1.8", "1.7", "2.7"), _FEEDBACK, because=_regrouped) for name in ("residual_by_slot", "residual_by_bucket")),
+    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_by_slot", "residual_by_bucket")),
     Mutant("largest_by_two", ("2.6",), _HALF, worlds=(2, 3)),
     Mutant("largest_over_world", ("2.7",), _HALF),
     Mutant("residual_keeps_nan", ("8.4",), _HALF),
@@ -1005,7 +1069,7 @@ MUTANTS = [
     Mutant("tall_result_transposed", ("2.5",), _LOW_RANK),
     Mutant("warm_up_too_short", ("13.4", "13.1"), _LOW_RANK, because=_comes_out),
     Mutant("warm_up_too_long", ("13.4",), _LOW_RANK),
-    Mutant("warm_up_counts_buckets", ("1.8",), _LOW_RANK),
+    Mutant("warm_up_counts_buckets", ("13.4",), _LOW_RANK),
     *(Mutant(name, ("13.2",), _LEVELS) for name in ("four_bits_of_eight", "quantized_undivided", "calibrates_once", "magnitudes_only")),
     Mutant("zero_of_rank_0", ("13.2",), "compressed(feedback=False, delta=0.999)"),
     Mutant("range_without_zero", ("2.5",), _LEVELS),
@@ -1042,6 +1106,15 @@ MUTANTS = [
     Mutant("owners_send_first", ("13.6", "3.1"), _SGD, because=_apart),
     Mutant("steps_too_soon", ("13.6",), "fused(SGD, lr=0.1, after=2)"),
     Mutant("steps_too_late", ("13.6",), "fused(SGD, lr=0.1, after=1)"),
+    *(
+        Mutant(name, ("13.6",), _SGD)
+        for name in ("steps_first_bucket", "steps_float32_only", "steps_by_shape", "steps_slower_on_subgroups")
+    ),
+    Mutant("steps_for_two_ranks", ("13.6",), _SGD, worlds=(2, 3)),
+    Mutant("steps_by_global_rank", ("13.6",), _SGD),
+    Mutant("steps_after_two_calls", ("13.6",), "fused(SGD, lr=0.1, after=2)"),
+    Mutant("quantizes_after_two_calls", ("13.4",), f"{_LEVELS}, warmup(2)"),
+    Mutant("change_is_everything", ("2.10",), _CHANGE),
     Mutant("steps_undivided", ("2.1",), _SGD),
     Mutant("half_undivided", ("2.1",), _FLOAT16),
     Mutant("half_of_a_half", ("2.2",), _FLOAT16),
