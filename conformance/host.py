@@ -45,6 +45,7 @@ def serve_host(control: socket.socket, base: Path) -> None:
     lanes: dict[int, tuple[int, int]] = {}  # pidfd: number, pid
     with contextlib.suppress(ConnectionError):
         _say(control, {"greeting": _greeting()})
+        _keep_bytecode(base / "bytecode")
         while True:
             poller = select.poll()
             for fd in (control.fileno(), *lanes):
@@ -69,6 +70,12 @@ def serve_host(control: socket.socket, base: Path) -> None:
         os.waitpid(pid, 0)
     kill_children()
     shutil.rmtree(base, ignore_errors=True)
+
+
+def _keep_bytecode(folder: Path) -> None:
+    """Where Python is told to write none, keep the subject's here: else every rank compiles it anew."""
+    if sys.dont_write_bytecode:
+        sys.dont_write_bytecode, sys.pycache_prefix = False, str(folder)
 
 
 def _say(control: socket.socket, what: dict[str, Any]) -> None:

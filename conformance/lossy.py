@@ -74,6 +74,8 @@ def under(scenario: Scenario, claims: Claims) -> Scenario:
     steps = tuple(sorted((kind for kind in fed if kind != "wide"), key=lambda kind: bool(claims.warmup) and kind != "normal"))
     steps = steps[:3] if scenario.name == "views" else steps  # compared with those of `values`
     longer = scenario.name in _LONG
+    if claims.warmup and longer and "normal" not in steps:
+        steps = ("normal", *steps[1:])
     if claims.lossy == UNBIASED and not special:
         steps = ("constant",) * (TRIALS if longer else len(steps))
     elif claims.lossy == FEEDBACK and longer:

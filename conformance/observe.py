@@ -31,6 +31,7 @@ class Observer:
         parameters: the model's parameters by the name that records use.
         before: called with the number of the call before the hook is entered.
         after: called with the number of the call when the hook has returned or raised.
+        outside: compare the gradients that are not in the bucket, before and after each call.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class Observer:
         parameters: dict[str, torch.nn.Parameter],
         before: Callable[[int], None],
         after: Callable[[int], None],
+        outside: bool = False,
     ) -> None:
         self._recorder = recorder
         self._names = {id(p): name for name, p in parameters.items()}
         self._parameters = parameters
-        self._before, self._after = before, after
+        self._before, self._after, self._outside = before, after, outside
         self._futures: list[tuple[dict[str, Any], Any, Any]] = []
         self.calls = 0
 
@@ -61,7 +63,7 @@ class Observer:
         call = self._describe_bucket(number, bucket, buffer)
         self._recorder.event("call", **call)
         self._before(number)
-        others = self._gradients_outside(call["parameters"])
+        others = self._gradients_outside(call["parameters"]) if self._outside else {}
         try:
             result = hook(state, bucket)
         except BaseException as error:
@@ -80,8 +82,10 @@ class Observer:
             is_future=is_future,
             done=done,
             digest=_value_digest(result) if done else None,
-            wrote_gradients=[name for name, digest in self._gradients_outside(call["parameters"]).items() if others.get(name) != digest],
         )
+        if self._outside:
+            after = self._gradients_outside(call["parameters"])
+            self._recorder.event("outside", call=number, written=[name for name, digest in after.items() if others.get(name) != digest])
         if not is_future:
             raise ContractBreach(f"the hook returned {_type_name(result)}, not a torch.futures.Future")
         self._futures.append((call, result, buffer))

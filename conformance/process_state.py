@@ -25,7 +25,7 @@ _WATCHED_MODULES = ("torch", "torch.Tensor", "torch.distributed", "torch.nn.func
 
 def rng() -> dict[str, str]:
     """Digests of the global generators of torch (CPU), Python and NumPy (where it is imported)."""
-    states = {"torch": bytes(torch.get_rng_state().numpy()), "python": repr(random.getstate()).encode()}
+    states = {"torch": bytes(torch.get_rng_state().numpy()), "python": str(hash(random.getstate())).encode()}
     if numpy := sys.modules.get("numpy"):
         states["numpy"] = repr(
             [part if isinstance(part, (str, int, float)) else part.tobytes() for part in numpy.random.get_state()]
@@ -66,15 +66,19 @@ class Patches:
         return [
             f"{name}.{key} (now from {getattr(value, '__module__', None) or type(value).__name__})"
             for name, owner in self._owners()
-            for key, value in self._members(owner).items()
-            if key in self._before[name] and value is not self._before[name][key] and value != self._before[name][key]
+            for key, before in self._before[name].items()
+            if (value := getattr(owner, key, before)) is not before and value != before and self._is_function(value)
         ]
 
     @staticmethod
     def _members(owner: Any) -> dict[str, Any]:
         """The functions of a module, or of a class with those that it inherits; torch rebinds some classes itself."""
         everything = {key: getattr(owner, key, None) for key in dir(owner)} if isinstance(owner, type) else dict(vars(owner))
-        return {key: value for key, value in everything.items() if callable(value) and not isinstance(value, type)}
+        return {key: value for key, value in everything.items() if Patches._is_function(value)}
+
+    @staticmethod
+    def _is_function(value: Any) -> bool:
+        return callable(value) and not isinstance(value, type)
 
     @staticmethod
     def _owners() -> list[tuple[str, Any]]:

@@ -38,6 +38,9 @@ from conformance.subject import Case, SubjectSpec
 BLOCKED_FALLBACK = datetime.timedelta(seconds=5)  # only a hook that spins without waiting on anything costs it
 
 
+_UNPATCHED = process_state.Patches()  # made in the host, which runs nothing of the subject
+
+
 class Injected(RuntimeError):
     """An error that the kit put into a collective."""
 
@@ -111,8 +114,7 @@ class _Run:
         self.parameters = dict(self.model.named_parameters())
         lr, momentum = (0.0, 0.0) if self.scenario.params else (0.1, 0.9)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
-        self.observer = Observer(self.recorder, self.parameters, self._before_hook, self._after_hook)
-        self.patches = process_state.Patches()
+        self.observer = Observer(self.recorder, self.parameters, self._before_hook, self._after_hook, self.scenario.outside)
         if self.scenario.order != "free" or self.scenario.fault == "collective_raises" or self.scenario.counted:
             self.collectives.install()
         if self.scenario.order != "free" and self.rank == 0:
@@ -288,7 +290,7 @@ class _Run:
             at="end",
             process=process_state.snapshot(),
             rng=process_state.rng(),
-            patches=self.patches.found() if self.spec else [],
+            patches=_UNPATCHED.found() if self.spec else [],
             threads=process_state.threads(),
             children=process_state.children(),
             files=process_state.files_left(),

@@ -42,6 +42,7 @@ class Scenario:
             ``collective_raises`` or ``peer_silent``.
         group_timeout: the process group's own timeout, in seconds, where it is to expire; 0 means that it is not.
         growth: measure memory after every step.
+        outside: around every call of the hook, the gradients that are not in its bucket are compared.
         after: the scenario without whose end this one is not tried: it would only say the same again.
         first_step: the number that the first step has to the inputs, where a run continues another.
         repeat: distinguishes runs that are the same experiment.
@@ -63,6 +64,7 @@ class Scenario:
     fault_step: int = 2
     group_timeout: float = 0.0
     growth: bool = False
+    outside: bool = False
     after: str = "values"
     first_step: int = 0
     repeat: int = 0
@@ -120,9 +122,14 @@ BUCKETS = Scenario(
     ("crafted",) * 4,
     world_sizes=(2,),
     bucket_cap_mb=_CAP,
+    outside=True,
 )
-ORDERED = replace(BUCKETS, name="ordered", what="rank 0 leaves each hook call before its peers enter", order="rank0_first", after="buckets")
-LONG = replace(BUCKETS, name="long", what="twelve steps; memory is measured", steps=("crafted",) * 12, bucket_cap_mb=25.0, growth=True)
+ORDERED = replace(
+    BUCKETS, name="ordered", what="rank 0 leaves each hook call before its peers enter", order="rank0_first", after="buckets", outside=False
+)
+LONG = replace(
+    BUCKETS, name="long", what="twelve steps; memory is measured", steps=("crafted",) * 12, bucket_cap_mb=25.0, growth=True, outside=False
+)
 DTYPES = Scenario(
     "dtypes",
     "float32, float64, float16 and bfloat16 parameters in one model",

@@ -1,4 +1,4 @@
-"""Subjects for whole-book judgements, made ahead of the tests that ask for them.
+"""Subjects and their judgements, made ahead of the tests that ask for them.
 
 Judging a subject is partly waiting for its ranks, so some are judged at a time, each on a pool of its own: a
 subject that kills the host is alone with it.
@@ -25,7 +25,7 @@ PATIENT, IMPATIENT = 60.0, 4.0  # deadlines; the second is for subjects that han
 
 @dataclass(frozen=True)
 class Case:
-    """A subject, and the profile that it is judged in."""
+    """A subject, and the profile that it is judged in; by the rules of ``sections``, or by all where there are none."""
 
     target: str
     claims: str = "exact"
@@ -33,6 +33,7 @@ class Case:
     setup: bool = False
     worlds: tuple[int, ...] = (1, 2, 3, 4)
     hangs: bool = False
+    sections: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.target.removeprefix("tests.").replace("mutants.", "") + (f"-{self.state}" if self.state else "")
@@ -47,11 +48,11 @@ class Judge:
         self._controls: dict[tuple[int, ...], Engine] = {}
 
     def judge(self, case: Case) -> Judgements:
-        """Judge one case by the whole book."""
+        """Judge one case."""
         control = self._controls.setdefault(case.worlds, Engine(self._sources[False], self._rules, REFERENCE, Claims(), case.worlds))
         spec = parse_subject(None if case.setup else case.target, case.state, case.target if case.setup else None)
         engine = Engine(self._sources[case.hangs], self._rules, spec, parse_claims(case.claims), case.worlds, control)
-        return {number: engine.judge(number) for number in self._rules}
+        return {number: engine.judge(number) for number, rule in self._rules.items() if rule.section in (case.sections or (rule.section,))}
 
 
 @contextmanager

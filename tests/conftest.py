@@ -1,12 +1,17 @@
 """Fixtures: one pool of ranks for the whole test run, and judgements made ahead of the tests that need them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from conformance.pool import Pool
 from conformance.rulebook import Rule, book
 from tests.cases import Case, Judgements, judged_ahead
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="judge every mutant by the whole book, not by the sections that it breaks")
 
 
 @pytest.fixture(scope="session")
@@ -24,10 +29,11 @@ def rules() -> dict[str, Rule]:
 
 @pytest.fixture(scope="session", autouse=True)
 def judgements_of(request: pytest.FixtureRequest, rules: dict[str, Rule]) -> Iterator[Callable[[Case], Judgements]]:
-    """A function that returns the whole book's judgements on a case; every selected test's ``case`` is judged once.
+    """A function that returns the judgements on a case; every selected test's ``case`` is judged once.
 
     In use from the first test on, whichever that is: the judging goes on while others run.
     """
     cases = [item.callspec.params["case"] for item in request.session.items if "case" in getattr(item, "fixturenames", ())]
-    with judged_ahead(rules, cases) as futures:
-        yield lambda case: futures[case].result()
+    whole = {case: replace(case, sections=()) if request.config.getoption("--thorough") else case for case in cases}
+    with judged_ahead(rules, whole.values()) as futures:
+        yield lambda case: futures[whole[case]].result()

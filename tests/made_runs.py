@@ -39,7 +39,7 @@ def call(step: int, names: list[str], numel: int) -> list[dict[str, Any]]:
     }
     return [
         event("call", step, **same, is_last=True, numel=numel, dtype="float32", parameters=names, gradient_views=[]),
-        event("returned", step, **same, type="torch.Future", is_future=True, done=False, digest=None, wrote_gradients=[]),
+        event("returned", step, **same, type="torch.Future", is_future=True, done=False, digest=None),
         event("value", step, **same, **value),
         event("rest", step, **same, digest="same"),
     ]

@@ -12,14 +12,21 @@ import pytest
 from conformance.rulebook import MUST, Rule
 from conformance.verdict import Judgement, Verdict
 from tests.cases import Case, Judgements
-from tests.mutants import catalogue
+from tests.mutants import Mutant, catalogue
 
 CATALOGUE = catalogue()
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "mutants.md"
 SAID = Path(__file__).resolve().parent / "mutants_said.json"
 
 
-CASES = {Case(f"{module}:{m.name}", m.claims, m.state, m.setup, m.worlds, hangs=module.endswith("process")): m for module, m in CATALOGUE}
+def case(module: str, mutant: Mutant) -> Case:
+    """Judged by the sections whose rules it breaks; by the whole book with --thorough."""
+    sections = tuple(dict.fromkeys(number.partition(".")[0] for number in mutant.breaks))
+    hangs = mutant.hangs or module.endswith("process")
+    return Case(f"{module}:{mutant.name}", mutant.claims, mutant.state, mutant.setup, mutant.worlds, hangs, sections)
+
+
+CASES = {case(module, mutant): mutant for module, mutant in CATALOGUE}
 SECTIONS = list(dict.fromkeys(module for module, _ in CATALOGUE))
 
 

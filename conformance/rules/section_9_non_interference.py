@@ -116,10 +116,10 @@ def memory(run: Run, claims: Claims, found: Found) -> None:
 def other_gradients(run: Run, claims: Claims, found: Found) -> None:
     """A call does not write the .grad of a parameter that is not in its bucket."""
     for rank in run.ranks:
-        for returned in rank.all("returned"):
-            wrote = returned["wrote_gradients"]
+        for outside in rank.all("outside"):
+            wrote = outside["written"]
             found.require(
-                not wrote, "only its own bucket written", f"rank {rank.rank}, step {returned['step']}: .grad of {', '.join(wrote[:5])}"
+                not wrote, "only its own bucket written", f"rank {rank.rank}, step {outside['step']}: .grad of {', '.join(wrote[:5])}"
             )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import hooks_ref
+from conformance.claims import parse_claims
 from conformance.rulebook import MUST, Rule
 from tests.cases import Case, Judgements
 
@@ -19,8 +20,9 @@ def case(options: str) -> Case:
     words = shlex.split(options)
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert given.keys() <= {"--hook", "--setup", "--state", "--claims"}, options
-    target = given.get("--hook") or given["--setup"]
-    return Case(target, given.get("--claims", "exact"), given.get("--state"), setup="--setup" in given)
+    target, claims = given.get("--hook") or given["--setup"], given.get("--claims", "exact")
+    worlds = (2, 3, 4) if parse_claims(claims).lossy else (1, 2, 3, 4)  # alone, what is lossy has nobody to differ from
+    return Case(target, claims, given.get("--state"), setup="--setup" in given, worlds=worlds)
 
 
 OURS = [case(options) for options in re.findall(r"\| `(--\w+ .*)` \|$", README.read_text(), re.M)]

@@ -20,6 +20,7 @@ class Mutant:
         setup: whether the attribute is a set-up function.
         because: why a further rule fails too: always, if it is in ``breaks``; else it may.
         worlds: world sizes of the profile that it is tried in.
+        hangs: it hangs where it is broken, and is judged with a short deadline, as are all of ``process``.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Mutant:
     setup: bool = False
     because: dict[str, str] = field(default_factory=dict)
     worlds: tuple[int, ...] = (2,)
+    hangs: bool = False
 
 
 _SECTIONS = ("contract", "equivalence", "settings", "replicas", "special", "interference", "failure", "lossy", "process")

@@ -147,7 +147,7 @@ MUTANTS = [
     Mutant("skips_zero_ranks", ("8.3",)),
     Mutant("normalises", ("8.3",)),
     Mutant("zeros_become_ones", ("8.3",)),
-    Mutant("skips_zeros", ("8.4",)),
+    Mutant("skips_zeros", ("8.4",), hangs=True),
     Mutant("reports_nan_alone", ("8.4",)),
     Mutant("raises_on_nan", ("8.4",)),
     Mutant("remembers_nan", ("8.4",)),
