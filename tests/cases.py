@@ -4,6 +4,7 @@ Judging a subject is partly waiting for its ranks, so some are judged at a time,
 subject that kills the host is alone with it.
 """
 
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ from conformance.subject import REFERENCE, parse_subject
 from conformance.verdict import Judgement
 
 Judgements = dict[str, Judgement]
+NICE = 5  # on Linux of the thread, and of the pools it starts: the tests that run meanwhile come first
 WORKERS = 4  # twice the cores that CI has: judging is half waiting
 PATIENT, IMPATIENT = 60.0, 4.0  # deadlines; the second is for subjects that hang
 
@@ -67,7 +69,7 @@ def judged_ahead(rules: dict[str, Rule], cases: Iterable[Case]) -> Iterator[dict
                     local.judge = Judge(rules, stack)
             return local.judge.judge(case)
 
-        executor = ThreadPoolExecutor(WORKERS)
+        executor = ThreadPoolExecutor(WORKERS, initializer=os.nice, initargs=(NICE,))
         try:
             yield {case: executor.submit(judge, case) for case in dict.fromkeys(cases)}
         finally:
