@@ -23,6 +23,7 @@ _EXPECTED = {
     "dtype": "a dense result on the bucket's device",
     "flood": "at most 64 KiB of output per call",
 }
+_PLACES = {"backward": "in backward, after the hook had returned", "join": "under Join, on a rank that has run out of inputs"}
 _REFUSALS = {
     "KeyError: 'bucket'": "the second parameter is not called bucket: DDP looks it up by that name",
     "bucket annotation should be": "the annotation of bucket is not dist.GradBucket itself: leave it out, and do not use "
@@ -88,7 +89,7 @@ def breakage(run: Run) -> Breakage | None:
 
 def refused(run: Run) -> bool:
     """Whether the hook, or what sets it up, raised an error of its own on every rank, and every process came to its end."""
-    errors = [next((e for e in rank.all("error") if e["where"] in ("backward", "setup", "state")), None) for rank in run.ranks]
+    errors = [next((e for e in rank.all("error") if e["where"] in ("backward", "setup", "state", "join")), None) for rank in run.ranks]
     return run.stopped == "ended" and all(error and not _is_secondary(f"{error['type']}: {error['message']}") for error in errors)
 
 
@@ -112,11 +113,7 @@ def _cause(rank: RankRecord) -> tuple[int, float, str, str] | None:
         if breach := _breach(rank, error["step"]):
             return secondary, error["time"], *breach
         raised = rank.first("raised")
-        place = (
-            f"in hook call {raised['call']}"
-            if raised
-            else {"backward": "in backward, after the hook had returned"}.get(error["where"], f"in {error['where']}")
-        )
+        place = f"in hook call {raised['call']}" if raised else _PLACES.get(error["where"], f"in {error['where']}")
         return secondary, error["time"], "raised", f"rank {rank.rank} raised {line} ({place}, step {error['step']})"
     if rank.exit is not None and not rank.evidence.get("killed") and not rank.finished:
         how = f"signal {signal.Signals(-rank.exit).name}" if rank.exit < 0 else f"exit status {rank.exit}"

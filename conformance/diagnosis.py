@@ -1,5 +1,6 @@
 """Known mistakes by the pattern they leave: from a wrong step to one line that names the likely cause."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,11 +15,12 @@ def diagnose(run: Run, step: int, claims: Claims) -> str:
     """Return the known mistake that explains every element of ``step``, or where it goes wrong, or ''."""
     ranks = list(range(run.world))
     indices = [i for i, spec in enumerate(run.scenario.params) if torch.Size(spec.shape).numel()]
-    got = {(r, i): value for r in ranks for i in indices if (value := run.got(r, step, i)) is not None}
-    if len(got) < len(ranks) * len(indices):
+    receiving = [(r, i) for r in ranks for i in indices if run.receives(r, step, i)]
+    got = {(r, i): value for r, i in receiving if (value := run.got(r, step, i)) is not None}
+    if len(got) < len(receiving):
         return "a parameter has no gradient at all on at least one rank"
     for cause, pattern in _patterns(run, step, claims):
-        if all(_alike(run, got[r, i], pattern(r, i), r, step, i, claims) for r in ranks for i in indices):
+        if all(_alike(run, got[r, i], pattern(r, i), r, step, i, claims) for r, i in receiving):
             return cause
     return _ratio(run, step, got) or _place(run, step, claims)
 
@@ -35,6 +37,9 @@ def _patterns(run: Run, step: int, claims: Claims) -> Iterator[tuple[str, "Patte
     def right(rank: int, index: int) -> torch.Tensor:
         return mean(run, rank, step, index)
 
+    def multiple(share: int, rank: int, index: int) -> torch.Tensor:
+        return right(rank, index) * share
+
     if claims.sum:
         yield "equal to the mean: it claims the sum, but divides", right
     if run.scenario.groups and claims.world_only:
@@ -45,6 +50,15 @@ def _patterns(run: Run, step: int, claims: Claims) -> Iterator[tuple[str, "Patte
         yield (
             "equal to the sum over the group divided by the size of WORLD: the divisor ignores the group",
             lambda r, i: right(r, i) * len(group(r)) / run.world,
+        )
+    for share in set(run.scenario.shares) - {1}:
+        last = share == run.scenario.shares[-1]
+        which = "the last micro-batch" if last else "one of the first micro-batches"
+        yield f"equal to the mean of {which} alone: gradients did not accumulate", functools.partial(multiple, share)
+    if run.scenario.find_unused or run.scenario.uneven:
+        yield (
+            "equal to the mean over the ranks that have a gradient: the zeros of the others count too",
+            lambda r, i: right(r, i) * len(group(r)) / max(1, sum(run.feeds(other, step, i) for other in group(r))),
         )
     yield "equal to this rank's own gradient: nothing was communicated", fed
     yield "equal to rank 0's gradient on every rank: it was broadcast, not reduced", lambda r, i: fed(group(r)[0], i)
@@ -95,7 +109,7 @@ def _alike(run: Run, got: torch.Tensor, predicted: "torch.Tensor | _Rounded", ra
 
 def _ratio(run: Run, step: int, got: dict[tuple[int, int], torch.Tensor]) -> str:
     """One factor between result and mean, when there is one."""
-    for rank in range(run.world):
+    for rank in sorted({rank for rank, _ in got}):
         results = torch.cat([value for (r, _), value in got.items() if r == rank])
         means = torch.cat([mean(run, rank, step, i) for (r, i) in got if r == rank])
         used = (means != 0) & means.isfinite() & results.isfinite()
@@ -145,7 +159,7 @@ def _wrong_elements(run: Run, rank: int, step: int, index: int, claims: Claims) 
     right, bound, _ = expected(run, rank, step, index, claims)
     got = run.got(rank, step, index)
     if got is None:
-        return torch.ones_like(right, dtype=torch.bool)
+        return torch.full_like(right, run.receives(rank, step, index), dtype=torch.bool)
     return ~((got == right) | (got.isnan() & right.isnan()) | ((got - right).abs() <= bound))
 
 

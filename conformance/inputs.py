@@ -51,6 +51,15 @@ def gradient(kind: str, shape: tuple[int, ...], dtype: torch.dtype, *, world: in
     return _values(kind, numel, world, rank, step, param).to(dtype).reshape(shape)
 
 
+def uses(world: int, rank: int, step: int, param: int) -> bool:
+    """Whether the forward of ``rank`` uses a parameter at ``step``, where some leave some out.
+
+    Of every five parameters one is left out by all ranks, and one by all but one; other ones at every step.
+    """
+    left_out = (param + step) % 5
+    return left_out != 1 and (left_out != 3 or rank == (param + step) // 5 % world)
+
+
 def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int) -> torch.Tensor:
     """Return ``numel`` float64 values, each exact before any cast."""
     if kind == "zero_all" or (kind == "zero_one" and rank == 0):

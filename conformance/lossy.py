@@ -47,6 +47,7 @@ from conformance.verdict import Found
 LEFT, LIMIT = 1 / 256, 1 / 16
 TRIALS, SIGMAS, PEAKS = 96, 6.0, 12.0
 MANY, FINE, SMALL = 256, 1 / 4, 1 / 20  # see "Unbiased"
+SOLVED = 1e-12  # relative: by how much weights solved for in float64 may be off, which is more than float64 results are
 ROUNDINGS = 16  # units in the last place, of any dtype, that no claim speaks of
 
 # The scenarios on which lossy results are judged over many steps; the others are as short as they are.
@@ -205,7 +206,9 @@ class _Judge:
         share = math.sqrt(1 - self.claims.delta)
         for step, rank in product(steps, range(self.run.world)):
             for call in self.run.ranks[rank].all("call", step=step):
-                members = [indices[name] for name in call["parameters"] if name in indices]
+                members = [indices[name] for name in call["parameters"] if name in indices and self.run.receives(rank, step, indices[name])]
+                if not members:
+                    continue
                 results = [self.run.got(rank, step, i) for i in members]
                 where = f"rank {rank}, step {step}, bucket {call['index']}"
                 if not self.found.require(all(got is not None for got in results), "a gradient", f"{where}: a parameter has none"):
@@ -270,7 +273,8 @@ class _Judge:
             if kind in ("zero_all", "nan", "inf", "minus_zero") or kind.startswith("tiny"):
                 continue
             tables: dict[int, list[torch.Tensor]] = {}
-            for rank in range(self.run.world):
+            training = [rank for rank in range(self.run.world) if step < self.run.scenario.inputs_of(rank, self.run.world)]
+            for rank in training:
                 for call in self.run.ranks[rank].all("call", step=step):
                     weights = self.weights_of(rank, step, call)
                     if weights is None:
@@ -278,7 +282,8 @@ class _Judge:
                     tables.setdefault(call["index"], []).append(weights)
             for bucket, rows in tables.items():
                 counted = torch.stack(rows).sum(0)
-                even = bool(counted.isnan().any() or ((counted - 1).abs() <= 1e-3).all())
+                unseen = len(training) < self.run.world
+                even = bool(unseen or counted.isnan().any() or ((counted - 1).abs() <= 1e-3).all())
                 said = ", ".join(f"{float(count):.3g}" for count in counted)
                 where = f"step {step}, bucket {bucket}"
                 if not self.found.require(even, "every rank's gradient counts once over all ranks", f"{where}: they count {said} times"):
@@ -291,6 +296,7 @@ class _Judge:
         """
         names = {self.run.parameter_name(i): i for i in range(len(self.run.scenario.params))}
         indices = [names[name] for name in call["parameters"] if math.prod(self.run.scenario.params[names[name]].shape)]
+        indices = [index for index in indices if self.run.receives(rank, step, index)]
         weights, group = torch.full((self.run.world,), math.nan, dtype=torch.float64), self.group(rank)
         if not indices:
             return weights
@@ -309,11 +315,11 @@ class _Judge:
             f"{where}: {int(outside.sum())} of {len(got)} elements lie outside",
         ):
             return None
-        if len(got) < 4 * len(group):
-            return weights
+        if len(got) < 4 * len(group) or not all(self.run.feeds(r, step, i) for r in group for i in indices):
+            return weights  # too few elements to tell, or a rank of which the weight does not show
         scale = 1 / fed.abs().amax(1).clamp(min=1e-30).unsqueeze(1)
         solved = torch.linalg.lstsq(fed * scale, got.unsqueeze(1) * scale).solution.squeeze(1)
-        wrong = (got - fed @ solved).abs() > slack
+        wrong = (got - fed @ solved).abs() > slack.maximum(SOLVED * fed.abs().sum(1))
         said = ", ".join(f"{float(w):.3g} of rank {r}" for r, w in zip(group, solved, strict=True))
         if not self.found.require(
             not wrong.any(),
@@ -348,15 +354,17 @@ class _Judge:
                 yield rank, index, f"rank {rank}, parameter {self.run.parameter_name(index)}"
 
     def got(self, rank: int, index: int, steps: range) -> torch.Tensor | None:
-        """Return the results ``[steps, numel]``, or None, with a failure, where one is missing or not finite."""
-        results = [self.run.got(rank, step, index) for step in steps]
-        for step, got in zip(steps, results, strict=True):
+        """Return the results ``[steps, numel]`` of the steps in which it gets one, or None, with a failure, where one is missing
+        or not finite."""
+        receiving = [step for step in steps if self.run.receives(rank, step, index)]
+        results = [self.run.got(rank, step, index) for step in receiving]
+        for step, got in zip(receiving, results, strict=True):
             where = f"rank {rank}, step {step}, parameter {self.run.parameter_name(index)}"
             if not self.found.require(got is not None, "a gradient", f"{where}: none"):
                 return None
             if not self.found.require(bool(got.isfinite().all()), "finite values for finite gradients", f"{where}: some are not"):  # type: ignore[union-attr]
                 return None
-        return torch.stack([got for got in results if got is not None])
+        return torch.stack([got for got in results if got is not None]) if results else torch.zeros(0, 1)
 
     def fed_norm(self, rank: int, steps: "list[int] | range", indices: list[int]) -> float:
         """The root of the sum over steps of the square of mean_r ||x_r||, over some parameters."""

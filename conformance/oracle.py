@@ -79,14 +79,15 @@ def expected(run: Run, rank: int, step: int, index: int, claims: Claims) -> tupl
     """Return (right value, its bound, values of the ranks ``[W, numel]``) of one parameter."""
     group = tuple(range(run.world)) if claims.world_only else run.group(rank)
     kind, spec, number = run.scenario.steps[step], run.scenario.params[index], step + run.scenario.first_step
-    return _expected(kind, spec, group, len(run.group(rank)), number, index, claims)
+    feeding = tuple(run.feeds(other, step, index) for other in group)
+    return _expected(kind, spec, group, feeding, len(run.group(rank)), number, index, claims)
 
 
 @functools.lru_cache(maxsize=512)  # the ranks of a group expect the same
 def _expected(
-    kind: str, spec: Param, group: tuple[int, ...], world: int, step: int, index: int, claims: Claims
+    kind: str, spec: Param, group: tuple[int, ...], feeding: tuple[bool, ...], world: int, step: int, index: int, claims: Claims
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    values = torch.stack([fed(kind, spec, world, rank, step, index) for rank in group])
+    values = torch.stack([fed(kind, spec, world, rank, step, index) * feeds for rank, feeds in zip(group, feeding, strict=True)])
     right = values.sum(0) / len(group)
     bound = torch.zeros_like(right)
     if kind not in EXACT_KINDS:
@@ -114,6 +115,8 @@ def compare(run: Run, step: int, claims: Claims, ranks: list[int] | None = None)
     checked, margin, first, wrong = 0, 0.0, None, 0
     for rank in ranks if ranks is not None else range(run.world):
         for index in range(len(run.scenario.params)):
+            if not run.receives(rank, step, index):
+                continue
             right, bound, values = expected(run, rank, step, index, claims)
             got = run.got(rank, step, index)
             checked += right.numel()

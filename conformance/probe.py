@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from conformance.inputs import gradient
+from conformance.inputs import gradient, uses
 from conformance.scenario import Param
 
 TRAINING_BATCH, TRAINING_WIDTHS = 6, (9, 17, 5)
@@ -36,18 +36,23 @@ class Probe(nn.Module):
     def __init__(self, params: tuple[Param, ...]) -> None:
         super().__init__()
         self.tensors: list[nn.Parameter] = []
+        self.params = params
         for index, spec in enumerate(params):
             if spec.layout == "sparse":
                 module = nn.Embedding(*spec.shape, sparse=True, _weight=torch.zeros(spec.shape))
                 self.add_module(f"p{index}", module)
                 self.tensors.append(module.weight)
             else:
-                parameter = nn.Parameter(lay_out(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)), spec.layout))
+                zeros = lay_out(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)), spec.layout)
+                parameter = nn.Parameter(zeros, requires_grad=not spec.frozen)
                 self.register_parameter(f"p{index}", parameter)
                 self.tensors.append(parameter)
 
-    def forward(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        losses = [_Scripted.apply(p, g) for p, g in zip(self.tensors, grads, strict=True)]
+    def forward(self, grads: list[torch.Tensor | None]) -> torch.Tensor:
+        losses = []
+        for spec, parameter, grad in zip(self.params, self.tensors, grads, strict=True):
+            if grad is not None and not spec.frozen:
+                losses += [_Scripted.apply(parameter, grad / spec.uses if spec.uses > 1 else grad) for _ in range(spec.uses)]
         return torch.stack(losses).sum()
 
 
@@ -60,10 +65,15 @@ def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return tensor
 
 
-def scripted_gradients(params: tuple[Param, ...], kind: str, world: int, rank: int, step: int) -> list[torch.Tensor]:
-    """Return the gradients that ``rank`` feeds at ``step``, one per parameter, in its layout."""
-    grads = []
+def scripted_gradients(
+    params: tuple[Param, ...], kind: str, world: int, rank: int, step: int, *, leaves_out: bool = False
+) -> list[torch.Tensor | None]:
+    """Return the gradients that ``rank`` feeds at ``step``, one per parameter, in its layout; None for those that it leaves out."""
+    grads: list[torch.Tensor | None] = []
     for index, spec in enumerate(params):
+        if leaves_out and not uses(world, rank, step, index):
+            grads.append(None)
+            continue
         dtype = getattr(torch, spec.dtype)
         grad = gradient(kind, spec.shape, dtype, world=world, rank=rank, step=step, param=index)
         if spec.layout == "sparse":

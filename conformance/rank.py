@@ -34,6 +34,7 @@ from conformance.resolve import Resolved, call_with_names, make_hook, make_state
 from conformance.run_folder import DONE, KIT_FAILED, PEER_DIED, RAISED
 from conformance.scenario import Scenario
 from conformance.subject import Case, SubjectSpec
+from conformance.uneven import train_unevenly
 
 BLOCKED_FALLBACK = datetime.timedelta(seconds=5)  # only a hook that spins without waiting on anything costs it
 
@@ -110,6 +111,8 @@ class _Run:
             process_group=self.group if groups else None,
             bucket_cap_mb=self.scenario.bucket_cap_mb,
             gradient_as_bucket_view=self.scenario.view,
+            find_unused_parameters=self.scenario.find_unused,
+            static_graph=self.scenario.static_graph,
         )
         self.parameters = dict(self.model.named_parameters())
         lr, momentum = (0.0, 0.0) if self.scenario.params else (0.1, 0.9)
@@ -123,10 +126,11 @@ class _Run:
         self.recorder.event("state", at="start", process=process_state.snapshot(), rng=process_state.rng(), threads=process_state.threads())
         self._register()
         self.recorder.event("state", at="registered", process=process_state.snapshot(), rng=process_state.rng())
-        for step, kind in enumerate(self.scenario.steps):
-            self.recorder.step = step
-            if not self._step(step, kind):
-                break
+        steps = enumerate(self.scenario.steps[: self.scenario.inputs_of(self.rank, self.world)])
+        if self.scenario.uneven:
+            train_unevenly(self.ddp, self.group, steps, self._step, self._shadow_step)
+        else:
+            all(self._step(step, kind) for step, kind in steps)
         self._finish()
 
     def _register(self) -> None:
@@ -191,13 +195,17 @@ class _Run:
 
     def _step(self, step: int, kind: str) -> bool:
         """Run one step; return false when an injected fault has ended the run as it should."""
+        self.recorder.step = step
         self.recorder.event("step", kind=kind)
         rng, parameters = process_state.rng(), self._digests()
         if self.case.on_step:
             self.where = "on_step"
             self.case.on_step(step)
         self.where = "forward"
-        loss = self._loss(step, kind)
+        for share in self.scenario.shares[:-1]:
+            with self.ddp.no_sync():
+                self._loss(step, kind, share).backward()
+        loss = self._loss(step, kind, self.scenario.shares[-1])
         faulty = self.scenario.fault != "none" and step == self.scenario.fault_step
         if faulty and self.scenario.fault == "collective_raises" and self.rank == 1:
             self.collectives.raise_next = lambda: Injected("injected by the conformance kit: this collective failed")
@@ -230,12 +238,19 @@ class _Run:
             self.recorder.event("memory", **{name: used - self.recorder.held for name, used in memory.items()})
         return True
 
-    def _loss(self, step: int, kind: str) -> torch.Tensor:
+    def _shadow_step(self, step: int) -> None:
+        """A step that others train in; this rank has run out of inputs, and DDP calls the hook with zeros."""
+        self.observer.at_rest()
+        self.where, self.recorder.step = "join", step
+        self.recorder.event("step", kind="shadow")
+
+    def _loss(self, step: int, kind: str, share: int = 1) -> torch.Tensor:
         step += self.scenario.first_step
         if not self.scenario.params:
             return training_loss(self.ddp, self.rank, step)
-        grads = scripted_gradients(self.scenario.params, kind, len(self.group_ranks), self.rank, step)
-        return self.ddp(grads)
+        leaves_out = self.scenario.find_unused
+        grads = scripted_gradients(self.scenario.params, kind, len(self.group_ranks), self.rank, step, leaves_out=leaves_out)
+        return self.ddp(grads if share == 1 else [grad if grad is None else grad * share for grad in grads])
 
     def _faulty_backward(self, loss: torch.Tensor) -> bool:
         """Run the backward that cannot succeed, and write down how the failure showed."""

@@ -2,13 +2,14 @@
 
 import functools
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from conformance.inputs import gradient
+from conformance.inputs import gradient, uses
 from conformance.probe import sparse_rows
 from conformance.record import RankRecord, read_rank
 from conformance.run_folder import OUTCOME, PEER_DIED
@@ -66,9 +67,23 @@ class Run:
         tensor = tensors.get(f"{step}/grad/{name}", tensors.get(f"{step}/result/{name}"))
         return None if tensor is None else tensor.reshape(-1).double()
 
+    def feeds(self, rank: int, step: int, index: int) -> bool:
+        """Whether ``rank`` has an input at ``step``, and its forward uses the parameter; if not, zeros are its part of the mean."""
+        group = self.group(rank)
+        number = step + self.scenario.first_step
+        used = not self.scenario.find_unused or uses(len(group), group.index(rank), number, index)
+        return step < self.scenario.inputs_of(rank, self.world) and used and not self.scenario.params[index].frozen
+
+    def receives(self, rank: int, step: int, index: int) -> bool:
+        """Whether DDP leaves a gradient on ``rank``: it has an input, and some rank of its group has fed one."""
+        has_input = step < self.scenario.inputs_of(rank, self.world)
+        return has_input and any(self.feeds(other, step, index) for other in self.group(rank))
+
     def fed(self, rank: int, step: int, index: int) -> torch.Tensor:
         """Return the gradient that the kit fed on ``rank``, in the same form."""
         spec = self.scenario.params[index]
+        if not self.feeds(rank, step, index):
+            return torch.zeros(math.prod(spec.shape) * (2 if spec.dtype.startswith("complex") else 1), dtype=torch.float64)
         return fed(self.scenario.steps[step], spec, len(self.group(rank)), rank, step + self.scenario.first_step, index)
 
     def bucket_of(self, rank: int, step: int, index: int) -> int | None:

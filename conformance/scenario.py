@@ -16,11 +16,15 @@ class Param:
         dtype: a name that torch has, e.g. ``"float32"``.
         layout: ``contiguous``, ``channels_last``, ``transposed``, or ``sparse`` (an embedding whose
             gradient is a sparse tensor).
+        frozen: it requires no gradient.
+        uses: how often the forward uses it; its gradient is the sum of as many.
     """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     layout: str = "contiguous"
+    frozen: bool = False
+    uses: int = 1
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class Scenario:
         world_sizes: the world sizes it is meant for; () means every one of the profile.
         bucket_cap_mb: DDP's, in MiB.
         view: DDP's ``gradient_as_bucket_view``.
+        find_unused: DDP's ``find_unused_parameters``; some ranks then leave some parameters out (``inputs.uses``).
+        static_graph: DDP's.
+        shares: one for each micro-batch of a step, all but the last under ``no_sync``: what its gradient is a multiple of the
+            step's by; integers that sum to 1.
+        uneven: ranks have different numbers of inputs (``inputs_of``), and train under ``Join``.
         groups: disjoint groups of global ranks that each train their own model; () means WORLD.
         observed: the hook is registered inside an observer; if false, exactly as it was given.
         order: ``free``, or ``rank0_first``: peers enter the hook only when rank 0 has left it.
@@ -57,6 +66,10 @@ class Scenario:
     world_sizes: tuple[int, ...] = ()
     bucket_cap_mb: float = 25.0
     view: bool = False
+    find_unused: bool = False
+    static_graph: bool = False
+    shares: tuple[int, ...] = (1,)
+    uneven: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
     observed: bool = True
     order: str = "free"
@@ -78,6 +91,12 @@ class Scenario:
         """Return the global ranks of the group that ``rank`` trains in."""
         return next((group for group in self.groups if rank in group), tuple(range(world)))
 
+    def inputs_of(self, rank: int, world: int) -> int:
+        """Return how many steps ``rank`` has inputs for: rank 0 for all, others for less, the last of three or more for none."""
+        if not self.uneven or rank == 0:
+            return len(self.steps)
+        return 0 if rank == world - 1 > 1 else len(self.steps) // 2
+
     def fits(self, worlds: tuple[int, ...]) -> tuple[int, ...]:
         """Return the world sizes to run at, out of those of the profile.
 
@@ -91,10 +110,10 @@ class Scenario:
 
 def scenario_from_json(data: dict[str, Any]) -> Scenario:
     """Rebuild a scenario that travelled as JSON."""
-    params = tuple(Param(tuple(p["shape"]), p["dtype"], p["layout"]) for p in data["params"])
+    params = tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in data["params"])
     groups = tuple(tuple(group) for group in data["groups"])
     return Scenario(
-        **{**data, "params": params, "groups": groups, "steps": tuple(data["steps"]), "world_sizes": tuple(data["world_sizes"])}
+        **{**data, "params": params, "groups": groups, **{name: tuple(data[name]) for name in ("steps", "world_sizes", "shares")}}
     )
 
 
@@ -174,6 +193,34 @@ TRAINING = Scenario(
     "training", "a small network with batch norm under SGD with momentum, several buckets", (), ("normal",) * 6,
     world_sizes=(2, 3), bucket_cap_mb=_CAP,
 )  # fmt: skip
+UNUSED = replace(
+    BUCKETS,
+    name="unused",
+    what="find_unused_parameters: some ranks, or all, leave some parameters out, other ones in every step",
+    find_unused=True,
+    outside=False,
+)
+FROZEN = Scenario(
+    "frozen",
+    "frozen parameters between others, and one that is used twice",
+    (Param((5, 3)), Param((4, 4), frozen=True), Param((7,), uses=2), Param((11,), frozen=True), Param((2, 3, 4))),
+    ("crafted",) * 3,
+    world_sizes=(2,),
+)
+STATIC = replace(BUCKETS, name="static", what="static_graph=True: the first step's buckets come when backward is over",
+                 static_graph=True, outside=False)  # fmt: skip
+ACCUMULATED = replace(
+    BUCKETS, name="accumulated", what="three micro-batches a step, the first two under no_sync", shares=(2, -3, 2), outside=False
+)
+UNEVEN = replace(
+    BUCKETS,
+    name="uneven",
+    what="under Join, ranks run out of inputs one after another, one has none at all",
+    steps=("crafted",) * 5,
+    world_sizes=(3,),
+    uneven=True,
+    outside=False,
+)
 PEER_DIES = replace(
     VALUES, name="peer_dies", what="rank 1 dies as it enters the hook at step 2", steps=("crafted",) * 3, fault="peer_dies",
     world_sizes=(2,),
@@ -192,6 +239,7 @@ PEER_SILENT = replace(
 # In the order in which they run: the plainest first, since a hook that breaks it is judged no further.
 ALL = (
     *(VALUES, AS_IS, VIEWS, BUCKETS, ORDERED, LONG, VALUES_AGAIN, DTYPES, SHAPES, LARGE, SUBGROUPS, COMPLEX, SPARSE),
+    *(UNUSED, FROZEN, STATIC, ACCUMULATED, UNEVEN),
     *(SPECIAL, TRAINING, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}

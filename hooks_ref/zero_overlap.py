@@ -67,6 +67,8 @@ def hook_with_zero_step(hook: Hook, ddp: DistributedDataParallel, zero: "ZeroRed
         TypeError: an argument is of another type; the message names it.
         ValueError: ``zero`` does not overlap or has several parameter groups; or ``ddp`` finds unused parameters at every
             step, for which it never settles its buckets: no parameter would ever be updated.
+
+    The hook raises RuntimeError under ``Join``.
     """
     return _Overlap(hook, ddp, zero, shard_buckets, interleaved=False).hook_with_zero
 
@@ -117,6 +119,9 @@ class _Overlap:
         self.last_turn: torch.futures.Future[None] | None = None  # done when its broadcasts are started
 
     def hook_with_zero(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        ddp = self.ddp()
+        if ddp is not None and ddp._join_config.enable:
+            raise RuntimeError("under Join: a rank that has run out of inputs takes no part in steps of the sharded optimizer")
         buffer = bucket.buffer()
         reduced = self.hook(state, bucket)
         if not self._settled(bucket):

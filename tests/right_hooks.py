@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from conformance.subject import Case
 
@@ -308,8 +309,8 @@ def set_up_itself(model: Any, process_group: dist.ProcessGroup) -> None:
 class Watched:
     """A hook that is told when a step begins and when its backward is over."""
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self.group, self.steps, self.open = process_group, 0, False
+    def __init__(self, process_group: dist.ProcessGroup, model: DistributedDataParallel) -> None:
+        self.group, self.model, self.steps, self.open = process_group, model, 0, False
 
     def on_step(self, step: int) -> None:
         if self.open or step != self.steps:
@@ -317,7 +318,7 @@ class Watched:
         self.open = True
 
     def hook(self, state: Any, bucket: Bucket) -> Result:
-        if not self.open:
+        if not self.open and not self.model._join_config.enable:  # under Join, a rank without an input has no forward either
             raise RuntimeError("on_step comes before each forward")
         return out_of_place(self.group, bucket)
 
@@ -328,22 +329,23 @@ class Watched:
         self.group = None
 
 
-def set_up_calls(process_group: dist.ProcessGroup) -> Case:
+def set_up_calls(process_group: dist.ProcessGroup, model: DistributedDataParallel) -> Case:
     """A set-up whose hook needs to be told of every step."""
-    watched = Watched(process_group)
+    watched = Watched(process_group, model)
     return Case(hook=watched.hook, on_step=watched.on_step, after_backward=watched.after_backward, close=watched.close)
 
 
 def set_up_worker(process_group: dist.ProcessGroup) -> Case:
-    """A set-up whose collectives run on a worker thread, which close() ends."""
+    """A set-up whose collectives run on a worker thread, which close() ends; DDP has some of its own meanwhile: on another group."""
     worker = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+    group = dist.new_group(dist.get_process_group_ranks(process_group), use_local_synchronization=True)
 
     def hook(state: Any, bucket: Bucket) -> Result:
         buffer, future = _refuse_sparse(bucket, "set_up_worker"), torch.futures.Future()
 
         def average() -> None:
             try:
-                dist.all_reduce(buffer.div_(process_group.size()), group=process_group)
+                dist.all_reduce(buffer.div_(group.size()), group=group)
                 future.set_result(buffer)
             except RuntimeError as error:
                 future.set_exception(error)

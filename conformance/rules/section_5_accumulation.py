@@ -1,0 +1,26 @@
+"""Section 5: gradients that accumulate over micro-batches."""
+
+from conformance.claims import Claims
+from conformance.rulebook import rule
+from conformance.rules.section_2_equivalence import require_steps
+from conformance.run import Run
+from conformance.scenario import ACCUMULATED
+from conformance.verdict import Found
+
+
+@rule(
+    "5.1",
+    "accumulated micro-batches give what one batch gives",
+    on=(ACCUMULATED,),
+    owns=(ACCUMULATED,),
+    needs=("2.1", "1.8"),
+    since="1.1",
+    source="torch documentation, DistributedDataParallel.no_sync",
+    remedy="tensor hooks that see each micro-batch's gradient, not their sum; counts of backwards taken for counts of steps",
+)
+def accumulated(run: Run, claims: Claims, found: Found) -> None:
+    """Micro-batches under no_sync, and a last one that synchronises, give the mean of their sums.
+
+    Nothing is communicated in between; the last backward's buckets hold the sum.
+    """
+    require_steps(run, claims, found, run.steps("crafted"))

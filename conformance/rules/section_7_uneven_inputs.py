@@ -1,0 +1,25 @@
+"""Section 7: ranks with different numbers of inputs."""
+
+from conformance.claims import Claims
+from conformance.rulebook import rule
+from conformance.rules.section_2_equivalence import require_steps
+from conformance.run import Run
+from conformance.scenario import UNEVEN
+from conformance.verdict import Found
+
+
+@rule(
+    "7.1",
+    "ranks that have run out of inputs",
+    on=(UNEVEN,),
+    owns=(UNEVEN,),
+    may_refuse=True,
+    needs=("2.1", "1.8"),
+    since="1.1",
+    source="torch documentation, Distributed Training with Uneven Inputs Using the Join Context Manager",
+    remedy="p.grad instead of the bucket, which is zeros then; collectives outside of the hook, which nobody shadows",
+)
+def out_of_inputs(run: Run, claims: Claims, found: Found) -> None:
+    """Under Join the hook is called with zeros on a rank that has no input left, or never had any: the others get the
+    mean with those zeros in it, and all ranks finish. Or it refuses, with an error on every rank."""
+    require_steps(run, claims, found, run.steps("crafted"))
