@@ -65,7 +65,7 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
     if kind == "zero_all" or (kind == "zero_one" and rank == 0):
         return torch.zeros(numel, dtype=torch.float64)
     if kind == "constant":
-        return _values("normal", numel, world, rank, 0, param)
+        return _constant(numel, rank, param).clone()
     if kind == "minus_zero":
         return torch.full((numel,), -0.0, dtype=torch.float64)
     if kind == "normal":
@@ -79,6 +79,11 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
         return values * 2.0 ** _TINY_EXPONENT[kind]
     values = values * _power_of_two(_integers(numel, 7, (step, param, 60)) - 3)
     return _with_special(kind, values, rank) if kind in ("nan", "inf") else values
+
+
+@lru_cache(maxsize=64)
+def _constant(numel: int, rank: int, param: int) -> torch.Tensor:
+    return _values("normal", numel, 1, rank, 0, param)
 
 
 def _with_special(kind: str, values: torch.Tensor, rank: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ future never reaches DDP, which would take the process down (torch 2.13 segfault
 
 import contextlib
 import hashlib
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,7 @@ class Observer:
         self._before, self._after, self._outside = before, after, outside
         self._futures: list[tuple[dict[str, Any], Any, Any]] = []
         self.calls = 0
+        self.inside: int | None = None  # the thread that is inside the hook
 
     def wrap(self, hook: Any) -> Callable[[Any, dist.GradBucket], Any]:
         """Return the hook to register instead of ``hook``."""
@@ -64,6 +66,7 @@ class Observer:
         self._recorder.event("call", **call)
         self._before(number)
         others = self._gradients_outside(call["parameters"]) if self._outside else {}
+        self.inside = threading.get_ident()
         try:
             result = hook(state, bucket)
         except BaseException as error:
@@ -72,6 +75,7 @@ class Observer:
             )
             raise
         finally:
+            self.inside = None
             self._after(number)
         is_future = isinstance(result, AnyFuture)
         done = bool(is_future and result.done())

@@ -340,12 +340,14 @@ class _Run:
             self.signals.set(f"left/{call}", "1")
 
     def _announce_waits(self) -> None:
-        """Let the peers in when rank 0 is about to wait for them inside its hook."""
+        """Let the peers in when rank 0 is about to wait for them inside its hook, and write down where."""
         for owner, name in ((dist.Work, "wait"), (torch._C.Future, "wait"), (torch.futures.Future, "wait"), (dist.Work, "synchronize")):
             original = getattr(owner, name)
 
             def waiting(this: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
                 self.signals.set(f"left/{self.observer.calls - 1}", "1")
+                if self.observer.inside == threading.get_ident() and not _is_done(this):
+                    self.recorder.event("waited", call=self.observer.calls - 1, where=_line_of_subject())
                 return _original(this, *args, **kwargs)
 
             setattr(owner, name, waiting)
@@ -354,6 +356,18 @@ class _Run:
         """A barrier through the store, which no collective of the subject can be mistaken for."""
         self.signals.set(f"{name}/{self.rank}", "1")
         self.signals.wait([f"{name}/{rank}" for rank in range(self.world)], datetime.timedelta(seconds=self.timeout))
+
+
+def _is_done(this: Any) -> bool:
+    """Whether a Work or a future is over, so that waiting for it is not waiting."""
+    return bool(this.is_completed() if isinstance(this, dist.Work) else this.done())
+
+
+def _line_of_subject() -> str:
+    """Return the innermost line of code that is neither torch's nor the kit's."""
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "somewhere"
 
 
 def _named(hook: Any) -> Callable[..., Any]:

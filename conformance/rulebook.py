@@ -23,6 +23,7 @@ SECTIONS = {
     "7": "Uneven inputs",
     "8": "Special values",
     "9": "Non-interference",
+    "10": "Collectives",
     "12": "Failure",
     "13": "Lossy, local and fused claims",
 }

@@ -84,7 +84,9 @@ class Run:
         spec = self.scenario.params[index]
         if not self.feeds(rank, step, index):
             return torch.zeros(math.prod(spec.shape) * (2 if spec.dtype.startswith("complex") else 1), dtype=torch.float64)
-        return fed(self.scenario.steps[step], spec, len(self.group(rank)), rank, step + self.scenario.first_step, index)
+        kind = self.scenario.steps[step]
+        number = 0 if kind == "constant" else step + self.scenario.first_step
+        return fed(kind, spec, len(self.group(rank)), rank, number, index)
 
     def bucket_of(self, rank: int, step: int, index: int) -> int | None:
         """Return the index of the bucket that held a parameter at ``step``."""

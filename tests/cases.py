@@ -27,7 +27,7 @@ PATIENT, IMPATIENT = 60.0, 4.0  # deadlines; the second is for subjects that han
 
 @dataclass(frozen=True)
 class Case:
-    """A subject, and the profile that it is judged in; by the rules of ``sections``, or by all where there are none."""
+    """A subject, and the profile that it is judged in; by ``rules``, or by all where none are named."""
 
     target: str
     claims: str = "exact"
@@ -35,7 +35,7 @@ class Case:
     setup: bool = False
     worlds: tuple[int, ...] = (1, 2, 3, 4)
     hangs: bool = False
-    sections: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.target.removeprefix("tests.").replace("mutants.", "") + (f"-{self.state}" if self.state else "")
@@ -54,7 +54,7 @@ class Judge:
         control = self._controls.setdefault(case.worlds, Engine(self._sources[False], self._rules, REFERENCE, Claims(), case.worlds))
         spec = parse_subject(None if case.setup else case.target, case.state, case.target if case.setup else None)
         engine = Engine(self._sources[case.hangs], self._rules, spec, parse_claims(case.claims), case.worlds, control)
-        return {number: engine.judge(number) for number, rule in self._rules.items() if rule.section in (case.sections or (rule.section,))}
+        return {number: engine.judge(number) for number in case.rules or self._rules}
 
 
 @contextmanager

@@ -11,7 +11,12 @@ from tests.cases import Case, Judgements, judged_ahead
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="judge every mutant by the whole book, not by the sections that it breaks")
+    parser.addoption("--thorough", action="store_true", help="judge every mutant by the whole book, not only by the rules that it breaks")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is judged ahead is asked for last: other tests run while it is judged."""
+    items.sort(key=lambda item: "case" in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +39,6 @@ def judgements_of(request: pytest.FixtureRequest, rules: dict[str, Rule]) -> Ite
     In use from the first test on, whichever that is: the judging goes on while others run.
     """
     cases = [item.callspec.params["case"] for item in request.session.items if "case" in getattr(item, "fixturenames", ())]
-    whole = {case: replace(case, sections=()) if request.config.getoption("--thorough") else case for case in cases}
+    whole = {case: replace(case, rules=()) if request.config.getoption("--thorough") else case for case in cases}
     with judged_ahead(rules, whole.values()) as futures:
         yield lambda case: futures[whole[case]].result()

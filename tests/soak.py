@@ -36,7 +36,7 @@ def main() -> int:
     exact = [dataclasses.replace(case, worlds=(1, 2, 3, 4)) for case in test_right_hooks.CASES]
     lossy = [dataclasses.replace(case, worlds=(2, 3)) for case in test_right_lossy_hooks.CASES]
     right = [*exact, *lossy, *test_certified.CASES]
-    mutants = {dataclasses.replace(case, sections=()): mutant for case, mutant in test_mutants.CASES.items()}
+    mutants = {dataclasses.replace(case, rules=()): mutant for case, mutant in test_mutants.CASES.items()}
     cases = list(mutants) if options.mutants else right
     rules, wrong, begin = book(), collections.Counter[str](), time.monotonic()
 

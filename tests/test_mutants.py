@@ -20,10 +20,9 @@ SAID = Path(__file__).resolve().parent / "mutants_said.json"
 
 
 def case(module: str, mutant: Mutant) -> Case:
-    """Judged by the sections whose rules it breaks; by the whole book with --thorough."""
-    sections = tuple(dict.fromkeys(number.partition(".")[0] for number in mutant.breaks))
+    """Judged by the rules that it breaks; by the whole book with --thorough."""
     hangs = mutant.hangs or module.endswith("process")
-    return Case(f"{module}:{mutant.name}", mutant.claims, mutant.state, mutant.setup, mutant.worlds, hangs, sections)
+    return Case(f"{module}:{mutant.name}", mutant.claims, mutant.state, mutant.setup, mutant.worlds, hangs, mutant.breaks)
 
 
 CASES = {case(module, mutant): mutant for module, mutant in CATALOGUE}

@@ -33,7 +33,19 @@ class Mutant:
     hangs: bool = False
 
 
-_SECTIONS = ("contract", "equivalence", "settings", "replicas", "training", "special", "interference", "failure", "lossy", "process")
+_SECTIONS = (
+    "contract",
+    "equivalence",
+    "settings",
+    "replicas",
+    "training",
+    "collectives",
+    "special",
+    "interference",
+    "failure",
+    "lossy",
+    "process",
+)
 
 
 def catalogue() -> list[tuple[str, Mutant]]:
