@@ -88,9 +88,13 @@ def breakage(run: Run) -> Breakage | None:
 
 
 def refused(run: Run) -> bool:
-    """Whether the hook, or what sets it up, raised an error of its own on every rank, and every process came to its end."""
+    """Whether the hook, or what sets it up, raised an error of its own on every rank, and every process came to its end.
+
+    On uneven inputs ranks meet in other calls than the hook's: there one may hear of it from another.
+    """
     errors = [next((e for e in rank.all("error") if e["where"] in ("backward", "setup", "state", "join")), None) for rank in run.ranks]
-    return run.stopped == "ended" and all(error and not _is_secondary(f"{error['type']}: {error['message']}") for error in errors)
+    own = [error is not None and not _is_secondary(f"{error['type']}: {error['message']}") for error in errors]
+    return run.stopped == "ended" and all(errors) and (any if run.scenario.uneven else all)(own)
 
 
 def _is_secondary(text: str) -> bool:

@@ -85,7 +85,8 @@ class Run:
         if not self.feeds(rank, step, index):
             return torch.zeros(math.prod(spec.shape) * (2 if spec.dtype.startswith("complex") else 1), dtype=torch.float64)
         kind = self.scenario.steps[step]
-        number = 0 if kind == "constant" else step + self.scenario.first_step
+        same = kind == "constant" and spec.layout != "sparse"  # at every step: of a sparse one, other rows are used
+        number = 0 if same else step + self.scenario.first_step
         return fed(kind, spec, len(self.group(rank)), rank, number, index)
 
     def bucket_of(self, rank: int, step: int, index: int) -> int | None:

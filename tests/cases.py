@@ -20,7 +20,7 @@ from conformance.subject import REFERENCE, parse_subject
 from conformance.verdict import Judgement
 
 Judgements = dict[str, Judgement]
-NICE = 5  # on Linux of the thread, and of the pools it starts: the tests that run meanwhile come first
+NICE = 15  # on Linux of the thread, and of the pools it starts: the tests that run meanwhile come first
 WORKERS = 4  # twice the cores that CI has: judging is half waiting
 PATIENT, IMPATIENT = 60.0, 4.0  # deadlines; the second is for subjects that hang
 

@@ -65,6 +65,7 @@ def message(judgement: Judgement) -> str:
         (r"was /\S+,", "was ...,"),
         (r"0x[0-9a-f]+", "0x..."),
         (r'"/[^"]*/', '"'),
+        (r"/\S+\.py:\d+: ", "..., "),
         (r"/tmp/\S+|/dev/shm/\S+", "..."),
         (r"\[[0-9.:]+\]:\d+|\[?127\.0\.0\.1\]?:\d+", "peer"),
         (r"line \d+", "line ?"),
