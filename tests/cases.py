@@ -4,23 +4,25 @@ Judging a subject is partly waiting for its ranks, so some are judged at a time,
 subject that kills the host is alone with it.
 """
 
-import os
-import threading
+import functools
+import multiprocessing
+import multiprocessing.util
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from conformance.claims import Claims, parse_claims
 from conformance.engine import Engine
 from conformance.pool import Pool
-from conformance.rulebook import Rule
+from conformance.rulebook import book
 from conformance.sources import LocalSource
 from conformance.subject import REFERENCE, parse_subject
 from conformance.verdict import Judgement
 
 Judgements = dict[str, Judgement]
-NICE = 15  # on Linux of the thread, and of the pools it starts: the tests that run meanwhile come first
 WORKERS = 4  # twice the cores that CI has: judging is half waiting
 PATIENT, IMPATIENT = 60.0, 4.0  # deadlines; the second is for subjects that hang
 
@@ -42,10 +44,10 @@ class Case:
 
 
 class Judge:
-    """Judges cases on pools of its own; one per thread."""
+    """Judges cases on pools of its own; one per process."""
 
-    def __init__(self, rules: dict[str, Rule], stack: ExitStack) -> None:
-        self._rules = rules
+    def __init__(self, stack: ExitStack) -> None:
+        self._rules = book()
         self._sources = {hangs: LocalSource(stack.enter_context(Pool(IMPATIENT if hangs else PATIENT, lanes=1))) for hangs in (False, True)}
         self._controls: dict[tuple[int, ...], Engine] = {}
 
@@ -57,20 +59,24 @@ class Judge:
         return {number: engine.judge(number) for number in case.rules or self._rules}
 
 
+@functools.cache
+def _own_judge() -> Judge:
+    """Return the judge of this process."""
+    stack = ExitStack()
+    multiprocessing.util.Finalize(None, stack.close, exitpriority=100)
+    torch.set_num_threads(1)
+    return Judge(stack)
+
+
+def _judge(case: Case) -> Judgements:
+    return _own_judge().judge(case)
+
+
 @contextmanager
-def judged_ahead(rules: dict[str, Rule], cases: Iterable[Case]) -> Iterator[dict[Case, "Future[Judgements]"]]:
-    """Judge ``cases`` in their order, in the background."""
-    with ExitStack() as stack:
-        local, lock = threading.local(), threading.Lock()
-
-        def judge(case: Case) -> Judgements:
-            if not hasattr(local, "judge"):
-                with lock:
-                    local.judge = Judge(rules, stack)
-            return local.judge.judge(case)
-
-        executor = ThreadPoolExecutor(WORKERS, initializer=os.nice, initargs=(NICE,))
-        try:
-            yield {case: executor.submit(judge, case) for case in dict.fromkeys(cases)}
-        finally:
-            executor.shutdown(wait=True, cancel_futures=True)
+def judged_ahead(cases: Iterable[Case]) -> Iterator[dict[Case, "Future[Judgements]"]]:
+    """Judge ``cases`` in their order, in the background: in processes, since threads would keep the tests from Python."""
+    executor = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"))
+    try:
+        yield {case: executor.submit(_judge, case) for case in dict.fromkeys(cases)}
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)

@@ -33,12 +33,12 @@ def rules() -> dict[str, Rule]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def judgements_of(request: pytest.FixtureRequest, rules: dict[str, Rule]) -> Iterator[Callable[[Case], Judgements]]:
+def judgements_of(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Judgements]]:
     """A function that returns the judgements on a case; every selected test's ``case`` is judged once.
 
     In use from the first test on, whichever that is: the judging goes on while others run.
     """
     cases = [item.callspec.params["case"] for item in request.session.items if "case" in getattr(item, "fixturenames", ())]
     whole = {case: replace(case, rules=()) if request.config.getoption("--thorough") else case for case in cases}
-    with judged_ahead(rules, whole.values()) as futures:
+    with judged_ahead(whole.values()) as futures:
         yield lambda case: futures[whole[case]].result()

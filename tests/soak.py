@@ -50,7 +50,7 @@ def main() -> int:
         return (verdict is Verdict.FAIL) == (number in mutant.breaks) and verdict is not Verdict.KIT_ERROR
 
     for run in range(options.runs):
-        with judged_ahead(rules, cases) as futures:
+        with judged_ahead(cases) as futures:
             for case, future in futures.items():
                 for number, judgement in future.result().items():
                     if not expected(case, number, judgement.verdict):
