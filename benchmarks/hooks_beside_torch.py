@@ -60,7 +60,7 @@ def _none() -> None:
 def _named(hook: Callable[..., Any]) -> Callable[..., Any]:
     """DDP refuses torch's bf16 hook on CPU by its name alone."""
 
-    def renamed(state: Any, bucket: dist.GradBucket) -> Any:
+    def renamed(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return hook(state, bucket)
 
     return renamed
@@ -79,11 +79,11 @@ def _fused(whose: str) -> Callable[..., Any]:
     return optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
 
 
-def _fused_ours(state: Any, bucket: dist.GradBucket) -> Any:
+def _fused_ours(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return _fused("ours")(state, bucket)
 
 
-def _fused_torchs(state: Any, bucket: dist.GradBucket) -> Any:
+def _fused_torchs(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return _fused("torch's")(state, bucket)
 
 
