@@ -134,20 +134,20 @@ AS_IS = replace(
     VALUES, name="as_is", what="the hook registered as it is, unobserved", observed=False, steps=("crafted",) * 3, world_sizes=(2,)
 )
 VIEWS = replace(AS_IS, name="views", what="gradients are views of the buckets", view=True, observed=True)
-BUCKETS = Scenario(
+_SEVERAL_BUCKETS = Scenario(
     "buckets",
     "one bucket in the first step, five after DDP has rebuilt them",
     _SEVERAL,
     ("crafted",) * 4,
     world_sizes=(2,),
     bucket_cap_mb=_CAP,
-    outside=True,
 )
+BUCKETS = replace(_SEVERAL_BUCKETS, outside=True)
 ORDERED = replace(
-    BUCKETS, name="ordered", what="rank 0 leaves each hook call before its peers enter", order="rank0_first", after="buckets", outside=False
+    _SEVERAL_BUCKETS, name="ordered", what="rank 0 leaves each hook call before its peers enter", order="rank0_first", after="buckets"
 )
 LONG = replace(
-    BUCKETS, name="long", what="twelve steps; memory is measured", steps=("crafted",) * 12, bucket_cap_mb=25.0, growth=True, outside=False
+    _SEVERAL_BUCKETS, name="long", what="twelve steps; memory is measured", steps=("crafted",) * 12, bucket_cap_mb=25.0, growth=True
 )
 DTYPES = Scenario(
     "dtypes",
@@ -194,11 +194,10 @@ TRAINING = Scenario(
     world_sizes=(2, 3), bucket_cap_mb=_CAP,
 )  # fmt: skip
 UNUSED = replace(
-    BUCKETS,
+    _SEVERAL_BUCKETS,
     name="unused",
     what="find_unused_parameters: some ranks, or all, leave some parameters out, other ones in every step",
     find_unused=True,
-    outside=False,
 )
 FROZEN = Scenario(
     "frozen",
@@ -207,19 +206,19 @@ FROZEN = Scenario(
     ("crafted",) * 3,
     world_sizes=(2,),
 )
-STATIC = replace(BUCKETS, name="static", what="static_graph=True: the first step's buckets come when backward is over",
-                 static_graph=True, outside=False)  # fmt: skip
+STATIC = replace(
+    _SEVERAL_BUCKETS, name="static", what="static_graph=True: the first step's buckets come when backward is over", static_graph=True
+)
 ACCUMULATED = replace(
-    BUCKETS, name="accumulated", what="three micro-batches a step, the first two under no_sync", shares=(2, -3, 2), outside=False
+    _SEVERAL_BUCKETS, name="accumulated", what="three micro-batches a step, the first two under no_sync", shares=(2, -3, 2)
 )
 UNEVEN = replace(
-    BUCKETS,
+    _SEVERAL_BUCKETS,
     name="uneven",
     what="under Join, ranks run out of inputs one after another, one has none at all",
     steps=("crafted",) * 5,
     world_sizes=(3,),
     uneven=True,
-    outside=False,
 )
 PEER_DIES = replace(
     VALUES, name="peer_dies", what="rank 1 dies as it enters the hook at step 2", steps=("crafted",) * 3, fault="peer_dies",

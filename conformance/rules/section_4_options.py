@@ -23,7 +23,7 @@ def left_out(run: Run, claims: Claims, found: Found) -> None:
     """With find_unused_parameters=True a parameter that some ranks have not used gets the mean over all, zeros for those,
     on every rank; one that no rank has used keeps no gradient. Or the subject refuses such a model, with an error on every rank."""
     require_steps(run, claims, found, run.steps("crafted"))
-    if claims.fused:
+    if claims.fused:  # the gradients are freed then, and what a future held is not what DDP left
         return
     for rank in range(run.world):
         for step in range(len(run.scenario.steps)):
