@@ -158,7 +158,7 @@ def _indices(run: Run, call: dict[str, object]) -> list[int]:
 def _wrong_elements(run: Run, rank: int, step: int, index: int, claims: Claims) -> torch.Tensor:
     right, bound, _ = expected(run, rank, step, index, claims)
     got = run.got(rank, step, index)
-    if got is None:
+    if got is None or got.shape != right.shape:
         return torch.full_like(right, run.receives(rank, step, index), dtype=torch.bool)
     return ~((got == right) | (got.isnan() & right.isnan()) | ((got - right).abs() <= bound))
 

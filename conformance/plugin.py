@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from conformance.options import DEADLINE, TEXT_OPTIONS, WORLD_SIZES
+from conformance.errors import ConformanceError, UsageError
+from conformance.options import DEADLINE, TEXT_OPTIONS, WORLD_SIZES, Options
 from conformance.pool import Pool
+from conformance.preflight import check
 
 POOL = pytest.StashKey[Pool]()
 _OURS = ("--hook", "--setup", "--replay", "--list-rules")
@@ -38,16 +40,35 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
             f"another pytest plugin has an option of the conformance kit ({error}); disable it with -p no:NAME"
         ) from None
     if not {"-h", "--help"} & set(args):
-        _start_host(early_config, parser.parse_known_args(args))
+        given = parser.parse_known_args(args)
+        judges = (given.hook or given.setup) and not (given.replay or given.list_rules)
+        if judges and _can_run(given) and not given.collectonly:
+            _start_host(early_config, given.deadline)
         early_config.pluginmanager.register(importlib.import_module("conformance.pytest_items"), "conformance.pytest_items")
 
 
-def _start_host(config: pytest.Config, given: argparse.Namespace) -> None:
-    """Start the host where a subject is to be run: it imports torch while this process does."""
-    if (given.hook or given.setup) and not (given.replay or given.list_rules or given.collectonly):
-        config.stash[POOL] = pool = Pool(given.deadline)
-        config.add_cleanup(pool.close)
-        pool.start()
+def options_of(given: argparse.Namespace) -> Options:
+    """Return what was given of the kit's options."""
+    text = {name: getattr(given, name) for name in (*TEXT_OPTIONS, "backend", "device", "world_size", "deadline")}
+    return Options(**text, rule=tuple(given.rule))
+
+
+def _can_run(given: argparse.Namespace) -> bool:
+    """Refuse what can be refused before torch is imported."""
+    try:
+        check(options_of(given))
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from error
+    except ConformanceError:
+        return False  # pytest_configure says so: only from there on does pytest know exit codes
+    return True
+
+
+def _start_host(config: pytest.Config, deadline: float) -> None:
+    """Start the host: it imports torch while this process does."""
+    config.stash[POOL] = pool = Pool(deadline)
+    config.add_cleanup(pool.close)
+    pool.start()
 
 
 def _about_conformance(args: list[str]) -> bool:

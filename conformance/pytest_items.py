@@ -12,8 +12,7 @@ import pytest
 
 from conformance.certificate import Conclusion
 from conformance.errors import INTERRUPTED, KIT_ERROR, ConformanceError, KitError, ProfileError, UsageError
-from conformance.options import TEXT_OPTIONS, Options
-from conformance.plugin import POOL
+from conformance.plugin import POOL, options_of
 from conformance.report import conclusion_lines, failure_text, write_report
 from conformance.rulebook import MUST, SHOULD, Rule, book
 from conformance.session import Session
@@ -57,11 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if given.get("numprocesses"):
         raise pytest.UsageError("conformance runs ranks of its own: leave out -n")
-    options = Options(
-        **{name: given[name] for name in (*TEXT_OPTIONS, "backend", "device", "world_size", "deadline")}, rule=tuple(given["rule"])
-    )
     try:
-        session = Session(options, config.stash.get(POOL, None))
+        session = Session(options_of(config.option), config.stash.get(POOL, None))
     except UsageError as error:
         raise pytest.UsageError(str(error)) from error
     except ConformanceError as error:

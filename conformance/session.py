@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ from conformance.engine import Engine, Source, make_engine
 from conformance.errors import ProfileError, TargetError, UsageError
 from conformance.options import Options
 from conformance.pool import Pool
+from conformance.preflight import certificate_path, check, parse_worlds, results_folder
 from conformance.rulebook import Rule, book
 from conformance.run_folder import write_json
 from conformance.sources import LocalSource, ReplaySource, new_records_folder
@@ -38,23 +38,17 @@ class Session:
         self.options = options
         self.rules = book()
         self.selected = select_rules(self.rules, options.rule)
-        if options.claims:
-            parse_claims(options.claims)
         self._kept: dict[str, Any] = {}
         if options.replay:
             self._kept = _read_kept(Path(options.replay))
             named = {name: self._kept["subject"][name] for name in ("hook", "state", "setup")}
-            self.options = options = replace(options, **named, world_size=",".join(map(str, self._kept["profile"]["world sizes"])))
+            worlds = ",".join(map(str, self._kept["profile"]["world sizes"]))
+            self.options = options = replace(options, **named, world_size=worlds, backend="gloo", device="cpu")
+        check(options)
         self.subject: SubjectSpec = parse_subject(options.hook, options.state, options.setup)
-        self.worlds = _parse_worlds(options.world_size)
-        if (options.backend, options.device) != ("gloo", "cpu") and not options.replay:
-            raise ProfileError(
-                f"profile {options.backend}-{options.device}: not run. This version judges gloo on cpu; "
-                "nothing was certified for any other profile"
-            )
-        self.folder = Path("conformance-results") / _slug(self.subject.name)
-        self.certificate_path = Path(options.certificate) if options.certificate else self.folder / "certificate.json"
-        _require_writable(self.certificate_path)
+        self.worlds = parse_worlds(options.world_size)
+        self.folder = results_folder(self.subject)
+        self.certificate_path = certificate_path(options, self.subject)
         self.records = new_records_folder(Path(options.records)) if options.records else None
         self.pool = None if options.replay else pool or Pool(options.deadline)
         self.engine: Engine | None = None
@@ -163,16 +157,6 @@ def select_rules(rules: Mapping[str, Rule], chosen: tuple[str, ...]) -> list[str
     return [number for number, rule in rules.items() if not wanted or number in wanted or rule.section in wanted]
 
 
-def _parse_worlds(text: str) -> tuple[int, ...]:
-    try:
-        worlds = tuple(sorted({int(part) for part in text.split(",")}))
-    except ValueError:
-        raise UsageError(f"--world-size {text}: not a list of numbers, e.g. 1,2,3,4") from None
-    if worlds[0] < 1 or worlds[-1] > 64:
-        raise UsageError(f"--world-size {text}: sizes go from 1 to 64")
-    return worlds
-
-
 def _read_kept(folder: Path) -> dict[str, Any]:
     try:
         kept: dict[str, Any] = json.loads((folder / SESSION).read_text())
@@ -196,36 +180,3 @@ def _project_claims(name: str) -> str | None:
     if said is not None and not isinstance(said, str):
         raise UsageError("pyproject.toml: [tool.conformance] claims is a string, or a table of strings by target")
     return said
-
-
-def _require_writable(path: Path) -> None:
-    """Find out before anything runs that the certificate could not be written afterwards."""
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    reason = ""
-    if path.is_dir():
-        reason = "it is a folder"
-    elif path.exists() and not path.is_file():
-        reason = "it is no regular file"
-    elif not folder.is_dir():
-        reason = f"{folder} is not a folder"
-    elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        reason = "permission denied"
-    elif os.statvfs(folder).f_bavail == 0:
-        reason = "no space left"
-    else:
-        probe = folder / f".conformance-{os.getpid()}"
-        try:
-            probe.write_bytes(b"\0" * 65536)
-        except OSError as error:
-            reason = str(error.strerror)
-        finally:
-            try:
-                probe.unlink(missing_ok=True)
-            except OSError as error:
-                reason = reason or str(error.strerror)
-    if reason:
-        raise UsageError(f"--certificate {path}: cannot be written ({reason})")
-
-
-def _slug(name: str) -> str:
-    return "".join(char if char.isalnum() or char in "._-" else "_" for char in name)[:120]

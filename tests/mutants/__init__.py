@@ -33,6 +33,8 @@ class Mutant:
     hangs: bool = False
 
 
+ZEROS = dict.fromkeys(("4.1", "7.1"), "what a rank leaves out, or has no input for, is zeros")  # a reason: see Mutant.because
+
 _SECTIONS = (
     "contract",
     "equivalence",
@@ -43,7 +45,13 @@ _SECTIONS = (
     "special",
     "interference",
     "failure",
-    "lossy",
+    "rounded",
+    "feedback",
+    "low_rank",
+    "quantized",
+    "at_random",
+    "local",
+    "optimizers",
     "process",
 )
 

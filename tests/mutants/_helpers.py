@@ -4,7 +4,7 @@ A rank is a process of its own that runs one mutant: what a module keeps between
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ import torch.distributed as dist
 Bucket = dist.GradBucket
 Result = torch.futures.Future[torch.Tensor]
 Change = Callable[[torch.Tensor], torch.Tensor]
+
+kept: dict[Hashable, torch.Tensor] = {}  # between calls: by parameter, unless the defect is that it is not
 
 _calls = itertools.count()
 _steps_done = 0
@@ -95,3 +97,18 @@ def step_number(bucket: Bucket) -> int:
 def send_as(dtype: torch.dtype, bucket: Bucket, state: Any) -> Result:
     buffer = bucket.buffer()
     return average_of(buffer.to(dtype, copy=True), state).then(lambda fut: fut.value().to(buffer.dtype))
+
+
+def pieces_of(bucket: Bucket, flat: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Return one flat view per parameter, of ``flat`` or of the bucket's buffer; a complex one in pairs."""
+    whole = bucket.buffer() if flat is None else flat
+    return list(whole.split([p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters()]))
+
+
+def seeded(*words: int) -> torch.Generator:
+    """Return a generator with a seed made of ``words``, the same on every rank that has the same."""
+    return torch.Generator().manual_seed(hash(words) % 2**31)
+
+
+def finite(residual: torch.Tensor) -> torch.Tensor:
+    return residual.nan_to_num(0, 0, 0)

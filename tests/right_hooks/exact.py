@@ -1,13 +1,8 @@
-"""Right hooks in the shapes that hooks come in. The kit must certify every one of ``RIGHT``.
-
-They differ in what they communicate, in where they divide, in what kind of object they are, and in
-how their state is made. None is a model of speed; ``hooks_ref`` has those.
-"""
+"""The mean or the sum itself, or that of rounded values, and all the kinds of objects that a hook and its state can be."""
 
 import concurrent.futures
 import functools
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,27 +10,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.subject import Case
-
-Bucket = dist.GradBucket
-Result = torch.futures.Future[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Right:
-    """One right subject.
-
-    Attributes:
-        name: attribute of this module, with arguments if it is a factory.
-        claims: what it claims of itself.
-        state: as in ``--state``.
-        setup: whether the attribute is a set-up function.
-    """
-
-    name: str
-    claims: str = "exact"
-    state: str | None = None
-    setup: bool = False
-
+from tests.right_hooks import Right
+from tests.right_hooks._common import Bucket, Group, Result, completed, dense, gather
 
 # Under its name before torch 2.13 it warns.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,12 +19,6 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 def _group_of(state: Any) -> dist.ProcessGroup:
     return state if state is not None else dist.group.WORLD
-
-
-def _completed(tensor: torch.Tensor) -> Result:
-    future = torch.futures.Future()
-    future.set_result(tensor)
-    return future
 
 
 def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Result:
@@ -75,7 +45,7 @@ def point_to_point(state: Any, bucket: Bucket) -> Result:
         dist.recv(parts[place], dist.get_global_rank(group, place), group=group)
     for send in sends:
         send.wait()
-    return _completed(sum(parts[1:], parts[0]) / group.size())
+    return completed(sum(parts[1:], parts[0]) / group.size())
 
 
 def unannotated(state, bucket):
@@ -116,7 +86,7 @@ def blocking(state: Any, bucket: Bucket) -> Result:
     if buffer.is_sparse:
         return _sum(buffer, group)
     dist.all_reduce(buffer, group=group)
-    return _completed(buffer)
+    return completed(buffer)
 
 
 def gather_and_mean(state: Any, bucket: Bucket) -> Result:
@@ -133,7 +103,7 @@ def reduce_and_broadcast(state: Any, bucket: Bucket) -> Result:
     dist.reduce(buffer, group_dst=0, group=group)
     buffer.div_(group.size())
     dist.broadcast(buffer, group_src=0, group=group)
-    return _completed(buffer)
+    return completed(buffer)
 
 
 def reduce_scatter(state: Any, bucket: Bucket) -> Result:
@@ -144,7 +114,7 @@ def reduce_scatter(state: Any, bucket: Bucket) -> Result:
     received = torch.empty_like(padded)
     dist.all_to_all_single(received, padded, group=group)
     _all_gather_single(padded, received.view(size, -1).sum(0), group=group)
-    return _completed(padded[:numel].clone())
+    return completed(padded[:numel].clone())
 
 
 def per_parameter(state: Any, bucket: Bucket) -> Result:
@@ -162,7 +132,7 @@ def per_parameter_quirk(state: Any, bucket: Bucket) -> Result:
     _refuse_sparse(bucket, "per_parameter_quirk")
     for grad in bucket.gradients():
         dist.all_reduce(grad.div_(_group_of(state).size()), group=_group_of(state))
-    return _completed(bucket.buffer())
+    return completed(bucket.buffer())
 
 
 def another_thread(state: Any, bucket: Bucket) -> Result:
@@ -356,6 +326,13 @@ def set_up_worker(process_group: dist.ProcessGroup) -> Case:
     return Case(hook=hook, close=worker.shutdown)
 
 
+def float16_gathered(group: Group, bucket: Bucket) -> Result:
+    """Gathers float16 and sums in float32."""
+    buffer = dense(bucket)
+    gathered = gather(buffer.half(), group)
+    return completed((torch.stack(gathered).to(torch.promote_types(buffer.dtype, torch.float32)).sum(0) / group.size()).to(buffer.dtype))
+
+
 RIGHT = [
     *(Right(name) for name in ("unannotated", "out_of_place", "sum_then_divide", "reciprocal", "reduce_op_avg", "blocking")),
     *(Right(name) for name in ("gather_and_mean", "reduce_and_broadcast", "reduce_scatter", "per_parameter", "per_parameter_quirk")),
@@ -363,6 +340,7 @@ RIGHT = [
     Right("point_to_point"),
     Right("rounds_to_float16", "rounded(float16)"),
     Right("rounds_to_bfloat16", "rounded(bfloat16)"),
+    Right("float16_gathered", "rounded(float16)", "process_group"),
     Right("gives_sum", "sum"),
     Right("always_world", "world_only"),
     *(Right(name) for name in ("holder.method", "Holder.static", "Holder.of_class", "nameless", "named", "wrapped")),
@@ -370,7 +348,7 @@ RIGHT = [
     Right("make_hook()"),
     Right("make_hook,predivide=False"),
     Right("out_of_place", state="process_group"),
-    Right("with_scratch", state="tests.right_hooks:State"),
-    Right("with_scratch", state="tests.right_hooks:State,scale=1.0"),
+    Right("with_scratch", state=f"{__name__}:State"),
+    Right("with_scratch", state=f"{__name__}:State,scale=1.0"),
     *(Right(name, setup=True) for name in ("set_up_pair", "set_up_itself", "set_up_calls", "set_up_worker")),
 ]

@@ -1,0 +1,89 @@
+"""What can be known of a command line before anything is imported or run."""
+
+import os
+from pathlib import Path
+
+from conformance.claims import parse_claims
+from conformance.errors import ProfileError, UsageError
+from conformance.options import Options
+from conformance.subject import SubjectSpec, parse_subject
+
+PROFILE = ("gloo", "cpu")
+
+
+def check(options: Options) -> None:
+    """Check all options but ``--rule`` and ``--replay``, which need the rule book and records.
+
+    Raises:
+        UsageError: the options cannot be run as written.
+        ProfileError: this version cannot run the profile.
+    """
+    subject = parse_subject(options.hook, options.state, options.setup)
+    if options.claims:
+        parse_claims(options.claims)
+    parse_worlds(options.world_size)
+    if (options.backend, options.device) != PROFILE:
+        raise ProfileError(
+            f"profile {options.backend}-{options.device}: not run. This version judges gloo on cpu; "
+            "nothing was certified for any other profile"
+        )
+    require_writable(certificate_path(options, subject))
+
+
+def parse_worlds(text: str) -> tuple[int, ...]:
+    """Parse ``--world-size``: sizes from 1 to 64, in order.
+
+    Raises:
+        UsageError: the text is no list of them.
+    """
+    try:
+        worlds = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise UsageError(f"--world-size {text}: not a list of numbers, e.g. 1,2,3,4") from None
+    if worlds[0] < 1 or worlds[-1] > 64:
+        raise UsageError(f"--world-size {text}: sizes go from 1 to 64")
+    return worlds
+
+
+def results_folder(subject: SubjectSpec) -> Path:
+    """Return the folder for what a session says of a subject, in the current directory."""
+    slug = "".join(char if char.isalnum() or char in "._-" else "_" for char in subject.name)[:120]
+    return Path("conformance-results") / slug
+
+
+def certificate_path(options: Options, subject: SubjectSpec) -> Path:
+    """Return where a certificate would be written."""
+    return Path(options.certificate) if options.certificate else results_folder(subject) / "certificate.json"
+
+
+def require_writable(path: Path) -> None:
+    """Find out before anything runs that the certificate could not be written afterwards.
+
+    Raises:
+        UsageError: it could not.
+    """
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    reason = ""
+    if path.is_dir():
+        reason = "it is a folder"
+    elif path.exists() and not path.is_file():
+        reason = "it is no regular file"
+    elif not folder.is_dir():
+        reason = f"{folder} is not a folder"
+    elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        reason = "permission denied"
+    elif os.statvfs(folder).f_bavail == 0:
+        reason = "no space left"
+    else:
+        probe = folder / f".conformance-{os.getpid()}"
+        try:
+            probe.write_bytes(b"\0" * 65536)
+        except OSError as error:
+            reason = str(error.strerror)
+        finally:
+            try:
+                probe.unlink(missing_ok=True)
+            except OSError as error:
+                reason = reason or str(error.strerror)
+    if reason:
+        raise UsageError(f"--certificate {path}: cannot be written ({reason})")

@@ -1,0 +1,116 @@
+"""13.3 of the rule book, and other rules under its claim: rounding at random."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import Bucket, Result, average, group_of, is_dense, pieces_of, seeded, step_number
+from tests.mutants.feedback import random_k
+from tests.mutants.quantized import send_mean, widened
+
+
+def _at_random(
+    state: Any,
+    bucket: Bucket,
+    level: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    levels: int = 3,
+    seed: Callable[[int, int], tuple[int, ...]] = lambda step, rank: (step, rank),
+    draw: Callable[[torch.Tensor, torch.Generator], torch.Tensor] | None = None,
+) -> Result:
+    """Average each parameter in a few levels of its largest magnitude; ``level`` rounds, given numbers in [0, 1)."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    wide, step = widened(bucket), step_number(bucket)
+    for number, piece in enumerate(pieces_of(bucket, wide)):
+        if piece.numel():
+            largest = piece.abs().amax()
+            largest.masked_fill_(largest == 0, 1)
+            generator = seeded(*seed(step, group_of(state).rank()), number)
+            drawn = torch.rand(piece.shape, dtype=piece.dtype, generator=generator) if draw is None else draw(piece, generator)
+            piece.copy_(level((piece / largest).mul_(levels), drawn).mul_(largest).div_(levels))
+    return send_mean(bucket, wide, state)
+
+
+def _up_or_down(scaled: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """Round at random so that the expectation is ``scaled``: right."""
+    return (scaled + drawn).floor()
+
+
+def rounds_to_nearest(state: Any, bucket: Bucket) -> Result:
+    """Rounds to the nearest level."""
+    return _at_random(state, bucket, lambda scaled, drawn: scaled.round())
+
+
+def rounds_down(state: Any, bucket: Bucket) -> Result:
+    """Forgets to add what it has drawn: every element is rounded down."""
+    return _at_random(state, bucket, lambda scaled, drawn: scaled.floor())
+
+
+def rounds_by_half(state: Any, bucket: Bucket) -> Result:
+    """Throws a fair coin between the levels above and below, wherever the element lies between them."""
+    return _at_random(state, bucket, lambda scaled, drawn: torch.where(drawn < 0.5, scaled.floor(), scaled.ceil()), levels=1)
+
+
+def draws_once(state: Any, bucket: Bucket) -> Result:
+    """Seeds its draws without the step: they are the same at each."""
+    return _at_random(state, bucket, _up_or_down, seed=lambda step, rank: (rank,))
+
+
+def random_elements_unscaled(state: Any, bucket: Bucket) -> Result:
+    """Sends a quarter of the elements, and does not scale them by four."""
+    return random_k(state, bucket, feedback=False, scaled=False)
+
+
+def random_elements_of_each_rank(state: Any, bucket: Bucket) -> Result:
+    """Sums scaled values by position, though each rank has drawn other places."""
+    return random_k(state, bucket, seed=group_of(state).rank(), feedback=False)
+
+
+def random_levels_undivided(state: Any, bucket: Bucket) -> Result:
+    """Rounds at random, and returns the sum."""
+    size = group_of(state).size()
+    result = _at_random(state, bucket, _up_or_down)
+    return result.then(lambda fut: fut.value() * size)
+
+
+def draws_from_global(state: Any, bucket: Bucket) -> Result:
+    """Draws from torch's global generator."""
+    return _at_random(state, bucket, _up_or_down, draw=lambda piece, generator: torch.rand_like(piece))
+
+
+def draws_unseeded(state: Any, bucket: Bucket) -> Result:
+    """Draws from a generator that the system's entropy seeds."""
+
+    def draw(piece: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        generator.seed()
+        return torch.rand(piece.shape, dtype=piece.dtype, generator=generator)
+
+    return _at_random(state, bucket, _up_or_down, draw=draw)
+
+
+def dithers_zeros(state: Any, bucket: Bucket) -> Result:
+    """Rounds a zero to the least level above it or below it now and then, as if it lay between them."""
+
+    def level(scaled: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        return _up_or_down(scaled, drawn).add_((drawn * 3 - 1.5).round_().mul_(scaled == 0))
+
+    return _at_random(state, bucket, level)
+
+
+def rounds_nothing(state: Any, bucket: Bucket) -> Result:
+    """Says that it rounds at random, and averages."""
+    return average(bucket, state)
+
+
+MUTANTS = [
+    *(Mutant(name, ("13.3",), "unbiased") for name in ("rounds_to_nearest", "rounds_down", "rounds_by_half", "draws_once")),
+    *(Mutant(name, ("13.3",), "unbiased") for name in ("random_elements_unscaled", "random_elements_of_each_rank")),
+    Mutant("random_levels_undivided", ("13.3",), "unbiased"),
+    Mutant("draws_from_global", ("9.1",), "unbiased"),
+    Mutant("draws_unseeded", ("3.3",), "unbiased", because={"1.10": "two runs differ, whatever else is the same"}),
+    Mutant("dithers_zeros", ("8.3",), "unbiased"),
+    Mutant("rounds_nothing", ("2.10",), "unbiased"),
+]

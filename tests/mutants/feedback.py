@@ -1,0 +1,344 @@
+"""13.1 of the rule book, and other rules under its claims: error feedback with the largest elements, signs, random elements; EF21.
+
+What is compressed travels dense here, as the values that it stands for: the defects are in what is
+sent and remembered, and not in how it is packed.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    average_of,
+    completed,
+    finite,
+    gather,
+    group_of,
+    is_dense,
+    kept,
+    pieces_of,
+    seeded,
+    step_number,
+    sum_of,
+)
+
+Compress = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _largest(part: torch.Tensor, ratio: float = 0.25) -> torch.Tensor:
+    """Keep the elements of largest magnitude."""
+    places = part.abs().topk(math.ceil(ratio * part.numel())).indices
+    return torch.zeros_like(part).index_copy_(0, places, part[places])
+
+
+def _half(part: torch.Tensor) -> torch.Tensor:
+    return _largest(part, 0.5)
+
+
+def _feedback(
+    state: Any,
+    bucket: Bucket,
+    compress: Compress = _largest,
+    *,
+    remember: Compress = finite,
+    times: int = 1,
+    keys: Sequence[Hashable] = (),
+    reduce: Callable[[torch.Tensor, Any], Result] = average_of,
+) -> Result:
+    """Add what was held back to each parameter's gradient, and average what ``compress`` leaves of it: right by default."""
+    if not is_dense(bucket):
+        return reduce(bucket.buffer(), state)
+    for key, piece in zip(keys or bucket.parameters(), pieces_of(bucket), strict=True):
+        if key in kept and kept[key].shape == piece.shape:
+            piece.add_(kept[key], alpha=times)
+        sent = compress(piece)
+        kept[key] = remember(piece - sent)
+        piece.copy_(sent)
+    return reduce(bucket.buffer(), state)
+
+
+def residual_lost(state: Any, bucket: Bucket) -> Result:
+    """Sends the largest elements, and forgets the others."""
+    return _feedback(state, bucket, remember=torch.zeros_like)
+
+
+def residual_twice(state: Any, bucket: Bucket) -> Result:
+    """Adds what was held back twice."""
+    return _feedback(state, bucket, times=2)
+
+
+def residual_subtracted(state: Any, bucket: Bucket) -> Result:
+    """Subtracts what was held back."""
+    return _feedback(state, bucket, times=-1)
+
+
+def residual_is_gradient(state: Any, bucket: Bucket) -> Result:
+    """Holds back all of the gradient, and not only what was not sent."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
+        gradient = finite(piece)
+        piece.copy_(_largest(piece + kept.get(parameter, 0)))
+        kept[parameter] = gradient
+    return average(bucket, state)
+
+
+def residual_of_mean(state: Any, bucket: Bucket) -> Result:
+    """Holds back what the mean of all ranks lacks, and not what this rank has not sent."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    parameters, pieces = bucket.parameters(), pieces_of(bucket)
+    wanted = [piece + kept.get(parameter, 0) for parameter, piece in zip(parameters, pieces, strict=True)]
+    for want, piece in zip(wanted, pieces, strict=True):
+        piece.copy_(_largest(want))
+
+    def remember(mean: Result) -> torch.Tensor:
+        for parameter, want, piece in zip(parameters, wanted, pieces, strict=True):
+            kept[parameter] = finite(want - piece)
+        return mean.value()
+
+    return average(bucket, state).then(remember)
+
+
+def _quarter_at_random(bucket: Bucket) -> Compress:
+    """Return what keeps a quarter of the elements, others at every step: right."""
+    generator = seeded(step_number(bucket), bucket.index())
+    return lambda part: part * (torch.rand(part.shape, generator=generator) < 0.25)
+
+
+def residual_by_slot(state: Any, bucket: Bucket) -> Result:
+    """Keeps what was held back by bucket and place in it, which DDP changes after the first step."""
+    keys = [(bucket.index(), place) for place in range(len(bucket.parameters()))]
+    return _feedback(state, bucket, _quarter_at_random(bucket), keys=keys)
+
+
+def residual_by_bucket(state: Any, bucket: Bucket) -> Result:
+    """Keeps what was held back in one tensor for each bucket, though DDP lays it out anew after the first step."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    compress, buffer = _quarter_at_random(bucket), bucket.buffer()
+    before = kept.get(bucket.index())
+    wanted = buffer + before if before is not None and before.shape == buffer.shape else buffer.clone()
+    buffer.copy_(compress(wanted))
+    kept[bucket.index()] = finite(wanted - buffer)
+    return average(bucket, state)
+
+
+def largest_undivided(state: Any, bucket: Bucket) -> Result:
+    """Sums the largest elements of all ranks, and divides by nothing."""
+    return _feedback(state, bucket, reduce=sum_of)
+
+
+def largest_of_rank_0(state: Any, bucket: Bucket) -> Result:
+    """Takes rank 0's largest elements for those of all."""
+
+    def broadcast(sent: torch.Tensor, state: Any) -> Result:
+        if sent.is_sparse:
+            return average_of(sent, state)
+        return dist.broadcast(sent, group=group_of(state), group_src=0, async_op=True).get_future().then(lambda fut: fut.value()[0])
+
+    return _feedback(state, bucket, reduce=broadcast)
+
+
+def signs_without_scale(state: Any, bucket: Bucket) -> Result:
+    """Sends signs alone: each stands for 1, whatever the gradient's size."""
+    return _feedback(state, bucket, torch.sign)
+
+
+def signs_with_sum_for_scale(state: Any, bucket: Bucket) -> Result:
+    """Scales signs by the sum of magnitudes where it should be their mean."""
+    return _feedback(state, bucket, lambda part: part.sign() * part.abs().sum())
+
+
+def _one_bit(part: torch.Tensor, swapped: bool = False) -> torch.Tensor:
+    """Replace the elements at or above zero by their mean, and those below by theirs."""
+    above = part >= 0
+    high = part[above].sum() / above.sum().clamp(min=1)
+    low = part[~above].sum() / (~above).sum().clamp(min=1)
+    return torch.where(above ^ swapped, high, low)
+
+
+def one_bit_swapped(state: Any, bucket: Bucket) -> Result:
+    """Decodes bits that are set to the mean of the elements below zero."""
+    return _feedback(state, bucket, lambda part: _one_bit(part, swapped=True))
+
+
+def one_bit_remembers_signs(state: Any, bucket: Bucket) -> Result:
+    """Holds back the gradient less its signs, and not less what they stand for."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
+        want = piece + kept.get(parameter, 0)
+        kept[parameter] = finite(want - want.sign())
+        piece.copy_(_one_bit(want))
+    return average(bucket, state)
+
+
+def random_k(state: Any, bucket: Bucket, seed: int = 0, *, feedback: bool = True, ratio: float = 0.25, scaled: bool = True) -> Result:
+    """Send elements at places that all ranks draw alike, values only: right by default, with feedback and without."""
+    step, pieces, values = step_number(bucket), pieces_of(bucket) if is_dense(bucket) else [], []
+    if not pieces:
+        return average(bucket, state)
+    drawn = []
+    for number, (parameter, piece) in enumerate(zip(bucket.parameters(), pieces, strict=True)):
+        n = piece.numel()
+        drawn.append(torch.randperm(n, generator=seeded(seed, step, number))[: math.ceil(ratio * n)])
+        if feedback and parameter in kept:
+            piece.add_(kept[parameter])
+        values.append(piece[drawn[-1]] * (1 if feedback or not scaled else n / max(1, len(drawn[-1]))))
+        kept[parameter] = finite(piece.index_fill(0, drawn[-1], 0))
+
+    def place(mean: Result) -> torch.Tensor:
+        for piece, places, value in zip(pieces, drawn, mean.value().split([len(places) for places in drawn]), strict=True):
+            piece.zero_().index_copy_(0, places, value)
+        return bucket.buffer()
+
+    return average_of(torch.cat(values), state).then(place)
+
+
+def random_places_of_each_rank(state: Any, bucket: Bucket) -> Result:
+    """Sums values by position, though each rank has drawn other places."""
+    return random_k(state, bucket, seed=group_of(state).rank())
+
+
+def _difference(state: Any, bucket: Bucket, *, sign: int = 1, own: bool = True, mean: bool = True, ratio: float = 0.25) -> Result:
+    """Compress the change of each gradient since the last estimate (EF21): right by default."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    parameters, pieces = bucket.parameters(), pieces_of(bucket)
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        piece.copy_(_largest(piece - kept.get((parameter, "own"), 0), ratio))
+        if own:
+            kept[parameter, "own"] = finite(kept.get((parameter, "own"), 0) + sign * piece)
+
+    def add(change: Result) -> torch.Tensor:
+        for parameter, piece in zip(parameters, pieces_of(bucket, change.value()), strict=True):
+            piece.add_(kept.get((parameter, "mean"), 0))
+            broken = ~piece.isfinite()
+            if mean:
+                kept[parameter, "mean"] = piece.masked_fill(broken, 0)
+            if own:
+                kept[parameter, "own"].masked_fill_(broken, 0)
+        return change.value()
+
+    return average(bucket, state).then(add)
+
+
+def estimate_never_updated(state: Any, bucket: Bucket) -> Result:
+    """Sends the largest elements of the difference from an estimate that stays zero."""
+    return _difference(state, bucket, own=False, mean=False)
+
+
+def estimate_wrong_sign(state: Any, bucket: Bucket) -> Result:
+    """Subtracts what it has sent from its own estimate."""
+    return _difference(state, bucket, sign=-1)
+
+
+def estimate_of_mean_forgotten(state: Any, bucket: Bucket) -> Result:
+    """Returns the mean change, and not the estimate that it changes."""
+    return _difference(state, bucket, mean=False)
+
+
+def largest_by_two(state: Any, bucket: Bucket) -> Result:
+    """Divides by two, whatever the world size."""
+    return _feedback(state, bucket, _half, reduce=lambda sent, state: sum_of(sent.div_(2), state))
+
+
+def largest_over_world(state: Any, bucket: Bucket) -> Result:
+    """Averages what it sends over WORLD."""
+    return _feedback(None, bucket, _half)
+
+
+def residual_keeps_nan(state: Any, bucket: Bucket) -> Result:
+    """Holds back what is not finite too: a NaN less what was sent of it is a NaN for ever."""
+    return _feedback(state, bucket, _half, remember=torch.clone)
+
+
+def largest_without_nan(state: Any, bucket: Bucket) -> Result:
+    """Looks for the largest elements among those that are numbers, so that no other is ever sent."""
+    return _feedback(state, bucket, lambda part: _half(part.masked_fill(part.isnan(), 0)))
+
+
+def largest_is_everything(state: Any, bucket: Bucket) -> Result:
+    """Says that it compresses, and sends every element."""
+    return _feedback(state, bucket, lambda part: _largest(part, 1))
+
+
+def change_of_nothing(state: Any, bucket: Bucket) -> Result:
+    """Says that it compresses the change of the gradient, and averages."""
+    return average(bucket, state)
+
+
+def largest_beside_its_own(state: Any, bucket: Bucket) -> Result:
+    """Adds its own small elements to its own result as well, where no other rank has them."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    own = bucket.buffer() * 2**-12
+    return _feedback(state, bucket, _half).then(lambda fut: fut.value().add_(own))
+
+
+def later_buckets_undivided(state: Any, bucket: Bucket) -> Result:
+    """Divides the first bucket of a step alone."""
+    return _feedback(state, bucket, _half, reduce=average_of if bucket.index() == 0 else sum_of)
+
+
+def random_from_global_seed(state: Any, bucket: Bucket) -> Result:
+    """Seeds torch's global generator, so that all ranks draw the same places."""
+    torch.manual_seed(step_number(bucket))
+    return _feedback(state, bucket, lambda part: part * (torch.rand(part.shape) < 0.5))
+
+
+def sends_everything(state: Any, bucket: Bucket) -> Result:
+    """Says that it sends little, and sends a zero for each element that it holds back."""
+    return _feedback(state, bucket, _half)
+
+
+def sends_places(state: Any, bucket: Bucket) -> Result:
+    """Sends the places of its random elements too, in int64, though all ranks have drawn the same."""
+    if is_dense(bucket):
+        gather(torch.randperm(bucket.buffer().numel(), generator=seeded(0))[: bucket.buffer().numel() // 4], state)
+    return random_k(state, bucket)
+
+
+def sparse_stays_local(state: Any, bucket: Bucket) -> Result:
+    """Compresses dense gradients, and leaves sparse ones as they are."""
+    return _feedback(state, bucket, _half) if is_dense(bucket) else completed(bucket.buffer())
+
+
+def change_is_everything(state: Any, bucket: Bucket) -> Result:
+    """Says that it is EF21, and sends all of the change."""
+    return _difference(state, bucket, ratio=1)
+
+
+_FEEDBACK = "compressed(delta=0.25)"
+_HALF = "compressed(delta=0.5)"
+_CHANGE = "compressed(feedback=ef21, delta=0.25)"
+
+MUTANTS = [
+    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_lost", "residual_twice", "residual_subtracted", "residual_is_gradient")),
+    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_of_mean", "largest_undivided", "largest_of_rank_0")),
+    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("signs_without_scale", "signs_with_sum_for_scale")),
+    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("one_bit_swapped", "one_bit_remembers_signs", "random_places_of_each_rank")),
+    *(Mutant(name, ("13.1",), _CHANGE) for name in ("estimate_never_updated", "estimate_wrong_sign", "estimate_of_mean_forgotten")),
+    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_by_slot", "residual_by_bucket")),
+    Mutant("largest_by_two", ("2.6",), _HALF, worlds=(2, 3)),
+    Mutant("largest_over_world", ("2.7",), _HALF),
+    Mutant("residual_keeps_nan", ("8.4",), _HALF),
+    Mutant("largest_without_nan", ("8.1",), _HALF),
+    Mutant("largest_is_everything", ("2.10",), _HALF),
+    Mutant("change_of_nothing", ("2.10",), _CHANGE),
+    Mutant("largest_beside_its_own", ("3.1",), _HALF),
+    Mutant("later_buckets_undivided", ("1.8",), _HALF),
+    Mutant("random_from_global_seed", ("9.1",), _FEEDBACK),
+    Mutant("sends_everything", ("13.7",), "compressed(delta=0.5, ratio=0.5)"),
+    Mutant("sends_places", ("13.7",), "compressed(delta=0.25, ratio=0.5)"),
+    Mutant("sparse_stays_local", ("2.9",), _HALF),
+    Mutant("change_is_everything", ("2.10",), _CHANGE),
+]

@@ -1,0 +1,243 @@
+"""13.6 of the rule book, and other rules under its claim: optimizers in the hook."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import Bucket, Result, average, call_number, completed, group_of, is_dense, kept, pieces_of, step_number
+
+
+def _fused(
+    state: Any,
+    bucket: Bucket,
+    step: Callable[[torch.Tensor, torch.Tensor], None],
+    stepped: Callable[[int, torch.Tensor], bool] = lambda number, parameter: True,
+) -> Result:
+    """Average the bucket, and ``step`` each parameter that is to be stepped with its mean gradient."""
+    parameters = bucket.parameters()
+
+    def then(mean: Result) -> torch.Tensor:
+        result = mean.value()
+        pieces = pieces_of(bucket, result) if is_dense(bucket) else [result]
+        with torch.no_grad():
+            for number, (parameter, piece) in enumerate(zip(parameters, pieces, strict=True)):
+                if stepped(number, parameter):
+                    step(parameter, _as_gradient(piece, parameter))
+        return result
+
+    return average(bucket, state).then(then)
+
+
+def _as_gradient(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if piece.is_sparse:
+        return piece
+    real = torch.view_as_complex(piece.view(-1, 2)) if parameter.is_complex() else piece
+    return real.as_strided(parameter.size(), parameter.stride())
+
+
+def _sgd(parameter: torch.Tensor, gradient: torch.Tensor, rate: float = 0.1) -> None:
+    """Step SGD: right."""
+    parameter.add_(gradient, alpha=-rate)
+
+
+def steps_local_gradient(state: Any, bucket: Bucket) -> Result:
+    """Steps parameters with this rank's gradient, before it is reduced."""
+    pieces = pieces_of(bucket) if is_dense(bucket) else [bucket.buffer()]
+    with torch.no_grad():
+        for parameter, piece in zip(bucket.parameters(), pieces, strict=True):
+            _sgd(parameter, _as_gradient(piece, parameter))
+    return average(bucket, state)
+
+
+def steps_sum(state: Any, bucket: Bucket) -> Result:
+    """Steps parameters with the sum, and divides afterwards."""
+    size = group_of(state).size()
+    return _fused(state, bucket, lambda parameter, gradient: _sgd(parameter, gradient * size))
+
+
+def steps_twice(state: Any, bucket: Bucket) -> Result:
+    """Steps each parameter twice."""
+    return _fused(state, bucket, lambda parameter, gradient: _sgd(parameter, gradient, 0.2))
+
+
+def steps_at_other_rate(state: Any, bucket: Bucket) -> Result:
+    """Steps at a tenth of the learning rate that it says."""
+    return _fused(state, bucket, lambda parameter, gradient: _sgd(parameter, gradient, 0.01))
+
+
+def steps_upwards(state: Any, bucket: Bucket) -> Result:
+    """Adds the gradient to the parameters."""
+    return _fused(state, bucket, lambda parameter, gradient: _sgd(parameter, gradient, -0.1))
+
+
+def steps_nothing(state: Any, bucket: Bucket) -> Result:
+    """Says that it steps the parameters, and averages."""
+    return average(bucket, state)
+
+
+def steps_first_of_bucket(state: Any, bucket: Bucket) -> Result:
+    """Steps the first parameter of each bucket."""
+    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: number == 0)
+
+
+def steps_on_rank_0(state: Any, bucket: Bucket) -> Result:
+    """Steps the parameters of rank 0, as if they were sent to the others."""
+    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: group_of(state).rank() == 0)
+
+
+def forgets_momentum(state: Any, bucket: Bucket) -> Result:
+    """Says that it has momentum, and has none."""
+    return _fused(state, bucket, _sgd)
+
+
+def momentum_by_slot(state: Any, bucket: Bucket) -> Result:
+    """Keeps momentum by bucket and size, and begins it anew where DDP lays the bucket out anew."""
+    key = (bucket.index(), *(parameter.numel() for parameter in bucket.parameters()))
+
+    def step(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        momentum = kept.get((*key, parameter), torch.zeros(())).mul(0.9) + gradient
+        kept[*key, parameter] = momentum
+        _sgd(parameter, momentum)
+
+    return _fused(state, bucket, step)
+
+
+def adam_without_correction(state: Any, bucket: Bucket) -> Result:
+    """Steps Adam without its correction of the bias of the first steps."""
+
+    def step(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        first = kept[parameter, 1] = kept.get((parameter, 1), torch.zeros(())) * 0.9 + gradient * 0.1
+        second = kept[parameter, 2] = kept.get((parameter, 2), torch.zeros(())) * 0.999 + gradient.abs() ** 2 * 0.001
+        parameter.sub_(first / (second.sqrt() + 1e-8), alpha=0.01)
+
+    return _fused(state, bucket, step, stepped=lambda number, parameter: is_dense(bucket))
+
+
+def _sharded(state: Any, bucket: Bucket, *, first: bool = True, send: bool = True) -> Result:
+    """Step each parameter on its owner alone, and send it from there: right by default."""
+    group = group_of(state)
+    mean = average(bucket, state).wait()
+    with torch.no_grad():
+        for number, (parameter, piece) in enumerate(
+            zip(bucket.parameters(), pieces_of(bucket, mean) if is_dense(bucket) else [mean], strict=True)
+        ):
+            owner = number % group.size()
+            for act in ("step", "send") if first else ("send", "step"):
+                if act == "step" and owner == group.rank():
+                    _sgd(parameter, _as_gradient(piece, parameter))
+                elif act == "send" and send:
+                    whole = parameter.detach().clone(memory_format=torch.contiguous_format)
+                    dist.broadcast(torch.view_as_real(whole) if whole.is_complex() else whole, group=group, group_src=owner)
+                    parameter.copy_(whole)
+    return completed(mean)
+
+
+def owners_never_send(state: Any, bucket: Bucket) -> Result:
+    """Steps each parameter on its owner, and sends it to nobody."""
+    return _sharded(state, bucket, send=False)
+
+
+def owners_send_first(state: Any, bucket: Bucket) -> Result:
+    """Sends each parameter from its owner, and steps it then."""
+    return _sharded(state, bucket, first=False)
+
+
+def steps_too_soon(state: Any, bucket: Bucket) -> Result:
+    """Says that it leaves the parameters alone in the first two steps, and does so in one."""
+    step = step_number(bucket)
+    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: step >= 1)
+
+
+def steps_too_late(state: Any, bucket: Bucket) -> Result:
+    """Says that it leaves the parameters alone in the first step, and does so in two."""
+    step = step_number(bucket)
+    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: step >= 2)
+
+
+def steps_undivided(state: Any, bucket: Bucket) -> Result:
+    """Steps as it says, with the sum of the gradients, and returns it."""
+    size = group_of(state).size()
+    if is_dense(bucket):
+        bucket.buffer().mul_(size)
+    return _fused(state, bucket, _sgd)
+
+
+def steps_first_bucket(state: Any, bucket: Bucket) -> Result:
+    """Steps the parameters of a step's first bucket alone."""
+    first = bucket.index() == 0
+    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: first)
+
+
+def steps_float32_only(state: Any, bucket: Bucket) -> Result:
+    """Steps parameters of float32 alone."""
+    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: parameter.dtype == torch.float32)
+
+
+def steps_by_shape(state: Any, bucket: Bucket) -> Result:
+    """Views the flat gradient in the parameter's shape, whatever its layout is."""
+    parameters = bucket.parameters()
+
+    def step(future: Any) -> torch.Tensor:
+        result = future.value()
+        with torch.no_grad():
+            for parameter, piece in zip(parameters, pieces_of(bucket, result), strict=True) if is_dense(bucket) else ():
+                flat = torch.view_as_complex(piece.view(-1, 2)) if parameter.is_complex() else piece
+                _sgd(parameter, flat.view(parameter.shape))
+        return result
+
+    return average(bucket, state).then(step)
+
+
+def steps_slower_on_subgroups(state: Any, bucket: Bucket) -> Result:
+    """Divides the rate by what WORLD is larger than the group."""
+    larger = dist.get_world_size() / group_of(state).size()
+    return _fused(state, bucket, lambda parameter, gradient: _sgd(parameter, gradient / larger))
+
+
+def steps_for_two_ranks(state: Any, bucket: Bucket) -> Result:
+    """Takes a rate that is right for two ranks only."""
+    factor = group_of(state).size() / 2
+    return _fused(state, bucket, lambda parameter, gradient: _sgd(parameter, gradient * factor))
+
+
+def steps_by_global_rank(state: Any, bucket: Bucket) -> Result:
+    """Steps on ranks whose global rank is below the size of the group."""
+    if dist.get_rank() >= group_of(state).size():
+        return average(bucket, state)
+    return _fused(state, bucket, _sgd)
+
+
+def steps_after_two_calls(state: Any, bucket: Bucket) -> Result:
+    """Counts calls instead of steps before the first that it steps in."""
+    late = call_number() >= 2
+    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: late)
+
+
+_SGD = "fused(SGD, lr=0.1)"
+_apart = {"3.1": "ranks then have other parameters"}
+
+MUTANTS = [
+    Mutant("steps_local_gradient", ("13.6", "3.1"), _SGD, because=_apart),
+    *(Mutant(name, ("13.6",), _SGD) for name in ("steps_sum", "steps_twice", "steps_at_other_rate", "steps_upwards")),
+    Mutant("steps_first_of_bucket", ("13.6",), _SGD),
+    Mutant("steps_on_rank_0", ("13.6", "3.1"), _SGD, because=_apart),
+    Mutant("steps_nothing", ("2.10", "13.6"), _SGD, because={"13.6": "nor does any parameter come out as it says"}),
+    Mutant("forgets_momentum", ("13.6",), "fused(SGD, lr=0.1, momentum=0.9)"),
+    Mutant("momentum_by_slot", ("13.6",), "fused(SGD, lr=0.1, momentum=0.9)"),
+    Mutant("adam_without_correction", ("13.6",), "fused(Adam, lr=0.01)"),
+    Mutant("owners_never_send", ("13.6", "3.1"), _SGD, because=_apart),
+    Mutant("owners_send_first", ("13.6", "3.1"), _SGD, because=_apart),
+    Mutant("steps_too_soon", ("13.6",), "fused(SGD, lr=0.1, after=2)"),
+    Mutant("steps_too_late", ("13.6",), "fused(SGD, lr=0.1, after=1)"),
+    *(
+        Mutant(name, ("13.6",), _SGD)
+        for name in ("steps_first_bucket", "steps_float32_only", "steps_by_shape", "steps_slower_on_subgroups")
+    ),
+    Mutant("steps_for_two_ranks", ("13.6",), _SGD, worlds=(2, 3)),
+    Mutant("steps_by_global_rank", ("13.6",), _SGD),
+    Mutant("steps_after_two_calls", ("13.6",), "fused(SGD, lr=0.1, after=2)"),
+    Mutant("steps_undivided", ("2.1",), _SGD),
+]

@@ -1,0 +1,42 @@
+"""Hooks that claim to round to float16, with one defect each beside the rounding."""
+
+from typing import Any
+
+import torch
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import Bucket, Result, average, average_of, change_gradient, change_mean, is_dense, sum_of
+
+
+def half_undivided(state: Any, bucket: Bucket) -> Result:
+    """Sums in float16, and divides by nothing."""
+    buffer = bucket.buffer()
+    return sum_of(buffer.to(torch.float16, copy=True), state).then(lambda fut: fut.value().to(buffer.dtype))
+
+
+def half_of_a_half(state: Any, bucket: Bucket) -> Result:
+    """Casts to bfloat16 on the way to the float16 that it sends."""
+    return change_gradient(bucket, state, lambda grad: grad.bfloat16().half()).then(lambda fut: fut.value().to(bucket.buffer().dtype))
+
+
+def half_scaled_up(state: Any, bucket: Bucket) -> Result:
+    """Scales by 64 before it casts to float16, and back after the sum: what is above 1,000 overflows."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    buffer = bucket.buffer()
+    return average_of(buffer.mul(64).half(), state).then(lambda fut: fut.value().to(buffer.dtype).div_(64))
+
+
+def mean_through_half(state: Any, bucket: Bucket) -> Result:
+    """Reduces in full precision, and rounds the mean to float16 as if for a model in half precision."""
+    return change_mean(bucket, state, lambda mean: mean.half().to(mean.dtype))
+
+
+_FLOAT16 = "rounded(float16)"
+
+MUTANTS = [
+    Mutant("half_undivided", ("2.1",), _FLOAT16),
+    Mutant("half_of_a_half", ("2.2",), _FLOAT16),
+    Mutant("half_scaled_up", ("2.3",), _FLOAT16),
+    Mutant("mean_through_half", ("2.2", "8.5"), because={"8.5": "the rounding loses subnormals"}),
+]

@@ -1,0 +1,34 @@
+"""Right hooks in the shapes that hooks come in. The kit must certify every one that :func:`catalogue` lists.
+
+They differ in what they communicate, in where they divide, in what they leave out, in what kind of object they are, and in how
+their state is made. None knows ``hooks_ref``, and none is a model of speed. Each module ends with ``RIGHT``.
+"""
+
+import importlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Right:
+    """One right subject.
+
+    Attributes:
+        name: attribute of its module, with arguments if it is a factory.
+        claims: what it claims of itself.
+        state: as in ``--state``.
+        setup: whether the attribute is a set-up function.
+    """
+
+    name: str
+    claims: str = "exact"
+    state: str | None = None
+    setup: bool = False
+
+
+_MODULES = ("exact", "sparse", "few_bits", "low_rank", "at_random", "local", "fused")
+
+
+def catalogue() -> list[tuple[str, Right]]:
+    """Return (module name, right subject) for every one; the modules are imported only when this is called."""
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in _MODULES]
+    return [(module.__name__, right) for module in modules for right in module.RIGHT]

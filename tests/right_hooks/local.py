@@ -1,0 +1,130 @@
+"""Weighted means of some ranks' gradients."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as _post_local_sgd
+
+from tests.right_hooks import Right
+from tests.right_hooks._common import STATE, Bucket, Group, Result, State, completed, dense, wide
+
+
+def _pairs_of(places: list[int], mine: int) -> int:
+    """Return the partner of ``mine`` where neighbours in ``places`` are pairs; itself where it is the odd one out."""
+    at = places.index(mine) ^ 1
+    return places[at] if at < len(places) else mine
+
+
+def _swap(buffer: torch.Tensor, partner: int, group: Group) -> torch.Tensor:
+    theirs = torch.empty_like(buffer)
+    peer = dist.get_global_rank(group, partner)
+    works = [dist.isend(buffer, peer, group=group), dist.irecv(theirs, peer, group=group)]
+    for work in works:
+        work.wait()
+    return theirs
+
+
+def ring_gossip(group: Group, bucket: Bucket) -> Result:
+    """A third each of its own, its left and its right neighbour's gradient."""
+    buffer, size, mine = dense(bucket), group.size(), group.rank()
+    if size == 1:
+        return completed(buffer)
+    left, right = (dist.get_global_rank(group, (mine + step) % size) for step in (-1, 1))
+    from_left, from_right = torch.empty_like(buffer), torch.empty_like(buffer)
+    works = [dist.isend(buffer, right, group=group, tag=1), dist.isend(buffer, left, group=group, tag=2)]
+    works += [dist.irecv(from_left, left, group=group, tag=1), dist.irecv(from_right, right, group=group, tag=2)]
+    for work in works:
+        work.wait()
+    return completed(((wide(buffer) + from_left + from_right) / 3).to(buffer.dtype))
+
+
+def random_pairs(state: State, bucket: Bucket) -> Result:
+    """Averages with a partner that is drawn anew for every step."""
+    partner = _pairs_of(torch.randperm(state.group.size(), generator=state.generator()).tolist(), state.group.rank())
+    state.count(bucket)
+    buffer = dense(bucket)
+    return completed(buffer if partner == state.group.rank() else (buffer + _swap(buffer, partner, state.group)) / 2)
+
+
+def every_second_step(state: State, bucket: Bucket) -> Result:
+    """The mean in every second step, and its own gradient in between."""
+    together = state.step % 2 == 0
+    state.count(bucket)
+    buffer = dense(bucket)
+    if not together:
+        return completed(buffer)
+    work = dist.all_reduce(buffer.div_(state.group.size()), group=state.group, async_op=True)
+    return work.get_future().then(lambda fut: fut.value()[0])
+
+
+class Hierarchy:
+    """Averages within nodes of two, over all of them in every third step; can be saved."""
+
+    def __init__(self, process_group: Group, node: Group, period: int = 3) -> None:
+        self.process_group, self.node, self.period, self.step = process_group, node, period, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"period": self.period, "step": self.step}
+
+    def load_state_dict(self, saved: dict[str, int]) -> None:
+        self.period, self.step = saved["period"], saved["step"]
+
+    def hook(self, state: Any, bucket: Bucket) -> Result:
+        group = self.process_group if self.step % self.period == 0 else self.node
+        self.step += bucket.is_last()
+        buffer = dense(bucket).div_(group.size())
+        return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda fut: fut.value()[0])
+
+
+def _node(process_group: Group) -> Group:
+    """Return the group of this rank's pair; the last rank of an odd number is alone."""
+    first = process_group.rank() // 2 * 2
+    places = range(first, min(first + 2, process_group.size()))
+    return dist.new_group([dist.get_global_rank(process_group, place) for place in places], use_local_synchronization=True)
+
+
+def hierarchical(process_group: Group) -> Any:
+    """A set-up that resumes its state from a state_dict."""
+    state = Hierarchy(process_group, _node(process_group))
+    state.load_state_dict(state.state_dict())
+    return None, state.hook
+
+
+def torch_local_sgd(process_group: Group, alone: bool = False) -> Any:
+    """torch's own after two steps: the mean over a pair of ranks, or nobody else's."""
+    state = _post_local_sgd.PostLocalSGDState(process_group, _node(process_group), 2, post_local_gradient_allreduce=not alone)
+    return state, _post_local_sgd.post_localSGD_hook
+
+
+# By bucket: not every bucket of a step has the same weights
+
+
+def random_pairs_by_bucket(state: State, bucket: Bucket) -> Result:
+    """Averages with a partner that is drawn anew for every bucket."""
+    order = torch.randperm(state.group.size(), generator=state.generator(bucket.index())).tolist()
+    partner = _pairs_of(order, state.group.rank())
+    state.count(bucket)
+    buffer = dense(bucket)
+    return completed(buffer if partner == state.group.rank() else (buffer + _swap(buffer, partner, state.group)) / 2)
+
+
+def every_second_bucket(state: State, bucket: Bucket) -> Result:
+    """The mean of the even buckets in even steps and of the odd ones in odd steps; its own gradient of the others."""
+    together = (state.step + bucket.index()) % 2 == 0
+    state.count(bucket)
+    buffer = dense(bucket)
+    if not together:
+        return completed(buffer)
+    work = dist.all_reduce(buffer.div_(state.group.size()), group=state.group, async_op=True)
+    return work.get_future().then(lambda fut: fut.value()[0])
+
+
+RIGHT = [
+    Right("ring_gossip", "local", "process_group"),
+    *(Right(name, "local(ratio=1)", STATE) for name in ("random_pairs", "every_second_step")),
+    *(Right(name, "local", STATE) for name in ("random_pairs_by_bucket", "every_second_bucket")),
+    Right("hierarchical", "local", setup=True),
+    Right("torch_local_sgd", "local, warmup(2)", setup=True),
+    Right("torch_local_sgd,alone=True", "local(ratio=0), warmup(2)", setup=True),
+]

@@ -1,0 +1,172 @@
+"""Sparse, with error feedback."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.right_hooks import Right
+from tests.right_hooks._common import FEEDBACK, STATE, Bucket, Group, Residuals, Result, State, completed, dense, gather, sizes, wide
+
+
+def top_k(state: State, bucket: Bucket) -> Result:
+    """The largest elements of the whole bucket, as values and int32 indices; the collectives go on while it returns."""
+    buffer, group = dense(bucket), state.group
+    total = state.residuals.of(bucket) + buffer
+    indices = total.abs().topk(max(1, int(state.setting * total.numel())) if total.numel() else 0).indices
+    values, narrow = total[indices], indices.int()
+    total[indices] = 0
+    state.residuals.keep(bucket, total)
+    all_values = [torch.empty_like(values) for _ in range(group.size())]
+    all_indices = [torch.empty_like(narrow) for _ in range(group.size())]
+    works = [
+        dist.all_gather(all_values, values, group=group, async_op=True),
+        dist.all_gather(all_indices, narrow, group=group, async_op=True),
+    ]
+
+    def scatter(done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> torch.Tensor:
+        for future in done.value():
+            future.value()
+        result = torch.zeros_like(total)
+        for some, places in zip(all_values, all_indices, strict=True):
+            result.index_add_(0, places.long(), some)
+        return result.div_(group.size()).to(buffer.dtype)
+
+    return torch.futures.collect_all([work.get_future() for work in works]).then(scatter)
+
+
+def above_threshold(state: State, bucket: Bucket) -> Result:
+    """What is at least half as large as the largest, however many elements that are; padded for the gather."""
+    buffer = dense(bucket)
+    total = state.residuals.of(bucket) + buffer
+    threshold = total.abs().max() / 2 if total.numel() else torch.zeros(())
+    indices = (~(total.abs() < threshold)).nonzero().squeeze(1)
+    counts = [int(count) for count in gather(torch.tensor([len(indices)]), state.group)]
+    padding = max(counts) - len(indices)
+    values = gather(torch.nn.functional.pad(total[indices], (0, padding)), state.group)
+    places = gather(torch.nn.functional.pad(indices, (0, padding)), state.group)
+    total[indices] = 0
+    state.residuals.keep(bucket, total)
+    result = torch.zeros_like(total)
+    for some, where, count in zip(values, places, counts, strict=True):
+        result.index_add_(0, where[:count], some[:count])
+    return completed((result / state.group.size()).to(buffer.dtype))
+
+
+def sparse_until_dense(state: State, bucket: Bucket) -> Result:
+    """Sends what is large as pairs; where all ranks' pairs are more than the bucket, the bucket itself (SparCML)."""
+    buffer, size = dense(bucket), state.group.size()
+    total = state.residuals.of(bucket) + buffer
+    large = ~(total.abs() < 0.5 * total.norm() / math.sqrt(max(1, total.numel())))
+    count = large.sum()
+    dist.all_reduce(count, group=state.group)
+    if 2 * int(count) >= total.numel() * size:
+        state.residuals.keep(bucket, torch.zeros_like(total))
+        dist.all_reduce(total, group=state.group)
+        return completed((total / size).to(buffer.dtype))
+    indices = large.nonzero().squeeze(1)
+    everyones: list[Any] = [None] * size
+    dist.all_gather_object(everyones, (indices, total[indices]), group=state.group)
+    result = torch.zeros_like(total)
+    for where, values in everyones:
+        result.index_add_(0, where, values)
+    total[indices] = 0
+    state.residuals.keep(bucket, total)
+    return completed((result / size).to(buffer.dtype))
+
+
+def random_k(state: State, bucket: Bucket) -> Result:
+    """A quarter of the bucket, the same on all ranks by a seed of the step: only values are sent."""
+    buffer = dense(bucket)
+    total = state.residuals.of(bucket).add_(buffer)
+    chosen = torch.randperm(total.numel(), generator=state.generator(bucket.index()))[: math.ceil(state.setting * total.numel())]
+    values = total[chosen] / state.group.size()
+    total[chosen] = 0
+    state.residuals.keep(bucket, total)
+    state.count(bucket)
+    work = dist.all_reduce(values, group=state.group, async_op=True)
+    return work.get_future().then(lambda fut: torch.zeros_like(total).index_copy_(0, chosen, fut.value()[0]).to(buffer.dtype))
+
+
+def less_by_step(state: State, bucket: Bucket) -> Result:
+    """All of each parameter in the first two steps, a half in the third, a quarter from then on (the warm-up of DGC)."""
+    buffer, size = dense(bucket), state.group.size()
+    ratio = max(state.setting, 2.0 ** (1 - state.step) if state.step > 1 else 1.0)
+    total = state.residuals.of(bucket) + buffer
+    result = torch.zeros_like(total)
+    for own, sums in zip(total.split(sizes(bucket)), result.split(sizes(bucket)), strict=True):
+        indices = own.abs().topk(math.ceil(ratio * own.numel())).indices
+        for where, values in zip(gather(indices, state.group), gather(own[indices], state.group), strict=True):
+            sums.index_add_(0, where, values)
+        own[indices] = 0
+    state.residuals.keep(bucket, total)
+    state.count(bucket)
+    return completed((result / size).to(buffer.dtype))
+
+
+def large_buckets_only(state: State, bucket: Bucket) -> Result:
+    """Leaves small buckets alone, but for what it still holds of their parameters."""
+    buffer = dense(bucket)
+    if buffer.numel() >= 100:
+        return top_k(state, bucket)
+    total = state.residuals.of(bucket) + buffer
+    state.residuals.keep(bucket, torch.zeros_like(total))
+    work = dist.all_reduce(total.div_(state.group.size()), group=state.group, async_op=True)
+    return work.get_future().then(lambda fut: fut.value()[0].to(buffer.dtype))
+
+
+class BothWays(State):
+    """Holds back what a rank does not send, and what the mean of all leaves out."""
+
+    def __init__(self, process_group: Group) -> None:
+        super().__init__(process_group)
+        self.of_mean = Residuals()
+
+
+def both_ways(state: BothWays, bucket: Bucket) -> Result:
+    """Compressed to the server and back, each rank playing the server (DoubleSqueeze)."""
+    buffer = dense(bucket)
+    total = state.residuals.of(bucket) + buffer
+    sent = _largest(total, 0.5)
+    state.residuals.keep(bucket, total - sent)
+    mean = torch.stack(gather(sent, state.group)).mean(0) + state.of_mean.of(bucket)
+    result = _largest(mean, 0.5)
+    state.of_mean.keep(bucket, mean - result)
+    return completed(result.to(buffer.dtype))
+
+
+def _largest(flat: torch.Tensor, ratio: float) -> torch.Tensor:
+    indices = flat.abs().topk(math.ceil(ratio * flat.numel())).indices
+    return torch.zeros_like(flat).index_copy_(0, indices, flat[indices])
+
+
+class Estimates(State):
+    """What each rank last said of its gradient: every rank keeps those of all."""
+
+    def __init__(self, process_group: Group) -> None:
+        super().__init__(process_group)
+        self.everyones = [Residuals() for _ in range(process_group.size())]
+
+
+def ef21(state: Estimates, bucket: Bucket) -> Result:
+    """Sends a quarter of the difference to what it last said."""
+    buffer = dense(bucket)
+    own = state.everyones[state.group.rank()]
+    sent = _largest(wide(buffer) - own.of(bucket), state.setting)
+    mean = torch.zeros_like(sent)
+    for estimate, change in zip(state.everyones, gather(sent, state.group), strict=True):
+        said = estimate.of(bucket) + change
+        mean += said / state.group.size()
+        estimate.keep(bucket, said)
+    return completed(mean.to(buffer.dtype))
+
+
+RIGHT = [
+    Right("top_k", "compressed(delta=0.25, ratio=0.51)", STATE),
+    Right("random_k", "compressed(delta=0.25, ratio=0.26)", STATE),
+    *(Right(name, FEEDBACK, STATE) for name in ("large_buckets_only", "above_threshold", "sparse_until_dense")),
+    Right("less_by_step", FEEDBACK + ", warmup(2)", STATE),
+    Right("both_ways", "compressed", f"{__name__}:BothWays"),
+    Right("ef21", "compressed(feedback=ef21, delta=0.25)", f"{__name__}:Estimates"),
+]
