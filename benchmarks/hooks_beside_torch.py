@@ -1,12 +1,13 @@
 """Step time and peak memory of the reference hooks beside torch's, two ranks on Gloo, one thread each.
 
-    python benchmarks/hooks_beside_torch.py [--parameters 1000000 25000000] [--steps 15] [--only NAME]
+    python benchmarks/hooks_beside_torch.py [--parameters 1000000 25000000] [--steps 15] [--pairs 5] [--only NAME]
 
 Three tables for each model size, all of them ratios, since the machine is what it is:
 
 time      medians of step times, ours to torch's; both hooks of a pair run in the same processes, in turns, step by step, on
-          models of the same shape whose backward only hands out gradients: what differs is the hook. The first line, of one
-          hook beside itself, says how far from 1 chance takes a ratio
+          models of the same shape whose backward only hands out gradients: what differs is the hook. The median over several
+          pairs of processes, and the least and the largest: where memory happens to lie makes a process pair differ from the
+          next by some percent. The first line, of one hook beside itself, says how far from 1 chance takes a ratio
 memory    by how much a process has grown at its peak, ours to torch's; each hook in processes of its own
 traffic   of the compression hooks beyond torch, alone in a group of one rank: time of a step, less that of the noop hook, to
           the time that reading and writing all gradients once takes
@@ -237,17 +238,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, nargs="+", default=[1_000_000, 25_000_000])
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of processes that times are taken in")
     parser.add_argument("--only", help="names that contain this")
     options = parser.parse_args()
     for numel in options.parameters:
-        print(f"{numel:,} parameters, 2 ranks, {options.steps} steps")
-        print(f"  {'':<36} {'time':>6} {'memory':>7} {'traffic':>8}")
+        print(f"{numel:,} parameters, 2 ranks, {options.steps} steps, {options.pairs} pairs of processes")
+        print(f"  {'':<36} {'time':>6} {'least':>6} {'largest':>8} {'memory':>7} {'traffic':>8}")
         for name in (name for name in (*PAIRS, *ALONE) if (options.only or "") in name):
             beside = "torch's" if name in PAIRS and "ours" not in name else "averaging"
-            ratio = _ask(_time, 2, name, numel, options.steps)
+            ratios = [_ask(_time, 2, name, numel, options.steps) for _ in range(options.pairs)]
+            times = f"{statistics.median(ratios):6.2f} {min(ratios):6.2f} {max(ratios):8.2f}"
             ours, other = (_ask(_memory, 2, name, numel, which) for which in (0, 1))
             traffic = f"{_ask(_traffic, 1, name, numel, options.steps):8.1f}" if name in ALONE else f"{'':8}"
-            print(f"  {name:<36} {ratio:6.2f} {ours / other:7.2f} {traffic}  beside {beside}", flush=True)
+            print(f"  {name:<36} {times} {ours / other:7.2f} {traffic}  beside {beside}", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,13 @@ _EXPECTED = {
     "dtype": "a dense result on the bucket's device",
     "flood": "at most 64 KiB of output per call",
 }
-_PLACES = {"backward": "in backward, after the hook had returned", "join": "under Join, on a rank that has run out of inputs"}
+_PLACES = {
+    "backward": "in backward, after the hook had returned",
+    "join": "under Join, on a rank that has run out of inputs",
+    "twin": "where another model trains in between",
+    "save_state": "when its state was saved",
+    "load_state": "when its state was loaded in a new process",
+}
 _REFUSALS = {
     "KeyError: 'bucket'": "the second parameter is not called bucket: DDP looks it up by that name",
     "bucket annotation should be": "the annotation of bucket is not dist.GradBucket itself: leave it out, and do not use "
@@ -90,11 +96,13 @@ def breakage(run: Run) -> Breakage | None:
 def refused(run: Run) -> bool:
     """Whether the hook, or what sets it up, raised an error of its own on every rank, and every process came to its end.
 
-    On uneven inputs ranks meet in other calls than the hook's: there one may hear of it from another.
+    On uneven inputs ranks meet in other calls than the hook's: there one may hear of it from another, wherever it is.
     """
-    errors = [next((e for e in rank.all("error") if e["where"] in ("backward", "setup", "state", "join")), None) for rank in run.ranks]
-    own = [error is not None and not _is_secondary(f"{error['type']}: {error['message']}") for error in errors]
-    return run.stopped == "ended" and all(errors) and (any if run.scenario.uneven else all)(own)
+    if run.stopped != "ended":
+        return False
+    raised = [next((e for e in rank.all("error") if e["where"] in ("backward", "setup", "state", "join")), None) for rank in run.ranks]
+    own = [error is not None and not _is_secondary(f"{error['type']}: {error['message']}") for error in raised]
+    return any(own) and all(rank.first("error") for rank in run.ranks) if run.scenario.uneven else all(own)
 
 
 def _is_secondary(text: str) -> bool:

@@ -13,6 +13,7 @@
     local                         a weighted mean of some ranks' gradients: replicas drift apart
     warmup(k)                     exact in the first k steps; combines with the lossy ones
     dtypes(float32)               it takes models whose parameters are all of these dtypes, and refuses others
+    checkpointable                its state can be saved, and goes on in new processes where it was
     fused(SGD, lr=0.1, after=0)   the hook steps the parameters, as torch.optim.SGD would; not in the first ``after`` steps
 
 ``delta``, in (0, 1], says how much of what it is given a compressor delivers at least: ||C(x) - x||**2 <= (1 - delta)
@@ -31,13 +32,13 @@ from conformance.errors import UsageError
 ROUNDED_DTYPES = ("float16", "bfloat16")
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "NAdam", "RAdam")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64")
-LATER = ("like", "poststep", "chained", "checkpointable")
+LATER = ("like", "poststep", "chained")
 KNOWN = (
     "exact, rounded(float16), rounded(bfloat16), sum, world_only, compressed, compressed(feedback=ef21), "
-    "compressed(feedback=False, delta=D), unbiased, local, warmup(K), fused(OPTIMIZER, ...), dtypes(float32, ...)"
+    "compressed(feedback=False, delta=D), unbiased, local, warmup(K), fused(OPTIMIZER, ...), dtypes(float32, ...), checkpointable"
 )
 FEEDBACK, DIFFERENCE, CONTRACTION, UNBIASED, LOCAL = "feedback", "difference", "contraction", "unbiased", "local"
-_NAMES = ("exact", "rounded", "sum", "world_only", "compressed", "unbiased", "local", "warmup", "fused", "dtypes")
+_NAMES = ("exact", "rounded", "sum", "world_only", "compressed", "unbiased", "local", "warmup", "fused", "dtypes", "checkpointable")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Claims:
         world_only: the group is always WORLD, whatever group the model lives on.
         lossy: how the result differs from the mean: one of the five words above, or '' where it does not.
         delta: of a compressor, see above.
+        checkpointable: the state can be saved and loaded.
         ratio: the largest share of the gradients' bytes that a rank sends after the warm-up, or None.
         warmup: steps before the first lossy one.
         fused: the optimizer that the hook steps, as an expression ``SGD(lr=0.1)``, or ''.
@@ -67,6 +69,7 @@ class Claims:
     after: int = 0
     dtypes: tuple[str, ...] = ()
     ratio: float | None = None
+    checkpointable: bool = False
 
     def __str__(self) -> str:
         delta = "" if self.delta == Claims.delta else f"delta={self.delta:g}"
@@ -87,7 +90,7 @@ class Claims:
             parts.append(f"fused({inside})")
         if self.dtypes:
             parts.append(f"dtypes({', '.join(self.dtypes)})")
-        return ", ".join(parts + (["world_only"] if self.world_only else []))
+        return ", ".join(parts + [name for name in ("world_only", "checkpointable") if getattr(self, name)])
 
 
 def parse_claims(text: str) -> Claims:

@@ -8,23 +8,43 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-# Of each kernel, the place of the argument that holds what this rank gives; -1 where it gives nothing.
-_OPS = {
-    **{"allreduce_": 0, "allreduce_coalesced_": 0, "allgather_": 1, "_allgather_base_": 1},
-    **{"reduce_scatter_": 1, "_reduce_scatter_base_": 1, "broadcast_": 0, "reduce_": 0, "gather_": 1, "scatter_": 1},
-    **{"alltoall_": 1, "alltoall_base_": 1, "barrier": -1},
+
+@dataclass(frozen=True)
+class _Kernel:
+    """The places of a kernel's arguments: what this rank gives (-1: nothing), the root (-1: there is none)."""
+
+    given: int
+    root: int = -1
+
+
+_COLLECTIVES = {
+    **{"allreduce_": _Kernel(0), "allreduce_coalesced_": _Kernel(0), "allgather_": _Kernel(1), "_allgather_base_": _Kernel(1)},
+    **{"reduce_scatter_": _Kernel(1), "_reduce_scatter_base_": _Kernel(1), "alltoall_": _Kernel(1), "alltoall_base_": _Kernel(1)},
+    **{"broadcast_": _Kernel(0, root=2), "reduce_": _Kernel(0, root=3), "gather_": _Kernel(1, root=3), "scatter_": _Kernel(1, root=3)},
+    "barrier": _Kernel(-1),
 }
-_POINT_TO_POINT = {"send": 0, "recv_": -1}  # kept, but not waited for: waiting for a receive twice does not end on Gloo
+# Kept, but not waited for: waiting for a receive twice does not end on Gloo.
+_POINT_TO_POINT = {"send": _Kernel(0), "recv_": _Kernel(-1)}
+# What each rank gives to these has the same size and dtype on all of them; to the others it need not have.
+_ALIKE = _COLLECTIVES.keys() - {"alltoall_", "alltoall_base_", "gather_", "scatter_", "barrier"}
+_REDUCING = ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base")
 
 
 class CollectiveRecorder:
-    """Keeps the collectives of this process and what they were given; can make the next one raise."""
+    """Keeps the collectives of this process and what they were given; can make the next one raise.
 
-    def __init__(self) -> None:
+    Args:
+        issued: called with the fingerprint of each collective before it begins, see :func:`_fingerprint`.
+    """
+
+    def __init__(self, issued: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self._issued = issued
         self._lock = threading.Lock()
         # Never emptied. Gloo's worker destroys a Work under its queue's mutex, and with it Python callbacks, for
         # which it needs the GIL; an overridden kernel enqueues with the GIL held. Were ours not the last reference,
@@ -34,6 +54,7 @@ class CollectiveRecorder:
         self._drained = 0
         self._library: Any = None
         self._sent: list[tuple[str, int]] = []
+        self._reducing = threading.local()
         self.raise_next: Callable[[], Exception] | None = None
 
     def install(self) -> None:
@@ -49,13 +70,15 @@ class CollectiveRecorder:
         self._library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for name, given in {**_OPS, **_POINT_TO_POINT}.items():
+            for name, places in {**_COLLECTIVES, **_POINT_TO_POINT}.items():
                 try:
                     kernel = torch.library.get_kernel(f"c10d::{name}", "CPU")
                 except (RuntimeError, ValueError):
                     continue
-                recorded = self._recording(kernel, name, given, self._works if name in _OPS else self._kept)
+                recorded = self._recording(kernel, name, places)
                 self._library.impl(name, recorded, "CPU", with_keyset=True, allow_override=True)
+        if self._issued:
+            self._note_reduce_ops()
 
     def drain(self) -> None:
         """Wait until every collective issued so far is over, whether it succeeded or not."""
@@ -71,13 +94,17 @@ class CollectiveRecorder:
             sent, self._sent = self._sent, []
         return sent
 
-    def _recording(self, kernel: Any, name: str, given: int, works: list[Any]) -> Callable[..., Any]:
+    def _recording(self, kernel: Any, name: str, places: _Kernel) -> Callable[..., Any]:
+        works, given = self._works if name in _COLLECTIVES else self._kept, places.given
+
         def recorded(keyset: Any, *args: Any) -> Any:
             with self._lock:
                 self._sent.append((name.strip("_"), _bytes(args[given]) if given >= 0 else 0))
                 failure, self.raise_next = self.raise_next, None
             if failure is not None:
                 raise failure()
+            if self._issued and name in _COLLECTIVES:
+                self._issued(_fingerprint(name, places, args, getattr(self._reducing, "op", "")))
             result = kernel.call_boxed(keyset, *args)
             work = result[-1] if isinstance(result, (tuple, list)) else result
             with self._lock:
@@ -85,6 +112,48 @@ class CollectiveRecorder:
             return result
 
         return recorded
+
+    def _note_reduce_ops(self) -> None:
+        """Remember which operation a call from Python asks for, until its kernel runs: a kernel cannot tell."""
+        for name in _REDUCING:
+            original = getattr(dist.ProcessGroup, name, None)
+
+            def noting(group: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+                asked = next((getattr(arg, "reduceOp", arg) for arg in (*args, *kwargs.values()) if _is_reduce_op(arg)), None)
+                op = getattr(asked, "op", asked)
+                self._reducing.op = "" if op is None else str(op).rpartition(".")[2]
+                try:
+                    return _original(group, *args, **kwargs)
+                finally:
+                    self._reducing.op = ""
+
+            if original:
+                setattr(dist.ProcessGroup, name, noting)
+
+
+def _is_reduce_op(argument: Any) -> bool:
+    return isinstance(getattr(argument, "reduceOp", argument), (dist.ReduceOp, dist.ReduceOp.RedOpType))
+
+
+def _fingerprint(name: str, places: _Kernel, args: tuple[Any, ...], reducing: str) -> dict[str, Any]:
+    """Return what all ranks of a group have to agree on: ``what`` they do, in which ``group``, which of its name is ``named``."""
+    boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+    group = dist.ProcessGroup.unbox(boxed)
+    words = [name.strip("_").removesuffix("_base"), reducing]
+    if name in _ALIKE:
+        words += [f"{_count(args[places.given])}", str(_first(args[places.given]).dtype).removeprefix("torch.")]
+    if places.root >= 0:
+        words.append(f"root {args[places.root]}")
+    ranks = dist.distributed_c10d._pg_group_ranks.get(group) or dict.fromkeys(range(group.size()))
+    return {"what": " ".join(filter(None, words)), "group": sorted(ranks), "named": group.group_name}
+
+
+def _first(given: Any) -> torch.Tensor:
+    return given if isinstance(given, torch.Tensor) else _first(given[0])
+
+
+def _count(given: Any) -> int:
+    return given.numel() if isinstance(given, torch.Tensor) else sum(map(_count, given))
 
 
 def _bytes(given: Any) -> int:

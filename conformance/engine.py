@@ -14,11 +14,12 @@ from typing import Any
 
 from conformance.breakage import Breakage, breakage, refused
 from conformance.claims import ROUNDED_DTYPES, Claims
-from conformance.errors import KitError, TargetError
+from conformance.errors import KitError, TargetError, UsageError
+from conformance.fingerprint import disagreement
 from conformance.lossy import under
 from conformance.rulebook import Rule
 from conformance.run import Run
-from conformance.scenario import BY_NAME, VALUES, Scenario
+from conformance.scenario import BY_NAME, VALUES, Scenario, explained
 from conformance.subject import REFERENCE, SubjectSpec
 from conformance.verdict import Failure, Found, Judgement, Verdict
 
@@ -125,6 +126,8 @@ class Engine:
         return True
 
     def _judge(self, rule: Rule) -> Judgement:
+        if not self._applies(rule):
+            return Judgement(rule.number, Verdict.NOT_APPLICABLE, "it is not claimed")
         for number in self._needs(rule):
             needed = self.judge(number)
             if not needed.verdict.holds:
@@ -138,6 +141,9 @@ class Engine:
                 reason = f"the reference allreduce does not pass it on this machine either ({control.reason or control.verdict})"
                 return Judgement(rule.number, Verdict.KIT_ERROR, reason, judgement.failures, judgement.runs)
         return judgement
+
+    def _applies(self, rule: Rule) -> bool:
+        return not rule.claimed or bool(getattr(self.claims, rule.claimed))
 
     def _needs(self, rule: Rule) -> tuple[str, ...]:
         """Return what the rule builds on; where the result is lossy, section 13 takes the place of 2.1 and 2.2."""
@@ -191,7 +197,8 @@ class Engine:
         return self._runs[key]
 
     def _coming(self) -> list[tuple[Scenario, int]]:
-        wanted = [pair for number in self._expected for pair in self._wanted(self._rules[number])]
+        rules = [self._rules[number] for number in self._expected if self._applies(self._rules[number])]
+        wanted = [pair for rule in rules for pair in self._wanted(rule) if not pair[0].resumes]
         return [(scenario, world) for scenario, world in dict.fromkeys(wanted) if (scenario.name, world) not in self._runs]
 
     def _new_run(self, scenario: Scenario, world: int) -> Run:
@@ -242,10 +249,20 @@ class Engine:
         if may_refuse and refused(run):
             self._note(judgement, run.name, Verdict.NOT_APPLICABLE, reason=f"refused with an error on every rank: {broken.line}", checks=1)
         elif rule.number == blamed or (blamed is None and run.scenario.name in {scenario.name for scenario in rule.owns}):
-            judgement.failures.append(Failure(broken.expected, broken.line, broken.cause, broken.evidence))
+            judgement.failures.append(Failure(broken.expected, broken.line, broken.cause or self._explain(run, broken), broken.evidence))
             self._note(judgement, run.name, Verdict.FAIL, reason=broken.line)
         else:
             self._note(judgement, run.name, Verdict.NOT_RUN, reason=f"{run.name} broke: {broken.line}")
+
+    def _explain(self, run: Run, broken: Breakage) -> str:
+        """Repeat a run that broke where collectives may be the reason, with those on record: where do ranks disagree?"""
+        if broken.kind not in ("hang", "died", "raised") or run.world == 1 or run.scenario.fault != "none":
+            return ""
+        scenario = explained(run.scenario)
+        try:
+            return disagreement(self._source.run(scenario, run.world, self.subject, f"{scenario.name}@{run.world}"))
+        except UsageError:
+            return ""  # records that were kept without it
 
     def _ask(self, rule: Rule, records: Run | dict[str, Run]) -> Found | str:
         """Ask a rule; its own exception is the kit's error, never a verdict on the subject."""

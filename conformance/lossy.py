@@ -50,8 +50,8 @@ MANY, FINE, SMALL = 256, 1 / 4, 1 / 20  # see "Unbiased"
 ROUNDINGS = 16  # units in the last place, of any dtype, that no claim speaks of
 
 # The scenarios on which lossy results are judged over many steps; the others are as short as they are.
-_LONG = ("values", "buckets", "long", "dtypes", "shapes", "subgroups", "complex", "sparse")
-# Those of many buckets, which take long: at one world size, an odd one, where exact results are cheap to judge at several.
+_LONG = ("values", "buckets", "long", "dtypes", "shapes", "subgroups", "complex", "sparse", "saved", "resumed")
+# Those of many buckets, which take long: at one world size, where exact results are cheap to judge at several.
 _ONE_WORLD = ("dtypes", "shapes")
 
 # Matrices that a low rank compresses: (n + m) rank 2 < n m up to rank 6.
@@ -84,10 +84,11 @@ def under(scenario: Scenario, claims: Claims) -> Scenario:
         steps += ("constant",) * _steps_until(claims.delta)
     return replace(
         scenario,
-        world_sizes=(3,) if scenario.name in _ONE_WORLD and longer else scenario.world_sizes,
+        world_sizes=(2,) if scenario.name in _ONE_WORLD and longer else scenario.world_sizes,
         params=tuple(replace(spec, shape=_WIDER.get(spec.shape, spec.shape)) for spec in scenario.params),
         steps=("crafted",) * claims.warmup + steps,
         fault_step=scenario.fault_step + claims.warmup,
+        saves_at=scenario.saves_at and scenario.saves_at + claims.warmup,
         counted=claims.lossy == LOCAL and scenario.fault != "none",
     )
 

@@ -31,7 +31,7 @@ class Observer:
         recorder: where events go.
         parameters: the model's parameters by the name that records use.
         before: called with the number of the call before the hook is entered.
-        after: called with the number of the call when the hook has returned or raised.
+        after: called when the hook has returned or raised, with the number of the call and whether its bucket was the step's last.
         outside: compare the gradients that are not in the bucket, before and after each call.
     """
 
@@ -40,7 +40,7 @@ class Observer:
         recorder: Recorder,
         parameters: dict[str, torch.nn.Parameter],
         before: Callable[[int], None],
-        after: Callable[[int], None],
+        after: Callable[[int, bool], None],
         outside: bool = False,
     ) -> None:
         self._recorder = recorder
@@ -76,7 +76,7 @@ class Observer:
             raise
         finally:
             self.inside = None
-            self._after(number)
+            self._after(number, call["is_last"])
         is_future = isinstance(result, AnyFuture)
         done = bool(is_future and result.done())
         self._recorder.event(

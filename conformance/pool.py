@@ -119,7 +119,7 @@ class Pool:
         """Import the subject in a forked process; the answer has ``error`` when that fails."""
         folder = self._new_folder("describe")
         try:
-            return self._ask({"op": "describe", "subject": subject.to_json(), "folder": str(folder)})
+            return self._ask({"op": "describe", "subject": subject.to_json(), "folder": str(folder)}, self.deadline)
         except HostDied as error:
             return {"error": f"importing it killed the process above it ({error})"}
         finally:
@@ -134,7 +134,7 @@ class Pool:
         folder = self._new_folder(name)
         command = {"op": "run", "scenario": scenario.to_json(), "world": world, "subject": subject.to_json() if subject else None}
         try:
-            outcome = self._ask({**command, "folder": str(folder)})
+            outcome = self._ask({**command, "folder": str(folder)}, min(self.deadline, scenario.deadline or self.deadline))
         except HostDied as error:
             outcome = {"stopped": "host", "host": str(error), "left_processes": [], "ranks": []}
         if "kit_error" in outcome:
@@ -172,11 +172,11 @@ class Pool:
             raise KitError(f"cannot create {folder}: {error.strerror}") from error
         return folder
 
-    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, command: dict[str, Any], deadline: float) -> dict[str, Any]:
         self.greeting()
         lane = self._free.get()
         try:
-            answer = lane.ask({**command, "cwd": os.getcwd(), "deadline": self.deadline}, self.deadline + PATIENCE)
+            answer = lane.ask({**command, "cwd": os.getcwd(), "deadline": deadline}, deadline + PATIENCE)
             if answer is None:
                 raise HostDied(self._how_it_ended(lane))
             if self._host is None or self._host.poll() is not None:

@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import faulthandler
 import gc
-import inspect
 import os
 import signal
 import sys
@@ -28,16 +27,15 @@ from conformance import process_state
 from conformance.collectives import CollectiveRecorder
 from conformance.errors import TargetError
 from conformance.observe import Observer, digest
-from conformance.probe import Probe, lay_out, scripted_gradients, training_loss, training_network
+from conformance.probe import lay_out, scripted_gradients, training_loss
 from conformance.record import Recorder
-from conformance.resolve import Resolved, call_with_names, make_hook, make_state, resolve
+from conformance.resolve import is_one_object, resolve
 from conformance.run_folder import DONE, KIT_FAILED, PEER_DIED, RAISED
 from conformance.scenario import Scenario
-from conformance.subject import Case, SubjectSpec
+from conformance.schedule import Schedule
+from conformance.subject import SubjectSpec
+from conformance.trainee import Trainee
 from conformance.uneven import train_unevenly
-
-BLOCKED_FALLBACK = datetime.timedelta(seconds=5)  # only a hook that spins without waiting on anything costs it
-
 
 _UNPATCHED = process_state.Patches()  # made in the host, which runs nothing of the subject
 
@@ -86,8 +84,7 @@ class _Run:
         self.scenario, self.spec, self.rank, self.world = scenario, spec, rank, world
         self.recorder, self.folder, self.timeout = recorder, folder, timeout
         self.group_ranks = scenario.group_of(rank, world)
-        self.collectives = CollectiveRecorder()
-        self.case = Case()
+        self.collectives = CollectiveRecorder(self._issued if scenario.recorded else None)
         self.registrations: list[Any] = []
         self.where = "kit"
 
@@ -105,28 +102,23 @@ class _Run:
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world, timeout=timeout)
         groups = [dist.new_group(list(ranks)) for ranks in self.scenario.groups]
         self.group = groups[self.scenario.groups.index(self.group_ranks)] if groups else dist.group.WORLD
-        self.model = Probe(self.scenario.params) if self.scenario.params else training_network()
-        self.ddp = DistributedDataParallel(
-            self.model,
-            process_group=self.group if groups else None,
-            bucket_cap_mb=self.scenario.bucket_cap_mb,
-            gradient_as_bucket_view=self.scenario.view,
-            find_unused_parameters=self.scenario.find_unused,
-            static_graph=self.scenario.static_graph,
+        self.trainee = Trainee(self.scenario, self.group)
+        self.twin = Trainee(self.scenario, self.group) if self.scenario.twin else None
+        self.ddp, self.parameters = self.trainee.ddp, self.trainee.parameters
+        self.schedule = Schedule(
+            self.scenario.order, self.scenario.seed, self.rank, self.world, self.signals, self._is_inside, self._waits, self._stuck
         )
-        self.parameters = dict(self.model.named_parameters())
-        lr, momentum = (0.0, 0.0) if self.scenario.params else (0.1, 0.9)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
-        self.observer = Observer(self.recorder, self.parameters, self._before_hook, self._after_hook, self.scenario.outside)
-        if self.scenario.order != "free" or self.scenario.fault == "collective_raises" or self.scenario.counted:
+        self.observer = Observer(self.recorder, self.parameters, self._before_hook, self.schedule.left, self.scenario.outside)
+        if self.scenario.order != "free" or self.scenario.fault == "collective_raises" or self.scenario.counted or self.scenario.recorded:
             self.collectives.install()
-        if self.scenario.order != "free" and self.rank == 0:
-            self._announce_waits()
+        self.schedule.install()
         self.threads = process_state.threads()
         self.recorder.event("state", at="start", process=process_state.snapshot(), rng=process_state.rng(), threads=process_state.threads())
         self._register()
         self.recorder.event("state", at="registered", process=process_state.snapshot(), rng=process_state.rng())
-        steps = enumerate(self.scenario.steps[: self.scenario.inputs_of(self.rank, self.world)])
+        steps = list(enumerate(self.scenario.steps[: self.scenario.inputs_of(self.rank, self.world)]))
+        if self.scenario.saved_in:
+            steps = steps[self.scenario.saves_at :]
         if self.scenario.uneven:
             train_unevenly(self.ddp, self.group, steps, self._step, self._shadow_step)
         else:
@@ -139,46 +131,22 @@ class _Run:
             return
         self._watch_registrations()
         self.where = "load"
-        resolved = resolve(self.spec)
-        context = self._context(resolved)
-        if resolved.setup is not None:
-            self.where = "setup"
-            made = call_with_names(resolved.setup, {}, context)
-            self.case = (
-                made if isinstance(made, Case) else Case(*made) if isinstance(made, tuple) else Case(hook=made if callable(made) else None)
-            )
-            hook, state = self.case.hook, self.case.state
-        else:
-            self.where = "state"
-            state_given = resolved.state is not None
-            hook, state = make_hook(resolved, context, f"--hook {self.spec.hook}")
-            if not state_given and state is None:
-                state = self._default_state()
-        self.where = "register"
-        if hook is not None:
-            if not (hasattr(hook, "__name__") and hasattr(hook, "__qualname__")):
-                self.recorder.event("nameless", type=type(hook).__name__)
-                hook = _named(hook)
-            self.ddp.register_comm_hook(state, hook)
+        resolved, option = resolve(self.spec), f"--hook {self.spec.hook}"
+        saved = Path(self.scenario.saved_in) / str(self.rank) if self.scenario.saved_in else None
+        self.trainee.register(resolved, option, self._at, saved)
+        if saved:
+            self.recorder.event("loaded", weights_only=not self.trainee.loaded, why=self.trainee.loaded)
+        if self.trainee.nameless:
+            self.recorder.event("nameless", type=self.trainee.nameless)
+        if self.twin:
+            self.recorder.event("twin", one_object=is_one_object(resolved))
+            self.twin.register(resolved, option, self._at)
         name = self.ddp._get_ddp_logging_data().get("comm_hook", "")
         self.recorder.event("registered", count=len(self.registrations), logged=str(name))
         self.where = "kit"
 
-    def _context(self, resolved: Resolved) -> dict[str, Callable[[], Any]]:
-        """The values that factories and set-ups can name, each made when asked for."""
-        context: dict[str, Callable[[], Any]] = {
-            "process_group": lambda: self.group,
-            "model": lambda: self.ddp,
-            "rank": lambda: dist.get_rank(self.group),
-            "world_size": lambda: dist.get_world_size(self.group),
-            "device": lambda: torch.device("cpu"),
-            "optimizer": lambda: self.optimizer,
-        }
-        return {**context, "state": lambda: self._default_state() if resolved.state is None else make_state(resolved.state, context)}
-
-    def _default_state(self) -> Any:
-        """The state where none is given, as torch's default hooks take it."""
-        return self.group if self.scenario.groups else None
+    def _at(self, where: str) -> None:
+        self.where = where
 
     def _watch_registrations(self) -> None:
         """Put the observer between DDP and every hook that is registered in this process."""
@@ -188,8 +156,10 @@ class _Run:
         def register_comm_hook(ddp: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
             # DDP checks the hook that it is given: the raw one first, so that its refusal is on record.
             ddp._check_comm_hook(hook)
-            register(ddp, state, observer.wrap(hook) if observed else hook)
-            seen.append(hook)
+            is_main = ddp is self.ddp
+            register(ddp, state, observer.wrap(hook) if observed and is_main else hook)
+            if is_main:
+                seen.append(hook)
 
         DistributedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
 
@@ -197,10 +167,13 @@ class _Run:
         """Run one step; return false when an injected fault has ended the run as it should."""
         self.recorder.step = step
         self.recorder.event("step", kind=kind)
+        if self.twin:
+            self.where = "twin"
+            self._step_twin(self.twin, step, kind)
         rng, parameters = process_state.rng(), self._digests()
-        if self.case.on_step:
+        if self.trainee.case.on_step:
             self.where = "on_step"
-            self.case.on_step(step)
+            self.trainee.case.on_step(step)
         self.where = "forward"
         for share in self.scenario.shares[:-1]:
             with self.ddp.no_sync():
@@ -214,9 +187,9 @@ class _Run:
             return self._faulty_backward(loss)
         try:
             loss.backward()
-            if self.case.after_backward:
+            if self.trainee.case.after_backward:
                 self.where = "after_backward"
-                self.case.after_backward()
+                self.trainee.case.after_backward()
         finally:
             where, self.where = self.where, "kit"
             self.observer.after_backward()
@@ -224,19 +197,33 @@ class _Run:
         self.where = "kit"
         self._record_step(step, rng, parameters)
         if not self.scenario.params:
-            self.optimizer.step()
+            self.trainee.optimizer.step()
             self._record_model(step)
-        self.optimizer.zero_grad()
+        self.trainee.optimizer.zero_grad()
         if self.scenario.order != "free":
             self.collectives.drain()
             self.recorder.event("sent", collectives=self.collectives.take_sent())
             self._everybody(f"drained/{step}")
         self.observer.at_rest()
+        if step == self.scenario.saves_at - 1:
+            self.where = "save_state"
+            self.trainee.save(self.folder / str(self.rank))
+            self.where = "kit"
         if self.scenario.growth:
             del loss
             memory = process_state.live_memory()
             self.recorder.event("memory", **{name: used - self.recorder.held for name, used in memory.items()})
         return True
+
+    def _step_twin(self, twin: Trainee, step: int, kind: str) -> None:
+        """Train another model in between, on other inputs."""
+        if twin.case.on_step:
+            twin.case.on_step(step)
+        grads = scripted_gradients(self.scenario.params, kind, len(self.group_ranks), self.rank, step + 7)
+        twin.ddp([grad * -2 for grad in grads if grad is not None]).backward()
+        if twin.case.after_backward:
+            twin.case.after_backward()
+        twin.optimizer.zero_grad()
 
     def _shadow_step(self, step: int) -> None:
         """A step that others train in; this rank has run out of inputs, and DDP calls the hook with zeros."""
@@ -293,8 +280,9 @@ class _Run:
     def _finish(self) -> None:
         """Close the subject, then look at what it leaves behind."""
         self.where = "close"
-        if self.case.close:
-            self.case.close()
+        for trainee in filter(None, (self.trainee, self.twin)):
+            if trainee.case.close:
+                trainee.case.close()
         self.where = "kit"
         for name, buffer in self._synchronised_buffers().items():
             self.recorder.tensor(f"buffer/{name}", buffer)
@@ -320,7 +308,11 @@ class _Run:
             return {}
         with torch.no_grad():
             self.ddp._sync_buffers()
-        return dict(self.model.named_buffers())
+        return dict(self.trainee.model.named_buffers())
+
+    def _issued(self, fingerprint: dict[str, Any]) -> None:
+        """Write down a collective before it begins: it may never end."""
+        self.recorder.event("collective", call=self.observer.calls - 1, inside=self._is_inside(), **fingerprint)
 
     def _before_hook(self, call: int) -> None:
         faulty = self.recorder.step == self.scenario.fault_step
@@ -329,28 +321,16 @@ class _Run:
         if faulty and self.rank == 1 and self.scenario.fault == "peer_silent":
             self.signals.wait(["fault over/0"], datetime.timedelta(seconds=self.timeout))
             raise Injected("injected by the conformance kit: this rank stayed out of the hook")
-        if self.scenario.order == "rank0_first" and self.rank != 0:
-            try:
-                self.signals.wait([f"left/{call}"], BLOCKED_FALLBACK)
-            except RuntimeError:
-                self.recorder.event("gate", call=call, opened="rank 0 neither returned nor waited")
+        self.schedule.enter(call)
 
-    def _after_hook(self, call: int) -> None:
-        if self.scenario.order == "rank0_first" and self.rank == 0:
-            self.signals.set(f"left/{call}", "1")
+    def _is_inside(self) -> bool:
+        return self.observer.inside == threading.get_ident()
 
-    def _announce_waits(self) -> None:
-        """Let the peers in when rank 0 is about to wait for them inside its hook, and write down where."""
-        for owner, name in ((dist.Work, "wait"), (torch._C.Future, "wait"), (torch.futures.Future, "wait"), (dist.Work, "synchronize")):
-            original = getattr(owner, name)
+    def _waits(self) -> None:
+        self.recorder.event("waited", call=self.observer.calls - 1, where=_line_of_subject())
 
-            def waiting(this: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                self.signals.set(f"left/{self.observer.calls - 1}", "1")
-                if self.observer.inside == threading.get_ident() and not _is_done(this):
-                    self.recorder.event("waited", call=self.observer.calls - 1, where=_line_of_subject())
-                return _original(this, *args, **kwargs)
-
-            setattr(owner, name, waiting)
+    def _stuck(self, call: int) -> None:
+        self.recorder.event("gate", call=call, opened="the rank before it neither returned nor waited")
 
     def _everybody(self, name: str) -> None:
         """A barrier through the store, which no collective of the subject can be mistaken for."""
@@ -358,27 +338,11 @@ class _Run:
         self.signals.wait([f"{name}/{rank}" for rank in range(self.world)], datetime.timedelta(seconds=self.timeout))
 
 
-def _is_done(this: Any) -> bool:
-    """Whether a Work or a future is over, so that waiting for it is not waiting."""
-    return bool(this.is_completed() if isinstance(this, dist.Work) else this.done())
-
-
 def _line_of_subject() -> str:
     """Return the innermost line of code that is neither torch's nor the kit's."""
     own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "somewhere"
-
-
-def _named(hook: Any) -> Callable[..., Any]:
-    """Give a name to a callable that has none; its signature, which DDP checks, stays."""
-
-    def named(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return hook(state, bucket)
-
-    named.__name__ = type(hook).__name__
-    named.__signature__ = inspect.signature(hook)  # type: ignore[attr-defined]
-    return named
 
 
 def _prepare_process(own: Path, cwd: str) -> None:

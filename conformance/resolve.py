@@ -50,6 +50,13 @@ def resolve(spec: SubjectSpec) -> Resolved:
     return resolved
 
 
+def is_one_object(resolved: Resolved) -> bool:
+    """Whether the subject names an object that is there already: two models that it is registered on share it."""
+    hook, state = resolved.hook, resolved.state
+    made_anew = resolved.setup is not None or isinstance(hook, Factory) or (inspect.isroutine(hook) and not inspect.ismethod(hook))
+    return not made_anew or not (state is None or isinstance(state, (str, Factory)) or callable(state))
+
+
 def make_hook(resolved: Resolved, context: dict[str, Callable[[], Any]], option: str) -> tuple[Any, Any]:
     """Return (hook, state); a factory is called here, in the rank, once the process group exists."""
     if not isinstance(resolved.hook, Factory):

@@ -24,6 +24,7 @@ SECTIONS = {
     "8": "Special values",
     "9": "Non-interference",
     "10": "Collectives",
+    "11": "State",
     "12": "Failure",
     "13": "Lossy, local and fused claims",
 }
@@ -44,6 +45,7 @@ class Rule:
         needs: rules without which this one would say nothing new; it runs only where they hold.
         across: whether it reads all its runs at once instead of one after another.
         may_refuse: whether an exception of the hook, on every rank, is an answer too.
+        claimed: the claim (an attribute of ``Claims``) without which it does not apply, and nothing is run for it; '' is none.
         worlds: ``all`` of the profile, or the ``primary`` one, or the ``others``.
         source: torch documentation, paper or issue number.
         remedy: where to look when it fails.
@@ -59,6 +61,7 @@ class Rule:
     needs: tuple[str, ...]
     across: bool
     may_refuse: bool
+    claimed: str
     worlds: str
     source: str
     remedy: str
@@ -98,6 +101,7 @@ def rule(
     since: str = "1.0",
     across: bool = False,
     may_refuse: bool = False,
+    claimed: str = "",
     worlds: str = "all",
 ) -> Callable[[Callable[..., None]], Rule]:
     """Make a rule of a function and enter it in the book."""
@@ -105,7 +109,7 @@ def rule(
     def enter(check: Callable[..., None]) -> Rule:
         if number in _BOOK:
             raise ValueError(f"rule {number} is in the book twice")
-        _BOOK[number] = Rule(number, title, level, since, on, owns, needs, across, may_refuse, worlds, source, remedy, check)
+        _BOOK[number] = Rule(number, title, level, since, on, owns, needs, across, may_refuse, claimed, worlds, source, remedy, check)
         return _BOOK[number]
 
     return enter

@@ -46,7 +46,8 @@ class Scenario:
         uneven: ranks have different numbers of inputs (``inputs_of``), and train under ``Join``.
         groups: disjoint groups of global ranks that each train their own model; () means WORLD.
         observed: the hook is registered inside an observer; if false, exactly as it was given.
-        order: ``free``, or ``rank0_first``: peers enter the hook only when rank 0 has left it.
+        order: in which order ranks enter the hook, and callbacks run: ``free``, or one of ``schedule.py``.
+        seed: of that order.
         fault: what the kit does to the run at ``fault_step``: ``none``, ``peer_dies``,
             ``collective_raises`` or ``peer_silent``.
         group_timeout: the process group's own timeout, in seconds, where it is to expire; 0 means that it is not.
@@ -56,6 +57,12 @@ class Scenario:
         first_step: the number that the first step has to the inputs, where a run continues another.
         repeat: distinguishes runs that are the same experiment.
         counted: what the subject gives to collectives is on record at the fault.
+        twin: another model with the same subject trains in between, on other inputs.
+        saves_at: the number of steps after which the subject's state is saved; 0 means that it is not.
+        resumes: goes on from what the run of ``after`` has saved, in new processes.
+        saved_in: the folder of that run.
+        recorded: every collective is on record, before it begins.
+        deadline: seconds until it is taken to hang; 0 means the pool's.
         fused: parameters are on record after every step, and results too where the hook has freed the gradients.
     """
 
@@ -73,6 +80,7 @@ class Scenario:
     groups: tuple[tuple[int, ...], ...] = ()
     observed: bool = True
     order: str = "free"
+    seed: int = 0
     fault: str = "none"
     fault_step: int = 2
     group_timeout: float = 0.0
@@ -83,6 +91,12 @@ class Scenario:
     repeat: int = 0
     fused: bool = False
     counted: bool = False
+    twin: bool = False
+    saves_at: int = 0
+    resumes: bool = False
+    saved_in: str = ""
+    recorded: bool = False
+    deadline: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -145,6 +159,20 @@ _SEVERAL_BUCKETS = Scenario(
 BUCKETS = replace(_SEVERAL_BUCKETS, outside=True)
 ORDERED = replace(
     _SEVERAL_BUCKETS, name="ordered", what="rank 0 leaves each hook call before its peers enter", order="rank0_first", after="buckets"
+)
+SCHEDULES = tuple(
+    replace(
+        _SEVERAL_BUCKETS,
+        name=f"schedule_{seed}",
+        what="ranks enter the hook in an order that a seed draws, and callbacks run in one; every collective is on record",
+        steps=("crafted", "crafted", "normal", "normal"),
+        world_sizes=(3,),
+        order="seeded",
+        seed=seed,
+        recorded=True,
+        after="buckets",
+    )
+    for seed in (1, 2)
 )
 LONG = replace(
     _SEVERAL_BUCKETS, name="long", what="twelve steps; memory is measured", steps=("crafted",) * 12, bucket_cap_mb=25.0, growth=True
@@ -220,6 +248,14 @@ UNEVEN = replace(
     world_sizes=(3,),
     uneven=True,
 )
+TWO_MODELS = replace(VALUES, name="two_models", what="another model with the same subject trains in between", world_sizes=(2,), twin=True)
+SAVED = replace(
+    VALUES, name="saved", what="the state is saved after three steps", steps=("crafted", "crafted", "normal", "crafted", "normal"),
+    world_sizes=(2,), saves_at=3,
+)  # fmt: skip
+RESUMED = replace(SAVED, name="resumed", what="new processes go on from there", after="saved", resumes=True)
+SAVED_ONE = replace(SAVED, name="saved_one", what="the same with one parameter", params=(Param((20_011,)),))
+RESUMED_ONE = replace(SAVED_ONE, name="resumed_one", what="new processes go on from there", after="saved_one", resumes=True)
 PEER_DIES = replace(
     VALUES, name="peer_dies", what="rank 1 dies as it enters the hook at step 2", steps=("crafted",) * 3, fault="peer_dies",
     world_sizes=(2,),
@@ -237,8 +273,16 @@ PEER_SILENT = replace(
 
 # In the order in which they run: the plainest first, since a hook that breaks it is judged no further.
 ALL = (
-    *(VALUES, AS_IS, VIEWS, BUCKETS, ORDERED, LONG, VALUES_AGAIN, DTYPES, SHAPES, LARGE, SUBGROUPS, COMPLEX, SPARSE),
-    *(UNUSED, FROZEN, STATIC, ACCUMULATED, UNEVEN),
+    *(VALUES, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, LONG, VALUES_AGAIN, DTYPES, SHAPES, LARGE, SUBGROUPS, COMPLEX, SPARSE),
+    *(UNUSED, FROZEN, STATIC, ACCUMULATED, UNEVEN, TWO_MODELS, SAVED, RESUMED, SAVED_ONE, RESUMED_ONE),
     *(SPECIAL, TRAINING, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}
+
+
+def explained(scenario: Scenario) -> Scenario:
+    """Return how a run that broke is repeated, to learn whether ranks disagree on their collectives.
+
+    It is not waited for long: it only explains.
+    """
+    return replace(scenario, name=f"{scenario.name}_explained", recorded=True, deadline=3.0)

@@ -4,6 +4,7 @@ import contextlib
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from conformance.engine import Source
@@ -27,6 +28,7 @@ class LocalSource(Source):
         self._pool, self._keep = pool, keep
         self._threads: ThreadPoolExecutor | None = None
         self._ahead: dict[str, Future[Run]] = {}
+        self._saved: dict[str, Path] = {}  # folders of runs that others resume from; they go with the pool
 
     def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run:
         """Run it, or wait for it where it was begun ahead. Raises: KitError."""
@@ -47,13 +49,20 @@ class LocalSource(Source):
         self._ahead = {name: future for name, future in self._ahead.items() if not future.cancel()}
 
     def _run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, folder_name: str) -> Run:
+        if scenario.resumes:
+            before = self._saved[_folder_name(f"{scenario.after}@{world}", subject)]
+            scenario = replace(scenario, saved_in=str(before))
         folder = self._pool.run(scenario, world, subject, folder_name)
         try:
             return load_run(folder, scenario, world)
         finally:
             if self._keep:
                 _keep(folder, self._keep)
-            shutil.rmtree(folder, ignore_errors=True)
+            done = folder
+            if scenario.saves_at and not scenario.resumes:
+                done, self._saved[folder_name] = self._saved.get(folder_name, Path()), folder
+            if done != Path():
+                shutil.rmtree(done, ignore_errors=True)
 
 
 class ReplaySource(Source):

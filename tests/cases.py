@@ -1,7 +1,7 @@
 """Subjects and their judgements, made ahead of the tests that ask for them.
 
-Judging a subject is partly waiting for its ranks, so some are judged at a time, each on a pool of its own: a
-subject that kills the host is alone with it.
+Some are judged at a time, each on a pool of its own: a subject that kills the host is alone with it. Those that hang keep
+no core busy, and are judged beside the others.
 """
 
 import functools
@@ -23,7 +23,7 @@ from conformance.subject import REFERENCE, parse_subject
 from conformance.verdict import Judgement
 
 Judgements = dict[str, Judgement]
-WORKERS = 4  # twice the cores that CI has: judging is half waiting
+WORKERS = 2  # as many as the cores that CI has
 PATIENT, IMPATIENT = 60.0, 4.0  # deadlines; the second is for subjects that hang
 
 
@@ -46,37 +46,44 @@ class Case:
 class Judge:
     """Judges cases on pools of its own; one per process."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, patience: float = PATIENT) -> None:
         self._rules = book()
-        self._sources = {hangs: LocalSource(stack.enter_context(Pool(IMPATIENT if hangs else PATIENT, lanes=1))) for hangs in (False, True)}
+        self._sources = {
+            hangs: LocalSource(stack.enter_context(Pool(IMPATIENT if hangs else patience, lanes=1))) for hangs in (False, True)
+        }
         self._controls: dict[tuple[int, ...], Engine] = {}
 
     def judge(self, case: Case) -> Judgements:
         """Judge one case."""
+        engine = self.engine(case)
+        return {number: engine.judge(number) for number in case.rules or self._rules}
+
+    def engine(self, case: Case) -> Engine:
+        """Return what judges one case, rule by rule."""
         control = self._controls.setdefault(case.worlds, Engine(self._sources[False], self._rules, REFERENCE, Claims(), case.worlds))
         spec = parse_subject(None if case.setup else case.target, case.state, case.target if case.setup else None)
-        engine = Engine(self._sources[case.hangs], self._rules, spec, parse_claims(case.claims), case.worlds, control)
-        return {number: engine.judge(number) for number in case.rules or self._rules}
+        return Engine(self._sources[case.hangs], self._rules, spec, parse_claims(case.claims), case.worlds, control)
 
 
 @functools.cache
-def _own_judge() -> Judge:
-    """Return the judge of this process."""
+def own_judge(patience: float = PATIENT) -> Judge:
+    """Return the judge of this process, which is there until the process ends."""
     stack = ExitStack()
     multiprocessing.util.Finalize(None, stack.close, exitpriority=100)
     torch.set_num_threads(1)
-    return Judge(stack)
+    return Judge(stack, patience)
 
 
 def _judge(case: Case) -> Judgements:
-    return _own_judge().judge(case)
+    return own_judge().judge(case)
 
 
 @contextmanager
 def judged_ahead(cases: Iterable[Case]) -> Iterator[dict[Case, "Future[Judgements]"]]:
     """Judge ``cases`` in their order, in the background: in processes, since threads would keep the tests from Python."""
-    executor = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"))
+    executors = {hangs: ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) for hangs in (False, True)}
     try:
-        yield {case: executor.submit(_judge, case) for case in dict.fromkeys(cases)}
+        yield {case: executors[case.hangs].submit(_judge, case) for case in dict.fromkeys(cases)}
     finally:
-        executor.shutdown(wait=True, cancel_futures=True)
+        for executor in executors.values():
+            executor.shutdown(wait=True, cancel_futures=True)

@@ -10,7 +10,7 @@ import expecttest
 import pytest
 
 from conformance.rulebook import MUST, Rule
-from conformance.verdict import Judgement, Verdict
+from conformance.verdict import Failure, Verdict
 from tests.cases import Case, Judgements
 from tests.mutants import Mutant, catalogue
 
@@ -38,27 +38,32 @@ def test_is_refused(judgements_of: Callable[[Case], Judgements], rules: dict[str
     assert set(mutant.breaks) <= set(failed), {number: judgements[number].reason for number in mutant.breaks}
     unexpected = {n: judgements[n].reason for n in failed if rules[n].level == MUST and n not in {*mutant.breaks, *mutant.because}}
     assert unexpected == {}
-    first = judgements[mutant.breaks[0]]
-    if not RACES.search(first.failures[0].actual):
-        expect_said(case, f"{mutant.breaks[0]} {message(first)}")
+    first = judgements[mutant.breaks[0]].failures[0]
+    if not RACES.search(first.actual):
+        expect_said(case, f"{mutant.breaks[0]} {message(first)}", explained=bool(first.cause))
 
 
 # One rank's Gloo thread notices what another did: which of them speaks first is not determined.
 RACES = re.compile(r"gloo|SIGABRT|Connection|Timed out|timed out")
 
+DISAGREE = "ranks disagree"
 
-def expect_said(case: Case, line: str) -> None:
-    """Compare with the line on file for this mutant. EXPECTTEST_ACCEPT=1 puts it there."""
+
+def expect_said(case: Case, line: str, explained: bool) -> None:
+    """Compare with the line on file for this mutant. EXPECTTEST_ACCEPT=1 puts it there.
+
+    What explains a hang is not waited for as long as it takes on a machine that is busy: it may be missing.
+    """
     said = json.loads(SAID.read_text()) if SAID.exists() else {}
     if expecttest.ACCEPT:
         said[str(case)] = line
         SAID.write_text(json.dumps(dict(sorted(said.items())), indent=1, ensure_ascii=False) + "\n")
-    assert line == said[str(case)]
+    if explained or not case.hangs or DISAGREE not in said[str(case)]:
+        assert line == said[str(case)]
 
 
-def message(judgement: Judgement) -> str:
+def message(failure: Failure) -> str:
     """The likely cause, or else what was seen; without what differs from run to run."""
-    failure = judgement.failures[0]
     text = failure.cause.partition(" [norm")[0] or failure.actual
     for pattern, plain in (
         (r"differ at step .*", "differ"),

@@ -1,9 +1,12 @@
 """Section 10: how the hook communicates."""
 
 from conformance.claims import Claims
+from conformance.fingerprint import disagreement
 from conformance.rulebook import SHOULD, rule
+from conformance.rules.section_2_equivalence import require_steps
+from conformance.rules.section_3_replicas import require_same
 from conformance.run import Run
-from conformance.scenario import ORDERED
+from conformance.scenario import ORDERED, SCHEDULES
 from conformance.verdict import Found
 
 
@@ -32,3 +35,49 @@ def overlaps(run: Run, claims: Claims, found: Found) -> None:
             "a hook that returns before its peers have entered theirs",
             f"rank 0, step {call['step']}: {said}",
         )
+
+
+@rule(
+    "10.2",
+    "ranks agree on their collectives",
+    on=SCHEDULES,
+    needs=("1.8",),
+    since="1.2",
+    source="torch documentation, torch.distributed: collectives are matched by their order alone; NCCL User Guide, Creating a "
+    "Communicator: a mismatch is undefined behaviour",
+    remedy="collectives, sizes, dtypes or roots that depend on the rank or on its gradients",
+)
+def agree(run: Run, claims: Claims, found: Found) -> None:
+    """All ranks of a group issue the same collectives in the same order: the same operation, number of elements, dtype and root.
+
+    What Gloo happens to tolerate is a hang, or memory overwritten, on another backend. Sends and receives are left out, and so
+    is what differs by right: the parts of an all_to_all, a gather or a scatter.
+    """
+    count = sum(1 for rank in run.ranks for _ in rank.all("collective"))
+    different = disagreement(run)
+    found.require(not different, "the same collectives on every rank of a group", different)
+    found.checked(count)
+
+
+@rule(
+    "10.3",
+    "the same bits in any order",
+    on=SCHEDULES,
+    owns=SCHEDULES,
+    across=True,
+    needs=("1.8", "3.3"),
+    since="1.2",
+    source="torch documentation, torch.futures.Future.then: callbacks may run in any order, and on any thread",
+    remedy="what a callback reads of the state when it runs, instead of when the hook was called; the order of callbacks, or of ranks",
+)
+def any_order(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """Whatever the order in which ranks enter the hook and its callbacks run, every result is right, and the same bits.
+
+    The orders are drawn by seeds 1 and 2, which name their scenarios: the same order comes again with the same seed.
+    """
+    plain, *others = runs.values()
+    for run in runs.values():
+        require_steps(run, claims, found, run.steps("crafted"))
+    for other in others:
+        for one, again in zip(plain.ranks, other.ranks, strict=True):
+            require_same(one.tensors, again.tensors, f"{plain.scenario.name} and {other.scenario.name} on rank {one.rank}", found)

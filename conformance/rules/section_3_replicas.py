@@ -18,7 +18,7 @@ def _step_and_name(name: str) -> tuple[int, str]:
     return (int(step), what) if step.isdigit() else (-1, name)
 
 
-def _require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], who: str, found: Found) -> None:
+def require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], who: str, found: Found) -> None:
     """Require two sets of tensors to have the same names and bits; report the first that differs."""
     found.require(one.keys() == other.keys(), "the same gradients", f"{who}: only one has {sorted(one.keys() ^ other.keys())[:3]}")
     for name in sorted(one.keys() & other.keys(), key=_step_and_name):
@@ -49,7 +49,7 @@ def identical_results(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply("replicas drift apart under local: 13.5 says how, and 2.10 that they do")
         return
     for rank in range(1, run.world):
-        _require_same(run.ranks[0].tensors, run.ranks[rank].tensors, f"ranks 0 and {rank}", found)
+        require_same(run.ranks[0].tensors, run.ranks[rank].tensors, f"ranks 0 and {rank}", found)
     if run.world == 1:
         found.checked(1)
 
@@ -69,7 +69,7 @@ def identical_models(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply("replicas drift apart under local, until their parameters are averaged")
         return
     for rank in range(1, run.world):
-        _require_same(run.ranks[0].tensors, run.ranks[rank].tensors, f"ranks 0 and {rank}", found)
+        require_same(run.ranks[0].tensors, run.ranks[rank].tensors, f"ranks 0 and {rank}", found)
 
 
 @rule(
@@ -87,4 +87,4 @@ def reproducible(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     first, second = runs.values()
     for one, other in zip(first.ranks, second.ranks, strict=True):
         names = one.tensors.keys() & other.tensors.keys() if claims.lossy else one.tensors.keys()  # the second is shorter then
-        _require_same({name: one.tensors[name] for name in names}, other.tensors, f"two runs on rank {one.rank}", found)
+        require_same({name: one.tensors[name] for name in names}, other.tensors, f"two runs on rank {one.rank}", found)

@@ -42,6 +42,7 @@ _SECTIONS = (
     "replicas",
     "training",
     "collectives",
+    "state",
     "special",
     "interference",
     "failure",

@@ -17,7 +17,8 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 kept: dict[Hashable, torch.Tensor] = {}  # between calls: by parameter, unless the defect is that it is not
 
 _calls = itertools.count()
-_steps_done = 0
+_models: dict[torch.nn.Parameter, int] = {}
+_steps_done: list[int] = []  # by model
 
 
 def group_of(state: Any) -> dist.ProcessGroup:
@@ -88,10 +89,18 @@ def call_number() -> int:
 
 def step_number(bucket: Bucket) -> int:
     """Return the number of the step that the bucket belongs to. Ask once per call."""
-    global _steps_done
-    step = _steps_done
-    _steps_done += bucket.is_last()
+    model = model_of(bucket)
+    step = _steps_done[model]
+    _steps_done[model] += bucket.is_last()
     return step
+
+
+def model_of(bucket: Bucket) -> int:
+    """Return the number of the model that the bucket belongs to: the first step's first bucket begins a new one."""
+    parameters = bucket.parameters()
+    if parameters[0] not in _models and bucket.index() == 0:
+        _steps_done.append(0)
+    return _models.setdefault(parameters[0], len(_steps_done) - 1)
 
 
 def send_as(dtype: torch.dtype, bucket: Bucket, state: Any) -> Result:

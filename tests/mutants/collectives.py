@@ -1,4 +1,4 @@
-"""Section 10 of the rule book: hooks that are right, and keep backward waiting."""
+"""Section 10 of the rule book: hooks whose results are right, and that keep backward waiting or issue what Gloo happens to tolerate."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, completed, group_of
+from tests.mutants._helpers import Bucket, Result, average, call_number, completed, gather, group_of, is_dense, sum_of
 
 
 def waits_for_work(state: Any, bucket: Bucket) -> Result:
@@ -30,4 +30,68 @@ def waits_in_last_bucket(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
-MUTANTS = [Mutant(name, ("10.1",)) for name in ("waits_for_work", "waits_for_future", "waits_in_last_bucket")]
+def _log(state: Any, value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+    dist.all_reduce(value, op=op, group=group_of(state), async_op=True)
+
+
+def logs_another_extreme(state: Any, bucket: Bucket) -> Result:
+    """Asks for the largest element on rank 0, and for the least on the others."""
+    if is_dense(bucket) and bucket.buffer().numel():
+        _log(state, bucket.buffer().sum(), dist.ReduceOp.MIN if group_of(state).rank() else dist.ReduceOp.MAX)
+    return average(bucket, state)
+
+
+def logs_in_two_dtypes(state: Any, bucket: Bucket) -> Result:
+    """Sums the number of steps as a float on rank 0, and as an integer on the others."""
+    _log(state, torch.ones(1, dtype=torch.int32 if group_of(state).rank() else torch.float32))
+    return average(bucket, state)
+
+
+def logs_from_each_rank(state: Any, bucket: Bucket) -> Result:
+    """Broadcasts from itself what rank 0 was to broadcast."""
+    group = group_of(state)
+    dist.broadcast(torch.ones(1), group=group, group_src=group.rank(), async_op=True)
+    return average(bucket, state)
+
+
+def pads_on_rank_0(state: Any, bucket: Bucket) -> Result:
+    """Sums one more element on rank 0."""
+    group = group_of(state)
+    _log(state, torch.ones(2 + (group.rank() == 0)))
+    return average(bucket, state)
+
+
+_averaged: dict[int, torch.Tensor] = {}
+
+
+def sums_in_order_of_arrival(state: Any, bucket: Bucket) -> Result:
+    """Sums the ranks' gradients in the order in which ranks came, the same on all: another one in another run."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    arrivals = dist.PrefixStore("arrivals", dist.distributed_c10d._get_default_store())
+    place = arrivals.add(f"{call_number()} {group_of(state).group_name}", 1)
+    places = [int(one) for one in gather(torch.tensor([place]), state)]
+    grads = [grad for _, grad in sorted(zip(places, gather(bucket.buffer(), state), strict=True), key=lambda pair: pair[0])]
+    return completed(sum(grads[1:], grads[0]).div(len(grads)))
+
+
+def second_callback_before_first(state: Any, bucket: Bucket) -> Result:
+    """Attaches two callbacks to one future, the second of which needs what the first has done: torch promises no order."""
+    future, number = sum_of(bucket.buffer(), state), call_number()
+    _averaged[number] = bucket.buffer()
+    future.then(lambda fut: _averaged.update({number: fut.value() / group_of(state).size()}))
+
+    def second(done: Result) -> torch.Tensor:
+        done.value()
+        return _averaged.pop(number)
+
+    return future.then(second)
+
+
+MUTANTS = [
+    *(Mutant(name, ("10.1",)) for name in ("waits_for_work", "waits_for_future", "waits_in_last_bucket")),
+    *(Mutant(name, ("10.2",)) for name in ("logs_another_extreme", "logs_in_two_dtypes")),
+    Mutant("second_callback_before_first", ("10.3",)),
+    Mutant("sums_in_order_of_arrival", ("10.3",), worlds=(2, 3)),
+    *(Mutant(name, ("1.5",), hangs=True) for name in ("logs_from_each_rank", "pads_on_rank_0")),
+]

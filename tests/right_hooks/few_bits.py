@@ -106,7 +106,7 @@ RIGHT = [
     Right("int8", "compressed(delta=0.25, ratio=0.27)", STATE),
     Right("fp8_feedback", "compressed(delta=0.25, ratio=0.27)", STATE),
     Right("one_bit", FEEDBACK, STATE),
-    Right("ef_sign", "compressed(ratio=0.04)", STATE),
+    Right("ef_sign", "compressed(delta=0.15, ratio=0.04)", STATE),
     Right("fp8", "compressed(feedback=False, delta=0.99, ratio=0.27)", "process_group"),
     *(Right(name, "compressed(delta=0.99), warmup(2)", STATE) for name in ("fp8_by_powers_of_two", "bfloat16_feedback")),
 ]

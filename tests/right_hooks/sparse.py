@@ -167,6 +167,6 @@ RIGHT = [
     Right("random_k", "compressed(delta=0.25, ratio=0.26)", STATE),
     *(Right(name, FEEDBACK, STATE) for name in ("large_buckets_only", "above_threshold", "sparse_until_dense")),
     Right("less_by_step", FEEDBACK + ", warmup(2)", STATE),
-    Right("both_ways", "compressed", f"{__name__}:BothWays"),
+    Right("both_ways", FEEDBACK, f"{__name__}:BothWays"),
     Right("ef21", "compressed(feedback=ef21, delta=0.25)", f"{__name__}:Estimates"),
 ]

@@ -1,0 +1,130 @@
+"""A model under DDP, its optimizer, and the subject that is registered on it. Runs in ranks only."""
+
+import inspect
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from conformance.probe import Probe, training_network
+from conformance.resolve import Resolved, call_with_names, make_hook, make_state
+from conformance.scenario import Scenario
+from conformance.subject import Case
+
+STATE, MODEL = "state.pt", "model.pt"
+
+
+class Trainee:
+    """One model of a scenario.
+
+    Attributes:
+        model, ddp, parameters, optimizer: what trains; ``parameters`` by name.
+        case: what the subject's set-up made, or the hook and state that were named.
+        loaded: where a state was loaded, why not with ``weights_only=True``; '' where it was.
+        nameless: the type of a hook that has no name of its own; '' where it has one.
+    """
+
+    def __init__(self, scenario: Scenario, group: dist.ProcessGroup) -> None:
+        self._scenario, self._group = scenario, group
+        self.model = Probe(scenario.params) if scenario.params else training_network()
+        self.ddp = DistributedDataParallel(
+            self.model,
+            process_group=group if scenario.groups else None,
+            bucket_cap_mb=scenario.bucket_cap_mb,
+            gradient_as_bucket_view=scenario.view,
+            find_unused_parameters=scenario.find_unused,
+            static_graph=scenario.static_graph,
+        )
+        self.parameters = dict(self.model.named_parameters())
+        lr, momentum = (0.0, 0.0) if scenario.params else (0.1, 0.9)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
+        self.case = Case()
+        self.nameless, self.loaded = "", ""
+
+    def register(self, resolved: Resolved, hook_option: str, at: Callable[[str], None], saved: Path | None = None) -> None:
+        """Make the subject's hook and state, and register them, unless its set-up has done so.
+
+        Args:
+            resolved: the subject.
+            hook_option: how it was named, for errors.
+            at: called with what is done next: ``setup`` or ``state``, ``load_state``, ``register``.
+            saved: a folder that :meth:`save` has written, to go on from there.
+        """
+        context = self._context(resolved)
+        if resolved.setup is not None:
+            at("setup")
+            made = call_with_names(resolved.setup, {}, context)
+            self.case = (
+                made if isinstance(made, Case) else Case(*made) if isinstance(made, tuple) else Case(hook=made if callable(made) else None)
+            )
+        else:
+            at("state")
+            hook, state = make_hook(resolved, context, hook_option)
+            if resolved.state is None and state is None:
+                state = self._default_state()
+            self.case = Case(state, hook)
+        if saved:
+            at("load_state")
+            self._load(saved)
+        at("register")
+        hook = self.case.hook
+        if hook is not None:
+            if not (hasattr(hook, "__name__") and hasattr(hook, "__qualname__")):
+                self.nameless = type(hook).__name__
+                hook = _named(hook)
+            self.ddp.register_comm_hook(self.case.state, hook)
+
+    def save(self, folder: Path) -> None:
+        """Save the subject's state and the model, as a training script does; of a state that is a group there is nothing to save."""
+        state: Any = None if isinstance(self.case.state, dist.ProcessGroup) else self.case.state
+        torch.save(state.state_dict() if _has_state_dict(state) else state, folder / STATE)
+        torch.save(self.model.state_dict(), folder / MODEL)
+
+    def _load(self, folder: Path) -> None:
+        self.model.load_state_dict(torch.load(folder / MODEL))
+        try:
+            saved = torch.load(folder / STATE, weights_only=True)
+        except pickle.UnpicklingError as error:
+            text = re.sub(r"\x1b\[\d*m", "", str(error))
+            self.loaded = text.rpartition("WeightsUnpickler error: ")[2].strip().splitlines()[0][:300]
+            saved = torch.load(folder / STATE, weights_only=False)
+        if _has_state_dict(self.case.state):
+            self.case.state.load_state_dict(saved)
+        elif saved is not None:
+            self.case.state = saved
+
+    def _context(self, resolved: Resolved) -> dict[str, Callable[[], Any]]:
+        """The values that factories and set-ups can name, each made when asked for."""
+        context: dict[str, Callable[[], Any]] = {
+            "process_group": lambda: self._group,
+            "model": lambda: self.ddp,
+            "rank": lambda: dist.get_rank(self._group),
+            "world_size": lambda: dist.get_world_size(self._group),
+            "device": lambda: torch.device("cpu"),
+            "optimizer": lambda: self.optimizer,
+        }
+        return {**context, "state": lambda: self._default_state() if resolved.state is None else make_state(resolved.state, context)}
+
+    def _default_state(self) -> Any:
+        """The state where none is given, as torch's default hooks take it."""
+        return self._group if self._scenario.groups else None
+
+
+def _has_state_dict(state: Any) -> bool:
+    return hasattr(state, "state_dict") and hasattr(state, "load_state_dict")
+
+
+def _named(hook: Any) -> Callable[..., Any]:
+    """Give a name to a callable that has none; its signature, which DDP checks, stays."""
+
+    def named(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return hook(state, bucket)
+
+    named.__name__ = type(hook).__name__
+    named.__signature__ = inspect.signature(hook)  # type: ignore[attr-defined]
+    return named

@@ -1,0 +1,252 @@
+"""Break the references mechanically, one place at a time, and count how many of the broken ones the rule book refuses.
+
+    python -m tests.kill_rate [--module sign ...] [--sample 20] [--seed 0]
+
+Not part of the test run. Each mutation is made in a copy of ``hooks_ref`` and ``examples`` under other names, in a folder of its
+own, and judged by the commands of ``hooks_ref/README.md`` that use the module, until a MUST rule fails. What survives is printed
+with its place and its change, for a person: it is equivalent, or outside what the rules speak of, or a hole in the book.
+
+Left alone: docstrings, messages of errors, checks that only raise, what saves and loads a state, and statistics, which no rule of
+this version speaks of.
+"""
+
+import argparse
+import ast
+import collections
+import copy
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+from conformance.errors import ConformanceError
+from conformance.rulebook import MUST, book
+from conformance.verdict import Verdict
+from tests.cases import Case, own_judge
+from tests.hooks_ref.test_certified import OURS
+
+PATIENCE = 20.0  # seconds until a run is taken to hang
+ROOT = Path(__file__).resolve().parent.parent
+# The commands that use a module, by what their subjects or states are called.
+USERS = {
+    "default_hooks": ("allreduce_hook", "fp16_compress_hook", "fp16_wrapped", "bf16_wrapped"),
+    "mixed_precision": ("mixed_float16", "mixed_bfloat16"),
+    "compression": ("top_k", "random_k", "top_k_ef21", "qsgd", "encoded"),
+    "sparsification": ("top_k", "random_k", "random_k_unbiased"),
+    "sign": ("scaled_sign", "one_bit"),
+    "stochastic": ("qsgd", "qsgd_4_bits", "terngrad"),
+    "quantization": ("quantization_pertensor_hook", "quantization_perchannel_hook"),
+    "low_rank": ("PowerSGDState", "power_sgd", "power_sgd_same_shapes"),
+    "local_sgd": ("pairs", "own"),
+    "gossip": ("GossipGraDState",),
+    "optimizer_overlap": ("sgd_in_the_hook", "adam_in_the_hook", "sgd_in_backward"),
+    "zero_overlap": ("zero_after_backward", "zero_interleaved"),
+    "_buckets": ("encoded", "one_bit", "power_sgd", "sgd_in_the_hook"),
+    "_collectives": ("top_k", "one_bit", "power_sgd"),
+    "_state": ("top_k", "one_bit", "power_sgd"),
+}
+SKIPPED = ("__getstate__", "__setstate__", "__repr__", "state_dict", "load_state_dict", "compression_stats")
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.MatMult: ast.Mult},
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
+    **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And},
+}
+DROPPED_CALLS = ("clone", "contiguous", "t", "neg_", "abs", "sign", "clamp", "clamp_", "round", "floor", "add_", "sub_", "mul_", "div_")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One change of one module."""
+
+    module: str
+    line: int
+    change: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.py:{self.line}: {self.change}"
+
+
+def mutations(module: str) -> Iterator[Mutation]:
+    """Make every change of a module, one at a time."""
+    tree = ast.parse((ROOT / "hooks_ref" / f"{module}.py").read_text())
+    places = [list(path) for path in _places(tree, [])]
+    for path in places:
+        for variant in range(3):
+            changed = copy.deepcopy(tree)
+            before = ast.unparse(_at(changed, path))
+            line = getattr(_at(changed, path), "lineno", 0)
+            node = _mutated(_at(changed, path), variant)
+            if node is None:
+                break
+            _put(changed, path, node)
+            source = ast.unparse(ast.fix_missing_locations(changed))
+            yield Mutation(module, line, f"{_short(before)}  ->  {_short(ast.unparse(node))}", source)
+
+
+def _places(node: ast.AST, path: list[tuple[str, int | None]]) -> Iterator[list[tuple[str, int | None]]]:
+    for name, value in ast.iter_fields(node):
+        for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if not isinstance(child, ast.AST) or _is_left_alone(child, name):
+                continue
+            here = [*path, (name, index)]
+            if any(_mutated(copy.deepcopy(child), variant) for variant in (0,)) and _is_code(path):
+                yield here
+            yield from _places(child, here)
+
+
+def _is_code(path: list[tuple[str, int | None]]) -> bool:
+    """Whether a place is inside a function: what a module defines is not where hooks go wrong."""
+    return len(path) >= 2
+
+
+def _is_left_alone(node: ast.AST, field: str) -> bool:
+    only_raises = isinstance(node, ast.If) and all(isinstance(one, ast.Raise) for one in node.body) and not node.orelse
+    skipped = isinstance(node, ast.FunctionDef) and node.name in SKIPPED
+    docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    typing = field in ("annotation", "returns", "bases", "decorator_list", "type_comment") or (
+        isinstance(node, ast.AnnAssign) and not node.value
+    )
+    return bool(
+        only_raises
+        or skipped
+        or docstring
+        or typing
+        or isinstance(node, (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr))
+    )
+
+
+def _mutated(node: ast.AST, variant: int) -> ast.AST | None:
+    """Return the node with a defect, or None where it has no such variant."""
+    found: list[ast.AST] = []
+    if isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in SWAPS:
+        found.append(_with(node, op=SWAPS[type(node.op)]()))
+    if isinstance(node, ast.AugAssign):
+        found.append(ast.Pass())
+    if isinstance(node, ast.BoolOp):
+        found.append(_with(node, op=SWAPS[type(node.op)]()))
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in SWAPS:
+        found.append(_with(node, ops=[SWAPS[type(node.ops[0])]()]))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Not)):
+        found.append(node.operand)
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        found.append(ast.Constant(node.value + 1))
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        found.append(ast.Constant(not node.value))
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        found.append(ast.Pass())
+    if isinstance(node, ast.If):
+        found += [_with(node, test=ast.Constant(True)), _with(node, test=ast.Constant(False))]
+    if isinstance(node, ast.IfExp):
+        found += [node.body, node.orelse]
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute) and node.func.attr in DROPPED_CALLS:
+            found.append(node.func.value)
+        if any(keyword.arg == "group" for keyword in node.keywords):
+            found.append(_with(node, keywords=[keyword for keyword in node.keywords if keyword.arg != "group"]))
+    return found[variant] if variant < len(found) else None
+
+
+def _with(node: ast.AST, **fields: object) -> ast.AST:
+    changed = copy.deepcopy(node)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def _at(tree: ast.AST, path: list[tuple[str, int | None]]) -> ast.AST:
+    node: ast.AST = tree
+    for name, index in path:
+        node = getattr(node, name) if index is None else getattr(node, name)[index]
+    return node
+
+
+def _put(tree: ast.AST, path: list[tuple[str, int | None]], node: ast.AST) -> None:
+    parent, (name, index) = _at(tree, path[:-1]), path[-1]
+    if index is None:
+        setattr(parent, name, node)
+    else:
+        getattr(parent, name)[index] = node
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 90 else line[:87] + "..."
+
+
+def judge(mutation: Mutation) -> tuple[Mutation, str, float]:
+    """Return what refused the mutation: a rule, or ``load`` where it cannot even be run; '' where it survived."""
+    begin = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="kill-rate-"))
+    try:
+        for package in ("hooks_ref", "examples"):
+            for file in (ROOT / package).glob("*.py"):
+                text = mutation.source if package == "hooks_ref" and file.stem == mutation.module else file.read_text()
+                text = text.replace("hooks_ref", "hooks_mutated")
+                target = folder / package.replace("hooks_ref", "hooks_mutated").replace("examples", "examples_mutated") / file.name
+                target.parent.mkdir(exist_ok=True)
+                target.write_text(text.replace("from examples", "from examples_mutated"))
+        os.chdir(folder)
+        return mutation, next(filter(None, map(_refused_by, _cases(mutation.module))), ""), time.monotonic() - begin
+    finally:
+        os.chdir(ROOT)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _cases(module: str) -> list[Case]:
+    def renamed(text: str) -> str:
+        return text.replace("hooks_ref", "hooks_mutated").replace("examples.", "examples_mutated.")
+
+    used = [case for case in OURS for name in USERS[module] if name in (case.target.split(":")[-1], (case.state or "").split(":")[-1])]
+    return [replace(case, target=renamed(case.target), state=case.state and renamed(case.state), worlds=(2, 3)) for case in used]
+
+
+def _refused_by(case: Case) -> str:
+    rules, engine = book(), own_judge(PATIENCE).engine(case)
+    try:
+        for number, rule in rules.items():
+            if rule.level == MUST and engine.judge(number).verdict in (Verdict.FAIL, Verdict.KIT_ERROR):
+                return f"{number} {engine.judge(number).verdict}"
+    except ConformanceError as error:
+        return f"load: {error}"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--module", nargs="+", choices=USERS, default=list(USERS))
+    parser.add_argument("--sample", type=int, default=20, help="mutations of each module; 0 for all")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    chosen: list[Mutation] = []
+    for module in options.module:
+        made = list(mutations(module))
+        draw = random.Random(f"{options.seed} {module}")
+        picked = draw.sample(made, min(options.sample, len(made))) if options.sample else made
+        print(f"{module}: {len(picked)} of {len(made)} mutations", flush=True)
+        chosen += picked
+    killed = collections.Counter[str]()
+    survived: list[Mutation] = []
+    with ProcessPoolExecutor(2, get_context("spawn")) as executor:
+        for mutation, by, seconds in executor.map(judge, chosen):
+            killed[by.partition(":")[0].split(" ")[0]] += 1
+            if not by:
+                survived.append(mutation)
+            print(f"{seconds:5.1f} s  {by[:60] or 'SURVIVED':<12}  {mutation}", flush=True)
+    refused = len(chosen) - len(survived)
+    print(f"{refused} of {len(chosen)} refused ({100 * refused / max(1, len(chosen)):.1f} %)")
+    print("by rule: " + ", ".join(f"{rule} {count}" for rule, count in killed.most_common() if rule))
+    for mutation in survived:
+        print(f"survived: {mutation}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
