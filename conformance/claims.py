@@ -30,6 +30,7 @@ from typing import Any
 from conformance.errors import UsageError
 
 ROUNDED_DTYPES = ("float16", "bfloat16")
+AUTO = "auto"  # as --claims: propose some
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "NAdam", "RAdam")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64")
 LATER = ("like", "poststep", "chained")

@@ -17,9 +17,10 @@ from conformance.claims import ROUNDED_DTYPES, Claims
 from conformance.errors import KitError, TargetError, UsageError
 from conformance.fingerprint import disagreement
 from conformance.lossy import under
+from conformance.oracle import compare
 from conformance.rulebook import Rule
 from conformance.run import Run
-from conformance.scenario import BY_NAME, VALUES, Scenario, explained
+from conformance.scenario import BY_NAME, NORMAL, VALUES, Scenario, explained
 from conformance.subject import REFERENCE, SubjectSpec
 from conformance.verdict import Failure, Found, Judgement, Verdict
 
@@ -59,7 +60,7 @@ class Engine:
         self, source: Source, rules: dict[str, Rule], subject: SubjectSpec, claims: Claims, worlds: Sequence[int],
         control: "Engine | None" = None,
     ) -> None:  # fmt: skip
-        self._source, self._rules, self.subject, self.claims = source, rules, subject, claims
+        self.source, self._rules, self.subject, self.claims = source, rules, subject, claims
         self.worlds = tuple(sorted(worlds))
         self.control = control
         self._runs: dict[tuple[str, int], Run | str] = {}
@@ -111,6 +112,19 @@ class Engine:
         tried = ("2.1", "2.2", "2.3", "2.6", "2.7", "2.10")
         return [claims for claims in candidates if claims != self.claims and self._would_hold(claims, tried)][:3]
 
+    def exact_steps(self) -> int:
+        """Return how many steps give the exact mean before the first that does not, on inputs that no compression keeps."""
+        run = self.finished(NORMAL)
+        if run is None:
+            return 0
+        wrong = (step for step in range(len(run.scenario.steps)) if compare(run, step, Claims()).mismatch)
+        return next(wrong, len(run.scenario.steps))
+
+    def finished(self, scenario: Scenario) -> Run | None:
+        """Return the run of a scenario at the primary world size, or None where there is none that came to its end."""
+        run = self._run(under(scenario, self.claims), self.primary)
+        return run if isinstance(run, Run) and not self._breakage(run) else None
+
     def _would_hold(self, claims: Claims, numbers: Sequence[str]) -> bool:
         for number in numbers:
             rule = self._rules[number]
@@ -134,7 +148,7 @@ class Engine:
                 return Judgement(rule.number, Verdict.NOT_RUN, f"judged only where {number} holds")
         judgement = self._judge_runs(rule)
         if judgement.verdict is Verdict.FAIL:
-            self._source.forget()
+            self.source.forget()
         if judgement.verdict is Verdict.FAIL and self.control:
             control = self.control.judge(rule.number)
             if not control.verdict.holds:
@@ -191,9 +205,9 @@ class Engine:
             if broken and broken.kind == "hang":
                 self._hangs.append(f"{scenario.name}@{world}")
             if broken:
-                self._source.forget()
+                self.source.forget()
             elif key == (VALUES.name, self.primary):
-                self._source.begin(self._coming(), self.subject)
+                self.source.begin(self._coming(), self.subject)
         return self._runs[key]
 
     def _coming(self) -> list[tuple[Scenario, int]]:
@@ -204,7 +218,7 @@ class Engine:
     def _new_run(self, scenario: Scenario, world: int) -> Run:
         """Run it. Where a group's timeout is to expire it can do so too early on a loaded machine: tried again, longer."""
         for _ in range(3):
-            run = self._source.run(scenario, world, self.subject, f"{scenario.name}@{world}")
+            run = self.source.run(scenario, world, self.subject, f"{scenario.name}@{world}")
             if not scenario.group_timeout or all(rank.first("step", step=scenario.fault_step) for rank in run.ranks):
                 break
             scenario = replace(scenario, group_timeout=4 * scenario.group_timeout)
@@ -260,7 +274,7 @@ class Engine:
             return ""
         scenario = explained(run.scenario)
         try:
-            return disagreement(self._source.run(scenario, run.world, self.subject, f"{scenario.name}@{run.world}"))
+            return disagreement(self.source.run(scenario, run.world, self.subject, f"{scenario.name}@{run.world}"))
         except UsageError:
             return ""  # records that were kept without it
 

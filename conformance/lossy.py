@@ -23,8 +23,8 @@ with probability below 1e-7 (Poisson). So directions are taken where many elemen
 each of at least 256 elements. Smaller ones are asked only of a hook whose results are near the mean in each draw (its
 relative error is at most 1/4), and a bias of up to a twentieth of a typical element is left to the others. With at most
 60 directions in a run the probability is below 1e-5 before any run is seen; a hook draws the same in every run (rule
-3.3), so that a verdict does not vary. A bias as large as the errors' deviation along a direction is found, and
-one without any deviation.
+3.3), so that a verdict does not vary. A bias of twice the errors' deviation along a direction is found, and one
+without any deviation.
 
 Local. The elements of a bucket are far more than ranks, and independent: the weights are what least squares finds, and are
 exact up to rounding. A bucket of fewer than 4 elements a rank says only that each is between the least and the largest.

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from conformance.claims import parse_claims
+from conformance.claims import AUTO, parse_claims
 from conformance.errors import ProfileError, UsageError
 from conformance.options import Options
 from conformance.subject import SubjectSpec, parse_subject
@@ -19,7 +19,7 @@ def check(options: Options) -> None:
         ProfileError: this version cannot run the profile.
     """
     subject = parse_subject(options.hook, options.state, options.setup)
-    if options.claims:
+    if options.claims and options.claims != AUTO:
         parse_claims(options.claims)
     parse_worlds(options.world_size)
     if (options.backend, options.device) != PROFILE:

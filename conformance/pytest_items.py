@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from conformance.certificate import Conclusion
-from conformance.errors import INTERRUPTED, KIT_ERROR, ConformanceError, KitError, ProfileError, UsageError
+from conformance.errors import INTERRUPTED, KIT_ERROR, NOT_CERTIFIED, ConformanceError, KitError, ProfileError, UsageError
 from conformance.plugin import POOL, options_of
+from conformance.propose import proposal_lines
 from conformance.report import conclusion_lines, failure_text, write_report
 from conformance.rulebook import MUST, SHOULD, Rule, book
 from conformance.session import Session
@@ -28,6 +29,7 @@ class _State:
         self.session = session
         self.error: ConformanceError | None = None
         self.conclusion: Conclusion | None = None
+        self.proposed: list[str] = []
 
 
 class RuleBroken(Exception):
@@ -172,6 +174,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     try:
         state.session.begin()
+        if state.session.proposes:
+            state.proposed = proposal_lines(state.session.propose())
+            return True
     except ConformanceError as error:
         state.error = error
         return True
@@ -184,7 +189,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     state = session.config.stash.get(_SESSION, None)
     if state is None or session.config.option.collectonly or (exitstatus == INTERRUPTED and state.error is None):
         return
-    if state.error is None and state.session.engine is not None and exitstatus in (0, 1, 5):
+    if state.error is None and state.session.engine is not None and not state.proposed and exitstatus in (0, 1, 5):
         try:
             state.conclusion = state.session.conclude(_plugins(session.config))
             write_report(state.session, state.conclusion)
@@ -194,6 +199,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
             state.error = KitError(f"cannot write the report: {error.strerror}: {error.filename}")
     if state.error is not None:
         session.exitstatus = state.error.exit_code
+    elif state.proposed:
+        session.exitstatus = NOT_CERTIFIED
     elif state.conclusion is not None:
         # Other tests of the same run may have failed: a certificate does not hide that.
         session.exitstatus = state.conclusion.exit_code or exitstatus
@@ -211,6 +218,9 @@ def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config:
         kind = {UsageError: "usage error", ProfileError: "profile"}.get(type(state.error), type(state.error).__name__)
         terminalreporter.line(f"{kind}: {state.error}", red=True)
         terminalreporter.line("no certificate was written")
+    elif state.proposed:
+        for line in state.proposed:
+            terminalreporter.line(line, green=line.startswith("proposed"))
     elif state.conclusion is not None:
         for line in conclusion_lines(state.session, state.conclusion):
             terminalreporter.line(line, green=line.startswith("CERTIFIED"), red=line.startswith(("REFUSED", "KIT ERROR")))

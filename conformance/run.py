@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,15 @@ class Run:
         tensors, name = self.ranks[rank].tensors, self.parameter_name(index)
         tensor = tensors.get(f"{step}/grad/{name}", tensors.get(f"{step}/result/{name}"))
         return None if tensor is None else tensor.reshape(-1).double()
+
+    def bytes_sent(self, begin: int = 0) -> Iterator[tuple[int, int, list[tuple[str, int]], int]]:
+        """Yield (rank, step, (collective, bytes) that the rank gave to each, bytes of its gradients), from step ``begin`` on."""
+        for rank in self.ranks:
+            for sent in rank.all("sent"):
+                if sent["step"] >= begin:
+                    calls = rank.all("call", step=sent["step"])
+                    gradients = sum(call["numel"] * getattr(torch, call["dtype"]).itemsize for call in calls)
+                    yield rank.rank, sent["step"], [(name, size) for name, size in sent["collectives"]], gradients
 
     def feeds(self, rank: int, step: int, index: int) -> bool:
         """Whether ``rank`` has an input at ``step``, and its forward uses the parameter; if not, zeros are its part of the mean."""

@@ -279,6 +279,9 @@ ALL = (
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}
 
+# Not of the plan: asked for where claims are to be proposed.
+NORMAL = replace(VALUES, name="normal", what="random gradients", steps=("normal",) * 8)
+
 
 def explained(scenario: Scenario) -> Scenario:
     """Return how a run that broke is repeated, to learn whether ranks disagree on their collectives.

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from conformance.certificate import Conclusion, conclude, kit_identity, remove_stale
-from conformance.claims import Claims, parse_claims
+from conformance.claims import AUTO, Claims, parse_claims
 from conformance.engine import Engine, Source, make_engine
 from conformance.errors import ProfileError, TargetError, UsageError
 from conformance.options import Options
 from conformance.pool import Pool
 from conformance.preflight import certificate_path, check, parse_worlds, results_folder
+from conformance.propose import Tried, propose
 from conformance.rulebook import Rule, book
 from conformance.run_folder import write_json
 from conformance.sources import LocalSource, ReplaySource, new_records_folder
@@ -75,7 +76,7 @@ class Session:
             KitError: the machine is not fit to judge.
         """
         described, machine = self._describe()
-        claims, said_by = self._claims(described)
+        claims, said_by = (Claims(), "nobody: they are to be proposed") if self.proposes else self._claims(described)
         source: Source = LocalSource(self.pool, self.records) if self.pool else ReplaySource(Path(str(self.options.replay)))
         self.engine = make_engine(source, self.rules, self.subject, claims, self.worlds)
         self.header = {
@@ -89,7 +90,24 @@ class Session:
         if self.records:
             write_json(self.records / SESSION, self.header)
         self.engine.check_machine()
-        self.engine.expect(self.selected)
+        self.engine.expect(() if self.proposes else self.selected)
+
+    @property
+    def proposes(self) -> bool:
+        """Whether claims are to be proposed, and nothing is to be certified."""
+        return self.options.claims == AUTO
+
+    def propose(self) -> list[Tried]:
+        """Find claims that the subject would hold. Raises: KitError, TargetError."""
+        engine = self.engine
+        assert engine is not None, "begin() comes first"
+
+        def make(claims: Claims) -> Engine:
+            return (
+                engine if claims == engine.claims else Engine(engine.source, self.rules, self.subject, claims, self.worlds, engine.control)
+            )
+
+        return propose(make)
 
     def judge(self, number: str) -> Judgement:
         """Judge one rule."""

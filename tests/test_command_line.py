@@ -139,6 +139,15 @@ def test_claims_are_read_where_they_are_made(project: Path, arguments: list[str]
     assert report["claims"] == {"text": claims, "said by": said_by}
 
 
+def test_claims_are_proposed(project: Path) -> None:
+    done = certify(project, "--hook", "mypkg:half", "--claims", "auto", "--world-size", "1,2")
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert "tried     exact: 2.2: values@1: " in done.stdout
+    assert 'proposed  --claims "rounded(float16)"' in done.stdout
+    assert "nothing was certified" in done.stdout
+    assert not list(project.glob("conformance-results/*/certificate.json"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

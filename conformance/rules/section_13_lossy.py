@@ -177,22 +177,14 @@ def bytes_sent(run: Run, claims: Claims, found: Found) -> None:
     if claims.ratio is None:
         found.does_not_apply("it is not claimed")
         return
-    for rank in run.ranks:
-        for sent in rank.all("sent"):
-            if sent["step"] >= max(2, claims.warmup):
-                gradients = sum(call["numel"] * _itemsize(call["dtype"]) for call in rank.all("call", step=sent["step"]))
-                total = sum(size for _, size in sent["collectives"])
-                most = ", ".join(f"{name} {size}" for name, size in sorted(sent["collectives"], key=lambda one: -one[1])[:3])
-                found.require(
-                    total <= claims.ratio * gradients,
-                    f"at most {claims.ratio:g} of {gradients} bytes",
-                    f"rank {rank.rank}, step {sent['step']}: {total} bytes, {total / gradients:.3g} of them; {most}",
-                )
-
-
-def _itemsize(dtype: str) -> int:
-    size: int = getattr(torch, dtype).itemsize
-    return size
+    for rank, step, collectives, gradients in run.bytes_sent(max(2, claims.warmup)):
+        total = sum(size for _, size in collectives)
+        most = ", ".join(f"{name} {size}" for name, size in sorted(collectives, key=lambda one: -one[1])[:3])
+        found.require(
+            total <= claims.ratio * gradients,
+            f"at most {claims.ratio:g} of {gradients} bytes",
+            f"rank {rank}, step {step}: {total} bytes, {total / gradients:.3g} of them; {most}",
+        )
 
 
 def _optimizer(text: str, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
