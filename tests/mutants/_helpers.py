@@ -100,7 +100,8 @@ def model_of(bucket: Bucket) -> int:
     parameters = bucket.parameters()
     if parameters[0] not in _models and bucket.index() == 0:
         _steps_done.append(0)
-    return _models.setdefault(parameters[0], len(_steps_done) - 1)
+    _models.update(dict.fromkeys((p for p in parameters if p not in _models), len(_steps_done) - 1))
+    return _models[parameters[0]]
 
 
 def send_as(dtype: torch.dtype, bucket: Bucket, state: Any) -> Result:

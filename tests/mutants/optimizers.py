@@ -238,6 +238,6 @@ MUTANTS = [
     ),
     Mutant("steps_for_two_ranks", ("13.6",), _SGD, worlds=(2, 3)),
     Mutant("steps_by_global_rank", ("13.6",), _SGD),
-    Mutant("steps_after_two_calls", ("13.6",), "fused(SGD, lr=0.1, after=2)"),
+    Mutant("steps_after_two_calls", ("13.6",), "fused(SGD, lr=0.1, after=2)", because={"11.1": "another model has calls too"}),
     Mutant("steps_undivided", ("2.1",), _SGD),
 ]
