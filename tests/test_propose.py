@@ -14,11 +14,8 @@ from conformance.subject import REFERENCE, parse_subject
 @pytest.mark.parametrize(
     ("hook", "state", "claims"),
     [
-        ("hooks_ref:allreduce_hook", None, ("exact",)),
-        ("hooks_ref:bf16_compress_hook", None, ("rounded(bfloat16)",)),
         ("tests.right_hooks.exact:gives_sum", None, ("sum",)),
         ("tests.right_hooks.few_bits:fp8", "process_group", ("compressed(feedback=False, delta=0.999)",)),
-        ("tests.right_hooks.sparse:top_k", "tests.right_hooks._common:State", ("compressed(delta=0.5)",)),
         ("tests.right_hooks.sparse:less_by_step", "tests.right_hooks._common:State", ("compressed(delta=0.5), warmup(2)",)),
         ("setup:examples.setups:own", None, ("local, warmup(2)",)),
         ("tests.right_hooks.at_random:qsgd_int8", "tests.right_hooks._common:State", ("compressed(feedback=False, delta=0.9)", "unbiased")),
