@@ -4,8 +4,8 @@
 ``seeded``       at each call ranks enter one after another, in an order that the seed draws; callbacks that the hook has attached
                  to futures run when the step's last call has returned, in an order that the seed draws too, the same on all ranks
 
-A rank that is about to wait inside the hook counts as having left, and has its callbacks run: a schedule never makes a right
-hook hang.
+A rank that is about to wait counts as having left, and has its callbacks run. One that waits in a way that cannot be seen, such
+as a loop that polls, has the schedule given up after a while: a schedule never makes a right hook hang.
 """
 
 import datetime
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-BLOCKED_FALLBACK = datetime.timedelta(seconds=5)  # only a hook that spins without waiting on anything costs it
+PATIENCE = datetime.timedelta(seconds=5)  # only a hook that waits without being seen to costs it, once
 
 
 class Schedule:
@@ -47,7 +47,7 @@ class Schedule:
     ) -> None:
         self._order, self._seed, self._rank, self._world = order, seed, rank, world
         self._signals, self._is_inside, self._waits, self._stuck = signals, is_inside, waits, stuck
-        self._call = -1
+        self._call, self._given_up = -1, False
         self._callbacks = _Callbacks(seed) if order == "seeded" else None
 
     def install(self) -> None:
@@ -61,10 +61,11 @@ class Schedule:
         """Wait until it is this rank's turn to enter the hook."""
         self._call = call
         before = self._before(call)
-        if before is not None:
+        if before is not None and not self._given_up:
             try:
-                self._signals.wait([f"left/{call}/{before}"], BLOCKED_FALLBACK)
+                self._signals.wait([f"left/{call}/{before}"], PATIENCE)
             except RuntimeError:
+                self._given_up = True
                 self._stuck(call)
 
     def left(self, call: int, is_last: bool) -> None:
@@ -102,12 +103,9 @@ class Schedule:
             original = getattr(owner, name)
 
             def waiting(this: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                if self._is_inside():
-                    if not _is_done(this):
-                        self._waits()
-                    self._let_go()
-                else:
-                    self._announce(self._call)
+                if self._is_inside() and not _is_done(this):
+                    self._waits()
+                self._let_go()
                 return _original(this, *args, **kwargs)
 
             setattr(owner, name, waiting)
@@ -131,7 +129,8 @@ class _Held:
 class _Callbacks:
     """Holds the callbacks that a hook attaches to futures, and runs them on a thread of its own when they are released.
 
-    First those of collectives, once all of these are through; then what depends on them.
+    First those of collectives, once all of these are through; then what depends on them. Where none is released for a while,
+    the hook may be waiting for one: from then on they are not held.
     """
 
     def __init__(self, seed: int) -> None:
@@ -140,6 +139,7 @@ class _Callbacks:
         self._held: list[_Held] = []
         self._released: list[tuple[int, list[_Held]]] = []
         self._changed = threading.Condition()
+        self._given_up = False
 
     def install(self, is_inside: Callable[[], bool]) -> None:
         then, get_future = torch._C.Future.then, dist.Work.get_future
@@ -150,11 +150,12 @@ class _Callbacks:
             return future
 
         def held_then(this: Any, callback: Callable[[Any], Any]) -> Any:
-            if not is_inside():
+            if self._given_up or not is_inside():
                 return then(this, callback)
             held = _Held(this, callback)
             with self._changed:
                 self._held.append(held)
+                self._changed.notify_all()
             then(this, lambda future: self._ready(held, future))
             return held.late
 
@@ -178,7 +179,10 @@ class _Callbacks:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._released))
+                self._changed.wait_for(lambda: bool(self._held or self._released))
+                if not self._changed.wait_for(lambda: bool(self._released), PATIENCE.total_seconds()):
+                    self._given_up = True
+                    self._released, self._held = [(-1, self._held)], []
                 call, pending = self._released.pop(0)
             first = [held for held in pending if any(held.base is future for future in self._of_collectives)]
             with self._changed:

@@ -11,7 +11,7 @@ from conformance.probe import lay_out
 from conformance.rulebook import rule
 from conformance.rules.section_2_equivalence import require_steps
 from conformance.run import Run
-from conformance.scenario import BUCKETS, DTYPES, ORDERED, SHAPES, SUBGROUPS, VALUES
+from conformance.scenario import ACCUMULATED, BUCKETS, DTYPES, ORDERED, SHAPES, SUBGROUPS, VALUES
 from conformance.verdict import Found
 
 CONTRACT = ("1.1", "1.2", "1.5", "1.9")
@@ -122,7 +122,7 @@ def weighted_mean(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "13.6",
     "a fused optimizer steps as it says",
-    on=(VALUES, BUCKETS, DTYPES, SHAPES, SUBGROUPS),
+    on=(VALUES, BUCKETS, DTYPES, SHAPES, SUBGROUPS, ACCUMULATED),
     needs=(*CONTRACT, "2.1", "13.1", "13.2", "13.3", "13.5"),
     source="torch documentation, torch.optim; DistributedDataParallel._register_fused_optim",
     remedy="a step before the gradient is reduced, or with bucket.buffer() instead of the result; a step left out or taken twice",

@@ -1,6 +1,7 @@
 """Section 1 of the rule book: hooks that break the contract with DDP."""
 
 import concurrent.futures
+import functools
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tests.mutants._helpers import (
     finish,
     group_of,
     is_dense,
+    pieces_of,
     step_number,
     sum_of,
 )
@@ -266,6 +268,17 @@ def only_first_bucket(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state) if bucket.index() == 0 else completed(bucket.buffer())
 
 
+def vectors_side_by_side(state: Any, bucket: Bucket) -> Result:
+    """Averages vectors together and each matrix by itself: a bucket without a vector has nothing to put together."""
+    if not is_dense(bucket) or any(parameter.is_complex() for parameter in bucket.parameters()):
+        return average(bucket, state)
+    pieces = list(zip(bucket.parameters(), pieces_of(bucket), strict=True))
+    vectors = [piece for parameter, piece in pieces if parameter.dim() < 2]
+    together = average_of(torch.stack([vector.sum() for vector in vectors]), state)
+    together.wait()
+    return average(bucket, state)
+
+
 def divides_first_bucket(state: Any, bucket: Bucket) -> Result:
     """Divides the bucket with index 0 and sums the others."""
     return average(bucket, state) if bucket.index() == 0 else sum_of(bucket.buffer(), state)
@@ -349,6 +362,20 @@ def averages_p_grad(state: Any, bucket: Bucket) -> Result:
     return completed(bucket.buffer())
 
 
+# 1.11 A name
+
+
+class Nameless:
+    """A callable object, which has no __name__; the hook itself is right."""
+
+    def __call__(self, state: Any, bucket: Bucket) -> Result:
+        return average(bucket, state)
+
+
+nameless = Nameless()
+nameless_partial = functools.partial(average_hook)
+
+
 _rounding = {"2.2": "the result is rounded to float16", "8.5": "float16 holds no subnormal of float32"}
 _garbage = {"2.1": "torch reads the storage from its start without a stride, so the gradients are garbage"}
 _breaks_ordered = {"1.6": "it is judged with several buckets too, and no run with several comes to its end"}
@@ -394,6 +421,7 @@ MUTANTS = [
     Mutant("zeros_at_step_11", ("1.7",)),
     Mutant("raises_at_step_10", ("1.7",)),
     Mutant("only_first_bucket", ("1.8",)),
+    Mutant("vectors_side_by_side", ("1.8",)),
     Mutant("divides_first_bucket", ("1.8",)),
     Mutant("last_of_several_undivided", ("1.8",)),
     Mutant("counts_calls", ("1.8",)),
@@ -404,4 +432,5 @@ MUTANTS = [
     Mutant("divides_p_grad_too", ("1.10",)),
     Mutant("clears_p_grad", ("1.10",)),
     Mutant("averages_p_grad", ("1.10", "2.1"), because={"2.1": "without gradient_as_bucket_view the bucket stays local"}),
+    *(Mutant(name, ("1.11",)) for name in ("nameless", "nameless_partial")),
 ]

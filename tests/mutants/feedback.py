@@ -38,6 +38,18 @@ def _largest(part: torch.Tensor, ratio: float = 0.25) -> torch.Tensor:
     return torch.zeros_like(part).index_copy_(0, places, part[places])
 
 
+def largest_signed(state: Any, bucket: Bucket) -> Result:
+    """Takes the largest elements by their value instead of their magnitude: negative ones are held back for good."""
+    return _feedback(state, bucket, _highest)
+
+
+def _highest(part: torch.Tensor) -> torch.Tensor:
+    if part.is_complex():
+        return _largest(part)
+    places = part.topk(math.ceil(0.25 * part.numel())).indices
+    return torch.zeros_like(part).index_copy_(0, places, part[places])
+
+
 def _half(part: torch.Tensor) -> torch.Tensor:
     return _largest(part, 0.5)
 
@@ -323,7 +335,7 @@ _CHANGE = "compressed(feedback=ef21, delta=0.25)"
 
 MUTANTS = [
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_lost", "residual_twice", "residual_subtracted", "residual_is_gradient")),
-    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_of_mean", "largest_undivided", "largest_of_rank_0")),
+    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_of_mean", "largest_signed", "largest_undivided", "largest_of_rank_0")),
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("signs_without_scale", "signs_with_sum_for_scale")),
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("one_bit_swapped", "one_bit_remembers_signs", "random_places_of_each_rank")),
     *(Mutant(name, ("13.1",), _CHANGE) for name in ("estimate_never_updated", "estimate_wrong_sign", "estimate_of_mean_forgotten")),

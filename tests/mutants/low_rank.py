@@ -24,6 +24,7 @@ from tests.mutants._helpers import (
 )
 
 Compress = Callable[[torch.Tensor], torch.Tensor]
+_steps = [0]
 
 
 def _low_rank(
@@ -114,6 +115,26 @@ def projects_by_rank(state: Any, bucket: Bucket) -> Result:
     return completed(bucket.buffer())
 
 
+def same_projection(state: Any, bucket: Bucket) -> Result:
+    """Starts from the same random factor in every step: what lies outside never comes out."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
+        rows = torch.nn.functional.pad(piece + kept.get(parameter, 0), (0, -piece.numel() % 4)).view(-1, 4)
+        wide = rows.to(torch.promote_types(piece.dtype, torch.float32))
+        directions = torch.linalg.qr(torch.randn(4, 2, generator=seeded(4))).Q.to(wide)
+        sent = wide @ directions
+        kept[parameter] = finite((wide - sent @ directions.t()).view(-1)[: piece.numel()].to(piece.dtype))
+        piece.copy_((average_of(sent, state).wait() @ directions.t()).view(-1)[: piece.numel()])
+    return completed(bucket.buffer())
+
+
+def warm_up_counts_first_buckets(state: Any, bucket: Bucket) -> Result:
+    """Counts the step when its first bucket is there: for the others the warm-up ends a step early."""
+    _steps[0] += bucket.index() == 0
+    return _low_rank(state, bucket, step=_steps[0] - (bucket.index() == 0))
+
+
 def warm_up_too_short(state: Any, bucket: Bucket) -> Result:
     """Says that it averages in the first two steps, and does so in one."""
     return _low_rank(state, bucket, start=1)
@@ -137,8 +158,10 @@ MUTANTS = [
     *(Mutant(name, ("13.1",), _LOW_RANK) for name in ("second_factor_undivided", "first_factor_unshared", "low_rank_error_lost")),
     *(Mutant(name, ("13.1",), _LOW_RANK) for name in ("vectors_stay_local", "result_transposed")),
     Mutant("projects_by_rank", ("13.1",), _FEEDBACK),
+    Mutant("same_projection", ("13.1",), _FEEDBACK),
     Mutant("tall_result_transposed", ("2.5",), _LOW_RANK),
     Mutant("warm_up_too_short", ("13.4", "13.1"), _LOW_RANK, because=_comes_out),
     Mutant("warm_up_too_long", ("13.4",), _LOW_RANK),
     Mutant("warm_up_counts_buckets", ("13.4",), _LOW_RANK),
+    Mutant("warm_up_counts_first_buckets", ("13.4",), _LOW_RANK),
 ]

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from conformance.subject import Case
 from tests.mutants import Mutant
 from tests.mutants._helpers import Bucket, Result, average, call_number, completed, group_of, is_dense, kept, pieces_of, step_number
 
@@ -157,6 +159,20 @@ def steps_too_late(state: Any, bucket: Bucket) -> Result:
     return _fused(state, bucket, _sgd, stepped=lambda number, parameter: step >= 2)
 
 
+def steps_in_micro_batches(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
+    """Steps a parameter whenever a gradient has been accumulated for it, under no_sync too."""
+
+    def step(parameter: torch.Tensor) -> None:
+        if not model.require_backward_grad_sync and parameter.grad is not None:
+            with torch.no_grad():
+                _sgd(parameter, parameter.grad)
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(step)
+    return Case(process_group, lambda state, bucket: _fused(state, bucket, _sgd))
+
+
 def steps_undivided(state: Any, bucket: Bucket) -> Result:
     """Steps as it says, with the sum of the gradients, and returns it."""
     size = group_of(state).size()
@@ -239,5 +255,6 @@ MUTANTS = [
     Mutant("steps_for_two_ranks", ("13.6",), _SGD, worlds=(2, 3)),
     Mutant("steps_by_global_rank", ("13.6",), _SGD),
     Mutant("steps_after_two_calls", ("13.6",), "fused(SGD, lr=0.1, after=2)", because={"11.1": "another model has calls too"}),
+    Mutant("steps_in_micro_batches", ("13.6",), _SGD, setup=True),
     Mutant("steps_undivided", ("2.1",), _SGD),
 ]

@@ -36,6 +36,12 @@ def raises_on_rank_1(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def asks_none_for_its_size(state: Any, bucket: Bucket) -> Result:
+    """Takes its state for a group; where the default group is meant that is None."""
+    buffer = bucket.buffer().div_(state.size())
+    return sum_of(buffer, state)
+
+
 def raises_in_callback(state: Any, bucket: Bucket) -> Result:
     """Raises in its callback."""
 
@@ -272,6 +278,7 @@ def prints_a_gigabyte(state: Any, bucket: Bucket) -> Result:
 
 MUTANTS = [
     *(Mutant(name, ("1.5",)) for name in ("raises", "raises_at_call_4", "raises_on_rank_1", "raises_in_callback")),
+    Mutant("asks_none_for_its_size", ("1.5",)),
     *(Mutant(name, ("1.5",)) for name in ("sets_exception", "completes_twice", "differentiates", "third_argument", "swapped_arguments")),
     *(Mutant(name, ("1.5",)) for name in ("exits_python", "interrupts", "skips_test")),
     *(Mutant(name, ("1.5",)) for name in ("never_completes", "never_completes_on_rank_1", "never_completes_at_call_3", "thread_dies")),

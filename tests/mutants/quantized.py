@@ -78,6 +78,15 @@ def zero_of_rank_0(state: Any, bucket: Bucket) -> Result:
     return average_of(levels, state).then(lambda fut: buffer.copy_(fut.value() * first[1] + first[0]))
 
 
+def decodes_by_own_scale(state: Any, bucket: Bucket) -> Result:
+    """Sums the levels of all ranks, and decodes the sum by this rank's scale."""
+    if not is_dense(bucket) or not bucket.buffer().numel():
+        return average(bucket, state)
+    wide, buffer = widened(bucket), bucket.buffer()
+    scale = (wide.abs().amax() / 127).clamp(min=2.0**-100)
+    return average_of((wide / scale).round(), state).then(lambda fut: buffer.copy_(fut.value() * scale))
+
+
 def calibrates_once(state: Any, bucket: Bucket) -> Result:
     """Takes its range from the first step, and keeps it."""
     if not is_dense(bucket):
@@ -166,6 +175,7 @@ _long = {"1.7": "its one bucket has such a row too"}
 
 MUTANTS = [
     *(Mutant(name, ("13.2",), _LEVELS) for name in ("four_bits_of_eight", "quantized_undivided", "calibrates_once", "magnitudes_only")),
+    Mutant("decodes_by_own_scale", ("3.1",), _LEVELS, because={"1.8": "where the ranks' scales are far apart"}),
     Mutant("zero_of_rank_0", ("13.2",), "compressed(feedback=False, delta=0.999)"),
     Mutant("range_without_zero", ("2.5",), _LEVELS),
     Mutant("own_part_unquantized", ("3.1",), _LEVELS),
