@@ -160,6 +160,12 @@ def _join(rank: int, world: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
 
 
+def _leave() -> None:
+    """Without this a thread of Gloo's may be running still when the process ends, which aborts it."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def _train(hooks: list[Made], numel: int, steps: int, one_bucket: bool) -> list[list[float]]:
     """Return the step times of each hook, in turns; the first three steps regroup buckets and warm up."""
     models = []
@@ -189,7 +195,7 @@ def _time(rank: int, folder: str, name: str, numel: int, steps: int, answers: "m
     times = [statistics.median(taken) for taken in _train([ours, other], numel, steps, one_bucket)]
     if rank == 0:
         answers.put(times[0] / times[1])
-    dist.barrier()
+    _leave()
 
 
 def _memory(rank: int, folder: str, name: str, numel: int, which: int, answers: "multiprocessing.SimpleQueue[float]") -> None:
@@ -199,7 +205,7 @@ def _memory(rank: int, folder: str, name: str, numel: int, which: int, answers: 
     _train([hooks[0] if which == 0 else hooks[1]], numel, 3, hooks[2])
     if rank == 0:
         answers.put(_peak() - before)
-    dist.barrier()
+    _leave()
 
 
 def _peak() -> int:
@@ -217,6 +223,7 @@ def _traffic(rank: int, folder: str, name: str, numel: int, steps: int, answers:
         other.copy_(one)
         copies.append(time.perf_counter() - begin)
     answers.put((times[0] - times[1]) / statistics.median(copies))
+    _leave()
 
 
 def _ask(target: Callable[..., None], world: int, *arguments: Any) -> float:

@@ -45,8 +45,7 @@ def _compress_hook(dtype: torch.dtype, name: str) -> Hook:
         buffer = bucket.buffer()
         if buffer.is_sparse:  # no backend sums sparse tensors of half precision
             return allreduce_hook(process_group, bucket)
-        # One pass: divide in the bucket's dtype and round the quotient to dtype once.
-        sent = torch.div(buffer, group.size(), out=torch.empty_like(buffer, dtype=dtype))
+        sent = buffer.div_(group.size()).to(dtype)  # divided in the bucket's dtype, and rounded once
         future = dist.all_reduce(sent, group=group, async_op=True).get_future()
         return future.then(lambda fut: buffer.copy_(fut.value()[0]))
 
