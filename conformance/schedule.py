@@ -2,7 +2,7 @@
 
 ``rank0_first``  peers enter a call of the hook when rank 0 has left it
 ``seeded``       at each call ranks enter one after another, in an order that the seed draws; callbacks that the hook has attached
-                 to futures run when the step's last call has returned, in an order that the seed draws too, the same on all ranks
+                 to futures run when the step's last call has returned, in an order that the seed draws too, another one on each rank
 
 A rank that is about to wait counts as having left, and has its callbacks run. One that waits in a way that cannot be seen, such
 as a loop that polls, has the schedule given up after a while: a schedule never makes a right hook hang.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PATIENCE = datetime.timedelta(seconds=5)  # only a hook that waits without being seen to costs it, once
+PATIENCE = datetime.timedelta(seconds=3)  # only a hook that waits without being seen to costs it, once
 
 
 class Schedule:
@@ -48,7 +48,7 @@ class Schedule:
         self._order, self._seed, self._rank, self._world = order, seed, rank, world
         self._signals, self._is_inside, self._waits, self._stuck = signals, is_inside, waits, stuck
         self._call, self._given_up = -1, False
-        self._callbacks = _Callbacks(seed) if order == "seeded" else None
+        self._callbacks = _Callbacks(f"{seed} {rank}") if order == "seeded" else None
 
     def install(self) -> None:
         """Take part in what torch does when a hook waits, makes a group or attaches a callback."""
@@ -133,7 +133,7 @@ class _Callbacks:
     the hook may be waiting for one: from then on they are not held.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: str) -> None:
         self._seed = seed
         self._of_collectives: list[Any] = []
         self._held: list[_Held] = []

@@ -68,12 +68,14 @@ def agree(run: Run, claims: Claims, found: Found) -> None:
     needs=("1.8", "3.3"),
     since="1.2",
     source="torch documentation, torch.futures.Future.then: callbacks may run in any order, and on any thread",
-    remedy="what a callback reads of the state when it runs, instead of when the hook was called; the order of callbacks, or of ranks",
+    remedy="what a callback reads of the state when it runs, instead of when the hook was called; collectives that callbacks start, "
+    "which then come in another order on another rank; the order in which ranks come",
 )
 def any_order(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Whatever the order in which ranks enter the hook and its callbacks run, every result is right, and the same bits.
 
-    The orders are drawn by seeds 1 and 2, which name their scenarios: the same order comes again with the same seed.
+    The orders are drawn by seeds 1 and 2, which name their scenarios: the same order comes again with the same seed. Callbacks
+    run in another order on each rank, as they may on Gloo, which has several threads.
     """
     plain, *others = runs.values()
     for run in runs.values():

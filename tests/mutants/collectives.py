@@ -88,10 +88,37 @@ def second_callback_before_first(state: Any, bucket: Bucket) -> Result:
     return future.then(second)
 
 
+def second_stage_in_callback(state: Any, bucket: Bucket) -> Result:
+    """Sends bfloat16, and what that has lost, if anything, from the callback: with several buckets the second collectives come
+    in the order in which callbacks happen to run."""
+    buffer, size = bucket.buffer(), group_of(state).size()
+    if not is_dense(bucket):
+        return average(bucket, state)
+    sent = buffer.bfloat16().to(buffer.dtype)
+    lost = (buffer - sent).nan_to_num_(0, 0, 0)
+    result = torch.futures.Future()
+
+    def second(first: Result) -> None:
+        try:
+            total = first.value().div_(size)
+            if lost.any():
+                sum_of(lost, state).then(lambda rest: result.set_result(total.add_(rest.value().div_(size))))
+            else:
+                result.set_result(total)
+        except RuntimeError as error:
+            result.set_exception(error)
+
+    sum_of(sent, state).then(second)
+    return result
+
+
+_SEVERAL = ("2.4", "3.2")
+
 MUTANTS = [
     *(Mutant(name, ("10.1",)) for name in ("waits_for_work", "waits_for_future", "waits_in_last_bucket")),
     *(Mutant(name, ("10.2",)) for name in ("logs_another_extreme", "logs_in_two_dtypes")),
     Mutant("second_callback_before_first", ("10.3",)),
+    Mutant("second_stage_in_callback", ("10.3",), because=dict.fromkeys(_SEVERAL, "several buckets with such values, in any order")),
     Mutant("sums_in_order_of_arrival", ("10.3",), worlds=(2, 3)),
     *(Mutant(name, ("1.5",), hangs=True) for name in ("logs_from_each_rank", "pads_on_rank_0")),
 ]
