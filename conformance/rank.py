@@ -330,7 +330,7 @@ class _Run:
         self.recorder.event("waited", call=self.observer.calls - 1, where=_line_of_subject())
 
     def _stuck(self, call: int) -> None:
-        self.recorder.event("gate", call=call, opened="the rank before it neither returned nor waited")
+        self.recorder.event("gate", call=call, opened="a rank neither returned nor waited: the schedule was given up")
 
     def _everybody(self, name: str) -> None:
         """A barrier through the store, which no collective of the subject can be mistaken for."""

@@ -31,7 +31,7 @@ class Schedule:
         signals: the store that ranks tell each other through.
         is_inside: whether the caller's thread is inside the hook.
         waits: called when the hook is about to wait for a peer.
-        stuck: called with the number of a call that this rank was let into although the one before it had not left.
+        stuck: called with the number of the call in which the schedule was given up.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Schedule:
         self._order, self._seed, self._rank, self._world = order, seed, rank, world
         self._signals, self._is_inside, self._waits, self._stuck = signals, is_inside, waits, stuck
         self._call, self._given_up = -1, False
-        self._callbacks = _Callbacks(f"{seed} {rank}") if order == "seeded" else None
+        self._callbacks = _Callbacks(f"{seed} {rank}", lambda: stuck(self._call)) if order == "seeded" else None
 
     def install(self) -> None:
         """Take part in what torch does when a hook waits, makes a group or attaches a callback."""
@@ -133,8 +133,8 @@ class _Callbacks:
     the hook may be waiting for one: from then on they are not held.
     """
 
-    def __init__(self, seed: str) -> None:
-        self._seed = seed
+    def __init__(self, seed: str, stuck: Callable[[], None]) -> None:
+        self._seed, self._stuck = seed, stuck
         self._of_collectives: list[Any] = []
         self._held: list[_Held] = []
         self._released: list[tuple[int, list[_Held]]] = []
@@ -182,6 +182,7 @@ class _Callbacks:
                 self._changed.wait_for(lambda: bool(self._held or self._released))
                 if not self._changed.wait_for(lambda: bool(self._released), PATIENCE.total_seconds()):
                     self._given_up = True
+                    self._stuck()
                     self._released, self._held = [(-1, self._held)], []
                 call, pending = self._released.pop(0)
             first = [held for held in pending if any(held.base is future for future in self._of_collectives)]

@@ -99,15 +99,13 @@ class Session:
 
     def propose(self) -> list[Tried]:
         """Find claims that the subject would hold. Raises: KitError, TargetError."""
-        engine = self.engine
-        assert engine is not None, "begin() comes first"
+        exact = self.engine
+        assert exact is not None, "begin() comes first"
 
-        def make(claims: Claims) -> Engine:
-            return (
-                engine if claims == engine.claims else Engine(engine.source, self.rules, self.subject, claims, self.worlds, engine.control)
-            )
+        def engine(claims: Claims) -> Engine:
+            return exact if claims == exact.claims else Engine(exact.source, self.rules, self.subject, claims, self.worlds, exact.control)
 
-        return propose(make)
+        return propose(engine)
 
     def judge(self, number: str) -> Judgement:
         """Judge one rule."""
