@@ -7,7 +7,8 @@ Three tables for each model size, all of them ratios, since the machine is what 
 time      medians of step times, ours to torch's; both hooks of a pair run in the same processes, in turns, step by step, on
           models of the same shape whose backward only hands out gradients: what differs is the hook. The median over several
           pairs of processes, and the least and the largest: where memory happens to lie makes a process pair differ from the
-          next by some percent. The first line, of one hook beside itself, says how far from 1 chance takes a ratio
+          next by some percent, and which of the two is made first changes from pair to pair. The first line, of one hook beside
+          itself, says how far from 1 chance takes a ratio
 memory    by how much a process has grown at its peak, ours to torch's; each hook in processes of its own
 traffic   of the compression hooks beyond torch, alone in a group of one rank: time of a step, less that of the noop hook, to
           the time that reading and writing all gradients once takes
@@ -189,12 +190,13 @@ def _hooks_of(name: str) -> tuple[Made, Made, bool]:
     return PAIRS[name] if name in PAIRS else (ALONE[name], AVERAGING, False)
 
 
-def _time(rank: int, folder: str, name: str, numel: int, steps: int, answers: "multiprocessing.SimpleQueue[float]") -> None:
+def _time(rank: int, folder: str, name: str, numel: int, steps: int, first: int, answers: "multiprocessing.SimpleQueue[float]") -> None:
+    """Answer ours to the other's; ``first`` is 0 where the model of ours is made first, in whatever memory is left to it then."""
     _join(rank, 2, folder)
-    ours, other, one_bucket = _hooks_of(name)
-    times = [statistics.median(taken) for taken in _train([ours, other], numel, steps, one_bucket)]
+    *hooks, one_bucket = _hooks_of(name)
+    times = [statistics.median(taken) for taken in _train(hooks if first == 0 else hooks[::-1], numel, steps, one_bucket)]
     if rank == 0:
-        answers.put(times[0] / times[1])
+        answers.put(times[first] / times[1 - first])
     _leave()
 
 
@@ -253,7 +255,7 @@ def main() -> None:
         print(f"  {'':<36} {'time':>6} {'least':>6} {'largest':>8} {'memory':>7} {'traffic':>8}")
         for name in (name for name in (*PAIRS, *ALONE) if (options.only or "") in name):
             beside = "torch's" if name in PAIRS and "ours" not in name else "averaging"
-            ratios = [_ask(_time, 2, name, numel, options.steps) for _ in range(options.pairs)]
+            ratios = [_ask(_time, 2, name, numel, options.steps, pair % 2) for pair in range(options.pairs)]
             times = f"{statistics.median(ratios):6.2f} {min(ratios):6.2f} {max(ratios):8.2f}"
             ours, other = (_ask(_memory, 2, name, numel, which) for which in (0, 1))
             traffic = f"{_ask(_traffic, 1, name, numel, options.steps):8.1f}" if name in ALONE else f"{'':8}"
