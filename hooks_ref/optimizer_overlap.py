@@ -43,7 +43,7 @@ class FunctionalOptimizer(Protocol):
 
 
 class functional:
-    """Make any optimizer step one parameter at a time: one instance per parameter, made when it is first stepped.
+    """Make any optimizer step some of its parameters at a time, each as the optimizer alone would.
 
     Args:
         optimizer_class: a ``torch.optim.Optimizer`` that steps without a closure.
@@ -62,21 +62,30 @@ class functional:
             raise TypeError(f"optimizer_class: a subclass of torch.optim.Optimizer; got {optimizer_class!r}")
         self.optimizer_class, self.defaults = optimizer_class, defaults
         self.state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        self._optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
+        self._optimizer: torch.optim.Optimizer | None = None  # handed other parameters for each step
 
     def step_param(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         """Update ``param`` in place with ``grad``, of its shape and dtype; ``param.grad`` stays as it is."""
-        if param not in self._optimizers or param not in self.state:
-            self._optimizers[param] = self.optimizer_class([param], **self.defaults)
-            self.state.setdefault(param, self._optimizers[param].state[param])  # loaded before, or as the class begins
-            self._optimizers[param].state = self.state
-        optimizer = self._optimizers[param]
-        optimizer.param_groups[0].update(self.defaults)
-        kept, param.grad = param.grad, grad
+        self.step_params([param], [grad])
+
+    def step_params(self, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        """Update each of ``params`` in place with its own of ``grads``; a step of an optimizer costs more than most updates."""
+        for param in params:
+            if self._optimizer is None or param not in self.state:
+                self._optimizer = self.optimizer_class([param], **self.defaults)
+                self.state.setdefault(param, self._optimizer.state[param])  # loaded before, or as the class begins
+                self._optimizer.state = self.state
+        if self._optimizer is None:
+            return
+        self._optimizer.param_groups[0].update(self.defaults, params=params)
+        kept = [param.grad for param in params]
         try:
-            optimizer.step()
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            self._optimizer.step()
         finally:
-            param.grad = kept
+            for param, grad in zip(params, kept, strict=True):
+                param.grad = grad
 
 
 class OptimizerHookState(HookState):
@@ -120,10 +129,13 @@ class OptimizerHookState(HookState):
 
     def step(self, parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor]) -> None:
         """Step those of ``parameters`` that are to be stepped with their gradients."""
+        stepped = [pair for pair in zip(parameters, gradients, strict=True) if self.steps(pair[0])]
         with self._lock:  # callbacks of two buckets may run at once
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                if self.steps(parameter):
-                    self.functional_optimizer.step_param(parameter, gradient)
+            if isinstance(self.functional_optimizer, functional):
+                self.functional_optimizer.step_params([parameter for parameter, _ in stepped], [gradient for _, gradient in stepped])
+                return
+            for parameter, gradient in stepped:
+                self.functional_optimizer.step_param(parameter, gradient)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step count, and by each parameter's key (:meth:`HookState.keys`) what the optimizer remembers of it.

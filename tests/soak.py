@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy meanwhile")
     parser.add_argument("--mutants", action="store_true", help="judge the mutants instead of the right hooks")
     parser.add_argument("--named", action="store_true", help="judge them by the rules that they break, not by the whole book")
-    parser.add_argument("--only", default="", help="judge those alone that this regular expression is found in, as in 'exact|rounded'")
+    parser.add_argument("--only", default="", help="judge those alone in whose name and claims this is found, as in 'exact|rounded'")
     options = parser.parse_args()
     burners = [multiprocessing.Process(target=spin, daemon=True) for _ in range(options.load)]
     for burner in burners:
@@ -39,7 +39,7 @@ def main() -> int:
     shapes = [dataclasses.replace(case, worlds=(1, 2, 3, 4) if ".exact:" in case.target else (2, 3)) for case in test_right_hooks.CASES]
     right = [*shapes, *test_certified.CASES]
     mutants = {case if options.named else dataclasses.replace(case, rules=()): mutant for case, mutant in test_mutants.CASES.items()}
-    cases = [case for case in (mutants if options.mutants else right) if re.search(options.only, str(case))]
+    cases = [case for case in (mutants if options.mutants else right) if re.search(options.only, f"{case} {case.claims}")]
     rules, wrong, begin = book(), collections.Counter[str](), time.monotonic()
 
     def expected(case: Case, number: str, verdict: Verdict) -> bool:
