@@ -8,6 +8,7 @@ import torch
 
 from conformance.claims import Claims
 from conformance.oracle import compare, expected, mean, precision
+from conformance.probe import LEVEL
 from conformance.run import Run
 
 
@@ -22,7 +23,7 @@ def diagnose(run: Run, step: int, claims: Claims) -> str:
     for cause, pattern in _patterns(run, step, claims):
         if all(_alike(run, got[r, i], pattern(r, i), r, step, i, claims) for r, i in receiving):
             return cause
-    return _ratio(run, step, got) or _place(run, step, claims)
+    return _ratio(run, step, got) or _offset(run, step, got) or _place(run, step, claims)
 
 
 def _patterns(run: Run, step: int, claims: Claims) -> Iterator[tuple[str, "Pattern"]]:
@@ -121,6 +122,18 @@ def _ratio(run: Run, step: int, got: dict[tuple[int, int], torch.Tensor]) -> str
         if not torch.allclose(ratios, torch.full_like(ratios, first), rtol=1e-4, atol=0.0) or abs(first - 1) < 1e-3:
             return ""
     return f"every element is {first:.6g} times the mean: it was scaled by a wrong factor"
+
+
+def _offset(run: Run, step: int, got: dict[tuple[int, int], torch.Tensor]) -> str:
+    """One difference between result and mean, when there is one: all parameters hold the same."""
+    off = torch.cat([value - mean(run, r, step, i) for (r, i), value in got.items()])
+    first = float(off[0]) if len(off) else 0.0
+    if run.scenario.fused or not first or not torch.allclose(off, torch.full_like(off, first), rtol=1e-2, atol=0.0):
+        return ""
+    return (
+        f"every element is off by {first:.4g}, {first / LEVEL:.4g} times what the parameters hold: they are mixed into the gradients, "
+        "as by a weight decay"
+    )
 
 
 def _place(run: Run, step: int, claims: Claims) -> str:

@@ -65,10 +65,10 @@ def under(scenario: Scenario, claims: Claims) -> Scenario:
         params = tuple(spec for spec in scenario.params if spec.dtype in claims.dtypes)
         scenario = replace(scenario, params=params or scenario.params)
     if claims.fused and scenario.params:
-        scenario = replace(scenario, fused=True, steps=tuple(kind for kind in scenario.steps if kind != "wide"))
+        scenario = replace(scenario, fused=True, recipe=False, steps=tuple(kind for kind in scenario.steps if kind != "wide"))
     if not claims.lossy or not scenario.params:
         return scenario
-    special = "nan" in scenario.steps
+    special = "inf" in scenario.steps
     # After a warm-up the first lossy step feeds what no narrow dtype holds: crafted values may survive compression.
     fed = VALUES.steps if scenario.name == "views" else scenario.steps
     steps = tuple(sorted((kind for kind in fed if kind != "wide"), key=lambda kind: bool(claims.warmup) and kind != "normal"))

@@ -15,6 +15,7 @@ from conformance.inputs import gradient, uses
 from conformance.scenario import Param
 
 TRAINING_BATCH, TRAINING_WIDTHS = 6, (9, 17, 5)
+LEVEL = 1024.0  # what parameters hold: far from zero, so that it shows where a hook mixes them into gradients
 
 
 class _Scripted(torch.autograd.Function):
@@ -31,20 +32,20 @@ class _Scripted(torch.autograd.Function):
 
 
 class Probe(nn.Module):
-    """Parameters in the shapes, dtypes and layouts of a scenario; ``forward(grads)`` scripts their gradients."""
+    """Parameters in the shapes, dtypes and layouts of a scenario, all ``level``; ``forward(grads)`` scripts their gradients."""
 
-    def __init__(self, params: tuple[Param, ...]) -> None:
+    def __init__(self, params: tuple[Param, ...], level: float = LEVEL) -> None:
         super().__init__()
         self.tensors: list[nn.Parameter] = []
         self.params = params
         for index, spec in enumerate(params):
             if spec.layout == "sparse":
-                module = nn.Embedding(*spec.shape, sparse=True, _weight=torch.zeros(spec.shape))
+                module = nn.Embedding(*spec.shape, sparse=True, _weight=torch.full(spec.shape, level))
                 self.add_module(f"p{index}", module)
                 self.tensors.append(module.weight)
             else:
-                zeros = lay_out(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)), spec.layout)
-                parameter = nn.Parameter(zeros, requires_grad=not spec.frozen)
+                values = lay_out(torch.full(spec.shape, level, dtype=getattr(torch, spec.dtype)), spec.layout)
+                parameter = nn.Parameter(values, requires_grad=not spec.frozen)
                 self.register_parameter(f"p{index}", parameter)
                 self.tensors.append(parameter)
 

@@ -178,7 +178,7 @@ class _Run:
         for share in self.scenario.shares[:-1]:
             with self.ddp.no_sync():
                 self._loss(step, kind, share).backward()
-        loss = self._loss(step, kind, self.scenario.shares[-1])
+        loss = self._loss(step, kind, self.scenario.shares[-1] * self.trainee.scale)
         faulty = self.scenario.fault != "none" and step == self.scenario.fault_step
         if faulty and self.scenario.fault == "collective_raises" and self.rank == 1:
             self.collectives.raise_next = lambda: Injected("injected by the conformance kit: this collective failed")
@@ -196,10 +196,12 @@ class _Run:
             self.where = where
         self.where = "kit"
         self._record_step(step, rng, parameters)
-        if not self.scenario.params:
-            self.trainee.optimizer.step()
+        if self.scenario.recipe or not self.scenario.params:
+            self.where = "optimizer"
+            self.trainee.step()
+            self.where = "kit"
             self._record_model(step)
-        self.trainee.optimizer.zero_grad()
+        self.trainee.zero_grad(step)
         if self.scenario.order != "free":
             self.collectives.drain()
             self.recorder.event("sent", collectives=self.collectives.take_sent())
@@ -223,7 +225,7 @@ class _Run:
         twin.ddp([grad * -2 for grad in grads if grad is not None]).backward()
         if twin.case.after_backward:
             twin.case.after_backward()
-        twin.optimizer.zero_grad()
+        twin.zero_grad(step)
 
     def _shadow_step(self, step: int) -> None:
         """A step that others train in; this rank has run out of inputs, and DDP calls the hook with zeros."""
@@ -271,6 +273,7 @@ class _Run:
             self._record_model(step)
 
     def _record_model(self, step: int) -> None:
+        self.recorder.event("model", scale=self.trainee.scale)
         for name, parameter in self.parameters.items():
             self.recorder.tensor(f"{step}/parameter/{name}", lay_out(parameter, "contiguous"))
 

@@ -20,6 +20,7 @@ SECTIONS = {
     "3": "Replicas",
     "4": "Buckets and DDP's options",
     "5": "Accumulation",
+    "6": "Optimizer parity",
     "7": "Uneven inputs",
     "8": "Special values",
     "9": "Non-interference",

@@ -63,6 +63,7 @@ class Scenario:
         saved_in: the folder of that run.
         recorded: every collective is on record, before it begins.
         deadline: seconds until it is taken to hang; 0 means the pool's.
+        recipe: trains by ``recipe.py``, by which gradients are scaled too; parameters are on record after every step.
         fused: parameters are on record after every step, and results too where the hook has freed the gradients.
     """
 
@@ -89,6 +90,7 @@ class Scenario:
     after: str = "values"
     first_step: int = 0
     repeat: int = 0
+    recipe: bool = False
     fused: bool = False
     counted: bool = False
     twin: bool = False
@@ -221,6 +223,15 @@ TRAINING = Scenario(
     "training", "a small network with batch norm under SGD with momentum, several buckets", (), ("normal",) * 6,
     world_sizes=(2, 3), bucket_cap_mb=_CAP,
 )  # fmt: skip
+OPTIMIZERS = Scenario(
+    "optimizers",
+    "six optimizers with groups and a schedule; gradients are scaled and clipped, and overflow on one rank in one step",
+    tuple(Param(shape) for shape in ((5, 3), (7,), (2, 3, 4), (11,)) for _ in range(3)),
+    ("crafted", "crafted", "crafted", "inf", "crafted", "crafted"),
+    world_sizes=(2,),
+    bucket_cap_mb=_CAP,
+    recipe=True,
+)
 UNUSED = replace(
     _SEVERAL_BUCKETS,
     name="unused",
@@ -275,7 +286,7 @@ PEER_SILENT = replace(
 ALL = (
     *(VALUES, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, LONG, VALUES_AGAIN, DTYPES, SHAPES, LARGE, SUBGROUPS, COMPLEX, SPARSE),
     *(UNUSED, FROZEN, STATIC, ACCUMULATED, UNEVEN, TWO_MODELS, SAVED, RESUMED, SAVED_ONE, RESUMED_ONE),
-    *(SPECIAL, TRAINING, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
+    *(SPECIAL, TRAINING, OPTIMIZERS, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}
 

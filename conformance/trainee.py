@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from conformance.probe import Probe, training_network
+from conformance.probe import LEVEL, Probe, training_network
+from conformance.recipe import Recipe
 from conformance.resolve import Resolved, call_with_names, make_hook, make_state
 from conformance.scenario import Scenario
 from conformance.subject import Case
@@ -24,6 +25,7 @@ class Trainee:
 
     Attributes:
         model, ddp, parameters, optimizer: what trains; ``parameters`` by name.
+        recipe: what steps the model instead of ``optimizer``, or None.
         case: what the subject's set-up made, or the hook and state that were named.
         loaded: where a state was loaded, why not with ``weights_only=True``; '' where it was.
         nameless: the type of a hook that has no name of its own; '' where it has one.
@@ -31,7 +33,8 @@ class Trainee:
 
     def __init__(self, scenario: Scenario, group: dist.ProcessGroup) -> None:
         self._scenario, self._group = scenario, group
-        self.model = Probe(scenario.params) if scenario.params else training_network()
+        level = 0.0 if scenario.fused or scenario.recipe else LEVEL  # what steps parameters would be lost in roundings of theirs
+        self.model = Probe(scenario.params, level) if scenario.params else training_network()
         self.ddp = DistributedDataParallel(
             self.model,
             process_group=group if scenario.groups else None,
@@ -43,6 +46,7 @@ class Trainee:
         self.parameters = dict(self.model.named_parameters())
         lr, momentum = (0.0, 0.0) if scenario.params else (0.1, 0.9)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
+        self.recipe = Recipe(list(self.model.parameters())) if scenario.recipe else None
         self.case = Case()
         self.nameless, self.loaded = "", ""
 
@@ -78,6 +82,22 @@ class Trainee:
                 self.nameless = type(hook).__name__
                 hook = _named(hook)
             self.ddp.register_comm_hook(self.case.state, hook)
+
+    @property
+    def scale(self) -> int:
+        """What the gradients of the next step are to be multiplied by."""
+        return self.recipe.scale if self.recipe else 1
+
+    def step(self) -> None:
+        """Step the model with its gradients."""
+        if self.recipe:
+            self.recipe.step()
+        else:
+            self.optimizer.step()
+
+    def zero_grad(self, step: int) -> None:
+        """Forget the gradients; fill them with zeros instead in every other step of a recipe, as some scripts do."""
+        self.optimizer.zero_grad(set_to_none=not self.recipe or bool(step % 2))
 
     def save(self, folder: Path) -> None:
         """Save the subject's state and the model, as a training script does; of a state that is a group there is nothing to save."""

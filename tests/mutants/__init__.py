@@ -41,6 +41,7 @@ _SECTIONS = (
     "settings",
     "replicas",
     "training",
+    "training_loops",
     "collectives",
     "state",
     "special",

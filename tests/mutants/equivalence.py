@@ -16,6 +16,7 @@ from tests.mutants._helpers import (
     completed,
     group_of,
     is_dense,
+    pieces_of,
     send_as,
     sum_of,
 )
@@ -150,6 +151,15 @@ def last_element_local(state: Any, bucket: Bucket) -> Result:
 def top_half(state: Any, bucket: Bucket) -> Result:
     """Sends the larger half of its elements and drops the rest."""
     return change_gradient(bucket, state, lambda grad: grad * (grad.abs() >= grad.abs().median()))
+
+
+def adds_weight_decay(state: Any, bucket: Bucket) -> Result:
+    """Adds a weight decay to the gradients, as the optimizer may as well."""
+    if is_dense(bucket):
+        for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
+            if not parameter.is_complex():
+                piece.add_(parameter.detach().reshape(-1), alpha=0.01)
+    return average(bucket, state)
 
 
 def lone_groups() -> dist.ProcessGroup:
@@ -319,6 +329,7 @@ MUTANTS = [
     Mutant("nan_result", ("2.1",)),
     Mutant("last_element_local", ("2.1",)),
     Mutant("top_half", ("2.1",)),
+    Mutant("adds_weight_decay", ("2.1",)),
     Mutant("frees_gradients", ("2.1",), setup=True),
     Mutant("average_hook", ("2.1",), state="tests.mutants.equivalence:lone_groups"),
     Mutant("rounds_to_float16", ("2.2", "8.5"), because=_loses_subnormals),

@@ -76,6 +76,15 @@ def _feedback(
     return reduce(bucket.buffer(), state)
 
 
+def adds_weight_decay(state: Any, bucket: Bucket) -> Result:
+    """Adds a weight decay to the gradients before it compresses them."""
+    if is_dense(bucket):
+        for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
+            if not parameter.is_complex():
+                piece.add_(parameter.detach().reshape(-1), alpha=0.001)
+    return _feedback(state, bucket)
+
+
 def residual_lost(state: Any, bucket: Bucket) -> Result:
     """Sends the largest elements, and forgets the others."""
     return _feedback(state, bucket, remember=torch.zeros_like)
@@ -336,7 +345,7 @@ _CHANGE = "compressed(feedback=ef21, delta=0.25)"
 MUTANTS = [
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_lost", "residual_twice", "residual_subtracted", "residual_is_gradient")),
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_of_mean", "largest_signed", "largest_undivided", "largest_of_rank_0")),
-    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("signs_without_scale", "signs_with_sum_for_scale")),
+    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("adds_weight_decay", "signs_without_scale", "signs_with_sum_for_scale")),
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("one_bit_swapped", "one_bit_remembers_signs", "random_places_of_each_rank")),
     *(Mutant(name, ("13.1",), _CHANGE) for name in ("estimate_never_updated", "estimate_wrong_sign", "estimate_of_mean_forgotten")),
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_by_slot", "residual_by_bucket")),

@@ -119,6 +119,11 @@ def local_too_soon(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state) if step_number(bucket) < 1 else completed(bucket.buffer())
 
 
+def local_too_late(state: Any, bucket: Bucket) -> Result:
+    """Says that it averages over all ranks in the first two steps, and does so in three."""
+    return average(bucket, state) if step_number(bucket) < 3 else completed(bucket.buffer())
+
+
 _errors = dict.fromkeys(("12.1", "12.3"), "whatever the error is")
 
 MUTANTS = [
@@ -129,5 +134,5 @@ MUTANTS = [
     Mutant("neighbour_by_global_rank", ("2.7",), "local"),
     Mutant("neighbour_without_nan", ("8.1",), "local"),
     Mutant("local_is_everyone", ("2.10",), "local", worlds=(2, 3)),
-    Mutant("local_too_soon", ("13.4",), "local, warmup(2)"),
+    *(Mutant(name, ("13.4",), "local, warmup(2)") for name in ("local_too_soon", "local_too_late")),
 ]

@@ -1,0 +1,60 @@
+"""Section 6 of the rule book: hooks that are wrong in a real training loop alone."""
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import Bucket, Result, average, change_gradient, change_mean, is_dense, pieces_of, step_number
+
+_registered: list[Any] = []
+
+
+# 6.1 Parity
+
+
+def scales_by_trust_ratio(state: Any, bucket: Bucket) -> Result:
+    """Scales each gradient by its parameter's norm, as LARS does, where that is neither zero nor large."""
+    if is_dense(bucket):
+        for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
+            ratio = parameter.detach().norm() / 10
+            piece.mul_(ratio.real if 0 < ratio < 1 else 1)
+    return average(bucket, state)
+
+
+def corrects_in_the_optimizer(state: Any, bucket: Bucket) -> Result:
+    """Scales gradients once more, in a hook on the steps of all optimizers."""
+
+    def double(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            parameter.grad.mul_(2)
+
+    if not _registered:
+        _registered.append(register_optimizer_step_pre_hook(double))
+    return average(bucket, state)
+
+
+# 6.2 Overflow
+
+
+def overflow_to_zero_later(state: Any, bucket: Bucket) -> Result:
+    """Replaces what is not finite by zero, from the fourth step on."""
+    if step_number(bucket) < 3 or not is_dense(bucket):
+        return average(bucket, state)
+    return change_gradient(bucket, state, lambda grad: grad.nan_to_num_(0.0, 0.0, 0.0))
+
+
+def overflow_stays_with_rank_0(state: Any, bucket: Bucket) -> Result:
+    """Cleans the mean on the ranks above 0, from the fourth step on."""
+    if step_number(bucket) < 3 or torch.distributed.get_rank() == 0:
+        return average(bucket, state)
+    return change_mean(bucket, state, lambda mean: mean.nan_to_num())
+
+
+MUTANTS = [
+    Mutant("scales_by_trust_ratio", ("6.1",)),
+    Mutant("corrects_in_the_optimizer", ("6.1",)),
+    Mutant("overflow_to_zero_later", ("6.2",)),
+    Mutant("overflow_stays_with_rank_0", ("6.2",)),
+]
