@@ -2,6 +2,7 @@
 
     exact                         the mean over the group, in the bucket's dtype (the default)
     rounded(float16)              the mean of the values rounded to that dtype
+    rounded(float16, ratio=0.5)   and what a rank sends is at most that share of the gradients' bytes
     sum                           the sum over the group, not the mean
     world_only                    it takes no process group and always uses WORLD
     compressed                    a lossy mean: what a step leaves out is added to later ones (error feedback)
@@ -76,7 +77,8 @@ class Claims:
         delta = "" if self.delta == Claims.delta else f"delta={self.delta:g}"
         ratio = "" if self.ratio is None else f"ratio={self.ratio:g}"
         compressed = {FEEDBACK: "", DIFFERENCE: "feedback=ef21", CONTRACTION: "feedback=False"}
-        parts = [f"rounded({self.rounded})" if self.rounded else "", "sum" if self.sum else ""]
+        rounded = ", ".join(filter(None, (self.rounded, ratio)))
+        parts = [f"rounded({rounded})" if self.rounded else "", "sum" if self.sum else ""]
         if self.lossy in compressed:
             inside = ", ".join(filter(None, (compressed[self.lossy], delta, ratio)))
             parts.append(f"compressed({inside})" if inside else "compressed")
@@ -141,9 +143,10 @@ def _read_ratio(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_rounded(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    ratio = _read_ratio(name, options)
     if len(args) != 1 or args[0] not in ROUNDED_DTYPES or options:
-        raise UsageError("--claims: rounded takes one dtype: rounded(float16) or rounded(bfloat16)")
-    return {"rounded": args[0]}
+        raise UsageError("--claims: rounded takes one dtype, and ratio= if it likes: rounded(float16), rounded(bfloat16, ratio=0.5)")
+    return {"rounded": args[0], **ratio}
 
 
 def _read_compressed(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ Who watches whom. The controller watches the host and the lanes by their connect
 how a lane ended; a lane watches its ranks (``supervise.py``). When the controller hangs up, lanes
 kill their ranks and end, then the host removes the folder and ends.
 
-The controller speaks to the host in packets (each asks for a lane, and brings its connection), and
+The controller speaks to the host in packets (each asks for a lane, and brings its connection, or for a sign of life), and
 to a lane in JSON lines; records go through files.
 """
 
@@ -61,7 +61,11 @@ def serve_host(control: socket.socket, base: Path) -> None:
                 packet, fds, _, _ = socket.recv_fds(control, 4096, 1)
                 if not packet:
                     raise ConnectionError
-                number = json.loads(packet)["lane"]
+                asked = json.loads(packet)
+                if "ping" in asked:
+                    _say(control, {"pong": asked["ping"]})
+                    continue
+                number = asked["lane"]
                 pid = _fork_lane(fds[0], control, list(lanes))
                 lanes[os.pidfd_open(pid)] = number, pid
                 os.close(fds[0])

@@ -335,17 +335,28 @@ class _Judge:
         return weights
 
     def size(self, steps: range) -> None:
-        """What can be said of a few steps: results are there, finite, and no larger than compression explains."""
+        """What can be said of a few steps: results are there, finite, and no larger than compression explains.
+
+        An element may get the norm of its whole bucket, where that is the scale.
+        """
         for rank, index, where in self.each():
             got = self.got(rank, index, steps)
             if got is None:
                 return
-            size, fed = float(got.sum(0).norm()), self.fed_norm(rank, steps, [index]) * math.sqrt(len(steps))
+            fed = sum(self.fed_norm(rank, [step], self.beside(rank, step, index)) for step in steps)
+            size = float(got.sum(0).norm())
             numel = got.size(1)
             bound = max(2.0, math.sqrt(numel)) * fed
             if not self.found.require(size <= bound, f"results of a norm of at most {bound:.3g}", f"{where}: {size:.3g}"):
                 return
             self.found.checked(numel)
+
+    def beside(self, rank: int, step: int, index: int) -> list[int]:
+        """Return the parameters of the bucket that held one."""
+        name, indices = self.run.parameter_name(index), range(len(self.run.scenario.params))
+        calls = (set(call["parameters"]) for call in self.run.ranks[rank].all("call", step=step))
+        names = next((names for names in calls if name in names), {name})
+        return [other for other in indices if self.run.parameter_name(other) in names]
 
     def each(self) -> Iterator[tuple[int, int, str]]:
         for rank, index in product(range(self.run.world), range(len(self.run.scenario.params))):

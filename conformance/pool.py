@@ -84,7 +84,8 @@ class Pool:
         self._ended: dict[int, int] = {}
         self._all: list[_Lane] = []
         self._free: queue.LifoQueue[_Lane] = queue.LifoQueue()
-        self._numbers, self._runs = itertools.count(), itertools.count(1)
+        self._numbers, self._runs, self._pings = itertools.count(), itertools.count(1), itertools.count(1)
+        self._pong = 0
         self._lock = threading.RLock()  # over the host and what it says
         self._closed = False
 
@@ -179,7 +180,7 @@ class Pool:
             answer = lane.ask({**command, "cwd": os.getcwd(), "deadline": deadline}, deadline + PATIENCE)
             if answer is None:
                 raise HostDied(self._how_it_ended(lane))
-            if self._host is None or self._host.poll() is not None:
+            if not self._host_lives():
                 raise HostDied(f"{self._how_the_host_ended()}, above the one that forked them")
             return answer
         except HostDied:
@@ -187,6 +188,14 @@ class Pool:
             raise
         finally:
             self._free.put(lane)
+
+    def _host_lives(self) -> bool:
+        """Whether the host answers. One that was killed does not, though it may be a moment in ending."""
+        with self._lock, contextlib.suppress(OSError):
+            number = next(self._pings)
+            self._control.send(json.dumps({"ping": number}).encode())
+            return self._listen(lambda: self._pong >= number, PATIENCE)
+        return False
 
     def _start_host(self) -> None:
         if self._base == Path():
@@ -242,6 +251,8 @@ class Pool:
             said = json.loads(packet)
             if "greeting" in said:
                 self._greeting = said["greeting"]
+            elif "pong" in said:
+                self._pong = said["pong"]
             else:
                 (self._ended if "ended" in said else self._pids)[said["lane"]] = said.get("ended", said.get("pid"))
         return True

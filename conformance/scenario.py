@@ -197,6 +197,14 @@ SHAPES = Scenario(
     world_sizes=(2, 3, 4),
     bucket_cap_mb=_CAP,
 )
+SIZES = Scenario(
+    "sizes",
+    "buckets of every size from 1 to 33 elements",
+    tuple(Param((size,)) for size in range(1, 34)),
+    ("crafted",) * 2,
+    world_sizes=(2,),
+    bucket_cap_mb=1 / 2**20,
+)
 LARGE = Scenario("large", "one parameter of more than a million elements", (Param((1_048_583,)),), ("crafted",), world_sizes=(2,))
 SUBGROUPS = Scenario(
     "subgroups",
@@ -230,6 +238,7 @@ OPTIMIZERS = Scenario(
     ("crafted", "crafted", "crafted", "inf", "crafted", "crafted"),
     world_sizes=(2,),
     bucket_cap_mb=_CAP,
+    view=True,
     recipe=True,
 )
 UNUSED = replace(
@@ -250,6 +259,14 @@ STATIC = replace(
 )
 ACCUMULATED = replace(
     _SEVERAL_BUCKETS, name="accumulated", what="three micro-batches a step, the first two under no_sync", shares=(2, -3, 2)
+)
+COMBINED = replace(
+    UNUSED,
+    name="combined",
+    what="gradients are views, micro-batches accumulate, and some ranks leave some parameters out",
+    view=True,
+    shares=(2, -3, 2),
+    after="accumulated",
 )
 UNEVEN = replace(
     _SEVERAL_BUCKETS,
@@ -284,8 +301,8 @@ PEER_SILENT = replace(
 
 # In the order in which they run: the plainest first, since a hook that breaks it is judged no further.
 ALL = (
-    *(VALUES, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, LONG, VALUES_AGAIN, DTYPES, SHAPES, LARGE, SUBGROUPS, COMPLEX, SPARSE),
-    *(UNUSED, FROZEN, STATIC, ACCUMULATED, UNEVEN, TWO_MODELS, SAVED, RESUMED, SAVED_ONE, RESUMED_ONE),
+    *(VALUES, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, LONG, VALUES_AGAIN, DTYPES, SHAPES, SIZES, LARGE, SUBGROUPS, COMPLEX, SPARSE),
+    *(UNUSED, FROZEN, STATIC, ACCUMULATED, COMBINED, UNEVEN, TWO_MODELS, SAVED, RESUMED, SAVED_ONE, RESUMED_ONE),
     *(SPECIAL, TRAINING, OPTIMIZERS, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}

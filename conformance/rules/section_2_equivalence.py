@@ -7,7 +7,7 @@ from conformance.claims import LOCAL, Claims
 from conformance.diagnosis import diagnose, norm_ratios
 from conformance.rulebook import rule
 from conformance.run import Run
-from conformance.scenario import AS_IS, COMPLEX, DTYPES, LARGE, SHAPES, SPARSE, SUBGROUPS, VALUES
+from conformance.scenario import AS_IS, COMPLEX, DTYPES, LARGE, SHAPES, SIZES, SPARSE, SUBGROUPS, VALUES
 from conformance.verdict import Found
 
 DOC = "torch documentation, DDP Communication Hooks"
@@ -136,15 +136,15 @@ def dtypes(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "2.5",
     "every shape and layout of parameter is right",
-    on=(SHAPES, LARGE),
-    owns=(SHAPES, LARGE),
+    on=(SHAPES, SIZES, LARGE),
+    owns=(SHAPES, SIZES, LARGE),
     needs=("2.1", "1.8", "2.4"),
     source="pytorch#58467, pytorch#70222, torch-xpu-ops#3020",
     remedy="views by shape instead of by the parameter's strides, chunking with a dropped tail, special cases for small numel",
 )
 def shapes(run: Run, claims: Claims, found: Found) -> None:
     """Parameters that are 0-d, of one element, empty, prime, channels_last, transposed, larger than a bucket or of
-    millions of elements get the mean."""
+    millions of elements get the mean, and so do buckets of every size from 1 to 33 elements."""
     require_steps(run, claims, found, run.steps("crafted"))
 
 

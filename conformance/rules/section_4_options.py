@@ -4,7 +4,7 @@ from conformance.claims import Claims
 from conformance.rulebook import rule
 from conformance.rules.section_2_equivalence import require_steps
 from conformance.run import Run
-from conformance.scenario import FROZEN, STATIC, UNUSED
+from conformance.scenario import COMBINED, FROZEN, STATIC, UNUSED
 from conformance.verdict import Found
 
 
@@ -60,4 +60,21 @@ def frozen(run: Run, claims: Claims, found: Found) -> None:
 )
 def static_graph(run: Run, claims: Claims, found: Found) -> None:
     """With static_graph=True, where the first step's buckets come after the whole backward, the result is the same."""
+    require_steps(run, claims, found, run.steps("crafted"))
+
+
+@rule(
+    "4.4",
+    "options of DDP together",
+    on=(COMBINED,),
+    owns=(COMBINED,),
+    may_refuse=True,
+    needs=("1.10", "4.1", "5.1"),
+    since="1.3",
+    source="fairscale#400, fairscale#586, fairscale#242: right one by one, and wrong together",
+    remedy="p.grad of a parameter that this rank has not used, which is None under gradient_as_bucket_view too",
+)
+def together(run: Run, claims: Claims, found: Found) -> None:
+    """With gradient_as_bucket_view=True, find_unused_parameters=True and micro-batches under no_sync at once, the result is
+    what it is with each of them alone. Or the subject refuses such a model, with an error on every rank."""
     require_steps(run, claims, found, run.steps("crafted"))

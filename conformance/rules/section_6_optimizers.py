@@ -70,7 +70,7 @@ def _require_steps(run: Run, claims: Claims, found: Found, overflow: bool) -> No
     "models train as under vanilla DDP",
     on=(OPTIMIZERS,),
     owns=(OPTIMIZERS,),
-    needs=("2.1", "8.2"),
+    needs=("2.1", "1.8", "8.2"),
     since="1.3",
     source="torch documentation, torch.optim, torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler",
     remedy="what is registered on the optimizer or on torch.optim.Optimizer; a result that changes after backward",

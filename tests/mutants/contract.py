@@ -325,6 +325,29 @@ def reversed_order_on_rank_1(state: Any, bucket: Bucket) -> Result:
     return future
 
 
+_scale: list[float] = [1.0]
+_pending: list[tuple[Result, Result]] = []
+
+
+def scale_of_last_bucket(state: Any, bucket: Bucket) -> Result:
+    """Scales each bucket by a power of two, keeps by which in one place for all, and scales back when the last one is there."""
+    _scale[0] = 2.0 ** (bucket.index() + 1)
+    result = torch.futures.Future()
+    _pending.append((average_of(bucket.buffer().mul_(_scale[0]), state), result))
+    if bucket.is_last():
+        for mean, one in _pending:
+            mean.then(functools.partial(_scale_back, one))
+        _pending.clear()
+    return result
+
+
+def _scale_back(result: Result, mean: Result) -> None:
+    try:
+        result.set_result(mean.value().div_(_scale[0]))
+    except RuntimeError as error:
+        result.set_exception(error)
+
+
 # 1.9 Registered everywhere
 
 
@@ -336,6 +359,12 @@ def registers_on_rank_0(model: Any, process_group: Any, rank: int) -> None:
 
 def registers_nothing(model: Any) -> None:
     """A set-up that forgets to register its hook."""
+
+
+def registers_and_returns(model: Any, process_group: Any) -> tuple[Any, Any]:
+    """A set-up that registers its hook, and returns it to be registered once more."""
+    model.register_comm_hook(process_group, average_hook)
+    return process_group, average_hook
 
 
 # 1.10 The bucket, not p.grad
@@ -387,6 +416,7 @@ MUTANTS = [
     Mutant("wrong_return_annotation", ("1.1",)),
     Mutant("bare_return_annotation", ("1.1",)),
     Mutant("registers_no_callable", ("1.1",), setup=True),
+    Mutant("registers_and_returns", ("1.1",), setup=True),
     Mutant("returns_none", ("1.2",)),
     Mutant("returns_tensor", ("1.2",)),
     Mutant("returns_work", ("1.2",)),
@@ -427,6 +457,7 @@ MUTANTS = [
     Mutant("counts_calls", ("1.8",)),
     Mutant("scratch_by_index", ("1.8",)),
     Mutant("reversed_order_on_rank_1", ("1.8",)),
+    Mutant("scale_of_last_bucket", ("1.8",)),
     Mutant("registers_on_rank_0", ("1.9",), setup=True),
     Mutant("registers_nothing", ("1.9",), setup=True),
     Mutant("divides_p_grad_too", ("1.10",)),

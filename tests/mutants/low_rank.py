@@ -38,6 +38,9 @@ def _low_rank(
     share: bool = True,
     vectors: Compress | None = None,
     flip: Callable[[int, int], bool] | None = None,
+    wide: Callable[[torch.dtype], torch.dtype] = lambda dtype: torch.promote_types(dtype, torch.float32),
+    orthogonal: Compress = lambda matrix: torch.linalg.qr(matrix).Q,
+    compressed: Callable[[int, int], bool] = lambda n, m: 4 * (n + m) < n * m,
 ) -> Result:
     """Send two factors of rank 4 of each matrix, from the third step on, and vectors as they are: right by default."""
     step = step_number(bucket) if step is None else step
@@ -47,19 +50,19 @@ def _low_rank(
     for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
         n = parameter.size(0) if parameter.dim() > 1 and piece.numel() else 1
         m = piece.numel() // n
-        if parameter.is_complex() or 4 * (n + m) >= n * m:
+        if parameter.is_complex() or not compressed(n, m):
             if vectors is None:
                 average_of(piece, state).wait()
             else:
                 piece.copy_(vectors(piece))
             continue
-        wide = torch.promote_types(piece.dtype, torch.float32)
-        matrix = piece.view(n, m).to(wide) + kept.get(parameter, 0)
+        dtype = wide(piece.dtype)
+        matrix = piece.view(n, m).to(dtype) + kept.get(parameter, 0)
         q = kept[parameter, "q"] if (parameter, "q") in kept else torch.randn(m, 4, generator=seeded(n, m))
-        p = matrix @ torch.linalg.qr(q.to(wide)).Q
+        p = matrix @ orthogonal(q.to(dtype))
         if share:
             average_of(p, state).wait()
-        p = torch.linalg.qr(p).Q
+        p = orthogonal(p)
         q = (matrix.t() @ p).div_(group.size() if divide else 1)
         sum_of(q, state).wait()
         result = p @ q.t()
@@ -98,6 +101,25 @@ def result_transposed(state: Any, bucket: Bucket) -> Result:
 def tall_result_transposed(state: Any, bucket: Bucket) -> Result:
     """Turns matrices that are taller than wide, and does not turn their result back."""
     return _low_rank(state, bucket, flip=lambda n, m: n > m)
+
+
+def orthogonal_in_half(state: Any, bucket: Bucket) -> Result:
+    """Makes its factors orthogonal in the bucket's own dtype: there is no such operation in half precision."""
+    return _low_rank(state, bucket, wide=lambda dtype: dtype)
+
+
+def _gram_schmidt(matrix: torch.Tensor) -> torch.Tensor:
+    """Make the columns orthogonal, of which there must not be more than rows."""
+    columns: list[torch.Tensor] = []
+    for column in matrix.t():
+        rest = column - sum(((other @ column) * other for other in columns), torch.zeros_like(column))
+        columns.append(rest / rest.norm())
+    return torch.stack(columns, dim=1)
+
+
+def more_columns_than_rows(state: Any, bucket: Bucket) -> Result:
+    """Takes factors of rank 4 of matrices of two rows as well: the third column is what rounding has left, made one long."""
+    return _low_rank(state, bucket, orthogonal=_gram_schmidt, compressed=lambda n, m: n > 1 and m > 4)
 
 
 def projects_by_rank(state: Any, bucket: Bucket) -> Result:
@@ -156,7 +178,8 @@ _comes_out = {"13.1": "what it holds back in the warm-up comes out later"}
 
 MUTANTS = [
     *(Mutant(name, ("13.1",), _LOW_RANK) for name in ("second_factor_undivided", "first_factor_unshared", "low_rank_error_lost")),
-    *(Mutant(name, ("13.1",), _LOW_RANK) for name in ("vectors_stay_local", "result_transposed")),
+    *(Mutant(name, ("13.1",), _LOW_RANK) for name in ("vectors_stay_local", "result_transposed", "more_columns_than_rows")),
+    Mutant("orthogonal_in_half", ("2.4",), _LOW_RANK),
     Mutant("projects_by_rank", ("13.1",), _FEEDBACK),
     Mutant("same_projection", ("13.1",), _FEEDBACK),
     Mutant("tall_result_transposed", ("2.5",), _LOW_RANK),

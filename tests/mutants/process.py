@@ -42,6 +42,13 @@ def asks_none_for_its_size(state: Any, bucket: Bucket) -> Result:
     return sum_of(buffer, state)
 
 
+def groups_of_gpus(state: Any, bucket: Bucket) -> Result:
+    """Makes groups of as many ranks as this machine has GPUs, of which there is none."""
+    gpus = torch.cuda.device_count()
+    groups = [dist.new_group(list(range(first, first + gpus))) for first in range(0, dist.get_world_size(), gpus)]
+    return average(bucket, groups[dist.get_rank() // gpus])
+
+
 def raises_in_callback(state: Any, bucket: Bucket) -> Result:
     """Raises in its callback."""
 
@@ -287,5 +294,6 @@ MUTANTS = [
     *(Mutant(name, ("1.5",)) for name in ("broadcasts_on_rank_1", "longer_on_rank_1", "wider_on_rank_1")),
     *(Mutant(name, ("1.5",)) for name in ("segfaults", "aborts_at_call_2", "exits_0", "exits_86", "exits_0_on_rank_1")),
     *(Mutant(name, ("1.5",)) for name in ("kills_itself", "kills_parent", "kills_grandparent", "destroys_group", "closes_files")),
+    Mutant("groups_of_gpus", ("1.5",)),
     Mutant("prints_a_gigabyte", ("9.7",)),
 ]

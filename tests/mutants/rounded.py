@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, average_of, change_gradient, change_mean, is_dense, sum_of
+from tests.mutants._helpers import Bucket, Result, average, average_of, change_gradient, change_mean, group_of, is_dense, sum_of
 
 
 def half_undivided(state: Any, bucket: Bucket) -> Result:
@@ -32,11 +32,17 @@ def mean_through_half(state: Any, bucket: Bucket) -> Result:
     return change_mean(bucket, state, lambda mean: mean.half().to(mean.dtype))
 
 
+def sends_what_it_was(state: Any, bucket: Bucket) -> Result:
+    """Rounds to float16, and sends that in the bucket's own dtype."""
+    return change_gradient(bucket, state, lambda grad: grad.div_(group_of(state).size()).half().to(grad.dtype).mul_(group_of(state).size()))
+
+
 _FLOAT16 = "rounded(float16)"
 
 MUTANTS = [
     Mutant("half_undivided", ("2.1",), _FLOAT16),
     Mutant("half_of_a_half", ("2.2",), _FLOAT16),
     Mutant("half_scaled_up", ("2.3",), _FLOAT16),
+    Mutant("sends_what_it_was", ("13.7",), "rounded(float16, ratio=0.5)"),
     Mutant("mean_through_half", ("2.2", "8.5"), because={"8.5": "the rounding loses subnormals"}),
 ]

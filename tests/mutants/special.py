@@ -81,6 +81,21 @@ def zeros_become_ones(state: Any, bucket: Bucket) -> Result:
 # 8.4 Control flow
 
 
+def gathers_what_is_there(state: Any, bucket: Bucket) -> Result:
+    """Gathers the elements that are not zero, as many as this rank happens to have."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    buffer, group = bucket.buffer(), group_of(state)
+    there = buffer.nonzero().squeeze(1)
+    places, values = ([torch.empty_like(mine) for _ in range(group.size())] for mine in (there, buffer))
+    dist.all_gather(places, there, group=group)
+    dist.all_gather([value[: len(there)] for value in values], buffer[there], group=group)
+    total = torch.zeros_like(buffer)
+    for place, value in zip(places, values, strict=True):
+        total.index_add_(0, place, value[: len(place)])
+    return completed(total.div_(group.size()))
+
+
 def skips_zeros(state: Any, bucket: Bucket) -> Result:
     """Takes no part in the collective when its own gradient is all zero."""
     if is_dense(bucket) and not bucket.buffer().any():
@@ -148,6 +163,7 @@ MUTANTS = [
     Mutant("normalises", ("8.3",)),
     Mutant("zeros_become_ones", ("8.3",)),
     Mutant("skips_zeros", ("8.4",), hangs=True, because=ZEROS),
+    Mutant("gathers_what_is_there", ("8.4",), hangs=True, because={**ZEROS, "3.2": "a unit that is never active has zeros"}),
     Mutant("reports_nan_alone", ("8.4",)),
     Mutant("raises_on_nan", ("8.4",)),
     Mutant("remembers_nan", ("8.4",)),

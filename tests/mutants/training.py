@@ -154,12 +154,22 @@ def keeps_p_grad(state: Any, bucket: Bucket) -> Result:
 _seen: dict[int, torch.Tensor] = {}
 _NO_GRADIENT = "a rank without an input has no .grad either"
 
+# 4.4 Options together
+
+
+def zeros_where_unused_in_views(state: Any, bucket: Bucket) -> Result:
+    """Where gradients are views, gives this rank no gradient for a parameter that it has not used itself."""
+    views = any(p.grad is not None and p.grad.data_ptr() == part.data_ptr() for p, part in _parts(bucket, bucket.buffer()))
+    return zeros_where_unused(state, bucket) if views else average(bucket, state)
+
+
 MUTANTS = [
     Mutant("zeros_where_unused", ("4.1",)),
     Mutant("means_over_users", ("4.1", "7.1"), because={"7.1": _NO_GRADIENT}),
     Mutant("fills_missing_gradients", ("4.1",)),
     Mutant("hooks_every_parameter", ("4.2",), setup=True),
     Mutant("keeps_buckets_of_static_graph", ("4.3",), setup=True),
+    Mutant("zeros_where_unused_in_views", ("4.4",)),
     Mutant("last_micro_batch", ("5.1",), setup=True),
     Mutant("divides_by_backwards", ("5.1",), setup=True),
     Mutant("meets_before_each_step", ("7.1",), setup=True, hangs=True),
