@@ -75,12 +75,14 @@ def _what_is_missing(judgements: Mapping[str, Judgement], worlds: tuple[int, ...
 def _certificate(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement], header: Mapping[str, Any]) -> dict[str, Any]:
     limits = [f"{j.number} {rules[j.number].title}: {j.reason}" for j in judgements.values() if j.verdict is Verdict.NOT_APPLICABLE]
     advice = [f"{j.number} {rules[j.number].title}: {j.reason}" for j in judgements.values() if j.verdict is Verdict.FAIL]
+    notes = [note for judgement in judgements.values() for run in judgement.runs.values() for note in run.get("notes", ())]
     body = {
         "schema": SCHEMA,
         "certified": True,
         **header,
         "limits": limits,
         "advice": advice,
+        "at scale": {"simulated": True, "said": notes},
         "rules": [summary(rules[number], judgement) for number, judgement in judgements.items()],
     }
     return {**body, "digest": digest(body)}

@@ -27,6 +27,7 @@ KINDS = (
     *("crafted", "normal", "wide", "nan", "inf", "zero_one", "zero_all", "constant"),
     *("tiny", "tiny_float16", "tiny_bfloat16", "minus_zero"),
 )
+SCALES, SCALE_NUMEL = ("random", "large", "small"), 32  # kinds of :func:`at_scale`, and how many elements each has
 _TINY_EXPONENT = {"tiny": -149, "tiny_bfloat16": -133, "tiny_float16": -24}
 _MASK = (1 << 64) - 1
 SPECIAL_EVERY = 5  # every fifth element of a nan or inf step is special, so most still show the mean
@@ -49,6 +50,18 @@ def gradient(kind: str, shape: tuple[int, ...], dtype: torch.dtype, *, world: in
         parts = [_values(kind, numel, world, rank, step, 2 * param + 1000 + part) for part in (0, 1)]
         return torch.complex(*parts).to(dtype).reshape(shape)
     return _values(kind, numel, world, rank, step, param).to(dtype).reshape(shape)
+
+
+def at_scale(size: int) -> torch.Tensor:
+    """Return what many simulated ranks feed, ``[size, 3 * SCALE_NUMEL]`` in float64: the kinds of ``SCALES`` one after another.
+
+    ``random`` is uniform in -1 to 1; ``large`` 128 to 256, with one sign on all ranks for each element; ``small`` 2**-16 to
+    2**-15, likewise.
+    """
+    random, large, small = (_uniform(size * SCALE_NUMEL, (size, kind)).view(size, SCALE_NUMEL) for kind in range(len(SCALES)))
+    sign = torch.ones(SCALE_NUMEL, dtype=torch.float64)
+    sign[::2] = -1
+    return torch.cat([2 * random - 1, sign * 128 * (1 + large), sign * 2.0**-16 * (1 + small)], dim=1)
 
 
 def uses(world: int, rank: int, step: int, param: int) -> bool:

@@ -64,6 +64,8 @@ def under(scenario: Scenario, claims: Claims) -> Scenario:
     if claims.dtypes and scenario.name != "dtypes":
         params = tuple(spec for spec in scenario.params if spec.dtype in claims.dtypes)
         scenario = replace(scenario, params=params or scenario.params)
+    if scenario.simulated and (claims.lossy or claims.fused):
+        return replace(scenario, simulated=())
     if claims.fused and scenario.params:
         scenario = replace(scenario, fused=True, recipe=False, steps=tuple(kind for kind in scenario.steps if kind != "wide"))
     if not claims.lossy or not scenario.params:

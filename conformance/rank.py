@@ -16,6 +16,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance import process_state
 from conformance.collectives import CollectiveRecorder
 from conformance.errors import TargetError
+from conformance.inputs import at_scale
 from conformance.observe import Observer, digest
 from conformance.probe import lay_out, scripted_gradients, training_loss
 from conformance.record import Recorder
@@ -33,6 +35,7 @@ from conformance.resolve import is_one_object, resolve
 from conformance.run_folder import DONE, KIT_FAILED, PEER_DIED, RAISED
 from conformance.scenario import Scenario
 from conformance.schedule import Schedule
+from conformance.simulate import CannotSimulate, simulate
 from conformance.subject import SubjectSpec
 from conformance.trainee import Trainee
 from conformance.uneven import train_unevenly
@@ -119,11 +122,32 @@ class _Run:
         steps = list(enumerate(self.scenario.steps[: self.scenario.inputs_of(self.rank, self.world)]))
         if self.scenario.saved_in:
             steps = steps[self.scenario.saves_at :]
-        if self.scenario.uneven:
+        if self.scenario.simulated:
+            self._simulate()
+        elif self.scenario.uneven:
             train_unevenly(self.ddp, self.group, steps, self._step, self._shadow_step)
         else:
             all(self._step(step, kind) for step, kind in steps)
         self._finish()
+
+    def _simulate(self) -> None:
+        """Write down what rank 0 of many gets, and whether it is what the others get; or why there is no telling."""
+        self.where = "simulation"
+        try:
+            if self.spec is None or self.spec.setup:
+                raise CannotSimulate("a set-up has to do with one model, which each simulated rank would need for itself")
+            resolved = resolve(self.spec)
+            for size in self.scenario.simulated:
+                results = simulate(size, partial(self.trainee.make, resolved), self._bucket, at_scale(size).float())
+                self.recorder.event("simulated", size=size, alike=bool((results == results[0]).all()))
+                self.recorder.tensor(f"at scale/{size}", results[0])
+        except Exception as error:
+            said = str(error) if isinstance(error, CannotSimulate) else f"{type(error).__name__}: {error}"
+            self.recorder.event("not simulated", why=said[:500])
+        self.where = "kit"
+
+    def _bucket(self) -> dist.GradBucket:
+        return self.ddp.reducer._get_zeros_like_grad_buckets()[0]
 
     def _register(self) -> None:
         """Load the subject and register it, with an observer in between unless it is to run as it is."""

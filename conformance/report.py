@@ -57,6 +57,8 @@ def conclusion_lines(session: Session, conclusion: Conclusion) -> list[str]:
     limits = [j for j in session.judgements.values() if j.verdict is Verdict.NOT_APPLICABLE]
     lines += [f"advice  {j.number} {session.rules[j.number].title}: {j.reason}" for j in advice]
     lines += [f"limit   {j.number} {session.rules[j.number].title}: {j.reason}" for j in limits]
+    notes = [note for j in session.judgements.values() for run in j.runs.values() for note in run.get("notes", ())]
+    lines += [f"at scale, simulated: {note}" for note in notes]
     lines += session.notes
     if conclusion.certificate:
         torch = header["profile"]["torch"]

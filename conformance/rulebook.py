@@ -28,6 +28,7 @@ SECTIONS = {
     "11": "State",
     "12": "Failure",
     "13": "Lossy, local and fused claims",
+    "20": "At scale, simulated",
 }
 GOLDEN = Path(__file__).parent / "golden.txt"
 

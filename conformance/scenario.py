@@ -6,6 +6,8 @@ Each scenario of a plan runs once per world size, and many rules read its record
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from conformance.inputs import SCALE_NUMEL
+
 
 @dataclass(frozen=True)
 class Param:
@@ -63,6 +65,7 @@ class Scenario:
         saved_in: the folder of that run.
         recorded: every collective is on record, before it begins.
         deadline: seconds until it is taken to hang; 0 means the pool's.
+        simulated: numbers of ranks that are simulated in one process, see ``simulate.py``; nothing else is run then.
         recipe: trains by ``recipe.py``, by which gradients are scaled too; parameters are on record after every step.
         fused: parameters are on record after every step, and results too where the hook has freed the gradients.
     """
@@ -90,6 +93,7 @@ class Scenario:
     after: str = "values"
     first_step: int = 0
     repeat: int = 0
+    simulated: tuple[int, ...] = ()
     recipe: bool = False
     fused: bool = False
     counted: bool = False
@@ -118,6 +122,8 @@ class Scenario:
 
         A scenario meant for sizes that the profile lacks runs at the smallest size above 1.
         """
+        if self.simulated:
+            return (1,)
         if self.groups:
             return (sum(map(len, self.groups)),) if max(worlds) > 1 else ()
         wanted = tuple(w for w in worlds if not self.world_sizes or w in self.world_sizes)
@@ -128,9 +134,8 @@ def scenario_from_json(data: dict[str, Any]) -> Scenario:
     """Rebuild a scenario that travelled as JSON."""
     params = tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in data["params"])
     groups = tuple(tuple(group) for group in data["groups"])
-    return Scenario(
-        **{**data, "params": params, "groups": groups, **{name: tuple(data[name]) for name in ("steps", "world_sizes", "shares")}}
-    )
+    plain = {name: tuple(data[name]) for name in ("steps", "world_sizes", "shares", "simulated")}
+    return Scenario(**{**data, **plain, "params": params, "groups": groups})
 
 
 # 47 elements: odd, prime, divisible by no world size. All in one bucket.
@@ -241,6 +246,16 @@ OPTIMIZERS = Scenario(
     view=True,
     recipe=True,
 )
+AT_SCALE = Scenario(
+    "at_scale",
+    "8, 64 and 1024 ranks, simulated in one process",
+    (Param((3 * SCALE_NUMEL,)),),
+    (),
+    world_sizes=(1,),
+    after="ordered",
+    simulated=(2, 8, 64, 1024),
+    deadline=30.0,
+)
 UNUSED = replace(
     _SEVERAL_BUCKETS,
     name="unused",
@@ -303,7 +318,7 @@ PEER_SILENT = replace(
 ALL = (
     *(VALUES, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, LONG, VALUES_AGAIN, DTYPES, SHAPES, SIZES, LARGE, SUBGROUPS, COMPLEX, SPARSE),
     *(UNUSED, FROZEN, STATIC, ACCUMULATED, COMBINED, UNEVEN, TWO_MODELS, SAVED, RESUMED, SAVED_ONE, RESUMED_ONE),
-    *(SPECIAL, TRAINING, OPTIMIZERS, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
+    *(SPECIAL, TRAINING, OPTIMIZERS, AT_SCALE, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}
 

@@ -83,6 +83,11 @@ class Trainee:
                 hook = _named(hook)
             self.ddp.register_comm_hook(self.case.state, hook)
 
+    def make(self, resolved: Resolved, group: dist.ProcessGroup) -> tuple[Any, Any]:
+        """Return the subject's hook and state for a rank of another group, with this model."""
+        context = {**self._context(resolved), "process_group": lambda: group, "rank": group.rank, "world_size": group.size}
+        return make_hook(resolved, context, "")
+
     @property
     def scale(self) -> int:
         """What the gradients of the next step are to be multiplied by."""

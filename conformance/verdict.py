@@ -48,6 +48,11 @@ class Found:
         self.margin: float | None = None
         self.failures: list[Failure] = []
         self.not_applicable = ""
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Say something that the certificate is to hold, whatever the verdict."""
+        self.notes.append(text)
 
     def require(self, holds: bool, expected: str, actual: str, cause: str = "") -> bool:
         """Count one check; keep the failure when it does not hold. Returns ``holds``."""

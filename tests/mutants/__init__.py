@@ -52,6 +52,7 @@ _SECTIONS = (
     "low_rank",
     "quantized",
     "at_random",
+    "at_scale",
     "local",
     "optimizers",
     "process",

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from conformance.subject import Case
 from tests.mutants import Mutant
 from tests.mutants._helpers import Bucket, Result, average, change_gradient, change_mean, is_dense, pieces_of, step_number
 
@@ -35,6 +36,19 @@ def corrects_in_the_optimizer(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def counts_gradients_that_are_there(process_group: Any, model: Any) -> Case:
+    """Takes a step that finds gradients for one that accumulates, and halves them: they may be zeros of the step before."""
+    there = [False]
+
+    def look(step: int) -> None:
+        there[0] = any(parameter.grad is not None for parameter in model.parameters())
+
+    def hook(state: Any, bucket: Bucket) -> Result:
+        return change_mean(bucket, state, lambda mean: mean / 2 if there[0] else mean)
+
+    return Case(process_group, hook, look)
+
+
 # 6.2 Overflow
 
 
@@ -55,6 +69,7 @@ def overflow_stays_with_rank_0(state: Any, bucket: Bucket) -> Result:
 MUTANTS = [
     Mutant("scales_by_trust_ratio", ("6.1",)),
     Mutant("corrects_in_the_optimizer", ("6.1",)),
+    Mutant("counts_gradients_that_are_there", ("6.1",), setup=True),
     Mutant("overflow_to_zero_later", ("6.2",)),
     Mutant("overflow_stays_with_rank_0", ("6.2",)),
 ]

@@ -1,0 +1,210 @@
+"""Many ranks in one process, for what only shows at scale: their hooks are called one after another, and a collective is
+carried out when every rank has issued its own.
+
+The process group is *deferred*: it writes down what is asked of it, and completes it later. So no hook can wait, and
+callbacks run on the thread that completes. Sums are taken in pairs, in the dtype of what is summed: a tree of log2(n)
+roundings, as large groups have. Buckets are DDP's, of one real model; what differs from real ranks is that all share the
+process, so that what a hook keeps in its module is not a rank's own.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+GATHERED = 128  # ranks above which nothing is gathered
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+class CannotSimulate(Exception):
+    """The hook does something that simulated ranks cannot do; ``str(error)`` says what."""
+
+
+@dataclass
+class _Call:
+    """One collective of one rank: what it gives, and where it gets the result."""
+
+    name: str
+    op: dist.ReduceOp.RedOpType
+    given: list[torch.Tensor]
+    into: list[torch.Tensor]
+    root: int = 0
+    future: torch.futures.Future[list[torch.Tensor]] = field(default_factory=torch.futures.Future)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return self.name, self.op, self.root, [(tensor.shape, tensor.dtype) for tensor in self.given]
+
+
+class _Work(dist.Work):
+    """A collective that is not carried out before all ranks have issued it."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self._call = call
+
+    def wait(self, timeout: Any = None) -> bool:
+        if not self._call.future.done():
+            raise CannotSimulate("it waits for a collective that other ranks have not issued yet")
+        return True
+
+    def is_completed(self) -> bool:
+        return self._call.future.done()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._call.future
+
+
+class _Exchange:
+    """The collectives of all ranks, each rank's in the order in which it issued them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._issued: list[list[_Call]] = [[] for _ in range(size)]
+        self._thread = threading.get_ident()
+        self._others = False
+
+    def issue(self, rank: int, call: _Call) -> _Work:
+        self._others |= threading.get_ident() != self._thread
+        self._issued[rank].append(call)
+        return _Work(call)
+
+    def complete(self) -> None:
+        """Carry out what was issued, and what callbacks issue then.
+
+        Raises:
+            CannotSimulate: ranks have not issued the same.
+        """
+        place = 0
+        while any(len(calls) > place for calls in self._issued):
+            calls = [rank[place] for rank in self._issued if len(rank) > place]
+            if len(calls) < self.size or any(call.kind != calls[0].kind for call in calls):
+                raise CannotSimulate("simulated ranks do not issue the same collectives")
+            self._carry_out(calls)
+            place += 1
+        if self._others:
+            raise CannotSimulate("it issues collectives from a thread of its own")
+        for calls in self._issued:
+            calls.clear()
+
+    def _carry_out(self, calls: list[_Call]) -> None:
+        first = calls[0]
+        results: list[list[torch.Tensor]]
+        if first.name == "allreduce":
+            results = [[_reduced([call.given[at] for call in calls], first.op) for at in range(len(first.given))]] * len(calls)
+        elif first.name == "allgather":
+            if self.size > GATHERED:
+                raise CannotSimulate(f"it gathers, which takes {self.size} times {self.size} copies")
+            results = [[call.given[0] for call in calls]] * len(calls)
+        elif first.name == "reduce_scatter":
+            whole = [_reduced([call.given[at] for call in calls], first.op) for at in range(len(first.given))]
+            results = [[part] for part in whole]
+        else:
+            results = [calls[first.root].given] * len(calls)
+        for call, result in zip(calls, results, strict=True):
+            for into, part in zip(call.into, result, strict=True):
+                into.copy_(part)
+        for call in calls:
+            call.future.set_result(call.into)
+
+
+class DeferredGroup(dist.ProcessGroup):
+    """The process group of one simulated rank."""
+
+    def __init__(self, exchange: _Exchange, rank: int) -> None:
+        super().__init__(rank, exchange.size)
+        self._exchange, self._rank = exchange, rank
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
+        return self._issue("allreduce", tensors, tensors, opts)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
+        return self._issue("allreduce", tensors, tensors, opts)
+
+    def allgather(self, into: list[list[torch.Tensor]], given: list[torch.Tensor], opts: Any = None) -> _Work:
+        return self._issue("allgather", given, into[0])
+
+    def _allgather_base(self, into: torch.Tensor, given: torch.Tensor, opts: Any = None) -> _Work:
+        return self._issue("allgather", [given], list(into.view(self.size(), *given.shape)))
+
+    def reduce_scatter(self, into: list[torch.Tensor], given: list[list[torch.Tensor]], opts: Any = None) -> _Work:
+        return self._issue("reduce_scatter", given[0], into, opts)
+
+    def _reduce_scatter_base(self, into: torch.Tensor, given: torch.Tensor, opts: Any = None) -> _Work:
+        return self._issue("reduce_scatter", list(given.view(self.size(), *into.shape)), [into], opts)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
+        return self._issue("broadcast", tensors, tensors, root=opts.rootRank if opts else 0)
+
+    def getBackendName(self) -> str:
+        return "gloo"
+
+    def _issue(self, name: str, given: list[torch.Tensor], into: list[torch.Tensor], opts: Any = None, root: int = 0) -> _Work:
+        op = opts.reduceOp.op if opts is not None and hasattr(opts.reduceOp, "op") else dist.ReduceOp.SUM
+        return self._exchange.issue(self._rank, _Call(name, op, given, into, root))
+
+
+def simulate(
+    size: int, make: Callable[[DeferredGroup], tuple[Hook, Any]], bucket: Callable[[], dist.GradBucket], fed: torch.Tensor
+) -> torch.Tensor:
+    """Return the results ``[size, numel]`` of one call of each rank's hook.
+
+    Args:
+        size: number of ranks.
+        make: called for each rank with its group, which is the default one meanwhile; returns its hook and state.
+        bucket: makes a bucket of numel elements.
+        fed: what ranks feed, ``[size, numel]``.
+
+    Raises:
+        CannotSimulate: the hook does something that simulated ranks cannot do.
+    """
+    exchange = _Exchange(size)
+    groups = [DeferredGroup(exchange, rank) for rank in range(size)]
+    with _registered(groups):
+        futures = []
+        for group, row in zip(groups, fed, strict=True):
+            distributed_c10d._update_default_pg(group)
+            hook, state = make(group)
+            one = bucket()
+            one.buffer().copy_(row)
+            futures.append(hook(state, one))
+        exchange.complete()
+        if not all(future.done() for future in futures):
+            raise CannotSimulate("its futures do not complete when its collectives have")
+        return torch.stack([future.value() for future in futures])
+
+
+@contextmanager
+def _registered(groups: list[DeferredGroup]) -> Iterator[None]:
+    """Let torch.distributed know the groups, and put the default group back at the end."""
+    default, world = dist.group.WORLD, distributed_c10d._world
+    ranks = {rank: rank for rank in range(len(groups))}
+    for group in groups:
+        world.pg_map[group], world.pg_group_ranks[group], world.pg_names[group] = ("gloo", None), ranks, "simulated"
+    try:
+        yield
+    finally:
+        for group in groups:
+            for known in (world.pg_map, world.pg_group_ranks, world.pg_names):
+                del known[group]
+        distributed_c10d._update_default_pg(default)
+
+
+def _reduced(tensors: list[torch.Tensor], op: Any) -> torch.Tensor:
+    stack = torch.stack(tensors)
+    if op == dist.ReduceOp.MAX:
+        return stack.amax(0)
+    if op == dist.ReduceOp.MIN:
+        return stack.amin(0)
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise CannotSimulate(f"it reduces by {op}")
+    count = len(stack)
+    while len(stack) > 1:
+        half = len(stack) // 2
+        stack = torch.cat([stack[:half] + stack[half : 2 * half], stack[2 * half :]])
+    return stack[0] / count if op == dist.ReduceOp.AVG else stack[0]
