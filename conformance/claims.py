@@ -13,6 +13,8 @@
     unbiased                      a random result, of which the mean is the expectation
     local                         a weighted mean of some ranks' gradients: replicas drift apart
     warmup(k)                     exact in the first k steps; combines with the lossy ones
+    like(powerSGD_hook, matrix_approximation_rank=2)
+                                  step by step what that hook or compressor of hooks_ref gives under these options
     dtypes(float32)               it takes models whose parameters are all of these dtypes, and refuses others
     checkpointable                its state can be saved, and goes on in new processes where it was
     fused(SGD, lr=0.1, after=0)   the hook steps the parameters, as torch.optim.SGD would; not in the first ``after`` steps
@@ -29,18 +31,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.errors import UsageError
+from conformance.like import REFERENCES
 
 ROUNDED_DTYPES = ("float16", "bfloat16")
 AUTO = "auto"  # as --claims: propose some
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "NAdam", "RAdam")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64")
-LATER = ("like", "poststep", "chained")
+LATER = ("poststep", "chained")
 KNOWN = (
     "exact, rounded(float16), rounded(bfloat16), sum, world_only, compressed, compressed(feedback=ef21), "
-    "compressed(feedback=False, delta=D), unbiased, local, warmup(K), fused(OPTIMIZER, ...), dtypes(float32, ...), checkpointable"
+    "compressed(feedback=False, delta=D), unbiased, local, warmup(K), fused(OPTIMIZER, ...), like(REFERENCE, ...), "
+    "dtypes(float32, ...), checkpointable"
 )
 FEEDBACK, DIFFERENCE, CONTRACTION, UNBIASED, LOCAL = "feedback", "difference", "contraction", "unbiased", "local"
-_NAMES = ("exact", "rounded", "sum", "world_only", "compressed", "unbiased", "local", "warmup", "fused", "dtypes", "checkpointable")
+_NAMES = ("exact", "rounded", "sum", "world_only", "compressed", "unbiased", "local", "warmup", "fused", "like", "dtypes", "checkpointable")
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Claims:
         warmup: steps before the first lossy one.
         fused: the optimizer that the hook steps, as an expression ``SGD(lr=0.1)``, or ''.
         after: steps before the first that a fused hook steps its parameters in.
+        like: the reference that it gives the results of, with its options, as in ``like.subjects``; '' is none.
         dtypes: names of those that it takes; () is all.
     """
 
@@ -69,6 +74,7 @@ class Claims:
     warmup: int = 0
     fused: str = ""
     after: int = 0
+    like: str = ""
     dtypes: tuple[str, ...] = ()
     ratio: float | None = None
     checkpointable: bool = False
@@ -91,6 +97,8 @@ class Claims:
             name, _, options = self.fused.removesuffix(")").partition("(")
             inside = ", ".join(filter(None, (name, options, f"after={self.after}" if self.after else "")))
             parts.append(f"fused({inside})")
+        if self.like:
+            parts.append(f"like({self.like.replace(',', ', ')})")
         if self.dtypes:
             parts.append(f"dtypes({', '.join(self.dtypes)})")
         return ", ".join(parts + [name for name in ("world_only", "checkpointable") if getattr(self, name)])
@@ -117,6 +125,8 @@ def parse_claims(text: str) -> Claims:
     lossy = found.keys() & {"compressed", "unbiased", "local"}
     if len(lossy) > 1 or (lossy and found.keys() & {"rounded", "sum"}):
         raise UsageError(f"--claims: {text!r} contradicts itself: {', '.join(sorted(lossy))} says by itself what the result is")
+    if "like" in found and not lossy:
+        raise UsageError(f"--claims: {text!r}: like says which lossy result it is; claim compressed, unbiased or local too")
     if "warmup" in found and not lossy:
         raise UsageError(f"--claims: {text!r}: warmup says when a lossy claim begins; there is none")
     return Claims(**{name: value for read in found.values() for name, value in read.items()})
@@ -181,6 +191,12 @@ def _read_fused(name: str, args: list[str], options: dict[str, Any]) -> dict[str
     return {"fused": f"{args[0].removeprefix('optim.')}({inside})", "after": after}
 
 
+def _read_like(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    if len(args) != 1 or args[0] not in REFERENCES:
+        raise UsageError(f"--claims: like takes a reference of hooks_ref, and its options: one of {', '.join(REFERENCES)}")
+    return {"like": ",".join([args[0], *(f"{key}={value!r}" for key, value in options.items())])}
+
+
 def _read_dtypes(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
     if "float32" not in args or options or not set(args) <= set(DTYPES) or len(set(args)) < len(args):
         raise UsageError(f"--claims: dtypes takes float32, and what else the hook takes of {', '.join(DTYPES[1:])}")
@@ -188,6 +204,7 @@ def _read_dtypes(name: str, args: list[str], options: dict[str, Any]) -> dict[st
 
 
 _READERS = {"rounded": _read_rounded, "compressed": _read_compressed, "warmup": _read_warmup, "fused": _read_fused, "dtypes": _read_dtypes}
+_READERS["like"] = _read_like
 _READERS |= {UNBIASED: _read_lossy, LOCAL: _read_lossy}
 
 

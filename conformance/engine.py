@@ -16,6 +16,7 @@ from conformance.breakage import Breakage, breakage, refused
 from conformance.claims import ROUNDED_DTYPES, Claims
 from conformance.errors import KitError, TargetError, UsageError
 from conformance.fingerprint import disagreement
+from conformance.like import subjects
 from conformance.lossy import under
 from conformance.oracle import compare
 from conformance.rulebook import Rule
@@ -180,12 +181,22 @@ class Engine:
             elif broken := self._breakage(run):
                 self._note_broken(rule, run, broken, judgement)
             elif rule.across:
-                usable[run.name] = run
+                usable |= {run.name: run, **(self._references(scenario, world) if rule.beside else {})}
             else:
                 self._note_found(judgement, run.name, self._ask(rule, run))
-        if rule.across and len(usable) == len(wanted):
+        if rule.across and len(usable) >= len(wanted):
             self._note_found(judgement, " and ".join(usable), self._ask(rule, usable))
         return judgement
+
+    def _references(self, scenario: Scenario, world: int) -> dict[str, Run]:
+        """Return the runs of what the subject says it is like."""
+        runs = {}
+        for number, reference in enumerate(subjects(self.claims.like)):
+            name = f"like_{number}-{scenario.name}@{world}"
+            runs[name] = self.source.run(scenario, world, reference, name)
+            if broken := breakage(runs[name]):
+                raise TargetError(f"--claims like({self.claims.like}): the reference itself does not run so: {broken.line}")
+        return runs
 
     def _wanted(self, rule: Rule) -> list[tuple[Scenario, int]]:
         pairs = [(scenario, world) for plain in rule.on for scenario in [under(plain, self.claims)] for world in scenario.fits(self.worlds)]

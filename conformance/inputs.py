@@ -23,11 +23,12 @@ from functools import lru_cache
 
 import torch
 
+from conformance.scenario import SCALE_NUMEL, SCALES
+
 KINDS = (
     *("crafted", "normal", "wide", "nan", "inf", "zero_one", "zero_all", "constant"),
     *("tiny", "tiny_float16", "tiny_bfloat16", "minus_zero"),
 )
-SCALES, SCALE_NUMEL = ("random", "large", "small"), 32  # kinds of :func:`at_scale`, and how many elements each has
 _TINY_EXPONENT = {"tiny": -149, "tiny_bfloat16": -133, "tiny_float16": -24}
 _MASK = (1 << 64) - 1
 SPECIAL_EVERY = 5  # every fifth element of a nan or inf step is special, so most still show the mean

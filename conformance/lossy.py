@@ -140,6 +140,12 @@ def require_seen(run: Run, claims: Claims, found: Found, steps: list[int]) -> No
         found.require(seen, "a result that is not finite where a gradient is not", f"rank {rank}, step {step}: all are finite")
 
 
+def whole_result(run: Run, rank: int, step: int) -> torch.Tensor | None:
+    """Return the result of all parameters in one vector, or None where one is missing."""
+    results = [run.got(rank, step, index) for index in range(len(run.scenario.params))]
+    return torch.cat([got for got in results if got is not None]) if all(got is not None for got in results) else None
+
+
 def differs(run: Run, step: int, claims: Claims) -> bool:
     """Whether any rank's result of ``step`` is further from the mean than rounding explains."""
     judge = _Judge(run, claims, Found())

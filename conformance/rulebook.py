@@ -48,6 +48,7 @@ class Rule:
         across: whether it reads all its runs at once instead of one after another.
         may_refuse: whether an exception of the hook, on every rank, is an answer too.
         claimed: the claim (an attribute of ``Claims``) without which it does not apply, and nothing is run for it; '' is none.
+        beside: whether it also reads what the references do that the claim ``like`` names, after the subject's own run.
         worlds: ``all`` of the profile, or the ``primary`` one, or the ``others``.
         source: torch documentation, paper or issue number.
         remedy: where to look when it fails.
@@ -64,6 +65,7 @@ class Rule:
     across: bool
     may_refuse: bool
     claimed: str
+    beside: bool
     worlds: str
     source: str
     remedy: str
@@ -104,6 +106,7 @@ def rule(
     across: bool = False,
     may_refuse: bool = False,
     claimed: str = "",
+    beside: bool = False,
     worlds: str = "all",
 ) -> Callable[[Callable[..., None]], Rule]:
     """Make a rule of a function and enter it in the book."""
@@ -111,7 +114,9 @@ def rule(
     def enter(check: Callable[..., None]) -> Rule:
         if number in _BOOK:
             raise ValueError(f"rule {number} is in the book twice")
-        _BOOK[number] = Rule(number, title, level, since, on, owns, needs, across, may_refuse, claimed, worlds, source, remedy, check)
+        _BOOK[number] = Rule(
+            number, title, level, since, on, owns, needs, across, may_refuse, claimed, beside, worlds, source, remedy, check
+        )
         return _BOOK[number]
 
     return enter

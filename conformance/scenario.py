@@ -6,8 +6,6 @@ Each scenario of a plan runs once per world size, and many rules read its record
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from conformance.inputs import SCALE_NUMEL
-
 
 @dataclass(frozen=True)
 class Param:
@@ -137,6 +135,8 @@ def scenario_from_json(data: dict[str, Any]) -> Scenario:
     plain = {name: tuple(data[name]) for name in ("steps", "world_sizes", "shares", "simulated")}
     return Scenario(**{**data, **plain, "params": params, "groups": groups})
 
+
+SCALES, SCALE_NUMEL = ("random", "large", "small"), 32  # kinds of gradient at scale, and how many elements each has
 
 # 47 elements: odd, prime, divisible by no world size. All in one bucket.
 _SMALL = (Param((5, 3)), Param((7,)), Param((1,)), Param((2, 3, 4)))
@@ -275,6 +275,13 @@ STATIC = replace(
 ACCUMULATED = replace(
     _SEVERAL_BUCKETS, name="accumulated", what="three micro-batches a step, the first two under no_sync", shares=(2, -3, 2)
 )
+LIKE = replace(
+    VALUES,
+    name="like",
+    what="random gradients, then the same again and again",
+    steps=("normal",) * 12 + ("constant",) * 12,
+    world_sizes=(2,),
+)
 COMBINED = replace(
     UNUSED,
     name="combined",
@@ -317,7 +324,7 @@ PEER_SILENT = replace(
 # In the order in which they run: the plainest first, since a hook that breaks it is judged no further.
 ALL = (
     *(VALUES, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, LONG, VALUES_AGAIN, DTYPES, SHAPES, SIZES, LARGE, SUBGROUPS, COMPLEX, SPARSE),
-    *(UNUSED, FROZEN, STATIC, ACCUMULATED, COMBINED, UNEVEN, TWO_MODELS, SAVED, RESUMED, SAVED_ONE, RESUMED_ONE),
+    *(UNUSED, FROZEN, STATIC, ACCUMULATED, COMBINED, UNEVEN, TWO_MODELS, LIKE, SAVED, RESUMED, SAVED_ONE, RESUMED_ONE),
     *(SPECIAL, TRAINING, OPTIMIZERS, AT_SCALE, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}

@@ -1,17 +1,18 @@
 """Section 13: what a hook must do whose result is not the mean, or is more than that."""
 
 import ast
+from itertools import combinations
 from typing import Any
 
 import torch
 
-from conformance import lossy
+from conformance import lossy, oracle
 from conformance.claims import CONTRACTION, DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims
 from conformance.probe import lay_out
 from conformance.rulebook import rule
 from conformance.rules.section_2_equivalence import require_steps
 from conformance.run import Run
-from conformance.scenario import ACCUMULATED, BUCKETS, DTYPES, ORDERED, SHAPES, SUBGROUPS, VALUES
+from conformance.scenario import ACCUMULATED, BUCKETS, DTYPES, LIKE, ORDERED, SHAPES, SUBGROUPS, VALUES
 from conformance.verdict import Found
 
 CONTRACT = ("1.1", "1.2", "1.5", "1.9")
@@ -189,6 +190,54 @@ def bytes_sent(run: Run, claims: Claims, found: Found) -> None:
             f"at most {claims.ratio:g} of {gradients} bytes",
             f"rank {rank}, step {step}: {total} bytes, {total / gradients:.3g} of them; {most}",
         )
+
+
+@rule(
+    "13.8",
+    "gives what the reference gives that it is like",
+    on=(LIKE,),
+    owns=(LIKE,),
+    claimed="like",
+    beside=True,
+    across=True,
+    needs=CONTRACT,
+    worlds="primary",
+    since="1.3",
+    source="hooks_ref, and the papers that its docstrings name",
+    remedy="another rank, ratio, block or scale than the claim says; feedback that is left out, or taken too early",
+)
+def like(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """Under ``like(reference)`` no step's result is further from the reference's than twice as far as its runs with other
+    seeds are from each other; and over all steps on new gradients, and over all on the same ones, results are as long, and
+    as far from the mean, as theirs are.
+
+    A 256th of the gradients' length is left for rounding, and a 64th for the lengths. What makes less of a difference passes,
+    such as whether PowerSGD begins with the factors of the step before.
+    """
+    subject = next(iter(runs.values()))
+    scenario = subject.scenario
+    for rank in range(subject.world):
+        lengths = {kind: torch.zeros(len(runs), 2, dtype=torch.float64) for kind in scenario.steps[claims.warmup :]}
+        for step, kind in enumerate(scenario.steps):
+            where = f"rank {rank}, step {step}"
+            results = [got for run in runs.values() if (got := lossy.whole_result(run, rank, step)) is not None]
+            if not found.require(len(results) == len(runs), "a gradient", f"{where}: a parameter has none"):
+                return
+            mean = torch.cat([oracle.mean(subject, rank, step, index) for index in range(len(scenario.params))])
+            spread = max((float((one - other).norm()) for one, other in combinations(results[1:], 2)), default=0.0)
+            bound, off = 2 * spread + float(mean.norm()) / 256, float((results[0] - results[1]).norm())
+            if not found.require(off <= bound, f"a result within {bound:.3g} of the reference's", f"{where}: {off:.3g} away"):
+                return
+            found.checked(len(mean), off / bound)
+            if step >= claims.warmup:
+                lengths[kind] += torch.tensor([(float(result.norm()), float((result - mean).norm())) for result in results])
+        for kind, both in lengths.items():
+            for what, (got, *theirs) in zip(("long", "from the mean"), both.t().tolist(), strict=True):
+                low, high = min(theirs), max(theirs)
+                slack = 2 * (high - low) + high / 64
+                expected = f"results of {kind} gradients {low:.4g} to {high:.4g} {what}, as the reference's, or {slack:.3g} more or less"
+                if not found.require(low - slack <= got <= high + slack, expected, f"rank {rank}: {got:.4g}"):
+                    return
 
 
 def _optimizer(text: str, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:

@@ -5,10 +5,10 @@ import math
 import torch
 
 from conformance.claims import Claims
-from conformance.inputs import SCALE_NUMEL, SCALES, at_scale
+from conformance.inputs import at_scale
 from conformance.rulebook import SHOULD, rule
 from conformance.run import Run
-from conformance.scenario import AT_SCALE
+from conformance.scenario import AT_SCALE, SCALE_NUMEL, SCALES
 from conformance.verdict import Found
 
 FAITHFUL = 2  # ranks; what is wrong there is right among real ranks, so that the simulation is at fault

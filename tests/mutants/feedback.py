@@ -282,6 +282,11 @@ def residual_keeps_nan(state: Any, bucket: Bucket) -> Result:
     return _feedback(state, bucket, _half, remember=torch.clone)
 
 
+def largest_in_half(state: Any, bucket: Bucket) -> Result:
+    """Says that it is like a reference that sends a quarter of the elements, and sends a half."""
+    return _feedback(state, bucket, _half)
+
+
 def largest_without_nan(state: Any, bucket: Bucket) -> Result:
     """Looks for the largest elements among those that are numbers, so that no other is ever sent."""
     return _feedback(state, bucket, lambda part: _half(part.masked_fill(part.isnan(), 0)))
@@ -359,6 +364,8 @@ MUTANTS = [
     Mutant("later_buckets_undivided", ("1.8",), _HALF),
     Mutant("random_from_global_seed", ("9.1",), _FEEDBACK),
     Mutant("sends_everything", ("13.7",), "compressed(delta=0.5, ratio=0.5)"),
+    Mutant("random_k", ("13.8",), f"{_FEEDBACK}, like(TopK, ratio=0.25)"),
+    Mutant("largest_in_half", ("13.8",), f"{_HALF}, like(TopK, ratio=0.25)"),
     Mutant("sends_places", ("13.7",), "compressed(delta=0.25, ratio=0.5)"),
     Mutant("sparse_stays_local", ("2.9",), _HALF),
     Mutant("change_is_everything", ("2.10",), _CHANGE),

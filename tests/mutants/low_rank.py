@@ -122,6 +122,11 @@ def more_columns_than_rows(state: Any, bucket: Bucket) -> Result:
     return _low_rank(state, bucket, orthogonal=_gram_schmidt, compressed=lambda n, m: n > 1 and m > 4)
 
 
+def rank_four(state: Any, bucket: Bucket) -> Result:
+    """Says that it is like a reference of rank 2, and sends factors of rank 4."""
+    return _low_rank(state, bucket)
+
+
 def projects_by_rank(state: Any, bucket: Bucket) -> Result:
     """Sends a random projection of each parameter, and every rank draws another one."""
     if not is_dense(bucket):
@@ -182,6 +187,7 @@ MUTANTS = [
     Mutant("orthogonal_in_half", ("2.4",), _LOW_RANK),
     Mutant("projects_by_rank", ("13.1",), _FEEDBACK),
     Mutant("same_projection", ("13.1",), _FEEDBACK),
+    Mutant("rank_four", ("13.8",), f"{_LOW_RANK}, like(powerSGD_hook, matrix_approximation_rank=2, start_powerSGD_iter=2)"),
     Mutant("tall_result_transposed", ("2.5",), _LOW_RANK),
     Mutant("warm_up_too_short", ("13.4", "13.1"), _LOW_RANK, because=_comes_out),
     Mutant("warm_up_too_long", ("13.4",), _LOW_RANK),

@@ -77,8 +77,10 @@ def make_torch_power_sgd(process_group: Group) -> Any:
     return _power_sgd.PowerSGDState(process_group, matrix_approximation_rank=1, start_powerSGD_iter=1000)
 
 
+_LIKE = "like(powerSGD_hook, matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1)"
+
 RIGHT = [
     Right("power_sgd", "compressed(delta=0.25, ratio=0.1)", f"{__name__}:LowRank,rank_k=4"),
-    Right("power_sgd", "compressed(ratio=0.1)", f"{__name__}:LowRank,rank_k=2"),
+    Right("power_sgd", f"compressed(ratio=0.1), {_LIKE}", f"{__name__}:LowRank,rank_k=2"),
     Right("torch_power_sgd", state=f"{__name__}:make_torch_power_sgd"),
 ]

@@ -1,0 +1,52 @@
+"""``like(reference)``: what is alike holds 13.8, torch's own among it, and what is nearly alike does not."""
+
+import pytest
+
+from conformance.errors import TargetError
+from conformance.verdict import Verdict
+from tests.cases import Case, own_judge
+
+POWER_SGD = "like(powerSGD_hook, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1)"
+TORCHS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
+SETTING = "matrix_approximation_rank=2,start_powerSGD_iter=2,min_compression_rate=1"
+
+
+def judge(hook: str, claims: str, state: str) -> Verdict:
+    return own_judge().judge(Case(hook, claims, state, worlds=(2,), rules=("13.8",)))["13.8"].verdict
+
+
+@pytest.mark.parametrize(
+    ("setting", "verdict"),
+    [
+        (SETTING, Verdict.PASS),
+        (f"{SETTING},random_seed=7", Verdict.PASS),
+        (f"{SETTING},use_error_feedback=False", Verdict.FAIL),
+        (SETTING.replace("rank=2", "rank=3"), Verdict.FAIL),
+        (SETTING.replace("iter=2", "iter=3"), Verdict.FAIL),
+    ],
+)
+def test_power_sgd_of_torch(setting: str, verdict: Verdict) -> None:
+    """In one bucket, where torch's does not hang on Gloo."""
+    assert judge(f"{TORCHS}:powerSGD_hook", f"compressed, warmup(2), {POWER_SGD}", f"{TORCHS}:PowerSGDState,{setting}") is verdict
+
+
+@pytest.mark.parametrize(
+    ("state", "claims", "verdict"),
+    [
+        ("terngrad", "unbiased, like(TernGrad)", Verdict.PASS),
+        ("terngrad", "unbiased, like(QSGD)", Verdict.FAIL),
+        ("qsgd_4_bits", "unbiased, like(QSGD, levels=7, block=16)", Verdict.PASS),
+        ("qsgd_4_bits", "unbiased, like(QSGD, levels=31, block=16)", Verdict.FAIL),
+        ("top_k", "compressed, like(TopK, ratio=0.25)", Verdict.PASS),
+        ("top_k_dgc", "compressed, like(TopK, ratio=0.25)", Verdict.FAIL),
+        ("top_k_dgc", "compressed, like(TopK, ratio=0.25, momentum=0.5)", Verdict.PASS),
+        ("scaled_sign", "compressed, like(OneBit)", Verdict.FAIL),
+    ],
+)
+def test_compressors(state: str, claims: str, verdict: Verdict) -> None:
+    assert judge("hooks_ref:compression_hook", claims, f"examples.states:{state}") is verdict
+
+
+def test_options_that_the_reference_does_not_have() -> None:
+    with pytest.raises(TargetError, match=r"like\(TopK,part=1\).*part"):
+        judge("hooks_ref:compression_hook", "compressed, like(TopK, part=1)", "examples.states:top_k")
