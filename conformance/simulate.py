@@ -129,14 +129,16 @@ class DeferredGroup(dist.ProcessGroup):
     def allgather(self, into: list[list[torch.Tensor]], given: list[torch.Tensor], opts: Any = None) -> _Work:
         return self._issue("allgather", given, into[0])
 
-    def _allgather_base(self, into: torch.Tensor, given: torch.Tensor, opts: Any = None) -> _Work:
+    def all_gather_single(self, into: torch.Tensor, given: torch.Tensor, opts: Any = None) -> _Work:
         return self._issue("allgather", [given], list(into.view(self.size(), *given.shape)))
 
     def reduce_scatter(self, into: list[torch.Tensor], given: list[list[torch.Tensor]], opts: Any = None) -> _Work:
         return self._issue("reduce_scatter", given[0], into, opts)
 
-    def _reduce_scatter_base(self, into: torch.Tensor, given: torch.Tensor, opts: Any = None) -> _Work:
+    def reduce_scatter_single(self, into: torch.Tensor, given: torch.Tensor, opts: Any = None) -> _Work:
         return self._issue("reduce_scatter", list(given.view(self.size(), *into.shape)), [into], opts)
+
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # their names before torch 2.13
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
         return self._issue("broadcast", tensors, tensors, root=opts.rootRank if opts else 0)

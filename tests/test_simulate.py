@@ -1,0 +1,124 @@
+"""The deferred process group of simulated ranks: what it carries out, and what it says it cannot."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import hooks_ref
+from conformance.simulate import CannotSimulate, DeferredGroup, simulate
+
+SIZE, NUMEL = 5, 10
+FED = torch.arange(SIZE * NUMEL, dtype=torch.float32).view(SIZE, NUMEL)
+MEAN = FED.mean(0)
+Result = torch.futures.Future[torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Callable[[], dist.GradBucket]]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(torch.nn.Linear(NUMEL, 1, bias=False))
+    yield lambda: model.reducer._get_zeros_like_grad_buckets()[0]
+    dist.destroy_process_group()
+
+
+def results(hook: Any, bucket: Callable[[], dist.GradBucket], state: Callable[[DeferredGroup], Any] = lambda group: group) -> torch.Tensor:
+    return simulate(SIZE, lambda group: (hook, state(group)), bucket, FED)
+
+
+def gathers(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    parts = [torch.empty(NUMEL) for _ in range(group.size())]
+    done = dist.all_gather(parts, bucket.buffer(), group=group, async_op=True).get_future()
+    return done.then(lambda fut: torch.stack(parts).mean(0))
+
+
+def gathers_into_one(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    whole = torch.empty(group.size() * NUMEL)
+    done = dist.all_gather_into_tensor(whole, bucket.buffer(), group=group, async_op=True).get_future()
+    return done.then(lambda fut: whole.view(-1, NUMEL).mean(0))
+
+
+def scatters_and_gathers(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    """Its second collective is issued by the callback of its first."""
+    part, whole, result = torch.empty(NUMEL // group.size()), torch.empty(NUMEL), torch.futures.Future()
+
+    def second(first: Any) -> None:
+        dist.all_gather_into_tensor(whole, part / group.size(), group=group, async_op=True).get_future().then(
+            lambda fut: result.set_result(whole)
+        )
+
+    dist.reduce_scatter_tensor(part, bucket.buffer(), group=group, async_op=True).get_future().then(second)
+    return result
+
+
+def reduces_to_root(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    """Sums, and takes what rank 3 has."""
+    total = bucket.buffer()
+    done = dist.all_reduce(total, group=group, async_op=True).get_future()
+    result = torch.futures.Future()
+
+    def second(first: Any) -> None:
+        mean = total / group.size() + (group.rank() != 3)
+        dist.broadcast(mean, group=group, group_src=3, async_op=True).get_future().then(lambda fut: result.set_result(mean))
+
+    done.then(second)
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # two of these names, from torch 2.13 on
+@pytest.mark.parametrize("hook", [hooks_ref.allreduce_hook, gathers, gathers_into_one, scatters_and_gathers, reduces_to_root])
+def test_collectives(hook: Any, bucket: Callable[[], dist.GradBucket]) -> None:
+    assert torch.equal(results(hook, bucket), MEAN.expand(SIZE, NUMEL))
+
+
+def test_the_default_group_is_each_ranks_own(bucket: Callable[[], dist.GradBucket]) -> None:
+    before = dist.group.WORLD
+    seen: list[tuple[int, int]] = []
+
+    def hook(state: None, bucket: dist.GradBucket) -> Result:
+        seen.append((dist.get_rank(), dist.get_world_size()))
+        return hooks_ref.allreduce_hook(dist.group.WORLD, bucket)
+
+    assert torch.equal(results(hook, bucket, lambda group: None), MEAN.expand(SIZE, NUMEL))
+    assert seen == [(rank, SIZE) for rank in range(SIZE)]
+    assert dist.group.WORLD is before
+
+
+def waits(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    dist.all_reduce(bucket.buffer(), group=group)
+    return torch.futures.Future()
+
+
+def another_size_on_rank_1(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    dist.all_reduce(torch.ones(2 + (group.rank() == 1)), group=group, async_op=True)
+    return hooks_ref.allreduce_hook(group, bucket)
+
+
+def on_a_thread(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    made: list[Result] = []
+    thread = threading.Thread(target=lambda: made.append(hooks_ref.allreduce_hook(group, bucket)))
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+def never_completes(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    return torch.futures.Future()
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        (waits, "it waits"),
+        (another_size_on_rank_1, "the same collectives"),
+        (on_a_thread, "a thread of its own"),
+        (never_completes, "not complete"),
+    ],
+)
+def test_says_what_it_cannot_simulate(hook: Any, said: str, bucket: Callable[[], dist.GradBucket]) -> None:
+    with pytest.raises(CannotSimulate, match=said):
+        results(hook, bucket)
