@@ -65,6 +65,7 @@ class Engine:
         self.worlds = tuple(sorted(worlds))
         self.control = control
         self._runs: dict[tuple[str, int], Run | str] = {}
+        self._others: dict[str, Run] = {}
         self._breakages: dict[str, Breakage | None] = {}
         self._judgements: dict[str, Judgement] = {}
         self._hangs: list[str] = []
@@ -181,21 +182,27 @@ class Engine:
             elif broken := self._breakage(run):
                 self._note_broken(rule, run, broken, judgement)
             elif rule.across:
-                usable |= {run.name: run, **(self._references(scenario, world) if rule.beside else {})}
+                usable |= {run.name: run, **self._beside(rule.beside, scenario, world)}
             else:
                 self._note_found(judgement, run.name, self._ask(rule, run))
         if rule.across and len(usable) >= len(wanted):
             self._note_found(judgement, " and ".join(usable), self._ask(rule, usable))
         return judgement
 
-    def _references(self, scenario: Scenario, world: int) -> dict[str, Run]:
-        """Return the runs of what the subject says it is like."""
+    def _beside(self, what: str, scenario: Scenario, world: int) -> dict[str, Run]:
+        """Return the runs of what a rule looks at beside the subject, each run once."""
+        named: dict[str, SubjectSpec | None] = {"vanilla": None} if what == "vanilla" else {}
+        if what == "like":
+            named = {f"like_{number}": reference for number, reference in enumerate(subjects(self.claims.like))}
+        kept = (self.control or self)._others if what == "vanilla" else self._others
         runs = {}
-        for number, reference in enumerate(subjects(self.claims.like)):
-            name = f"like_{number}-{scenario.name}@{world}"
-            runs[name] = self.source.run(scenario, world, reference, name)
-            if broken := breakage(runs[name]):
+        for prefix, subject in named.items():
+            name = f"{prefix}-{scenario.name}@{world}"
+            runs[name] = kept[name] = kept.get(name) or self.source.run(scenario, world, subject, name)
+            if (broken := breakage(runs[name])) and subject:
                 raise TargetError(f"--claims like({self.claims.like}): the reference itself does not run so: {broken.line}")
+            if broken:
+                raise KitError(f"DDP without a hook does not run {name}: {broken.line}")
         return runs
 
     def _wanted(self, rule: Rule) -> list[tuple[Scenario, int]]:

@@ -1,7 +1,7 @@
 """How training scripts step: six optimizers with groups, a schedule, clipping and a gradient scaler.
 
-Ranks train by it after backward (``trainee.py``), and rules replay it on the gradients that are right (section 6): the same
-operations in the same order on one thread, so that the same gradients give parameters of the same bits.
+Ranks train by it after backward (``trainee.py``), under the hook and under vanilla DDP (section 6): the same operations in
+the same order on one thread, so that the same gradients give parameters of the same bits.
 """
 
 from collections.abc import Callable

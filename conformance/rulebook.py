@@ -48,7 +48,8 @@ class Rule:
         across: whether it reads all its runs at once instead of one after another.
         may_refuse: whether an exception of the hook, on every rank, is an answer too.
         claimed: the claim (an attribute of ``Claims``) without which it does not apply, and nothing is run for it; '' is none.
-        beside: whether it also reads what the references do that the claim ``like`` names, after the subject's own run.
+        beside: what else is run in the same scenario, and read after the subject's own run: ``vanilla`` is DDP without a hook,
+            ``like`` are the references that the claim of that name says; '' is nothing.
         worlds: ``all`` of the profile, or the ``primary`` one, or the ``others``.
         source: torch documentation, paper or issue number.
         remedy: where to look when it fails.
@@ -65,7 +66,7 @@ class Rule:
     across: bool
     may_refuse: bool
     claimed: str
-    beside: bool
+    beside: str
     worlds: str
     source: str
     remedy: str
@@ -106,7 +107,7 @@ def rule(
     across: bool = False,
     may_refuse: bool = False,
     claimed: str = "",
-    beside: bool = False,
+    beside: str = "",
     worlds: str = "all",
 ) -> Callable[[Callable[..., None]], Rule]:
     """Make a rule of a function and enter it in the book."""

@@ -198,7 +198,7 @@ def bytes_sent(run: Run, claims: Claims, found: Found) -> None:
     on=(LIKE,),
     owns=(LIKE,),
     claimed="like",
-    beside=True,
+    beside="like",
     across=True,
     needs=CONTRACT,
     worlds="primary",
