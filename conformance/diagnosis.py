@@ -8,7 +8,6 @@ import torch
 
 from conformance.claims import Claims
 from conformance.oracle import compare, expected, mean, precision
-from conformance.probe import LEVEL
 from conformance.run import Run
 
 
@@ -126,12 +125,18 @@ def _ratio(run: Run, step: int, got: dict[tuple[int, int], torch.Tensor]) -> str
 
 def _offset(run: Run, step: int, got: dict[tuple[int, int], torch.Tensor]) -> str:
     """One difference between result and mean, when there is one: all parameters hold the same."""
-    off = torch.cat([value - mean(run, r, step, i) for (r, i), value in got.items()])
+    means = [mean(run, r, step, i) for r, i in got]
+    off, level = torch.cat([value - right for value, right in zip(got.values(), means, strict=True)]), run.scenario.level
     first = float(off[0]) if len(off) else 0.0
-    if run.scenario.fused or not first or not torch.allclose(off, torch.full_like(off, first), rtol=1e-2, atol=0.0):
+    if (
+        not level
+        or not first
+        or not any(right.any() for right in means)
+        or not torch.allclose(off, torch.full_like(off, first), rtol=1e-2, atol=0.0)
+    ):
         return ""
     return (
-        f"every element is off by {first:.4g}, {first / LEVEL:.4g} times what the parameters hold: they are mixed into the gradients, "
+        f"every element is off by {first:.4g}, {first / level:.4g} times what the parameters hold: they are mixed into the gradients, "
         "as by a weight decay"
     )
 

@@ -65,7 +65,7 @@ class Engine:
         self.worlds = tuple(sorted(worlds))
         self.control = control
         self._runs: dict[tuple[str, int], Run | str] = {}
-        self._others: dict[str, Run] = {}
+        self._others: dict[tuple[str, Scenario], Run] = {}
         self._breakages: dict[str, Breakage | None] = {}
         self._judgements: dict[str, Judgement] = {}
         self._hangs: list[str] = []
@@ -190,15 +190,19 @@ class Engine:
         return judgement
 
     def _beside(self, what: str, scenario: Scenario, world: int) -> dict[str, Run]:
-        """Return the runs of what a rule looks at beside the subject, each run once."""
-        named: dict[str, SubjectSpec | None] = {"vanilla": None} if what == "vanilla" else {}
-        if what == "like":
+        """Return the runs of what a rule looks at beside the subject, each run once; vanilla DDP is the same for all subjects."""
+        named: dict[str, SubjectSpec | None] = {}
+        if what == "vanilla" and not (self.claims.lossy or self.claims.fused or self.claims.sum):
+            named = {"vanilla": None}
+        elif what == "like":
             named = {f"like_{number}": reference for number, reference in enumerate(subjects(self.claims.like))}
-        kept = (self.control or self)._others if what == "vanilla" else self._others
+        others = (self.control or self)._others if what == "vanilla" else self._others
         runs = {}
         for prefix, subject in named.items():
             name = f"{prefix}-{scenario.name}@{world}"
-            runs[name] = kept[name] = kept.get(name) or self.source.run(scenario, world, subject, name)
+            if (name, scenario) not in others:
+                others[name, scenario] = self.source.run(scenario, world, subject, name)
+            runs[name] = others[name, scenario]
             if (broken := breakage(runs[name])) and subject:
                 raise TargetError(f"--claims like({self.claims.like}): the reference itself does not run so: {broken.line}")
             if broken:

@@ -67,7 +67,7 @@ def under(scenario: Scenario, claims: Claims) -> Scenario:
     if scenario.simulated and (claims.lossy or claims.fused):
         return replace(scenario, simulated=())
     if claims.fused and scenario.params:
-        scenario = replace(scenario, fused=True, recipe=False, steps=tuple(kind for kind in scenario.steps if kind != "wide"))
+        scenario = replace(scenario, fused=True, level=0.0, recipe=False, steps=tuple(kind for kind in scenario.steps if kind != "wide"))
     if not claims.lossy or not scenario.params:
         return scenario
     special = "inf" in scenario.steps

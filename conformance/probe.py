@@ -15,7 +15,6 @@ from conformance.inputs import gradient, uses
 from conformance.scenario import Param
 
 TRAINING_BATCH, TRAINING_WIDTHS = 6, (9, 17, 5)
-LEVEL = 1024.0  # what parameters hold: far from zero, so that it shows where a hook mixes them into gradients
 
 
 class _Scripted(torch.autograd.Function):
@@ -34,7 +33,7 @@ class _Scripted(torch.autograd.Function):
 class Probe(nn.Module):
     """Parameters in the shapes, dtypes and layouts of a scenario, all ``level``; ``forward(grads)`` scripts their gradients."""
 
-    def __init__(self, params: tuple[Param, ...], level: float = LEVEL) -> None:
+    def __init__(self, params: tuple[Param, ...], level: float) -> None:
         super().__init__()
         self.tensors: list[nn.Parameter] = []
         self.params = params

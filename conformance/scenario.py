@@ -63,6 +63,8 @@ class Scenario:
         saved_in: the folder of that run.
         recorded: every collective is on record, before it begins.
         deadline: seconds until it is taken to hang; 0 means the pool's.
+        level: what parameters hold at first: far from zero, so that it shows where a hook mixes them into gradients; zero where
+            they are stepped, since small steps would be lost in its roundings.
         simulated: numbers of ranks that are simulated in one process, see ``simulate.py``; nothing else is run then.
         recipe: trains by ``recipe.py``, by which gradients are scaled too; parameters are on record after every step.
         fused: parameters are on record after every step, and results too where the hook has freed the gradients.
@@ -91,6 +93,7 @@ class Scenario:
     after: str = "values"
     first_step: int = 0
     repeat: int = 0
+    level: float = 1024.0
     simulated: tuple[int, ...] = ()
     recipe: bool = False
     fused: bool = False
@@ -244,6 +247,7 @@ OPTIMIZERS = Scenario(
     world_sizes=(2,),
     bucket_cap_mb=_CAP,
     view=True,
+    level=0.0,
     recipe=True,
 )
 AT_SCALE = Scenario(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from conformance.probe import LEVEL, Probe, training_network
+from conformance.probe import Probe, training_network
 from conformance.recipe import Recipe
 from conformance.resolve import Resolved, call_with_names, make_hook, make_state
 from conformance.scenario import Scenario
@@ -33,8 +33,7 @@ class Trainee:
 
     def __init__(self, scenario: Scenario, group: dist.ProcessGroup) -> None:
         self._scenario, self._group = scenario, group
-        level = 0.0 if scenario.fused or scenario.recipe else LEVEL  # what steps parameters would be lost in roundings of theirs
-        self.model = Probe(scenario.params, level) if scenario.params else training_network()
+        self.model = Probe(scenario.params, scenario.level) if scenario.params else training_network()
         self.ddp = DistributedDataParallel(
             self.model,
             process_group=group if scenario.groups else None,

@@ -6,7 +6,6 @@ import torch
 from conformance.claims import Claims
 from conformance.diagnosis import diagnose
 from conformance.oracle import mean
-from conformance.probe import LEVEL
 from conformance.run import Run
 from conformance.scenario import SUBGROUPS, VALUES
 from tests.made_runs import made_run
@@ -22,7 +21,7 @@ CASES = {
     "wrong sign": lambda run, r, s, i: -mean(run, r, s, i),
     "is zero": lambda run, r, s, i: mean(run, r, s, i) * 0,
     "1.5 times the mean": lambda run, r, s, i: mean(run, r, s, i) * 1.5,
-    "0.01 times what the parameters hold": lambda run, r, s, i: mean(run, r, s, i) + 0.01 * LEVEL,
+    "0.01 times what the parameters hold": lambda run, r, s, i: mean(run, r, s, i) + 0.01 * run.scenario.level,
     "fraction cut off": lambda run, r, s, i: mean(run, r, s, i).trunc(),
     "wrong on rank 1": lambda run, r, s, i: mean(run, r, s, i) + (r == 1) * torch.arange(1.0, 1 + len(mean(run, r, s, i))),
 }

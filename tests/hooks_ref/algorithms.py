@@ -35,7 +35,9 @@ def scenario(
     first_step: int = 0,
 ) -> Scenario:
     """Return a scenario of scripted gradients of one kind; several buckets from the second step on, unless said otherwise."""
-    return Scenario("algorithm", "scripted gradients", params, (kind,) * steps, bucket_cap_mb=bucket_cap_mb, first_step=first_step)
+    return Scenario(
+        "algorithm", "scripted gradients", params, (kind,) * steps, bucket_cap_mb=bucket_cap_mb, first_step=first_step, level=0.0
+    )
 
 
 def run_hook(
