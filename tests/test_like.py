@@ -19,7 +19,6 @@ def judge(hook: str, claims: str, state: str) -> Verdict:
     ("setting", "verdict"),
     [
         (SETTING, Verdict.PASS),
-        (f"{SETTING},random_seed=7", Verdict.PASS),
         (f"{SETTING},use_error_feedback=False", Verdict.FAIL),
         (SETTING.replace("rank=2", "rank=3"), Verdict.FAIL),
         (SETTING.replace("iter=2", "iter=3"), Verdict.FAIL),
@@ -36,8 +35,6 @@ def test_power_sgd_of_torch(setting: str, verdict: Verdict) -> None:
         ("terngrad", "unbiased, like(TernGrad)", Verdict.PASS),
         ("terngrad", "unbiased, like(QSGD)", Verdict.FAIL),
         ("qsgd_4_bits", "unbiased, like(QSGD, levels=7, block=16)", Verdict.PASS),
-        ("qsgd_4_bits", "unbiased, like(QSGD, levels=31, block=16)", Verdict.FAIL),
-        ("top_k", "compressed, like(TopK, ratio=0.25)", Verdict.PASS),
         ("top_k_dgc", "compressed, like(TopK, ratio=0.25)", Verdict.FAIL),
         ("top_k_dgc", "compressed, like(TopK, ratio=0.25, momentum=0.5)", Verdict.PASS),
         ("scaled_sign", "compressed, like(OneBit)", Verdict.FAIL),
