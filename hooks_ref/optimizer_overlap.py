@@ -74,18 +74,14 @@ class functional:
             if self._optimizer is None or param not in self.state:
                 self._optimizer = self.optimizer_class([param], **self.defaults)
                 self.state.setdefault(param, self._optimizer.state[param])  # loaded before, or as the class begins
-                self._optimizer.state = self.state
         if self._optimizer is None:
             return
-        self._optimizer.param_groups[0].update(self.defaults, params=params)
-        kept = [param.grad for param in params]
-        try:
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad
-            self._optimizer.step()
-        finally:
-            for param, grad in zip(params, kept, strict=True):
-                param.grad = grad
+        aliases = [param.detach() for param in params]  # their .grad is nobody else's: DDP goes on with that of params meanwhile
+        for alias, grad in zip(aliases, grads, strict=True):
+            alias.grad = grad
+        self._optimizer.param_groups[0].update(self.defaults, params=aliases)
+        self._optimizer.state = defaultdict(dict, zip(aliases, map(self.state.__getitem__, params), strict=True))
+        self._optimizer.step()
 
 
 class OptimizerHookState(HookState):
