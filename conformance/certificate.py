@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.errors import CERTIFIED, KIT_ERROR, NO_RULES, NOT_CERTIFIED, REFUSED
-from conformance.rulebook import GOLDEN, MUST, Rule, golden_list
+from conformance.rulebook import AT_SCALE, GOLDEN, MUST, Rule, golden_list
 from conformance.verdict import Judgement, Verdict
 
 REQUIRED_WORLDS = (1, 2, 3, 4)
@@ -75,17 +75,23 @@ def _what_is_missing(judgements: Mapping[str, Judgement], worlds: tuple[int, ...
 def _certificate(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement], header: Mapping[str, Any]) -> dict[str, Any]:
     limits = [f"{j.number} {rules[j.number].title}: {j.reason}" for j in judgements.values() if j.verdict is Verdict.NOT_APPLICABLE]
     advice = [f"{j.number} {rules[j.number].title}: {j.reason}" for j in judgements.values() if j.verdict is Verdict.FAIL]
-    notes = [note for judgement in judgements.values() for run in judgement.runs.values() for note in run.get("notes", ())]
+    simulated = at_scale(rules, judgements)
     body = {
         "schema": SCHEMA,
         "certified": True,
         **header,
         "limits": limits,
         "advice": advice,
-        "at scale": {"simulated": True, "said": notes},
+        **({"at scale": {"simulated": True, "said": simulated}} if simulated else {}),
         "rules": [summary(rules[number], judgement) for number, judgement in judgements.items()],
     }
     return {**body, "digest": digest(body)}
+
+
+def at_scale(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement]) -> list[str]:
+    """Return what was said of simulated ranks, one line for each kind of gradient; nothing where none could be simulated."""
+    simulated = [judgement for number, judgement in judgements.items() if rules[number].section == AT_SCALE]
+    return [note for judgement in simulated for run in judgement.runs.values() for note in run.get("notes", ())]
 
 
 def summary(rule: Rule, judgement: Judgement) -> dict[str, Any]:

@@ -203,9 +203,10 @@ def _read_dtypes(name: str, args: list[str], options: dict[str, Any]) -> dict[st
     return {"dtypes": tuple(args)}
 
 
-_READERS = {"rounded": _read_rounded, "compressed": _read_compressed, "warmup": _read_warmup, "fused": _read_fused, "dtypes": _read_dtypes}
-_READERS["like"] = _read_like
-_READERS |= {UNBIASED: _read_lossy, LOCAL: _read_lossy}
+_READERS = {
+    **{"rounded": _read_rounded, "compressed": _read_compressed, UNBIASED: _read_lossy, LOCAL: _read_lossy, "warmup": _read_warmup},
+    **{"fused": _read_fused, "like": _read_like, "dtypes": _read_dtypes},
+}
 
 
 def _expressions(text: str) -> list[ast.expr]:

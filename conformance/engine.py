@@ -173,6 +173,7 @@ class Engine:
             return Judgement(rule.number, Verdict.NOT_RUN, "no world size of this profile runs it")
         judgement = Judgement(rule.number, Verdict.PASS)
         usable: dict[str, Run] = {}
+        beside: dict[str, Run] = {}
         for scenario, world in wanted:
             run = self._run(scenario, world)
             if self._wrong_at(rule, world):
@@ -182,11 +183,12 @@ class Engine:
             elif broken := self._breakage(run):
                 self._note_broken(rule, run, broken, judgement)
             elif rule.across:
-                usable |= {run.name: run, **self._beside(rule.beside, scenario, world)}
+                usable[run.name] = run
+                beside |= self._beside(rule.beside, scenario, world)
             else:
                 self._note_found(judgement, run.name, self._ask(rule, run))
-        if rule.across and len(usable) >= len(wanted):
-            self._note_found(judgement, " and ".join(usable), self._ask(rule, usable))
+        if rule.across and len(usable) == len(wanted):
+            self._note_found(judgement, " and ".join(usable), self._ask(rule, {**usable, **beside}))
         return judgement
 
     def _beside(self, what: str, scenario: Scenario, world: int) -> dict[str, Run]:

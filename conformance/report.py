@@ -4,7 +4,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
-from conformance.certificate import Conclusion, summary
+from conformance.certificate import Conclusion, at_scale, summary
 from conformance.rulebook import MUST, SECTIONS, Rule
 from conformance.run_folder import write_json
 from conformance.session import Session
@@ -57,8 +57,7 @@ def conclusion_lines(session: Session, conclusion: Conclusion) -> list[str]:
     limits = [j for j in session.judgements.values() if j.verdict is Verdict.NOT_APPLICABLE]
     lines += [f"advice  {j.number} {session.rules[j.number].title}: {j.reason}" for j in advice]
     lines += [f"limit   {j.number} {session.rules[j.number].title}: {j.reason}" for j in limits]
-    notes = [note for j in session.judgements.values() for run in j.runs.values() for note in run.get("notes", ())]
-    lines += [f"at scale, simulated: {note}" for note in notes]
+    lines += [f"at scale, simulated: {said}" for said in at_scale(session.rules, session.judgements)]
     lines += session.notes
     if conclusion.certificate:
         torch = header["profile"]["torch"]

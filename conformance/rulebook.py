@@ -30,6 +30,7 @@ SECTIONS = {
     "13": "Lossy, local and fused claims",
     "20": "At scale, simulated",
 }
+AT_SCALE = "20"
 GOLDEN = Path(__file__).parent / "golden.txt"
 
 

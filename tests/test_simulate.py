@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hooks_ref
 from conformance.simulate import CannotSimulate, DeferredGroup, simulate
+from conformance.verdict import Verdict
+from tests.cases import Case, own_judge
 
 SIZE, NUMEL = 5, 10
 FED = torch.arange(SIZE * NUMEL, dtype=torch.float32).view(SIZE, NUMEL)
@@ -31,9 +33,13 @@ def results(hook: Any, bucket: Callable[[], dist.GradBucket], state: Callable[[D
 
 
 def gathers(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
-    parts = [torch.empty(NUMEL) for _ in range(group.size())]
+    parts = [torch.empty_like(bucket.buffer()) for _ in range(group.size())]
     done = dist.all_gather(parts, bucket.buffer(), group=group, async_op=True).get_future()
     return done.then(lambda fut: torch.stack(parts).mean(0))
+
+
+def gathers_from_all(state: None, bucket: dist.GradBucket) -> Result:
+    return hooks_ref.allreduce_hook(state, bucket) if bucket.buffer().is_sparse else gathers(dist.group.WORLD, bucket)
 
 
 def gathers_into_one(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
@@ -122,3 +128,37 @@ def never_completes(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
 def test_says_what_it_cannot_simulate(hook: Any, said: str, bucket: Callable[[], dist.GradBucket]) -> None:
     with pytest.raises(CannotSimulate, match=said):
         results(hook, bucket)
+
+
+_scratch: dict[torch.Tensor, torch.Tensor] = {}
+
+
+def scratch_in_module(state: Any, bucket: dist.GradBucket) -> Result:
+    """Right, as long as each rank is a process: its results lie in memory of the module, by parameter."""
+    first, buffer = bucket.parameters()[0], bucket.buffer()
+    if buffer.is_sparse or first not in _scratch or _scratch[first].shape != buffer.shape:
+        _scratch[first] = buffer.clone()
+    return hooks_ref.allreduce_hook(state, bucket) if buffer.is_sparse else _average(_scratch[first].copy_(buffer))
+
+
+def _average(buffer: torch.Tensor) -> Result:
+    done = dist.all_reduce(buffer.div_(dist.get_world_size()), async_op=True).get_future()
+    return done.then(lambda fut: fut.value()[0])
+
+
+@pytest.mark.parametrize(
+    ("hook", "verdict", "said"),
+    [
+        ("hooks_ref:allreduce_hook", Verdict.PASS, "among 1024 ranks"),
+        ("tests.test_simulate:gathers_from_all", Verdict.PASS, "among 64 ranks; no more ranks: it gathers"),
+        ("tests.right_hooks.exact:another_thread", Verdict.NOT_APPLICABLE, "its futures do not complete"),
+        ("tests.test_simulate:scratch_in_module", Verdict.NOT_APPLICABLE, "ranks that share a process get other results"),
+    ],
+)
+def test_right_hooks_at_scale(hook: str, verdict: Verdict, said: str) -> None:
+    """What can be simulated passes; of what cannot, nothing is said but why."""
+    judgements = own_judge().judge(Case(hook, worlds=(2,), rules=("20.1", "20.2", "20.3")))
+    for judgement in judgements.values():
+        notes = [note for run in judgement.runs.values() for note in run.get("notes", ())]
+        assert judgement.verdict is verdict
+        assert said in (notes[0] if notes else judgement.reason)

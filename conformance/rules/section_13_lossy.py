@@ -211,8 +211,10 @@ def like(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     seeds are from each other; and over all steps on new gradients, and over all on the same ones, results are as long, and
     as far from the mean, as theirs are.
 
-    A 256th of the gradients' length is left for rounding, and a 64th for the lengths. What makes less of a difference passes,
-    such as whether PowerSGD begins with the factors of the step before.
+    A subject that draws is one run more of the reference: its distance is drawn as those of three pairs of runs are, of which the
+    largest is doubled, and so for lengths. For one that does not draw, a 256th of the mean's length is left, a level of eight
+    bits, since roundings decide between levels; and a 64th of the lengths. What makes less of a difference passes, such as
+    whether PowerSGD begins with the factors of the step before.
     """
     subject = next(iter(runs.values()))
     scenario = subject.scenario
