@@ -100,7 +100,8 @@ def refused(run: Run) -> bool:
     """
     if run.stopped != "ended":
         return False
-    raised = [next((e for e in rank.all("error") if e["where"] in ("backward", "setup", "state", "join")), None) for rank in run.ranks]
+    places = ("backward", "after_backward", "setup", "state", "join")
+    raised = [next((e for e in rank.all("error") if e["where"] in places), None) for rank in run.ranks]
     own = [error is not None and not _is_secondary(f"{error['type']}: {error['message']}") for error in raised]
     return any(own) and all(rank.first("error") for rank in run.ranks) if run.scenario.uneven else all(own)
 
@@ -158,6 +159,8 @@ def _during(rank: RankRecord) -> str:
         return f" inside hook call {last['call']}: step {last['step']}, bucket {last['index']}, {last['numel']} elements of {last['dtype']}"
     if last["event"] == "returned":
         return f" after hook call {last['call']} of step {last['step']} had returned"
+    if last["event"] == "called":
+        return f" after the trainer's call in step {last['step']}"
     return f" in step {last['step']}, after {last['event']!r}"
 
 

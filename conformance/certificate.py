@@ -15,7 +15,7 @@ from typing import Any
 
 from conformance.errors import CERTIFIED, KIT_ERROR, NO_RULES, NOT_CERTIFIED, REFUSED
 from conformance.rulebook import AT_SCALE, GOLDEN, MUST, Rule, golden_list
-from conformance.verdict import Judgement, Verdict
+from conformance.verdict import NOT_CLAIMED, Judgement, Verdict
 
 REQUIRED_WORLDS = (1, 2, 3, 4)
 SCHEMA = "https://ddp-conformance.invalid/certificate/v1"
@@ -73,19 +73,24 @@ def _what_is_missing(judgements: Mapping[str, Judgement], worlds: tuple[int, ...
 
 
 def _certificate(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement], header: Mapping[str, Any]) -> dict[str, Any]:
-    limits = [f"{j.number} {rules[j.number].title}: {j.reason}" for j in judgements.values() if j.verdict is Verdict.NOT_APPLICABLE]
     advice = [f"{j.number} {rules[j.number].title}: {j.reason}" for j in judgements.values() if j.verdict is Verdict.FAIL]
     simulated = at_scale(rules, judgements)
     body = {
         "schema": SCHEMA,
         "certified": True,
         **header,
-        "limits": limits,
+        "limits": limits(rules, judgements),
         "advice": advice,
         **({"at scale": {"simulated": True, "said": simulated}} if simulated else {}),
         "rules": [summary(rules[number], judgement) for number, judgement in judgements.items()],
     }
     return {**body, "digest": digest(body)}
+
+
+def limits(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement]) -> list[str]:
+    """Return what the subject does not do and may leave out, one line for each rule; what it does not claim is none of these."""
+    spared = (j for j in judgements.values() if j.verdict is Verdict.NOT_APPLICABLE and not j.reason.endswith(NOT_CLAIMED))
+    return [f"{j.number} {rules[j.number].title}: {j.reason}" for j in spared]
 
 
 def at_scale(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement]) -> list[str]:

@@ -18,6 +18,10 @@
     dtypes(float32)               it takes models whose parameters are all of these dtypes, and refuses others
     checkpointable                its state can be saved, and goes on in new processes where it was
     fused(SGD, lr=0.1, after=0)   the hook steps the parameters, as torch.optim.SGD would; not in the first ``after`` steps
+    poststep(call=flush)          the gradients are right after a call that the trainer makes when backward is over: of the
+                                  state, the hook's object or its module; or, without ``call``, of the set-up's Case
+    chained                       callbacks start collectives, which needs the order of a stream; Gloo has none, so each
+                                  collective is over before the next begins
 
 ``delta``, in (0, 1], says how much of what it is given a compressor delivers at least: ||C(x) - x||**2 <= (1 - delta)
 ||x||**2. It says how fast held-back values have to come out; 0.1 unless it is given.
@@ -37,14 +41,16 @@ ROUNDED_DTYPES = ("float16", "bfloat16")
 AUTO = "auto"  # as --claims: propose some
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "NAdam", "RAdam")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64")
-LATER = ("poststep", "chained")
 KNOWN = (
     "exact, rounded(float16), rounded(bfloat16), sum, world_only, compressed, compressed(feedback=ef21), "
     "compressed(feedback=False, delta=D), unbiased, local, warmup(K), fused(OPTIMIZER, ...), like(REFERENCE, ...), "
-    "dtypes(float32, ...), checkpointable"
+    "dtypes(float32, ...), checkpointable, poststep(call=NAME), chained"
 )
 FEEDBACK, DIFFERENCE, CONTRACTION, UNBIASED, LOCAL = "feedback", "difference", "contraction", "unbiased", "local"
-_NAMES = ("exact", "rounded", "sum", "world_only", "compressed", "unbiased", "local", "warmup", "fused", "like", "dtypes", "checkpointable")
+_NAMES = (
+    *("exact", "rounded", "sum", "world_only", "compressed", "unbiased", "local", "warmup", "fused", "like", "dtypes"),
+    *("checkpointable", "poststep", "chained"),
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,9 @@ class Claims:
         lossy: how the result differs from the mean: one of the five words above, or '' where it does not.
         delta: of a compressor, see above.
         checkpointable: the state can be saved and loaded.
+        poststep: gradients are right only after a call that the trainer makes when backward is over.
+        call: the name of that call, or '' where the set-up's Case has it.
+        chained: callbacks start collectives.
         ratio: the largest share of the gradients' bytes that a rank sends after the warm-up, or None.
         warmup: steps before the first lossy one.
         fused: the optimizer that the hook steps, as an expression ``SGD(lr=0.1)``, or ''.
@@ -78,6 +87,9 @@ class Claims:
     dtypes: tuple[str, ...] = ()
     ratio: float | None = None
     checkpointable: bool = False
+    poststep: bool = False
+    call: str = ""
+    chained: bool = False
 
     def __str__(self) -> str:
         delta = "" if self.delta == Claims.delta else f"delta={self.delta:g}"
@@ -101,7 +113,9 @@ class Claims:
             parts.append(f"like({self.like.replace(',', ', ')})")
         if self.dtypes:
             parts.append(f"dtypes({', '.join(self.dtypes)})")
-        return ", ".join(parts + [name for name in ("world_only", "checkpointable") if getattr(self, name)])
+        if self.poststep:
+            parts.append(f"poststep(call={self.call})" if self.call else "poststep")
+        return ", ".join(parts + [name for name in ("chained", "world_only", "checkpointable") if getattr(self, name)])
 
 
 def parse_claims(text: str) -> Claims:
@@ -113,8 +127,6 @@ def parse_claims(text: str) -> Claims:
     found: dict[str, dict[str, Any]] = {}
     for node in _expressions(text):
         name, args, options = _call(node, text)
-        if name in LATER:
-            raise UsageError(f"--claims: {name!r} is in the rule book's draft but not judged by this version; known: {KNOWN}")
         if name not in _NAMES:
             raise UsageError(f"--claims: {name!r} is not a claim; known: {KNOWN}")
         if name in found:
@@ -127,6 +139,8 @@ def parse_claims(text: str) -> Claims:
         raise UsageError(f"--claims: {text!r} contradicts itself: {', '.join(sorted(lossy))} says by itself what the result is")
     if "like" in found and not lossy:
         raise UsageError(f"--claims: {text!r}: like says which lossy result it is; claim compressed, unbiased or local too")
+    if {"poststep", "fused"} <= found.keys():
+        raise UsageError(f"--claims: {text!r} contradicts itself: a fused hook has stepped the parameters when backward is over")
     if "warmup" in found and not lossy:
         raise UsageError(f"--claims: {text!r}: warmup says when a lossy claim begins; there is none")
     return Claims(**{name: value for read in found.values() for name, value in read.items()})
@@ -197,6 +211,13 @@ def _read_like(name: str, args: list[str], options: dict[str, Any]) -> dict[str,
     return {"like": ",".join([args[0], *(f"{key}={value!r}" for key, value in options.items())])}
 
 
+def _read_poststep(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    call = options.pop("call", "")
+    if args or options or not (call == "" or (isinstance(call, str) and call.isidentifier())):
+        raise UsageError("--claims: poststep takes call=, the name of a function or method, or nothing: poststep(call=flush)")
+    return {"poststep": True, "call": call}
+
+
 def _read_dtypes(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
     if "float32" not in args or options or not set(args) <= set(DTYPES) or len(set(args)) < len(args):
         raise UsageError(f"--claims: dtypes takes float32, and what else the hook takes of {', '.join(DTYPES[1:])}")
@@ -205,7 +226,7 @@ def _read_dtypes(name: str, args: list[str], options: dict[str, Any]) -> dict[st
 
 _READERS = {
     **{"rounded": _read_rounded, "compressed": _read_compressed, UNBIASED: _read_lossy, LOCAL: _read_lossy, "warmup": _read_warmup},
-    **{"fused": _read_fused, "like": _read_like, "dtypes": _read_dtypes},
+    **{"fused": _read_fused, "like": _read_like, "dtypes": _read_dtypes, "poststep": _read_poststep},
 }
 
 

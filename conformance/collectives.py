@@ -41,10 +41,11 @@ class CollectiveRecorder:
 
     Args:
         issued: called with the fingerprint of each collective before it begins, see :func:`_fingerprint`.
+        begun: called with the Work of each collective before the call that begins it returns.
     """
 
-    def __init__(self, issued: Callable[[dict[str, Any]], None] | None = None) -> None:
-        self._issued = issued
+    def __init__(self, issued: Callable[[dict[str, Any]], None] | None = None, begun: Callable[[Any], None] | None = None) -> None:
+        self._issued, self._begun = issued, begun
         self._lock = threading.Lock()
         # Never emptied. Gloo's worker destroys a Work under its queue's mutex, and with it Python callbacks, for
         # which it needs the GIL; an overridden kernel enqueues with the GIL held. Were ours not the last reference,
@@ -54,7 +55,7 @@ class CollectiveRecorder:
         self._drained = 0
         self._library: Any = None
         self._sent: list[tuple[str, int]] = []
-        self._reducing = threading.local()
+        self._reducing, self._callbacks = threading.local(), threading.local()
         self.raise_next: Callable[[], Exception] | None = None
 
     def install(self) -> None:
@@ -79,6 +80,13 @@ class CollectiveRecorder:
                 self._library.impl(name, recorded, "CPU", with_keyset=True, allow_override=True)
         if self._issued:
             self._note_reduce_ops()
+        if self._issued and self._begun:
+            self._note_callbacks()
+
+    @property
+    def in_callback(self) -> bool:
+        """Whether this thread runs a callback of a future; noted only where one collective waits for another."""
+        return bool(getattr(self._callbacks, "depth", 0))
 
     def drain(self) -> None:
         """Wait until every collective issued so far is over, whether it succeeded or not."""
@@ -109,9 +117,28 @@ class CollectiveRecorder:
             work = result[-1] if isinstance(result, (tuple, list)) else result
             with self._lock:
                 works.append(work)
+            if self._begun and name in _COLLECTIVES:
+                self._begun(work)
             return result
 
         return recorded
+
+    def _note_callbacks(self) -> None:
+        """Remember which thread runs a callback that was attached to a future."""
+        for name in ("then", "add_done_callback"):
+            original = getattr(torch._C.Future, name)
+
+            def attaching(future: Any, callback: Callable[[Any], Any], _original: Any = original) -> Any:
+                return _original(future, lambda done: self._within(callback, done))
+
+            setattr(torch._C.Future, name, attaching)
+
+    def _within(self, callback: Callable[[Any], Any], done: Any) -> Any:
+        self._callbacks.depth = getattr(self._callbacks, "depth", 0) + 1
+        try:
+            return callback(done)
+        finally:
+            self._callbacks.depth -= 1
 
     def _note_reduce_ops(self) -> None:
         """Remember which operation a call from Python asks for, until its kernel runs: a kernel cannot tell."""

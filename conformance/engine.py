@@ -23,7 +23,7 @@ from conformance.rulebook import Rule
 from conformance.run import Run
 from conformance.scenario import BY_NAME, NORMAL, VALUES, Scenario, explained
 from conformance.subject import REFERENCE, SubjectSpec
-from conformance.verdict import Failure, Found, Judgement, Verdict
+from conformance.verdict import NOT_CLAIMED, Failure, Found, Judgement, Verdict
 
 MACHINE_RULES = ("1.5", "2.1", "2.6", "3.1")  # what the reference must hold before anything is judged
 RESULTS = ("13.1", "13.2", "13.3", "13.4", "13.5")  # what a lossy result is judged by, each under its claim
@@ -143,7 +143,7 @@ class Engine:
 
     def _judge(self, rule: Rule) -> Judgement:
         if not self._applies(rule):
-            return Judgement(rule.number, Verdict.NOT_APPLICABLE, "it is not claimed")
+            return Judgement(rule.number, Verdict.NOT_APPLICABLE, NOT_CLAIMED)
         for number in self._needs(rule):
             needed = self.judge(number)
             if not needed.verdict.holds:
@@ -200,6 +200,7 @@ class Engine:
             named = {f"like_{number}": reference for number, reference in enumerate(subjects(self.claims.like))}
         others = (self.control or self)._others if what == "vanilla" else self._others
         runs = {}
+        scenario = replace(scenario, poststep=False, call="")  # which is the subject's own
         for prefix, subject in named.items():
             name = f"{prefix}-{scenario.name}@{world}"
             if (name, scenario) not in others:

@@ -41,7 +41,7 @@ import torch
 from conformance.claims import CONTRACTION, DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims
 from conformance.oracle import mean
 from conformance.run import Run
-from conformance.scenario import VALUES, Scenario
+from conformance.scenario import BUCKETS, RAW, VALUES, Scenario
 from conformance.verdict import Found
 
 LEFT, LIMIT = 1 / 256, 1 / 16
@@ -61,6 +61,13 @@ _WIDER = {(5, 3): (24, 32), (3, 5): (24, 32), (6, 5): (32, 24), (4, 3, 2, 5): (2
 def under(scenario: Scenario, claims: Claims) -> Scenario:
     """Return the scenario as it is run for a subject with these claims: longer, with
     matrices that are worth compressing, and without what the claims make meaningless."""
+    if claims.poststep:
+        scenario = replace(scenario, poststep=True, call=claims.call)
+    if claims.chained and scenario.name != RAW.name and not scenario.growth:  # which has one bucket, and looks at what is kept
+        # A rank that waits for each of its collectives cannot leave the hook before its peers have entered.
+        free = scenario.order == "rank0_first"
+        recorded = scenario.recorded or scenario.name == BUCKETS.name
+        scenario = replace(scenario, serialised=True, recorded=recorded, order="free" if free else scenario.order)
     if claims.dtypes and scenario.name != "dtypes":
         params = tuple(spec for spec in scenario.params if spec.dtype in claims.dtypes)
         scenario = replace(scenario, params=params or scenario.params)

@@ -119,16 +119,16 @@ class RuleItem(pytest.Item):
         try:
             self.judgement = judgement = state.session.judge(self.rule.number)
         except ConformanceError as error:
-            state.error = error
-            self.session.shouldstop = str(error)
-            raise
+            state.error = error  # said once, at the end
+            self.session.shouldstop = "nothing more is judged"
+            raise RuleBroken("could not be judged: see below") from None
         if judgement.verdict is Verdict.KIT_ERROR or (judgement.verdict is Verdict.FAIL and self.rule.level == MUST):
             raise RuleBroken(failure_text(state.session, self.rule, judgement))
         if judgement.verdict in (Verdict.NOT_RUN, Verdict.NOT_APPLICABLE):
             pytest.skip(f"{judgement.verdict}: {judgement.reason}")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        if isinstance(excinfo.value, (RuleBroken, ConformanceError)):
+        if isinstance(excinfo.value, RuleBroken):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 

@@ -87,7 +87,7 @@ class _Run:
         self.scenario, self.spec, self.rank, self.world = scenario, spec, rank, world
         self.recorder, self.folder, self.timeout = recorder, folder, timeout
         self.group_ranks = scenario.group_of(rank, world)
-        self.collectives = CollectiveRecorder(self._issued if scenario.recorded else None)
+        self.collectives = CollectiveRecorder(self._issued if scenario.recorded else None, self._wait_for if scenario.serialised else None)
         self.registrations: list[Any] = []
         self.where = "kit"
 
@@ -108,11 +108,9 @@ class _Run:
         self.trainee = Trainee(self.scenario, self.group)
         self.twin = Trainee(self.scenario, self.group) if self.scenario.twin else None
         self.ddp, self.parameters = self.trainee.ddp, self.trainee.parameters
-        self.schedule = Schedule(
-            self.scenario.order, self.scenario.seed, self.rank, self.world, self.signals, self._is_inside, self._waits, self._stuck
-        )
+        self.schedule = Schedule(self.scenario, self.rank, self.world, self.signals, self._is_inside, self._waits, self._stuck)
         self.observer = Observer(self.recorder, self.parameters, self._before_hook, self.schedule.left, self.scenario.outside)
-        if self.scenario.order != "free" or self.scenario.fault == "collective_raises" or self.scenario.counted or self.scenario.recorded:
+        if self.scenario.intercepts:
             self.collectives.install()
         self.schedule.install()
         self.threads = process_state.threads()
@@ -125,7 +123,8 @@ class _Run:
         if self.scenario.simulated:
             self._simulate()
         elif self.scenario.uneven:
-            train_unevenly(self.ddp, self.group, steps, self._step, self._shadow_step)
+            joined = self._joined_call if self.scenario.poststep else None
+            train_unevenly(self.ddp, self.group, steps, self._step, self._shadow_step, joined)
         else:
             all(self._step(step, kind) for step, kind in steps)
         self._finish()
@@ -136,6 +135,8 @@ class _Run:
         try:
             if self.spec is None or self.spec.setup:
                 raise CannotSimulate("a set-up has to do with one model, which each simulated rank would need for itself")
+            if self.scenario.poststep:
+                raise CannotSimulate("its results come with a call after backward, and not with its futures")
             resolved = resolve(self.spec)
             for size in self.scenario.simulated:
                 results = simulate(size, partial(self.trainee.make, resolved), self._bucket, at_scale(size).float())
@@ -211,13 +212,11 @@ class _Run:
             return self._faulty_backward(loss)
         try:
             loss.backward()
-            if self.trainee.case.after_backward:
-                self.where = "after_backward"
-                self.trainee.case.after_backward()
         finally:
             where, self.where = self.where, "kit"
             self.observer.after_backward()
             self.where = where
+        self._after_backward()
         self.where = "kit"
         self._record_step(step, rng, parameters)
         if self.scenario.recipe or not self.scenario.params:
@@ -241,6 +240,22 @@ class _Run:
             self.recorder.event("memory", **{name: used - self.recorder.held for name, used in memory.items()})
         return True
 
+    def _after_backward(self) -> None:
+        """Make the trainer's call, and write down which gradients it has changed."""
+        call = self.trainee.case.after_backward
+        if call is None:
+            return
+        self.where = "kit"
+        early = self._gradients()
+        self.where = "after_backward"
+        call()
+        self.where = "kit"
+        late = self._gradients()
+        self.recorder.event("called", changed=[name for name, bits in late.items() if bits != early[name]])
+
+    def _gradients(self) -> dict[str, str]:
+        return {name: "" if p.grad is None else digest(p.grad) for name, p in self.parameters.items() if p.numel() < 4096}
+
     def _step_twin(self, twin: Trainee, step: int, kind: str) -> None:
         """Train another model in between, on other inputs."""
         if twin.case.on_step:
@@ -257,6 +272,12 @@ class _Run:
         self.where, self.recorder.step = "join", step
         self.recorder.event("step", kind="shadow")
 
+    def _joined_call(self) -> None:
+        """The end of such a step, where the trainer has a call to make."""
+        self._after_backward()
+        self.where = "join"
+        self.trainee.zero_grad(self.recorder.step)
+
     def _loss(self, step: int, kind: str, share: int = 1) -> torch.Tensor:
         step += self.scenario.first_step
         if not self.scenario.params:
@@ -271,6 +292,8 @@ class _Run:
         self.collectives.take_sent()
         try:
             loss.backward()
+            if self.scenario.poststep:
+                self._after_backward()
         except BaseException as error:
             outcome = {"raised": True, "type": type(error).__name__, "message": str(error)[:2000]}
         unused, started = self.collectives.raise_next is not None, len(self.collectives.take_sent())
@@ -339,7 +362,14 @@ class _Run:
 
     def _issued(self, fingerprint: dict[str, Any]) -> None:
         """Write down a collective before it begins: it may never end."""
-        self.recorder.event("collective", call=self.observer.calls - 1, inside=self._is_inside(), **fingerprint)
+        inside, callback = self._is_inside(), self.collectives.in_callback
+        self.recorder.event("collective", call=self.observer.calls - 1, inside=inside, callback=callback, **fingerprint)
+
+    def _wait_for(self, work: Any) -> None:
+        """Wait until a collective is over, for a hook that is judged with one at a time."""
+        self.schedule.let_go()
+        with contextlib.suppress(RuntimeError):  # whoever waits for it will see the error
+            work.wait()
 
     def _before_hook(self, call: int) -> None:
         faulty = self.recorder.step == self.scenario.fault_step

@@ -4,7 +4,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
-from conformance.certificate import Conclusion, at_scale, summary
+from conformance.certificate import Conclusion, at_scale, limits, summary
 from conformance.rulebook import MUST, SECTIONS, Rule
 from conformance.run_folder import write_json
 from conformance.session import Session
@@ -54,17 +54,17 @@ def conclusion_lines(session: Session, conclusion: Conclusion) -> list[str]:
     claims, sizes = header["claims"]["text"], ", ".join(map(str, session.worlds))
     name = session.subject.name
     advice = [j for j in session.judgements.values() if j.verdict is Verdict.FAIL and session.rules[j.number].level != MUST]
-    limits = [j for j in session.judgements.values() if j.verdict is Verdict.NOT_APPLICABLE]
     lines += [f"advice  {j.number} {session.rules[j.number].title}: {j.reason}" for j in advice]
-    lines += [f"limit   {j.number} {session.rules[j.number].title}: {j.reason}" for j in limits]
+    lines += [f"limit   {line}" for line in limits(session.rules, session.judgements)]
     lines += [f"at scale, simulated: {said}" for said in at_scale(session.rules, session.judgements)]
     lines += session.notes
     if conclusion.certificate:
         torch = header["profile"]["torch"]
+        mode = "gloo on cpu" + (", one collective at a time" if header["profile"]["name"] == "gloo-serialised" else "")
         checks = sum(j.checks for j in session.judgements.values())
         lines += [
             f"CERTIFIED  {name}  as {claims}",
-            f"           {len(session.judgements)} rules, {checks} checks; gloo on cpu, world sizes {sizes}, torch {torch}",
+            f"           {len(session.judgements)} rules, {checks} checks; {mode}, world sizes {sizes}, torch {torch}",
             f"           {session.certificate_path}",
         ]
         return lines

@@ -67,6 +67,9 @@ class Scenario:
             they are stepped, since small steps would be lost in its roundings.
         simulated: numbers of ranks that are simulated in one process, see ``simulate.py``; nothing else is run then.
         recipe: trains by ``recipe.py``, by which gradients are scaled too; parameters are on record after every step.
+        poststep: the trainer makes a call when backward is over, see ``Trainee.register``.
+        call: its name, or '' where the set-up says what it is.
+        serialised: a collective is over before the next one begins, as if all were on one stream.
         fused: parameters are on record after every step, and results too where the hook has freed the gradients.
     """
 
@@ -96,6 +99,9 @@ class Scenario:
     level: float = 1024.0
     simulated: tuple[int, ...] = ()
     recipe: bool = False
+    poststep: bool = False
+    call: str = ""
+    serialised: bool = False
     fused: bool = False
     counted: bool = False
     twin: bool = False
@@ -107,6 +113,11 @@ class Scenario:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def intercepts(self) -> bool:
+        """Whether collectives pass through the kit."""
+        return self.order != "free" or self.fault == "collective_raises" or self.counted or self.recorded or self.serialised
 
     def group_of(self, rank: int, world: int) -> tuple[int, ...]:
         """Return the global ranks of the group that ``rank`` trains in."""
@@ -183,6 +194,15 @@ SCHEDULES = tuple(
         after="buckets",
     )
     for seed in (1, 2)
+)
+RAW = replace(
+    _SEVERAL_BUCKETS,
+    name="raw",
+    what="several buckets, for a hook that is judged serialised elsewhere: collectives come as they come",
+    steps=("crafted",) * 6,
+    world_sizes=(3,),
+    after="buckets",
+    deadline=5.0,
 )
 LONG = replace(
     _SEVERAL_BUCKETS, name="long", what="twelve steps; memory is measured", steps=("crafted",) * 12, bucket_cap_mb=25.0, growth=True
@@ -327,9 +347,9 @@ PEER_SILENT = replace(
 
 # In the order in which they run: the plainest first, since a hook that breaks it is judged no further.
 ALL = (
-    *(VALUES, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, LONG, VALUES_AGAIN, DTYPES, SHAPES, SIZES, LARGE, SUBGROUPS, COMPLEX, SPARSE),
-    *(UNUSED, FROZEN, STATIC, ACCUMULATED, COMBINED, UNEVEN, TWO_MODELS, LIKE, SAVED, RESUMED, SAVED_ONE, RESUMED_ONE),
-    *(SPECIAL, TRAINING, OPTIMIZERS, AT_SCALE, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
+    *(VALUES, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, RAW, LONG, VALUES_AGAIN, DTYPES, SHAPES, SIZES, LARGE, SUBGROUPS),
+    *(COMPLEX, SPARSE, UNUSED, FROZEN, STATIC, ACCUMULATED, COMBINED, UNEVEN, TWO_MODELS, LIKE, SAVED, RESUMED, SAVED_ONE),
+    *(RESUMED_ONE, SPECIAL, TRAINING, OPTIMIZERS, AT_SCALE, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from conformance.scenario import Scenario
+
 PATIENCE = datetime.timedelta(seconds=3)  # only a hook that waits without being seen to costs it, once
 
 
@@ -24,8 +26,7 @@ class Schedule:
     """The schedule of one rank.
 
     Args:
-        order: one of the above, or ``free``.
-        seed: of the seeded order.
+        scenario: which says the order, one of the above or ``free``, and the seed. Where it is serialised, callbacks are not held.
         rank: of this process.
         world: number of processes.
         signals: the store that ranks tell each other through.
@@ -36,8 +37,7 @@ class Schedule:
 
     def __init__(
         self,
-        order: str,
-        seed: int,
+        scenario: Scenario,
         rank: int,
         world: int,
         signals: dist.Store,
@@ -45,10 +45,11 @@ class Schedule:
         waits: Callable[[], None],
         stuck: Callable[[int], None],
     ) -> None:
-        self._order, self._seed, self._rank, self._world = order, seed, rank, world
+        self._order, self._seed, self._rank, self._world = scenario.order, scenario.seed, rank, world
         self._signals, self._is_inside, self._waits, self._stuck = signals, is_inside, waits, stuck
         self._call, self._given_up = -1, False
-        self._callbacks = _Callbacks(f"{seed} {rank}", lambda: stuck(self._call)) if order == "seeded" else None
+        held = scenario.order == "seeded" and not scenario.serialised
+        self._callbacks = _Callbacks(f"{scenario.seed} {rank}", lambda: stuck(self._call)) if held else None
 
     def install(self) -> None:
         """Take part in what torch does when a hook waits, makes a group or attaches a callback."""
@@ -89,7 +90,8 @@ class Schedule:
         if self._order == "seeded" or (self._order == "rank0_first" and self._rank == 0):
             self._signals.set(f"left/{call}/{self._rank}", "1")
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Let the peers in, and callbacks run: this rank is about to wait for them."""
         self._announce(self._call)
         if self._callbacks:
             self._callbacks.release(self._call)
@@ -105,7 +107,7 @@ class Schedule:
             def waiting(this: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
                 if self._is_inside() and not _is_done(this):
                     self._waits()
-                self._let_go()
+                self.let_go()
                 return _original(this, *args, **kwargs)
 
             setattr(owner, name, waiting)

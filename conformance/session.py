@@ -78,12 +78,13 @@ class Session:
         described, machine = self._describe()
         claims, said_by = (Claims(), "nobody: they are to be proposed") if self.proposes else self._claims(described)
         source: Source = LocalSource(self.pool, self.records) if self.pool else ReplaySource(Path(str(self.options.replay)))
+        profile = "gloo-serialised" if claims.chained else "gloo-cpu"
         self.engine = make_engine(source, self.rules, self.subject, claims, self.worlds)
         self.header = {
             "kit": kit_identity(),
             "subject": {**self.subject.to_json(), **{key: described.get(key) for key in ("module", "distribution", "sha256")}},
             "claims": {"text": str(claims), "said by": said_by},
-            "profile": {"name": "gloo-cpu", "backend": "gloo", "device": "cpu", "world sizes": list(self.worlds), **machine},
+            "profile": {"name": profile, "backend": "gloo", "device": "cpu", "world sizes": list(self.worlds), **machine},
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **({"replayed from records of": self._kept["date"]} if self._kept else {}),
         }

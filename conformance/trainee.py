@@ -3,6 +3,7 @@
 import inspect
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from conformance.errors import TargetError
 from conformance.probe import Probe, training_network
 from conformance.recipe import Recipe
 from conformance.resolve import Resolved, call_with_names, make_hook, make_state
@@ -81,6 +83,23 @@ class Trainee:
                 self.nameless = type(hook).__name__
                 hook = _named(hook)
             self.ddp.register_comm_hook(self.case.state, hook)
+        if self._scenario.poststep:
+            self.case.after_backward = self._poststep(resolved, context)
+
+    def _poststep(self, resolved: Resolved, context: dict[str, Callable[[], Any]]) -> Callable[[], object]:
+        """Return what the trainer calls when backward is over: of the state, the hook's object, or the module; then the set-up's own."""
+        call, own = self._scenario.call, self.case.after_backward
+        if not call:
+            if own is None:
+                raise TargetError("--claims poststep: say which call, poststep(call=NAME), or give the set-up's Case an after_backward")
+            return own
+        hook = self.case.hook
+        module = sys.modules.get(getattr(resolved.setup or hook, "__module__", None) or "")
+        for owner in (self.case.state, getattr(hook, "__self__", None), hook, module):
+            if callable(flush := getattr(owner, call, None)):
+                names = {**context, "state": lambda: self.case.state}
+                return lambda: (call_with_names(flush, {}, names), own and own())
+        raise TargetError(f"--claims poststep(call={call}): neither the state, the hook's object nor its module has a function {call}")
 
     def make(self, resolved: Resolved, group: dist.ProcessGroup) -> tuple[Any, Any]:
         """Return the subject's hook and state for a rank of another group, with this model."""

@@ -15,25 +15,60 @@ def train_unevenly(
     steps: Iterable[tuple[int, str]],
     step: Callable[[int, str], Any],
     shadow_step: Callable[[int], None],
+    after: Callable[[], object] | None = None,
 ) -> None:
-    """Call ``step`` for each of this rank's steps; then, as long as others train, ``shadow_step`` before DDP follows them.
+    """Call ``step`` for each of this rank's steps; then, as long as others train, ``shadow_step`` before DDP follows them,
+    and ``after`` when it has.
 
     Source: torch documentation, Distributed Training with Uneven Inputs Using the Join Context Manager.
     """
     counter = _Counter(group, shadow_step)
-    with Join([counter, ddp]):
+    with Join([counter, ddp, *([_After(group, after)] if after else [])]):
         for number, kind in steps:
             Join.notify_join_context(counter)
             step(number, kind)
             counter.steps = number + 1
 
 
-class _Counter(Joinable):
+class _Joinable(Joinable):
+    """What a joinable of no collectives is."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.group
+
+
+class _After(_Joinable):
+    """Makes the trainer's call on a rank that has joined; the last of the context's joinables."""
+
+    def __init__(self, group: dist.ProcessGroup, after: Callable[[], object]) -> None:
+        super().__init__(group)
+        self.after = after
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        after = self.after
+
+        class Hook(JoinHook):
+            def main_hook(self) -> None:
+                after()
+
+        return Hook()
+
+
+class _Counter(_Joinable):
     """Counts the steps of all ranks; the first of the context's joinables, so that it is called before DDP."""
 
     def __init__(self, group: dist.ProcessGroup, shadow_step: Callable[[int], None]) -> None:
-        super().__init__()
-        self.group, self.shadow_step, self.steps = group, shadow_step, 0
+        super().__init__(group)
+        self.shadow_step, self.steps = shadow_step, 0
 
     def join_hook(self, **_: Any) -> JoinHook:
         counter = self
@@ -44,11 +79,3 @@ class _Counter(Joinable):
                 counter.steps += 1
 
         return Hook()
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        return self.group

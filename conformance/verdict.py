@@ -4,6 +4,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+NOT_CLAIMED = "it is not claimed"
+
 
 class Verdict(enum.IntEnum):
     """pass < not applicable (declared, and its mirror verified) < not run < fail < kit error."""
@@ -67,7 +69,7 @@ class Found:
         if margin is not None:
             self.margin = max(margin, self.margin or 0.0)
 
-    def does_not_apply(self, reason: str) -> None:
+    def does_not_apply(self, reason: str = NOT_CLAIMED) -> None:
         """Say that the requirement does not apply, for a reason that was verified."""
         self.not_applicable = reason
 

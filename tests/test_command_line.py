@@ -166,6 +166,8 @@ def test_claims_are_proposed(project: Path) -> None:
         (["--hook", "mypkg:number"], 9, "an int is no hook"),
         (["--hook", "mypkg:mean,rank=2"], 9, "unexpected keyword argument 'rank'"),
         (["--hook", "mypkg:mean", "--state", "mypkg:stat"], 9, "no attribute 'stat'"),
+        (["--hook", "mypkg:mean", "--claims", "poststep(call=flush)"], 9, "nor its module has a function flush"),
+        (["--hook", "mypkg:mean", "--claims", "poststep"], 9, "say which call"),
     ],
 )
 def test_bad_input_is_one_clear_line(project: Path, arguments: list[str], code: int, said: str) -> None:

@@ -1,12 +1,12 @@
 """Section 10: how the hook communicates."""
 
-from conformance.claims import Claims
+from conformance.claims import LOCAL, Claims
 from conformance.fingerprint import disagreement
 from conformance.rulebook import SHOULD, rule
 from conformance.rules.section_2_equivalence import require_steps
 from conformance.rules.section_3_replicas import require_same
 from conformance.run import Run
-from conformance.scenario import ORDERED, SCHEDULES
+from conformance.scenario import BUCKETS, ORDERED, RAW, SCHEDULES
 from conformance.verdict import Found
 
 
@@ -26,6 +26,8 @@ def overlaps(run: Run, claims: Claims, found: Found) -> None:
     Proved by order, not by time: peers enter a call of the hook only when rank 0 has returned from it. If it waits for
     them there, they are let in, and the line that waits is on record.
     """
+    if run.scenario.serialised:
+        found.does_not_apply("judged with one collective at a time, as it claims chained: whether it waits by itself cannot be told")
     for call in run.ranks[0].all("call"):
         waited = next(run.ranks[0].all("waited", call=call["call"]), None)
         spun = next((gate for rank in run.ranks[1:] for gate in rank.all("gate", call=call["call"])), None)
@@ -85,3 +87,47 @@ def any_order(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     for other in others:
         for one, again in zip(plain.ranks, other.ranks, strict=True):
             require_same(one.tensors, again.tensors, f"{plain.scenario.name} and {other.scenario.name} on rank {one.rank}", found)
+
+
+@rule(
+    "10.4",
+    "callbacks start collectives, as it says",
+    on=(BUCKETS,),
+    needs=("1.8",),
+    claimed="chained",
+    since="1.4",
+    source="the claim itself: what has its collectives put in order by the kit is to be in need of it",
+    remedy="leave the claim out: the hook starts all of its collectives by itself, and needs no stream's order",
+)
+def starts_in_callbacks(run: Run, claims: Claims, found: Found) -> None:
+    """A hook that claims chained starts collectives from callbacks, on every rank, once there are several buckets."""
+    for rank in run.ranks:
+        started = [event for event in rank.all("collective") if event["callback"] and event["step"] > 0]
+        found.require(bool(started), "collectives that callbacks start", f"rank {rank.rank}: it starts all of its collectives by itself")
+
+
+@rule(
+    "10.5",
+    "goes without a stream's order",
+    on=(BUCKETS, RAW),
+    owns=(RAW,),
+    across=True,
+    needs=("1.8", "3.1"),
+    level=SHOULD,
+    claimed="chained",
+    since="1.4",
+    source="torch documentation, torch.futures.Future.then: callbacks may run in any order; Gloo matches collectives by the order of "
+    "their start on each rank",
+    remedy="a process group of its own for what callbacks start, in bucket order; on NCCL, whose stream orders them, it is right as it is",
+)
+def without_order(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """Of a hook that claims chained, replicas are the same where collectives come as they come too, and exact results right.
+
+    It is certified with one collective at a time, which is how a stream orders them. On Gloo nothing does.
+    """
+    run = next(run for run in runs.values() if run.scenario.name == RAW.name)
+    if not claims.lossy:
+        require_steps(run, claims, found, run.steps("crafted"))
+    if claims.lossy != LOCAL:
+        for rank in run.ranks[1:]:
+            require_same(run.ranks[0].tensors, rank.tensors, f"ranks 0 and {rank.rank}", found)

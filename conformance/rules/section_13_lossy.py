@@ -22,7 +22,7 @@ def _judge(run: Run, claims: Claims, found: Found, *kinds: str) -> None:
     if claims.lossy in kinds:
         lossy.require(run, claims, found)
     else:
-        found.does_not_apply("it is not claimed")
+        found.does_not_apply()
 
 
 @rule(
@@ -97,7 +97,7 @@ def warm_up(run: Run, claims: Claims, found: Found) -> None:
     Under ``local`` the mean may be right for good, where all ranks average: then the one after them differs if any does.
     """
     if not claims.warmup:
-        found.does_not_apply("it is not claimed")
+        found.does_not_apply()
         return
     if require_steps(run, Claims(world_only=claims.world_only), found, list(range(claims.warmup))):
         steps = range(claims.warmup, len(run.scenario.steps))
@@ -139,7 +139,7 @@ def fused(run: Run, claims: Claims, found: Found) -> None:
     The bound is 64 units in the last place of the sum of all changes: it may take operations in another order.
     """
     if not claims.fused:
-        found.does_not_apply("it is not claimed")
+        found.does_not_apply()
         return
     for rank in range(run.world):
         for index, spec in enumerate(run.scenario.params):
@@ -180,7 +180,7 @@ def bytes_sent(run: Run, claims: Claims, found: Found) -> None:
     Judged after the warm-up, when DDP has regrouped its buckets; every collective of the process counts.
     """
     if claims.ratio is None:
-        found.does_not_apply("it is not claimed")
+        found.does_not_apply()
         return
     for rank, step, collectives, gradients in run.bytes_sent(max(2, claims.warmup)):
         total = sum(size for _, size in collectives)

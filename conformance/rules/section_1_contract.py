@@ -126,7 +126,7 @@ def final_when_complete(run: Run, claims: Claims, found: Found) -> None:
                     f"{_at(rank.rank, value)}: complete when the hook returned, before any peer had entered its own, and written later",
                 )
                 found.require(
-                    rest.get("digest") == value["digest"],
+                    claims.poststep or rest.get("digest") == value["digest"],
                     "a result that nobody writes once DDP has read it",
                     f"{_at(rank.rank, value)}: other bits after the last collective of the step had ended",
                 )
@@ -254,6 +254,36 @@ def named(run: Run, claims: Claims, found: Found) -> None:
     for rank in run.ranks:
         nameless = rank.first("nameless")
         found.require(nameless is None, "a name", f"a {nameless['type'] if nameless else ''} without one: DDP itself would refuse it")
+
+
+@rule(
+    "1.12",
+    "gradients are right when it says",
+    on=(VALUES,),
+    needs=("1.5",),
+    since="1.4",
+    source="torch documentation, DistributedDataParallel: gradients are averaged when backward returns; Horovod and others have a "
+    "synchronize() to call first, which every training loop then has to make",
+    remedy="--claims 'poststep(call=NAME)', where the trainer makes that call; or a future that completes with the result",
+)
+def with_backward(run: Run, claims: Claims, found: Found) -> None:
+    """Gradients are final when backward returns; or, of a hook that claims poststep, when the call has been made, and not before.
+
+    A call after backward that a set-up asks for, and that no claim speaks of, changes no gradient.
+    """
+    changed = [(rank.rank, called) for rank in run.ranks for called in rank.all("called") if called["changed"]]
+    if claims.poststep:
+        calls = sum(1 for rank in run.ranks for _ in rank.all("called"))
+        late = bool(changed) or run.world == 1
+        same = f"the same bits before and after each of {calls} calls: they are right when backward returns"
+        found.require(late, "gradients that the call changes", same)
+        return
+    rank, called = changed[0] if changed else (0, {})
+    found.require(
+        not changed,
+        "the same gradients before and after what the set-up has called after backward",
+        f"rank {rank}, step {called.get('step')}: {', '.join(called.get('changed', []))} changed with that call",
+    )
 
 
 def _values(run: Run) -> list[tuple[int, dict[str, Any]]]:

@@ -43,6 +43,8 @@ _SECTIONS = (
     "training",
     "training_loops",
     "collectives",
+    "poststep",
+    "chained",
     "state",
     "special",
     "interference",

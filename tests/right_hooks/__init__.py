@@ -25,7 +25,7 @@ class Right:
     setup: bool = False
 
 
-_MODULES = ("exact", "sparse", "few_bits", "low_rank", "at_random", "local", "fused")
+_MODULES = ("exact", "sparse", "few_bits", "low_rank", "at_random", "local", "fused", "poststep", "chained")
 
 
 def catalogue() -> list[tuple[str, Right]]:

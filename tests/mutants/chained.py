@@ -1,0 +1,127 @@
+"""Hooks that claim that their callbacks start collectives: some do not, and some do it wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import Bucket, Result, average, group_of, is_dense, step_number, sum_of
+
+
+def in_two_stages(state: Any, bucket: Bucket, second: Callable[[torch.Tensor, torch.Tensor, Result], None] | None = None) -> Result:
+    """Sum the multiples of four in the bucket, then from a callback what is left."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    buffer, size, result = bucket.buffer(), group_of(state).size(), torch.futures.Future()
+    coarse = buffer.div(4).trunc_().mul_(4)
+    fine = (buffer - coarse).nan_to_num_(0, 0, 0)
+
+    def callback(_: Any) -> None:
+        try:
+            if second:
+                second(coarse, fine, result)
+            else:
+                sum_then(fine, state, lambda: result.set_result((coarse + fine).div_(size)), result)
+        except RuntimeError as error:
+            result.set_exception(error)
+
+    dist.all_reduce(coarse, group=group_of(state), async_op=True).get_future().add_done_callback(callback)
+    return result
+
+
+def sum_then(tensor: torch.Tensor, state: Any, then: Callable[[], object], result: Result) -> None:
+    def done(future: torch.futures.Future) -> None:
+        try:
+            future.value()
+            then()
+        except RuntimeError as error:
+            result.set_exception(error)
+
+    dist.all_reduce(tensor, group=group_of(state), async_op=True).get_future().add_done_callback(done)
+
+
+def starts_all_itself(state: Any, bucket: Bucket) -> Result:
+    """The right hook, which needs no stream's order."""
+    return average(bucket, state)
+
+
+def waits_for_the_first(state: Any, bucket: Bucket) -> Result:
+    """Waits for its first collective, and starts the second by itself: blocking, and not chained."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    buffer, size = bucket.buffer(), group_of(state).size()
+    coarse = buffer.div(4).trunc_().mul_(4)
+    fine = (buffer - coarse).nan_to_num_(0, 0, 0)
+    dist.all_reduce(coarse, group=group_of(state))
+    return sum_of(fine, state).then(lambda fut: (coarse + fut.value()).div_(size))
+
+
+def divides_in_each_stage(state: Any, bucket: Bucket) -> Result:
+    """Divides after the first collective, and after the second again."""
+
+    def second(coarse: torch.Tensor, fine: torch.Tensor, result: Result) -> None:
+        size = group_of(state).size()
+        coarse.div_(size)
+        sum_then(fine, state, lambda: result.set_result((coarse + fine).div_(size)), result)
+
+    return in_two_stages(state, bucket, second)
+
+
+def rank_0_sends_more(state: Any, bucket: Bucket) -> Result:
+    """Sends one element more in the second stage on rank 0."""
+    padding = 1 if group_of(state).rank() == 0 else 0
+
+    def second(coarse: torch.Tensor, fine: torch.Tensor, result: Result) -> None:
+        sent = torch.cat([fine, fine.new_zeros(padding)])
+        size = group_of(state).size()
+        sum_then(sent, state, lambda: result.set_result((coarse + sent[: len(fine)]).div_(size)), result)
+
+    return in_two_stages(state, bucket, second)
+
+
+def skips_a_stage_by_value(state: Any, bucket: Bucket) -> Result:
+    """Leaves the second collective out where this rank has nothing left to send."""
+
+    def second(coarse: torch.Tensor, fine: torch.Tensor, result: Result) -> None:
+        size = group_of(state).size()
+        if fine.any():
+            sum_then(fine, state, lambda: result.set_result((coarse + fine).div_(size)), result)
+        else:
+            result.set_result(coarse.div_(size))
+
+    return in_two_stages(state, bucket, second)
+
+
+def second_stage_on_world(state: Any, bucket: Bucket) -> Result:
+    """Its second collective is one of WORLD."""
+
+    def second(coarse: torch.Tensor, fine: torch.Tensor, result: Result) -> None:
+        size = group_of(state).size()
+        sum_then(fine, None, lambda: result.set_result((coarse + fine).div_(size)), result)
+
+    return in_two_stages(state, bucket, second)
+
+
+def drops_the_second(state: Any, bucket: Bucket) -> Result:
+    """From the eleventh step on the result lacks the second stage."""
+    late = step_number(bucket) > 9
+
+    def second(coarse: torch.Tensor, fine: torch.Tensor, result: Result) -> None:
+        size = group_of(state).size()
+        mean = coarse.div(size)
+        sum_then(fine, state, lambda: result.set_result(mean if late else (coarse + fine).div_(size)), result)
+
+    return in_two_stages(state, bucket, second)
+
+
+MUTANTS = [
+    Mutant("starts_all_itself", ("10.4",), "exact, chained", "process_group"),
+    Mutant("waits_for_the_first", ("10.4",), "exact, chained", "process_group"),
+    Mutant("divides_in_each_stage", ("2.1",), "exact, chained", "process_group"),
+    Mutant("rank_0_sends_more", ("1.5",), "exact, chained", "process_group", hangs=True),
+    Mutant("skips_a_stage_by_value", ("8.4",), "exact, chained", "process_group", hangs=True),
+    Mutant("second_stage_on_world", ("2.7",), "exact, chained", "process_group"),
+    Mutant("drops_the_second", ("1.7",), "exact, chained", "process_group"),
+]

@@ -1,0 +1,84 @@
+"""Hooks whose gradients are right after a call that the trainer makes when backward is over."""
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from conformance import Case
+from tests.right_hooks import Right
+from tests.right_hooks._common import Bucket, Group, Result, completed, dense, sizes
+
+
+class Later:
+    """Begins to average what the hook is given; ``flush`` waits for it, and puts it where gradients are.
+
+    Args:
+        process_group: the group to average over.
+        dtype: a name of what is sent, or '' for what the bucket has.
+    """
+
+    def __init__(self, process_group: Group, dtype: str = "") -> None:
+        self.group, self.dtype = process_group, dtype
+        self.begun: list[tuple[Bucket, torch.dtype, torch.Tensor, dist.Work]] = []
+
+    def hook(self, state: object, bucket: Bucket) -> Result:
+        buffer = dense(bucket)
+        sent = buffer.to(getattr(torch, self.dtype) if self.dtype else buffer.dtype, copy=True).div_(self.group.size())
+        self.begun.append((bucket, buffer.dtype, sent, dist.all_reduce(sent, group=self.group, async_op=True)))
+        return completed(buffer)
+
+    def flush(self) -> None:
+        for bucket, dtype, sent, work in self.begun:
+            work.wait()
+            for parameter, part in zip(bucket.parameters(), sent.to(dtype).split(sizes(bucket)), strict=True):
+                if parameter.grad is not None:  # of a rank that has no input, or where no rank has used it
+                    part = torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
+                    parameter.grad.copy_(part.as_strided(parameter.shape, parameter.stride(), part.storage_offset()))
+        self.begun.clear()
+
+
+def state_does(state: Later, bucket: Bucket) -> Result:
+    """All of it is the state's."""
+    return state.hook(None, bucket)
+
+
+def method(process_group: Group) -> object:
+    """Makes a hook that is a method; so is the call."""
+    return Later(process_group).hook
+
+
+def leaves_it(state: object, bucket: Bucket) -> Result:
+    """Does nothing; what follows backward does all."""
+    return completed(bucket.buffer())
+
+
+def synchronize(model: DistributedDataParallel) -> None:
+    """Average the gradients of a model over its group, one after another; what some rank has is zeros on those that do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
+        raise TypeError("no sparse gradients; use Embedding(sparse=False)")
+    somewhere = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    dist.all_reduce(somewhere, group=model.process_group)
+    for parameter, ranks in zip(parameters, somewhere.tolist(), strict=True):
+        if ranks:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            mean = grad.contiguous().div(model.process_group.size())
+            dist.all_reduce(mean, group=model.process_group)
+            parameter.grad = grad.copy_(mean)
+
+
+def set_up_with_call(process_group: Group) -> Case:
+    """Says itself what is called."""
+    later = Later(process_group)
+    return Case(None, later.hook, after_backward=later.flush)
+
+
+_FLUSH = "poststep(call=flush)"
+
+RIGHT = [
+    Right("state_does", f"exact, {_FLUSH}", f"{__name__}:Later"),
+    Right("state_does", f"rounded(float16), {_FLUSH}", f"{__name__}:Later,dtype=float16"),
+    Right("method()", f"exact, {_FLUSH}"),
+    Right("leaves_it", "poststep(call=synchronize)"),
+    Right("set_up_with_call", "poststep", setup=True),
+]
