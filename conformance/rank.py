@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -176,13 +177,13 @@ class _Run:
     def _watch_registrations(self) -> None:
         """Put the observer between DDP and every hook that is registered in this process."""
         register = DistributedDataParallel.register_comm_hook
-        observer, seen, observed = self.observer, self.registrations, self.scenario.observed
+        seen, observed = self.registrations, self.scenario.observed
 
         def register_comm_hook(ddp: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
             # DDP checks the hook that it is given: the raw one first, so that its refusal is on record.
             ddp._check_comm_hook(hook)
             is_main = ddp is self.ddp
-            register(ddp, state, observer.wrap(hook) if observed and is_main else hook)
+            register(ddp, state, self.observer.wrap(hook) if observed and is_main else hook)
             if is_main:
                 seen.append(hook)
 
@@ -329,11 +330,7 @@ class _Run:
 
     def _finish(self) -> None:
         """Close the subject, then look at what it leaves behind."""
-        self.where = "close"
-        for trainee in filter(None, (self.trainee, self.twin)):
-            if trainee.case.close:
-                trainee.case.close()
-        self.where = "kit"
+        self._close()
         for name, buffer in self._synchronised_buffers().items():
             self.recorder.tensor(f"buffer/{name}", buffer)
         gc.collect()
@@ -348,9 +345,26 @@ class _Run:
             children=process_state.children(),
             files=process_state.files_left(),
         )
+        if self.scenario.growth:
+            self._let_go()
         if self.scenario.fault == "none":
             self._everybody("end")
             dist.destroy_process_group()
+
+    def _close(self) -> None:
+        self.where = "close"
+        for trainee in filter(None, (self.trainee, self.twin)):
+            if trainee.case.close:
+                trainee.case.close()
+        self.where = "kit"
+
+    def _let_go(self) -> None:
+        """Drop the model, as a script does that goes on with another one, and write down whether the subject keeps it."""
+        model = weakref.ref(self.trainee.model)
+        del self.trainee, self.ddp, self.parameters, self.observer, self.schedule
+        self.registrations.clear()
+        gc.collect()
+        self.recorder.event("dropped", kept=model() is not None)
 
     def _synchronised_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers as DDP hands them to the next forward: synchronised from rank 0."""

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from conformance.claims import Claims
-from conformance.rulebook import rule
+from conformance.rulebook import SHOULD, rule
 from conformance.run import Run
 from conformance.scenario import BUCKETS, LONG, VALUES
 from conformance.verdict import Found
@@ -185,6 +185,28 @@ def patches(run: Run, claims: Claims, found: Found) -> None:
         end = rank.first("state", at="end")
         if end:
             found.require(not end["patches"], "no replaced functions", f"rank {rank.rank}: {', '.join(end['patches'][:5])}")
+
+
+@rule(
+    "9.9",
+    "lets go of the model",
+    on=(LONG,),
+    needs=("1.5",),
+    level=SHOULD,
+    since="1.4",
+    source="pytorch#63162",
+    remedy="weakref.ref(model) where the hook or its state needs the model; nothing of a model in a module",
+)
+def lets_go(run: Run, claims: Claims, found: Found) -> None:
+    """When the training is over and its script has dropped the model, the model is gone.
+
+    DDP keeps the hook and its state where Python's garbage collection does not look: what these keep stays for good, where
+    it leads back to DDP.
+    """
+    for rank in run.ranks:
+        dropped = rank.first("dropped")
+        if dropped:
+            found.require(not dropped["kept"], "a model that is gone", f"rank {rank.rank}: the model is still there")
 
 
 def _short(value: str | None, other: str | None) -> str:

@@ -189,6 +189,24 @@ def leaks_in_c(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+# 9.9 The model
+
+
+class Knows:
+    """A hook that holds the DDP module which holds the hook."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def hook(self, state: Any, bucket: Bucket) -> Result:
+        return average(bucket, self.model.process_group)
+
+
+def knows_the_model(model: Any) -> Any:
+    """Keeps the model alive for good."""
+    return None, Knows(model).hook
+
+
 # 9.5 Gradients of other buckets
 
 
@@ -340,6 +358,7 @@ MUTANTS = [
     Mutant("scratch_by_bound_method", ("9.4",)),
     Mutant("scratch_by_id", ("9.4",)),
     Mutant("leaks_in_c", ("9.4",)),
+    Mutant("knows_the_model", ("9.9",), setup=True),
     Mutant("clears_other_gradients", ("9.5",), claims="world_only", state=_MODEL, because=_left),
     Mutant("clips_other_gradients", ("9.5",), claims="world_only", state=_MODEL),
     Mutant("leaves_threads", ("9.6",)),
