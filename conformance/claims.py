@@ -16,6 +16,8 @@
     like(powerSGD_hook, matrix_approximation_rank=2)
                                   step by step what that hook or compressor of hooks_ref gives under these options
     dtypes(float32)               it takes models whose parameters are all of these dtypes, and refuses others
+    min_world_size(2)             it takes groups of as many ranks at least, and refuses smaller ones
+    backends(nccl), devices(cuda) it takes these alone; it is not judged on others
     checkpointable                its state can be saved, and goes on in new processes where it was
     fused(SGD, lr=0.1, after=0)   the hook steps the parameters, as torch.optim.SGD would; not in the first ``after`` steps
     poststep(call=flush)          the gradients are right after a call that the trainer makes when backward is over: of the
@@ -44,12 +46,12 @@ DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64")
 KNOWN = (
     "exact, rounded(float16), rounded(bfloat16), sum, world_only, compressed, compressed(feedback=ef21), "
     "compressed(feedback=False, delta=D), unbiased, local, warmup(K), fused(OPTIMIZER, ...), like(REFERENCE, ...), "
-    "dtypes(float32, ...), checkpointable, poststep(call=NAME), chained"
+    "dtypes(float32, ...), min_world_size(N), backends(gloo, ...), devices(cpu, ...), checkpointable, poststep(call=NAME), chained"
 )
 FEEDBACK, DIFFERENCE, CONTRACTION, UNBIASED, LOCAL = "feedback", "difference", "contraction", "unbiased", "local"
 _NAMES = (
     *("exact", "rounded", "sum", "world_only", "compressed", "unbiased", "local", "warmup", "fused", "like", "dtypes"),
-    *("checkpointable", "poststep", "chained"),
+    *("checkpointable", "poststep", "chained", "min_world_size", "backends", "devices"),
 )
 
 
@@ -73,6 +75,8 @@ class Claims:
         after: steps before the first that a fused hook steps its parameters in.
         like: the reference that it gives the results of, with its options, as in ``like.subjects``; '' is none.
         dtypes: names of those that it takes; () is all.
+        min_world_size: the smallest group that it takes; 0 is any.
+        backends, devices: names of those that it takes; () is all.
     """
 
     rounded: str | None = None
@@ -85,6 +89,9 @@ class Claims:
     after: int = 0
     like: str = ""
     dtypes: tuple[str, ...] = ()
+    min_world_size: int = 0
+    backends: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
     ratio: float | None = None
     checkpointable: bool = False
     poststep: bool = False
@@ -111,8 +118,9 @@ class Claims:
             parts.append(f"fused({inside})")
         if self.like:
             parts.append(f"like({self.like.replace(',', ', ')})")
-        if self.dtypes:
-            parts.append(f"dtypes({', '.join(self.dtypes)})")
+        if self.min_world_size:
+            parts.append(f"min_world_size({self.min_world_size})")
+        parts += [f"{name}({', '.join(names)})" for name in ("dtypes", "backends", "devices") if (names := getattr(self, name))]
         if self.poststep:
             parts.append(f"poststep(call={self.call})" if self.call else "poststep")
         return ", ".join(parts + [name for name in ("chained", "world_only", "checkpointable") if getattr(self, name)])
@@ -224,9 +232,22 @@ def _read_dtypes(name: str, args: list[str], options: dict[str, Any]) -> dict[st
     return {"dtypes": tuple(args)}
 
 
+def _read_min_world_size(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    if len(args) != 1 or options or args[0] not in ("2", "3", "4"):
+        raise UsageError("--claims: min_world_size takes a number of ranks from 2 to 4, which is as many as a certificate speaks of")
+    return {"min_world_size": int(args[0])}
+
+
+def _read_names(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    if not args or options or not all(arg.isidentifier() for arg in args) or len(set(args)) < len(args):
+        raise UsageError(f"--claims: {name} takes names: {name}({'gloo, nccl' if name == 'backends' else 'cpu, cuda'})")
+    return {name: tuple(args)}
+
+
 _READERS = {
     **{"rounded": _read_rounded, "compressed": _read_compressed, UNBIASED: _read_lossy, LOCAL: _read_lossy, "warmup": _read_warmup},
     **{"fused": _read_fused, "like": _read_like, "dtypes": _read_dtypes, "poststep": _read_poststep},
+    **{"min_world_size": _read_min_world_size, "backends": _read_names, "devices": _read_names},
 }
 
 

@@ -62,7 +62,10 @@ class Engine:
         control: "Engine | None" = None,
     ) -> None:  # fmt: skip
         self.source, self._rules, self.subject, self.claims = source, rules, subject, claims
-        self.worlds = tuple(sorted(worlds))
+        self.worlds = tuple(sorted(world for world in worlds if world >= claims.min_world_size))
+        self._fewer = tuple(sorted(set(worlds) - set(self.worlds)))
+        if not self.worlds:
+            raise UsageError(f"--world-size {','.join(map(str, worlds))}: it claims {claims}, so that nothing can be judged")
         self.control = control
         self._runs: dict[tuple[str, int], Run | str] = {}
         self._others: dict[tuple[str, Scenario], Run] = {}
@@ -169,6 +172,8 @@ class Engine:
 
     def _judge_runs(self, rule: Rule) -> Judgement:
         wanted = self._wanted(rule)
+        if not wanted and self._fewer and rule.worlds == "others":
+            return Judgement(rule.number, Verdict.NOT_APPLICABLE, f"under {self.claims} {self.worlds[0]} is the only size of this profile")
         if not wanted:
             return Judgement(rule.number, Verdict.NOT_RUN, "no world size of this profile runs it")
         judgement = Judgement(rule.number, Verdict.PASS)
@@ -213,6 +218,8 @@ class Engine:
         return runs
 
     def _wanted(self, rule: Rule) -> list[tuple[Scenario, int]]:
+        if rule.worlds == "fewer":
+            return [(under(plain, self.claims), world) for plain in rule.on for world in self._fewer]
         pairs = [(scenario, world) for plain in rule.on for scenario in [under(plain, self.claims)] for world in scenario.fits(self.worlds)]
         if rule.worlds == "primary":
             return [(s, w) for s, w in pairs if w == self.primary]
@@ -277,21 +284,26 @@ class Engine:
             found = self._breakages[run.name] = breakage(run)
             if found and found.kind == "kit":
                 raise KitError(found.line)
-            if found and found.kind == "target":
+            if found and found.kind == "target" and run.world >= self.claims.min_world_size:
                 raise TargetError(found.line)
         return self._breakages[run.name]
 
     def _note_broken(self, rule: Rule, run: Run, broken: Breakage, judgement: Judgement) -> None:
         blamed = _BLAME.get(broken.kind)
-        # What it says that it does not take, it may refuse.
-        may_refuse = rule.may_refuse or (self.claims.dtypes and {spec.dtype for spec in run.scenario.params} - set(self.claims.dtypes))
-        if may_refuse and refused(run):
+        if rule.worlds == "fewer" and refused(run):
+            self._note(judgement, run.name, Verdict.PASS, reason=broken.line, checks=1)
+        elif (rule.may_refuse or self._does_not_take(run)) and refused(run):
             self._note(judgement, run.name, Verdict.NOT_APPLICABLE, reason=f"refused with an error on every rank: {broken.line}", checks=1)
         elif rule.number == blamed or (blamed is None and run.scenario.name in {scenario.name for scenario in rule.owns}):
             judgement.failures.append(Failure(broken.expected, broken.line, broken.cause or self._explain(run, broken), broken.evidence))
             self._note(judgement, run.name, Verdict.FAIL, reason=broken.line)
         else:
             self._note(judgement, run.name, Verdict.NOT_RUN, reason=f"{run.name} broke: {broken.line}")
+
+    def _does_not_take(self, run: Run) -> bool:
+        """Whether it says that it does not take what the run gives it."""
+        few = any(len(group) < self.claims.min_world_size for group in run.scenario.groups)
+        return few or bool(self.claims.dtypes and {spec.dtype for spec in run.scenario.params} - set(self.claims.dtypes))
 
     def _explain(self, run: Run, broken: Breakage) -> str:
         """Repeat a run that broke where collectives may be the reason, with those on record: where do ranks disagree?"""

@@ -73,6 +73,8 @@ def under(scenario: Scenario, claims: Claims) -> Scenario:
         scenario = replace(scenario, params=params or scenario.params)
     if scenario.simulated and (claims.lossy or claims.fused):
         return replace(scenario, simulated=())
+    if scenario.simulated:
+        scenario = replace(scenario, simulated=tuple(max(size, claims.min_world_size) for size in scenario.simulated))
     if claims.fused and scenario.params:
         scenario = replace(scenario, fused=True, level=0.0, recipe=False, steps=tuple(kind for kind in scenario.steps if kind != "wide"))
     if not claims.lossy or not scenario.params:

@@ -116,7 +116,8 @@ class _Run:
         self.schedule.install()
         self.threads = process_state.threads()
         self.recorder.event("state", at="start", process=process_state.snapshot(), rng=process_state.rng(), threads=process_state.threads())
-        self._register()
+        if not self.scenario.simulated:
+            self._register()
         self.recorder.event("state", at="registered", process=process_state.snapshot(), rng=process_state.rng())
         steps = list(enumerate(self.scenario.steps[: self.scenario.inputs_of(self.rank, self.world)]))
         if self.scenario.saved_in:

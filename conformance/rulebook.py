@@ -51,7 +51,8 @@ class Rule:
         claimed: the claim (an attribute of ``Claims``) without which it does not apply, and nothing is run for it; '' is none.
         beside: what else is run in the same scenario, and read after the subject's own run: ``vanilla`` is DDP without a hook,
             ``like`` are the references that the claim of that name says; '' is nothing.
-        worlds: ``all`` of the profile, or the ``primary`` one, or the ``others``.
+        worlds: ``all`` of the profile, or the ``primary`` one, or the ``others``; ``fewer`` are those below
+            what the claim min_world_size says, which no other rule is judged at.
         source: torch documentation, paper or issue number.
         remedy: where to look when it fails.
         check: the function, ``(run, claims, found)``, or ``(runs, claims, found)`` if ``across``.

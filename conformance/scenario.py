@@ -164,6 +164,7 @@ VALUES = Scenario(
     _SMALL,
     ("crafted", "crafted", "crafted", "normal", "normal", "wide"),
 )
+FEWER = replace(VALUES, name="fewer", what="fewer ranks than it takes", steps=("crafted",) * 2)
 VALUES_AGAIN = replace(VALUES, name="values_again", what="the same once more", repeat=1, world_sizes=(2,))
 AS_IS = replace(
     VALUES, name="as_is", what="the hook registered as it is, unobserved", observed=False, steps=("crafted",) * 3, world_sizes=(2,)
@@ -347,7 +348,7 @@ PEER_SILENT = replace(
 
 # In the order in which they run: the plainest first, since a hook that breaks it is judged no further.
 ALL = (
-    *(VALUES, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, RAW, LONG, VALUES_AGAIN, DTYPES, SHAPES, SIZES, LARGE, SUBGROUPS),
+    *(VALUES, FEWER, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, RAW, LONG, VALUES_AGAIN, DTYPES, SHAPES, SIZES, LARGE, SUBGROUPS),
     *(COMPLEX, SPARSE, UNUSED, FROZEN, STATIC, ACCUMULATED, COMBINED, UNEVEN, TWO_MODELS, LIKE, SAVED, RESUMED, SAVED_ONE),
     *(RESUMED_ONE, SPECIAL, TRAINING, OPTIMIZERS, AT_SCALE, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
 )

@@ -78,6 +78,8 @@ class Session:
         described, machine = self._describe()
         claims, said_by = (Claims(), "nobody: they are to be proposed") if self.proposes else self._claims(described)
         source: Source = LocalSource(self.pool, self.records) if self.pool else ReplaySource(Path(str(self.options.replay)))
+        if not ("gloo" in (claims.backends or ("gloo",)) and "cpu" in (claims.devices or ("cpu",))):
+            raise ProfileError(f"profile gloo-cpu: not run: the subject claims {claims}; this version has no other profile")
         profile = "gloo-serialised" if claims.chained else "gloo-cpu"
         self.engine = make_engine(source, self.rules, self.subject, claims, self.worlds)
         self.header = {

@@ -168,6 +168,8 @@ def test_claims_are_proposed(project: Path) -> None:
         (["--hook", "mypkg:mean", "--state", "mypkg:stat"], 9, "no attribute 'stat'"),
         (["--hook", "mypkg:mean", "--claims", "poststep(call=flush)"], 9, "nor its module has a function flush"),
         (["--hook", "mypkg:mean", "--claims", "poststep"], 9, "say which call"),
+        (["--hook", "mypkg:mean", "--claims", "backends(nccl)"], 8, "not run: the subject claims exact, backends(nccl)"),
+        (["--hook", "mypkg:mean", "--claims", "min_world_size(3)", "--world-size", "2"], 4, "nothing can be judged"),
     ],
 )
 def test_bad_input_is_one_clear_line(project: Path, arguments: list[str], code: int, said: str) -> None:

@@ -116,6 +116,8 @@ What a subject must do to be certified. This page is written from `conformance/r
 | `poststep(call=NAME)` | any, after that call of the trainer: of the state, the hook's object, or its module | 1.12: not before |
 | `poststep` | the same, with the `after_backward` of the set-up's Case | 1.12 |
 | `chained` | any, if a collective is over before the next begins, as on a stream | callbacks start some: 10.4; without that order: 10.5 |
+| `min_world_size(N)` | for groups of N ranks and more; smaller ones are refused with an error | 2.11 |
+| `backends(nccl)`, `devices(cuda)` | for these alone; on a profile of others nothing is judged, and nothing certified | - |
 | `dtypes(float32)` | for models of these dtypes alone; others are refused with an error | 2.4 |
 
 `compressed` takes `delta=` too, 0.1 unless it is given: the share of what it is given that the compressor delivers in a
@@ -146,6 +148,7 @@ def page(rules: dict[str, Rule]) -> str:
                 parts.append(f"Intent: {rule.intent}\n")
             parts.append(f"- Source: {rule.source}")
             worlds = {"all": "at every world size", "primary": "at the smallest world size above 1", "others": "at the other world sizes"}
+            worlds["fewer"] = "at world sizes below what it claims"
             scenarios = "; ".join(f"`{scenario.name}` ({scenario.what})" for scenario in rule.on)
             parts.append(f"- Judged on: {scenarios}; {worlds[rule.worlds]} that the scenario is meant for")
             if rule.needs:

@@ -17,7 +17,6 @@ from conformance.run import Run
 from conformance.scenario import AT_SCALE, SCALE_NUMEL, SCALES
 from conformance.verdict import Found
 
-FAITHFUL = 2  # ranks; what is wrong there is right among real ranks, so that the simulation is at fault
 LIMITS = {None: 2**-10, "float16": 1 / 16, "bfloat16": 1 / 16}  # by the dtype that is rounded to; of the largest gradient
 
 
@@ -28,13 +27,14 @@ def _judge(run: Run, claims: Claims, found: Found, kind: str, cause: str = "") -
     events = list(run.ranks[0].all("simulated"))
     offs, limit = {event["size"]: _off(run, claims, kind, event["size"]) for event in events}, LIMITS[claims.rounded]
     stopped = run.ranks[0].first("not simulated")
-    if not set(offs) - {FAITHFUL}:
+    few = min(run.scenario.simulated, default=0)  # what is wrong there is right among real ranks: the simulation is at fault
+    if not set(offs) - {few}:
         found.does_not_apply(f"it cannot be simulated: {stopped['why'] if stopped else 'no ranks were'}")
         return
-    if offs[FAITHFUL] > limit or not all(event["alike"] for event in events if event["size"] == FAITHFUL):
+    if offs[few] > limit or not all(event["alike"] for event in events if event["size"] == few):
         found.does_not_apply("it cannot be simulated: ranks that share a process get other results, e.g. of what a module keeps")
         return
-    said = ", ".join(f"{off:.2g} among {size} ranks" for size, off in offs.items() if size != FAITHFUL)
+    said = ", ".join(f"{off:.2g} among {size} ranks" for size, off in offs.items() if size != few)
     found.note(f"{kind} gradients: the result is off by {said}" + (f"; no more ranks: {stopped['why']}" if stopped else ""))
     for event in events:
         size = event["size"]

@@ -7,7 +7,7 @@ from conformance.claims import LOCAL, Claims
 from conformance.diagnosis import diagnose, norm_ratios
 from conformance.rulebook import rule
 from conformance.run import Run
-from conformance.scenario import AS_IS, COMPLEX, DTYPES, LARGE, SHAPES, SIZES, SPARSE, SUBGROUPS, VALUES
+from conformance.scenario import AS_IS, COMPLEX, DTYPES, FEWER, LARGE, SHAPES, SIZES, SPARSE, SUBGROUPS, VALUES
 from conformance.verdict import Found
 
 DOC = "torch documentation, DDP Communication Hooks"
@@ -289,6 +289,23 @@ def claim_is_true(runs: dict[str, Run], claims: Claims, found: Found) -> None:
         differs = any(oracle.compare(run, step, plain).mismatch for step in run.steps("crafted"))
         found.require(differs, "the sum, which is not the mean", "the mean")
     found.checked(1)  # exact claims nothing that could be untrue; world_only is judged by 2.7
+
+
+@rule(
+    "2.11",
+    "refuses fewer ranks than it takes",
+    on=(FEWER,),
+    owns=(FEWER,),
+    needs=("2.1",),
+    claimed="min_world_size",
+    worlds="fewer",
+    since="1.4",
+    source="hivemind#440, hivemind#450: where a rank is alone it gets zeros, and nothing says so",
+    remedy="compare the group's size when the state is made or the hook is called, and raise an error that says what it takes",
+)
+def refuses_fewer(run: Run, claims: Claims, found: Found) -> None:
+    """With fewer ranks than ``min_world_size`` says, every rank gets an error from the hook or its set-up, and none hangs."""
+    found.require(False, "an error on every rank", f"it goes through a step of {run.world} {'ranks' if run.world > 1 else 'rank'}")
 
 
 def _apart(run: Run, step: int) -> bool:

@@ -244,6 +244,27 @@ def sparse_values_only(state: Any, bucket: Bucket) -> Result:
     return completed(sparse)
 
 
+# 2.11 Fewer ranks than it takes
+
+
+def average_alone_too(state: Any, bucket: Bucket) -> Result:
+    """Takes a world of one all the same."""
+    return average(bucket, state)
+
+
+def zeros_to_one(state: Any, bucket: Bucket) -> Result:
+    """Gives zeros where a rank is alone, and no error."""
+    return zeros_alone(state, bucket)
+
+
+def only_rank_0_refuses(state: Any, bucket: Bucket) -> Result:
+    """Two ranks are too few, which rank 0 alone says: the other waits for it."""
+    group = group_of(state)
+    if group.size() < 3 and group.rank() == 0:
+        raise ValueError("takes three ranks at least")
+    return average(bucket, state)
+
+
 MUTANTS = [
     Mutant("through_float32", ("2.4",)),
     Mutant("float16_through_bfloat16", ("2.4",)),
@@ -272,4 +293,7 @@ MUTANTS = [
     Mutant("sparse_stays_local", ("2.9",)),
     Mutant("sparse_undivided", ("2.9",)),
     Mutant("sparse_values_only", ("2.9",)),
+    Mutant("average_alone_too", ("2.11",), "min_world_size(2)", worlds=(1, 2)),
+    Mutant("zeros_to_one", ("2.11",), "min_world_size(2)", worlds=(1, 2)),
+    Mutant("only_rank_0_refuses", ("2.11",), "min_world_size(3)", worlds=(2, 3), because={"2.7": "two subgroups of two are too few too"}),
 ]

@@ -60,6 +60,20 @@ def out_of_place(state: Any, bucket: Bucket) -> Result:
     return _sum(bucket.buffer() / group.size(), group)
 
 
+def takes_two_at_least(state: Any, bucket: Bucket) -> Result:
+    """Has nothing to do where a rank is alone, and says so."""
+    if _group_of(state).size() < 2:
+        raise ValueError("takes_two_at_least: a group of one rank has no peers")
+    return out_of_place(state, bucket)
+
+
+def three_or_more(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Refuse smaller groups where the state is made."""
+    if process_group.size() < 3:
+        raise ValueError(f"three_or_more: got {process_group.size()} ranks")
+    return process_group
+
+
 def sum_then_divide(state: Any, bucket: Bucket) -> Result:
     """Divides after the sum."""
     group = _group_of(state)
@@ -345,6 +359,8 @@ def float16_gathered(group: Group, bucket: Bucket) -> Result:
 RIGHT = [
     *(Right(name) for name in ("unannotated", "out_of_place", "sum_then_divide", "reciprocal", "reduce_op_avg", "blocking")),
     *(Right(name) for name in ("gather_and_mean", "reduce_and_broadcast", "reduce_scatter", "per_parameter", "per_parameter_quirk")),
+    Right("takes_two_at_least", "exact, min_world_size(2)"),
+    Right("out_of_place", "exact, min_world_size(3)", f"{__name__}:three_or_more"),
     Right("another_thread"),
     Right("polling"),
     Right("point_to_point"),
