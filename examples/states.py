@@ -36,6 +36,11 @@ def top_k(process_group: Group = None) -> CompressionState:
     return CompressionState(process_group, TopK(0.25))
 
 
+def top_k_later(process_group: Group = None) -> CompressionState:
+    """The same from the third step on."""
+    return CompressionState(process_group, TopK(0.25), start_iter=2)
+
+
 def everything(process_group: Group = None) -> CompressionState:
     """All of the elements: exact, by the way that a compressed step takes."""
     return CompressionState(process_group, TopK(1))

@@ -3,8 +3,9 @@
     python -m tests.kill_rate [--module sign ...] [--sample 20] [--seed 0]
 
 Not part of the test run. Each mutation is made in a copy of ``hooks_ref`` and ``examples`` under other names, in a folder of its
-own, and judged by the commands of ``hooks_ref/README.md`` that use the module, until a MUST rule fails. What survives is printed
-with its place and its change, for a person: it is equivalent, or outside what the rules speak of, or a hole in the book.
+own. It is judged beside the reference that it was made of, under ``like`` (13.8), and then by the commands of
+``hooks_ref/README.md`` that use the module, until a MUST rule fails. What survives is printed with its place and its change,
+for a person: it is equivalent, or outside what the rules speak of, or a hole in the book.
 
 Left alone: docstrings, messages of errors, checks that only raise, what saves and loads a state, and statistics, which no rule of
 this version speaks of.
@@ -38,12 +39,12 @@ ROOT = Path(__file__).resolve().parent.parent
 USERS = {
     "default_hooks": ("allreduce_hook", "fp16_compress_hook", "fp16_wrapped", "bf16_wrapped"),
     "mixed_precision": ("mixed_float16", "mixed_bfloat16"),
-    "compression": ("top_k", "random_k", "top_k_ef21", "qsgd", "encoded"),
-    "sparsification": ("top_k", "random_k", "random_k_unbiased"),
+    "compression": ("top_k", "top_k_later", "top_k_dgc", "random_k", "top_k_ef21", "qsgd", "encoded"),
+    "sparsification": ("top_k", "top_k_dgc", "random_k", "random_k_unbiased"),
     "sign": ("scaled_sign", "one_bit"),
-    "stochastic": ("qsgd", "qsgd_4_bits", "terngrad"),
+    "stochastic": ("qsgd", "qsgd_4_bits", "terngrad", "terngrad_short"),
     "quantization": ("quantization_pertensor_hook", "quantization_perchannel_hook"),
-    "low_rank": ("PowerSGDState", "power_sgd", "power_sgd_same_shapes"),
+    "low_rank": ("PowerSGDState", "power_sgd", "power_sgd_same_shapes", "power_sgd_fresh"),
     "local_sgd": ("pairs", "own"),
     "gossip": ("GossipGraDState",),
     "optimizer_overlap": ("sgd_in_the_hook", "adam_in_the_hook", "sgd_in_backward"),
@@ -51,6 +52,27 @@ USERS = {
     "_buckets": ("encoded", "one_bit", "power_sgd", "sgd_in_the_hook"),
     "_collectives": ("top_k", "one_bit", "power_sgd"),
     "_state": ("top_k", "one_bit", "power_sgd"),
+}
+_POWER_SGD = "compressed, warmup(2), like({}, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1{})"
+# What a subject is like, by the name of its state or hook: options that no command of the README uses are among them.
+ALIKE = {
+    "top_k": "compressed, like(TopK, ratio=0.25)",
+    "top_k_later": "compressed, warmup(2), like(TopK, ratio=0.25, start_iter=2)",
+    "top_k_dgc": "compressed, like(TopK, ratio=0.25, momentum=0.5)",
+    "top_k_ef21": "compressed(feedback=ef21), like(TopK, ratio=0.25, memory='ef21')",
+    "random_k": "compressed, like(RandomK, ratio=0.25)",
+    "random_k_unbiased": "unbiased, like(RandomK, ratio=0.25, unbiased=True, memory='none')",
+    "scaled_sign": "compressed, like(ScaledSign)",
+    "one_bit": "compressed, like(OneBit)",
+    "qsgd": "unbiased, like(QSGD)",
+    "qsgd_4_bits": "unbiased, like(QSGD, levels=7, block=16)",
+    "terngrad": "unbiased, like(TernGrad)",
+    "terngrad_short": "unbiased, like(TernGrad, block=10)",
+    "power_sgd": _POWER_SGD.format("powerSGD_hook", ""),
+    "power_sgd_same_shapes": _POWER_SGD.format("powerSGD_hook", ", batch_tensors_with_same_shape=True"),
+    "power_sgd_fresh": _POWER_SGD.format("powerSGD_hook", ", use_error_feedback=False, warm_start=False"),
+    "quantization_pertensor_hook": "compressed(feedback=False, delta=0.99), like(quantization_pertensor_hook)",
+    "quantization_perchannel_hook": "compressed(feedback=False, delta=0.99), like(quantization_perchannel_hook)",
 }
 SKIPPED = ("__getstate__", "__setstate__", "__repr__", "state_dict", "load_state_dict", "compression_stats")
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -210,14 +232,23 @@ def _cases(module: str) -> list[Case]:
         return text.replace("hooks_ref", "hooks_mutated").replace("examples.", "examples_mutated.")
 
     used = [case for case in OURS for name in USERS[module] if name in (case.target.split(":")[-1], (case.state or "").split(":")[-1])]
-    return [replace(case, target=renamed(case.target), state=case.state and renamed(case.state), worlds=(2, 3)) for case in used]
+    cases = [*(_alike(name) for name in USERS[module] if name in ALIKE), *(replace(case, worlds=(2, 3)) for case in used)]
+    return [replace(case, target=renamed(case.target), state=case.state and renamed(case.state)) for case in cases]
+
+
+def _alike(name: str) -> Case:
+    """The subject of that name, judged by whether it is like what it was made of."""
+    if name.endswith("_hook"):
+        return Case(f"hooks_ref:{name}", ALIKE[name], worlds=(2,), rules=("13.8",))
+    hook = "powerSGD_hook" if name.startswith("power_sgd") else "compression_hook"
+    return Case(f"hooks_ref:{hook}", ALIKE[name], f"examples.states:{name}", worlds=(2,), rules=("13.8",))
 
 
 def _refused_by(case: Case) -> str:
     rules, engine = book(), own_judge(PATIENCE).engine(case)
     try:
         for number, rule in rules.items():
-            if rule.level == MUST and engine.judge(number).verdict in (Verdict.FAIL, Verdict.KIT_ERROR):
+            if rule.level == MUST and number in (case.rules or rules) and engine.judge(number).verdict in (Verdict.FAIL, Verdict.KIT_ERROR):
                 return f"{number} {engine.judge(number).verdict}"
     except ConformanceError as error:
         return f"load: {error}"
