@@ -28,6 +28,14 @@ from hooks_ref.gossip import GossipGraDState, gossip_grad_hook
 from hooks_ref.local_sgd import PostLocalSGDState, post_localSGD_hook
 from hooks_ref.low_rank import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from hooks_ref.mixed_precision import MixedPrecisionState, allreduce_and_upcast_hook
+from hooks_ref.model_averaging import (
+    HierarchicalModelAverager,
+    ModelAverager,
+    PeriodicModelAverager,
+    average_parameters,
+    average_parameters_or_parameter_groups,
+    get_params_to_average,
+)
 from hooks_ref.optimizer_overlap import (
     OptimizerHookState,
     apply_optim_in_backward_hook,
@@ -47,9 +55,12 @@ __all__ = [
     "Compressor",
     "DDPCommHookType",
     "GossipGraDState",
+    "HierarchicalModelAverager",
     "MixedPrecisionState",
+    "ModelAverager",
     "OneBit",
     "OptimizerHookState",
+    "PeriodicModelAverager",
     "PostLocalSGDState",
     "PowerSGDState",
     "RandomK",
@@ -59,6 +70,8 @@ __all__ = [
     "allreduce_and_upcast_hook",
     "allreduce_hook",
     "apply_optim_in_backward_hook",
+    "average_parameters",
+    "average_parameters_or_parameter_groups",
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
@@ -67,6 +80,7 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "functional",
+    "get_params_to_average",
     "gossip_grad_hook",
     "hook_then_optimizer",
     "hook_with_zero_step",

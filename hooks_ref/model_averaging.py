@@ -1,0 +1,253 @@
+"""Averaging of parameters: what a training loop does every few steps where its gradients are not averaged in each.
+
+With ``x_r`` the parameters of rank ``r``, ``G`` the group and step ``t``, counted from 0 by the calls of ``average_parameters``,
+
+    PeriodicModelAverager         x_r <- mean over G of x       at t = w, w + p, w + 2 p, ...
+    HierarchicalModelAverager     x_r <- mean over S_i(r) of x  at t >= w that p_i divides, of several the largest p_i
+
+with ``w`` warm-up steps, a period ``p``, and groups ``S_i`` of the sizes given beside their periods, the last of them ``G``.
+A call that does not average costs nothing. It is made after ``optimizer.step()``, in every step, by all ranks.
+
+What is averaged: parameters that have a gradient on some rank of the group, as the ranks agree by one small collective
+first. A frozen one has none; one that this rank alone did not use is averaged all the same. Each is counted once, however
+often it is given, and is written in place: views of it, and what an optimizer or DDP holds, stay what they were.
+
+Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (periodic averaging after a
+warm-up, section 4; hierarchical, appendix D); torch documentation, "Model Averaging" (names, signatures, schedules).
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hooks_ref._state import check_int
+
+Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
+CHUNK = 32 * 1024 * 1024  # bytes of one collective: the next is copied together while this one is under way
+
+
+class ModelAverager(ABC):
+    """Base of the averagers.
+
+    Args:
+        process_group: the group to average over; None is the default group, which need not exist yet.
+
+    Attributes:
+        step: calls so far, whatever came of them; it is what a checkpoint has to keep.
+
+    Raises:
+        TypeError: process_group is none.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(f"process_group: a ProcessGroup of which this rank is a member, or None; got {process_group!r}")
+        self.process_group = process_group
+        self.step = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group itself, looked up when it is needed."""
+        group = self.process_group if self.process_group is not None else dist.group.WORLD
+        if group is None:
+            raise RuntimeError("there is no process group yet: call torch.distributed.init_process_group first")
+        return group
+
+    @abstractmethod
+    def average_parameters(self, params: Parameters) -> None:
+        """Average ``params``, or parameter groups, if this step is one to do so; then count the step.
+
+        Args:
+            params: parameters of any shapes and dtypes, or an optimizer's ``param_groups``; the same on all ranks.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep: plain data and tensors."""
+        return {"step": self.step}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was called.
+
+        Raises:
+            KeyError: it was saved by something else.
+        """
+        self.step = check_int("step", saved["step"], 0)
+
+
+class PeriodicModelAverager(ModelAverager):
+    """Averages over the group every ``period`` steps, first at step ``warmup_steps``.
+
+    Args:
+        period: steps from one average to the next, at least 1.
+        warmup_steps: steps before the first average, at least 0: gradients are averaged in these, by DDP or its hook.
+        process_group: the group to average over; None is the default group.
+
+    Raises:
+        TypeError, ValueError: an argument is out of its range; the message names it.
+    """
+
+    def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(process_group)
+        self.period = check_int("period", period, 1)
+        self.warmup_steps = check_int("warmup_steps", warmup_steps, 0)
+        if period == 1:
+            warnings.warn("period: 1 averages parameters in every step; averaging gradients costs the same", stacklevel=2)
+
+    def average_parameters(self, params: Parameters) -> None:
+        if self.is_due():
+            average_parameters_or_parameter_groups(params, self.group)
+        self.step += 1
+
+    def is_due(self) -> bool:
+        """Whether this step averages."""
+        return self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
+
+
+class HierarchicalModelAverager(ModelAverager):
+    """Averages over small groups often, and over larger ones less often; of several that are due, over the largest alone.
+
+    Groups of one size are neighbours in ``process_group``: of 8 ranks, groups of 2 are those in the places 0 and 1, 2 and
+    3, 4 and 5, 6 and 7. They are made by the first call that needs one, by all ranks.
+
+    Args:
+        period_group_size_dict: group sizes by period, both ascending: ``{2: 4, 8: 16}`` averages over groups of 4 every
+            two steps, and over all 16 every eight. Each size divides the next; the last is that of ``process_group``.
+        warmup_steps: steps before the first average, at least 0. Periods count from step 0, not from there.
+        process_group: the largest group; None is the default group.
+
+    Raises:
+        TypeError, ValueError: an argument is out of its range, or periods and sizes do not ascend; the message says which.
+    """
+
+    def __init__(
+        self,
+        period_group_size_dict: Mapping[int, int] | None = None,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(process_group)
+        self.warmup_steps = check_int("warmup_steps", warmup_steps, 0)
+        self.period_group_size_dict = sizes = dict(period_group_size_dict or {})
+        if not sizes:
+            raise ValueError("period_group_size_dict: group sizes by period; got none")
+        for period, size in sizes.items():
+            check_int("period_group_size_dict: a period", period, 1)
+            check_int("period_group_size_dict: a group size", size, 2)
+        if list(sizes) != sorted(sizes) or list(sizes.values()) != sorted(set(sizes.values())):
+            raise ValueError(f"period_group_size_dict: periods and group sizes ascend together; got {sizes}")
+        if any(larger % smaller for smaller, larger in zip(list(sizes.values()), list(sizes.values())[1:], strict=False)):
+            raise ValueError(f"period_group_size_dict: each group size divides the next; got {sizes}")
+        self._groups: dict[int, dist.ProcessGroup] = {}
+
+    def average_parameters(self, params: Parameters) -> None:
+        size = self.size_due()
+        if size:
+            average_parameters_or_parameter_groups(params, self._group_of(size))
+        self.step += 1
+
+    def size_due(self) -> int:
+        """Return the size of the groups that this step averages over; 0 where it does not average.
+
+        Raises:
+            ValueError: the largest group is not the process group.
+        """
+        largest = max(self.period_group_size_dict.values())
+        if largest != self.group.size():
+            raise ValueError(f"period_group_size_dict: the last group is all {self.group.size()} ranks of the process group; got {largest}")
+        due = [size for period, size in self.period_group_size_dict.items() if self.step % period == 0]
+        return max(due, default=0) if self.step >= self.warmup_steps else 0
+
+    def _group_of(self, size: int) -> dist.ProcessGroup:
+        """Return the group of that size with this rank in it."""
+        if size == self.group.size():
+            return self.group
+        if size not in self._groups:
+            ranks, backend = dist.get_process_group_ranks(self.group), dist.get_backend_config(self.group)
+            first = self.group.rank() // size * size
+            self._groups[size] = dist.new_group(ranks[first : first + size], backend=backend, use_local_synchronization=True)
+        return self._groups[size]
+
+
+@torch.no_grad()
+def average_parameters(params: Iterable[torch.nn.Parameter], process_group: dist.ProcessGroup) -> None:
+    """Set each parameter to its mean over the group, in place, in its own dtype. Waits until that is done.
+
+    The values are divided before they are summed, so that a sum overflows only where the mean would.
+
+    Args:
+        params: dense parameters of any shapes and dtypes, the same in number, shape and dtype on all ranks; none is fine.
+        process_group: the group, with this rank in it.
+    """
+    under_way: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
+    for chunk in _chunks([parameter.detach() for parameter in _each_once(params)]):
+        flat = torch.cat([part.reshape(-1) for part in chunk]).div_(process_group.size())
+        under_way.append((dist.all_reduce(flat, group=process_group, async_op=True), flat, chunk))
+    for work, flat, chunk in under_way:
+        work.wait()
+        for part, mean in zip(chunk, flat.split([part.numel() for part in chunk]), strict=True):
+            part.copy_(mean.view(part.shape))
+
+
+def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:
+    """Return the parameters that have a gradient, each once, in the order in which they come.
+
+    Args:
+        params: parameters, or parameter groups: dicts that have them under ``"params"``. An iterator is fine.
+
+    Raises:
+        TypeError: there is something else among them.
+    """
+    return [parameter for parameter in _all(params) if parameter.grad is not None]
+
+
+def average_parameters_or_parameter_groups(params: Parameters, process_group: dist.ProcessGroup) -> None:
+    """Set each parameter that has a gradient on some rank to its mean over the group, in place.
+
+    Args:
+        params: parameters, or parameter groups; the same on all ranks of the group.
+        process_group: the group, with this rank in it.
+
+    Raises:
+        TypeError: there is something else among them.
+    """
+    parameters = _all(params)
+    if not parameters:
+        return
+    used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=process_group)
+    average_parameters([parameter for parameter, is_used in zip(parameters, used.tolist(), strict=True) if is_used], process_group)
+
+
+def _all(params: Parameters) -> list[torch.nn.Parameter]:
+    """Return the parameters of both forms, each once."""
+    found: list[torch.nn.Parameter] = []
+    for entry in params:
+        if isinstance(entry, torch.nn.Parameter):
+            found.append(entry)
+        elif isinstance(entry, dict) and "params" in entry:
+            found.extend(entry["params"])
+        else:
+            raise TypeError(f"params: parameters, or parameter groups with 'params'; got {type(entry).__name__}")
+    return _each_once(found)
+
+
+def _each_once(params: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    return list(dict.fromkeys(params))
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Split tensors into lists of one dtype and device, each of about ``CHUNK`` bytes, in an order that all ranks share."""
+    chunks: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
+    held: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        if kind not in chunks or held[kind] >= CHUNK:
+            chunks.setdefault(kind, []).append([])
+            held[kind] = 0
+        chunks[kind][-1].append(tensor)
+        held[kind] += tensor.numel() * tensor.element_size()
+    return [chunk for lists in chunks.values() for chunk in lists]
