@@ -42,6 +42,7 @@ from hooks_ref.optimizer_overlap import (
     functional,
     hook_then_optimizer,
 )
+from hooks_ref.post_local_sgd_optimizer import PostLocalSGDOptimizer
 from hooks_ref.quantization import quantization_perchannel_hook, quantization_pertensor_hook
 from hooks_ref.registration import DDPCommHookType, register_ddp_comm_hook
 from hooks_ref.sign import OneBit, ScaledSign
@@ -61,6 +62,7 @@ __all__ = [
     "OneBit",
     "OptimizerHookState",
     "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
     "PostLocalSGDState",
     "PowerSGDState",
     "RandomK",

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.model_averaging import averagers as theirs
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer as TORCHS_OPTIMIZER
 from torch.nn.parallel import DistributedDataParallel
 
 import hooks_ref
@@ -59,6 +60,43 @@ def averaged(
         if not torchs and [parameter.data_ptr() for parameter in parameters] != places:
             raise AssertionError("a parameter lies in other memory than before")
         for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+
+    return Case(None, hooks_ref.noop_hook, after_backward=after_backward)
+
+
+def stepped(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    process_group: Any,
+    rank: int,
+    *,
+    torchs: bool = False,
+    overflow: tuple[int, int] | None = None,
+    **options: Any,
+) -> Case:
+    """The same by an optimizer that averages; with ``overflow``, a GradScaler skips that step on that rank."""
+    optimizer.param_groups[0]["lr"] = 0.0
+    made = TORCHS_OPTIMIZER if torchs else hooks_ref.PostLocalSGDOptimizer
+    averager = hooks_ref.PeriodicModelAverager(**options, process_group=process_group)
+    stepper = made(torch.optim.SGD(model.parameters(), lr=1.0), averager)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    scaler.scale(torch.zeros(()))
+    step = -1
+
+    def after_backward() -> None:
+        nonlocal step
+        step += 1
+        if overflow:
+            for parameter in model.parameters():
+                parameter.grad.mul_(scaler.get_scale())
+            if overflow == (rank, step):
+                next(model.parameters()).grad.view(-1)[0] = torch.inf
+            scaler.step(stepper)
+            scaler.update()
+        else:
+            stepper.step()
+        for parameter in model.parameters():
             parameter.grad = parameter.detach().clone()
 
     return Case(None, hooks_ref.noop_hook, after_backward=after_backward)
