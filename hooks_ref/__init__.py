@@ -24,7 +24,10 @@ from hooks_ref.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
+from hooks_ref.diloco import DiLoCoModelAverager
+from hooks_ref.ema import EMAModelAverager
 from hooks_ref.gossip import GossipGraDState, gossip_grad_hook
+from hooks_ref.gossip_averaging import GossipModelAverager
 from hooks_ref.local_sgd import PostLocalSGDState, post_localSGD_hook
 from hooks_ref.low_rank import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from hooks_ref.mixed_precision import MixedPrecisionState, allreduce_and_upcast_hook
@@ -55,7 +58,10 @@ __all__ = [
     "CompressionState",
     "Compressor",
     "DDPCommHookType",
+    "DiLoCoModelAverager",
+    "EMAModelAverager",
     "GossipGraDState",
+    "GossipModelAverager",
     "HierarchicalModelAverager",
     "MixedPrecisionState",
     "ModelAverager",

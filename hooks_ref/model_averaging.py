@@ -19,7 +19,7 @@ warm-up, section 4; hierarchical, appendix D); torch documentation, "Model Avera
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from hooks_ref._state import check_int
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
+T = TypeVar("T", bound=torch.Tensor)
 CHUNK = 32 * 1024 * 1024  # bytes of one collective: the next is copied together while this one is under way
 
 
@@ -94,7 +95,7 @@ class PeriodicModelAverager(ModelAverager):
         super().__init__(process_group)
         self.period = check_int("period", period, 1)
         self.warmup_steps = check_int("warmup_steps", warmup_steps, 0)
-        if period == 1:
+        if period == 1 and type(self) is PeriodicModelAverager:
             warnings.warn("period: 1 averages parameters in every step; averaging gradients costs the same", stacklevel=2)
 
     def average_parameters(self, params: Parameters) -> None:
@@ -173,7 +174,7 @@ class HierarchicalModelAverager(ModelAverager):
 
 
 @torch.no_grad()
-def average_parameters(params: Iterable[torch.nn.Parameter], process_group: dist.ProcessGroup) -> None:
+def average_parameters(params: Iterable[torch.Tensor], process_group: dist.ProcessGroup) -> None:
     """Set each parameter to its mean over the group, in place, in its own dtype. Waits until that is done.
 
     The values are divided before they are summed, so that a sum overflows only where the mean would.
@@ -183,7 +184,7 @@ def average_parameters(params: Iterable[torch.nn.Parameter], process_group: dist
         process_group: the group, with this rank in it.
     """
     under_way: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
-    for chunk in _chunks([parameter.detach() for parameter in _each_once(params)]):
+    for chunk in chunks([parameter.detach() for parameter in _each_once(params)]):
         flat = torch.cat([part.reshape(-1) for part in chunk]).div_(process_group.size())
         under_way.append((dist.all_reduce(flat, group=process_group, async_op=True), flat, chunk))
     for work, flat, chunk in under_way:
@@ -201,7 +202,7 @@ def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:
     Raises:
         TypeError: there is something else among them.
     """
-    return [parameter for parameter in _all(params) if parameter.grad is not None]
+    return [parameter for parameter in all_parameters(params) if parameter.grad is not None]
 
 
 def average_parameters_or_parameter_groups(params: Parameters, process_group: dist.ProcessGroup) -> None:
@@ -214,16 +215,21 @@ def average_parameters_or_parameter_groups(params: Parameters, process_group: di
     Raises:
         TypeError: there is something else among them.
     """
-    parameters = _all(params)
+    average_parameters(used_parameters(params, process_group).values(), process_group)
+
+
+def used_parameters(params: Parameters, process_group: dist.ProcessGroup) -> dict[int, torch.nn.Parameter]:
+    """Return the parameters that have a gradient on some rank of the group, the same on all ranks, by their place in ``params``."""
+    parameters = all_parameters(params)
     if not parameters:
-        return
+        return {}
     used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=process_group)
-    average_parameters([parameter for parameter, is_used in zip(parameters, used.tolist(), strict=True) if is_used], process_group)
+    return {place: parameter for place, (parameter, is_used) in enumerate(zip(parameters, used.tolist(), strict=True)) if is_used}
 
 
-def _all(params: Parameters) -> list[torch.nn.Parameter]:
-    """Return the parameters of both forms, each once."""
+def all_parameters(params: Parameters) -> list[torch.nn.Parameter]:
+    """Return the parameters of both forms, each once, in the order in which they come. Raises: TypeError."""
     found: list[torch.nn.Parameter] = []
     for entry in params:
         if isinstance(entry, torch.nn.Parameter):
@@ -235,19 +241,19 @@ def _all(params: Parameters) -> list[torch.nn.Parameter]:
     return _each_once(found)
 
 
-def _each_once(params: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+def _each_once(params: Iterable[T]) -> list[T]:
     return list(dict.fromkeys(params))
 
 
-def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Split tensors into lists of one dtype and device, each of about ``CHUNK`` bytes, in an order that all ranks share."""
-    chunks: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
+    found: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     held: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
         kind = tensor.dtype, tensor.device
-        if kind not in chunks or held[kind] >= CHUNK:
-            chunks.setdefault(kind, []).append([])
+        if kind not in found or held[kind] >= CHUNK:
+            found.setdefault(kind, []).append([])
             held[kind] = 0
-        chunks[kind][-1].append(tensor)
+        found[kind][-1].append(tensor)
         held[kind] += tensor.numel() * tensor.element_size()
-    return [chunk for lists in chunks.values() for chunk in lists]
+    return [chunk for lists in found.values() for chunk in lists]

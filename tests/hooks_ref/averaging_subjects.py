@@ -1,6 +1,10 @@
-"""Local steps of plain SGD with rate 1, and an averager after each; what the kit reads as gradients are the parameters then."""
+"""Local steps of plain SGD with rate 1, and an averager after each; what the kit reads as gradients are the parameters then.
+
+Of an averager that leaves parameters alone, and has an average of its own, it is that, once there is one.
+"""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -59,8 +63,9 @@ def averaged(
             raise AssertionError(f"step {before}: one call counts {made.step - before} steps")
         if not torchs and [parameter.data_ptr() for parameter in parameters] != places:
             raise AssertionError("a parameter lies in other memory than before")
-        for parameter in parameters:
-            parameter.grad = parameter.detach().clone()
+        with made.applied(forms[given]()) if getattr(made, "average", None) else nullcontext():
+            for parameter in parameters:
+                parameter.grad = parameter.detach().clone()
 
     return Case(None, hooks_ref.noop_hook, after_backward=after_backward)
 
