@@ -104,7 +104,7 @@ def test_given_in_groups(pool: Pool, name: str) -> None:
     require_same_bits(run(pool, 2, name, scenario(5), period=2, given="both"), run(pool, 2, name, scenario(5), period=2))
 
 
-def test_states_go_on(pool: Pool) -> None:
+def test_states_go_on() -> None:
     averager = hooks_ref.DiLoCoModelAverager(2)
     averager.begun, averager.velocity, averager.step = {0: torch.ones(2)}, {0: torch.full((2,), 3.0)}, 5
     saved, other = averager.state_dict(), hooks_ref.DiLoCoModelAverager(2)
