@@ -17,12 +17,14 @@ class Right:
         claims: what it claims of itself.
         state: as in ``--state``.
         setup: whether the attribute is a set-up function.
+        object_alone: it computes what another does, and differs in the kind of object that it is.
     """
 
     name: str
     claims: str = "exact"
     state: str | None = None
     setup: bool = False
+    object_alone: bool = False
 
 
 _MODULES = ("exact", "sparse", "few_bits", "low_rank", "at_random", "local", "fused", "poststep", "chained")
