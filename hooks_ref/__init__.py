@@ -51,6 +51,7 @@ from hooks_ref.registration import DDPCommHookType, register_ddp_comm_hook
 from hooks_ref.sign import OneBit, ScaledSign
 from hooks_ref.sparsification import RandomK, TopK
 from hooks_ref.stochastic import QSGD, TernGrad
+from hooks_ref.sync_strategies import DDPSyncStrategy, ddp_sync_context, prepare_ddp_module
 from hooks_ref.zero_overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "CompressionState",
     "Compressor",
     "DDPCommHookType",
+    "DDPSyncStrategy",
     "DiLoCoModelAverager",
     "EMAModelAverager",
     "GossipGraDState",
@@ -84,6 +86,7 @@ __all__ = [
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "compression_hook",
+    "ddp_sync_context",
     "encode_and_decode_hook",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
@@ -96,6 +99,7 @@ __all__ = [
     "noop_hook",
     "post_localSGD_hook",
     "powerSGD_hook",
+    "prepare_ddp_module",
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
     "register_ddp_comm_hook",
