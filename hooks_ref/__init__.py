@@ -28,6 +28,7 @@ from hooks_ref.diloco import DiLoCoModelAverager
 from hooks_ref.ema import EMAModelAverager
 from hooks_ref.gossip import GossipGraDState, gossip_grad_hook
 from hooks_ref.gossip_averaging import GossipModelAverager
+from hooks_ref.join import Join, Joinable, JoinConfig, JoinHook
 from hooks_ref.local_sgd import PostLocalSGDState, post_localSGD_hook
 from hooks_ref.low_rank import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from hooks_ref.mixed_precision import MixedPrecisionState, allreduce_and_upcast_hook
@@ -65,6 +66,10 @@ __all__ = [
     "GossipGraDState",
     "GossipModelAverager",
     "HierarchicalModelAverager",
+    "Join",
+    "JoinConfig",
+    "JoinHook",
+    "Joinable",
     "MixedPrecisionState",
     "ModelAverager",
     "OneBit",

@@ -1,0 +1,181 @@
+"""Training on uneven inputs: a rank that has run out of them shadows the collectives of those that have not.
+
+A :class:`Joinable` has collectives in every step, and a :class:`JoinHook` that shadows them. In ``with Join([a, b, ...]):``,
+
+    each step of a rank that trains     the first joinable calls ``notify_join_context``: "I am still here"
+    a rank that has left the loop       answers as long as any rank says so, and calls the main hooks of all joinables in their
+                                        order, which shadow one step
+    no rank says so any more            every rank calls the post hooks, which know whether this rank was one of the last
+
+"I am still here" is one allreduce, of 1 on ranks that train and of 0 on others: its sum says how many do. With
+``throw_on_early_termination`` a second one follows, by which the first rank to run out has all others raise in their next
+step.
+
+Classes and attributes are as torch names them, so that torch's DistributedDataParallel and ZeroRedundancyOptimizer are
+joinables here as they are. An exception in the body comes out at once: nothing is shadowed then. When the context is left
+its joinables are as they were before, so that steps outside of it cost nothing, and it can be entered again.
+
+Source: torch documentation, "Distributed Training with Uneven Inputs Using the Join Context Manager" and "Generic Join
+Context Manager" (classes, arguments, order of hooks).
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+MANY = 1000  # shadowed steps after which a rank says that inputs are very uneven
+
+
+class JoinHook:
+    """What a joinable has a joined rank do."""
+
+    def main_hook(self) -> None:
+        """Shadow the collectives of one step."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Called once on every rank, when all have joined.
+
+        Args:
+            is_last_joiner: this rank was among the last to join; at least one was.
+        """
+
+
+class JoinConfig(NamedTuple):
+    """What a joinable knows of the context that it is in.
+
+    Attributes:
+        enable: whether it is in one that is enabled.
+        throw_on_early_termination: as of :class:`Join`.
+        is_first_joinable: whether it is the one whose calls of ``notify_join_context`` count.
+    """
+
+    enable: bool = False
+    throw_on_early_termination: bool = False
+    is_first_joinable: bool = False
+
+    @staticmethod
+    def construct_disabled_join_config() -> "JoinConfig":
+        """Return that of a joinable in no context."""
+        return JoinConfig()
+
+
+class Joinable(ABC):
+    """Base of what can join. A subclass calls ``super().__init__()``, and ``Join.notify_join_context(self)`` before the first
+    collective of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._join_config = JoinConfig.construct_disabled_join_config()
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook for one context.
+
+        Args:
+            kwargs: those that :class:`Join` was given, the same for all joinables: each takes its own.
+        """
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """The device of the context's own collectives."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group of the context's own collectives."""
+
+
+class Join:
+    """The context.
+
+    Args:
+        joinables: at least one, in the same order on all ranks, on one process group and one device.
+        enable: false makes it do nothing: inputs are known to be even.
+        throw_on_early_termination: raise on all ranks when the first runs out of inputs, instead of shadowing.
+        kwargs: handed to every ``join_hook``.
+
+    Raises:
+        ValueError: there are none, or they differ in group or device.
+        TypeError: one is no joinable, or its ``Joinable.__init__`` was not called.
+        RuntimeError: a rank ran out of inputs, with ``throw_on_early_termination``.
+    """
+
+    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
+        if not joinables:
+            raise ValueError("joinables: at least one")
+        for joinable in joinables:
+            if not hasattr(joinable, "_join_config") or not hasattr(joinable, "join_hook"):
+                raise TypeError(f"joinables: {type(joinable).__name__} is none, or has not called Joinable.__init__")
+        for name in ("join_process_group", "join_device"):
+            if any(getattr(joinable, name) != getattr(joinables[0], name) for joinable in joinables):
+                raise ValueError(f"joinables: they differ in {name}")
+        self._joinables, self._enable, self._throw = list(joinables), enable, throw_on_early_termination
+        self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
+        self._group, self._device = joinables[0].join_process_group, joinables[0].join_device
+        self._before = [joinable._join_config for joinable in self._joinables]
+        self._configure()
+
+    def _configure(self) -> None:
+        """Let the joinables know; a constructor does so already, as torch's does, for what is notified before ``__enter__``."""
+        for number, joinable in enumerate(self._joinables):
+            joinable._join_config = type(joinable._join_config)(self._enable, self._throw, number == 0)
+
+    def __enter__(self) -> None:
+        self._configure()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if self._enable and kind is None:
+                self._shadow()
+        finally:
+            for joinable, before in zip(self._joinables, self._before, strict=True):
+                joinable._join_config = before
+
+    def _shadow(self) -> None:
+        steps = 0
+        while self._sum(0):
+            if self._throw:
+                self._sum(1)
+                raise RuntimeError(f"Rank {self._group.rank()} exhausted all inputs.")
+            steps += 1
+            if steps == MANY:
+                warnings.warn(
+                    f"rank {self._group.rank()} has joined {MANY} steps before others; are inputs as uneven as that?", stacklevel=3
+                )
+            for hook in self._hooks:
+                hook.main_hook()
+        for hook in self._hooks:
+            hook.post_hook(steps == 0)
+
+    def _sum(self, value: int) -> int:
+        """Sum what ranks say."""
+        said = torch.full((1,), float(value), device=self._device)
+        dist.all_reduce(said, group=self._group)
+        return int(said.item())
+
+    @staticmethod
+    def notify_join_context(joinable: Any) -> dist.Work | None:
+        """Say that this rank still trains; called by every joinable in every step, of which the first one's call counts.
+
+        Returns:
+            the work of the allreduce that says so, which need not be waited for; None where there is none.
+
+        Raises:
+            RuntimeError: another rank has run out of inputs, with ``throw_on_early_termination``.
+        """
+        config = joinable._join_config
+        if not config.enable or not config.is_first_joinable:
+            return None
+        device, group = joinable.join_device, joinable.join_process_group
+        work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
+        if config.throw_on_early_termination:
+            exhausted = torch.zeros(1, device=device)
+            dist.all_reduce(exhausted, group=group)
+            if exhausted.item():
+                raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+        return work
