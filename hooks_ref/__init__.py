@@ -48,6 +48,7 @@ from hooks_ref.optimizer_overlap import (
 )
 from hooks_ref.post_local_sgd_optimizer import PostLocalSGDOptimizer
 from hooks_ref.quantization import quantization_perchannel_hook, quantization_pertensor_hook
+from hooks_ref.quantized_collectives import DQuantType, auto_quantize
 from hooks_ref.registration import DDPCommHookType, register_ddp_comm_hook
 from hooks_ref.sign import OneBit, ScaledSign
 from hooks_ref.sparsification import RandomK, TopK
@@ -61,6 +62,7 @@ __all__ = [
     "Compressor",
     "DDPCommHookType",
     "DDPSyncStrategy",
+    "DQuantType",
     "DiLoCoModelAverager",
     "EMAModelAverager",
     "GossipGraDState",
@@ -85,6 +87,7 @@ __all__ = [
     "allreduce_and_upcast_hook",
     "allreduce_hook",
     "apply_optim_in_backward_hook",
+    "auto_quantize",
     "average_parameters",
     "average_parameters_or_parameter_groups",
     "batched_powerSGD_hook",

@@ -1,0 +1,80 @@
+"""Quantized collectives: the collective of quantized values, and how far these are from what was fed."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hooks_ref
+from conformance.pool import Pool
+from conformance.scenario import SUBGROUPS, Param, Scenario
+from hooks_ref.quantized_collectives import BLOCK, dequantize, quantize
+from tests.hooks_ref.algorithms import run_hook
+
+SUBJECTS = "tests.hooks_ref.quantized_subjects"
+WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), level=0.0)
+KINDS = [kind.name for kind in hooks_ref.DQuantType]
+COLLECTIVES = ["all_gather", "all_to_all", "all_to_all_single", "scatter"]
+
+
+def run(pool: Pool, name: str, world: int, what: Scenario = WHAT, **given: Any) -> None:
+    """Run a subject, which checks itself."""
+    run_hook(pool, what, world, setup=",".join([f"{SUBJECTS}:{name}", *(f"{key}={value!r}" for key, value in given.items())]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_is_the_collective_of_quantized_values(pool: Pool, name: str, kind: str) -> None:
+    run(pool, "equals", 3, of=name, qtype=kind, loss=4.0 if kind in ("FP16", "INT8") else None, waits=kind in ("FP16", "FP8"))
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_on_subgroups(pool: Pool, name: str) -> None:
+    what = Scenario("algorithm", "two groups", WHAT.params, ("crafted",), groups=SUBGROUPS.groups, level=0.0)
+    run(pool, "equals", 4, what, of=name, qtype="INT8")
+
+
+@pytest.mark.parametrize("kind", ["INT8", "FP8"])
+def test_errors_are_fed_back(pool: Pool, kind: str) -> None:
+    run(pool, "fed_back", 2, qtype=kind)
+
+
+@pytest.mark.parametrize("kind", hooks_ref.DQuantType)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_round_trip(kind: hooks_ref.DQuantType, scale: float) -> None:
+    """Within the error that the module states, in float64."""
+    fed = (torch.randn(1000, generator=torch.Generator().manual_seed(5)) * scale).double()
+    error = (dequantize(quantize(fed.float(), kind), kind, fed) - fed).abs()
+    blocks = torch.nn.functional.pad(fed, (0, -1000 % BLOCK)).view(-1, BLOCK).abs().amax(1)
+    largest = blocks.repeat_interleave(BLOCK)[:1000]
+    bound = {
+        "FP16": fed.abs() * 2**-11 + 2**-25,
+        "BFP16": fed.abs() * 2**-8,
+        "INT8": largest / 254 * (1 + 1e-6),
+        "FP8": fed.abs() * 2**-4 + largest / 448 * 2**-10 + 1e-6 * largest,
+    }[kind.name]
+    assert (error <= bound).all(), (error / bound).max()
+    assert error.any()
+
+
+@pytest.mark.parametrize("kind", hooks_ref.DQuantType)
+def test_special_values(kind: hooks_ref.DQuantType) -> None:
+    for value in (math.nan, math.inf):
+        fed = torch.ones(200)
+        fed[3] = value
+        got = dequantize(quantize(fed, kind), kind, fed)
+        assert bool(got[3].isfinite()) == (kind is hooks_ref.DQuantType.FP16 and value == math.inf)
+        assert got[150:].eq(1).all()
+    zeros = torch.zeros(130)
+    assert torch.equal(dequantize(quantize(zeros, kind), kind, zeros), zeros)
+
+
+def test_arguments() -> None:
+    with pytest.raises(TypeError, match="func: all_gather"):
+        hooks_ref.auto_quantize(dist.all_reduce, hooks_ref.DQuantType.FP16)
+    with pytest.raises(TypeError, match="qtype: a DQuantType"):
+        hooks_ref.auto_quantize(dist.all_gather, "fp16")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="floating point"):
+        hooks_ref.auto_quantize(dist.all_gather, hooks_ref.DQuantType.FP16)([torch.ones(1)], torch.ones(1, dtype=torch.int32))
