@@ -10,6 +10,16 @@ The package depends on torch alone and is meant to be read as the specification 
 ``torch.load(weights_only=True)`` rebuild the states.
 """
 
+from hooks_ref.checkpointing import (
+    ActivationWrapper,
+    CheckpointImpl,
+    CheckpointWrapper,
+    OffloadWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_to_cpu,
+    offload_wrapper,
+)
 from hooks_ref.compression import (
     CompressionState,
     Compressor,
@@ -58,6 +68,9 @@ from hooks_ref.zero_overlap import hook_with_zero_step, hook_with_zero_step_inte
 
 __all__ = [
     "QSGD",
+    "ActivationWrapper",
+    "CheckpointImpl",
+    "CheckpointWrapper",
     "CompressionState",
     "Compressor",
     "DDPCommHookType",
@@ -74,6 +87,7 @@ __all__ = [
     "Joinable",
     "MixedPrecisionState",
     "ModelAverager",
+    "OffloadWrapper",
     "OneBit",
     "OptimizerHookState",
     "PeriodicModelAverager",
@@ -86,6 +100,7 @@ __all__ = [
     "TopK",
     "allreduce_and_upcast_hook",
     "allreduce_hook",
+    "apply_activation_checkpointing",
     "apply_optim_in_backward_hook",
     "auto_quantize",
     "average_parameters",
@@ -93,6 +108,7 @@ __all__ = [
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "checkpoint_wrapper",
     "compression_hook",
     "ddp_sync_context",
     "encode_and_decode_hook",
@@ -105,6 +121,8 @@ __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "noop_hook",
+    "offload_to_cpu",
+    "offload_wrapper",
     "post_localSGD_hook",
     "powerSGD_hook",
     "prepare_ddp_module",

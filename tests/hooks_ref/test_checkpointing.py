@@ -1,0 +1,69 @@
+"""Wrapped modules: the same bits under DDP, and the names that they have without."""
+
+import pytest
+import torch
+
+import hooks_ref
+from conformance.pool import Pool
+from conformance.scenario import Param, Scenario
+from tests.hooks_ref.algorithms import run_hook
+from tests.hooks_ref.checkpointing_subjects import WRAPPERS, Block, network
+
+WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), level=0.0)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_trains_to_the_same_bits(pool: Pool, name: str) -> None:
+    run_hook(pool, WHAT, 2, setup=f"tests.hooks_ref.checkpointing_subjects:trains,name={name!r}")
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_has_the_names_of_what_it_wraps(name: str) -> None:
+    plain, wrapped = network(), network()
+    hooks_ref.apply_activation_checkpointing(wrapped, WRAPPERS[name])
+    assert isinstance(wrapped.first, hooks_ref.ActivationWrapper)
+    assert list(wrapped.state_dict()) == list(plain.state_dict())
+    assert [key for key, _ in wrapped.named_parameters()] == [key for key, _ in plain.named_parameters()]
+    assert [key for key, _ in wrapped.named_buffers()] == [key for key, _ in plain.named_buffers()]
+    for parameter in wrapped.parameters():
+        torch.nn.init.zeros_(parameter)
+    wrapped.load_state_dict(plain.state_dict())
+    assert all(torch.equal(one, other) for one, other in zip(wrapped.parameters(), plain.parameters(), strict=True))
+    alone = WRAPPERS[name](Block())
+    assert list(alone.state_dict()) == list(Block().state_dict())
+    alone.load_state_dict(Block().state_dict())
+
+
+def test_what_a_wrapper_lacks_is_the_modules() -> None:
+    wrapped = hooks_ref.checkpoint_wrapper(torch.nn.Sequential(torch.nn.Linear(2, 3)))
+    assert wrapped[0].out_features == 3
+    assert hooks_ref.offload_wrapper(torch.nn.Linear(2, 3)).in_features == 2
+    with pytest.raises(AttributeError, match="nothing"):
+        wrapped.nothing  # noqa: B018
+
+
+def test_the_forward_runs_again() -> None:
+    """In the backward, and not with another function that keeps what it needs."""
+    calls: list[int] = []
+
+    class Counts(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return x.exp()
+
+    for module, often in (
+        (hooks_ref.checkpoint_wrapper(Counts()), 2),
+        (hooks_ref.checkpoint_wrapper(Counts(), hooks_ref.CheckpointImpl.REENTRANT, preserve_rng_state=False), 2),
+        (hooks_ref.checkpoint_wrapper(Counts(), checkpoint_fn=lambda function, x: function(x)), 1),
+        (hooks_ref.offload_wrapper(Counts()), 1),
+    ):
+        calls.clear()
+        module(torch.ones(2, requires_grad=True)).sum().backward()
+        assert len(calls) == often
+
+
+def test_choosing_what_to_wrap() -> None:
+    net = network()
+    hooks_ref.apply_activation_checkpointing(net, check_fn=lambda module: isinstance(module, torch.nn.LayerNorm))
+    assert sum(isinstance(module, hooks_ref.CheckpointWrapper) for module in net.modules()) == 2
+    assert not isinstance(net.blocks[0], hooks_ref.CheckpointWrapper)
