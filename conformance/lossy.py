@@ -24,7 +24,9 @@ each of at least 256 elements. Smaller ones are asked only of a hook whose resul
 relative error is at most 1/4), and a bias of up to a twentieth of a typical element is left to the others. With at most
 60 directions in a run the probability is below 1e-5 before any run is seen; a hook draws the same in every run (rule
 3.3), so that a verdict does not vary. A bias of twice the errors' deviation along a direction is found, and one
-without any deviation.
+without any deviation. Of a parameter, however small, that gives the same values in all draws, and not zeros, they have to be
+the mean up to a quarter: a value further off is compensated with a probability of at least a fifth in each draw, and does not
+show in 96 of them with one below (4/5)**96 < 1e-9.
 
 Local. The elements of a bucket are far more than ranks, and independent: the weights are what least squares finds, and are
 exact up to rounding. A bucket of fewer than 4 elements a rank says only that each is between the least and the largest.
@@ -262,6 +264,12 @@ class _Judge:
             if not self.cancel_out(whole, right[0], f"rank {rank}, all parameters", ROUNDINGS * unit * typical):
                 return
             for index in results:
+                got = errors[index] + means[index]
+                if (means[index] == means[index][0]).all() and (got == got[0]).all() and got[0].any():
+                    off = float(errors[index][0].norm()) / float(means[index][0].norm())
+                    same = f"rank {rank}, parameter {self.run.parameter_name(index)}: the same {off:.3g} off in each of {len(got)} draws"
+                    if not self.found.require(off <= FINE, "the mean, where results do not vary", same):
+                        return
                 slack = ROUNDINGS * _unit(self.run, index) + (0 if numels[index] >= MANY else SMALL)
                 where = f"rank {rank}, parameter {self.run.parameter_name(index)}"
                 if (fine or numels[index] >= MANY) and not self.cancel_out(errors[index], means[index][0], where, slack * typical):

@@ -7,8 +7,8 @@ own. It is judged beside the reference that it was made of, under ``like`` (13.8
 ``hooks_ref/README.md`` that use the module, until a MUST rule fails. What survives is printed with its place and its change,
 for a person: it is equivalent, or outside what the rules speak of, or a hole in the book.
 
-Left alone: docstrings, messages of errors, checks that only raise, what saves and loads a state, and statistics, which no rule of
-this version speaks of.
+Left alone: docstrings, messages of errors, checks that only raise, what saves and loads a state, statistics, which no rule of
+this version speaks of, and ``strict=`` and ``sorted=``, which change nothing.
 """
 
 import argparse
@@ -133,6 +133,11 @@ def _is_code(path: list[tuple[str, int | None]]) -> bool:
 def _is_left_alone(node: ast.AST, field: str) -> bool:
     only_raises = isinstance(node, ast.If) and all(isinstance(one, ast.Raise) for one in node.body) and not node.orelse
     skipped = isinstance(node, ast.FunctionDef) and node.name in SKIPPED
+    # What an argument may be says nothing of a hook; that lists are equally long and places sorted changes nothing.
+    checked = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.startswith("check_")
+    equal = isinstance(node, ast.keyword) and node.arg in ("strict", "sorted")
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+    abstract = any(isinstance(one, ast.Name) and one.id == "abstractmethod" for one in decorators)
     docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     typing = field in ("annotation", "returns", "bases", "decorator_list", "type_comment") or (
         isinstance(node, ast.AnnAssign) and not node.value
@@ -140,6 +145,9 @@ def _is_left_alone(node: ast.AST, field: str) -> bool:
     return bool(
         only_raises
         or skipped
+        or checked
+        or equal
+        or abstract
         or docstring
         or typing
         or isinstance(node, (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr))

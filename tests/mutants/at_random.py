@@ -64,6 +64,11 @@ def random_elements_unscaled(state: Any, bucket: Bucket) -> Result:
     return random_k(state, bucket, feedback=False, scaled=False)
 
 
+def half_of_one_element(state: Any, bucket: Bucket) -> Result:
+    """Scales as if it had sent two elements where it sends one alone."""
+    return random_k(state, bucket, feedback=False, least=2)
+
+
 def random_elements_of_each_rank(state: Any, bucket: Bucket) -> Result:
     """Sums scaled values by position, though each rank has drawn other places."""
     return random_k(state, bucket, seed=group_of(state).rank(), feedback=False)
@@ -107,7 +112,7 @@ def rounds_nothing(state: Any, bucket: Bucket) -> Result:
 
 MUTANTS = [
     *(Mutant(name, ("13.3",), "unbiased") for name in ("rounds_to_nearest", "rounds_down", "rounds_by_half", "draws_once")),
-    *(Mutant(name, ("13.3",), "unbiased") for name in ("random_elements_unscaled", "random_elements_of_each_rank")),
+    *(Mutant(name, ("13.3",), "unbiased") for name in ("random_elements_unscaled", "random_elements_of_each_rank", "half_of_one_element")),
     Mutant("random_levels_undivided", ("13.3",), "unbiased"),
     Mutant("draws_from_global", ("9.1",), "unbiased", because={"11.1": "another model draws from the same generator"}),
     Mutant("draws_unseeded", ("3.3",), "unbiased", because={"1.10": "two runs differ, whatever else is the same"}),

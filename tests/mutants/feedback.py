@@ -202,7 +202,9 @@ def one_bit_remembers_signs(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
-def random_k(state: Any, bucket: Bucket, seed: int = 0, *, feedback: bool = True, ratio: float = 0.25, scaled: bool = True) -> Result:
+def random_k(
+    state: Any, bucket: Bucket, seed: int = 0, *, feedback: bool = True, ratio: float = 0.25, scaled: bool = True, least: int = 1
+) -> Result:
     """Send elements at places that all ranks draw alike, values only: right by default, with feedback and without."""
     step, pieces, values = step_number(bucket), pieces_of(bucket) if is_dense(bucket) else [], []
     if not pieces:
@@ -213,7 +215,7 @@ def random_k(state: Any, bucket: Bucket, seed: int = 0, *, feedback: bool = True
         drawn.append(torch.randperm(n, generator=seeded(seed, step, number))[: math.ceil(ratio * n)])
         if feedback and parameter in kept:
             piece.add_(kept[parameter])
-        values.append(piece[drawn[-1]] * (1 if feedback or not scaled else n / max(1, len(drawn[-1]))))
+        values.append(piece[drawn[-1]] * (1 if feedback or not scaled else n / max(least, len(drawn[-1]))))
         kept[parameter] = finite(piece.index_fill(0, drawn[-1], 0))
 
     def place(mean: Result) -> torch.Tensor:
