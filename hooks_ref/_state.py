@@ -35,19 +35,14 @@ class HookState:
     _unsaved: ClassVar[dict[str, Callable[[], Any]]] = {"process_group": lambda: None, "_keys": dict}
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-            raise TypeError(f"process_group: a ProcessGroup of which this rank is a member, or None; got {process_group!r}")
-        self.process_group = process_group
+        self.process_group = check_group(process_group)
         self.iter = 0
         self._keys: dict[torch.Tensor, int] = {}
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The group itself, looked up when it is needed."""
-        group = self.process_group if self.process_group is not None else dist.group.WORLD
-        if group is None:
-            raise RuntimeError("there is no process group yet: call torch.distributed.init_process_group first")
-        return group
+        return existing_group(self.process_group)
 
     def keys(self, bucket: dist.GradBucket) -> list[int]:
         """Return the key of every parameter in the bucket: its place counted from the end of the model."""
@@ -146,6 +141,21 @@ def generator(*words: int, device: torch.device | None = None) -> torch.Generato
     """
     digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
     return torch.Generator(device or "cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def check_group(process_group: object) -> dist.ProcessGroup | None:
+    """Return ``process_group``, a group or None. Raises: TypeError."""
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"process_group: a ProcessGroup of which this rank is a member, or None; got {process_group!r}")
+    return process_group
+
+
+def existing_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group, which for None is the default one. Raises: RuntimeError where there is none yet."""
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None:
+        raise RuntimeError("there is no process group yet: call torch.distributed.init_process_group first")
+    return group
 
 
 def check_int(name: str, value: object, least: int) -> int:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hooks_ref._state import check_int
+from hooks_ref._state import check_group, check_int, existing_group
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 T = TypeVar("T", bound=torch.Tensor)
@@ -45,18 +45,13 @@ class ModelAverager(ABC):
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-            raise TypeError(f"process_group: a ProcessGroup of which this rank is a member, or None; got {process_group!r}")
-        self.process_group = process_group
+        self.process_group = check_group(process_group)
         self.step = 0
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The group itself, looked up when it is needed."""
-        group = self.process_group if self.process_group is not None else dist.group.WORLD
-        if group is None:
-            raise RuntimeError("there is no process group yet: call torch.distributed.init_process_group first")
-        return group
+        return existing_group(self.process_group)
 
     @abstractmethod
     def average_parameters(self, params: Parameters) -> None:

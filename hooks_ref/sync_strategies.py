@@ -18,7 +18,7 @@ parameter that some micro-batches, or some ranks, do not use:
                         and those before it are there.
 
 A parameter that no rank has used has no gradient afterwards, with the last two; and DDP does not have to know which are
-used. They use no communication hook and no buckets. After an exception nothing is communicated: ranks that had none wait
+used. They use no communication hook and no buckets. After an exception no collective is begun: ranks that had none wait
 for it, as they do in a backward of DDP.
 
 Source: MosaicML Composer, ``composer.distributed.DDPSyncStrategy``, ``ddp_sync_context`` and ``prepare_ddp_module`` (names,
