@@ -19,6 +19,7 @@ import torch
 from conformance.claims import Claims
 from conformance.engine import make_engine
 from conformance.pool import Pool
+from conformance.kinds import HOOK
 from conformance.rulebook import book
 from conformance.run import Run
 from conformance.scenario import VALUES, Scenario
@@ -49,7 +50,7 @@ class TimedSource(LocalSource):
 
 def rules(pool: Pool) -> tuple[float, float, int, int]:
     """Return seconds of scenarios and of rules, and how many of each there were."""
-    source, numbers = TimedSource(pool), book()
+    source, numbers = TimedSource(pool), book(HOOK)
     engine = make_engine(source, numbers, parse_subject("hooks_ref:allreduce_hook", None, None), Claims(), WORLDS)
     begin = time.perf_counter()
     judged = [engine.judge(number) for number in numbers]

@@ -10,6 +10,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
+from conformance.kinds import HOOK
 from conformance.record import RankRecord
 from conformance.run import Run
 from conformance.run_folder import KIT_FAILED
@@ -102,6 +103,8 @@ def refused(run: Run) -> bool:
         return False
     places = ("backward", "after_backward", "setup", "state", "join")
     raised = [next((e for e in rank.all("error") if e["where"] in places), None) for rank in run.ranks]
+    if run.scenario.kind != HOOK:
+        raised = [next((e for e in rank.all("error") if e["where"] not in ("kit", "load")), None) for rank in run.ranks]
     own = [error is not None and not _is_secondary(f"{error['type']}: {error['message']}") for error in raised]
     return any(own) and all(rank.first("error") for rank in run.ranks) if run.scenario.uneven else all(own)
 
@@ -157,6 +160,8 @@ def _during(rank: RankRecord) -> str:
     last = rank.events[-1]
     if last["event"] == "call":
         return f" inside hook call {last['call']}: step {last['step']}, bucket {last['index']}, {last['numel']} elements of {last['dtype']}"
+    if last["event"] == "enters":
+        return f" inside {last['what']}, step {last['step']}"
     if last["event"] == "returned":
         return f" after hook call {last['call']} of step {last['step']} had returned"
     if last["event"] == "called":
@@ -165,10 +170,12 @@ def _during(rank: RankRecord) -> str:
 
 
 def _hang(run: Run, waiting: list[RankRecord]) -> str:
-    inside = [rank for rank in waiting if rank.events and rank.events[-1]["event"] == "call"]
+    inside = [rank for rank in waiting if rank.events and rank.events[-1]["event"] in ("call", "enters")]
     if inside:
         places = "; ".join(f"rank {rank.rank}{_during(rank)}{_at(rank)}" for rank in inside)
-        return f"the hook did not return: {places}"
+        return f"the {run.scenario.kind} did not return: {places}"
+    if run.scenario.kind != HOOK:
+        return "a rank did not come to its end: " + "; ".join(f"rank {rank.rank}{_during(rank)}" for rank in waiting)
     places = "; ".join(f"rank {rank.rank}{_during(rank)}" for rank in waiting)
     return f"the future was never completed: {places}"
 
@@ -177,7 +184,7 @@ def _at(rank: RankRecord) -> str:
     """The innermost Python line of the main thread, outside torch and the kit."""
     stacks = str(rank.evidence.get("stacks", ""))
     _, _, main = stacks.rpartition("Current thread")
-    main = main if "observe.py" in main else stacks
+    main = main if "observe.py" in main or "drive/" in main else stacks
     for line in main.splitlines():
         line = line.strip()
         if line.startswith("File ") and "/torch/" not in line and "/conformance/" not in line and "threading.py" not in line:

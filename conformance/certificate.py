@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.errors import CERTIFIED, KIT_ERROR, NO_RULES, NOT_CERTIFIED, REFUSED
+from conformance.kinds import HOOK
 from conformance.rulebook import AT_SCALE, GOLDEN, MUST, Rule, golden_list
 from conformance.verdict import NOT_CLAIMED, Judgement, Verdict
 
@@ -39,9 +40,13 @@ class Conclusion:
 
 
 def conclude(
-    rules: Mapping[str, Rule], judgements: Mapping[str, Judgement], header: Mapping[str, Any], worlds: tuple[int, ...]
+    rules: Mapping[str, Rule],
+    judgements: Mapping[str, Judgement],
+    header: Mapping[str, Any],
+    worlds: tuple[int, ...],
+    kind: str = HOOK,
 ) -> Conclusion:
-    """Weigh the judgements of a session; ``header`` is what the certificate says of subject and profile."""
+    """Weigh the judgements of a session; ``header`` is what the certificate says of subject, of this kind, and profile."""
     broken = [j for j in judgements.values() if j.verdict is Verdict.KIT_ERROR]
     if broken:
         return Conclusion(KIT_ERROR, "kit error", [f"{j.number}: {j.reason}" for j in broken])
@@ -50,14 +55,14 @@ def conclude(
         return Conclusion(REFUSED, "refused", [f"{j.number} {rules[j.number].title}" for j in failed])
     if not judgements:
         return Conclusion(NO_RULES, "not certified", ["no rule was selected"])
-    reasons = _what_is_missing(judgements, worlds)
+    reasons = _what_is_missing(judgements, worlds, kind)
     if reasons:
         return Conclusion(NOT_CERTIFIED, "not certified", reasons)
     return Conclusion(CERTIFIED, "certified", certificate=_certificate(rules, judgements, header))
 
 
-def _what_is_missing(judgements: Mapping[str, Judgement], worlds: tuple[int, ...]) -> list[str]:
-    golden = golden_list()
+def _what_is_missing(judgements: Mapping[str, Judgement], worlds: tuple[int, ...], kind: str) -> list[str]:
+    golden = golden_list(kind)
     absent = [number for number in golden if number not in judgements]
     not_run = [j for number, j in judgements.items() if number in golden and j.verdict is Verdict.NOT_RUN]
     sizes = [str(world) for world in REQUIRED_WORLDS if world not in worlds]

@@ -30,13 +30,18 @@
 
 Claims combine with commas: ``sum, rounded(bfloat16), world_only``. A claim changes which result is
 right; it never switches a rule off without a rule that holds the claim itself to account.
+
+These are what hooks say. What a subject of another kind says of itself stands with its kind, in ``kinds``; min_world_size is
+common to all.
 """
 
 import ast
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from conformance.errors import UsageError
+from conformance.kinds import HOOK, KINDS
 from conformance.like import REFERENCES
 
 ROUNDED_DTYPES = ("float16", "bfloat16")
@@ -69,6 +74,8 @@ class Claims:
         poststep: gradients are right only after a call that the trainer makes when backward is over.
         call: the name of that call, or '' where the set-up's Case has it.
         chained: callbacks start collectives.
+        kind: of the subject.
+        said: by the name of each claim of that kind, what it says; of a hook, nothing.
         ratio: the largest share of the gradients' bytes that a rank sends after the warm-up, or None.
         warmup: steps before the first lossy one.
         fused: the optimizer that the hook steps, as an expression ``SGD(lr=0.1)``, or ''.
@@ -97,8 +104,16 @@ class Claims:
     poststep: bool = False
     call: str = ""
     chained: bool = False
+    kind: str = HOOK
+    said: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
+
+    def has(self, name: str) -> bool:
+        """Whether this is claimed."""
+        return name in self.said or bool(getattr(self, name, False))
 
     def __str__(self) -> str:
+        if self.kind != HOOK:
+            return self._in_words()
         delta = "" if self.delta == Claims.delta else f"delta={self.delta:g}"
         ratio = "" if self.ratio is None else f"ratio={self.ratio:g}"
         compressed = {FEEDBACK: "", DIFFERENCE: "feedback=ef21", CONTRACTION: "feedback=False"}
@@ -125,13 +140,26 @@ class Claims:
             parts.append(f"poststep(call={self.call})" if self.call else "poststep")
         return ", ".join(parts + [name for name in ("chained", "world_only", "checkpointable") if getattr(self, name)])
 
+    def _in_words(self) -> str:
+        """What a subject of another kind says, as one would write it."""
+        parts = []
+        for name, said in self.said.items():
+            options = {**said, **said.get("options", {})}
+            inside = [options.pop("name", ""), *(f"{key}={value!r}" for key, value in options.items() if key != "options")]
+            parts.append(f"{name}({', '.join(filter(None, inside))})" if any(inside) else name)
+        if self.min_world_size:
+            parts.append(f"min_world_size({self.min_world_size})")
+        return ", ".join(parts) or f"what every {self.kind} is"
 
-def parse_claims(text: str) -> Claims:
-    """Parse claims as written on the command line.
+
+def parse_claims(text: str, kind: str = HOOK) -> Claims:
+    """Parse claims as written on the command line, of a subject of that kind.
 
     Raises:
         UsageError: the text is not a list of known claims, or two of them contradict each other.
     """
+    if kind != HOOK:
+        return _parse_others(text, kind)
     found: dict[str, dict[str, Any]] = {}
     for node in _expressions(text):
         name, args, options = _call(node, text)
@@ -152,6 +180,40 @@ def parse_claims(text: str) -> Claims:
     if "warmup" in found and not lossy:
         raise UsageError(f"--claims: {text!r}: warmup says when a lossy claim begins; there is none")
     return Claims(**{name: value for read in found.values() for name, value in read.items()})
+
+
+def default_claims(kind: str, arguments: Mapping[str, Any]) -> Claims:
+    """Return what a subject of another kind than hook claims where nobody says anything, by the arguments of its target.
+
+    Raises:
+        UsageError: nothing can be told from them, where its kind has to know.
+    """
+    try:
+        text = KINDS[kind].default(arguments)
+    except ValueError as error:
+        raise UsageError(f"--{kind}: {error}") from error
+    return parse_claims(text, kind) if text else Claims(kind=kind)
+
+
+def _parse_others(text: str, kind: str) -> Claims:
+    readers = KINDS[kind].claims
+    said: dict[str, Mapping[str, Any]] = {}
+    smallest = 0
+    for node in _expressions(text):
+        name, args, options = _call(node, text)
+        if name in said or (name == "min_world_size" and smallest):
+            raise UsageError(f"--claims: {name!r} is given twice in {text!r}")
+        if name == "min_world_size":
+            smallest = _read_min_world_size(name, args, options)[name]
+        elif name in readers:
+            try:
+                said[name] = readers[name](args, options)
+            except ValueError as error:
+                raise UsageError(f"--claims: {name} {error}") from error
+        else:
+            known = ", ".join([*readers, "min_world_size"])
+            raise UsageError(f"--claims: {name!r} is no claim of a subject of this kind ({kind}); known: {known}")
+    return Claims(kind=kind, said=said, min_world_size=smallest)
 
 
 def _read_flag(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:

@@ -13,16 +13,17 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.breakage import Breakage, breakage, refused
-from conformance.claims import ROUNDED_DTYPES, Claims
+from conformance.claims import ROUNDED_DTYPES, Claims, default_claims
 from conformance.errors import KitError, TargetError, UsageError
 from conformance.fingerprint import disagreement
-from conformance.like import subjects
+from conformance.kinds import HOOK, KINDS
+from conformance.like import like_other, subjects
 from conformance.lossy import under
 from conformance.oracle import compare
 from conformance.rulebook import Rule
 from conformance.run import Run
 from conformance.scenario import BY_NAME, NORMAL, VALUES, Scenario, explained
-from conformance.subject import REFERENCE, SubjectSpec
+from conformance.subject import REFERENCE, SubjectSpec, parse_other, parse_target
 from conformance.verdict import NOT_CLAIMED, Failure, Found, Judgement, Verdict
 
 MACHINE_RULES = ("1.5", "2.1", "2.6", "3.1")  # what the reference must hold before anything is judged
@@ -73,6 +74,10 @@ class Engine:
         self._judgements: dict[str, Judgement] = {}
         self._hangs: list[str] = []
         self._expected: Sequence[str] = ()
+        kind = KINDS.get(subject.kind)
+        self._plain = kind.scenarios[0] if kind else VALUES
+        self._by_name = {scenario.name: scenario for scenario in kind.scenarios} if kind else BY_NAME
+        self._machine_rules = kind.machine if kind else MACHINE_RULES
 
     @property
     def primary(self) -> int:
@@ -97,16 +102,21 @@ class Engine:
         """
         if not self.control:
             return
-        self.control.expect(MACHINE_RULES)
-        for number in MACHINE_RULES:
+        self.control.expect(self._machine_rules)
+        for number in self._machine_rules:
             judgement = self.control.judge(number)
             if not judgement.verdict.holds and not (number == "2.6" and len(self.worlds) == 1):
                 detail = judgement.failures[0].actual if judgement.failures else judgement.reason
-                raise KitError(f"this machine is not fit to judge: the reference allreduce fails rule {number}: {detail}")
+                raise KitError(f"this machine is not fit to judge: {self.control.called} fails rule {number}: {detail}")
+
+    @property
+    def called(self) -> str:
+        """What a control is called."""
+        return "the reference allreduce" if self.subject == REFERENCE else f"the reference ({self.subject.name})"
 
     def other_claims(self) -> list[Claims]:
         """Return the claims under which the subject would hold what it fails now of sections 2 and 8."""
-        if self.claims.lossy:
+        if self.claims.lossy or self.subject.kind != HOOK:
             return []
         candidates = [
             replace(self.claims, rounded=rounded, sum=total, world_only=world)
@@ -157,12 +167,12 @@ class Engine:
         if judgement.verdict is Verdict.FAIL and self.control:
             control = self.control.judge(rule.number)
             if not control.verdict.holds:
-                reason = f"the reference allreduce does not pass it on this machine either ({control.reason or control.verdict})"
+                reason = f"{self.control.called} does not pass it on this machine either ({control.reason or control.verdict})"
                 return Judgement(rule.number, Verdict.KIT_ERROR, reason, judgement.failures, judgement.runs)
         return judgement
 
     def _applies(self, rule: Rule) -> bool:
-        return not rule.claimed or bool(getattr(self.claims, rule.claimed))
+        return not rule.claimed or self.claims.has(rule.claimed)
 
     def _needs(self, rule: Rule) -> tuple[str, ...]:
         """Return what the rule builds on; where the result is lossy, section 13 takes the place of 2.1 and 2.2."""
@@ -202,7 +212,8 @@ class Engine:
         if what == "vanilla" and not (self.claims.lossy or self.claims.fused or self.claims.sum):
             named = {"vanilla": None}
         elif what == "like":
-            named = {f"like_{number}": reference for number, reference in enumerate(subjects(self.claims.like))}
+            references = subjects(self.claims.like) if self.subject.kind == HOOK else [like_other(self.claims)]
+            named = {f"like_{number}": reference for number, reference in enumerate(references)}
         others = (self.control or self)._others if what == "vanilla" else self._others
         runs = {}
         scenario = replace(scenario, poststep=False, call="")  # which is the subject's own
@@ -212,7 +223,7 @@ class Engine:
                 others[name, scenario] = self.source.run(scenario, world, subject, name)
             runs[name] = others[name, scenario]
             if (broken := breakage(runs[name])) and subject:
-                raise TargetError(f"--claims like({self.claims.like}): the reference itself does not run so: {broken.line}")
+                raise TargetError(f"--claims {self.claims}: the reference itself does not run so: {broken.line}")
             if broken:
                 raise KitError(f"DDP without a hook does not run {name}: {broken.line}")
         return runs
@@ -238,7 +249,7 @@ class Engine:
                 self._hangs.append(f"{scenario.name}@{world}")
             if broken:
                 self.source.forget()
-            elif key == (VALUES.name, self.primary):
+            elif key == (self._plain.name, self.primary):
                 self.source.begin(self._coming(), self.subject)
         return self._runs[key]
 
@@ -261,8 +272,8 @@ class Engine:
             return f"not tried: it hung in {hung}"
         if len(self._hangs) >= HANGS:
             return f"not tried: it hung in {', '.join(self._hangs)}"
-        before = BY_NAME[scenario.after]
-        for plainer in (under(VALUES, self.claims), under(before, self.claims)) if scenario.name != VALUES.name else ():
+        before = self._by_name[scenario.after]
+        for plainer in (under(self._plain, self.claims), under(before, self.claims)) if scenario.name != self._plain.name else ():
             if world in plainer.fits(self.worlds):
                 plain = self._run(plainer, world)
                 if isinstance(plain, str) or self._breakage(plain):
@@ -289,7 +300,7 @@ class Engine:
         return self._breakages[run.name]
 
     def _note_broken(self, rule: Rule, run: Run, broken: Breakage, judgement: Judgement) -> None:
-        blamed = _BLAME.get(broken.kind)
+        blamed = _BLAME.get(broken.kind) if rule.kind == HOOK else None
         if rule.worlds == "fewer" and refused(run):
             self._note(judgement, run.name, Verdict.PASS, reason=broken.line, checks=1)
         elif (rule.may_refuse or self._does_not_take(run)) and refused(run):
@@ -307,7 +318,7 @@ class Engine:
 
     def _explain(self, run: Run, broken: Breakage) -> str:
         """Repeat a run that broke where collectives may be the reason, with those on record: where do ranks disagree?"""
-        if broken.kind not in ("hang", "died", "raised") or run.world == 1 or run.scenario.fault != "none":
+        if broken.kind not in ("hang", "died", "raised") or run.world == 1 or run.scenario.fault != "none" or run.scenario.resumes:
             return ""
         scenario = explained(run.scenario)
         try:
@@ -342,7 +353,14 @@ class Engine:
             judgement.verdict, judgement.reason = verdict, f"{name}: {said['reason']}"
 
 
+def make_control(source: Source, rules: dict[str, Rule], kind: str, worlds: Sequence[int]) -> Engine:
+    """Return the engine that judges the reference of a kind."""
+    if kind == HOOK:
+        return Engine(source, rules, REFERENCE, Claims(), worlds)
+    reference = parse_other(kind, KINDS[kind].reference)
+    return Engine(source, rules, reference, default_claims(kind, parse_target(str(reference.target), "").kwargs), worlds)
+
+
 def make_engine(source: Source, rules: dict[str, Rule], subject: SubjectSpec, claims: Claims, worlds: Sequence[int]) -> Engine:
-    """Return the engine for a subject, with the reference as its control."""
-    control = Engine(source, rules, REFERENCE, Claims(), worlds)
-    return Engine(source, rules, subject, claims, worlds, control)
+    """Return the engine for a subject, with the reference of its kind as its control."""
+    return Engine(source, rules, subject, claims, worlds, make_control(source, rules, subject.kind, worlds))

@@ -35,6 +35,13 @@ def subjects(like: str) -> list[SubjectSpec]:
     return [SubjectSpec(hook, f"conformance.like:state,reference={name!r}{comma}{options}{seed}", None) for seed in seeds]
 
 
+def like_other(claims: Any) -> SubjectSpec:
+    """Return the reference of another kind than hook that a subject claims to be like."""
+    said = claims.said["like"]
+    options = "".join(f",{name}={value!r}" for name, value in said["options"].items())
+    return SubjectSpec(kind=claims.kind, target=f"hooks_ref:{said['name']}{options}")
+
+
 def state(process_group: Any, reference: str, **options: Any) -> Any:
     """Make the state of a reference, in a rank."""
     import hooks_ref

@@ -42,6 +42,7 @@ from typing import Any
 import torch
 
 from conformance.claims import CONTRACTION, DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims
+from conformance.kinds import HOOK
 from conformance.oracle import mean
 from conformance.run import Run
 from conformance.scenario import BUCKETS, RAW, VALUES, Scenario
@@ -64,6 +65,8 @@ _WIDER = {(5, 3): (24, 32), (3, 5): (24, 32), (6, 5): (32, 24), (4, 3, 2, 5): (2
 def under(scenario: Scenario, claims: Claims) -> Scenario:
     """Return the scenario as it is run for a subject with these claims: longer, with
     matrices that are worth compressing, and without what the claims make meaningless."""
+    if scenario.kind != HOOK:
+        return scenario
     if claims.poststep:
         scenario = replace(scenario, poststep=True, call=claims.call)
     if claims.chained and scenario.name != RAW.name and not scenario.growth:  # which has one bucket, and looks at what is kept

@@ -1,13 +1,16 @@
-"""The options of a session: what the command line, a test suite and the defaults agree on. Imports nothing."""
+"""The options of a session: what the command line, a test suite and the defaults agree on. Imports no torch."""
 
 import shlex
 from dataclasses import dataclass
+
+from conformance.kinds import KINDS
 
 WORLD_SIZES, DEADLINE = "1,2,3,4", 30.0
 TEXT_OPTIONS = {
     "hook": "what to certify: module:attribute[,key=value...]",
     "state": "the hook's state: module:factory[,key=value...], or pg for the model's process group",
     "setup": "instead of --hook: module:function, called with the DDP module, that registers or returns (state, hook)",
+    **{name: f"instead of --hook: {kind.what}: module:attribute[,key=value...]" for name, kind in KINDS.items()},
     "claims": 'what the subject says of itself, e.g. "rounded(float16), world_only"; auto proposes some; default: exact',
     "certificate": "where to write the certificate; default: conformance-results/<subject>/certificate.json",
     "records": "folder in which the records of all runs are kept",
@@ -22,6 +25,12 @@ class Options:
     hook: str | None = None
     state: str | None = None
     setup: str | None = None
+    averager: str | None = None
+    optimizer: str | None = None
+    strategy: str | None = None
+    joinable: str | None = None
+    collective: str | None = None
+    wrapper: str | None = None
     claims: str | None = None
     backend: str = "gloo"
     device: str = "cpu"
@@ -34,5 +43,5 @@ class Options:
 
     def command(self) -> str:
         """Return the options that name the subject, as one would type them."""
-        words = [f"--{name} {shlex.quote(value)}" for name in ("hook", "setup", "state", "claims") if (value := getattr(self, name))]
-        return " ".join(words)
+        names = ("hook", "setup", "state", *KINDS, "claims")
+        return " ".join(f"--{name} {shlex.quote(value)}" for name in names if (value := getattr(self, name)))

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from conformance.errors import ConformanceError, UsageError
+from conformance.kinds import KINDS
 from conformance.options import DEADLINE, TEXT_OPTIONS, WORLD_SIZES, Options
 from conformance.pool import Pool
 from conformance.preflight import check
 
 POOL = pytest.StashKey[Pool]()
-_OURS = ("--hook", "--setup", "--replay", "--list-rules")
+_SUBJECTS = ("hook", "setup", *KINDS)
+_OURS = ("--hook", "--setup", "--replay", "--list-rules")  # other suites may well have an --optimizer
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,7 +43,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
         ) from None
     if not {"-h", "--help"} & set(args):
         given = parser.parse_known_args(args)
-        judges = (given.hook or given.setup) and not (given.replay or given.list_rules)
+        judges = any(getattr(given, name) for name in _SUBJECTS) and not (given.replay or given.list_rules)
         if judges and _can_run(given) and not given.collectonly:
             _start_host(early_config, given.deadline)
         early_config.pluginmanager.register(importlib.import_module("conformance.pytest_items"), "conformance.pytest_items")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from conformance.claims import AUTO, parse_claims
 from conformance.errors import ProfileError, UsageError
+from conformance.kinds import HOOK
 from conformance.options import Options
-from conformance.subject import SubjectSpec, parse_subject
+from conformance.subject import SubjectSpec, subject_of
 
 PROFILE = ("gloo", "cpu")
 
@@ -18,9 +19,11 @@ def check(options: Options) -> None:
         UsageError: the options cannot be run as written.
         ProfileError: this version cannot run the profile.
     """
-    subject = parse_subject(options.hook, options.state, options.setup)
+    subject = subject_of(options)
+    if options.claims == AUTO and subject.kind != HOOK:
+        raise UsageError(f"--claims auto proposes claims for hooks; say what this {subject.kind} claims, or leave it out")
     if options.claims and options.claims != AUTO:
-        parse_claims(options.claims)
+        parse_claims(options.claims, subject.kind)
     parse_worlds(options.world_size)
     if (options.backend, options.device) != PROFILE:
         raise ProfileError(

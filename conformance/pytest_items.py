@@ -12,6 +12,7 @@ import pytest
 
 from conformance.certificate import Conclusion
 from conformance.errors import INTERRUPTED, KIT_ERROR, NOT_CERTIFIED, ConformanceError, KitError, ProfileError, UsageError
+from conformance.kinds import KINDS
 from conformance.plugin import POOL, options_of
 from conformance.propose import proposal_lines
 from conformance.report import conclusion_lines, failure_text, write_report
@@ -52,9 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
     given = vars(config.option)
     if "world_size" not in given or config.option.list_rules:
         return
-    if not (given["hook"] or given["setup"] or given["replay"]):
+    if not any(given[name] for name in ("hook", "setup", "replay", *KINDS)):
         if any(_names_the_kit(argument, config.option.pyargs) for argument in config.args):
-            raise pytest.UsageError("no subject: pass --hook module:attribute (or --setup, or --replay)")
+            others = ", ".join(f"--{name}" for name in ("setup", *KINDS))
+            raise pytest.UsageError(f"no subject: pass --hook module:attribute (or {others}, or --replay)")
         return
     if given.get("numprocesses"):
         raise pytest.UsageError("conformance runs ranks of its own: leave out -n")

@@ -27,8 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance import process_state
 from conformance.collectives import CollectiveRecorder
+from conformance.drive.stage import Stage
 from conformance.errors import TargetError
+from conformance.groups import everybody, make_groups
 from conformance.inputs import at_scale
+from conformance.kinds import HOOK
 from conformance.observe import Observer, digest
 from conformance.probe import lay_out, scripted_gradients, training_loss
 from conformance.record import Recorder
@@ -64,7 +67,11 @@ def run_rank(scenario: Scenario, spec: SubjectSpec | None, rank: int, world: int
     except OSError as error:
         print(f"conformance: rank {rank} cannot write its record: {error}", file=sys.stderr)
         return KIT_FAILED
-    run = _Run(scenario, spec, rank, world, folder, timeout, recorder)
+    run: _Run | Stage
+    if spec and spec.kind != HOOK:
+        run = Stage(scenario, spec, rank, world, folder, timeout, recorder)
+    else:
+        run = _Run(scenario, spec, rank, world, folder, timeout, recorder)
     try:
         run.execute()
         recorder.close()
@@ -98,14 +105,7 @@ class _Run:
         self.recorder.event("error", where=self.where, type=kind, message=str(error)[:4000], traceback=traceback.format_exc()[-6000:])
 
     def execute(self) -> None:
-        store = dist.FileStore(str(self.folder / "store"), self.world)
-        self.signals = dist.PrefixStore("conformance", store)
-        timeout = datetime.timedelta(seconds=self.scenario.group_timeout or self.timeout)
-        if self.scenario.group_timeout:  # a group that the subject makes without a timeout has this one
-            dist.distributed_c10d.default_pg_timeout = timeout
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world, timeout=timeout)
-        groups = [dist.new_group(list(ranks)) for ranks in self.scenario.groups]
-        self.group = groups[self.scenario.groups.index(self.group_ranks)] if groups else dist.group.WORLD
+        self.signals, self.group = make_groups(self.scenario, self.rank, self.world, self.folder, self.timeout)
         self.trainee = Trainee(self.scenario, self.group)
         self.twin = Trainee(self.scenario, self.group) if self.scenario.twin else None
         self.ddp, self.parameters = self.trainee.ddp, self.trainee.parameters
@@ -405,9 +405,7 @@ class _Run:
         self.recorder.event("gate", call=call, opened="a rank neither returned nor waited: the schedule was given up")
 
     def _everybody(self, name: str) -> None:
-        """A barrier through the store, which no collective of the subject can be mistaken for."""
-        self.signals.set(f"{name}/{self.rank}", "1")
-        self.signals.wait([f"{name}/{rank}" for rank in range(self.world)], datetime.timedelta(seconds=self.timeout))
+        everybody(self.signals, name, self.rank, self.world, self.timeout)
 
 
 def _line_of_subject() -> str:

@@ -6,11 +6,13 @@ import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from conformance.errors import TargetError
+from conformance.kinds import HOOK
 from conformance.subject import CONTEXT_NAMES, Case, Subject, SubjectSpec, Target, parse_target
 
 _ALIASES = {"pg": "process_group", "group": "process_group", "module": "model", "ddp": "model", "ddp_model": "model"}
@@ -48,6 +50,20 @@ def resolve(spec: SubjectSpec) -> Resolved:
     if resolved.setup is None and not isinstance(resolved.hook, Factory):
         resolved.hook = _callable(resolved.hook, f"{option} {text}")
     return resolved
+
+
+def resolve_other(spec: SubjectSpec) -> "Factory":
+    """Import what names a subject of another kind than hook; with ``function`` and ``kwargs`` as they are in its target.
+
+    Raises:
+        TargetError: a module or attribute is missing.
+    """
+    option = f"--{spec.kind}"
+    target = parse_target(str(spec.target), option)
+    value, _ = _lookup(target, option)
+    if target.kwargs and not callable(value):
+        raise TargetError(f"{option} {spec.target}: {_article(value)} cannot be called with arguments")
+    return Factory(value, target.kwargs)
 
 
 def is_one_object(resolved: Resolved) -> bool:
@@ -107,7 +123,11 @@ def call_with_names(function: Callable[..., Any], kwargs: dict[str, Any], contex
 
 def describe(spec: SubjectSpec) -> dict[str, Any]:
     """Return what a certificate says of the subject: its module, file digest, distribution and claims."""
-    resolved = resolve(spec)
+    if spec.kind != HOOK:
+        target, made = parse_target(str(spec.target), f"--{spec.kind}"), resolve_other(spec)
+        resolved = Resolved(made.function, claims=_claims_beside(made.function, sys.modules[target.module], target), module=target.module)
+    else:
+        resolved = resolve(spec)
     module = importlib.import_module(resolved.module)
     function = resolved.hook.function if isinstance(resolved.hook, Factory) else resolved.hook or resolved.setup
     if isinstance(resolved.hook, Factory) and not resolved.hook.needs_context():

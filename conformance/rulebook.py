@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from conformance.kinds import HOOK, kind_of
 from conformance.scenario import Scenario
 
 MUST, SHOULD = "MUST", "SHOULD"
@@ -28,6 +29,7 @@ SECTIONS = {
     "11": "State",
     "12": "Failure",
     "13": "Lossy, local and fused claims",
+    "14": "Averagers",
     "20": "At scale, simulated",
 }
 AT_SCALE = "20"
@@ -79,6 +81,11 @@ class Rule:
         return self.number.partition(".")[0]
 
     @property
+    def kind(self) -> str:
+        """The kind of subject that it speaks of."""
+        return kind_of(self.section)
+
+    @property
     def requirement(self) -> str:
         return _paragraphs(self.check)[0]
 
@@ -125,18 +132,19 @@ def rule(
     return enter
 
 
-def book() -> dict[str, Rule]:
-    """Return all rules by number, in order."""
+def book(kind: str = "") -> dict[str, Rule]:
+    """Return all rules by number, in order; those that speak of one kind of subject, if it is named."""
     import conformance.rules as package
 
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"conformance.rules.{module.name}")
-    return dict(sorted(_BOOK.items(), key=lambda item: item[1].order))
+    return {number: rule for number, rule in sorted(_BOOK.items(), key=lambda item: item[1].order) if kind in ("", rule.kind)}
 
 
-def golden_list() -> list[str]:
-    """Return the numbers of the MUST rules that a certificate needs, as kept under version control."""
-    return [line.split()[0] for line in GOLDEN.read_text().splitlines() if line and not line.startswith("#")]
+def golden_list(kind: str = HOOK) -> list[str]:
+    """Return the numbers of the MUST rules that a certificate for such a subject needs, as kept under version control."""
+    numbers = [line.split()[0] for line in GOLDEN.read_text().splitlines() if line and not line.startswith("#")]
+    return [number for number in numbers if kind_of(number.partition(".")[0]) == kind]
 
 
 def _paragraphs(function: Callable[..., None]) -> list[str]:

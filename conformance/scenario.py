@@ -70,6 +70,8 @@ class Scenario:
         poststep: the trainer makes a call when backward is over, see ``Trainee.register``.
         call: its name, or '' where the set-up says what it is.
         serialised: a collective is over before the next one begins, as if all were on one stream.
+        kind: of the subject, see ``kinds``; what follows from it are the steps and what ``drive`` makes of them.
+        case: which of the experiments of its kind it is, where there are several.
         fused: parameters are on record after every step, and results too where the hook has freed the gradients.
     """
 
@@ -110,6 +112,8 @@ class Scenario:
     saved_in: str = ""
     recorded: bool = False
     deadline: float = 0.0
+    kind: str = "hook"
+    case: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from conformance.certificate import Conclusion, conclude, kit_identity, remove_stale
-from conformance.claims import AUTO, Claims, parse_claims
+from conformance.claims import AUTO, Claims, default_claims, parse_claims
 from conformance.engine import Engine, Source, make_engine
 from conformance.errors import ProfileError, TargetError, UsageError
+from conformance.kinds import HOOK
 from conformance.options import Options
 from conformance.pool import Pool
 from conformance.preflight import certificate_path, check, parse_worlds, results_folder
@@ -19,7 +20,7 @@ from conformance.propose import Tried, propose
 from conformance.rulebook import Rule, book
 from conformance.run_folder import write_json
 from conformance.sources import LocalSource, ReplaySource, new_records_folder
-from conformance.subject import SubjectSpec, parse_subject
+from conformance.subject import SubjectSpec, parse_target, subject_of
 from conformance.verdict import Judgement
 
 SESSION = "session.json"
@@ -38,15 +39,18 @@ class Session:
     def __init__(self, options: Options, pool: Pool | None = None) -> None:
         self.options = options
         self.rules = book()
-        self.selected = select_rules(self.rules, options.rule)
         self._kept: dict[str, Any] = {}
         if options.replay:
             self._kept = _read_kept(Path(options.replay))
-            named = {name: self._kept["subject"][name] for name in ("hook", "state", "setup")}
+            kept = self._kept["subject"]
+            named = {name: kept[name] for name in ("hook", "state", "setup")}
+            if kept.get("target"):
+                named[kept["kind"]] = kept["target"]
             worlds = ",".join(map(str, self._kept["profile"]["world sizes"]))
             self.options = options = replace(options, **named, world_size=worlds, backend="gloo", device="cpu")
         check(options)
-        self.subject: SubjectSpec = parse_subject(options.hook, options.state, options.setup)
+        self.subject: SubjectSpec = subject_of(options)
+        self.selected = select_rules(self.rules, options.rule, self.subject.kind)
         self.worlds = parse_worlds(options.world_size)
         self.folder = results_folder(self.subject)
         self.certificate_path = certificate_path(options, self.subject)
@@ -123,7 +127,7 @@ class Session:
             KitError: the certificate could not be written.
         """
         header = {**self.header, **({"pytest plugins": plugins} if plugins else {}), "command": self.options.command()}
-        conclusion = conclude(self.rules, self.judgements, header, self.worlds)
+        conclusion = conclude(self.rules, self.judgements, header, self.worlds, self.subject.kind)
         if conclusion.certificate:
             self.certificate_path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.certificate_path, conclusion.certificate)
@@ -155,25 +159,33 @@ class Session:
 
     def _claims(self, described: Mapping[str, Any]) -> tuple[Claims, str]:
         """Return the claims and who made them: the command line, the subject, the project, or nobody."""
+        kind = self.subject.kind
         if self.options.claims:
-            return parse_claims(self.options.claims), "--claims"
+            return parse_claims(self.options.claims, kind), "--claims"
         if described.get("claims"):
-            return parse_claims(described["claims"]), "the subject"
+            return parse_claims(described["claims"], kind), "the subject"
         project = _project_claims(self.subject.name)
-        return (parse_claims(project), "pyproject.toml") if project else (Claims(), "nobody: exact is the default")
+        if project:
+            return parse_claims(project, kind), "pyproject.toml"
+        if kind == HOOK:
+            return Claims(), "nobody: exact is the default"
+        return default_claims(kind, parse_target(str(self.subject.target), f"--{kind}").kwargs), "the arguments of the target"
 
 
-def select_rules(rules: Mapping[str, Rule], chosen: tuple[str, ...]) -> list[str]:
-    """Return the numbers of the rules chosen by ``--rule``: all, a rule (2.3) or a section (2).
+def select_rules(rules: Mapping[str, Rule], chosen: tuple[str, ...], kind: str = HOOK) -> list[str]:
+    """Return the numbers of the rules for such a subject chosen by ``--rule``: all, a rule (2.3) or a section (2).
 
     Raises:
-        UsageError: there is no such rule.
+        UsageError: there is no such rule, or none of those chosen speaks of such a subject.
     """
     wanted = [part.strip() for text in chosen for part in text.split(",") if part.strip()]
     for part in wanted:
         if part not in rules and not any(rule.section == part for rule in rules.values()):
             raise UsageError(f"--rule {part}: there is no such rule; --list-rules lists them")
-    return [number for number, rule in rules.items() if not wanted or number in wanted or rule.section in wanted]
+    found = [number for number, rule in rules.items() if rule.kind == kind and (not wanted or {number, rule.section} & {*wanted})]
+    if wanted and not found:
+        raise UsageError(f"--rule {','.join(wanted)}: that does not speak of a subject of this kind ({kind})")
+    return found
 
 
 def _read_kept(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from conformance.engine import Source
 from conformance.errors import UsageError
+from conformance.kinds import KINDS
 from conformance.pool import Pool
 from conformance.run import Run, load_run
 from conformance.run_folder import OUTCOME
@@ -112,4 +113,5 @@ def new_records_folder(folder: Path) -> Path:
 
 
 def _folder_name(name: str, subject: SubjectSpec | None) -> str:
-    return f"reference-{name}" if subject == REFERENCE else name
+    references = (REFERENCE.name, *(kind.reference for kind in KINDS.values()))
+    return f"reference-{name}" if subject and subject.name in references and not subject.state else name

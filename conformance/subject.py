@@ -1,4 +1,4 @@
-"""What is certified, and how it is named.
+"""What is certified, and how it is named: a hook, or one of the other kinds (``kinds``).
 
 The command line names a subject with strings; the process that judges keeps them as strings. Only
 the ranks import what they name (``resolve.py``). A package can also describe itself: ``--hook
@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from conformance.errors import UsageError
+from conformance.kinds import HOOK, KINDS
+from conformance.options import Options
 
 CONTEXT_NAMES = ("process_group", "pg", "model", "rank", "world_size", "device", "optimizer")
 
@@ -70,15 +72,23 @@ class Target:
 
 @dataclass(frozen=True)
 class SubjectSpec:
-    """The strings that name a subject; travels to the ranks as JSON."""
+    """The strings that name a subject; travels to the ranks as JSON.
+
+    Attributes:
+        hook, state, setup: of a hook, as in the options of these names.
+        kind: of the subject.
+        target: of a subject of another kind, as in the option that is called as the kind is.
+    """
 
     hook: str | None = None
     state: str | None = None
     setup: str | None = None
+    kind: str = HOOK
+    target: str | None = None
 
     @property
     def name(self) -> str:
-        return self.hook or self.setup or "vanilla"
+        return self.target or self.hook or self.setup or "vanilla"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -121,6 +131,31 @@ def parse_subject(hook: str | None, state: str | None, setup: str | None) -> Sub
     if state and state not in CONTEXT_NAMES:
         parse_target(state, "--state")
     return SubjectSpec(hook, state, setup)
+
+
+def parse_other(kind: str, target: str) -> SubjectSpec:
+    """Check the string that names a subject of another kind.
+
+    Raises:
+        UsageError: it cannot be parsed.
+    """
+    parse_target(target, f"--{kind}")
+    return SubjectSpec(kind=kind, target=target)
+
+
+def subject_of(options: Options) -> SubjectSpec:
+    """Return what a command line names, whatever kind it is of.
+
+    Raises:
+        UsageError: it names none, or several, or one that cannot be parsed.
+    """
+    named = {kind: text for kind in KINDS if (text := getattr(options, kind))}
+    hooks = [name for name in ("hook", "setup", "state") if getattr(options, name)]
+    if not named:
+        return parse_subject(options.hook, options.state, options.setup)
+    if len(named) > 1 or hooks:
+        raise UsageError(f"name one subject: {', '.join(f'--{name}' for name in [*hooks, *named])} do not go together")
+    return parse_other(*next(iter(named.items())))
 
 
 def _split(text: str) -> list[str]:

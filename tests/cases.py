@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from conformance.claims import Claims, parse_claims
-from conformance.engine import Engine
+from conformance.claims import default_claims, parse_claims
+from conformance.engine import Engine, make_control
+from conformance.kinds import HOOK
 from conformance.pool import Pool
 from conformance.rulebook import book
 from conformance.sources import LocalSource
-from conformance.subject import REFERENCE, parse_subject
+from conformance.subject import parse_other, parse_subject, parse_target
 from conformance.verdict import Judgement
 
 Judgements = dict[str, Judgement]
@@ -29,7 +30,10 @@ PATIENT, IMPATIENT = 60.0, 4.0  # deadlines; the second is for subjects that han
 
 @dataclass(frozen=True)
 class Case:
-    """A subject, and the profile that it is judged in; by ``rules``, or by all where none are named."""
+    """A subject, and the profile that it is judged in; by ``rules``, or by all that speak of its kind where none are named.
+
+    One of another kind than hook claims what its target's arguments say, unless ``claims`` says more than ``exact``.
+    """
 
     target: str
     claims: str = "exact"
@@ -38,6 +42,7 @@ class Case:
     worlds: tuple[int, ...] = (1, 2, 3, 4)
     hangs: bool = False
     rules: tuple[str, ...] = ()
+    kind: str = HOOK
 
     def __str__(self) -> str:
         return self.target.removeprefix("tests.").replace("mutants.", "") + (f"-{self.state}" if self.state else "")
@@ -51,18 +56,27 @@ class Judge:
         self._sources = {
             hangs: LocalSource(stack.enter_context(Pool(IMPATIENT if hangs else patience, lanes=1))) for hangs in (False, True)
         }
-        self._controls: dict[tuple[int, ...], Engine] = {}
+        self._controls: dict[tuple[str, tuple[int, ...]], Engine] = {}
 
     def judge(self, case: Case) -> Judgements:
         """Judge one case."""
         engine = self.engine(case)
-        return {number: engine.judge(number) for number in case.rules or self._rules}
+        numbers = case.rules or [number for number, rule in self._rules.items() if rule.kind == case.kind]
+        return {number: engine.judge(number) for number in numbers}
 
     def engine(self, case: Case) -> Engine:
         """Return what judges one case, rule by rule."""
-        control = self._controls.setdefault(case.worlds, Engine(self._sources[False], self._rules, REFERENCE, Claims(), case.worlds))
-        spec = parse_subject(None if case.setup else case.target, case.state, case.target if case.setup else None)
-        return Engine(self._sources[case.hangs], self._rules, spec, parse_claims(case.claims), case.worlds, control)
+        key = case.kind, case.worlds
+        if key not in self._controls:
+            self._controls[key] = make_control(self._sources[False], self._rules, *key)
+        if case.kind == HOOK:
+            spec = parse_subject(None if case.setup else case.target, case.state, case.target if case.setup else None)
+            claims = parse_claims(case.claims)
+        else:
+            spec = parse_other(case.kind, case.target)
+            said = case.claims if case.claims != "exact" else ""
+            claims = parse_claims(said, case.kind) if said else default_claims(case.kind, parse_target(case.target, "").kwargs)
+        return Engine(self._sources[case.hangs], self._rules, spec, claims, case.worlds, self._controls[key])
 
 
 @functools.cache

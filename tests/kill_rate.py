@@ -257,7 +257,7 @@ def _alike(name: str) -> Case:
 
 
 def _refused_by(case: Case) -> str:
-    rules, engine = book(), own_judge(PATIENCE).engine(case)
+    rules, engine = book(case.kind), own_judge(PATIENCE).engine(case)
     try:
         for number, rule in rules.items():
             if rule.level == MUST and number in (case.rules or rules) and engine.judge(number).verdict in (Verdict.FAIL, Verdict.KIT_ERROR):

@@ -22,7 +22,7 @@ SAID = Path(__file__).resolve().parent / "mutants_said.json"
 def case(module: str, mutant: Mutant) -> Case:
     """Judged by the rules that it breaks; by the whole book with --thorough."""
     hangs = mutant.hangs or module.endswith("process")
-    return Case(f"{module}:{mutant.name}", mutant.claims, mutant.state, mutant.setup, mutant.worlds, hangs, mutant.breaks)
+    return Case(f"{module}:{mutant.name}", mutant.claims, mutant.state, mutant.setup, mutant.worlds, hangs, mutant.breaks, mutant.kind)
 
 
 CASES = {case(module, mutant): mutant for module, mutant in CATALOGUE}

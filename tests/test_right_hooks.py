@@ -14,7 +14,9 @@ def case(module: str, right: Right) -> Case:
     worlds = (1, 2, 3) if module.endswith("exact") and not right.object_alone else (1, 2)
     if "local" in right.claims:
         worlds = (2, 3)  # two ranks that agree in pairs would be all
-    return Case(f"{module}:{right.name}", right.claims, right.state, right.setup, worlds)
+    if right.kind != "hook":
+        worlds = (1, 2, 3, 4)
+    return Case(f"{module}:{right.name}", right.claims, right.state, right.setup, worlds, kind=right.kind)
 
 
 CASES = [case(module, right) for module, right in catalogue()]

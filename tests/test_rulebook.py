@@ -8,10 +8,13 @@ import pytest
 
 from conformance import rulebook
 from conformance.engine import MACHINE_RULES
+from conformance.kinds import HOOK, KINDS
+from conformance.options import Options
 from conformance.rulebook import MUST, SECTIONS, SHOULD, Rule, golden_list
 from conformance.scenario import ALL, BY_NAME
 from tests.mutants import catalogue
 
+EVERY = (*ALL, *(scenario for kind in KINDS.values() for scenario in kind.scenarios))
 PAGE = Path(rulebook.__file__).parent / "RULES.md"
 
 
@@ -40,14 +43,27 @@ def _stem(section: str) -> str:
 def test_every_rule_reads_a_scenario_and_every_scenario_is_read(rules: dict[str, Rule]) -> None:
     read = {scenario.name for rule in rules.values() for scenario in rule.on}
     assert all(rule.on for rule in rules.values())
-    assert read == {scenario.name for scenario in ALL} == set(BY_NAME)
+    assert read == {scenario.name for scenario in EVERY}
+    assert {scenario.name for scenario in ALL} == set(BY_NAME)
+    assert len(EVERY) == len(read), "two scenarios have one name"
+
+
+def test_a_rule_reads_scenarios_of_its_kind(rules: dict[str, Rule]) -> None:
+    for rule in rules.values():
+        assert {scenario.kind for scenario in rule.on} == {rule.kind}, rule.number
+        assert all(rules[needed].kind == rule.kind for needed in rule.needs), rule.number
+
+
+def test_every_kind_has_a_section_and_an_option() -> None:
+    assert {kind.section for kind in KINDS.values()} <= set(SECTIONS)
+    assert all(hasattr(Options(), name) for name in KINDS)
 
 
 def test_every_scenario_is_owned_or_the_same_as_one_that_is(rules: dict[str, Rule]) -> None:
     """A run that breaks must fail somebody."""
     owned = {scenario.name for rule in rules.values() for scenario in rule.owns}
     # Two feed what `values` feeds; one has no real ranks.
-    assert {scenario.name for scenario in ALL} - owned == {"as_is", "values_again", "at_scale"}
+    assert {scenario.name for scenario in EVERY} - owned == {"as_is", "values_again", "at_scale"}
     for rule in rules.values():
         assert set(rule.owns) <= set(rule.on), rule.number
 
@@ -61,12 +77,14 @@ def test_needs_have_no_circle(rules: dict[str, Rule]) -> None:
 
 
 def test_the_machine_is_checked_by_must_rules(rules: dict[str, Rule]) -> None:
-    assert all(rules[number].level == MUST for number in MACHINE_RULES)
+    for kind, numbers in {HOOK: MACHINE_RULES, **{kind.name: kind.machine for kind in KINDS.values()}}.items():
+        assert all(rules[number].level == MUST and rules[number].kind == kind for number in numbers)
 
 
 def test_the_golden_list_is_the_must_rules(rules: dict[str, Rule]) -> None:
     """A rule leaves or enters the list by a change of golden.txt that somebody reads."""
-    assert golden_list() == [number for number, rule in rules.items() if rule.level == MUST]
+    for kind in (HOOK, *KINDS):
+        assert golden_list(kind) == [number for number, rule in rules.items() if rule.level == MUST and rule.kind == kind]
 
 
 def test_the_page_is_as_the_rules_say(rules: dict[str, Rule]) -> None:

@@ -20,6 +20,7 @@ class Mutant:
         setup: whether the attribute is a set-up function.
         because: why a further rule fails too: always, if it is in ``breaks``; else it may.
         worlds: world sizes of the profile that it is tried in.
+        kind: of the subject; one of another kind than hook claims what its target's arguments say, unless it claims more.
         hangs: it hangs where it is broken, and is judged with a short deadline, as are all of ``process``.
     """
 
@@ -31,6 +32,7 @@ class Mutant:
     because: dict[str, str] = field(default_factory=dict)
     worlds: tuple[int, ...] = (2,)
     hangs: bool = False
+    kind: str = "hook"
 
 
 ZEROS = dict.fromkeys(("4.1", "7.1"), "what a rank leaves out, or has no input for, is zeros")  # a reason: see Mutant.because

@@ -17,6 +17,7 @@ class Right:
         claims: what it claims of itself.
         state: as in ``--state``.
         setup: whether the attribute is a set-up function.
+        kind: of the subject.
         object_alone: it computes what another does, and differs in the kind of object that it is.
     """
 
@@ -25,6 +26,7 @@ class Right:
     state: str | None = None
     setup: bool = False
     object_alone: bool = False
+    kind: str = "hook"
 
 
 _MODULES = ("exact", "sparse", "few_bits", "low_rank", "at_random", "local", "fused", "poststep", "chained")

@@ -1,0 +1,172 @@
+"""Where a rank works with a subject that is no hook: its group, its inputs, its record, and the way to the subject."""
+
+import gc
+import importlib
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance import process_state
+from conformance.collectives import CollectiveRecorder
+from conformance.errors import TargetError
+from conformance.groups import everybody, make_groups
+from conformance.inputs import gradient
+from conformance.kinds import KINDS
+from conformance.record import Recorder
+from conformance.resolve import Factory, call_with_names, resolve_other
+from conformance.scenario import Scenario
+from conformance.schedule import Schedule
+from conformance.subject import SubjectSpec
+
+STATE = "state.pt"
+
+
+class Stage:
+    """One rank of one scenario of such a kind.
+
+    Attributes:
+        scenario, rank, world: what is run, and which of how many processes this is.
+        group, place, size: the group that this rank works in, its place in there (not its global rank), and how many it has.
+        recorder: what rules will see.
+        saved: the folder that another process of this rank has saved into, where it is to go on from there; or None.
+    """
+
+    def __init__(
+        self, scenario: Scenario, spec: SubjectSpec, rank: int, world: int, folder: Path, timeout: float, recorder: Recorder
+    ) -> None:
+        self.scenario, self.rank, self.world, self.recorder = scenario, rank, world, recorder
+        self._spec, self._folder, self._timeout = spec, folder, timeout
+        self.saved = Path(scenario.saved_in) / str(rank) if scenario.saved_in else None
+        self.where = "kit"
+        self._inside, self._calls = 0, 0
+        self.collectives = CollectiveRecorder(self._issued if scenario.recorded else None)
+
+    def execute(self) -> None:
+        """Work with the subject, and write down what it leaves behind."""
+        self.signals, self.group = make_groups(self.scenario, self.rank, self.world, self._folder, self._timeout)
+        self.place, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._schedule = Schedule(self.scenario, self.rank, self.world, self.signals, self._is_inside, lambda: None, self._stuck)
+        if self.scenario.intercepts:
+            self.collectives.install()
+        self._schedule.install()
+        threads, patches = process_state.threads(), process_state.Patches()
+        self.recorder.event("state", at="start", process=process_state.snapshot(), rng=process_state.rng(), threads=threads)
+        importlib.import_module(f"conformance.drive.{self.scenario.kind}").play(self)
+        self.recorder.step = -1
+        gc.collect()
+        process_state.let_threads_end(threads)
+        self.recorder.event(
+            "state",
+            at="end",
+            process=process_state.snapshot(),
+            rng=process_state.rng(),
+            patches=patches.found(),
+            threads=process_state.threads(),
+            children=process_state.children(),
+            files=process_state.files_left(),
+        )
+        everybody(self.signals, "end", self.rank, self.world, self._timeout)
+        dist.destroy_process_group()
+
+    def failed(self, error: BaseException) -> None:
+        """Write down an exception that ended the run."""
+        kind = "target" if isinstance(error, TargetError) else type(error).__name__
+        self.recorder.event("error", where=self.where, type=kind, message=str(error)[:4000], traceback=traceback.format_exc()[-6000:])
+
+    def make(self, **context: Callable[[], Any]) -> Any:
+        """Return the subject: made by its target, or, of a kind that is bound, the target with its arguments.
+
+        Args:
+            context: what its signature may name beside ``process_group``, ``rank``, ``world_size`` and ``device``.
+        """
+        values: dict[str, Callable[[], Any]] = {
+            "process_group": lambda: self.group,
+            "rank": lambda: self.place,
+            "world_size": lambda: self.size,
+            "device": lambda: torch.device("cpu"),
+            **context,
+        }
+        self.where = "load"
+        target = resolve_other(self._spec)
+        self.where = "make"
+        try:
+            return self._made(target, values)
+        finally:
+            self.where = "kit"
+
+    def _made(self, target: Factory, values: dict[str, Callable[[], Any]]) -> Any:
+        if KINDS[self._spec.kind].bound:
+            return partial(target.function, **target.kwargs) if target.kwargs else target.function
+        if target.kwargs or isinstance(target.function, (type, partial)) or hasattr(target.function, "__code__"):
+            return target.make(values)
+        return target.function  # an object that is there already
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments in the subject's target."""
+        return resolve_other(self._spec).kwargs
+
+    def begin_step(self, step: int, kind: str) -> None:
+        """Note that a step begins: what is recorded from here on belongs to it."""
+        self.recorder.step = step
+        self.recorder.event("step", kind=kind)
+
+    @contextmanager
+    def inside(self, what: str) -> Iterator[None]:
+        """The subject is at work: what it raises is its own, and ranks take turns as the scenario says.
+
+        Args:
+            what: the call that is made, for people: ``average_parameters``.
+        """
+        call, self._calls = self._calls, self._calls + 1
+        self._schedule.enter(call)
+        before = process_state.rng()
+        self.where, self._inside = what, threading.get_ident()
+        self.recorder.event("enters", what=what)
+        yield
+        self.where, self._inside = "kit", 0
+        self.recorder.event("leaves", what=what, rng_changed=[name for name, value in process_state.rng().items() if before[name] != value])
+        self._schedule.left(call, is_last=True)
+
+    def called(self, function: Callable[..., Any], context: dict[str, Callable[[], Any]], **kwargs: Any) -> Any:
+        """Call a function of the subject with what its signature names of ``context``, and with ``kwargs``."""
+        return call_with_names(function, kwargs, context)
+
+    def values(self, kind: str, step: int, index: int, rank: int | None = None) -> torch.Tensor:
+        """Return what this rank feeds for one of the scenario's parameters at a step; rules get the same from ``Run.fed``."""
+        spec = self.scenario.params[index]
+        of = self.rank if rank is None else rank
+        return gradient(kind, spec.shape, getattr(torch, spec.dtype), world=self.size, rank=of, step=step, param=index)
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a copy of a tensor on record, as ``step/name``."""
+        self.recorder.tensor(f"{self.recorder.step}/{name}", tensor)
+
+    def save(self, state: Any) -> None:
+        """Keep a state for the process that goes on with it."""
+        torch.save(state, self._folder / str(self.rank) / STATE)
+
+    def load(self) -> Any:
+        """Return what :meth:`save` has kept."""
+        assert self.saved is not None
+        return torch.load(self.saved / STATE, weights_only=False)
+
+    def barrier(self, name: str) -> None:
+        """Wait for all ranks, through the store."""
+        everybody(self.signals, name, self.rank, self.world, self._timeout)
+
+    def _is_inside(self) -> bool:
+        return self._inside == threading.get_ident()
+
+    def _stuck(self, call: int) -> None:
+        self.recorder.event("gate", call=call, opened="a rank neither returned nor waited: the schedule was given up")
+
+    def _issued(self, fingerprint: dict[str, Any]) -> None:
+        self.recorder.event("collective", call=self._calls - 1, inside=bool(self._inside), callback=False, **fingerprint)
