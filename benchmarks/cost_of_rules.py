@@ -18,8 +18,8 @@ import torch
 
 from conformance.claims import Claims
 from conformance.engine import make_engine
-from conformance.pool import Pool
 from conformance.kinds import HOOK
+from conformance.pool import Pool
 from conformance.rulebook import book
 from conformance.run import Run
 from conformance.scenario import VALUES, Scenario

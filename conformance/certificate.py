@@ -16,7 +16,7 @@ from typing import Any
 from conformance.errors import CERTIFIED, KIT_ERROR, NO_RULES, NOT_CERTIFIED, REFUSED
 from conformance.kinds import HOOK
 from conformance.rulebook import AT_SCALE, GOLDEN, MUST, Rule, golden_list
-from conformance.verdict import NOT_CLAIMED, Judgement, Verdict
+from conformance.verdict import INSTEAD, NOT_CLAIMED, Judgement, Verdict
 
 REQUIRED_WORLDS = (1, 2, 3, 4)
 SCHEMA = "https://ddp-conformance.invalid/certificate/v1"
@@ -94,7 +94,7 @@ def _certificate(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement],
 
 def limits(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement]) -> list[str]:
     """Return what the subject does not do and may leave out, one line for each rule; what it does not claim is none of these."""
-    spared = (j for j in judgements.values() if j.verdict is Verdict.NOT_APPLICABLE and not j.reason.endswith(NOT_CLAIMED))
+    spared = (j for j in judgements.values() if j.verdict is Verdict.NOT_APPLICABLE and not j.reason.endswith((NOT_CLAIMED, INSTEAD)))
     return [f"{j.number} {rules[j.number].title}: {j.reason}" for j in spared]
 
 

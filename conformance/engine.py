@@ -203,7 +203,8 @@ class Engine:
             else:
                 self._note_found(judgement, run.name, self._ask(rule, run))
         if rule.across and len(usable) == len(wanted):
-            self._note_found(judgement, " and ".join(usable), self._ask(rule, {**usable, **beside}))
+            names = list(usable) if len(usable) < 4 else [*list(usable)[:2], f"{len(usable) - 2} more"]
+            self._note_found(judgement, " and ".join(names), self._ask(rule, {**usable, **beside}))
         return judgement
 
     def _beside(self, what: str, scenario: Scenario, world: int) -> dict[str, Run]:

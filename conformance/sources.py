@@ -51,7 +51,7 @@ class LocalSource(Source):
 
     def _run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, folder_name: str) -> Run:
         if scenario.resumes:
-            before = self._saved[_folder_name(f"{scenario.after}@{world}", subject)]
+            before = self._saved[folder_name.replace(f"{scenario.name}@", f"{scenario.after}@")]
             scenario = replace(scenario, saved_in=str(before))
         folder = self._pool.run(scenario, world, subject, folder_name)
         try:

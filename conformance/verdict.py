@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NOT_CLAIMED = "it is not claimed"
+INSTEAD = "is judged instead"
 
 
 class Verdict(enum.IntEnum):

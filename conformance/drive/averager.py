@@ -54,11 +54,13 @@ def _parameter(stage: Stage, index: int) -> torch.nn.Parameter:
 
 @torch.no_grad()
 def _set(stage: Stage, params: Parameters, step: int, kind: str) -> None:
-    """Give the parameters this step's values, and gradients where they have any. What has none anywhere is the same on all ranks."""
+    """Give the parameters this step's values, and gradients where they have any. What has none anywhere is the same on all ranks,
+    and what is frozen at all steps."""
     ranks = torch.distributed.get_process_group_ranks(stage.group)
     for index, parameter in enumerate(params):
         users = [place for place in range(stage.size) if has_gradient(stage.scenario, stage.size, place, step, index)]
-        parameter.copy_(stage.values(kind, step, index, None if users else ranks[0]))
+        frozen = stage.scenario.params[index].frozen
+        parameter.copy_(stage.values(kind, 0 if frozen else step, index, None if users else ranks[0]))
         parameter.grad = torch.ones_like(parameter) if stage.place in users else None
 
 
@@ -110,6 +112,7 @@ def _save(averager: Any, stage: Stage) -> None:
 def _load(averager: Any, stage: Stage) -> None:
     stage.where = "load_state_dict"
     saved = stage.load()
+    stage.recorder.event("loaded", nothing=saved is None)
     if hasattr(averager, "load_state_dict"):
         averager.load_state_dict(saved)
     elif saved is not None:

@@ -96,10 +96,9 @@ class Stage:
         self.where = "load"
         target = resolve_other(self._spec)
         self.where = "make"
-        try:
-            return self._made(target, values)
-        finally:
-            self.where = "kit"
+        made = self._made(target, values)
+        self.where = "kit"
+        return made
 
     def _made(self, target: Factory, values: dict[str, Callable[[], Any]]) -> Any:
         if KINDS[self._spec.kind].bound:

@@ -44,11 +44,15 @@ def flag(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def like(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Read ``like(NAME, option=value, ...)``, where NAME is one of ``hooks_ref``."""
-    if len(args) != 1 or not args[0].isidentifier():
-        raise ValueError("takes a name of hooks_ref, and the options to make it with")
-    return {"name": args[0], "options": options}
+def like(*names: str) -> Reader:
+    """Return what reads ``like(NAME, option=value, ...)``, where NAME is one of these, which ``hooks_ref`` has."""
+
+    def read(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+        if len(args) != 1 or args[0] not in names:
+            raise ValueError(f"takes one of {', '.join(names)}, and the options to make it with; got {', '.join(args) or 'none'}")
+        return {"name": args[0], "options": options}
+
+    return read
 
 
 def whole(name: str, value: Any, least: int) -> int:

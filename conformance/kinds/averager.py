@@ -46,6 +46,7 @@ DTYPES = replace(
         *(Param(shape, dtype) for dtype in ("float32", "float64", "float16", "bfloat16") for shape in ((11,), (3, 5))),
         *(Param(()), Param((0,)), Param((1,), "float64")),
     ),
+    steps=tuple("crafted" if step % 8 < 4 else "normal" for step in range(STEPS)),
     world_sizes=(2,),
 )
 UNUSED = replace(
@@ -93,8 +94,10 @@ def _default(arguments: Mapping[str, Any]) -> str:
         if first in arguments:
             smallest = f", min_world_size({max(arguments[first].values())})" if isinstance(arguments[first], dict) else ""
             return f"{name}({first}={arguments[first]!r}, warmup_steps={arguments.get('warmup_steps', 0)!r}){smallest}"
-    return ""
+    raise ValueError('say when it averages: --claims "periodic(period=4, warmup_steps=10)"')
 
+
+_REFERENCES = (*("PeriodicModelAverager", "HierarchicalModelAverager", "DiLoCoModelAverager", "EMAModelAverager", "GossipModelAverager"),)
 
 AVERAGER = Kind(
     "averager",
@@ -103,6 +106,6 @@ AVERAGER = Kind(
     reference="hooks_ref:PeriodicModelAverager,period=4,warmup_steps=10",
     machine=("14.1", "14.2"),
     scenarios=(PLAIN, RANDOM, FORMS, DTYPES, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
-    claims={"periodic": _periodic, "hierarchical": _hierarchical, "like": like},
+    claims={"periodic": _periodic, "hierarchical": _hierarchical, "like": like(*_REFERENCES)},
     default=_default,
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hooks_ref
-from conformance.claims import parse_claims
+from conformance.claims import LOCAL, parse_claims
 from conformance.kinds import KINDS
 from conformance.rulebook import MUST, Rule
 from tests.cases import Case, Judgements
@@ -25,7 +25,8 @@ def case(options: str) -> Case:
     if kind := next((kind for kind in KINDS if f"--{kind}" in given), ""):
         return Case(given[f"--{kind}"], given.get("--claims", "exact"), worlds=(1, 2, 3, 4), kind=kind)
     target, claims = given.get("--hook") or given["--setup"], given.get("--claims", "exact")
-    worlds = (2, 3) if parse_claims(claims).lossy else (1, 2, 3, 4)  # alone, what is lossy has nobody to differ from
+    read = parse_claims(claims)
+    worlds = (2, 3) if read.lossy == LOCAL else (1, 2) if read.lossy or read.fused else (1, 2, 3, 4)
     return Case(target, claims, given.get("--state"), setup="--setup" in given, worlds=worlds)
 
 

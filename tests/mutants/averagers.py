@@ -1,0 +1,294 @@
+"""Averagers of parameters that are wrong."""
+
+import random
+import time
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+
+
+class Averager:
+    """Right: the mean over the group, every ``period`` steps from ``warmup_steps`` on."""
+
+    def __init__(self, period=4, warmup_steps=10, process_group=None):
+        self.period, self.warmup_steps, self.group, self.step = period, warmup_steps, process_group, 0
+
+    def average_parameters(self, params):
+        if self.is_due():
+            with torch.no_grad():
+                self.average(self.chosen(params))
+        self.step += 1
+
+    def is_due(self):
+        return self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
+
+    def chosen(self, params):
+        found = []
+        for entry in params:
+            found += entry["params"] if isinstance(entry, dict) else [entry]
+        return list(dict.fromkeys(found))
+
+    def average(self, params):
+        for parameter in params:
+            self.average_one(parameter)
+
+    def average_one(self, parameter):
+        mean = parameter.div(self.group.size()).contiguous()
+        dist.all_reduce(mean, group=self.group)
+        parameter.copy_(mean)
+
+
+class NotDivided(Averager):
+    """The sum."""
+
+    def average_one(self, parameter):
+        total = parameter.detach().clone().contiguous()
+        dist.all_reduce(total, group=self.group)
+        parameter.copy_(total)
+
+
+class DividedTwice(Averager):
+    """Divides before and after."""
+
+    def average_one(self, parameter):
+        super().average_one(parameter)
+        parameter.div_(self.group.size())
+
+
+class OnlyTheLarge(Averager):
+    """Leaves parameters of one element out."""
+
+    def average(self, params):
+        super().average([parameter for parameter in params if parameter.numel() != 1 or parameter.dim() == 0])
+
+
+class LateByOne(Averager):
+    """Counts from 1."""
+
+    def is_due(self):
+        return self.step > self.warmup_steps and (self.step - self.warmup_steps - 1) % self.period == 0
+
+
+class NoWarmup(Averager):
+    """Averages in the warm-up too."""
+
+    def is_due(self):
+        return (self.step - self.warmup_steps) % self.period == 0
+
+
+class CountsAverages(Averager):
+    """Counts a step that averages twice."""
+
+    def average_parameters(self, params):
+        self.step += self.is_due() and self.step > 20
+        super().average_parameters(params)
+
+
+class Never(Averager):
+    """Averages at no step."""
+
+    def is_due(self):
+        return False
+
+
+class SumsInItsOwnOrder(Averager):
+    """Gathers, and sums from its own on: replicas differ in the last bits."""
+
+    def average_one(self, parameter):
+        parts = [torch.empty_like(parameter, memory_format=torch.contiguous_format) for _ in range(self.group.size())]
+        dist.all_gather(parts, parameter.detach().contiguous(), group=self.group)
+        place = self.group.rank()
+        parameter.copy_(sum(parts[place + 1 :] + parts[:place], parts[place].clone()) / len(parts))
+
+
+class FirstGroupOnly(Averager):
+    """Averages the first parameter group."""
+
+    def chosen(self, params):
+        entries = list(params)
+        return super().chosen(entries[:1] if isinstance(entries[0], dict) else entries)
+
+
+class ReadsTwice(Averager):
+    """Reads what may be an iterator twice: there is nothing left the second time."""
+
+    def chosen(self, params):
+        assert all(entry is not None for entry in params)
+        return super().chosen(params)
+
+
+class SharedTwice(Averager):
+    """Divides by how often a parameter is mentioned."""
+
+    def chosen(self, params):
+        found = []
+        for entry in params:
+            found += entry["params"] if isinstance(entry, dict) else [entry]
+        return found
+
+    def average(self, params):
+        for parameter in dict.fromkeys(params):
+            self.average_one(parameter)
+            parameter.div_(sum(other is parameter for other in params))
+
+
+class OwnGradientsOnly(Averager):
+    """Each rank leaves out what it has no gradient for itself."""
+
+    def chosen(self, params):
+        return [parameter for parameter in super().chosen(params) if parameter.grad is not None]
+
+
+class FirstHasGradients(Averager):
+    """What the first rank has no gradient for is left out by all."""
+
+    def chosen(self, params):
+        chosen = super().chosen(params)
+        used = torch.tensor([parameter.grad is not None for parameter in chosen], dtype=torch.uint8)
+        dist.broadcast(used, group=self.group, group_src=0)
+        return [parameter for parameter, use in zip(chosen, used.tolist(), strict=True) if use]
+
+
+class SizeOfWorld(Averager):
+    """Divides by the size of WORLD, and sums over the group."""
+
+    def average_one(self, parameter):
+        mean = parameter.div(dist.get_world_size()).contiguous()
+        dist.all_reduce(mean, group=self.group)
+        parameter.copy_(mean)
+
+
+class Flattened(Averager):
+    """One flat buffer in float32: what is wider loses its last bits."""
+
+    def average(self, params):
+        flat = torch.cat([parameter.reshape(-1).float() for parameter in params])
+        flat.div_(self.group.size())
+        dist.all_reduce(flat, group=self.group)
+        for parameter, part in zip(params, flat.split([parameter.numel() for parameter in params]), strict=True):
+            parameter.copy_(part.view(parameter.shape))
+
+
+class SkipsScalars(Averager):
+    """Leaves 0-d parameters out."""
+
+    def average(self, params):
+        super().average([parameter for parameter in params if parameter.dim()])
+
+
+class Rebinds(Averager):
+    """Puts a contiguous tensor in the parameter's place."""
+
+    def average_one(self, parameter):
+        mean = parameter.detach().clone(memory_format=torch.contiguous_format).div_(self.group.size())
+        dist.all_reduce(mean, group=self.group)
+        parameter.data = mean
+
+
+class ForgetsGradients(Averager):
+    """Drops the gradients of what it has averaged."""
+
+    def average_one(self, parameter):
+        super().average_one(parameter)
+        parameter.grad = None
+
+
+class Freezes(Averager):
+    """Turns requires_grad off to write, and does not turn it on again."""
+
+    def average_one(self, parameter):
+        super().average_one(parameter.requires_grad_(False))
+
+
+class WaitsForAMoment(Averager):
+    """Looks for a second whether an average has arrived, and takes what there is."""
+
+    def average_one(self, parameter):
+        mean = parameter.div(self.group.size()).contiguous()
+        work = dist.all_reduce(mean, group=self.group, async_op=True)
+        until = time.monotonic() + 1
+        while not work.is_completed() and time.monotonic() < until:
+            pass
+        parameter.copy_(mean)
+        self.begun.append(work)
+
+    begun: ClassVar[list] = []
+
+
+class StartsAnew(Averager):
+    """Keeps no count in what it saves."""
+
+    def state_dict(self):
+        return {"period": self.period}
+
+    def load_state_dict(self, saved):
+        self.period = saved["period"]
+
+
+class SavesOneLess(Averager):
+    """Saves the number of the last step as the count of steps."""
+
+    def state_dict(self):
+        return {"step": self.step - 1}
+
+    def load_state_dict(self, saved):
+        self.step = saved["step"]
+
+
+class ReseedsEverything(Averager):
+    """Seeds the generators of Python and torch before each average."""
+
+    def average(self, params):
+        torch.manual_seed(0)
+        random.seed(0)
+        super().average(params)
+
+
+class NoMomentum(Averager):
+    """Says that it is DiLoCo, and is periodic averaging."""
+
+    def __init__(self, process_group=None):
+        super().__init__(4, 0, process_group)
+
+
+class TakesAnyGroup(Averager):
+    """Says that it needs four ranks, and takes two."""
+
+
+OF = {"kind": "averager"}
+MUTANTS = (
+    Mutant("NotDivided,period=4,warmup_steps=10", ("14.1",), **OF),
+    Mutant("DividedTwice,period=4,warmup_steps=10", ("14.1",), **OF),
+    Mutant("OnlyTheLarge,period=4,warmup_steps=10", ("14.1",), **OF),
+    Mutant("LateByOne,period=4,warmup_steps=10", ("14.2",), **OF),
+    Mutant("NoWarmup,period=4,warmup_steps=10", ("14.2",), **OF),
+    Mutant("CountsAverages,period=4,warmup_steps=10", ("14.2",), **OF),
+    Mutant("Never,period=4,warmup_steps=10", ("14.2",), **OF),
+    Mutant("SumsInItsOwnOrder,period=4,warmup_steps=10", ("14.3",), worlds=(3,), **OF),
+    Mutant("FirstGroupOnly,period=4,warmup_steps=10", ("14.4",), **OF),
+    Mutant("ReadsTwice,period=4,warmup_steps=10", ("14.4",), **OF),
+    Mutant("SharedTwice,period=4,warmup_steps=10", ("14.4",), **OF),
+    Mutant("OwnGradientsOnly,period=4,warmup_steps=10", ("14.5",), **OF),
+    Mutant("FirstHasGradients,period=4,warmup_steps=10", ("14.5",), **OF),
+    Mutant("SizeOfWorld,period=4,warmup_steps=10", ("14.6",), **OF),
+    Mutant("Flattened,period=4,warmup_steps=10", ("14.7",), **OF),
+    Mutant("SkipsScalars,period=4,warmup_steps=10", ("14.7",), **OF),
+    Mutant("Rebinds,period=4,warmup_steps=10", ("14.8",), **OF),
+    Mutant("ForgetsGradients,period=4,warmup_steps=10", ("14.8",), **OF),
+    Mutant("Freezes,period=4,warmup_steps=10", ("14.8",), **OF),
+    Mutant("WaitsForAMoment,period=4,warmup_steps=10", ("14.10",), **OF),
+    Mutant("StartsAnew,period=4,warmup_steps=10", ("14.11",), **OF),
+    Mutant("SavesOneLess,period=4,warmup_steps=10", ("14.11",), **OF),
+    Mutant("NoMomentum", ("14.12",), claims="like(DiLoCoModelAverager, period=4)", **OF),
+    Mutant(
+        "TakesAnyGroup,period=4,warmup_steps=10",
+        ("14.13",),
+        claims="periodic(period=4, warmup_steps=10), min_world_size(4)",
+        worlds=(2, 4),
+        **OF,
+    ),
+    Mutant("ReseedsEverything,period=4,warmup_steps=10", ("14.14",), **OF),
+)

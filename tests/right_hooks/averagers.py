@@ -1,0 +1,144 @@
+"""Averagers of parameters that are right, in other ways than the reference."""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+
+from tests.right_hooks import Right
+
+
+def _each(params):
+    for entry in params:
+        yield from entry["params"] if isinstance(entry, dict) else [entry]
+
+
+class GathersAndAverages:
+    """Gathers, averages in float64, and writes everything, frozen parameters too; it has no state but ``step``."""
+
+    def __init__(self, process_group, period, warmup_steps=0):
+        self.group, self.period, self.warmup_steps, self.step = process_group, period, warmup_steps, 0
+
+    @torch.no_grad()
+    def average_parameters(self, params):
+        due = self.step >= self.warmup_steps and not (self.step - self.warmup_steps) % self.period
+        self.step += 1
+        for parameter in dict.fromkeys(_each(params)) if due else ():
+            mine = parameter.detach().double().contiguous()
+            parts = [torch.empty_like(mine) for _ in range(self.group.size())]
+            dist.all_gather(parts, mine, group=self.group)
+            parameter.copy_(torch.stack(parts).mean(0))
+
+
+class FlatBuffers:
+    """One flat buffer for each dtype, of what it was made with; the schedule is an iterator, and cannot be saved."""
+
+    def __init__(self, params, process_group):
+        self.params, self.group = list(params), process_group
+        self.steps = itertools.count()
+
+    @torch.no_grad()
+    def average_parameters(self, params):
+        if next(self.steps) % 3:
+            return
+        by_dtype = {}
+        for parameter in self.params:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for some in by_dtype.values():
+            flat = torch.cat([parameter.reshape(-1) for parameter in some])
+            dist.all_reduce(flat, group=self.group)
+            flat /= self.group.size()
+            for parameter, part in zip(some, flat.split([parameter.numel() for parameter in some]), strict=True):
+                parameter.copy_(part.view_as(parameter))
+
+
+class ServerAverages:
+    """The first rank of the group averages and sends."""
+
+    def __init__(self, process_group, every=5):
+        self.group, self.every, self.calls = process_group, every, 0
+
+    def state_dict(self):
+        return {"calls": torch.tensor(self.calls)}
+
+    def load_state_dict(self, saved):
+        self.calls = int(saved["calls"])
+
+    @torch.no_grad()
+    def average_parameters(self, params):
+        self.calls += 1
+        for parameter in dict.fromkeys(_each(params)) if self.calls % self.every == 0 else ():
+            mine = parameter.detach().clone(memory_format=torch.contiguous_format).div_(self.group.size())
+            dist.reduce(mine, group=self.group, group_dst=0)
+            dist.broadcast(mine, group=self.group, group_src=0)
+            parameter.copy_(mine)
+
+
+class Pairs:
+    """Pairs of neighbours every two steps, all every six; for groups of four. What it sends lies in one buffer."""
+
+    def __init__(self, process_group):
+        if process_group.size() != 4:
+            raise ValueError("four ranks")
+        ranks = dist.get_process_group_ranks(process_group)
+        self.all, self.step = process_group, 0
+        self.pair = [dist.new_group(ranks[:2]), dist.new_group(ranks[2:])][process_group.rank() // 2]
+
+    @torch.no_grad()
+    def average_parameters(self, params):
+        group = self.all if self.step % 6 == 0 else self.pair if self.step % 2 == 0 else None
+        self.step += 1
+        for parameter in dict.fromkeys(_each(params)) if group else ():
+            mean = (parameter.detach() / group.size()).contiguous()
+            dist.all_reduce(mean, group=group)
+            parameter.copy_(mean)
+
+
+def diloco(process_group):
+    """DiLoCo with torch's SGD as outer optimizer, as its authors have it."""
+    return _DiLoCo(process_group)
+
+
+class _DiLoCo:
+    def __init__(self, process_group):
+        self.group, self.step, self.outer, self.kept = process_group, 0, None, None
+
+    @torch.no_grad()
+    def average_parameters(self, params):
+        due, first = self.step % 5 == 0, self.step == 0
+        self.step += 1
+        if not due:
+            return
+        params = list(dict.fromkeys(_each(params)))
+        means = []
+        for parameter in params:
+            mean = (parameter.detach().double() / self.group.size()).contiguous()
+            dist.all_reduce(mean, group=self.group)
+            means.append(mean)
+        if first:
+            self.kept = [torch.nn.Parameter(mean) for mean in means]
+            self.outer = torch.optim.SGD(self.kept, lr=0.7, momentum=0.9, nesterov=True)
+        else:
+            for kept, mean in zip(self.kept, means, strict=True):
+                kept.grad = kept - mean
+            self.outer.step()
+        for parameter, kept in zip(params, self.kept, strict=True):
+            parameter.copy_(kept)
+
+    def state_dict(self):
+        return {"step": self.step, "kept": self.kept, "outer": self.outer.state_dict()}
+
+    def load_state_dict(self, saved):
+        self.step, self.kept = saved["step"], saved["kept"]
+        self.outer = torch.optim.SGD(self.kept, lr=0.7, momentum=0.9, nesterov=True)
+        self.outer.load_state_dict(saved["outer"])
+
+
+OF = {"kind": "averager"}
+RIGHT = (
+    Right("GathersAndAverages,period=3,warmup_steps=2", **OF),
+    Right("FlatBuffers", "periodic(period=3)", **OF),
+    Right("ServerAverages", "periodic(period=5, warmup_steps=4)", **OF),
+    Right("Pairs", "hierarchical(period_group_size_dict={2: 2, 6: 4}), min_world_size(4)", **OF),
+    Right("diloco()", "like(DiLoCoModelAverager, period=5)", **OF),
+)

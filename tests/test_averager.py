@@ -1,0 +1,135 @@
+"""What the kit says of averagers: of torch's own, and of what cannot be judged."""
+
+from pathlib import Path
+
+import pytest
+
+from conformance.claims import default_claims, parse_claims
+from conformance.errors import TargetError, UsageError
+from conformance.kinds.averager import PLAIN, UNUSED
+from conformance.options import Options
+from conformance.pool import Pool
+from conformance.rulebook import MUST, Rule
+from conformance.rules.section_14_averagers import due
+from conformance.session import Session
+from conformance.subject import subject_of
+from tests.cases import Case, own_judge
+from tests.made_runs import made_run
+
+TORCHS = "torch.distributed.algorithms.model_averaging"
+
+
+def refused(rules: dict[str, Rule], case: Case) -> dict[str, str]:
+    """Return the MUST rules that do not hold, each with what was said first."""
+    judgements = own_judge().judge(case).values()
+    wrong = [j for j in judgements if rules[j.number].level == MUST and not j.verdict.holds]
+    return {j.number: j.failures[0].cause or j.failures[0].actual if j.failures else j.reason for j in wrong}
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "averagers:PeriodicModelAverager,period=4,warmup_steps=10",
+        "hierarchical_model_averager:HierarchicalModelAverager,period_group_size_dict={2: 2, 4: 4}",
+    ],
+)
+def test_torchs_own_are_refused_for_what_is_wrong_with_them(rules: dict[str, Rule], target: str) -> None:
+    """Each rank leaves out what it has no gradient for itself, and parameters are put elsewhere with other strides."""
+    wrong = refused(rules, Case(f"{TORCHS}.{target}", worlds=(2, 4), kind="averager"))
+    assert wrong.keys() == {"14.5", "14.8"}
+    assert "ranks disagree in collective" in wrong["14.5"]
+    assert wrong["14.8"].endswith("strides of p3, p4 changed")
+
+
+@pytest.mark.parametrize(("period", "warmup"), [(1, 0), (100, 0), (4, 29)])
+def test_any_schedule(rules: dict[str, Rule], period: int, warmup: int) -> None:
+    """In every step, at the first and at the last alone, and at none."""
+    case = Case(f"hooks_ref:PeriodicModelAverager,period={period},warmup_steps={warmup}", worlds=(2,), kind="averager")
+    assert set(refused(rules, case)) <= {"14.13"}
+
+
+def test_steps_that_are_due() -> None:
+    run = made_run(scenario=PLAIN, world=4)
+    claims = parse_claims("hierarchical(period_group_size_dict={2: 2, 4: 4}, warmup_steps=3)", "averager")
+    found = [due(run, 3, step, claims) for step in range(9)]
+    assert found == [(), (), (), (), (0, 1, 2, 3), (), (2, 3), (), (0, 1, 2, 3)]
+    assert due(run, 0, 10, parse_claims("periodic(period=4, warmup_steps=10)", "averager")) == (0, 1, 2, 3)
+    assert due(run, 0, 9, parse_claims("periodic(period=3)", "averager")) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"period": 4}, "periodic(period=4, warmup_steps=0)"),
+        ({"period_group_size_dict": {2: 2, 4: 4}}, "hierarchical(period_group_size_dict={2: 2, 4: 4}, warmup_steps=0), min_world_size(4)"),
+    ],
+)
+def test_claims_follow_from_arguments(arguments: dict[str, object], text: str) -> None:
+    claims = default_claims("averager", arguments)
+    assert str(claims) == text
+    assert parse_claims(text, "averager") == claims
+
+
+def test_nothing_follows_from_none() -> None:
+    with pytest.raises(UsageError, match=r"--averager: say when it averages: --claims"):
+        default_claims("averager", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("exact", "no claim of a subject of this kind"),
+        ("periodic", "periodic takes period="),
+        ("periodic(period=0)", "whole number from 1"),
+        ("periodic(period=4), periodic(period=5)", "given twice"),
+        ("hierarchical(period_group_size_dict=4)", "group sizes by period"),
+        ("like", "like takes one of PeriodicModelAverager"),
+        ("like(NoSuchAverager)", "got NoSuchAverager"),
+    ],
+)
+def test_claims_that_cannot_be_read(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_claims(text, "averager")
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("nopkg:thing,period=4", "no module 'nopkg'"),
+        ("hooks_ref:PeriodicModelAveragr,period=4", "did you mean PeriodicModelAverager"),
+        ("hooks_ref:PeriodicModelAverager,period=4,perod=5", "unexpected keyword argument 'perod'"),
+        ("hooks_ref:TopK,period=4", "unexpected keyword argument 'period'"),
+        ("tests.test_averager:NoAverager,period=4", "NoAverager has none"),
+    ],
+)
+def test_what_is_no_averager_is_one_clear_line(pool: Pool, tmp_path: Path, target: str, said: str) -> None:
+    options = Options(averager=target, world_size="2", certificate=str(tmp_path / "certificate.json"))
+    session = Session(options, pool)  # it is not closed: the pool is everybody's
+
+    def judge() -> None:
+        session.begin()
+        session.judge("14.1")
+
+    with pytest.raises(TargetError, match=said):
+        judge()
+
+
+class NoAverager:
+    def __init__(self, period: int) -> None: ...
+
+
+def test_one_subject_at_a_time() -> None:
+    with pytest.raises(UsageError, match="--hook, --averager do not go together"):
+        subject_of(Options(hook="hooks_ref:allreduce_hook", averager="hooks_ref:PeriodicModelAverager,period=4"))
+
+
+def test_gradients_are_missing_on_some_ranks_and_on_all() -> None:
+    """What the scenario is for, seen in what it feeds."""
+    from conformance.drive.averager import has_gradient
+
+    seen = {
+        tuple(has_gradient(UNUSED, 2, place, step, index) for place in (0, 1))
+        for step in range(10, 30, 4)
+        for index in range(len(UNUSED.params))
+    }
+    assert seen == {(True, True), (True, False), (False, True), (False, False)}
