@@ -19,21 +19,17 @@ precision) have nothing to be beside: ours is beside plain averaging then.
 
 import argparse
 import functools
-import os
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from side_by_side import ask, join, leave
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -156,17 +152,6 @@ class _Model(torch.nn.Module):
         return torch.stack([_GivesGradients.apply(p, g) for p, g in zip(self.weights, self.grads, strict=True)]).sum()
 
 
-def _join(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-
-
-def _leave() -> None:
-    """End the process, its answer given: threads of Gloo's that are running still would abort the interpreter's own end."""
-    dist.barrier()
-    os._exit(0)
-
-
 def _train(hooks: list[Made], numel: int, steps: int, one_bucket: bool) -> list[list[float]]:
     """Return the step times of each hook, in turns; the first three steps regroup buckets and warm up."""
     models = []
@@ -192,22 +177,22 @@ def _hooks_of(name: str) -> tuple[Made, Made, bool]:
 
 def _time(rank: int, folder: str, name: str, numel: int, steps: int, first: int, answers: "multiprocessing.SimpleQueue[float]") -> None:
     """Answer ours to the other's; ``first`` is 0 where the model of ours is made first, in whatever memory is left to it then."""
-    _join(rank, 2, folder)
+    join(rank, 2, folder)
     *hooks, one_bucket = _hooks_of(name)
     times = [statistics.median(taken) for taken in _train(hooks if first == 0 else hooks[::-1], numel, steps, one_bucket)]
     if rank == 0:
         answers.put(times[first] / times[1 - first])
-    _leave()
+    leave()
 
 
 def _memory(rank: int, folder: str, name: str, numel: int, which: int, answers: "multiprocessing.SimpleQueue[float]") -> None:
-    _join(rank, 2, folder)
+    join(rank, 2, folder)
     hooks = _hooks_of(name)
     before = _peak()
     _train([hooks[0] if which == 0 else hooks[1]], numel, 3, hooks[2])
     if rank == 0:
         answers.put(_peak() - before)
-    _leave()
+    leave()
 
 
 def _peak() -> int:
@@ -216,7 +201,7 @@ def _peak() -> int:
 
 
 def _traffic(rank: int, folder: str, name: str, numel: int, steps: int, answers: "multiprocessing.SimpleQueue[float]") -> None:
-    _join(rank, 1, folder)
+    join(rank, 1, folder)
     times = [statistics.median(taken) for taken in _train([ALONE[name], (_none, hooks_ref.noop_hook)], numel, steps, False)]
     one, other = torch.randn(numel), torch.empty(numel)
     copies = []
@@ -225,22 +210,7 @@ def _traffic(rank: int, folder: str, name: str, numel: int, steps: int, answers:
         other.copy_(one)
         copies.append(time.perf_counter() - begin)
     answers.put((times[0] - times[1]) / statistics.median(copies))
-    _leave()
-
-
-def _ask(target: Callable[..., None], world: int, *arguments: Any) -> float:
-    """Run ``target`` on ``world`` ranks and return the answer of rank 0."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=target, args=(rank, folder, *arguments, answers)) for rank in range(world)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            raise SystemExit(f"{arguments[0]}: a rank failed")
-    return answers.get()
+    leave()
 
 
 def main() -> None:
@@ -255,10 +225,10 @@ def main() -> None:
         print(f"  {'':<36} {'time':>6} {'least':>6} {'largest':>8} {'memory':>7} {'traffic':>8}")
         for name in (name for name in (*PAIRS, *ALONE) if (options.only or "") in name):
             beside = "torch's" if name in PAIRS and "ours" not in name else "averaging"
-            ratios = [_ask(_time, 2, name, numel, options.steps, pair % 2) for pair in range(options.pairs)]
+            ratios = [ask(_time, 2, name, numel, options.steps, pair % 2) for pair in range(options.pairs)]
             times = f"{statistics.median(ratios):6.2f} {min(ratios):6.2f} {max(ratios):8.2f}"
-            ours, other = (_ask(_memory, 2, name, numel, which) for which in (0, 1))
-            traffic = f"{_ask(_traffic, 1, name, numel, options.steps):8.1f}" if name in ALONE else f"{'':8}"
+            ours, other = (ask(_memory, 2, name, numel, which) for which in (0, 1))
+            traffic = f"{ask(_traffic, 1, name, numel, options.steps):8.1f}" if name in ALONE else f"{'':8}"
             print(f"  {name:<36} {times} {ours / other:7.2f} {traffic}  beside {beside}", flush=True)
 
 
