@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 
 from conformance.certificate import digest
+from conformance.errors import ConformanceError
+from conformance.options import Options
 from conformance.pool import Pool
+from conformance.session import Session
+from conformance.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMS = {
@@ -90,7 +94,7 @@ def test_every_form(project: Path, form: str) -> None:
 
 
 def test_a_whole_run_writes_a_certificate(project: Path) -> None:
-    done = certify(project, "--hook", "mypkg:mean", "--junitxml", "junit.xml")
+    done = certify(project, "--hook", "mypkg:mean", "--junitxml", "junit.xml", "--records", "kept")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CERTIFIED  mypkg:mean  as exact" in done.stdout
     folder = project / "conformance-results" / "mypkg_mean"
@@ -100,6 +104,11 @@ def test_a_whole_run_writes_a_certificate(project: Path) -> None:
     assert certificate["subject"]["sha256"]["mypkg"]
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     assert 'errors="0" failures="0"' in (project / "junit.xml").read_text()
+    # Other tests of the same run may fail: a certificate does not hide that.
+    (project / "test_own.py").write_text("def test_own():\n    assert False\n")
+    done = certify(project, "--replay", "kept", "test_own.py")
+    assert "CERTIFIED  mypkg:mean" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1
     # Once the hook no longer holds, neither does its certificate.
     (project / "mypkg.py").write_text(HOOKS.replace("div_(dist.get_world_size(state))", "div_(1)"))
     done = certify(project, "--hook", "mypkg:mean", "--rule", "2.1")
@@ -134,13 +143,16 @@ def test_a_refusal_says_why_and_what_would_hold(project: Path) -> None:
         (["--hook", "mypkg:mean"], "exact", "nobody: exact is the default"),
     ],
 )
-def test_claims_are_read_where_they_are_made(project: Path, arguments: list[str], claims: str, said_by: str) -> None:
+def test_claims_are_read_where_they_are_made(
+    pool: Pool, project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], claims: str, said_by: str
+) -> None:
     (project / "pyproject.toml").write_text('[tool.conformance.claims]\n"mypkg:total" = "sum"\n')
-    done = certify(project, *arguments, "--rule", "2.1,2.2", "--world-size", "2")
-    assert done.returncode == 7, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
-    report = json.loads(next((project / "conformance-results").glob("*/report.json")).read_text())
-    assert report["claims"] == {"text": claims, "said by": said_by}
+    monkeypatch.chdir(project)
+    given = {word.removeprefix("--"): value for word, value in zip(arguments[::2], arguments[1::2], strict=True)}
+    session = Session(Options(**given, world_size="2"), pool)  # it is not closed: the pool is everybody's
+    session.begin()
+    assert session.header["claims"] == {"text": claims, "said by": said_by}
+    assert {session.judge(number).verdict for number in ("2.1", "2.2")} == {Verdict.PASS}
 
 
 def test_claims_are_proposed(project: Path) -> None:
@@ -152,28 +164,53 @@ def test_claims_are_proposed(project: Path) -> None:
     assert not list(project.glob("conformance-results/*/certificate.json"))
 
 
+BAD: list[tuple[list[str], int, str]] = [
+    (["--hook", "mypkg"], 4, "--hook: 'mypkg' is not module:attribute"),
+    (["--hook", "mypkg:mean", "--claims", "exakt"], 4, "--claims: 'exakt' is not a claim"),
+    (["--hook", "mypkg:mean", "--world-size", "two"], 4, "--world-size two: not a list of numbers"),
+    (["--hook", "mypkg:mean", "--setup", "mypkg:mean"], 4, "name one subject"),
+    (["--hook", "mypkg:mean", "--averager", "mypkg:mean"], 4, "--hook, --averager do not go together"),
+    (["--hook", "mypkg:mean", "--certificate", "/proc/c.json"], 4, "--certificate /proc/c.json: cannot be written"),
+    (["--hook", "mypkg:mean", "--certificate", "/dev/full"], 4, "--certificate /dev/full: cannot be written (it is no regular file)"),
+    (["--replay", "nowhere"], 4, "--replay nowhere: no readable session.json"),
+    (["--hook", "nopkg:mean"], 9, "there is no module 'nopkg' on the path"),
+    (["--hook", "mypkg:number"], 9, "an int is no hook"),
+    (["--hook", "mypkg:mean,rank=2"], 9, "unexpected keyword argument 'rank'"),
+    (["--hook", "mypkg:mean", "--state", "mypkg:stat"], 9, "no attribute 'stat'"),
+    (["--hook", "mypkg:mean", "--claims", "poststep"], 9, "say which call"),
+    (["--hook", "mypkg:mean", "--claims", "backends(nccl)"], 8, "not run: the subject claims exact, backends(nccl)"),
+    (["--hook", "mypkg:mean", "--claims", "min_world_size(3)", "--world-size", "2"], 4, "nothing can be judged"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "said"), BAD)
+def test_bad_input_is_an_error_of_one_line(
+    pool: Pool, project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, said: str
+) -> None:
+    monkeypatch.chdir(project)
+    given = {word.removeprefix("--").replace("-", "_"): value for word, value in zip(arguments[::2], arguments[1::2], strict=True)}
+
+    def judge() -> None:
+        session = Session(Options(**given), pool)  # it is not closed: the pool is everybody's
+        session.begin()
+        session.judge("2.1")
+
+    with pytest.raises(ConformanceError) as caught:
+        judge()
+    assert caught.value.exit_code == code
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--hook", "mypkg"], 4, "--hook: 'mypkg' is not module:attribute"),
-        (["--hook", "mypkg:mean", "--claims", "exakt"], 4, "--claims: 'exakt' is not a claim"),
-        (["--hook", "mypkg:mean", "--rule", "99"], 4, "--rule 99: there is no such rule"),
-        (["--hook", "mypkg:mean", "--world-size", "two"], 4, "--world-size two: not a list of numbers"),
-        (["--hook", "mypkg:mean", "--setup", "mypkg:mean"], 4, "name one subject"),
-        (["--hook", "mypkg:mean", "--certificate", "/proc/c.json"], 4, "--certificate /proc/c.json: cannot be written"),
-        (["--hook", "mypkg:mean", "--certificate", "/dev/full"], 4, "--certificate /dev/full: cannot be written (it is no regular file)"),
-        (["--replay", "nowhere"], 4, "--replay nowhere: no readable session.json"),
         ([], 4, "no subject: pass --hook module:attribute"),
+        (["--hook", "mypkg:mean", "--rule", "99"], 4, "--rule 99: there is no such rule"),
         (["--hook", "mypkg:mean", "--backend", "nccl"], 8, "profile nccl-cpu: not run"),
-        (["--hook", "nopkg:mean"], 9, "there is no module 'nopkg' on the path"),
         (["--hook", "mypkg:maen"], 9, "no attribute 'maen'; did you mean mean"),
-        (["--hook", "mypkg:number"], 9, "an int is no hook"),
-        (["--hook", "mypkg:mean,rank=2"], 9, "unexpected keyword argument 'rank'"),
-        (["--hook", "mypkg:mean", "--state", "mypkg:stat"], 9, "no attribute 'stat'"),
         (["--hook", "mypkg:mean", "--claims", "poststep(call=flush)"], 9, "nor its module has a function flush"),
-        (["--hook", "mypkg:mean", "--claims", "poststep"], 9, "say which call"),
-        (["--hook", "mypkg:mean", "--claims", "backends(nccl)"], 8, "not run: the subject claims exact, backends(nccl)"),
-        (["--hook", "mypkg:mean", "--claims", "min_world_size(3)", "--world-size", "2"], 4, "nothing can be judged"),
+        (["--averager", "mypkg:mean,period=4"], 9, "unexpected keyword argument 'period'"),
     ],
 )
 def test_bad_input_is_one_clear_line(project: Path, arguments: list[str], code: int, said: str) -> None:
@@ -187,7 +224,7 @@ def test_bad_input_is_one_clear_line(project: Path, arguments: list[str], code: 
 
 @pytest.mark.parametrize("narrowed", [["-k", "1.9"], ["-m", "should"], ["--deselect", "rules/section_9_non_interference.py"]])
 def test_a_narrowed_run_is_a_development_run(project: Path, narrowed: list[str]) -> None:
-    done = certify(project, "--hook", "mypkg:mean", "--world-size", "1,2", *narrowed, "--certificate", "c.json")
+    done = certify(project, "--hook", "mypkg:mean", "--world-size", "1", *narrowed, "--certificate", "c.json")
     assert done.returncode == 7, done.stdout + done.stderr
     assert "development run: no certificate" in done.stdout
     assert "left out" in done.stdout
@@ -256,13 +293,6 @@ def test_other_suites_are_left_alone(project: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_certificate_does_not_hide_other_tests_that_failed(project: Path) -> None:
-    (project / "test_own.py").write_text("def test_own():\n    assert False\n")
-    done = certify(project, "--hook", "mypkg:mean", "test_own.py")
-    assert "CERTIFIED  mypkg:mean" in done.stdout, done.stdout + done.stderr
-    assert done.returncode == 1
-
-
 def test_lists_its_rules(project: Path) -> None:
     done = certify(project, "--list-rules")
     assert done.returncode == 0
@@ -285,7 +315,8 @@ def test_certify_in_a_suite_of_ones_own(project: Path) -> None:
     (project / "test_mine.py").write_text(
         "import mypkg, pytest\nfrom conformance import certify\n\n"
         "def test_mean():\n    assert certify(mypkg.mean)['certified']\n\n"
-        "def test_total():\n    with pytest.raises(AssertionError, match='the sum was not divided'):\n        certify(mypkg.total)\n"
+        "def test_total():\n    with pytest.raises(AssertionError, match='the sum was not divided'):\n"
+        "        certify(mypkg.total, world_size='2', rule=('2.1',))\n"
     )
     done = run([sys.executable, "-m", "pytest", "-q", "test_mine.py"], project, PYTHONPATH=str(project))
     assert done.returncode == 0, done.stdout + done.stderr
