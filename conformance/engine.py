@@ -184,7 +184,7 @@ class Engine:
         wanted = self._wanted(rule)
         if not wanted and self._fewer and rule.worlds == "others":
             return Judgement(rule.number, Verdict.NOT_APPLICABLE, f"under {self.claims} {self.worlds[0]} is the only size of this profile")
-        if not wanted:
+        if not wanted or (rule.across and {scenario.name for scenario, _ in wanted} < {scenario.name for scenario in rule.on}):
             return Judgement(rule.number, Verdict.NOT_RUN, "no world size of this profile runs it")
         judgement = Judgement(rule.number, Verdict.PASS)
         usable: dict[str, Run] = {}
