@@ -194,5 +194,5 @@ def test_not_run_is_no_pass_for_an_empty_profile(rules: dict[str, Rule]) -> None
 
 def test_a_rule_of_several_runs_needs_them_all(rules: dict[str, Rule]) -> None:
     """At world size 1 alone there is nothing to compare with."""
-    judged = engine(rules, MadeSource(mean), worlds=(1,))
+    judged = engine(rules, MadeSource(right), worlds=(1,))
     assert {number: judged.judge(number).verdict for number in ("1.10", "3.3")} == dict.fromkeys(("1.10", "3.3"), Verdict.NOT_RUN)
