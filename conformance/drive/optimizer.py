@@ -357,5 +357,3 @@ def _noting(said: dict[str, str], what: str) -> Iterator[None]:
         yield
     except Exception as error:
         said[what] = f"{type(error).__name__}: {error}"[:300]
-
-

@@ -5,8 +5,9 @@ whatever order it is computed: a right wrapper gives the same bits. A torch opti
 shorter, but a subject that changes torch's would change what it is compared with.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,8 +63,8 @@ def local_steps(run: Run, claims: Claims, found: Found) -> None:
     if run.scenario.case == "adam" and not _made(run)["takes_any"]:
         found.does_not_apply("it takes no optimizer, nor a class of optimizers: it is one of its own")
         return
-    first = setting(run.scenario).warmup
-    _require_right(run, found, until=first if _averages(run) and run.scenario.case != "adam" else None)
+    averaged = [event["step"] for rank in run.ranks for event in rank.all("asked", averages=True)]
+    _require_right(run, found, until=min([setting(run.scenario).warmup, *averaged]) if _averages(run) else None)
 
 
 @rule(
@@ -169,7 +170,7 @@ def closures(run: Run, claims: Claims, found: Found) -> None:
         if not found.require(said is not None, "a step with a closure", f"{where}: none is on record"):
             continue
         assert said is not None
-        found.require(len(said["calls"]) == 1, "one call of the closure", f"{where}: {len(said['calls'])} calls")
+        found.require(len(said["calls"]) == 1, "one call of the closure", f"{where}: it was called {len(said['calls'])} times")
         found.require(all(said["calls"]), "gradients enabled in the closure", f"{where}: torch.is_grad_enabled() was False")
         found.require(said["loss"] == step + 1, f"the closure's loss, {step + 1}", f"{where}: step returned {said['loss']}")
     if _averages(run):
@@ -286,7 +287,7 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
     "Put back in the same process",
     on=(RELOADED,),
     owns=(RELOADED,),
-    needs=BASIC,
+    needs=(*BASIC, "15.6", "15.13"),
     source="torch documentation, Optimizer.load_state_dict and torch.optim.lr_scheduler",
     remedy="load_state_dict of the inner optimizer makes new param_groups: have the wrapper's own be those, not the ones from before",
 )
@@ -356,7 +357,7 @@ def with_ddp(run: Run, claims: Claims, found: Found) -> None:
     "Ranks that have run out of inputs",
     on=(UNEVEN,),
     owns=(UNEVEN,),
-    needs=BASIC,
+    needs=(*BASIC, "15.16"),
     source="torch documentation, Distributed Training with Uneven Inputs Using the Join Context Manager; ZeroRedundancyOptimizer.join_hook",
     remedy="the join hook's main_hook: the collectives of one step, in the order of step(), and this rank's share is stepped too",
 )
@@ -413,7 +414,6 @@ class _Local:
     values: Values = field(default_factory=list)
     momenta: Values = field(default_factory=list)
     squares: Values = field(default_factory=list)
-    size: Values = field(default_factory=list)  # the largest that each element has been: what its roundings are relative to
 
     def __post_init__(self) -> None:
         run, group = self.run, self.run.group(self.rank)
@@ -501,10 +501,13 @@ def _require_right(run: Run, found: Found, until: int | None = None) -> None:
         now = right[rank, step]
         for index, spec in enumerate(run.scenario.params):
             got, expected = _got(run, rank, step, index), now.after[index]
+            kept = run.ranks[rank].tensors[f"{step}/parameter/p{index}"].dtype
+            found.require(
+                kept == getattr(torch, spec.dtype), f"a parameter of {spec.dtype}", f"rank {rank}, step {step}: p{index} is {kept}"
+            )
             error, bound = (got - expected).abs(), _bound(run, expected, spec.dtype, step)
             wrong = (~(error <= bound)).nonzero()
             if not len(wrong):
-                found.checked(1)
                 continue
             at = int(wrong[0])
             average = f", averaged over ranks {list(now.averaged)}" if now.averaged else ""
@@ -532,35 +535,61 @@ def _bound(run: Run, value: torch.Tensor, dtype: str, step: int) -> torch.Tensor
 def _cause(run: Run, right: Mapping[tuple[int, int], _Step], rank: int, step: int, index: int, got: torch.Tensor) -> str:
     """Name the mistake that makes this of these values, where it is a known one."""
     now, group = right[rank, step], run.group(rank)
-    rates = setting(run.scenario).rates
+    step = min(step, len(run.scenario.steps) - 1)
 
-    def mean(which: str) -> torch.Tensor:
-        return torch.stack([getattr(right[other, step], which)[index] for other in group]).sum(0) / len(group)
+    def over(stepped: Callable[[_Step, int], torch.Tensor], ranks: tuple[int, ...]) -> torch.Tensor:
+        return torch.stack([stepped(right[other, step], other) for other in ranks]).sum(0) / len(ranks)
 
-    update = now.stepped[index] - now.before[index]
     known = {}
     if now.averaged:
         known["it stepped, and the average is lost"] = now.stepped[index]
-        known["it averaged first, and stepped then"] = mean("before") + update
+        known["it averaged first, and stepped then"] = over(lambda of, _: of.before[index], group) + now.stepped[index] - now.before[index]
     elif _averages(run):
-        known["it averaged, where the averager does not"] = mean("stepped")
-    known["it was not stepped"] = now.before[index]
-    known["it was stepped twice"] = now.before[index] + 2 * update
-    if momentum := _momentum_lost(run, rank, step, index, now):
-        known["momentum is lost"] = momentum[0]
-    if rates and step and rates[step] and isinstance(rates[step - 1] or _made(run)["options"]["lr"], float):
-        earlier = rates[step - 1] if rates[step - 1] is not None else _made(run)["options"]["lr"]
-        known[f"stepped with the learning rate of before, {earlier:g}"] = now.before[index] + update * (earlier / rates[step])
-    exact = (name for name, value in known.items() if len(got) and torch.equal(got, value))
-    return next(exact, "")
+        known["it averaged, where the averager does not"] = over(lambda of, _: of.stepped[index], group)
+    if step and (before := right[rank, step - 1]).averaged:
+        known["it went on from before the average"] = before.stepped[index] + now.stepped[index] - now.before[index]
+    for name, stepped in _mistakes(run, step, index).items():
+        known[name] = over(stepped, now.averaged or (rank,))
+    if exact := next((name for name, value in known.items() if len(got) and torch.equal(got, value)), ""):
+        return exact
+    if not now.averaged and _gradient(run, rank, step, index) is None:
+        return "it has no gradient, and was stepped"
+    update, found = now.stepped[index] - now.before[index], got - now.before[index]
+    if len(got) > 1 and not now.averaged and torch.equal(update.sort().values, found.sort().values):
+        return "elements are in another order: the parameter is where it has other strides than its gradient"
+    return ""
 
 
-def _momentum_lost(run: Run, rank: int, step: int, index: int, now: _Step) -> Values:
-    """Return what a step without any momentum of before makes, in a list; an empty one where there is no telling."""
-    options, grad = _made(run)["options"], _gradient(run, rank, step, index)
-    if not options.get("momentum") or grad is None or setting(run.scenario).groups or setting(run.scenario).rates:
-        return []
-    return [now.before[index] - options["lr"] * grad]
+def _mistakes(run: Run, step: int, index: int) -> dict[str, Callable[[_Step, int], torch.Tensor]]:
+    """Return steps that are known mistakes: what each makes of what a rank had before."""
+    plan, options = setting(run.scenario), _made(run)["options"]
+    rate, momentum = (plan.rates[step] if plan.rates else None) or options["lr"], options.get("momentum", 0.0)
+
+    def grad(rank: int) -> torch.Tensor:
+        found = _gradient(run, rank, step, index)
+        return torch.zeros(()) if found is None else found
+
+    def stepped_with(of: _Step, rank: int, options: Mapping[str, float]) -> torch.Tensor:
+        return of.before[index] - options["lr"] * (grad(rank) + options.get("weight_decay", 0.0) * of.before[index])
+
+    def stepped_at(of: _Step, rank: int, earlier: float) -> torch.Tensor:
+        return of.before[index] + (of.stepped[index] - of.before[index]) * (earlier / rate)
+
+    def stepped_twice(of: _Step, rank: int) -> torch.Tensor:
+        return of.stepped[index] + momentum * (of.stepped[index] - of.before[index]) - rate * grad(rank)
+
+    mistakes: dict[str, Callable[[_Step, int], torch.Tensor]] = {"it was not stepped": lambda of, _: of.before[index]}
+    for number, (_, others) in enumerate(plan.groups):
+        mistakes[f"stepped with the options of group {number}"] = partial(stepped_with, options=others)
+    if plan.groups:
+        return mistakes
+    mistakes["it was stepped twice"] = stepped_twice
+    for earlier in (options["lr"], *plan.rates[:step]):
+        if earlier is not None and earlier != rate:
+            mistakes[f"stepped with an earlier learning rate, {earlier:g}"] = partial(stepped_at, earlier=earlier)
+    if momentum:
+        mistakes["momentum is lost"] = partial(stepped_with, options={"lr": rate})
+    return mistakes
 
 
 def _require_asked(run: Run, found: Found) -> None:
@@ -572,7 +601,9 @@ def _require_asked(run: Run, found: Found) -> None:
             continue
         found.require(asked[0]["stepped"], "asked when it has stepped", f"{where}: no parameter had been stepped yet")
         missing = ", ".join(f"p{index}" for index in asked[0]["missing"])
-        found.require(not missing, "asked for all parameters", f"{where}: not for {missing}", "copies" if asked[0]["others"] else "")
+        found.require(
+            not missing, "asked for all parameters", f"{where}: not for {missing}", "it was given copies" if asked[0]["others"] else ""
+        )
 
 
 def _gradient(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None:
