@@ -405,6 +405,20 @@ def leaves_no_trace(run: Run, claims: Claims, found: Found) -> None:
     left_behind(run, found)
 
 
+@rule(
+    "15.20",
+    "Smaller groups than it says are refused",
+    on=(PLAIN,),
+    worlds="fewer",
+    claimed="min_world_size",
+    source="the same as 2.11 of hooks",
+    remedy="check the group's size where the optimizer is made, or in its first step, and raise on every rank",
+)
+def fewer(run: Run, claims: Claims, found: Found) -> None:
+    """In a group of fewer ranks than it claims to take, it raises an error on every rank."""
+    found.require(False, "an error on every rank", f"{run.name}: it ran to its end", "min_world_size is claimed and not checked")
+
+
 @dataclass
 class _Local:
     """The optimizer of one rank, as it is defined: all parameters, no other rank, in float64."""
@@ -552,8 +566,8 @@ def _cause(run: Run, right: Mapping[tuple[int, int], _Step], rank: int, step: in
         known[name] = over(stepped, now.averaged or (rank,))
     if exact := next((name for name, value in known.items() if len(got) and torch.equal(got, value)), ""):
         return exact
-    if not now.averaged and _gradient(run, rank, step, index) is None:
-        return "it has no gradient, and was stepped"
+    if any(_gradient(run, other, step, index) is None for other in now.averaged or (rank,)):
+        return "it was stepped where it has no gradient"
     update, found = now.stepped[index] - now.before[index], got - now.before[index]
     if len(got) > 1 and not now.averaged and torch.equal(update.sort().values, found.sort().values):
         return "elements are in another order: the parameter is where it has other strides than its gradient"

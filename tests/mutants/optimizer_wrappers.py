@@ -408,6 +408,10 @@ class Seeds(PostLocal):
         return super().step(closure)
 
 
+class TakesAnyGroup(PostLocal):
+    """Says that it takes two ranks and more, and takes one too."""
+
+
 MUTANTS = [
     Mutant("StepsItsShareAlone", ("15.1",), kind="optimizer"),
     Mutant("StepsTwice", ("15.1",), kind="optimizer"),
@@ -437,4 +441,5 @@ MUTANTS = [
     Mutant("Flattens", ("15.16",), kind="optimizer"),
     Mutant("JoinedDoNotStep", ("15.17",), kind="optimizer"),
     Mutant("Seeds", ("15.19",), kind="optimizer"),
+    Mutant("TakesAnyGroup", ("15.20",), "min_world_size(2)", worlds=(1, 2), kind="optimizer"),
 ]

@@ -141,6 +141,15 @@ def every_rank_for_itself(params: Any, optimizer_class: Any, **defaults: Any) ->
     return optimizer_class(params, **defaults)
 
 
+class NeedsTwo(Delegates):
+    """Refuses to be alone."""
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
+        super().__init__(optim, averager)
+        if dist.get_world_size(averager.process_group) < 2:
+            raise ValueError("there is nobody to average with")
+
+
 def without_momentum(params: Any, lr: float) -> Any:
     """An optimizer of its own, that takes a learning rate and nothing else."""
     return torch.optim.SGD(params, lr=lr)
@@ -149,5 +158,6 @@ def without_momentum(params: Any, lr: float) -> Any:
 RIGHT = [
     *(Right(name, kind="optimizer") for name in ("by_hooks", "Delegates", "AveragesGradients", "BySlices")),
     *(Right(name, kind="optimizer") for name in ("every_rank_for_itself", "without_momentum")),
+    Right("NeedsTwo", "min_world_size(2)", kind="optimizer"),
     Right("every_rank_for_itself,foreach=True", kind="optimizer"),
 ]
