@@ -328,12 +328,12 @@ class LeavesOutHalf(Sharded):
 
 
 class DoesNotWait(Sharded):
-    """Waits for what others send a second at most, and not any longer once that has passed."""
+    """Waits for what others send two seconds at most, and not any longer once that has passed."""
 
     patient = True
 
     def send_one(self, parameter: torch.Tensor, source: int) -> None:
-        work, end = dist.broadcast(parameter.data, src=source, group=self.group, async_op=True), time.monotonic() + 1
+        work, end = dist.broadcast(parameter.data, src=source, group=self.group, async_op=True), time.monotonic() + 2
         while self.patient and not work.is_completed():
             self.patient = time.monotonic() < end
 
