@@ -1,6 +1,6 @@
 """Training on uneven inputs, under torch's ``Join``, so that what happens on a rank that has run out of them is on record too."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,15 @@ def train_unevenly(
     step: Callable[[int, str], Any],
     shadow_step: Callable[[int], None],
     after: Callable[[], object] | None = None,
+    more: Sequence[Joinable] = (),
 ) -> None:
-    """Call ``step`` for each of this rank's steps; then, as long as others train, ``shadow_step`` before DDP follows them,
-    and ``after`` when it has.
+    """Call ``step`` for each of this rank's steps; then, as long as others train, ``shadow_step`` before DDP and then ``more``
+    follow them, and ``after`` when they have.
 
     Source: torch documentation, Distributed Training with Uneven Inputs Using the Join Context Manager.
     """
     counter = _Counter(group, shadow_step)
-    with Join([counter, ddp, *([_After(group, after)] if after else [])]):
+    with Join([counter, ddp, *more, *([_After(group, after)] if after else [])]):
         for number, kind in steps:
             Join.notify_join_context(counter)
             step(number, kind)

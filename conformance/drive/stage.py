@@ -4,7 +4,7 @@ import gc
 import importlib
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -80,10 +80,18 @@ class Stage:
         kind = "target" if isinstance(error, TargetError) else type(error).__name__
         self.recorder.event("error", where=self.where, type=kind, message=str(error)[:4000], traceback=traceback.format_exc()[-6000:])
 
-    def make(self, **context: Callable[[], Any]) -> Any:
+    def target(self) -> Factory:
+        """Import what names the subject, and return it with its arguments."""
+        self.where = "load"
+        target = resolve_other(self._spec)
+        self.where = "kit"
+        return target
+
+    def make(self, options: Mapping[str, Any] | None = None, /, **context: Callable[[], Any]) -> Any:
         """Return the subject: made by its target, or, of a kind that is bound, the target with its arguments.
 
         Args:
+            options: arguments beside those of the target, whether or not its signature names them.
             context: what its signature may name beside ``process_group``, ``rank``, ``world_size`` and ``device``.
         """
         values: dict[str, Callable[[], Any]] = {
@@ -93,8 +101,8 @@ class Stage:
             "device": lambda: torch.device("cpu"),
             **context,
         }
-        self.where = "load"
-        target = resolve_other(self._spec)
+        target = self.target()
+        target.kwargs = {**(options or {}), **target.kwargs}
         self.where = "make"
         made = self._made(target, values)
         self.where = "kit"
@@ -152,10 +160,10 @@ class Stage:
         """Keep a state for the process that goes on with it."""
         torch.save(state, self._folder / str(self.rank) / STATE)
 
-    def load(self) -> Any:
-        """Return what :meth:`save` has kept."""
+    def load(self, rank: int | None = None) -> Any:
+        """Return what :meth:`save` has kept, on this rank or another."""
         assert self.saved is not None
-        return torch.load(self.saved / STATE, weights_only=False)
+        return torch.load(self.saved.parent / str(self.rank if rank is None else rank) / STATE, weights_only=False)
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks, through the store."""

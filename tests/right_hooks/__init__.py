@@ -29,7 +29,10 @@ class Right:
     kind: str = "hook"
 
 
-_MODULES = ("exact", "sparse", "few_bits", "low_rank", "at_random", "local", "fused", "poststep", "chained", "averagers")
+_MODULES = (
+    *("exact", "sparse", "few_bits", "low_rank", "at_random", "local", "fused", "poststep", "chained"),
+    *("averagers", "optimizer_wrappers"),
+)
 
 
 def catalogue() -> list[tuple[str, Right]]:

@@ -1,0 +1,163 @@
+"""Optimizer wrappers in other shapes: hooks on the optimizer, delegation, subclasses, shares by element, and no sharding at all."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.right_hooks import Right
+
+
+def by_hooks(optim: torch.optim.Optimizer, averager: Any) -> torch.optim.Optimizer:
+    """The optimizer itself, with hooks: it is averaged after its steps, and its state has the averager's."""
+
+    def load(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        averager.load_state_dict(state["averager"])
+        return {name: value for name, value in state.items() if name != "averager"}
+
+    optim.register_step_post_hook(lambda *_: averager.average_parameters(optim.param_groups))
+    optim.register_state_dict_post_hook(lambda _, state: {**state, "averager": averager.state_dict()})
+    optim.register_load_state_dict_pre_hook(load)
+    return optim
+
+
+class Delegates:
+    """Has ``step`` and what belongs to checkpoints; everything else is the optimizer's."""
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
+        self._inner, self._averager = optim, averager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = self._inner.step(*args, **kwargs)
+        self._averager.average_parameters(iter([p for group in self._inner.param_groups for p in group["params"]]))
+        return loss
+
+    def state_dict(self) -> list[Any]:
+        return [self._inner.state_dict(), self._averager.step]
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        self._inner.load_state_dict(state[0])
+        self._averager.step = state[1]
+
+
+class AveragesGradients(torch.optim.Optimizer):
+    """Averages gradients over the group and steps then, as Horovod's does; a subclass that shares what is the optimizer's."""
+
+    def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
+        super().__init__(optim.param_groups, optim.defaults)
+        self.optim, self.group = optim, process_group
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.optim.param_groups, self.optim.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    flat = parameter.grad.contiguous()
+                    dist.all_reduce(flat, group=self.group)
+                    parameter.grad.copy_(flat / dist.get_world_size(self.group))
+        self.optim.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+        self._share()
+
+
+class BySlices:
+    """Of every parameter each rank steps a slice of its elements, and all gather the slices. Each rank saves its own state."""
+
+    def __init__(self, params: Iterable[Any], optimizer_class: Any, process_group: Any = None, **defaults: Any) -> None:
+        self.group, params = process_group, list(params)
+        self.place, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.wholes: list[list[torch.nn.Parameter]] = []
+        groups = params if isinstance(params[0], dict) else [{"params": params}]
+        self.inner = optimizer_class([self._sliced(group) for group in groups], **defaults)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return list(self.inner.param_groups)
+
+    def _sliced(self, group: dict[str, Any]) -> dict[str, Any]:
+        self.wholes.append(list(group["params"]))
+        return {**group, "params": [torch.nn.Parameter(self._slice(whole.detach()).clone()) for whole in group["params"]]}
+
+    def _slice(self, tensor: torch.Tensor) -> torch.Tensor:
+        flat = tensor.reshape(-1)
+        padded = torch.zeros(-(-flat.numel() // self.size) * self.size, dtype=flat.dtype)
+        padded[: flat.numel()] = flat
+        return padded.chunk(self.size)[self.place] if len(padded) else padded
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.inner.add_param_group(self._sliced(group))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        pairs = [
+            (whole, own)
+            for wholes, group in zip(self.wholes, self.inner.param_groups, strict=True)
+            for whole, own in zip(wholes, group["params"], strict=True)
+        ]
+        for whole, own in pairs:
+            own.copy_(self._slice(whole))
+            own.grad = None if whole.grad is None else self._slice(whole.grad)
+        self.inner.step()
+        for whole, own in pairs:
+            slices = [torch.empty_like(own) for _ in range(self.size)]
+            dist.all_gather(slices, own.detach(), group=self.group)
+            whole.copy_(torch.cat(slices)[: whole.numel()].view(whole.shape))
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for whole in (whole for wholes in self.wholes for whole in wholes):
+            if set_to_none or whole.grad is None:
+                whole.grad = None
+            else:
+                whole.grad.zero_()
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state)
+
+
+def every_rank_for_itself(params: Any, optimizer_class: Any, **defaults: Any) -> Any:
+    """No sharding: all ranks step everything, with the same gradients."""
+    return optimizer_class(params, **defaults)
+
+
+class NeedsTwo(Delegates):
+    """Refuses to be alone."""
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
+        super().__init__(optim, averager)
+        if dist.get_world_size(averager.process_group) < 2:
+            raise ValueError("there is nobody to average with")
+
+
+def without_momentum(params: Any, lr: float) -> Any:
+    """An optimizer of its own, that takes a learning rate and nothing else."""
+    return torch.optim.SGD(params, lr=lr)
+
+
+RIGHT = [
+    *(Right(name, kind="optimizer") for name in ("by_hooks", "Delegates", "AveragesGradients", "BySlices")),
+    *(Right(name, kind="optimizer") for name in ("every_rank_for_itself", "without_momentum")),
+    Right("NeedsTwo", "min_world_size(2)", kind="optimizer"),
+    Right("every_rank_for_itself,foreach=True", kind="optimizer"),
+]

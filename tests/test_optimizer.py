@@ -1,0 +1,114 @@
+"""Certifying optimizer wrappers: what is right, what the kit says of torch's own, and of targets that are none."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conformance.claims import parse_claims
+from conformance.errors import TargetError, UsageError
+from conformance.inputs import gradient
+from conformance.kinds.optimizer import ADAM, OPTIMIZER, RELOADED, START, setting
+from conformance.record import RankRecord
+from conformance.rulebook import MUST, Rule
+from conformance.rules.section_15_optimizer_wrappers import _right
+from conformance.run import Run
+from conformance.scenario import Scenario
+from conformance.verdict import Verdict
+from tests.cases import Case, Judgements, own_judge
+from tests.made_runs import event
+
+TORCHS = Case("torch.distributed.optim.post_localSGD_optimizer:PostLocalSGDOptimizer", worlds=(2,), kind="optimizer")
+VIEWS = Case("torch.distributed.optim:ZeroRedundancyOptimizer,parameters_as_bucket_view=True", worlds=(2,), kind="optimizer")
+FOUND = {
+    TORCHS: {
+        "15.7": "PostLocalSGDOptimizer.step() takes 1 positional argument but 2 were given",
+        "15.14": "stepped with an earlier learning rate, 0.125",
+    },
+    VIEWS: {"15.16": "elements are in another order: the parameter is where it has other strides than its gradient"},
+}
+SGD = [scenario for scenario in OPTIMIZER.scenarios if "normal" not in scenario.steps]
+
+
+@pytest.mark.parametrize("case", FOUND, ids=str)
+def test_torchs_own_are_refused_by_these_rules_alone(
+    judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
+) -> None:
+    judgements = judgements_of(case)
+    failed = {number: j.failures[0] for number, j in judgements.items() if j.verdict is Verdict.FAIL and rules[number].level == MUST}
+    assert failed.keys() == FOUND[case].keys()
+    for number, said in FOUND[case].items():
+        assert said in (failed[number].cause or failed[number].actual)
+    advised = {number for number, j in judgements.items() if j.verdict is Verdict.FAIL} - failed.keys()
+    assert advised == ({"15.18"} if case is TORCHS else set())
+
+
+def made(scenario: Scenario, world: int, averager: bool) -> Run:
+    """Return a run with nothing on record but how its optimizer was made."""
+    said = event("made", -1, averager=averager, options=dict(setting(scenario).options), takes_any=True)
+    return Run(scenario, world, [RankRecord(rank, [said]) for rank in range(world)])
+
+
+@pytest.mark.parametrize("averager", [False, True])
+@pytest.mark.parametrize("scenario", SGD, ids=lambda scenario: scenario.name)
+def test_sgd_is_exact(scenario: Scenario, averager: bool) -> None:
+    """Every step of it, and every average, is a number that its dtype has: so a right wrapper gives the same bits."""
+    for world in scenario.fits((1, 2, 3, 4)):
+        for now in _right(made(scenario, world, averager)).values():
+            for spec, stepped, after in zip(scenario.params, now.stepped, now.after, strict=True):
+                for value in (stepped, after):
+                    assert torch.equal(value.to(getattr(torch, spec.dtype)).double(), value)
+
+
+def test_adam_is_torchs() -> None:
+    scenario = replace(ADAM, params=ADAM.params[:1])
+    start, rate = gradient("crafted", (5, 3), torch.float32, world=1, rank=0, step=START, param=0).double(), 2.0**-7
+    parameter = torch.nn.Parameter(start)
+    optimizer = torch.optim.Adam([parameter], lr=rate)
+    right = _right(made(scenario, 1, False))
+    for step in range(8):
+        parameter.grad = gradient("normal", (5, 3), torch.float32, world=1, rank=0, step=step, param=0).double()
+        optimizer.step()
+        assert torch.allclose(right[0, step].after[0].view(5, 3), parameter.detach(), rtol=1e-14, atol=1e-14)
+
+
+def test_what_is_put_back_counts_again() -> None:
+    """Averages come at the averager's counts 1, 3, 5: at step 5 its count is 2 again."""
+    right = _right(made(RELOADED, 2, True))
+    assert [step for step in range(9) if right[0, step].averaged] == [1, 3, 6, 8]
+    assert torch.equal(right[0, 5].before[0], right[0, 1].after[0])
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("no_such_module:Optimizer", "there is no module 'no_such_module' on the path"),
+        ("hooks_ref:PostLocalSGDOptimiser", "did you mean PostLocalSGDOptimizer"),
+        ("hooks_ref:allreduce_hook", "takes optim, or optimizer_class and **options, or lr: its signature has none of them"),
+        ("tests.test_optimizer:nothing", "an optimizer wrapper has a method step(); NoneType has none"),
+        ("torch.distributed.optim:ZeroRedundancyOptimizer,lr=0.1", "lr= is for the kit to choose; leave it out of the target"),
+    ],
+)
+def test_what_is_no_optimizer_wrapper(target: str, said: str) -> None:
+    with pytest.raises(TargetError) as raised:
+        own_judge().judge(Case(target, worlds=(2,), kind="optimizer"))
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def nothing(optim: torch.optim.Optimizer) -> None:
+    """Return no optimizer."""
+
+
+@pytest.mark.parametrize(
+    ("claims", "said"),
+    [
+        ("exact", "'exact' is no claim of a subject of this kind (optimizer); known: min_world_size"),
+        ("min_world_size(0)", "min_world_size"),
+    ],
+)
+def test_claims_that_do_not_parse(claims: str, said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_claims(claims, "optimizer")
+    assert said in str(raised.value)
