@@ -1,6 +1,7 @@
 """Section 16: sync strategies."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +39,8 @@ from conformance.run import Run, fed
 from conformance.verdict import Found
 
 ALL_USED = "it claims all_used: 16.16"
+EXPLAINED = 50  # failures of a run whose causes are looked for
+NO_GRADIENT = ": there is no gradient"
 COMPOSER = "MosaicML Composer, composer.distributed.ddp_sync_context"
 TORCH = "torch documentation, DistributedDataParallel.no_sync"
 
@@ -116,6 +119,7 @@ def different_ranks(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply(ALL_USED)
         return
     _means(run, found)
+    found.failures.sort(key=lambda failure: failure.actual.endswith(NO_GRADIENT))  # a wrong one says more than one that is not there
 
 
 @rule(
@@ -138,7 +142,7 @@ def options(run: Run, claims: Claims, found: Found) -> None:
     "16.6",
     "Replicas hold the same gradients",
     on=(RANDOM, RANKS, COMBINED),
-    needs=("16.4",),
+    needs=("16.5",),
     source="torch documentation, DistributedDataParallel: replicas take the same steps; torch.optim skips what has no gradient, not zeros",
     remedy="what each rank computes by itself after the collective; zeros or None for what no rank has used, on some ranks alone",
 )
@@ -266,10 +270,27 @@ def final(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "16.13",
+    "DDP goes on without it",
+    on=(WITHOUT, ACCUMULATED),
+    owns=(WITHOUT,),
+    needs=("16.2",),
+    source=f"{TORCH}: it restores what it has set",
+    remedy="model.require_backward_grad_sync, a hook or a patched method that is not put back when the last context is left",
+)
+def without(run: Run, claims: Claims, found: Found) -> None:
+    """After the last context DDP synchronises as it did before: a step outside of any context gives DDP's means."""
+    for rank, step in _steps(run):
+        _as_before(run, rank, step, found)
+    if run.scenario.name == WITHOUT.name:
+        _means(run, found)
+
+
+@rule(
+    "16.14",
     "An exception comes out as it is",
     on=(RAISES,),
     owns=(RAISES,),
-    needs=("16.2",),
+    needs=("16.13",),
     source="Python documentation, contextlib.contextmanager: what is raised in the body is raised at the yield; torch's no_sync",
     remedy="try and finally around the yield, where something is to be put back; an __exit__ that returns True; an average after an error",
 )
@@ -282,29 +303,9 @@ def exception(run: Run, claims: Claims, found: Found) -> None:
                 event["same"], "the exception that was raised inside", what, "__exit__ returned True" * (event["came"] == "nothing")
             )
     for rank, step in _steps(run):
-        synchronises = _said(run, rank, step)["synchronises"]
-        left = f"rank {rank}, step {step}: model.require_backward_grad_sync is {synchronises}"
-        found.require(synchronises, "DDP as it was before", left, "what was set for the context was not put back after an error")
+        if raises_in(run.scenario, step) is not None:
+            _as_before(run, rank, step, found)
     _means(run, found)
-
-
-@rule(
-    "16.14",
-    "DDP goes on without it",
-    on=(WITHOUT, ACCUMULATED),
-    owns=(WITHOUT,),
-    needs=("16.2",),
-    source=f"{TORCH}: it restores what it has set",
-    remedy="model.require_backward_grad_sync, a hook or a patched method that is not put back when the last context is left",
-)
-def without(run: Run, claims: Claims, found: Found) -> None:
-    """After the last context DDP synchronises as it did before: a step outside of any context gives DDP's means."""
-    for rank, step in _steps(run):
-        synchronises = _said(run, rank, step)["synchronises"]
-        left = f"rank {rank}, step {step}: model.require_backward_grad_sync is {synchronises} when the last context is left"
-        found.require(synchronises, "it is True, as before", left)
-    if run.scenario.name == WITHOUT.name:
-        _means(run, found)
 
 
 @rule(
@@ -384,6 +385,17 @@ def leaves_no_trace(run: Run, claims: Claims, found: Found) -> None:
     left_behind(run, found)
 
 
+def _as_before(run: Run, rank: int, step: int, found: Found) -> None:
+    """Require that DDP synchronises by itself, as it did before, when the context of a last micro-batch has been left."""
+    batch = raises_in(run.scenario, step)
+    if batch is None or batch == batches(run.scenario, step) - 1:
+        on = _said(run, rank, step)["synchronises"]
+        left = f"rank {rank}, step {step}: model.require_backward_grad_sync is {on} when the last context is left"
+        found.require(
+            on, "it is True, as before", left, "what was set for the context was not put back" + " after an error" * (batch is not None)
+        )
+
+
 def right(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     """Return what the gradient of a parameter is to be after a step, flat in float64: zeros where no rank has used it."""
     total = torch.zeros_like(_fed(run, rank, step, 0, index))
@@ -394,25 +406,30 @@ def right(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
 
 def _means(run: Run, found: Found) -> None:
     """Require the right gradients after every step that was not cut short."""
+    alike: dict[int, list[str]] = {}  # by the place of a failure, the mistakes that make such a value
     for rank, step in _steps(run):
         if raises_in(run.scenario, step) is not None:
             continue
-        for index, spec in enumerate(run.scenario.params):
+        for index in range(len(run.scenario.params)):
             wanted, got = right(run, rank, step, index), _got(run, rank, step, index)
             where, used = f"rank {rank}, step {step}, p{index}", _is_used(run, rank, step, index)
             if got is None:
-                found.require(not used, "the mean", f"{where}: there is no gradient", _none(run, rank, step, index))
+                found.require(not used, "the mean", f"{where}{NO_GRADIENT}", _none(run, rank, step, index))
                 continue
-            # With random values, what roundings can make: see _roundings.
             bound = 0.0 * wanted if run.scenario.steps[step] == "crafted" else _roundings(run, rank, step, index)
             wrong = (~((got - wanted).abs() <= bound)).nonzero()
-            if found.require(not len(wrong), "", ""):
+            if not len(wrong):
+                found.checked(1)
                 continue
             at = int(wrong[0])
-            failure = found.failures[-1]
-            failure.expected = f"the sum over micro-batches of the means: {wanted[at].item():.9g}" if used else "no gradient, or zeros"
-            failure.actual = f"{where}, index {at}: {got[at].item():.9g} ({len(wrong)} of {len(got)} elements differ)"
-            failure.cause = _cause(run, rank, step, index, got) if spec.dtype in ("float32", "float64") else ""
+            expected = f"the sum over micro-batches of the means: {wanted[at].item():.9g}" if used else "no gradient, or zeros"
+            actual = f"{where}, index {at}: {got[at].item():.9g} ({len(wrong)} of {len(got)} elements differ)"
+            found.require(False, expected, actual)
+            if len(alike) < EXPLAINED:
+                alike[len(found.failures) - 1] = _causes(run, rank, step, index, got)
+    often = Counter(name for names in alike.values() for name in names)
+    for place, names in alike.items():
+        found.failures[place].cause = max(names, key=often.__getitem__, default="")
 
 
 def _roundings(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
@@ -427,38 +444,45 @@ def _roundings(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     return together * len(parts) * (size + 2) * torch.finfo(getattr(torch, run.scenario.params[index].dtype)).eps
 
 
-def _cause(run: Run, rank: int, step: int, index: int, got: torch.Tensor) -> str:
-    """Name the mistake that makes this of these values, where it is a known one."""
-    size, wanted = _size(run, rank), right(run, rank, step, index)
-    own = _own(run, rank, step, index)
-    users = sum(bool(_own(run, other, step, index).any()) for other in _ranks(run, rank))
+def _causes(run: Run, rank: int, step: int, index: int, got: torch.Tensor) -> list[str]:
+    """Name the known mistakes that make this of these values; of several, the first is the likeliest."""
+    size, wanted, own = _size(run, rank), right(run, rank, step, index), _own(run, rank, step, index)
+    dtype = run.scenario.params[index].dtype
+    over_world = torch.stack([_own(run, other, step, index) for other in range(run.world)]).mean(0)
+    if dtype not in ("float32", "float64"):
+        return []  # where different mistakes round to the same
+    if run.scenario.name == NO_DDP.name:
+        return ["it was averaged over ranks, though there is no DDP"] if _alike(got, over_world) else []
+    users = sum(_has_used(run, other, step, index) for other in _ranks(run, rank))
     known = {
+        **({"averaged over WORLD": over_world, "divided by the size of WORLD": wanted * size / run.world} if run.scenario.groups else {}),
+        "averaged over the ranks alone that have used it: the zeros of the others count too": wanted * size / max(users, 1),
         "each rank keeps its own: what has accumulated was not synchronised, a lost sync": own,
-        "it was averaged over ranks, though there is no DDP": _over_world(run, step, index),
+        "each rank has its own, divided: it was not summed, or not yet": own / size,
         "the sum, not divided": wanted * size,
         "divided twice": wanted / size,
-        f"averaged over WORLD, {run.world} ranks": _over_world(run, step, index),
-        f"the sum divided by {run.world}, the size of WORLD": wanted * size / run.world,
-        "averaged over the ranks alone that have used it: the zeros of the others count too": wanted * size / max(users, 1),
         **_of_some(run, rank, step, index),
         "the k-th gradients of all ranks were averaged together, whatever parameters they belong to": _mixed(run, rank, step, index),
     }
-    alike = (name for name, value in known.items() if value is not None and _alike(got, value) and not _alike(wanted, value))
-    return next(alike, "")
+    names = [name for name, value in known.items() if value is not None and _alike(got, value) and not _alike(wanted, value)]
+    return names or ["it went through float32"] * (dtype == "float64" and torch.equal(got, got.float().double()))
 
 
 def _of_some(run: Run, rank: int, step: int, index: int) -> dict[str, torch.Tensor]:
     """Return by their names the results of mistakes with some of the micro-batches."""
     parts = list(_parts(run, step))
-    means = {part: _mean(run, rank, *part, index) for part in parts}
-    known = {"divided by the number of micro-batches": right(run, rank, step, index) / len(parts)}
-    for number in range(1, len(parts)):
-        for left_out in itertools.combinations(parts, number):
-            names = ", ".join(f"{batch}" if at == step else f"{batch} of step {at}" for at, batch in left_out)
-            without = [part for part in parts if part not in left_out]
-            known[f"micro-batch {names} is missing"] = torch.stack([means[part] for part in without]).sum(0)
-            mine = torch.stack([_fed(run, rank, *part, index) for part in left_out]).sum(0)
-            known[f"of micro-batch {names} each rank keeps its own"] = known[f"micro-batch {names} is missing"] + mine
+    before, now = [part for part in parts if part[0] < step], [part for part in parts if part[0] == step]
+    means, own = ({p: of(run, rank, *p, index) for p in parts} for of in (_mean, _fed))
+    total = torch.stack(list(means.values())).sum(0)
+    known = {"divided by the number of micro-batches": total / len(now)}
+    if before:
+        known["gradients that were there before the step are missing"] = total - torch.stack([means[p] for p in before]).sum(0)
+    for number in range(1, len(now)):
+        for some in itertools.combinations(now, number):
+            names = ", ".join(str(batch) for _, batch in some)
+            rest = total - torch.stack([means[p] for p in some]).sum(0)
+            known[f"micro-batch {names} is missing"] = rest
+            known[f"of micro-batch {names} each rank keeps its own"] = rest + torch.stack([own[p] for p in some]).sum(0)
     return known
 
 
@@ -478,10 +502,6 @@ def _none(run: Run, rank: int, step: int, index: int) -> str:
     """Say why a gradient may be missing."""
     used = _has_used(run, rank, step, index)
     return "it was lost" if used else "this rank has not used the parameter, and was not given the mean of those that have"
-
-
-def _over_world(run: Run, step: int, index: int) -> torch.Tensor:
-    return torch.stack([_own(run, other, step, index) for other in range(run.world)]).mean(0)
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
