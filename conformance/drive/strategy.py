@@ -24,7 +24,7 @@ def play(stage: Stage) -> None:
     """Run the scenario's steps."""
     strategy = stage.make()
     if not callable(strategy):
-        raise TargetError(f"a sync strategy is called for each micro-batch, and returns a context manager; got {strategy!r}")
+        raise TargetError(f"a sync strategy is called for each micro-batch, and returns a context manager; this is {_named(strategy)}")
     trainer = _Trainer(stage, strategy)
     stage.collectives.take_sent()
     for step, kind in enumerate(stage.scenario.steps):
@@ -132,7 +132,7 @@ class _Trainer:
             raise TargetError(f"the strategy asks for {', '.join(unknown)}; a micro-batch has {', '.join(names)}")
         context = stage.called(self._strategy, names)
         if not (hasattr(context, "__enter__") and hasattr(context, "__exit__")):
-            raise TargetError(f"a sync strategy returns a context manager; this one returned {context!r}")
+            raise TargetError(f"a sync strategy returns a context manager; this one returned {_named(context)}")
         return context
 
     def _before_backward(self) -> None:
@@ -148,6 +148,10 @@ class _Trainer:
             grad * factor if grad is not None and uses(stage.scenario, stage.size, stage.place, step, batch, index) else None
             for index, grad in enumerate(every)
         ]
+
+
+def _named(value: Any) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
 def _has_other_strides(parameter: torch.Tensor) -> bool:

@@ -349,6 +349,20 @@ def claimed(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "16.17",
+    "Smaller groups than it says are refused",
+    on=(PLAIN,),
+    worlds="fewer",
+    claimed="min_world_size",
+    source="the claim min_world_size, without which 16.1 asks it of every group",
+    remedy="check the size of the model's process_group where the context is made, and raise on every rank",
+)
+def fewer(run: Run, claims: Claims, found: Found) -> None:
+    """In a group of fewer ranks than it claims to take, it raises an error on every rank."""
+    found.require(False, "an error on every rank", f"{run.name}: it ran to its end", "min_world_size is claimed and not checked")
+
+
+@rule(
+    "16.18",
     "It communicates once a step",
     on=(COUNTED,),
     needs=("16.2",),
@@ -373,7 +387,7 @@ def communication(run: Run, claims: Claims, found: Found) -> None:
 
 
 @rule(
-    "16.18",
+    "16.19",
     "It leaves the process as it was",
     on=(PLAIN, ACCUMULATED),
     source="torch documentation, reproducibility; the same as 9.1, 9.3, 9.4 and 9.6 of hooks",

@@ -384,6 +384,11 @@ def says_that_it_needs_ddps_search(model: Any, is_final_microbatch: bool) -> Con
     return _then(model, is_final_microbatch, lambda: _average(model))
 
 
+def not_alone(model: Any, is_final_microbatch: bool) -> Context:
+    """Says that it needs two ranks, and says nothing where there is one."""
+    return _then(model, is_final_microbatch, lambda: _average(model))
+
+
 def seeds(model: Any, is_final_microbatch: bool) -> Context:
     """Has every micro-batch begin with the same seed."""
     torch.manual_seed(7)
@@ -421,5 +426,6 @@ MUTANTS = [
     *_mutants("16.15", "averages_what_is_no_ddp"),
     *_mutants("16.16", "says_more_than_it_needs", claims="all_used"),
     *_mutants("16.16", "says_that_it_needs_ddps_search", claims="find_unused"),
-    *_mutants("16.18", "seeds", "sets_the_default_dtype"),
+    *_mutants("16.17", "not_alone", claims="min_world_size(2)", worlds=(1, 2)),
+    *_mutants("16.19", "seeds", "sets_the_default_dtype"),
 ]
