@@ -342,7 +342,9 @@ def claimed(run: Run, claims: Claims, found: Found) -> None:
         return
     tried = Found()
     _means(run, tried)
-    found.require(bool(tried.failures), "a gradient that is not the mean", f"{run.name}: all are: {claims} is not needed")
+    found.require(
+        bool(tried.failures), "a gradient that is not the mean", f"{run.name}: every gradient is the mean: {claims} is not needed"
+    )
     if tried.failures:
         found.note(f"without {claims}: {tried.failures[0].actual}; {tried.failures[0].cause}")
 

@@ -17,7 +17,7 @@ Parameters = list[torch.nn.Parameter]
 
 _batches: Counter[str] = Counter()  # since the step began
 _kept: dict[torch.nn.Parameter, torch.Tensor] = {}
-_patience = [2.0]  # seconds
+_patience = [1.5]  # seconds
 
 
 @contextmanager
@@ -288,7 +288,7 @@ def sparse_left_out(model: Any, is_final_microbatch: bool) -> Context:
     return _then(model, is_final_microbatch, finish)
 
 
-def waits_two_seconds(model: Any, is_final_microbatch: bool) -> Context:
+def waits_a_while(model: Any, is_final_microbatch: bool) -> Context:
     """Goes on when the collectives are over, or when it has had enough of them."""
 
     def finish() -> None:
@@ -420,7 +420,7 @@ MUTANTS = [
     *_mutants("16.9", "over_world", "divisor_of_world"),
     *_mutants("16.10", "one_buffer_of_float32", "contiguous_gradients"),
     *_mutants("16.11", "sparse_left_out"),
-    *_mutants("16.12", "waits_two_seconds"),
+    *_mutants("16.12", "waits_a_while"),
     *_mutants("16.13", "switches_ddp_off"),
     *_mutants("16.14", "SwallowsExceptions", "another_exception", "put_back_if_all_went_well"),
     *_mutants("16.15", "averages_what_is_no_ddp"),
