@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,6 +119,16 @@ def call_with_names(function: Callable[..., Any], kwargs: dict[str, Any], contex
         else:
             named[parameter.name] = context[name]()
     return function(*positional, **named)
+
+
+def asks_for(function: Callable[..., Any], names: Collection[str]) -> list[str]:
+    """Return what a function cannot be called without and that is none of ``names``."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    needed = (p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return [name for name in needed if _ALIASES.get(name, name) not in names]
 
 
 def describe(spec: SubjectSpec) -> dict[str, Any]:

@@ -31,6 +31,7 @@ SECTIONS = {
     "13": "Lossy, local and fused claims",
     "14": "Averagers",
     "15": "Optimizer wrappers",
+    "16": "Sync strategies",
     "20": "At scale, simulated",
 }
 AT_SCALE = "20"

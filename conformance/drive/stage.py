@@ -146,6 +146,10 @@ class Stage:
         """Call a function of the subject with what its signature names of ``context``, and with ``kwargs``."""
         return call_with_names(function, kwargs, context)
 
+    def let_peers_in(self) -> None:
+        """Have peers enter, where they take turns: this rank is about to wait for them in a way that cannot be seen."""
+        self._schedule.let_go()
+
     def values(self, kind: str, step: int, index: int, rank: int | None = None) -> torch.Tensor:
         """Return what this rank feeds for one of the scenario's parameters at a step; rules get the same from ``Run.fed``."""
         spec = self.scenario.params[index]

@@ -1,6 +1,6 @@
 """What there is to know of a kind of subject before torch is imported."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ class Kind:
         claims: what it can say of itself, by name; each with what reads its arguments.
         default: from the arguments in the target, what it says where nobody says anything: '' if nothing can be told from them.
         bound: it is a function that the kit calls again and again, rather than what makes an object on each rank.
+        under: returns a scenario as it is run for a subject with claims of these names.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Kind:
     claims: Mapping[str, Reader]
     default: Callable[[Mapping[str, Any]], str]
     bound: bool = False
+    under: Callable[[Scenario, Collection[str]], Scenario] = lambda scenario, claims: scenario
 
 
 def flag(args: list[str], options: dict[str, Any]) -> dict[str, Any]:

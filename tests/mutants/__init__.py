@@ -60,6 +60,7 @@ _SECTIONS = (
     "local",
     "optimizers",
     "optimizer_wrappers",
+    "strategies",
     "process",
     "averagers",
 )

@@ -58,6 +58,14 @@ class DividedTwice(Averager):
         parameter.div_(self.group.size())
 
 
+class NotANumber(Averager):
+    """Scales a part that is zero."""
+
+    def average_one(self, parameter):
+        super().average_one(parameter)
+        parameter.reshape(-1)[:1].mul_(0).div_(0)
+
+
 class OnlyTheLarge(Averager):
     """Leaves parameters of one element out."""
 
@@ -262,6 +270,7 @@ OF = {"kind": "averager"}
 MUTANTS = (
     Mutant("NotDivided,period=4,warmup_steps=10", ("14.1",), **OF),
     Mutant("DividedTwice,period=4,warmup_steps=10", ("14.1",), **OF),
+    Mutant("NotANumber,period=4,warmup_steps=10", ("14.1",), **OF),
     Mutant("OnlyTheLarge,period=4,warmup_steps=10", ("14.1",), **OF),
     Mutant("LateByOne,period=4,warmup_steps=10", ("14.2",), **OF),
     Mutant("NoWarmup,period=4,warmup_steps=10", ("14.2",), **OF),
