@@ -42,7 +42,7 @@ from typing import Any
 import torch
 
 from conformance.claims import CONTRACTION, DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims
-from conformance.kinds import HOOK
+from conformance.kinds import HOOK, KINDS
 from conformance.oracle import mean
 from conformance.run import Run
 from conformance.scenario import BUCKETS, RAW, VALUES, Scenario
@@ -66,7 +66,7 @@ def under(scenario: Scenario, claims: Claims) -> Scenario:
     """Return the scenario as it is run for a subject with these claims: longer, with
     matrices that are worth compressing, and without what the claims make meaningless."""
     if scenario.kind != HOOK:
-        return scenario
+        return KINDS[scenario.kind].under(scenario, claims.said)
     if claims.poststep:
         scenario = replace(scenario, poststep=True, call=claims.call)
     if claims.chained and scenario.name != RAW.name and not scenario.growth:  # which has one bucket, and looks at what is kept

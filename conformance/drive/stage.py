@@ -80,10 +80,11 @@ class Stage:
         kind = "target" if isinstance(error, TargetError) else type(error).__name__
         self.recorder.event("error", where=self.where, type=kind, message=str(error)[:4000], traceback=traceback.format_exc()[-6000:])
 
-    def make(self, **context: Callable[[], Any]) -> Any:
+    def make(self, understood: Callable[[Factory], Factory] = lambda target: target, /, **context: Callable[[], Any]) -> Any:
         """Return the subject: made by its target, or, of a kind that is bound, the target with its arguments.
 
         Args:
+            understood: returns a target as its kind understands it.
             context: what its signature may name beside ``process_group``, ``rank``, ``world_size`` and ``device``.
         """
         values: dict[str, Callable[[], Any]] = {
@@ -94,7 +95,7 @@ class Stage:
             **context,
         }
         self.where = "load"
-        target = resolve_other(self._spec)
+        target = understood(resolve_other(self._spec))
         self.where = "make"
         try:
             return self._made(target, values)

@@ -23,6 +23,8 @@ class Kind:
         scenarios: in which ranks work with it; the first is the plainest, and one that breaks it is judged in no other.
         claims: what it can say of itself, by name; each with what reads its arguments.
         default: from the arguments in the target, what it says where nobody says anything: '' if nothing can be told from them.
+        wrong: what is missing from what it says, or contradicts itself; '' if nothing.
+        under: a scenario as it is run for a subject that says so.
         bound: it is a function that the kit calls again and again, rather than what makes an object on each rank.
     """
 
@@ -34,6 +36,8 @@ class Kind:
     scenarios: tuple[Scenario, ...]
     claims: Mapping[str, Reader]
     default: Callable[[Mapping[str, Any]], str]
+    wrong: Callable[[Mapping[str, Any]], str] = lambda said: ""
+    under: Callable[[Scenario, Mapping[str, Any]], Scenario] = lambda scenario, said: scenario
     bound: bool = False
 
 
