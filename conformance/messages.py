@@ -82,5 +82,5 @@ def message(scenario: Scenario, size: int, step: int, index: int, source: int, t
         return values.roll(source + to).reshape(shape)
     values = gradient("normal" if kind == "uneven" else kind, (count,), torch.float64, world=1, rank=pair, step=step, param=index)
     if kind == "uneven":
-        values = values * 2.0 ** (3 * ((5 * source + 3 * to + step) % 4) - 6) * 2.0 ** (-4 * (torch.arange(count) // 128 % 3))
+        values = values * 2.0 ** (2 * ((5 * source + 3 * to + step) % 4)) * 2.0 ** (6 - 3 * (torch.arange(count) // 128 % 3))
     return values.to(dtype).reshape(shape)

@@ -18,6 +18,7 @@ from conformance.kinds.collective import COLLECTIVES
 from conformance.observe import digest
 from conformance.probe import lay_out
 from conformance.resolve import Factory
+from conformance.subject import CONTEXT_NAMES
 
 
 def play(stage: Stage) -> None:
@@ -167,7 +168,7 @@ def _understood(target: Factory) -> Factory:
 
 
 def _takes_tensors(function: Any) -> bool:
-    """Whether it has the arguments of a collective, rather than of what makes one: two and more without defaults, or any."""
+    """Whether it has the arguments of a collective, rather than of what makes one: tensors without a default, or any."""
     if inspect.isclass(function):
         return False
     try:
@@ -175,7 +176,7 @@ def _takes_tensors(function: Any) -> bool:
     except (TypeError, ValueError):
         return True
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(needed) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return any(p.name not in (*CONTEXT_NAMES, "group") for p in needed) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 def _object(function: Any, name: str, value: Any) -> Any:
