@@ -19,6 +19,7 @@ from conformance.verdict import Found
 LARGEST_HALF = torch.finfo(torch.float16).max
 SLACK = 1 + 2.0**-16  # of a scale that is a quotient of float32, and what is multiplied by it
 FLOAT32 = 4
+HEADER = 256  # bytes that a message may have beside its values
 ROUGH = "crafted"  # what tells messages apart, in the plain scenario
 # What arrives in a call of this form is something else: the likely cause.
 _IGNORED = {
@@ -308,7 +309,7 @@ def fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
         count = size * torch.Size(handed.shape).numel()
         given = sum(number * (size if name.lstrip("_").startswith("allgather") else 1) for name, number in call.event["sent"])
         seen |= bool(given)
-        limit = _share(claims) * FLOAT32 * count + 64 * size + (_padding(claims) * size)
+        limit = _share(claims) * FLOAT32 * count + (HEADER + _padding(claims)) * size
         what = f"at most {limit / size:.0f} bytes a message, by {claims}"
         sent = given < FLOAT32 * count if claims.has("bounded") and _share(claims) == 1 else given <= limit
         found.require(sent, what, f"{call}: {given / size:.0f} bytes for {count // size} elements", _wide(given, count))
@@ -370,6 +371,20 @@ def leaves_no_trace(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "18.18",
+    "Smaller groups than it says are refused",
+    on=(PLAIN,),
+    worlds="fewer",
+    claimed="min_world_size",
+    source="the same as 2.11 of hooks",
+    remedy="check the group's size where it is called, and raise on every rank",
+)
+def fewer(run: Run, claims: Claims, found: Found) -> None:
+    """In a group of fewer ranks than it claims to take, it raises an error on every rank."""
+    found.require(False, "an error on every rank", f"{run.name}: it ran to its end", "min_world_size is claimed and not checked")
+
+
+@rule(
+    "18.19",
     "It can be begun and waited for later",
     on=(WAITED,),
     level=SHOULD,
@@ -385,7 +400,7 @@ def can_wait(run: Run, claims: Claims, found: Found) -> None:
 
 
 @rule(
-    "18.19",
+    "18.20",
     "All ranks hold the same bits",
     on=(PLAIN,),
     level=SHOULD,
@@ -568,10 +583,10 @@ def _cause(run: Run, claims: Claims, arrival: _Arrival, at: int) -> str:
     if right.grid and torch.equal(got.sort().values, right.low.sort().values):
         return "these are its elements in another order"
     error = (got - right.exact).abs()
-    if not right.grid and (error <= 2 * right.bound + right.tolerance(right.exact)).all():
-        return "up to twice what it may be is lost: it is cut off, not rounded to the nearest"
     if not right.grid and (error <= right.bound.max()).all():
         return "a scale is the largest of more than its block"
+    if not right.grid and (error <= 2 * right.bound + right.tolerance(right.exact)).all():
+        return "up to twice what it may be is lost: it is cut off, not rounded to the nearest"
     if run.scenario.params[call.index].layout != "contiguous":
         return "elements are taken in the order of memory"
     return _IGNORED.get(call.form, "the group is ignored, or ranks are taken for places in it" if run.scenario.groups else "")

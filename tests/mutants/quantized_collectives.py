@@ -375,9 +375,18 @@ def seeds(func: Made, qtype: str) -> Made:
     return gather
 
 
-def _named(name: str, number: str, func: str = "all_gather", qtype: str = "FP16", more: str = "", **because: str) -> Mutant:
-    reasons = {key.replace("_", "."): reason for key, reason in because.items()}
-    return Mutant(f"{name},func={func},qtype={qtype}{more}", (number,), because=reasons, kind="collective")
+def takes_everything(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """Says that it takes matrices alone, and refuses nothing."""
+    return right(dist.all_gather)(tensor_list, tensor, group, async_op)
+
+
+def takes_one_rank(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """Says that it takes two ranks at least, and works with one."""
+    return right(dist.all_gather)(tensor_list, tensor, group, async_op)
+
+
+def _named(name: str, number: str, func: str = "all_gather", qtype: str = "FP16", more: str = "") -> Mutant:
+    return Mutant(f"{name},func={func},qtype={qtype}{more}", (number,), kind="collective")
 
 
 MUTANTS = [
@@ -410,4 +419,6 @@ MUTANTS = [
     _named("feeds_nothing_back", "18.16", more=",error_feedback=True"),
     _named("feeds_back_half", "18.16", more=",error_feedback=True"),
     _named("seeds", "18.17"),
+    Mutant("takes_everything", ("18.4",), "collective(all_gather), rounded(float16), dimensions(2)", kind="collective"),
+    Mutant("takes_one_rank", ("18.18",), "collective(all_gather), rounded(float16), min_world_size(2)", worlds=(1, 2), kind="collective"),
 ]
