@@ -213,6 +213,8 @@ def _parse_others(text: str, kind: str) -> Claims:
         else:
             known = ", ".join([*readers, "min_world_size"])
             raise UsageError(f"--claims: {name!r} is no claim of a subject of this kind ({kind}); known: {known}")
+    if wrong := KINDS[kind].wrong(said):
+        raise UsageError(f"--claims: {text!r}: {wrong}")
     return Claims(kind=kind, said=said, min_world_size=smallest)
 
 

@@ -72,6 +72,7 @@ class Scenario:
         serialised: a collective is over before the next one begins, as if all were on one stream.
         kind: of the subject, see ``kinds``; what follows from it are the steps and what ``drive`` makes of them.
         case: which of the experiments of its kind it is, where there are several.
+        said: what ranks have to know of what the subject says.
         fused: parameters are on record after every step, and results too where the hook has freed the gradients.
     """
 
@@ -114,6 +115,7 @@ class Scenario:
     deadline: float = 0.0
     kind: str = "hook"
     case: str = ""
+    said: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -150,7 +152,7 @@ def scenario_from_json(data: dict[str, Any]) -> Scenario:
     """Rebuild a scenario that travelled as JSON."""
     params = tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in data["params"])
     groups = tuple(tuple(group) for group in data["groups"])
-    plain = {name: tuple(data[name]) for name in ("steps", "world_sizes", "shares", "simulated")}
+    plain = {name: tuple(data[name]) for name in ("steps", "world_sizes", "shares", "simulated", "said")}
     return Scenario(**{**data, **plain, "params": params, "groups": groups})
 
 

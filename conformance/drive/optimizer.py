@@ -4,6 +4,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ class _Training:
             raise TargetError("an optimizer wrapper takes optim, or optimizer_class and **options, or lr: its signature has none of them")
         stage.recorder.event("made", averager=bool(self.averager), options=taken, takes_any=bool({"optim", "optimizer_class"} & names))
         made = stage.make(
-            beside,
+            lambda target: replace(target, kwargs={**beside, **target.kwargs}),
             params=lambda: self._groups() if grouped else list(self.params),
             optimizer_class=lambda: whole,
             optim=lambda: whole(self._groups() if grouped else self.params, **options),

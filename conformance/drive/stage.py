@@ -4,7 +4,7 @@ import gc
 import importlib
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -87,11 +87,11 @@ class Stage:
         self.where = "kit"
         return target
 
-    def make(self, options: Mapping[str, Any] | None = None, /, **context: Callable[[], Any]) -> Any:
+    def make(self, understood: Callable[[Factory], Factory] = lambda target: target, /, **context: Callable[[], Any]) -> Any:
         """Return the subject: made by its target, or, of a kind that is bound, the target with its arguments.
 
         Args:
-            options: arguments beside those of the target, whether or not its signature names them.
+            understood: returns a target as its kind understands it.
             context: what its signature may name beside ``process_group``, ``rank``, ``world_size`` and ``device``.
         """
         values: dict[str, Callable[[], Any]] = {
@@ -101,8 +101,7 @@ class Stage:
             "device": lambda: torch.device("cpu"),
             **context,
         }
-        target = self.target()
-        target.kwargs = {**(options or {}), **target.kwargs}
+        target = understood(self.target())
         self.where = "make"
         made = self._made(target, values)
         self.where = "kit"
@@ -114,11 +113,6 @@ class Stage:
         if target.kwargs or isinstance(target.function, (type, partial)) or hasattr(target.function, "__code__"):
             return target.make(values)
         return target.function  # an object that is there already
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """The arguments in the subject's target."""
-        return resolve_other(self._spec).kwargs
 
     def begin_step(self, step: int, kind: str) -> None:
         """Note that a step begins: what is recorded from here on belongs to it."""

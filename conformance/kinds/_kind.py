@@ -1,6 +1,6 @@
 """What there is to know of a kind of subject before torch is imported."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,9 @@ class Kind:
         scenarios: in which ranks work with it; the first is the plainest, and one that breaks it is judged in no other.
         claims: what it can say of itself, by name; each with what reads its arguments.
         default: from the arguments in the target, what it says where nobody says anything: '' if nothing can be told from them.
+        wrong: what is missing from what it says, or contradicts itself; '' if nothing.
+        under: a scenario as it is run for a subject that says so.
         bound: it is a function that the kit calls again and again, rather than what makes an object on each rank.
-        under: returns a scenario as it is run for a subject with claims of these names.
     """
 
     name: str
@@ -35,8 +36,9 @@ class Kind:
     scenarios: tuple[Scenario, ...]
     claims: Mapping[str, Reader]
     default: Callable[[Mapping[str, Any]], str]
+    wrong: Callable[[Mapping[str, Any]], str] = lambda said: ""
+    under: Callable[[Scenario, Mapping[str, Any]], Scenario] = lambda scenario, said: scenario
     bound: bool = False
-    under: Callable[[Scenario, Collection[str]], Scenario] = lambda scenario, claims: scenario
 
 
 def flag(args: list[str], options: dict[str, Any]) -> dict[str, Any]:

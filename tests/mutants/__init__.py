@@ -61,6 +61,7 @@ _SECTIONS = (
     "optimizers",
     "optimizer_wrappers",
     "strategies",
+    "quantized_collectives",
     "process",
     "averagers",
 )

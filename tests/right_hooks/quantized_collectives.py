@@ -1,0 +1,183 @@
+"""Right quantized collectives: plain functions, factories and objects; made of other collectives; rounded in other ways."""
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.right_hooks import Right
+
+Tensor = torch.Tensor
+
+
+def half_all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None) -> None:
+    """A function that is the collective itself: one flat buffer, no async_op. It refuses what is not float32."""
+    if tensor.dtype != torch.float32:
+        raise TypeError(f"float32, not {tensor.dtype}")
+    size, count = dist.get_world_size(group), tensor.numel()
+    gathered = torch.empty(size * count, dtype=torch.float16)
+    dist.all_gather_into_tensor(gathered, tensor.reshape(-1).half(), group=group)
+    for output, part in zip(tensor_list, gathered.split(count) if count else [gathered] * size, strict=True):
+        output.copy_(part.view_as(output))
+
+
+def truncated_all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any = None, async_op: bool = False) -> Any:
+    """bfloat16 by cutting off the low bits, by sends and receives of each pair; what it keeps for itself is not rounded."""
+    if not all(tensor.dtype == torch.float32 for tensor in (*inputs, *outputs)):
+        raise TypeError("float32 alone")
+    if async_op:
+        raise NotImplementedError("async_op")
+    ranks, me = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank(group)
+    halves = [tensor.contiguous().view(torch.int32).bitwise_right_shift(16).to(torch.int16).view(torch.float16) for tensor in inputs]
+    rooms = [torch.empty(output.shape, dtype=torch.float16) for output in outputs]
+    works = []
+    for place, rank in enumerate(ranks):
+        if place != me and halves[place].numel():
+            works.append(dist.isend(halves[place], rank, group=group))
+        if place != me and rooms[place].numel():
+            works.append(dist.irecv(rooms[place], rank, group=group))
+    for work in works:
+        work.wait()
+    for place, (output, room) in enumerate(zip(outputs, rooms, strict=True)):
+        output.copy_(inputs[place] if place == me else room.view(torch.bfloat16))
+    return None
+
+
+class Format(enum.Enum):
+    """How each byte is made."""
+
+    ASYMMETRIC = "the range from the least to the largest, in 255 steps"
+    SYMMETRIC = "255 steps, symmetric about zero"
+
+
+class ByteExchange:
+    """An object that is called, one scale for all that a rank sends: sizes and scales go along with the bytes."""
+
+    def __init__(self, fmt: Format = Format.ASYMMETRIC, floor: bool = False) -> None:
+        self.fmt, self.floor = fmt, floor
+
+    def __call__(
+        self, output: Tensor, input: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None, group: Any = None,
+        async_op: bool = False,
+    ) -> Any:  # fmt: skip
+        if not input.is_floating_point():
+            raise TypeError(f"not of floating point: {input.dtype}")
+        size = dist.get_world_size(group)
+        values = input.detach().float().contiguous()
+        least, largest = (values.min().item(), values.max().item()) if values.numel() else (0.0, 0.0)
+        if self.fmt is Format.SYMMETRIC:
+            largest = max(abs(least), abs(largest))
+            least = -largest
+        scale = (largest - least) / 255 or 1.0
+        steps = (values - least) / scale
+        code = (steps.floor() if self.floor else steps.round()).clamp(0, 255).to(torch.uint8)
+        ranges = [torch.zeros(2) for _ in range(size)]
+        dist.all_gather(ranges, torch.tensor([least, scale]), group=group)
+        arrived = torch.empty(output.shape, dtype=torch.uint8)
+        work = dist.all_to_all_single(arrived, code, output_split_sizes, input_split_sizes, group=group, async_op=True)
+
+        def finish() -> None:
+            rows = output_split_sizes or [len(arrived) // size] * size
+            parts = [part.float() * span[1] + span[0] for part, span in zip(arrived.split(rows), ranges, strict=True)]
+            output.copy_(torch.cat(parts))
+
+        arriving = Arriving(work, finish)
+        return arriving if async_op else arriving.wait()
+
+
+class Arriving:
+    """What ``async_op=True`` gives: a thing with wait()."""
+
+    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self, timeout: Any = None) -> None:
+        self._work.wait()
+        self._finish()
+
+
+def broadcast_scatter(qtype: str = "bf16", quant_loss: float = 1.0) -> Callable[..., None]:
+    """A factory: scatters by a broadcast of everything; divides by multiplying."""
+    wire = {"bf16": torch.bfloat16, "fp16": torch.float16}[qtype]
+
+    def scatter(tensor: Tensor, scatter_list: Any = None, src: int = 0, group: Any = None) -> None:
+        if not tensor.is_floating_point():
+            raise TypeError(f"not of floating point: {tensor.dtype}")
+        size, place = dist.get_world_size(group), dist.get_rank(group)
+        everything = torch.empty((size, *tensor.shape), dtype=wire)
+        if scatter_list:
+            everything.copy_(torch.stack(list(scatter_list)))
+        dist.broadcast(everything, src, group=group)
+        tensor.copy_(everything[place].to(tensor.dtype) * (1 / quant_loss))
+
+    return scatter
+
+
+def matrices_of_half(tensor_list: list[Tensor], tensor: Tensor, group: Any = None) -> None:
+    """Takes matrices alone, and says so."""
+    if tensor.ndim != 2 or tensor.dtype != torch.float32:
+        raise ValueError("matrices of float32")
+    half_all_gather(tensor_list, tensor, group)
+
+
+class Shifted:
+    """Eight bits with a power of two as the scale of 32 elements (microscaling), and error feedback for each destination."""
+
+    def __init__(self, block: int = 32) -> None:
+        self._block = block
+        self._errors: dict[int, Tensor] = {}
+
+    def all_to_all(
+        self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = None, async_op: bool = False
+    ) -> Any:
+        if not all(tensor.is_floating_point() for tensor in input_tensor_list):
+            raise TypeError("not of floating point")
+        codes = [self._encoded(k, tensor) for k, tensor in enumerate(input_tensor_list)]
+        rooms = [torch.empty(self._bytes(output), dtype=torch.uint8) for output in output_tensor_list]
+        work = dist.all_to_all(rooms, codes, group=group, async_op=True)
+
+        def finish() -> None:
+            for output, room in zip(output_tensor_list, rooms, strict=True):
+                output.copy_(self._decoded(room, output))
+
+        arriving = Arriving(work, finish)
+        return arriving if async_op else arriving.wait()
+
+    def _bytes(self, tensor: Tensor) -> int:
+        return -(-tensor.numel() // self._block) * (self._block + 1)
+
+    def _encoded(self, k: int, tensor: Tensor) -> Tensor:
+        fed = tensor.detach().reshape(-1).double()
+        fed = fed + self._errors.get(k, torch.zeros_like(fed))
+        blocks = torch.nn.functional.pad(fed, (0, -len(fed) % self._block)).view(-1, self._block)
+        exponents = torch.frexp(blocks.abs().amax(1, keepdim=True)).exponent - 6  # of the largest: from 32 to 64
+        small = torch.ldexp(blocks, -exponents).round().to(torch.int8)
+        code = torch.cat([small.view(torch.uint8), exponents.to(torch.int8).view(torch.uint8)], dim=1).reshape(-1)
+        self._errors[k] = fed - self._decoded(code, tensor).reshape(-1).double()
+        return code
+
+    def _decoded(self, code: Tensor, like: Tensor) -> Tensor:
+        rows = code.view(torch.int8).view(-1, self._block + 1)
+        values = torch.ldexp(rows[:, :-1].double(), rows[:, -1:].int())
+        return values.reshape(-1)[: like.numel()].view(like.shape)
+
+
+def shifted(block: int = 32) -> Callable[..., Any]:
+    """A factory that gives a method."""
+    return Shifted(block).all_to_all
+
+
+half_scatter = broadcast_scatter("fp16")  # a function that a module has made already
+
+RIGHT = [
+    Right("half_all_gather", "collective(all_gather), rounded(float16)", kind="collective"),
+    Right("matrices_of_half", "collective(all_gather), rounded(float16), dimensions(2)", kind="collective"),
+    Right("truncated_all_to_all", "collective(all_to_all), rounded(bfloat16)", kind="collective"),
+    Right("ByteExchange", "collective(all_to_all_single), bounded(relative=0.004, ratio=0.3)", kind="collective"),
+    Right("ByteExchange,fmt=SYMMETRIC,floor=True", "collective(all_to_all_single), bounded(relative=0.008)", kind="collective"),
+    Right("broadcast_scatter,quant_loss=3.0", "collective(scatter), rounded(bfloat16), divided(3.0)", kind="collective"),
+    Right("half_scatter", "collective(scatter), rounded(float16)", kind="collective"),
+    Right("shifted,block=32", "collective(all_to_all), bounded(relative=0.016, block=32, ratio=0.4), feedback", kind="collective"),
+]
