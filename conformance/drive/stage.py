@@ -86,20 +86,23 @@ class Stage:
         Args:
             context: what its signature may name beside ``process_group``, ``rank``, ``world_size`` and ``device``.
         """
-        values: dict[str, Callable[[], Any]] = {
-            "process_group": lambda: self.group,
-            "rank": lambda: self.place,
-            "world_size": lambda: self.size,
-            "device": lambda: torch.device("cpu"),
-            **context,
-        }
         self.where = "load"
         target = resolve_other(self._spec)
         self.where = "make"
         try:
-            return self._made(target, values)
+            return self._made(target, {**self.context, **context})
         finally:
             self.where = "kit"
+
+    @property
+    def context(self) -> dict[str, Callable[[], Any]]:
+        """What the signature of any subject may name."""
+        return {
+            "process_group": lambda: self.group,
+            "rank": lambda: self.place,
+            "world_size": lambda: self.size,
+            "device": lambda: torch.device("cpu"),
+        }
 
     def _made(self, target: Factory, values: dict[str, Callable[[], Any]]) -> Any:
         if KINDS[self._spec.kind].bound:
