@@ -27,6 +27,8 @@ def play(stage: Stage) -> None:
     subject = stage.make()
     function: Any = subject.func if isinstance(subject, functools.partial) else subject
     if _is_context(function):
+        if given := {"enable", "throw_on_early_termination"} & getattr(subject, "keywords", {}).keys():
+            raise TargetError(f"{', '.join(sorted(given))}: the scenarios say so; leave it out of the target")
         context = _Context(stage, subject, function.notify_join_context)
     else:
         make = functools.partial(_made, stage, function, getattr(subject, "keywords", {}))
@@ -76,7 +78,7 @@ class _Contexts:
 
     def __init__(self, stage: Stage, join: Callable[..., Any], notify: Callable[[Any], Any]) -> None:
         self.stage, self.join, self.notify, self._contexts = stage, join, notify, 0
-        self.lengths = lengths(stage.scenario, stage.size)
+        self.lengths = lengths(stage.scenario, stage.scenario.group_of(stage.rank, stage.world))
 
     def counters(self) -> list[Counter]:
         return [Counter(self.stage, index, self.notify) for index in range(JOINABLES)]

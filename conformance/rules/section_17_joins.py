@@ -130,23 +130,27 @@ def notifies(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "17.3",
     "The steps of others are shadowed",
-    on=(UNEVEN,),
-    owns=(UNEVEN,),
-    needs=("17.1",),
+    on=(UNEVEN, ORDERED),
+    owns=(UNEVEN, ORDERED),
+    needs=("17.1", "17.2"),
     source=f"{GENERIC}, JoinHook.main_hook; Join: hooks are iterated over in the given order",
-    remedy="a context: ask before each shadowed step whether anybody trains, then call all main hooks in the order of the list; "
-    "a joinable: its main hook has to issue what a step does, on tensors of the same size and dtype",
+    remedy="a context: ask before each shadowed step whether anybody trains, wait for the answer, then call all main hooks in the "
+    "order of the list; a joinable: its main hook has to issue what a step does, on tensors of the same size and dtype",
 )
 def shadowed(run: Run, claims: Claims, found: Found) -> None:
     """A rank that has run out of inputs calls the main hooks of all joinables, in the order of the list, once for each step that
     another rank still takes. A joinable's main hook issues the collectives of its step.
 
     Inputs differ by one, or by a lot, and a rank has none. Each joinable of the kit has an allreduce that says which ranks took
-    part in it as what, and by which joinable.
+    part in it as what, and by which joinable. Once, peers enter a context when rank 0 has left it or waits for them: one that
+    does not wait for their answer is found out every time.
     """
     for at in _contexts(run):
         _steps(run, at, found)
-    _agreed(run, found)
+    if _is_context(run) or run.scenario.name != ORDERED.name:
+        _agreed(run, found)
+    else:
+        found.does_not_apply(OF_A_CONTEXT)
 
 
 @rule(
@@ -173,10 +177,8 @@ def post_hooks(run: Run, claims: Claims, found: Found) -> None:
         found.require(called == wanted, f"post hooks of joinables {wanted}, in this order", f"{at}: of joinables {called}")
         found.require(events[len(events) - len(posts) :] == posts, "post hooks after the last step", f"{at}: one before it")
         for event in posts:
-            is_last = at.own == at.most
-            wrong = f"{at}: is_last_joiner={event['last']} for joinable {event['joinable']}"
             cause = "the same on all ranks" if len(set(at.inputs)) > 1 and _said_alike(run, at.number) else ""
-            found.require(event["last"] == is_last, f"is_last_joiner={is_last}", wrong, cause)
+            _is_last(at, event, found, cause)
 
 
 @rule(
@@ -184,7 +186,7 @@ def post_hooks(run: Run, claims: Claims, found: Found) -> None:
     "Keyword arguments",
     on=(KEYWORD,),
     owns=(KEYWORD,),
-    needs=("17.1",),
+    needs=("17.3",),
     source=f"{GENERIC}, Joinable.join_hook: all joinables are forwarded the same kwargs",
     remedy="a context: join_hook(**kwargs) for each joinable; a joinable: join_hook(self, **kwargs), and take its own out of them",
 )
@@ -240,8 +242,7 @@ def again(run: Run, claims: Claims, found: Found) -> None:
     for at in _contexts(run):
         _steps(run, at, found)
         if _is_context(run):
-            last = {event["last"] for event in at.all("post")}
-            found.require(last == {at.own == at.most}, f"is_last_joiner={at.own == at.most}", f"{at}: {last or 'no post hook'}")
+            _last(at, found)
     _agreed(run, found)
 
 
@@ -332,34 +333,16 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
     for at in _contexts(run):
         _steps(run, at, found)
         if _is_context(run):
-            last = {event["last"] for event in at.all("post")}
-            found.require(last == {at.own == at.most}, f"is_last_joiner={at.own == at.most}", f"{at}: {last or 'no post hook'}")
+            _last(at, found)
+        for event in at.all("collective"):
+            others = sorted({*event["group"]} - {*at.group})
+            what = f"{at}: {event['what']} on ranks {event['group']}"
+            found.require(not others, f"collectives of ranks {at.group} alone", what, "join_process_group is WORLD, or a group= is missing")
     _agreed(run, found)
 
 
 @rule(
     "17.12",
-    "It waits for the answer",
-    on=(ORDERED,),
-    owns=(ORDERED,),
-    needs=("17.3",),
-    source="torch documentation, async_op: a collective's result is there after wait()",
-    remedy="an asynchronous collective whose result is read before its work is done",
-)
-def waits(run: Run, claims: Claims, found: Found) -> None:
-    """Whether anybody still trains is read when all ranks have said so.
-
-    Peers enter a context when rank 0 has left it, or waits for them: one that does not wait is found out every time.
-    """
-    if not _is_context(run):
-        found.does_not_apply(OF_A_CONTEXT)
-        return
-    for at in _contexts(run):
-        _steps(run, at, found)
-
-
-@rule(
-    "17.13",
     "DDP as it is",
     on=(DDP,),
     owns=(DDP,),
@@ -378,7 +361,7 @@ def ddp(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply(OF_A_CONTEXT)
         return
     for at in _contexts(run):
-        by_all = at.number < len(lengths(run.scenario, len(at.group))) // 2
+        by_all = at.number < len(lengths(run.scenario, at.group)) // 2
         for step in range(at.own):
             for index in range(len(run.scenario.params)):
                 right, bound = _gradient(run, at, step, index, by_all)
@@ -391,11 +374,11 @@ def ddp(run: Run, claims: Claims, found: Found) -> None:
 
 
 @rule(
-    "17.14",
+    "17.13",
     "ZeroRedundancyOptimizer as it is",
     on=(ZERO,),
     owns=(ZERO,),
-    needs=("17.13",),
+    needs=("17.6", "17.12"),
     source="test_zero_join_cpu; torch documentation, Join([model, optim])",
     remedy="the order of main hooks, where joinables are of several classes; one of them that is left out",
 )
@@ -414,7 +397,7 @@ def zero(run: Run, claims: Claims, found: Found) -> None:
 
 
 @rule(
-    "17.15",
+    "17.14",
     "Wrong arguments are refused",
     on=(WRONG,),
     owns=(WRONG,),
@@ -435,7 +418,7 @@ def wrong(run: Run, claims: Claims, found: Found) -> None:
 
 
 @rule(
-    "17.16",
+    "17.15",
     "It leaves the process as it was",
     on=(PLAIN,),
     source="torch documentation, reproducibility; the same as 9.1, 9.3, 9.4 and 9.6 of hooks",
@@ -448,7 +431,7 @@ def leaves_no_trace(run: Run, claims: Claims, found: Found) -> None:
 
 
 @rule(
-    "17.17",
+    "17.16",
     "Steps outside cost what they did before",
     on=(OUTSIDE,),
     owns=(OUTSIDE,),
@@ -460,7 +443,7 @@ def leaves_no_trace(run: Run, claims: Claims, found: Found) -> None:
 def outside(run: Run, claims: Claims, found: Found) -> None:
     """A step after the context has been left issues as many collectives as one before it was entered.
 
-    Joinables that are left enabled notify a context that is no longer there: every later step has an allreduce more, DDP two, and
+    Joinables that are left enabled notify a context that is no longer there: every later step has an allreduce more, of DDP two or three, and
     a step on one rank alone, such as an evaluation, waits for ranks that never come.
     """
     if not _is_context(run):
@@ -480,7 +463,7 @@ def outside(run: Run, claims: Claims, found: Found) -> None:
 
 
 @rule(
-    "17.18",
+    "17.17",
     "Who shadows notifies nobody",
     on=(UNEVEN,),
     needs=("17.3",),
@@ -518,7 +501,7 @@ def _contexts(run: Run) -> Iterator[At]:
     for number in sorted({event["step"] for rank in run.ranks for event in rank.all("step")}):
         for rank in run.ranks:
             group = run.group(rank.rank)
-            planned = lengths(run.scenario, len(group))
+            planned = lengths(run.scenario, group)
             yield At(rank, number, planned[number % len(planned)], group)
 
 
@@ -542,6 +525,20 @@ def _steps(run: Run, at: At, found: Found) -> None:
                 right[joinable], right[JOINABLES + joinable] = (_bits(at, ranks) for ranks in (trains, rest))
                 expected = f"joinable {joinable} stepped by ranks {trains}, shadowed by ranks {rest}"
                 found.require(got == right, expected, f"{at}, step {step}: {_in_words(at, got)}")
+
+
+def _last(at: At, found: Found) -> None:
+    """Require a right post hook of some joinable; 17.4 asks for those of all."""
+    posts = list(at.all("post"))
+    found.require(bool(posts), "post hooks", f"{at}: none")
+    for event in posts:
+        _is_last(at, event, found)
+
+
+def _is_last(at: At, post: Event, found: Found, cause: str = "") -> None:
+    right = at.own == at.most
+    wrong = f"{at}: is_last_joiner={post['last']} for joinable {post['joinable']}"
+    found.require(post["last"] == right, f"is_last_joiner={right}", wrong, cause)
 
 
 def _bits(at: At, ranks: list[int]) -> int:

@@ -59,6 +59,7 @@ _SECTIONS = (
     "at_scale",
     "local",
     "optimizers",
+    "joins",
     "process",
 )
 
