@@ -161,7 +161,9 @@ class _Context(_Contexts):
         steps: Steps = [counter.step for counter in counters]
         for inputs in self.lengths:
             self.run_to_its_error(counters, inputs[self.stage.place], steps, throw_on_early_termination=True)
-        for inputs in self.lengths[:2]:
+
+    def throws_ddp(self) -> None:
+        for inputs in self.lengths:
             ddp = self._ddp(Model(self.stage, has_collective=True))
             trains: Steps = [self._trains(ddp, step_too=False)]
             self.run_to_its_error([ddp], inputs[self.stage.place], trains, throw_on_early_termination=True)

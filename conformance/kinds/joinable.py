@@ -45,12 +45,16 @@ AGAIN = replace(
 )
 DISABLED = replace(PLAIN, name="joinable_disabled", what="enable=False, as many inputs on all ranks", case="disabled", world_sizes=(2,))
 THROWS = replace(
-    PLAIN,
-    name="joinable_throws",
-    what="throw_on_early_termination=True, even and uneven in turn; also a DDP whose forward has a collective",
+    PLAIN, name="joinable_throws", what="throw_on_early_termination=True, even and uneven in turn", case="throws", world_sizes=(2, 3)
+)
+THROWS_DDP = replace(
+    THROWS,
+    name="joinable_throws_ddp",
+    what="the same with a DDP whose forward has a collective",
     params=(Param((5, 3)),),
-    case="throws",
-    world_sizes=(2, 3),
+    case="throws_ddp",
+    world_sizes=(2,),
+    after="joinable_throws",
 )
 RAISES = replace(
     PLAIN, name="joinable_raises", what="each rank raises in the body, rank 0 before its peers", case="raises", world_sizes=(2,)
@@ -97,7 +101,7 @@ OUTSIDE = replace(
     params=(Param((5, 3)),),
 )
 
-SCENARIOS = (PLAIN, UNEVEN, KEYWORD, AGAIN, DISABLED, THROWS, RAISES, SUBGROUPS, ORDERED, DDP, ZERO, WRONG, OUTSIDE)
+SCENARIOS = (PLAIN, UNEVEN, KEYWORD, AGAIN, DISABLED, THROWS, THROWS_DDP, RAISES, SUBGROUPS, ORDERED, DDP, ZERO, WRONG, OUTSIDE)
 
 # Which of the kit's joinables are in a context, in order, where it is not all.
 _ORDERS: dict[str, list[tuple[int, ...]]] = {"again": [(0, 1, 2), (2, 0, 1), (1, 2)]}
@@ -123,6 +127,7 @@ def lengths(scenario: Scenario, group: tuple[int, ...]) -> list[Lengths]:
         ],
         "again": [falling, falling[::-1], (2, *(1,) * (size - 1))],
         "throws": [(2,) * size, falling, (1,) * size, tuple(range(size)), (3, *(2,) * (size - 1))],
+        "throws_ddp": [(2,) * size, falling],
         "raises": [(1,) * size, (2,) * size],
         "ddp": [falling, tuple(3 * (place % 2) for place in range(size))] * 2,
         "zero": [falling, tuple(4 * (place % 2) for place in range(size))],
