@@ -93,6 +93,7 @@ def even(run: Run, claims: Claims, found: Found) -> None:
 
     Whether it is a joinable or a context, ranks issue the same collectives in the same order.
     """
+    found.note("judged as a join context" if _is_context(run) else "judged as a joinable, in torch's context")
     for at in _contexts(run):
         _steps(run, at, found)
     _agreed(run, found)
@@ -372,7 +373,8 @@ def ddp(run: Run, claims: Claims, found: Found) -> None:
                 right, bound = _gradient(run, at, step, index, by_all)
                 where = f"{at}, step {step}, gradient of p{index}"
                 got = at.rank.tensors.get(f"{at.number}/{step}/grad/p{index}")
-                _same(found, got, right, bound, where, _divided(run, at, step, index))
+                unknown = "" if by_all else "DDP divides by the sum of what all ranks say where it notifies: joined ranks have to say 0"
+                _same(found, got, right, bound, where, _divided(run, at, step, index), unknown)
         _trained(run, at, found, by_all)
         buffer = at.rank.tensors.get(f"{at.number}/buffer")
         _same(found, buffer, torch.tensor([float(at.most)]).double(), 0.0, f"{at}, the buffer that counts steps")
@@ -529,7 +531,11 @@ def _steps(run: Run, at: At, found: Found) -> None:
                 right = [0] * (2 * JOINABLES)
                 right[joinable], right[JOINABLES + joinable] = (_bits(at, ranks) for ranks in (trains, rest))
                 expected = f"joinable {joinable} stepped by ranks {trains}, shadowed by ranks {rest}"
-                found.require(got == right, expected, f"{at}, step {step}: {_in_words(at, got)}")
+                met = {slot % JOINABLES for slot, bits in enumerate(got) if bits}
+                cause = (
+                    "ranks meet in collectives of different joinables: main hooks in another order than the list's" if len(met) > 1 else ""
+                )
+                found.require(got == right, expected, f"{at}, step {step}: {_in_words(at, got)}", cause)
 
 
 def _last(at: At, found: Found) -> None:
@@ -621,14 +627,20 @@ def _divided(run: Run, at: At, step: int, index: int) -> dict[str, torch.Tensor]
 
 
 def _same(
-    found: Found, got: torch.Tensor | None, right: torch.Tensor, bound: float, where: str, known: dict[str, torch.Tensor] | None = None
+    found: Found,
+    got: torch.Tensor | None,
+    right: torch.Tensor,
+    bound: float,
+    where: str,
+    known: dict[str, torch.Tensor] | None = None,
+    unknown: str = "",
 ) -> None:
-    """Require values; ``known`` are those that known mistakes make, by their names."""
+    """Require values; ``known`` are those that known mistakes make, by their names; ``unknown`` is the cause of any others."""
     if not found.require(got is not None, "a record", f"{where}: none"):
         return
     assert got is not None
     values = got.reshape(-1).double()
     off = ((values - right).abs() > bound).nonzero()
-    cause = next((name for name, value in (known or {}).items() if torch.allclose(values, value, rtol=1e-6, atol=0.0)), "")
+    cause = next((name for name, value in (known or {}).items() if torch.allclose(values, value, rtol=1e-6, atol=0.0)), unknown)
     at = int(off[0]) if len(off) else 0
     found.require(not len(off), f"{right[at].item():.9g}", f"{where}, index {at}: {values[at].item():.9g}", cause)
