@@ -89,7 +89,7 @@ class _Contexts:
             self._train(joinables, inputs, steps, options)
 
     def run_to_its_error(
-        self, joinables: list[Any], inputs: int, steps: Steps, then: Callable[[], object] = int, raised: Any = None, **options: Any
+        self, joinables: list[Any], inputs: int, steps: Steps, then: Callable[[], object] = lambda: None, raised: Any = None, **options: Any
     ) -> None:
         """The same, and write down whether an exception comes out of it.
 
@@ -113,7 +113,9 @@ class _Contexts:
         with self.stage.inside(f"the context of {', '.join(type(joinable).__name__ for joinable in joinables)}"):
             yield
 
-    def _train(self, joinables: list[Any], inputs: int, steps: Steps, options: dict[str, Any], then: Callable[[], object] = int) -> None:
+    def _train(
+        self, joinables: list[Any], inputs: int, steps: Steps, options: dict[str, Any], then: Callable[[], object] = lambda: None
+    ) -> None:
         with self.join(joinables, **options):
             self.note("begun")
             for at in range(inputs):
@@ -189,9 +191,9 @@ class _Context(_Contexts):
         half = len(self.lengths) // 2
         for number, inputs in enumerate(self.lengths):
             model = Model(self.stage)
-            self.run(
-                [ddp := self._ddp(model)], inputs[self.stage.place], [self._trains(ddp, step_too=True)], **self._divides(number < half)
-            )
+            ddp = self._ddp(model)
+            options = {} if number < half else {"divide_by_initial_world_size": False}
+            self.run([ddp], inputs[self.stage.place], [self._trains(ddp, step_too=True)], **options)
             self._keep(model)
 
     def zero(self) -> None:
@@ -233,7 +235,7 @@ class _Context(_Contexts):
             ("two counters", counters, [counter.step for counter in counters]),
             ("DistributedDataParallel", [ddp], [trains]),
         ):
-            self._outside(f"{name}", "before", steps)
+            self._outside(name, "before", steps)
             self.run(joinables, self.lengths[0][self.stage.place], steps)
             self._outside(name, "after a context", steps)
             self.run_to_its_error(joinables, 1, steps, raising, error)
@@ -266,9 +268,6 @@ class _Context(_Contexts):
                     parameter.data.sub_(LEARNING_RATE * parameter.grad)
 
         return train
-
-    def _divides(self, by_all: bool) -> dict[str, Any]:
-        return {} if by_all else {"divide_by_initial_world_size": False}
 
     def _keep(self, model: Model) -> None:
         for index, parameter in enumerate(model.probe.tensors):
