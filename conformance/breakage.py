@@ -157,7 +157,7 @@ def _during(rank: RankRecord) -> str:
     """Where a rank was when it was last heard of."""
     if not rank.events:
         return " before it began"
-    last = rank.events[-1]
+    last = _entered(rank) or rank.events[-1]
     if last["event"] == "call":
         return f" inside hook call {last['call']}: step {last['step']}, bucket {last['index']}, {last['numel']} elements of {last['dtype']}"
     if last["event"] == "enters":
@@ -169,8 +169,14 @@ def _during(rank: RankRecord) -> str:
     return f" in step {last['step']}, after {last['event']!r}"
 
 
+def _entered(rank: RankRecord) -> dict[str, Any] | None:
+    """The call of a subject that is no hook which a rank has entered and not left."""
+    last = next((event for event in reversed(rank.events) if event["event"] in ("enters", "leaves")), None)
+    return last if last and last["event"] == "enters" else None
+
+
 def _hang(run: Run, waiting: list[RankRecord]) -> str:
-    inside = [rank for rank in waiting if rank.events and rank.events[-1]["event"] in ("call", "enters")]
+    inside = [rank for rank in waiting if rank.events and (_entered(rank) or rank.events[-1])["event"] in ("call", "enters")]
     if inside:
         places = "; ".join(f"rank {rank.rank}{_during(rank)}{_at(rank)}" for rank in inside)
         return f"the {run.scenario.kind} did not return: {places}"

@@ -22,7 +22,7 @@ def disagreement(run: Run) -> str:
         sequences = {rank: issued[rank].get(group, []) for rank in group[0] if rank in issued}
         for number in range(max(map(len, sequences.values()))):
             at = {rank: events[number] if number < len(events) else None for rank, events in sequences.items()}
-            said = {rank: event["what"] for rank, event in at.items() if event}
+            said = {rank: _asked(event) for rank, event in at.items() if event}
             if len(set(said.values())) > 1:
                 first, other = next(iter(said)), next(rank for rank, what in said.items() if what != next(iter(said.values())))
                 return _sentence(run, group, number, first, at[first], other, at[other])
@@ -31,6 +31,11 @@ def disagreement(run: Run) -> str:
                 if run.finished or _is_past(run.ranks[rank], at[first]):
                     return _sentence(run, group, number, first, at[first], rank, None)
     return ""
+
+
+def _asked(event: dict[str, Any]) -> str:
+    """Return what a collective does. An operation that is not named is a sum: that is the default, and DDP's own."""
+    return str(event["what"]).replace(" SUM ", " ")
 
 
 def _issued(rank: RankRecord) -> dict[Group, list[dict[str, Any]]]:

@@ -32,6 +32,7 @@ SECTIONS = {
     "14": "Averagers",
     "15": "Optimizer wrappers",
     "16": "Sync strategies",
+    "17": "Joins",
     "18": "Quantized collectives",
     "20": "At scale, simulated",
 }

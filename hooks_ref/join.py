@@ -12,8 +12,9 @@ A :class:`Joinable` has collectives in every step, and a :class:`JoinHook` that 
 step.
 
 Classes and attributes are as torch names them, so that torch's DistributedDataParallel and ZeroRedundancyOptimizer are
-joinables here as they are. An exception in the body comes out at once: nothing is shadowed then. When the context is left
-its joinables are as they were before, so that steps outside of it cost nothing, and it can be entered again.
+joinables here as they are. An exception in the body comes out at once: nothing is shadowed then. When the loop is left its
+joinables are as they were before: what a main hook does notifies nobody, be it a step as ZeroRedundancyOptimizer's, steps outside
+of the context cost nothing, and it can be entered again.
 
 Source: torch documentation, "Distributed Training with Uneven Inputs Using the Join Context Manager" and "Generic Join
 Context Manager" (classes, arguments, order of hooks).
@@ -129,12 +130,10 @@ class Join:
         self._configure()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if self._enable and kind is None:
-                self._shadow()
-        finally:
-            for joinable, before in zip(self._joinables, self._before, strict=True):
-                joinable._join_config = before
+        for joinable, before in zip(self._joinables, self._before, strict=True):
+            joinable._join_config = before
+        if self._enable and kind is None:
+            self._shadow()
 
     def _shadow(self) -> None:
         steps = 0

@@ -7,11 +7,12 @@ the rule book, which says what must hold of their records. The way from the comm
 from conformance.kinds._kind import Kind
 from conformance.kinds.averager import AVERAGER
 from conformance.kinds.collective import COLLECTIVE
+from conformance.kinds.joinable import JOINABLE
 from conformance.kinds.optimizer import OPTIMIZER
 from conformance.kinds.strategy import STRATEGY
 
 HOOK = "hook"
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (AVERAGER, OPTIMIZER, STRATEGY, COLLECTIVE)}
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (AVERAGER, OPTIMIZER, STRATEGY, JOINABLE, COLLECTIVE)}
 
 
 def kind_of(section: str) -> str:

@@ -174,3 +174,21 @@ def trains(process_group: Any, rank: int, *, lengths: tuple[int, ...], hook: str
             assert torch.equal(root, tensor), "replicas differ"
 
     return once(check)
+
+
+def steps_alone(process_group: Any, rank: int) -> Case:
+    """ZeroRedundancyOptimizer alone, whose main hook is a step: it ends, and replicas are the same."""
+
+    def check() -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(4)]
+        zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, process_group=process_group, lr=0.5)
+        with Join([zero]):
+            for _ in range(1 + 2 * rank):
+                for parameter in params:
+                    parameter.grad = torch.ones(3)
+                zero.step()
+        assert all(torch.equal(parameter.detach(), torch.full((3,), -1.5)) for parameter in params), params
+
+    return once(check)

@@ -59,11 +59,12 @@ _SECTIONS = (
     "at_scale",
     "local",
     "optimizers",
-    "optimizer_wrappers",
-    "strategies",
-    "quantized_collectives",
     "process",
     "averagers",
+    "optimizer_wrappers",
+    "strategies",
+    "joins",
+    "quantized_collectives",
 )
 
 

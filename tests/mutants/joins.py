@@ -1,0 +1,424 @@
+"""Join contexts with one defect each, and joinables. The contexts are a right one with one thing changed."""
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join as TorchsJoin
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+
+from tests.mutants import Mutant
+
+
+class Right:
+    """The right context: what mutants change is a method of its own."""
+
+    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
+        self.joinables, self.enable, self.throw, self.shadowed = joinables, enable, throw_on_early_termination, 0
+        self.check()
+        self.group = joinables[0].join_process_group if joinables else None
+        self.hooks = self.ask(kwargs)
+        self.before = [joinable._join_config for joinable in self.joinables]
+
+    def check(self) -> None:
+        if not self.joinables or len({joinable.join_process_group for joinable in self.joinables}) > 1:
+            raise ValueError("joinables of one group, at least one")
+
+    def ask(self, kwargs: dict[str, Any]) -> list[Any]:
+        return [joinable.join_hook(**kwargs) for joinable in self.joinables]
+
+    def __enter__(self) -> None:
+        for number, joinable in enumerate(self.joinables):
+            joinable._join_config = _JoinConfig(self.enable, self.throw, self.is_first(number))
+
+    def is_first(self, number: int) -> bool:
+        return number == 0
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+        for joinable, config in zip(self.joinables, self.before, strict=True):
+            joinable._join_config = config
+        if self.enable and kind is None:
+            self.shadow()
+            self.finish()
+        return None
+
+    def shadow(self) -> None:
+        while self.anybody_trains():
+            if self.throw:
+                self.say(1.0)
+                raise RuntimeError("out of inputs")
+            self.call_main_hooks()
+            self.shadowed += 1
+
+    def anybody_trains(self) -> bool:
+        return self.say(0.0) > 0
+
+    def say(self, value: float) -> float:
+        said = torch.full((1,), value)
+        dist.all_reduce(said, group=self.group)
+        return said.item()
+
+    def call_main_hooks(self) -> None:
+        for hook in self.hooks:
+            hook.main_hook()
+
+    def finish(self) -> None:
+        for hook in self.hooks:
+            hook.post_hook(self.is_last())
+
+    def is_last(self) -> bool:
+        return not self.shadowed
+
+    @staticmethod
+    def notify_join_context(joinable: Any) -> Any:
+        return TorchsJoin.notify_join_context(joinable)
+
+
+class ShadowsOnceTooOften(Right):
+    """Calls the main hooks before it asks whether anybody trains: once too often, with nobody to shadow."""
+
+    def shadow(self) -> None:
+        self.call_main_hooks()
+        super().shadow()
+
+
+class ShadowsBackwards(Right):
+    """Calls main hooks in the order in which a stack unwinds."""
+
+    def call_main_hooks(self) -> None:
+        for hook in reversed(self.hooks):
+            hook.main_hook()
+
+
+class ShadowsOne(Right):
+    """Shadows the first joinable alone."""
+
+    def call_main_hooks(self) -> None:
+        self.hooks[0].main_hook()
+
+
+class EverybodyIsLast(Right):
+    """Says of every rank that it was among the last."""
+
+    def is_last(self) -> bool:
+        return True
+
+
+class LowestIsLast(Right):
+    """Says so of one rank alone, the first of its group, whoever came last."""
+
+    def is_last(self) -> bool:
+        return self.group.rank() == 0
+
+
+class FinishesOne(Right):
+    """Calls the post hook of the last joinable alone, as where a loop's variable is used after the loop."""
+
+    def finish(self) -> None:
+        self.hooks[-1].post_hook(self.is_last())
+
+
+class DropsKeywords(Right):
+    """Keeps keyword arguments to itself."""
+
+    def ask(self, kwargs: dict[str, Any]) -> list[Any]:
+        return super().ask({})
+
+
+class KeywordsForTheFirst(Right):
+    """Hands keyword arguments to the first joinable, which takes them out of what the others get."""
+
+    def ask(self, kwargs: dict[str, Any]) -> list[Any]:
+        hooks = []
+        for joinable in self.joinables:
+            hooks.append(joinable.join_hook(**kwargs))
+            kwargs = {}
+        return hooks
+
+
+class AllSpeak(Right):
+    """Every joinable notifies, and every main hook is preceded by a question."""
+
+    def is_first(self, number: int) -> bool:
+        return True
+
+    def call_main_hooks(self) -> None:
+        for number, hook in enumerate(self.hooks):
+            if number:
+                self.say(0.0)
+            hook.main_hook()
+
+
+class RemembersShadowing(Right):
+    """Keeps with its joinables whether this rank has ever run out of inputs before others."""
+
+    def is_last(self) -> bool:
+        for joinable in self.joinables if self.shadowed else ():
+            joinable.has_shadowed = True
+        return not any(hasattr(joinable, "has_shadowed") for joinable in self.joinables)
+
+
+class NotifiesDisabled(Right):
+    """Notifies whether it is enabled or not."""
+
+    @staticmethod
+    def notify_join_context(joinable: Any) -> Any:
+        if joinable._join_config.is_first_joinable:
+            joinable._join_config = joinable._join_config._replace(enable=True)
+        return TorchsJoin.notify_join_context(joinable)
+
+
+class FinishesDisabled(Right):
+    """Calls the post hooks of a context that is disabled."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+        result = super().__exit__(kind, error, trace)
+        if not self.enable and kind is None:
+            self.finish()
+        return result
+
+
+class NeverThrows(Right):
+    """Shadows, whatever throw_on_early_termination says."""
+
+    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
+        super().__init__(joinables, enable, False, **kwargs)
+
+
+class ThrowsLate(Right):
+    """Shadows, and throws on all ranks when it is over."""
+
+    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
+        super().__init__(joinables, enable, False, **kwargs)
+        self.throws_late = throw_on_early_termination
+
+    def finish(self) -> None:
+        super().finish()
+        if self.throws_late and self.say(float(self.shadowed)):
+            raise RuntimeError("inputs were uneven")
+
+
+class ThrowsAlone(Right):
+    """The rank that has run out of inputs raises, and tells nobody."""
+
+    def shadow(self) -> None:
+        if self.throw and self.anybody_trains():
+            raise RuntimeError("out of inputs")
+        if not self.throw:
+            super().shadow()
+
+
+class SwallowsExceptions(Right):
+    """Returns true where it is given an exception."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+        super().__exit__(kind, error, trace)
+        return kind is not None and not issubclass(kind, RuntimeError)
+
+
+class WrapsExceptions(Right):
+    """Raises another exception in the place of the body's."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+        super().__exit__(kind, error, trace)
+        if kind is not None and not issubclass(kind, RuntimeError):
+            raise RuntimeError("training failed") from error
+        return None
+
+
+class FinishesAfterExceptions(Right):
+    """Calls post hooks in a ``finally``."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+        result = super().__exit__(kind, error, trace)
+        if kind is not None and not self.throw:
+            self.finish()
+        return result
+
+
+class ShadowsAfterExceptions(Right):
+    """Shadows where the body has raised: it waits for peers that may never come."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+        super().__exit__(None if kind is None or issubclass(kind, ArithmeticError) else kind, error, trace)
+        return None
+
+
+class AsksTheWorld(Right):
+    """Asks all ranks there are, whatever the group."""
+
+    def say(self, value: float) -> float:
+        said = torch.full((1,), value)
+        dist.all_reduce(said)
+        return said.item()
+
+    @staticmethod
+    def notify_join_context(joinable: Any) -> Any:
+        config = joinable._join_config
+        if config.throw_on_early_termination or not (config.enable and config.is_first_joinable):
+            return TorchsJoin.notify_join_context(joinable)
+        return dist.all_reduce(torch.ones(1), async_op=True)
+
+
+class DoesNotWait(Right):
+    """Reads the answer of an asynchronous collective before it is there."""
+
+    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
+        super().__init__(joinables, enable, throw_on_early_termination, **kwargs)
+        self.questions: list[Any] = []
+
+    def say(self, value: float) -> float:
+        said = torch.full((1,), value)
+        self.questions.append((said, dist.all_reduce(said, group=self.group, async_op=True)))
+        return said.item()
+
+
+class WeighsTheJoined(Right):
+    """Ranks that have joined take a quarter from what those say that train: the sum is above zero as long as any does."""
+
+    def anybody_trains(self) -> bool:
+        return self.say(-0.25) > 0
+
+
+class TorchsFirst(Right):
+    """Calls the main hooks of torch's own joinables before those of others, whatever the order of the list."""
+
+    def call_main_hooks(self) -> None:
+        pairs = zip(self.joinables, self.hooks, strict=True)
+        for _, hook in sorted(pairs, key=lambda pair: not type(pair[0]).__module__.startswith("torch.")):
+            hook.main_hook()
+
+
+class TakesAnything(Right):
+    """Leaves out what is no joinable, takes the first one's group for all, and does nothing without any."""
+
+    def check(self) -> None:
+        self.joinables = [joinable for joinable in self.joinables if hasattr(joinable, "join_hook")]
+        self.enable = self.enable and bool(self.joinables)
+
+
+class ChangesFilters(Right):
+    """Has warnings shown once, from then on, in the whole process."""
+
+    def finish(self) -> None:
+        warnings.simplefilter("once")
+        super().finish()
+
+
+class RightJoinable(Joinable):
+    """The right joinable: one allreduce in each step."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__()
+        self.group, self.total = process_group, torch.zeros(5)
+
+    def __call__(self) -> None:
+        TorchsJoin.notify_join_context(self)
+        self.sum(torch.ones(5))
+
+    def sum(self, given: torch.Tensor) -> None:
+        dist.all_reduce(given, group=self.group)
+        self.total = given
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _Shadow(self, 5)
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.group
+
+
+class _Shadow(JoinHook):
+    def __init__(self, joinable: RightJoinable, size: int) -> None:
+        self.joinable, self.size = joinable, size
+
+    def main_hook(self) -> None:
+        if self.size:
+            self.joinable.sum(torch.zeros(self.size))
+
+
+class NotifiesLate(RightJoinable):
+    """Says that it trains when its step is over."""
+
+    def __call__(self) -> None:
+        self.sum(torch.ones(5))
+        TorchsJoin.notify_join_context(self)
+
+
+class NeverNotifies(RightJoinable):
+    """Does not say that it trains."""
+
+    def __call__(self) -> None:
+        self.sum(torch.ones(5))
+
+
+class ShadowsNothing(RightJoinable):
+    """Has an empty main hook."""
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _Shadow(self, 0)
+
+
+class StepsToShadow(RightJoinable):
+    """Has its step as its main hook, which says that this rank trains; as torch's ZeroRedundancyOptimizer."""
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        hook = _Shadow(self, 5)
+        hook.main_hook = self  # type: ignore[method-assign]
+        return hook
+
+
+class TakesNoKeywords(RightJoinable):
+    """Takes its own keyword argument, and none that is meant for others."""
+
+    def join_hook(self, factor: int = 1) -> JoinHook:
+        return _Shadow(self, 5)
+
+
+class NamesTheWorld(RightJoinable):
+    """Has its collectives in its group, and those of the context in WORLD."""
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
+KIND = "joinable"
+MUTANTS = [
+    Mutant("ShadowsOnceTooOften", ("17.1",), kind=KIND),
+    Mutant("NotifiesLate", ("17.2",), kind=KIND),
+    Mutant("NeverNotifies", ("17.2",), kind=KIND),
+    Mutant("ShadowsBackwards", ("17.3",), kind=KIND),
+    Mutant("ShadowsOne", ("17.3",), kind=KIND, hangs=True),
+    Mutant("DoesNotWait", ("17.3",), kind=KIND),
+    Mutant("ShadowsNothing", ("17.3",), kind=KIND, hangs=True),
+    Mutant("StepsToShadow", ("17.3",), kind=KIND, hangs=True),
+    Mutant("EverybodyIsLast", ("17.4",), kind=KIND),
+    Mutant("LowestIsLast", ("17.4",), kind=KIND),
+    Mutant("FinishesOne", ("17.4",), kind=KIND),
+    Mutant("DropsKeywords", ("17.5",), kind=KIND),
+    Mutant("KeywordsForTheFirst", ("17.5",), kind=KIND),
+    Mutant("TakesNoKeywords", ("17.5",), kind=KIND),
+    Mutant("AllSpeak", ("17.6",), kind=KIND),
+    Mutant("RemembersShadowing", ("17.7",), kind=KIND),
+    Mutant("NotifiesDisabled", ("17.8",), kind=KIND),
+    Mutant("FinishesDisabled", ("17.8",), kind=KIND),
+    Mutant("NeverThrows", ("17.9",), kind=KIND),
+    Mutant("ThrowsLate", ("17.9",), kind=KIND),
+    Mutant("ThrowsAlone", ("17.9",), kind=KIND, hangs=True),
+    Mutant("SwallowsExceptions", ("17.10",), kind=KIND),
+    Mutant("WrapsExceptions", ("17.10",), kind=KIND),
+    Mutant("FinishesAfterExceptions", ("17.10",), kind=KIND),
+    Mutant("ShadowsAfterExceptions", ("17.10",), kind=KIND, hangs=True),
+    Mutant("AsksTheWorld", ("17.11",), kind=KIND),
+    Mutant("NamesTheWorld", ("17.11",), kind=KIND),
+    Mutant("WeighsTheJoined", ("17.12",), kind=KIND),
+    Mutant("TorchsFirst", ("17.13",), kind=KIND),
+    Mutant("TakesAnything", ("17.14",), kind=KIND),
+    Mutant("ChangesFilters", ("17.15",), kind=KIND),
+]

@@ -1,0 +1,201 @@
+"""Right join contexts and joinables, in the shapes that they come in."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join as TorchsJoin
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.right_hooks import Right
+
+
+class Tidy(TorchsJoin):
+    """torch's, which puts back what that one leaves changed."""
+
+    def __enter__(self) -> "Tidy":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            with warnings.catch_warnings():
+                super().__exit__(*error)
+        finally:
+            for joinable in self._joinables:
+                joinable._join_config = _JoinConfig.construct_disabled_join_config()
+
+
+class OfItsOwn:
+    """Does nothing before it is entered, asks through the group itself, and has a notification of its own for its joinables."""
+
+    def __init__(
+        self, joinables: Any, enable: bool = True, throw_on_early_termination: bool = False, patience: int = 9, **kwargs: Any
+    ) -> None:
+        self.joinables, self.enable, self.throw, self.kwargs = tuple(joinables), enable, throw_on_early_termination, kwargs
+        self.patience = patience
+
+    def __enter__(self) -> "OfItsOwn":
+        groups = [joinable.join_process_group for joinable in self.joinables]
+        if not groups or any(group is not groups[0] for group in groups):
+            raise ValueError("joinables of one group, and one at least")
+        self.group, self.hooks = groups[0], [joinable.join_hook(**self.kwargs) for joinable in self.joinables]
+        with ExitStack() as stack:
+            for joinable in self.joinables:
+                stack.callback(setattr, joinable, "_join_config", joinable._join_config)
+                joinable._join_config = _JoinConfig(self.enable, self.throw, joinable is self.joinables[0])
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, *rest: object) -> None:
+        self.stack.close()
+        if kind or not self.enable:
+            return
+        steps = 0
+        while self.ask(0):
+            if self.throw:
+                self.ask(1)
+                raise EOFError(f"rank {self.group.rank()} has no more inputs")
+            steps += 1
+            if steps == self.patience:
+                print(f"rank {self.group.rank()} waits for others since {steps} steps")
+            [hook.main_hook() for hook in self.hooks]
+        [hook.post_hook(is_last_joiner=not steps) for hook in self.hooks]
+
+    def ask(self, value: float) -> float:
+        said = torch.tensor([float(value)])
+        self.group.allreduce([said]).wait()
+        return float(said)
+
+    @classmethod
+    def notify_join_context(cls, joinable: Any) -> None:
+        config = joinable._join_config
+        if config.enable and config.is_first_joinable:
+            dist.all_reduce(torch.ones(1), group=joinable.join_process_group)
+            if config.throw_on_early_termination:
+                stop = torch.zeros(1)
+                dist.all_reduce(stop, group=joinable.join_process_group)
+                if stop:
+                    raise EOFError("a rank has no more inputs")
+
+
+@contextmanager
+def joined(joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> Iterator[None]:
+    """A generator; torch's does the work."""
+    context = Tidy(list(joinables), enable, throw_on_early_termination, **kwargs)
+    with context:
+        yield
+
+
+joined.notify_join_context = TorchsJoin.notify_join_context  # type: ignore[attr-defined]
+
+
+def made_by_a_function(name: str) -> Any:
+    """Returns a context's class."""
+    return {"tidy": Tidy, "own": OfItsOwn}[name]
+
+
+class OnCpu(Joinable):
+    """What the joinables here have in common."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__()
+        self.group = process_group
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.group
+
+
+class Shadow(JoinHook):
+    """Calls functions."""
+
+    def __init__(self, main: Callable[[], object], post: Callable[[bool], object] = bool) -> None:
+        self.main, self.post = main, post
+
+    def main_hook(self) -> None:
+        self.main()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.post(is_last_joiner)
+
+
+class Statistics(OnCpu):
+    """Keeps a mean over all inputs; when all have joined, one of the last says what is kept. Its inputs are random."""
+
+    def __init__(self, process_group: Any, size: int = 4) -> None:
+        super().__init__(process_group)
+        self.size, self.sum, self.count = size, torch.zeros(size), 0.0
+
+    def __call__(self) -> None:
+        TorchsJoin.notify_join_context(self)
+        self.update(torch.randn(self.size), 1.0)
+
+    def update(self, values: torch.Tensor, count: float) -> None:
+        said = torch.cat([values, torch.tensor([count])])
+        dist.all_reduce(said, group=self.group)
+        self.sum, self.count = self.sum + said[:-1], self.count + float(said[-1])
+
+    def finish(self, is_last: bool) -> None:
+        place = torch.tensor([self.group.rank() if is_last else -1])
+        dist.all_reduce(place, dist.ReduceOp.MAX, group=self.group)
+        dist.broadcast(self.sum, group=self.group, group_src=int(place))
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return Shadow(lambda: self.update(torch.zeros(self.size), 0.0), self.finish)
+
+
+class Gathers(OnCpu):
+    """Is stepped, not called; gathers in two asynchronous collectives, which it waits for in the next step, as its hook does."""
+
+    def __init__(self, pg: Any) -> None:
+        super().__init__(pg)
+        self.works: list[Any] = []
+
+    def step(self) -> None:
+        notified = TorchsJoin.notify_join_context(self)
+        if notified is not None:
+            notified.wait()
+        self.gather(torch.ones(3))
+
+    def gather(self, given: torch.Tensor) -> None:
+        for work in self.works:
+            work.wait()
+        lists = [[torch.empty(3) for _ in range(self.group.size())] for _ in range(2)]
+        self.works = [dist.all_gather(gathered, given, group=self.group, async_op=True) for gathered in lists]
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return Shadow(lambda: self.gather(torch.zeros(3)), lambda _: self.gather(torch.zeros(3)))
+
+
+class Trains(DistributedDataParallel):
+    """torch's, with inputs of its own."""
+
+    def __call__(self) -> None:
+        super().__call__(torch.randn(2, 4)).square().sum().backward()
+
+
+def ddp(process_group: Any, buffers: bool = True) -> Trains:
+    """A model in DDP, with a buffer that is broadcast."""
+    norm = torch.nn.BatchNorm1d(3) if buffers else torch.nn.Identity()
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), norm, torch.nn.Linear(3, 1))
+    return Trains(net, process_group=process_group, bucket_cap_mb=1 / 2**20)
+
+
+KIND = "joinable"
+RIGHT = [
+    Right("Tidy", kind=KIND),
+    Right("OfItsOwn,patience=2", kind=KIND),
+    Right("joined", kind=KIND),
+    Right("made_by_a_function,name=own", kind=KIND),
+    Right("Statistics,size=7", kind=KIND),
+    Right("Gathers", kind=KIND),
+    Right("ddp", kind=KIND),
+]
