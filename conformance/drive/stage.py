@@ -94,28 +94,11 @@ class Stage:
             understood: returns a target as its kind understands it.
             context: what its signature may name beside ``process_group``, ``rank``, ``world_size`` and ``device``.
         """
-<<<<<<< HEAD
-        values: dict[str, Callable[[], Any]] = {
-            "process_group": lambda: self.group,
-            "rank": lambda: self.place,
-            "world_size": lambda: self.size,
-            "device": lambda: torch.device("cpu"),
-            **context,
-        }
         target = understood(self.target())
         self.where = "make"
-        made = self._made(target, values)
+        made = self._made(target, {**self.context, **context})
         self.where = "kit"
         return made
-=======
-        self.where = "load"
-        target = resolve_other(self._spec)
-        self.where = "make"
-        try:
-            return self._made(target, {**self.context, **context})
-        finally:
-            self.where = "kit"
->>>>>>> k-joinable
 
     @property
     def context(self) -> dict[str, Callable[[], Any]]:
