@@ -30,6 +30,7 @@ SECTIONS = {
     "12": "Failure",
     "13": "Lossy, local and fused claims",
     "14": "Averagers",
+    "19": "Activation checkpointing",
     "20": "At scale, simulated",
 }
 AT_SCALE = "20"

@@ -6,9 +6,10 @@ the rule book, which says what must hold of their records. The way from the comm
 
 from conformance.kinds._kind import Kind
 from conformance.kinds.averager import AVERAGER
+from conformance.kinds.wrapper import WRAPPER
 
 HOOK = "hook"
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (AVERAGER,)}
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (AVERAGER, WRAPPER)}
 
 
 def kind_of(section: str) -> str:
