@@ -38,7 +38,10 @@ def play(stage: Stage) -> None:
         return
     net = network(stage.scenario.case)
     parameters, buffers = dict(net.named_parameters()), dict(net.named_buffers())
+    hooks = _Hooks(net) if stage.scenario.case == "hooked" else None
     net.wrap(_wrap(stage))
+    if hooks:
+        hooks.register("wrapper", net.blocks[0])
     with stage.inside("DistributedDataParallel"):
         ddp = DistributedDataParallel(
             net,
@@ -47,7 +50,6 @@ def play(stage: Stage) -> None:
             static_graph=stage.scenario.static_graph,
         )
         ddp.register_comm_hook(stage.group, _mean_in_order)
-    hooks = _Hooks(net) if stage.scenario.case == "hooked" else None
     for step, kind in enumerate(stage.scenario.steps):
         stage.begin_step(step, kind)
         torch.manual_seed(1000 * step + stage.rank)
@@ -59,12 +61,16 @@ def play(stage: Stage) -> None:
             if stage.scenario.name not in {scenario.name for scenario in LIMITED} or stage.bare:
                 raise
             stage.where = "kit"
-            stage.recorder.event("refused", error=f"{type(error).__name__}: {error}".splitlines()[0][:300])
+            stage.recorder.event("refused", error=f"{type(error).__name__}: {error}".splitlines()[0][:300], lacks=[])
             return
+        lacking = [name for name, parameter in parameters.items() if parameter.requires_grad and parameter.grad is None]
         stage.recorder.event("stepped", generator=process_state.rng()["torch"], packs=_packs())
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 stage.keep(f"gradient/{name}", parameter.grad)
+        if lacking and not stage.scenario.find_unused:
+            stage.recorder.event("refused", error=f"{len(lacking)} parameters have no gradient, such as {lacking[0]}", lacks=lacking)
+            return
         _descend(parameters.values())
         for what, tensors in (("parameter", parameters), ("buffer", buffers)):
             for name, tensor in tensors.items():
@@ -86,12 +92,12 @@ def _train(stage: Stage, ddp: DistributedDataParallel) -> None:
         syncs = nullcontext() if number == len(scenario.shares) - 1 else ddp.no_sync()
         with syncs:
             WATCH.phase = "forward"
-            with stage.inside("forward"), _autocast(scenario.case):
+            with stage.inside("the forward"), _autocast(scenario.case):
                 output = ddp(x, used)
             kept = WATCH.alive()
             loss = ((output.to(target.dtype) - target) ** 2).mean() * share
             WATCH.phase = "backward"
-            with stage.inside("backward"):
+            with stage.inside("the backward"):
                 loss.backward()
         WATCH.phase = ""
         stage.keep(f"output/{number}", output)
@@ -157,7 +163,7 @@ def _raise_inside(stage: Stage, ddp: DistributedDataParallel) -> None:
     came = None
     WATCH.raises = "block 1"
     try:
-        with stage.inside("forward"):
+        with stage.inside("the forward"):
             try:
                 ddp(_fed(stage, _INPUT))
             except Exception as error:
@@ -167,7 +173,7 @@ def _raise_inside(stage: Stage, ddp: DistributedDataParallel) -> None:
     _compared(stage, "error", lambda: f"{type(came).__name__}: {came}", f"{Planned.__name__}: block 1 was told to")
 
 
-def _evaluate(stage: Stage, net: torch.nn.Module) -> None:
+def _evaluate(stage: Stage, net: Any) -> None:
     """Run the network where there is nothing to go back for."""
     x = _fed(stage, _INPUT)
     for name, trains, grad in (("evaluation", False, False), ("no_grad", True, False), ("evaluation with gradients", False, True)):
@@ -177,23 +183,27 @@ def _evaluate(stage: Stage, net: torch.nn.Module) -> None:
         net.train(trains)
         with stage.inside(name), torch.set_grad_enabled(grad):
             output = net(x)
+            runs = WATCH.runs.get(name, {}).copy()
+            asks = net.blocks[0](net.stem(x)).requires_grad
         WATCH.phase = ""
         net.train()
         stage.keep(f"output/{name}", output)
-        stage.recorder.event("evaluated", what=name, runs=WATCH.runs.get(name, {}), asks=output.requires_grad)
+        stage.recorder.event("evaluated", what=name, runs=runs, asks=asks)
 
 
 class _Hooks:
-    """Hooks on the first wrapper and on a layer inside, that count."""
+    """Hooks on the first block, on a layer in it, and on what is put around it, that count."""
 
-    def __init__(self, net: torch.nn.Module) -> None:
+    def __init__(self, net: Any) -> None:
         self._fired: dict[str, int] = {}
-        wrapped = net.blocks[0]
-        inside = next(module for module in wrapped.modules() if isinstance(module, Block)).inner
-        for name, module in (("wrapper", wrapped), ("inside", inside)):
-            module.register_forward_pre_hook(self._counts(f"{name}: forward pre-hook"))
-            module.register_forward_hook(self._counts(f"{name}: forward hook"))
-            module.register_full_backward_hook(self._counts(f"{name}: full backward hook"))
+        self.register("block", net.blocks[0])
+        self.register("layer", net.blocks[0].inner)
+
+    def register(self, name: str, module: torch.nn.Module) -> None:
+        """Put one of each kind on a module."""
+        module.register_forward_pre_hook(self._counts(f"{name}: forward pre-hook"))
+        module.register_forward_hook(self._counts(f"{name}: forward hook"))
+        module.register_full_backward_hook(self._counts(f"{name}: full backward hook"))
 
     def _counts(self, name: str) -> Callable[..., None]:
         def count(*_: Any) -> None:

@@ -202,8 +202,10 @@ def modes(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     for name, run, plain in _pairs(runs):
         for rank, other in zip(run.ranks, plain.ranks, strict=True):
             for said, right in zip(rank.all("evaluated"), other.all("evaluated"), strict=True):
-                asks = f"requires_grad={right['asks']} of the output"
-                found.require(said["asks"] == right["asks"], asks, f"rank {rank.rank}, {said['what']} of {name}: {said['asks']}")
+                asks = f"requires_grad={right['asks']} of a block's output"
+                found.require(
+                    said["asks"] == right["asks"], asks, f"rank {rank.rank}, {said['what']} of {name}: requires_grad={said['asks']}"
+                )
         for rank_of, said in _ran(run):
             for phase, dtypes in said["autocast"].items():
                 what = f"rank {rank_of}, step {said['step']} of {name}: autocast to {', '.join(dtypes)} in the {phase}"
@@ -351,7 +353,7 @@ def recomputes(run: Run, claims: Claims, found: Found) -> None:
         for block in sorted(said["forward"]):
             for phase in ("forward", "backward"):
                 often = said.get(phase, {}).get(block, 0)
-                found.require(often == 1, f"one forward of {block} in the {phase}", f"{place}: {often}")
+                found.require(often == 1, f"one forward of {block} in the {phase}", f"{place}: {often} forwards of {block} in the {phase}")
         kept = ", ".join(f"{size} bytes of {block}" for block, size in sorted(said["kept"].items()))
         found.require(
             not kept, "between forward and backward nothing that was computed inside", f"{place}: {kept}", "the first graph is kept"
@@ -381,7 +383,12 @@ def limits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
         if claims.has(claim):
             tried = Found()
             _same(of, tried)
-            found.require(bool(tried.failures), f"some difference, as it claims {claim}", f"none in {', '.join(_names(of))}")
+            found.require(
+                bool(tried.failures),
+                f"some difference, as it claims {claim}",
+                f"none in {', '.join(_names(of))}",
+                f"it claims {claim} in vain",
+            )
     if not found.checks:
         found.does_not_apply()
 
@@ -488,17 +495,25 @@ def _same(runs: dict[str, Run], found: Found, only: tuple[str, ...] = (), steps:
     for name, run, plain in _pairs(runs):
         for rank, other in zip(run.ranks, plain.ranks, strict=True):
             place, within = f"rank {rank.rank} of {name}", CLOSE.get(run.scenario.case, CLOSE[""]) if close is None else close
-            if refused := rank.first("refused"):
-                found.require(False, "a step like those without the wrapper", f"{place}, step {refused['step']}: {refused['error']}")
-                continue
-            keys = [
-                key for key in _in_order({**other.tensors, **rank.tensors}, only) if steps is None or int(key.partition("/")[0]) < steps
-            ]
-            for count, key in enumerate(keys):
+            refused = rank.first("refused")
+            last = refused["step"] if refused else len(run.scenario.steps)
+            keys = [key for key in _in_order({**other.tensors, **rank.tensors}, only) if _step(key) < (steps or last)]
+            if refused:  # where some gradients lack, DDP has not averaged the others
+                there = tuple(what for what in only or ORDER if not refused["lacks"] or what in ("output", "loss"))
+                keys += [key for key in _in_order(rank.tensors, there) if _step(key) == last]
+            for key in keys:
                 if failure := _difference(rank.tensors, other.tensors, key, place, within):
                     found.require(False, failure.expected, failure.actual, failure.cause)
                     break
-                found.checked(1 if count < len(keys) else 0)
+                found.checked(1)
+            else:
+                if refused:
+                    cause = "the graph ends at the wrapper" if refused["lacks"] else ""
+                    found.require(False, "a step like those without the wrapper", f"{place}, step {last}: {refused['error']}", cause)
+
+
+def _step(key: str) -> int:
+    return int(key.partition("/")[0])
 
 
 def _same_unless_reentrant(runs: dict[str, Run], claims: Claims, found: Found) -> None:
@@ -517,8 +532,8 @@ def _in_order(tensors: dict[str, torch.Tensor], only: tuple[str, ...]) -> list[s
     """Return the keys ``step/what/name`` of what a step leaves, in the order in which it comes about."""
 
     def place(key: str) -> tuple[int, int, str]:
-        step, what, name = key.split("/", 2)
-        return int(step), ORDER.index(what), name
+        _, what, name = key.split("/", 2)
+        return _step(key), ORDER.index(what), name
 
     return sorted((key for key in tensors if key.split("/")[1] in (only or ORDER)), key=place)
 
@@ -558,7 +573,7 @@ def _cause(what: str, got: torch.Tensor, right: torch.Tensor) -> str:
         return "all zeros: the graph ends at the wrapper"
     if torch.allclose(got, 2 * right, rtol=1e-5, atol=0.0):
         return "twice as much: it is added once in each of two backwards"
-    return "the outputs are right: what the backward runs again is another forward" if what in ("gradient", "input") else ""
+    return "outputs are right: the backward works on other values than the forward has computed" if what in ("gradient", "input") else ""
 
 
 def _compared(run: Run, found: Found, *kinds: str) -> None:
@@ -578,6 +593,15 @@ def _shortened(one: Any, other: Any) -> str:
         apart = [item for item in one if item not in other]
         return f"{', '.join(map(str, apart[:3]))}{', ...' if len(apart) > 3 else ''}" if apart else "the same in another order"
     return str(one)
+
+
+def _prefix(names: Any, wanted: Any) -> str:
+    """Say where names are the right ones with something of the wrapper's in them."""
+    if not (isinstance(names, list) and isinstance(wanted, list) and len(names) == len(wanted) > 2):
+        return ""
+    apart = [(str(name), str(right)) for name, right in zip(names, wanted, strict=True) if name != right]
+    longer = all(len(name) > len(right) and name.endswith(right.rpartition(".")[2]) for name, right in apart)
+    return "the wrapper's own name is part of them" if apart and longer else ""
 
 
 def _ran(run: Run) -> Iterator[tuple[int, dict[str, Any]]]:

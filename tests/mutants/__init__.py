@@ -60,6 +60,7 @@ _SECTIONS = (
     "local",
     "optimizers",
     "process",
+    "wrappers",
 )
 
 

@@ -29,7 +29,7 @@ class Right:
     kind: str = "hook"
 
 
-_MODULES = ("exact", "sparse", "few_bits", "low_rank", "at_random", "local", "fused", "poststep", "chained")
+_MODULES = ("exact", "sparse", "few_bits", "low_rank", "at_random", "local", "fused", "poststep", "chained", "wrappers")
 
 
 def catalogue() -> list[tuple[str, Right]]:
