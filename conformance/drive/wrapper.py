@@ -183,7 +183,7 @@ def _evaluate(stage: Stage, net: Any) -> None:
         net.train(trains)
         with stage.inside(name), torch.set_grad_enabled(grad):
             output = net(x)
-            runs = WATCH.runs.get(name, {}).copy()
+            runs = dict(WATCH.runs.get(name, {}))
             asks = net.blocks[0](net.stem(x)).requires_grad
         WATCH.phase = ""
         net.train()

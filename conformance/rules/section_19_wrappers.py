@@ -581,10 +581,9 @@ def _compared(run: Run, found: Found, *kinds: str) -> None:
     for rank in run.ranks:
         for said in rank.all("compared"):
             if said["what"].startswith(kinds):
-                got = _shortened(said["got"], said["wanted"])
-                found.require(
-                    said["got"] == said["wanted"], _shortened(said["wanted"], said["got"]), f"rank {rank.rank}, {said['what']}: {got}"
-                )
+                got, wanted = said["got"], said["wanted"]
+                seen = f"rank {rank.rank}, {said['what']}: {_shortened(got, wanted)}"
+                found.require(got == wanted, _shortened(wanted, got), seen, _prefix(got, wanted))
 
 
 def _shortened(one: Any, other: Any) -> str:
