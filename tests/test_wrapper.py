@@ -70,6 +70,7 @@ def test_claims_that_cannot_be_read(text: str) -> None:
 )
 def test_what_arguments_say(arguments: dict[str, object], claims: str) -> None:
     assert str(default_claims("wrapper", arguments)) == claims
+    assert parse_claims(claims, "wrapper") == default_claims("wrapper", arguments)
 
 
 def test_float32_on_the_way_is_too_far_off() -> None:

