@@ -55,7 +55,7 @@ def run_rank(scenario: Scenario, spec: SubjectSpec | None, rank: int, world: int
     """Run one rank of ``scenario`` and return the exit status for its process.
 
     Args:
-        spec: the subject; None for DDP without any hook.
+        spec: the subject; None for the same without any.
         folder: the run's folder; the rank writes into ``folder / str(rank)``.
         cwd: the caller's current directory, where Python looks for the subject first.
         timeout: of the process groups, in seconds; longer than the host waits.
@@ -68,7 +68,7 @@ def run_rank(scenario: Scenario, spec: SubjectSpec | None, rank: int, world: int
         print(f"conformance: rank {rank} cannot write its record: {error}", file=sys.stderr)
         return KIT_FAILED
     run: _Run | Stage
-    if spec and spec.kind != HOOK:
+    if scenario.kind != HOOK:
         run = Stage(scenario, spec, rank, world, folder, timeout, recorder)
     else:
         run = _Run(scenario, spec, rank, world, folder, timeout, recorder)

@@ -34,6 +34,7 @@ SECTIONS = {
     "16": "Sync strategies",
     "17": "Joins",
     "18": "Quantized collectives",
+    "19": "Activation checkpointing",
     "20": "At scale, simulated",
 }
 AT_SCALE = "20"

@@ -3,7 +3,7 @@
 A wrapped module gives the outputs and gradients of the module, and has its parameters, buffers and state_dict keys, under the
 names that they have without. Around a module of a DDP model it is made before DDP is.
 
-    checkpoint_wrapper    keeps the inputs alone, and runs the forward again in the backward
+    checkpoint_wrapper    keeps the inputs alone, and runs the forward again in the backward; buffers are updated the first time alone
     offload_wrapper       keeps what the forward keeps, but in main memory; parameters stay where they are
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv:1604.06174; torch documentation,
@@ -13,7 +13,7 @@ Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cos
 
 import enum
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -86,15 +86,21 @@ class CheckpointWrapper(ActivationWrapper):
         self.checkpoint_fn = partial(checkpoint_fn or partial(checkpoint, use_reentrant=reentrant), **checkpoint_fn_kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        ran = False
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal ran
+            again, ran = ran, True
+            with _on_copies_of_buffers(self.wrapped) if again else nullcontext():
+                return self.wrapped(*args, **kwargs)
+
         if self.checkpoint_impl is CheckpointImpl.REENTRANT and kwargs:
             # A reentrant checkpoint hands on what has a position alone.
             count, names = len(args), list(kwargs)
-
-            def positional(*both: Any) -> Any:
-                return self.wrapped(*both[:count], **dict(zip(names, both[count:], strict=True)))
-
-            return self.checkpoint_fn(positional, *args, *kwargs.values())
-        return self.checkpoint_fn(self.wrapped, *args, **kwargs)
+            return self.checkpoint_fn(
+                lambda *both: run(*both[:count], **dict(zip(names, both[count:], strict=True))), *args, *kwargs.values()
+            )
+        return self.checkpoint_fn(run, *args, **kwargs)
 
 
 class OffloadWrapper(ActivationWrapper):
@@ -116,7 +122,7 @@ def checkpoint_wrapper(
     Args:
         module: any module.
         checkpoint_impl: how; keyword arguments of the forward are fine with both.
-        checkpoint_fn: called instead of ``torch.utils.checkpoint.checkpoint``, with the module and its arguments.
+        checkpoint_fn: called instead of ``torch.utils.checkpoint.checkpoint``, with a function that runs the module, and its arguments.
         checkpoint_fn_kwargs: handed to it, e.g. ``preserve_rng_state=False``.
     """
     return CheckpointWrapper(module, checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs)
@@ -152,30 +158,53 @@ def apply_activation_checkpointing(
     model: torch.nn.Module,
     checkpoint_wrapper_fn: Callable[[torch.nn.Module], torch.nn.Module] = checkpoint_wrapper,
     check_fn: Callable[[torch.nn.Module], bool] = lambda _: True,
+    auto_wrap_policy: Callable[..., bool] | None = None,
 ) -> None:
-    """Wrap the modules inside ``model`` for which ``check_fn`` holds, in place: inner ones first, each once, never ``model`` itself.
+    """Wrap modules inside ``model`` in place: inner ones first, each once, never ``model`` itself.
 
     Args:
         model: whose modules are replaced.
         checkpoint_wrapper_fn: makes the wrapper.
         check_fn: whether to wrap a module; asked once for each, before anything is wrapped.
+        auto_wrap_policy: asked instead of it, with ``module``, ``recurse`` and ``nonwrapped_numel``: on the way down whether to look
+            inside the module, on the way up whether to wrap it, and how many elements its parameters have that are not wrapped yet.
     """
-    chosen = {module for module in model.modules() if module is not model and check_fn(module)}
+    if auto_wrap_policy is not None and not callable(auto_wrap_policy):
+        raise ValueError(f"auto_wrap_policy is called with module, recurse and nonwrapped_numel; got {auto_wrap_policy!r}")
+    chosen = {module for module in model.modules() if auto_wrap_policy is None and module is not model and check_fn(module)}
+    policy = auto_wrap_policy or (lambda module, recurse, nonwrapped_numel: recurse or module in chosen)
     made: dict[torch.nn.Module, torch.nn.Module] = {}
-    done: set[torch.nn.Module] = set()
+    done: dict[torch.nn.Module, int] = {}
 
-    def walk(parent: torch.nn.Module) -> None:
-        if parent in done:
-            return
-        done.add(parent)
-        for name, child in list(parent._modules.items()):
-            if child is not None:
-                walk(child)
-            if child in chosen:
-                wrapper = made.get(child) or made.setdefault(child, checkpoint_wrapper_fn(child))
-                setattr(parent, name, wrapper)
+    def walk(module: torch.nn.Module) -> int:
+        """Return how many elements are wrapped, of the module's parameters."""
+        if module in done:
+            return done[module]
+        numel, wrapped = sum(parameter.numel() for parameter in module.parameters()), 0
+        if policy(module=module, recurse=True, nonwrapped_numel=numel):
+            for name, child in list(module._modules.items()):
+                if child is not None:
+                    wrapped += walk(child)
+                    setattr(module, name, made.get(child, child))
+            if module is not model and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+                made[module], wrapped = checkpoint_wrapper_fn(module), numel
+        done[module] = wrapped
+        return wrapped
 
     walk(model)
+
+
+@contextmanager
+def _on_copies_of_buffers(module: torch.nn.Module) -> Iterator[None]:
+    """Let a forward that runs again update copies: in the buffers themselves, as running statistics, a batch would count twice."""
+    owners = [(inside, dict(inside._buffers)) for inside in module.modules() if inside._buffers]
+    for inside, buffers in owners:
+        inside._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for inside, buffers in owners:
+            inside._buffers.update(buffers)
 
 
 def _add_prefix(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

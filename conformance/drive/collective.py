@@ -1,10 +1,7 @@
 """What ranks do with a quantized collective: they hand in messages that only they have, and write down what arrives."""
 
-import enum
 import inspect
 import math
-import sys
-import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +16,7 @@ from conformance.observe import digest
 from conformance.probe import lay_out
 from conformance.resolve import Factory
 from conformance.subject import CONTEXT_NAMES
+from conformance.words import with_members
 
 
 def play(stage: Stage) -> None:
@@ -164,7 +162,7 @@ def _understood(target: Factory) -> Factory:
     """Return a target with the words in its arguments replaced by what they name; one that is the collective gives itself."""
     if not target.kwargs and _takes_tensors(target.function):
         return Factory(lambda: target.function, {})
-    return Factory(target.function, {name: _object(target.function, name, value) for name, value in target.kwargs.items()})
+    return Factory(target.function, with_members(target.function, _with_function(target.kwargs), enums=("qtype",)))
 
 
 def _takes_tensors(function: Any) -> bool:
@@ -179,30 +177,11 @@ def _takes_tensors(function: Any) -> bool:
     return any(p.name not in (*CONTEXT_NAMES, "group") for p in needed) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
-def _object(function: Any, name: str, value: Any) -> Any:
-    """Return what a word stands for: ``func=all_gather`` torch.distributed's function, ``qtype=FP16`` a member of an enum."""
-    if not isinstance(value, str):
-        return value
-    if name == "func":
-        if value not in COLLECTIVES:
-            raise TargetError(f"func={value}: one of {', '.join(COLLECTIVES)}")
-        return getattr(dist, value)
-    enums = _enums(function, name)
-    member = next((kind[value] for kind in enums if value in kind.__members__), None)
-    if enums and member is None:
-        known = [f"{kind.__name__} has {', '.join(kind.__members__)}" for kind in enums]
-        raise TargetError(f"{name}={value}: {'; '.join(known)}")
-    return value if member is None else member
-
-
-def _enums(function: Any, name: str) -> list[type[enum.Enum]]:
-    """Return the enum that an argument is annotated with; of ``qtype`` without an annotation, those of the function's module."""
-    made = function.__init__ if inspect.isclass(function) else function
-    try:
-        annotation = typing.get_type_hints(made).get(name)
-    except Exception:  # names that are not there at run time
-        annotation = None
-    if annotation is not None or name != "qtype":
-        return [kind for kind in (annotation, *typing.get_args(annotation)) if inspect.isclass(kind) and issubclass(kind, enum.Enum)]
-    members = vars(sys.modules[function.__module__]).values()
-    return [kind for kind in members if inspect.isclass(kind) and issubclass(kind, enum.Enum) and kind is not enum.Enum]
+def _with_function(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments with torch.distributed's function for its name: ``func=all_gather``."""
+    name = arguments.get("func")
+    if not isinstance(name, str):
+        return arguments
+    if name not in COLLECTIVES:
+        raise TargetError(f"func={name}: one of {', '.join(COLLECTIVES)}")
+    return {**arguments, "func": getattr(dist, name)}

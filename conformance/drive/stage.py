@@ -35,14 +35,16 @@ class Stage:
         scenario, rank, world: what is run, and which of how many processes this is.
         group, place, size: the group that this rank works in, its place in there (not its global rank), and how many it has.
         recorder: what rules will see.
+        bare: whether ranks do the same without any subject, for rules to compare with.
         saved: the folder that another process of this rank has saved into, where it is to go on from there; or None.
     """
 
     def __init__(
-        self, scenario: Scenario, spec: SubjectSpec, rank: int, world: int, folder: Path, timeout: float, recorder: Recorder
+        self, scenario: Scenario, spec: SubjectSpec | None, rank: int, world: int, folder: Path, timeout: float, recorder: Recorder
     ) -> None:
         self.scenario, self.rank, self.world, self.recorder = scenario, rank, world, recorder
-        self._spec, self._folder, self._timeout = spec, folder, timeout
+        self._folder, self._timeout = folder, timeout
+        self.bare, self._spec = spec is None, spec or SubjectSpec(kind=scenario.kind)
         self.saved = Path(scenario.saved_in) / str(rank) if scenario.saved_in else None
         self.where = "kit"
         self._inside, self._calls = 0, 0

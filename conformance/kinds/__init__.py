@@ -10,9 +10,10 @@ from conformance.kinds.collective import COLLECTIVE
 from conformance.kinds.joinable import JOINABLE
 from conformance.kinds.optimizer import OPTIMIZER
 from conformance.kinds.strategy import STRATEGY
+from conformance.kinds.wrapper import WRAPPER
 
 HOOK = "hook"
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (AVERAGER, OPTIMIZER, STRATEGY, JOINABLE, COLLECTIVE)}
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (AVERAGER, OPTIMIZER, STRATEGY, JOINABLE, COLLECTIVE, WRAPPER)}
 
 
 def kind_of(section: str) -> str:

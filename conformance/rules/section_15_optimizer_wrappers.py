@@ -35,8 +35,8 @@ from conformance.kinds.optimizer import (
     ZEROED,
     setting,
 )
+from conformance.leftovers import left_behind
 from conformance.rulebook import SHOULD, rule
-from conformance.rules.section_14_averagers import left_behind
 from conformance.run import Run, fed
 from conformance.verdict import Found
 

@@ -33,8 +33,8 @@ from conformance.kinds.strategy import (
     raises_in,
     uses,
 )
+from conformance.leftovers import left_behind
 from conformance.rulebook import SHOULD, rule
-from conformance.rules.section_14_averagers import left_behind
 from conformance.run import Run, fed
 from conformance.verdict import Found
 

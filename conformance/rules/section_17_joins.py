@@ -29,9 +29,9 @@ from conformance.kinds.joinable import (
     lengths,
     order,
 )
+from conformance.leftovers import left_behind
 from conformance.record import RankRecord
 from conformance.rulebook import SHOULD, rule
-from conformance.rules.section_14_averagers import left_behind
 from conformance.run import Run, fed
 from conformance.verdict import Found
 

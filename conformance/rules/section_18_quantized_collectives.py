@@ -11,8 +11,8 @@ import torch
 from conformance import messages
 from conformance.claims import Claims
 from conformance.kinds.collective import CALLED, FORMS, NARROW, ORDERED, PLAIN, REPEATED, SPECIAL, SUBGROUPS, WAITED
+from conformance.leftovers import left_behind
 from conformance.rulebook import SHOULD, rule
-from conformance.rules.section_14_averagers import left_behind
 from conformance.run import Run
 from conformance.verdict import Found
 

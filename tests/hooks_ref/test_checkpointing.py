@@ -1,5 +1,8 @@
 """Wrapped modules: the same bits under DDP, and the names that they have without."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
@@ -67,3 +70,35 @@ def test_choosing_what_to_wrap() -> None:
     hooks_ref.apply_activation_checkpointing(net, check_fn=lambda module: isinstance(module, torch.nn.LayerNorm))
     assert sum(isinstance(module, hooks_ref.CheckpointWrapper) for module in net.modules()) == 2
     assert not isinstance(net.blocks[0], hooks_ref.CheckpointWrapper)
+
+
+@pytest.mark.parametrize("policy", ["size", "classes"])
+def test_a_policy_chooses_what_torchs_does(policy: str) -> None:
+    """On the way up, by what is not wrapped yet; and never what it did not look into."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+    chosen: Any = {
+        "size": partial(size_based_auto_wrap_policy, min_num_params=50, exclude_wrap_modules={torch.nn.Sequential}),
+        "classes": ModuleWrapPolicy({Block, torch.nn.LayerNorm}),
+    }[policy]
+    ours, theirs = (torch.nn.Sequential(torch.nn.Linear(6, 6), Block(), torch.nn.Sequential(Block(), Block())) for _ in range(2))
+    hooks_ref.apply_activation_checkpointing(ours, auto_wrap_policy=chosen)
+    torchs.apply_activation_checkpointing(theirs, auto_wrap_policy=chosen)
+    assert [type(module).__name__ for module in ours.modules()] == [type(module).__name__ for module in theirs.modules()]
+    assert sum(isinstance(module, hooks_ref.CheckpointWrapper) for module in ours.modules()) > 2
+
+
+def test_a_policy_is_called() -> None:
+    with pytest.raises(ValueError, match="is called with module, recurse and nonwrapped_numel"):
+        hooks_ref.apply_activation_checkpointing(network(), auto_wrap_policy={torch.nn.Linear})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["plain", "reentrant", "both"])
+def test_buffers_are_updated_by_the_first_forward_alone(name: str) -> None:
+    plain, wrapped = torch.nn.BatchNorm1d(3), WRAPPERS[name](torch.nn.BatchNorm1d(3))
+    buffer = wrapped.running_mean
+    for module in (plain, wrapped):
+        module(torch.arange(12.0).view(4, 3).requires_grad_()).square().sum().backward()
+    assert wrapped.running_mean is buffer
+    assert all(torch.equal(one, other) for one, other in zip(plain.buffers(), wrapped.buffers(), strict=True))

@@ -65,6 +65,7 @@ _SECTIONS = (
     "strategies",
     "joins",
     "quantized_collectives",
+    "wrappers",
 )
 
 

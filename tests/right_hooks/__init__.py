@@ -31,7 +31,7 @@ class Right:
 
 _MODULES = (
     *("exact", "sparse", "few_bits", "low_rank", "at_random", "local", "fused", "poststep", "chained"),
-    *("averagers", "optimizer_wrappers", "strategies", "joins", "quantized_collectives"),
+    *("averagers", "optimizer_wrappers", "strategies", "joins", "quantized_collectives", "wrappers"),
 )
 
 

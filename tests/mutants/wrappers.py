@@ -1,0 +1,308 @@
+"""Section 19: wrappers of modules. All but those of names give a module a class of its own, which keeps every name."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from tests.mutants import Mutant
+
+Forward = Callable[..., Any]
+Wrap = Callable[[torch.nn.Module], torch.nn.Module]
+again = partial(checkpoint, use_reentrant=False)
+
+
+def calls(call: Callable[..., Any]) -> Wrap:
+    """Return the wrapper whose forward is ``call(the module's forward, ...)``."""
+
+    def wrap(module: torch.nn.Module) -> torch.nn.Module:
+        inside = type(module)
+
+        def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return call(partial(inside.forward, self), *args, **kwargs)
+
+        module.__class__ = type(inside.__name__, (inside,), {"forward": forward})
+        return module
+
+    return wrap
+
+
+class Around(torch.nn.Module):
+    """A right wrapper that is a module around another, with its keys and the names of its parameters."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(f"{prefix}module.")]:
+            state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return self.module.named_parameters(*args, **kwargs)
+
+
+@calls
+def saves_in_float16(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """What is saved for the backward is rounded."""
+
+    def pack(tensor: torch.Tensor) -> Any:
+        return tensor.dtype, tensor.half() if tensor.is_floating_point() else tensor
+
+    with saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0])):
+        return forward(*args, **kwargs)
+
+
+@calls
+def detaches(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Inputs are detached, and nobody hands their gradients on."""
+    return again(forward, *(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
+
+
+@calls
+def draws_again(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """The second forward has other dropout masks, and it is not claimed."""
+    return again(forward, *args, preserve_rng_state=False, **kwargs)
+
+
+@calls
+def leaves_the_generator_moved(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """The second forward has the masks of the first, and the generator goes on from there."""
+    before, ran = torch.get_rng_state(), []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if ran:
+            torch.set_rng_state(before)
+        ran.append(True)
+        return forward(*args, **kwargs)
+
+    return again(run, *args, preserve_rng_state=False, **kwargs)
+
+
+@calls
+def detaches_keywords(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Tensors among the keywords get no gradients."""
+    return again(forward, *args, **{key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()})
+
+
+@calls
+def returns_the_first(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Of several results there is only one."""
+    made = again(forward, *args, **kwargs)
+    return made[0] if isinstance(made, tuple) else made
+
+
+@calls
+def detaches_in_containers(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Tensors in dicts and lists get no gradients, and it is not claimed."""
+
+    def detached(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: detached(inside) for key, inside in value.items()}
+        if isinstance(value, list):
+            return [detached(inside) for inside in value]
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    return again(forward, *(arg if isinstance(arg, torch.Tensor) else detached(arg) for arg in args), **kwargs)
+
+
+@calls
+def needs_an_input_with_gradient(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """A block whose inputs ask for no gradient is taken to have nothing to go back for."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and (not tensors or any(arg.requires_grad for arg in tensors))):
+        return again(forward, *args, **kwargs)
+
+
+def remembers_one_call(module: torch.nn.Module) -> torch.nn.Module:
+    """The inputs are kept on the wrapper: a second call before the backward takes their place."""
+    last: dict[str, Any] = {}
+
+    @calls
+    def wrap(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        last["args"] = args
+        return again(lambda *_, **kwargs: forward(*last["args"], **kwargs), *args, **kwargs)
+
+    return wrap(module)
+
+
+@calls
+def reentrant_and_says_nothing(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """A backward inside the backward, which DDP cannot see, and it is not claimed."""
+    return checkpoint(lambda *both: forward(*both[: len(args)], **dict(zip(kwargs, both[len(args) :], strict=True))), *args,
+        *kwargs.values(), use_reentrant=True)  # fmt: skip
+
+
+@calls
+def leaves_autocast(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """The second forward runs outside of autocast."""
+    ran: list[bool] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", enabled=torch.is_autocast_enabled("cpu") and not ran):
+            ran.append(True)
+            return forward(*args, **kwargs)
+
+    return again(run, *args, **kwargs)
+
+
+@calls
+def enables_gradients(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """It builds a graph under no_grad too."""
+    with torch.enable_grad():
+        return forward(*args, **kwargs)
+
+
+class KeepsItsPrefix(Around):
+    """Keys of its state_dict are not the module's."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.nn.Module.state_dict(self, *args, **kwargs)
+
+
+class LoadsItsOwnOnly(Around):
+    """It saves the module's keys, and loads none of them."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        torch.nn.Module._load_from_state_dict(self, *args)
+
+
+class NamesItsOwn(Around):
+    """Names of its parameters have a prefix that keys of its state_dict have not."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return torch.nn.Module.named_parameters(self, *args, **kwargs)
+
+
+class StaysInTraining(Around):
+    """train() and eval() end at the wrapper."""
+
+    def train(self, mode: bool = True) -> "StaysInTraining":
+        self.training = mode
+        return self
+
+
+@calls
+def leaves_hooks_in_force(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """An error in the forward leaves the hooks on what autograd saves in force."""
+    hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    hooks.__enter__()
+    made = forward(*args, **kwargs)
+    hooks.__exit__()
+    return made
+
+
+@calls
+def wraps_errors(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Errors of the block come out as another type."""
+    try:
+        return forward(*args, **kwargs)
+    except Exception as error:
+        raise RuntimeError(f"checkpointed forward failed: {error}") from error
+
+
+class CallsForward(Around):
+    """Hooks on the module inside do not fire."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return again(self.module.forward, *args, **kwargs)
+
+
+@calls
+def keeps_the_graph(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """It claims to recompute, and keeps what the forward keeps."""
+    return forward(*args, **kwargs)
+
+
+@calls
+def runs_again(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """It has no limit of those that it claims."""
+    return again(forward, *args, **kwargs)
+
+
+draws_the_same = runs_again
+
+
+def logs_what_is_saved(module: torch.nn.Module) -> torch.nn.Module:
+    """All activations of all steps are kept."""
+    log: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        log.append(tensor.detach())
+        return tensor
+
+    @calls
+    def wrap(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            return forward(*args, **kwargs)
+
+    return wrap(module)
+
+
+@calls
+def runs_again_and_keeps(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """What runs again is thrown away: the first graph is there."""
+    made = forward(*args, **kwargs)
+    if torch.is_grad_enabled() and isinstance(made, torch.Tensor):
+        state, casts = torch.get_rng_state(), torch.is_autocast_enabled("cpu")
+
+        def rerun(_: torch.Tensor) -> None:
+            with torch.random.fork_rng([]), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
+                torch.set_rng_state(state)
+                forward(*args, **kwargs)
+
+        made.register_hook(rerun)
+    return made
+
+
+def silences_warnings(module: torch.nn.Module) -> torch.nn.Module:
+    """Warnings are filtered for the whole process."""
+    warnings.simplefilter("ignore")
+    return runs_again(module)
+
+
+def copies(module: torch.nn.Module) -> torch.nn.Module:
+    """It wraps a copy: the module's parameters are no longer those that train."""
+    return runs_again(copy.deepcopy(module))
+
+
+_LIMITS = dict.fromkeys(("19.5", "19.6"), "the graph ends there too: a reentrant checkpoint has three limits")
+MUTANTS = [
+    Mutant("saves_in_float16", ("19.1",), kind="wrapper"),
+    Mutant("detaches", ("19.1",), kind="wrapper"),
+    Mutant("copies", ("19.1",), kind="wrapper"),
+    Mutant("draws_again", ("19.2",), kind="wrapper"),
+    Mutant("leaves_the_generator_moved", ("19.3",), kind="wrapper"),
+    Mutant("detaches_keywords", ("19.4",), kind="wrapper"),
+    Mutant("returns_the_first", ("19.4",), kind="wrapper"),
+    Mutant("detaches_in_containers", ("19.5",), kind="wrapper"),
+    Mutant("needs_an_input_with_gradient", ("19.6",), kind="wrapper"),
+    Mutant("remembers_one_call", ("19.7", "19.8"), because={"19.8": "a block is used twice there too"}, kind="wrapper"),
+    Mutant("reentrant_and_says_nothing", ("19.8", "19.5", "19.6"), because=_LIMITS, kind="wrapper"),
+    Mutant("leaves_autocast", ("19.9",), kind="wrapper"),
+    Mutant("enables_gradients", ("19.9",), kind="wrapper"),
+    Mutant("KeepsItsPrefix", ("19.10",), kind="wrapper"),
+    Mutant("LoadsItsOwnOnly", ("19.10",), kind="wrapper"),
+    Mutant("NamesItsOwn", ("19.11",), kind="wrapper"),
+    Mutant("StaysInTraining", ("19.11",), kind="wrapper"),
+    Mutant("leaves_hooks_in_force", ("19.15",), kind="wrapper"),
+    Mutant("wraps_errors", ("19.15",), kind="wrapper"),
+    Mutant("CallsForward", ("19.16",), kind="wrapper"),
+    Mutant("keeps_the_graph", ("19.17",), claims="recomputes", kind="wrapper"),
+    Mutant("runs_again", ("19.18",), claims="recomputes, reentrant", kind="wrapper"),
+    Mutant("draws_the_same", ("19.18",), claims="draws_anew", kind="wrapper"),
+    Mutant("logs_what_is_saved", ("19.19",), kind="wrapper"),
+    Mutant("runs_again_and_keeps", ("19.19",), kind="wrapper"),
+    Mutant("silences_warnings", ("19.21",), kind="wrapper"),
+]
