@@ -11,11 +11,10 @@ from conformance.errors import TargetError
 
 
 def with_members(function: Callable[..., Any], arguments: dict[str, Any], enums: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return arguments with the members that words among them name: of the enum that the parameter's annotation or default says,
-    or else of one in the function's module.
+    """Return arguments with the members that words among them name, of the enum that the parameter's annotation or default says.
 
     Args:
-        enums: parameters that have to be members, whatever annotation they have.
+        enums: parameters that are members of an enum in the function's module, where neither says so.
 
     Raises:
         TargetError: there is no such member.
@@ -23,13 +22,12 @@ def with_members(function: Callable[..., Any], arguments: dict[str, Any], enums:
     return {name: _member(function, name, value, name in enums) if isinstance(value, str) else value for name, value in arguments.items()}
 
 
-def _member(function: Callable[..., Any], name: str, word: str, required: bool) -> Any:
-    said = _said(function, name)
-    kinds = said or _near(function)
+def _member(function: Callable[..., Any], name: str, word: str, is_member: bool) -> Any:
+    kinds = _said(function, name) or (_near(function) if is_member else [])
     for kind in kinds:
         if (member := kind.__members__.get(word.rpartition(".")[2])) is not None:
             return member
-    if said or (required and kinds):
+    if kinds:
         known = "; ".join(f"{kind.__name__} has {', '.join(kind.__members__)}" for kind in kinds)
         raise TargetError(f"{name}={word}: no such member; {known}")
     return word

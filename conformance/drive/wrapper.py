@@ -222,7 +222,7 @@ def _wrap(stage: Stage) -> Wrap:
     """Return what puts a wrapper around a module: nothing, where there is no subject."""
     if stage.bare:
         return lambda module: module
-    made = stage.make(lambda target: replace(target, kwargs=with_members(target.function, target.kwargs)))
+    made = stage.make(lambda target: replace(target, kwargs=with_members(target.function, target.kwargs, enums=("checkpoint_impl",))))
     stage.where = "make"
     called = getattr(getattr(made, "func", made), "__name__", type(made).__name__)
     if not callable(made) or not _takes_one(made):
