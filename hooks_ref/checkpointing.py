@@ -144,7 +144,7 @@ def offload_to_cpu(module: torch.nn.Module | None = None) -> AbstractContextMana
     def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
         if tensor.data_ptr() in stays or tensor.device.type == "cpu":
             return tensor.device, tensor
-        there = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=not tensor.is_sparse)
+        there = torch.empty_like(tensor, device="cpu", pin_memory=not tensor.is_sparse)  # with its strides
         return tensor.device, there.copy_(tensor)
 
     def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:

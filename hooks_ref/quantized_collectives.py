@@ -123,6 +123,12 @@ class Arriving:
         return bool(self._work.is_completed())
 
 
+def _require_floating_point(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            raise TypeError(f"tensors of floating point are quantized; got {tensor.dtype}")
+
+
 class _Wire:
     """What a wrapper has for all of its calls: the quantization, the factor, and the errors that it keeps."""
 
@@ -131,9 +137,7 @@ class _Wire:
         self.errors: list[torch.Tensor] = []
 
     def encode(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        for tensor in tensors:
-            if not tensor.is_floating_point():
-                raise TypeError(f"tensors of floating point are quantized; got {tensor.dtype}")
+        _require_floating_point(tensors)
         if not self.feedback:
             return [quantize(tensor, self.qtype) for tensor in tensors]
         if not self.errors:
@@ -143,11 +147,13 @@ class _Wire:
         fed = [tensor.detach() + error for tensor, error in zip(tensors, self.errors, strict=True)]
         sent = [quantize(tensor, self.qtype) for tensor in fed]
         for error, tensor, code in zip(self.errors, fed, sent, strict=True):
-            error.copy_(tensor - dequantize(code, self.qtype, tensor))
+            lost = tensor - dequantize(code, self.qtype, tensor)
+            error.copy_(torch.where(lost.isfinite(), lost, 0))  # what is lost of an infinity can't be made up for
         return sent
 
     def size(self, like: torch.Tensor) -> int:
-        """Return how many bytes are sent of a tensor like this."""
+        """Return how many bytes are sent of a tensor like this. Raises: TypeError, on a rank that only receives too."""
+        _require_floating_point([like])
         count = like.numel()
         return 2 * count if self.qtype in (DQuantType.FP16, DQuantType.BFP16) else -(-count // BLOCK) * (BLOCK + 4)
 

@@ -95,6 +95,17 @@ def test_the_page_is_as_the_rules_say(rules: dict[str, Rule]) -> None:
     assert text == PAGE.read_text()
 
 
+def test_what_upstream_tests_is_judged_by_what_there_is(rules: dict[str, Rule]) -> None:
+    """conformance/UPSTREAM.md names rules of the book, and after each a scenario that it reads."""
+    rows = [row.split("|")[2] for row in (PAGE.parent / "UPSTREAM.md").read_text().splitlines() if row.startswith("| ")]
+    numbers = {number for row in rows for number in re.findall(r"\b\d+\.\d+\b", row)}
+    assert numbers <= set(rules)
+    assert {rules[number].kind for number in numbers} == {HOOK, *KINDS}
+    for row in rows:
+        for number, scenario in re.findall(r"(\d+\.\d+) `(\w+)`", row):
+            assert scenario in {read.name for read in rules[number].on}, row
+
+
 def test_a_number_cannot_be_used_twice(rules: dict[str, Rule]) -> None:
     with pytest.raises(ValueError, match=r"rule 2\.1 is in the book twice"):
         rulebook.rule("2.1", "again", on=(), remedy="", source="")(lambda run, claims, found: None)

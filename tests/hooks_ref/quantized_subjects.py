@@ -56,6 +56,11 @@ def equals(process_group: Any, rank: int, world_size: int, *, of: str, qtype: st
             for one, other in zip(got, right, strict=True):
                 assert torch.equal(one, other), (shape, one, other)
 
+        if of == "scatter":
+            whole = [torch.ones(2, dtype=torch.int32) for _ in range(world_size)]
+            with pytest.raises(TypeError, match="floating point"):  # on ranks that only receive too, before anything is sent
+                call(torch.empty(2, dtype=torch.int32), whole if rank == 1 else None, group_src=1)
+
     return Case(None, hooks_ref.noop_hook, after_backward=check)
 
 
@@ -74,6 +79,11 @@ def fed_back(process_group: Any, rank: int, world_size: int, *, qtype: str) -> C
             arrived += torch.stack(got)
             fed += torch.stack([values((300,), r, step) for r in range(world_size)])
         assert (arrived - fed).abs().max() < 0.3, (arrived - fed).abs().max()  # 1/16 of the largest, which is about 4
+        infinite = torch.full((300,), torch.inf)
+        collective([torch.empty(300) for _ in range(world_size)], infinite, group=process_group)
+        got = [torch.empty(300) for _ in range(world_size)]
+        collective(got, torch.ones(300), group=process_group)
+        assert all(torch.allclose(part, torch.ones(300), atol=0.1) for part in got), "an infinity stays in what is kept"
         with pytest.raises(ValueError, match="others than in the call before"):
             collective([torch.empty(3) for _ in range(world_size)], torch.ones(3), group=process_group)
 
