@@ -15,7 +15,7 @@ import time
 
 from conformance.rulebook import MUST, book
 from conformance.verdict import Verdict
-from tests import test_mutants, test_right_hooks
+from tests import test_mutants, test_right
 from tests.cases import Case, judged_ahead
 from tests.hooks_ref import test_certified
 
@@ -36,7 +36,7 @@ def main() -> int:
     burners = [multiprocessing.Process(target=spin, daemon=True) for _ in range(options.load)]
     for burner in burners:
         burner.start()
-    shapes = [dataclasses.replace(case, worlds=(1, 2, 3, 4) if ".exact:" in case.target else (2, 3)) for case in test_right_hooks.CASES]
+    shapes = [dataclasses.replace(case, worlds=(1, 2, 3, 4) if ".exact:" in case.target else (2, 3)) for case in test_right.CASES]
     right = [*shapes, *(dataclasses.replace(case, worlds=tuple({*case.worlds, 4})) for case in test_certified.CASES)]
     mutants = {case if options.named else dataclasses.replace(case, rules=()): mutant for case, mutant in test_mutants.CASES.items()}
     cases = [case for case in (mutants if options.mutants else right) if re.search(options.only, f"{case} {case.claims}")]

@@ -156,7 +156,7 @@ def test_what_it_is_has_to_be_said(arguments: dict[str, Any]) -> None:
         ("hooks_ref:auto_quantize,func=all_gather", "calling auto_quantize failed: .*missing 1 required positional argument: 'qtype'"),
         (f"{TORCHS},func=all_gather,qtype=INT8", "qtype=INT8: no such member; DQuantType has FP16, BFP16"),
         ("hooks_ref:PeriodicModelAverager,period=4", "the target gives a PeriodicModelAverager"),
-        ("tests.right_hooks.quantized_collectives:GONE", "no attribute 'GONE'"),
+        ("tests.right.quantized_collectives:GONE", "no attribute 'GONE'"),
         ("nowhere.at_all:gather", "there is no module 'nowhere' on the path"),
     ],
 )

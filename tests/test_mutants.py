@@ -116,8 +116,8 @@ def matrix(rules: dict[str, Rule], refused: dict[str, list[str]]) -> str:
     lines = [
         "# Mutants by rules",
         "",
-        f"{len(refused)} broken hooks, and the rules that refuse each. Written by `tests/test_mutants.py`, which judges them all;",
-        "the hooks are in [tests/mutants](../tests/mutants). No mutant fails a MUST rule that is not in its row.",
+        f"{len(refused)} broken subjects, and the rules that refuse each. Written by `tests/test_mutants.py`, which judges them all;",
+        "they are in [tests/mutants](../tests/mutants). No mutant fails a MUST rule that is not in its row.",
         "",
         "| rule | | refuses |",
         "|---|---|---|",

@@ -14,11 +14,11 @@ from conformance.subject import REFERENCE, parse_subject
 @pytest.mark.parametrize(
     ("hook", "state", "claims"),
     [
-        ("tests.right_hooks.exact:gives_sum", None, ("sum",)),
-        ("tests.right_hooks.few_bits:fp8", "process_group", ("compressed(feedback=False, delta=0.999)",)),
-        ("tests.right_hooks.sparse:less_by_step", "tests.right_hooks._common:State", ("compressed(delta=0.5), warmup(2)",)),
+        ("tests.right.exact:gives_sum", None, ("sum",)),
+        ("tests.right.few_bits:fp8", "process_group", ("compressed(feedback=False, delta=0.999)",)),
+        ("tests.right.sparse:less_by_step", "tests.right._common:State", ("compressed(delta=0.5), warmup(2)",)),
         ("setup:examples.setups:own", None, ("local, warmup(2)",)),
-        ("tests.right_hooks.at_random:qsgd_int8", "tests.right_hooks._common:State", ("compressed(feedback=False, delta=0.9)", "unbiased")),
+        ("tests.right.at_random:qsgd_int8", "tests.right._common:State", ("compressed(feedback=False, delta=0.9)", "unbiased")),
         ("tests.mutants.feedback:residual_lost", None, ()),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from conformance.rulebook import MUST, Rule
 from tests.cases import Case, Judgements
-from tests.right_hooks import Right, catalogue
+from tests.right import Right, catalogue
 
 
 def case(module: str, right: Right) -> Case:

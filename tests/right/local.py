@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as _post_local_sgd
 
-from tests.right_hooks import Right
-from tests.right_hooks._common import STATE, Bucket, Group, Result, State, completed, dense, wide
+from tests.right import Right
+from tests.right._common import STATE, Bucket, Group, Result, State, completed, dense, wide
 
 
 def _pairs_of(places: list[int], mine: int) -> int:

@@ -5,7 +5,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from tests.right_hooks import Right
+from tests.right import Right
 
 
 def _each(params):

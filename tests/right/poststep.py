@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance import Case
-from tests.right_hooks import Right
-from tests.right_hooks._common import Bucket, Group, Result, completed, dense, sizes
+from tests.right import Right
+from tests.right._common import Bucket, Group, Result, completed, dense, sizes
 
 
 class Later:

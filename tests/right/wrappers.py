@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from tests.right_hooks import Right
+from tests.right import Right
 
 
 def leaves_it(module: torch.nn.Module) -> torch.nn.Module:

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as _power_sgd
 
-from tests.right_hooks import Right
-from tests.right_hooks._common import Bucket, Group, Result, State, completed, dense, sizes
+from tests.right import Right
+from tests.right._common import Bucket, Group, Result, State, completed, dense, sizes
 
 
 class LowRank(State):

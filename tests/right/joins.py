@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join as TorchsJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.right_hooks import Right
+from tests.right import Right
 
 
 class Tidy(TorchsJoin):

@@ -5,9 +5,9 @@ import math
 import torch
 import torch.distributed as dist
 
-from tests.right_hooks import Right
-from tests.right_hooks._common import STATE, Bucket, Group, Result, State, completed, dense, sizes
-from tests.right_hooks.sparse import top_k
+from tests.right import Right
+from tests.right._common import STATE, Bucket, Group, Result, State, completed, dense, sizes
+from tests.right.sparse import top_k
 
 
 class Adam:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.right_hooks import Right
+from tests.right import Right
 
 Tensor = torch.Tensor
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.subject import Case
-from tests.right_hooks import Right
-from tests.right_hooks._common import Bucket, Group, Result, completed, dense, gather
+from tests.right import Right
+from tests.right._common import Bucket, Group, Result, completed, dense, gather
 
 # Under its name before torch 2.13 it warns.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.right_hooks import Right
-from tests.right_hooks._common import FEEDBACK, STATE, Bucket, Group, Result, State, completed, dense, gather, wide
+from tests.right import Right
+from tests.right._common import FEEDBACK, STATE, Bucket, Group, Result, State, completed, dense, gather, wide
 
 
 def ef_sign(state: State, bucket: Bucket) -> Result:

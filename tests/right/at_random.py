@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from tests.right_hooks import Right
-from tests.right_hooks._common import STATE, Bucket, Result, State, completed, dense, gather, wide
+from tests.right import Right
+from tests.right._common import STATE, Bucket, Result, State, completed, dense, gather, wide
 
 
 def stochastic_bfloat16(state: State, bucket: Bucket) -> Result:

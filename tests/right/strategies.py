@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.right_hooks import Right
+from tests.right import Right
 
 
 def torchs_no_sync(model: Any, is_final_microbatch: bool) -> AbstractContextManager[None]:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.right_hooks import Right
-from tests.right_hooks._common import FEEDBACK, STATE, Bucket, Group, Residuals, Result, State, completed, dense, gather, sizes, wide
+from tests.right import Right
+from tests.right._common import FEEDBACK, STATE, Bucket, Group, Residuals, Result, State, completed, dense, gather, sizes, wide
 
 
 def top_k(state: State, bucket: Bucket) -> Result:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.right_hooks import Right
+from tests.right import Right
 
 
 def by_hooks(optim: torch.optim.Optimizer, averager: Any) -> torch.optim.Optimizer:

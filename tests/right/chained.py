@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tests.right_hooks import Right
-from tests.right_hooks._common import STATE, Bucket, Group, Result, State, dense
+from tests.right import Right
+from tests.right._common import STATE, Bucket, Group, Result, State, dense
 
 
 def _when_over(collective: dist.Work, then: Callable[[], object], result: Result) -> None:
