@@ -1,4 +1,5 @@
-"""Hooks, and subjects of the other kinds, with one defect each. Every module is one section of the rule book; :func:`catalogue` lists them all.
+"""Hooks, and subjects of the other kinds, with one defect each. Every module is one section of the rule book, or a part of one;
+:func:`catalogue` lists them all.
 
 The modules import torch alone, so that a rank imports a mutant in no time. Each function's docstring
 says what is wrong with it; each module ends with ``MUTANTS``, which says the rule that refuses it.

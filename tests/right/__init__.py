@@ -1,4 +1,5 @@
-"""Right hooks, and right subjects of the other kinds, in the shapes that they come in. The kit must certify every one that :func:`catalogue` lists.
+"""Right hooks, and right subjects of the other kinds, in the shapes that they come in. The kit must certify every one
+that :func:`catalogue` lists.
 
 They differ in what they communicate, in where they divide, in what they leave out, in what kind of object they are, and in how
 their state is made. None knows ``hooks_ref``, and none is a model of speed. Each module ends with ``RIGHT``.
