@@ -176,6 +176,33 @@ def trains(process_group: Any, rank: int, *, lengths: tuple[int, ...], hook: str
     return once(check)
 
 
+def divides(process_group: Any, rank: int, world_size: int) -> Case:
+    """``divide_by_initial_world_size=False`` divides by the ranks that still train; with a communication hook it has no effect,
+    since a hook is not told how many these are."""
+
+    def mean(join: Any, hook: bool, by_initial: bool) -> float:
+        ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), process_group=process_group)
+        if hook:
+            ddp.register_comm_hook(process_group, hooks_ref.allreduce_hook)
+        with join([ddp], divide_by_initial_world_size=by_initial):
+            for _ in range(1 if rank else 2):
+                ddp.zero_grad()
+                ddp(torch.full((1, 1), 6.0)).sum().backward()
+        grad = next(ddp.parameters()).grad
+        assert grad is not None
+        return grad.item()
+
+    def check() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for join in (TorchsJoin, Join):
+                found = {(hook, by_initial): mean(join, hook, by_initial) for hook in (False, True) for by_initial in (True, False)}
+                if rank == 0:  # whose second step is its own alone
+                    assert found == {(False, True): 3.0, (False, False): 6.0, (True, True): 3.0, (True, False): 3.0}, found
+
+    return once(check)
+
+
 def steps_alone(process_group: Any, rank: int) -> Case:
     """ZeroRedundancyOptimizer alone, whose main hook is a step: it ends, and replicas are the same."""
 

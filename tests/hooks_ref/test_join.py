@@ -31,7 +31,7 @@ def test_on_subgroups(pool: Pool) -> None:
     run(pool, "counts", 4, what, lengths=(1, 4), joinables=2)
 
 
-@pytest.mark.parametrize("name", ["disabled", "throws", "raises_inside", "steps_alone"])
+@pytest.mark.parametrize("name", ["disabled", "throws", "raises_inside", "steps_alone", "divides"])
 def test_ways_out(pool: Pool, name: str) -> None:
     run(pool, name, 2)
 
