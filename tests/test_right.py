@@ -4,19 +4,25 @@ from collections.abc import Callable
 
 import pytest
 
-from conformance.rulebook import MUST, Rule
+from conformance.rulebook import MUST, Rule, book
 from tests.cases import Case, Judgements
 from tests.right import Right, catalogue
 
 
 def case(module: str, right: Right) -> Case:
-    """At the world sizes that say most for their time; the soak judges them at others too."""
+    """At the world sizes that say most for their time; the soak judges them at others too.
+
+    Of what differs from another in the kind of object alone, by the sections that objects have to do with.
+    """
     worlds = (1, 2)
     if "local" in right.claims:
         worlds = (2, 3)  # two ranks that agree in pairs would be all
-    if right.kind != "hook":
-        worlds = (2, 4) if "min_world_size" in right.claims else (1, 2, 3)
-    return Case(f"{module}:{right.name}", right.claims, right.state, right.setup, worlds, kind=right.kind)
+    if "min_world_size" in right.claims:
+        worlds = (2, 4)
+    rules = (
+        tuple(number for number, rule in book(right.kind).items() if rule.section in ("1", "2", "9", "11")) if right.object_alone else ()
+    )
+    return Case(f"{module}:{right.name}", right.claims, right.state, right.setup, worlds, rules=rules, kind=right.kind)
 
 
 CASES = [case(module, right) for module, right in catalogue()]
