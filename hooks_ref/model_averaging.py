@@ -8,8 +8,8 @@ With ``x_r`` the parameters of rank ``r``, ``G`` the group and step ``t``, count
 with ``w`` warm-up steps, a period ``p``, and groups ``S_i`` of the sizes given beside their periods, the last of them ``G``.
 A call that does not average costs nothing. It is made after ``optimizer.step()``, in every step, by all ranks.
 
-What is averaged: parameters that have a gradient on some rank of the group, as the ranks agree by one small collective
-first. A frozen one has none; one that this rank alone did not use is averaged all the same. Each is counted once, however
+What is averaged: parameters that have a gradient on some rank of the group; which do, the ranks tell each other beside the
+values. A frozen one has none; one that this rank alone did not use is averaged all the same. Each is counted once, however
 often it is given, and is written in place: views of it, and what an optimizer or DDP holds, stay what they were.
 
 Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (periodic averaging after a
@@ -168,7 +168,6 @@ class HierarchicalModelAverager(ModelAverager):
         return self._groups[size]
 
 
-@torch.no_grad()
 def average_parameters(params: Iterable[torch.Tensor], process_group: dist.ProcessGroup) -> None:
     """Set each parameter to its mean over the group, in place, in its own dtype. Waits until that is done.
 
@@ -178,14 +177,29 @@ def average_parameters(params: Iterable[torch.Tensor], process_group: dist.Proce
         params: dense parameters of any shapes and dtypes, the same in number, shape and dtype on all ranks; none is fine.
         process_group: the group, with this rank in it.
     """
-    under_way: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
-    for chunk in chunks([parameter.detach() for parameter in _each_once(params)]):
-        flat = torch.cat([part.reshape(-1) for part in chunk]).div_(process_group.size())
-        under_way.append((dist.all_reduce(flat, group=process_group, async_op=True), flat, chunk))
-    for work, flat, chunk in under_way:
+    _average(_each_once(params), None, process_group)
+
+
+@torch.no_grad()
+def _average(parameters: Sequence[torch.Tensor], used: Sequence[bool] | None, process_group: dist.ProcessGroup) -> None:
+    """Set each parameter to its mean over the group, if it is used on some rank: which are is found out meanwhile. None is all."""
+    under_way: list[tuple[dist.Work, list[torch.Tensor], list[torch.Tensor]]] = []
+    for chunk in chunks(parameters):
+        flat = chunk[0].new_empty(sum(part.numel() for part in chunk))
+        parts = list(flat.split([part.numel() for part in chunk]))
+        for part, sent in zip(chunk, parts, strict=True):
+            torch.div(part, process_group.size(), out=sent.view(part.shape))  # one pass, where a copy and a division are two
+        under_way.append((dist.all_reduce(flat, group=process_group, async_op=True), parts, chunk))
+    left_out: set[torch.Tensor] = set()
+    if used and parameters:
+        flags = torch.tensor(used, dtype=torch.uint8, device=parameters[0].device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=process_group)
+        left_out = {parameter for parameter, is_used in zip(parameters, flags.tolist(), strict=True) if not is_used}
+    for work, means, chunk in under_way:
         work.wait()
-        for part, mean in zip(chunk, flat.split([part.numel() for part in chunk]), strict=True):
-            part.copy_(mean.view(part.shape))
+        for part, mean in zip(chunk, means, strict=True):
+            if part not in left_out:
+                part.copy_(mean.view(part.shape))
 
 
 def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:
@@ -210,7 +224,8 @@ def average_parameters_or_parameter_groups(params: Parameters, process_group: di
     Raises:
         TypeError: there is something else among them.
     """
-    average_parameters(used_parameters(params, process_group).values(), process_group)
+    parameters = all_parameters(params)
+    _average(parameters, [parameter.grad is not None for parameter in parameters], process_group)
 
 
 def used_parameters(params: Parameters, process_group: dist.ProcessGroup) -> dict[int, torch.nn.Parameter]:
