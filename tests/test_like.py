@@ -45,5 +45,5 @@ def test_compressors(state: str, claims: str, verdict: Verdict) -> None:
 
 
 def test_options_that_the_reference_does_not_have() -> None:
-    with pytest.raises(TargetError, match=r"like\(TopK,part=1\).*part"):
+    with pytest.raises(TargetError, match=r"like\(TopK, part=1\).*part"):
         judge("hooks_ref:compression_hook", "compressed, like(TopK, part=1)", "examples.states:top_k")

@@ -10,7 +10,7 @@ import hooks_ref
 from conformance.pool import Pool
 from conformance.run import Run
 from conformance.scenario import SUBGROUPS, Param, Scenario
-from tests.hooks_ref.algorithms import PARAMS, gradients, require_same_bits, result, run_hook, scenario, torchs_own_fails
+from tests.hooks_ref.algorithms import ONE_BUCKET, PARAMS, gradients, require_same_bits, result, run_hook, scenario, torchs_own_fails
 
 SUBJECT = "tests.hooks_ref.averaging_subjects:averaged"
 SIZES = {2: 2, 4: 4}  # groups by period
@@ -20,7 +20,7 @@ Groups = Callable[[int, int], tuple[int, ...]]  # of a rank at a step; () where 
 
 def run(pool: Pool, world: int, name: str, what: Scenario | None = None, **given: Any) -> Run:
     setup = ",".join([SUBJECT, *(f"{key}={value!r}" for key, value in {"name": name, **given}.items())])
-    return run_hook(pool, what or scenario(30), world, setup=setup)
+    return run_hook(pool, what or scenario(30, bucket_cap_mb=ONE_BUCKET), world, setup=setup)
 
 
 def require_definition(run: Run, groups: Groups) -> None:
@@ -110,7 +110,7 @@ def test_dtypes(pool: Pool) -> None:
     ids=str,
 )
 def test_beside_torchs(pool: Pool, world: int, name: str, options: dict[str, Any]) -> None:
-    what = scenario(30, params=CONTIGUOUS)
+    what = scenario(30, params=CONTIGUOUS, bucket_cap_mb=ONE_BUCKET)
     require_same_bits(run(pool, world, name, what, **options), run(pool, world, name, what, torchs=True, **options))
 
 

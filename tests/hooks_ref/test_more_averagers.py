@@ -9,7 +9,7 @@ import hooks_ref
 from conformance.pool import Pool
 from conformance.run import Run
 from hooks_ref.gossip import GossipGraDState
-from tests.hooks_ref.algorithms import gradients, require_same_bits, result, scenario
+from tests.hooks_ref.algorithms import ONE_BUCKET, gradients, require_same_bits, result, scenario
 from tests.hooks_ref.test_model_averaging import run
 
 # From the values of all ranks, ``[W, numel]``, before a round, and its number, to those after it.
@@ -75,7 +75,16 @@ def gossip(topology: str, seed: int) -> Round:
 
 @pytest.mark.parametrize(("world", "period", "warmup", "lr", "momentum"), [(2, 3, 2, 0.7, 0.9), (3, 2, 0, 0.5, 0.0)])
 def test_diloco(pool: Pool, world: int, period: int, warmup: int, lr: float, momentum: float) -> None:
-    mine = run(pool, world, "DiLoCoModelAverager", scenario(20), period=period, warmup_steps=warmup, lr=lr, momentum=momentum)
+    mine = run(
+        pool,
+        world,
+        "DiLoCoModelAverager",
+        scenario(20, bucket_cap_mb=ONE_BUCKET),
+        period=period,
+        warmup_steps=warmup,
+        lr=lr,
+        momentum=momentum,
+    )
     require_rounds(mine, period, warmup, lambda: diloco(lr, momentum))
 
 
@@ -89,13 +98,22 @@ def test_diloco_without_an_outer_optimizer_is_periodic(pool: Pool) -> None:
 
 @pytest.mark.parametrize(("world", "period", "warmup"), [(2, 1, 0), (3, 2, 3)])
 def test_ema(pool: Pool, world: int, period: int, warmup: int) -> None:
-    mine = run(pool, world, "EMAModelAverager", scenario(12), decay=0.75, period=period, warmup_steps=warmup)
+    mine = run(pool, world, "EMAModelAverager", scenario(12, bucket_cap_mb=ONE_BUCKET), decay=0.75, period=period, warmup_steps=warmup)
     require_rounds(mine, period, warmup, lambda: moving(0.75), shown="average")
 
 
 @pytest.mark.parametrize(("world", "topology"), [(2, "hypercube"), (3, "dissemination"), (4, "hypercube")])
 def test_gossip(pool: Pool, world: int, topology: str) -> None:
-    mine = run(pool, world, "GossipModelAverager", scenario(12), period=2, warmup_steps=1, topology=topology, random_seed=5)
+    mine = run(
+        pool,
+        world,
+        "GossipModelAverager",
+        scenario(12, bucket_cap_mb=ONE_BUCKET),
+        period=2,
+        warmup_steps=1,
+        topology=topology,
+        random_seed=5,
+    )
     require_rounds(mine, 2, 1, lambda: gossip(topology, 5))
 
 
