@@ -119,7 +119,9 @@ What a subject must do to be certified. This page is written from `conformance/r
 - A **MUST** rule decides the certificate; a SHOULD is reported beside it. The MUST rules are in `golden.txt`.
 - A rule is judged on records, by a process that never imports the subject. Records that are missing never pass.
 - A rule that builds on another is judged only where that one holds: one defect, one failure.
-- A failure is the subject's only where the reference allreduce passes the same rule on the same machine.
+- A failure is the subject's only where the reference of its kind (of hooks, the allreduce) passes the same rule on the same machine.
+- Sections 1 to 13 and 20 speak of hooks; 14 to 19 of one other kind of subject each, which is judged by no other section. What those
+  can claim stands in `kinds`, one module each; the claims below are those of hooks, and `min_world_size` is common to all.
 - A claim changes which result is right. Its mirror holds it to account: in 2.10, `world_only` in 2.7.
 - Where a claim is lossy, no single result is right or wrong. Runs are longer then, and rules that speak of right results
   judge all their steps together by the rule of section 13 that the claim names: shapes, dtypes, buckets, groups and world
