@@ -84,7 +84,7 @@ def test_signatures_and_names_are_torchs() -> None:
 
 # Functions that may wait: none is a hook or a callback, and what they wait for is over when they return.
 CALLED_BY_THE_TRAINER = {
-    "model_averaging.py": {"average_parameters"},
+    "model_averaging.py": {"_average"},
     "quantized_collectives.py": {"wait", "begin"},
     "sync_strategies.py": {"finish"},
 }
