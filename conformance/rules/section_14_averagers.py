@@ -318,7 +318,7 @@ def _means(run: Run, claims: Claims, found: Found, must_change: bool = False) ->
     due_steps = 0
     for rank, step in _calls(run):
         group = due(run, rank, step, claims)
-        due_steps += len(group) > 1
+        due_steps += bool(group)
         if not (must_change or (group and (_changed(run, rank, step) or len(group) == 1))):
             continue
         for index, spec in enumerate(run.scenario.params):

@@ -413,9 +413,6 @@ def replicas(run: Run, claims: Claims, found: Found) -> None:
     if run.scenario.said[0] != "all_gather":
         found.does_not_apply(f"of {run.scenario.said[0]} each rank gets its own")
         return
-    if run.world == 1:
-        found.does_not_apply("there is one rank")
-        return
     for call in _calls(run):
         first = next(other for other in _calls(run) if (other.step, other.index) == (call.step, call.index))
         for k in range(run.world):
