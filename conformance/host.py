@@ -4,7 +4,7 @@ Why a process of its own. A rank must start in milliseconds, not in the seconds 
 takes, so it must be forked from a process that has imported already. That process cannot be pytest:
 it has threads and plugins, and a fork keeps only one thread of them, with whatever locks the others
 held. So the controller *executes* a host, which imports torch, torch.distributed and torch._dynamo
-(the first ``DDP()`` of a process imports 829 modules of it otherwise) and nothing of the user's,
+(the first ``DDP()`` of a process imports 829 modules of it otherwise), the references, and nothing of the user's,
 runs no tensor operation, and is at exactly one thread when it forks, which it asserts.
 
 Why lanes. A run is mostly waiting, and a subject may kill the process above it. So the host itself
@@ -176,14 +176,17 @@ def _describe(command: dict[str, Any], controller: int) -> dict[str, Any]:
 
 def _greeting() -> dict[str, Any]:
     """Import what ranks need, and say what was found."""
+    gc.disable()  # what modules are made of stays
     import torch
     import torch._dynamo
     import torch._dynamo.utils
     import torch.distributed
     import torch.profiler
 
-    import conformance.rank  # noqa: F401
+    import conformance.rank
+    import hooks_ref  # noqa: F401 - a fifth of a short run would go into importing it; see rank._own_references
 
+    gc.enable()
     gc.collect()
     gc.freeze()
     return {
