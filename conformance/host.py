@@ -179,6 +179,7 @@ def _greeting() -> dict[str, Any]:
     gc.disable()  # what modules are made of stays
     import torch
     import torch._dynamo
+    import torch._dynamo.trace_rules
     import torch._dynamo.utils
     import torch.distributed
     import torch.profiler
@@ -186,6 +187,7 @@ def _greeting() -> dict[str, Any]:
     import conformance.rank
     import hooks_ref  # noqa: F401 - a fifth of a short run would go into importing it; see rank._own_references
 
+    torch._dynamo.trace_rules.clear_lru_cache()  # init_process_group() does so; here once, for all ranks
     gc.enable()
     gc.collect()
     gc.freeze()
