@@ -4,7 +4,7 @@ Why a process of its own. A rank must start in milliseconds, not in the seconds 
 takes, so it must be forked from a process that has imported already. That process cannot be pytest:
 it has threads and plugins, and a fork keeps only one thread of them, with whatever locks the others
 held. So the controller *executes* a host, which imports torch, torch.distributed and torch._dynamo
-(the first ``DDP()`` of a process imports 829 modules of it otherwise), the references, and nothing of the user's,
+(the first ``DDP()`` of a process imports 829 modules of it otherwise) and nothing of the user's (``preload.py``),
 runs no tensor operation, and is at exactly one thread when it forks, which it asserts.
 
 Why lanes. A run is mostly waiting, and a subject may kill the process above it. So the host itself
@@ -20,7 +20,6 @@ to a lane in JSON lines; records go through files.
 """
 
 import contextlib
-import gc
 import json
 import os
 import platform
@@ -36,6 +35,7 @@ from typing import Any
 if __name__ == "__main__" and (package := str(Path(__file__).resolve().parent.parent)) not in sys.path:
     sys.path.insert(0, package)
 
+from conformance.preload import forget_other_references, preload
 from conformance.supervise import GRACE, ControllerGone, adopt_orphans, kill_children, require_one_thread, supervise
 
 
@@ -155,6 +155,7 @@ def _describe(command: dict[str, Any], controller: int) -> dict[str, Any]:
 
     def function() -> int:
         sys.path.insert(0, command["cwd"])
+        forget_other_references()
         try:
             said = describe(SubjectSpec(**command["subject"]))
         except ConformanceError as error:
@@ -176,21 +177,9 @@ def _describe(command: dict[str, Any], controller: int) -> dict[str, Any]:
 
 def _greeting() -> dict[str, Any]:
     """Import what ranks need, and say what was found."""
-    gc.disable()  # what modules are made of stays
+    preload()
     import torch
-    import torch._dynamo
-    import torch._dynamo.trace_rules
-    import torch._dynamo.utils
-    import torch.distributed
-    import torch.profiler
 
-    import conformance.rank
-    import hooks_ref  # noqa: F401 - a fifth of a short run would go into importing it; see rank._own_references
-
-    torch._dynamo.trace_rules.clear_lru_cache()  # init_process_group() does so; here once, for all ranks
-    gc.enable()
-    gc.collect()
-    gc.freeze()
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import faulthandler
 import gc
-import importlib.machinery
 import os
 import signal
 import sys
@@ -34,6 +33,7 @@ from conformance.groups import everybody, make_groups
 from conformance.inputs import at_scale
 from conformance.kinds import HOOK
 from conformance.observe import Observer, digest
+from conformance.preload import forget_other_references
 from conformance.probe import lay_out, scripted_gradients, training_loss
 from conformance.record import Recorder
 from conformance.resolve import is_one_object, resolve
@@ -426,20 +426,12 @@ def _prepare_process(own: Path, cwd: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background with it ignored
     if cwd not in sys.path:
         sys.path.insert(0, cwd)
-    _own_references()
+    forget_other_references()
     stacks = open(own / "stacks.txt", "w")  # noqa: SIM115 - stays open until the process ends
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
     os.mkfifo(own / "ask")
     threading.Thread(target=_give_evidence, args=(own,), name="conformance-evidence", daemon=True).start()
-
-
-def _own_references() -> None:
-    """Forget the references that the host has imported where the caller's path leads to others."""
-    found = importlib.machinery.PathFinder.find_spec("hooks_ref")
-    if found and found.origin != sys.modules["hooks_ref"].__file__:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "hooks_ref"]:
-            del sys.modules[name]
 
 
 def _give_evidence(own: Path) -> None:

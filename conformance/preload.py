@@ -1,0 +1,45 @@
+"""What a host imports, so that its ranks need not: torch, the kit's own modules for ranks, the references; nothing of the user's.
+
+A rank imports what is left in some 5 ms, and the subject. Modules that torch imports only when they are asked for are asked for
+here where a rank would spend more on them than a host: ``torch.distributed.optim`` compiles functions for a quarter of a second.
+"""
+
+import gc
+import importlib
+import importlib.machinery
+import sys
+import warnings
+
+_MODULES = (
+    *("torch", "torch._dynamo", "torch._dynamo.trace_rules", "torch._dynamo.utils", "torch.distributed", "torch.profiler"),
+    *("torch.distributed.optim", "torch.distributed.algorithms.model_averaging.averagers"),
+    *("conformance.rank", "conformance.drive.blocks", "hooks_ref"),
+)
+
+
+def preload() -> None:
+    """Import it, and leave it to the collector of garbage never to look at it again."""
+    gc.disable()  # what modules are made of stays
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what torch deprecates of its own
+        for name in _MODULES:
+            importlib.import_module(name)
+    _clear_what_ranks_would_clear()
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+def _clear_what_ranks_would_clear() -> None:
+    """``init_process_group()`` clears these caches: here once, for all ranks."""
+    clear = getattr(sys.modules["torch._dynamo.trace_rules"], "clear_lru_cache", None)
+    if clear:
+        clear()
+
+
+def forget_other_references() -> None:
+    """In a rank: forget the references that the host has imported, where the caller's path leads to others."""
+    found = importlib.machinery.PathFinder.find_spec("hooks_ref")
+    if found and found.origin != sys.modules["hooks_ref"].__file__:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "hooks_ref"]:
+            del sys.modules[name]
