@@ -54,7 +54,7 @@ MANY, FINE, SMALL, OFTEN = 256, 1 / 4, 1 / 20, 2 * 1 / 5 * 4 / 5  # see "Unbiase
 ROUNDINGS = 16  # units in the last place, of any dtype, that no claim speaks of
 
 # The scenarios on which lossy results are judged over many steps; the others are as short as they are.
-_LONG = ("values", "buckets", "long", "dtypes", "shapes", "subgroups", "complex", "sparse", "saved", "resumed")
+_LONG = ("values", "buckets", "dtypes", "shapes", "subgroups", "complex", "sparse", "saved", "resumed")
 # Those of many buckets, which take long: at one world size, where exact results are cheap to judge at several.
 _ONE_WORLD = ("dtypes", "shapes")
 

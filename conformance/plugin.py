@@ -6,8 +6,10 @@ have a --device of their own.
 """
 
 import argparse
+import gc
 import importlib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -46,7 +48,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
         judges = any(getattr(given, name) for name in _SUBJECTS) and not (given.replay or given.list_rules)
         if judges and _can_run(given) and not given.collectonly:
             _start_host(early_config, given.deadline)
-        early_config.pluginmanager.register(importlib.import_module("conformance.pytest_items"), "conformance.pytest_items")
+        early_config.pluginmanager.register(_import_the_rest(), "conformance.pytest_items")
 
 
 def options_of(given: argparse.Namespace) -> Options:
@@ -71,6 +73,17 @@ def _start_host(config: pytest.Config, deadline: float) -> None:
     config.stash[POOL] = pool = Pool(deadline)
     config.add_cleanup(pool.close)
     pool.start()
+
+
+def _import_the_rest() -> ModuleType:
+    """Import torch and what judges; a seventh of the time would go into looking for garbage among modules, where there is none."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module("conformance.pytest_items")
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _about_conformance(args: list[str]) -> bool:

@@ -13,16 +13,14 @@ from tests.right import Right, catalogue
 def case(module: str, right: Right) -> Case:
     """At the world sizes that say most for their time; the soak judges them at others too.
 
-    Of what differs from another in the kind of object alone, by the sections that objects have to do with.
+    Of what differs from another in one respect alone, by the sections that have to do with it.
     """
     worlds = (1, 2)
     if "local" in right.claims:
         worlds = (2, 3)  # two ranks that agree in pairs would be all
     if least := re.search(r"min_world_size\((\d)\)", right.claims):
         worlds = (1, int(least[1]))
-    rules = (
-        tuple(number for number, rule in book(right.kind).items() if rule.section in ("1", "2", "9", "11")) if right.object_alone else ()
-    )
+    rules = tuple(number for number, rule in book(right.kind).items() if rule.section in right.sections)
     return Case(f"{module}:{right.name}", right.claims, right.state, right.setup, worlds, rules=rules, kind=right.kind)
 
 

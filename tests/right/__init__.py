@@ -19,16 +19,19 @@ class Right:
         state: as in ``--state``.
         setup: whether the attribute is a set-up function.
         kind: of the subject.
-        object_alone: it computes what another does, and differs in the kind of object that it is.
+        sections: it differs from another of its module in what these speak of, and is judged by them alone; by all with --thorough.
     """
 
     name: str
     claims: str = "exact"
     state: str | None = None
     setup: bool = False
-    object_alone: bool = False
+    sections: tuple[str, ...] = ()
     kind: str = "hook"
 
+
+OBJECTS = ("1", "2", "9", "11")  # computes what another does, and is another kind of object
+COMPRESSORS = ("1", "2", "3", "10", "13")  # compresses or mixes otherwise, in the same frame
 
 _MODULES = (
     *("exact", "sparse", "few_bits", "low_rank", "at_random", "local", "fused", "poststep", "chained"),

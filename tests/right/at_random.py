@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from tests.right import Right
+from tests.right import COMPRESSORS, Right
 from tests.right._common import STATE, Bucket, Result, State, completed, dense, gather, wide
 
 
@@ -69,9 +69,12 @@ def half_and_seldom_the_rest(state: State, bucket: Bucket) -> Result:
 
 
 RIGHT = [
-    *(Right(name, "unbiased(ratio=0.27)", STATE) for name in ("qsgd_int8", "terngrad_shared")),
-    *(Right(name, "unbiased", STATE) for name in ("random_k_scaled", "stochastic_bfloat16")),
+    Right("qsgd_int8", "unbiased(ratio=0.27)", STATE),
+    Right("terngrad_shared", "unbiased(ratio=0.27)", STATE, sections=COMPRESSORS),
+    Right("random_k_scaled", "unbiased", STATE),
+    Right("stochastic_bfloat16", "unbiased", STATE, sections=COMPRESSORS),
     # One whose smallest parameter is not drawn for as long as a run is: the same half of it, 96 times.
-    Right("half_and_seldom_the_rest", "unbiased", STATE + ",setting=0.02,seed=6"),
-    Right("qsgd_one_level", "unbiased", STATE + ",seed=3304"),  # of which errors are seldom and large, and this seed's the more so
+    Right("half_and_seldom_the_rest", "unbiased", STATE + ",setting=0.02,seed=6", sections=COMPRESSORS),
+    # One of which errors are seldom and large, and with this seed the more so.
+    Right("qsgd_one_level", "unbiased", STATE + ",seed=3304", sections=COMPRESSORS),
 ]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.subject import Case
-from tests.right import Right
+from tests.right import OBJECTS, Right
 from tests.right._common import Bucket, Group, Result, completed, dense, gather
 
 # Under its name before torch 2.13 it warns.
@@ -362,19 +362,19 @@ RIGHT = [
     Right("takes_two_at_least", "exact, min_world_size(2)"),
     Right("out_of_place", "exact, min_world_size(3)", f"{__name__}:three_or_more"),
     Right("another_thread"),
-    Right("polling"),
+    Right("polling", sections=("1", "2", "3", "8", "12")),  # spins, in every order that is forced on it, until the kit gives up
     Right("point_to_point"),
     Right("rounds_to_float16", "rounded(float16)"),
     Right("rounds_to_bfloat16", "rounded(bfloat16)"),
     Right("float16_gathered", "rounded(float16)", "process_group"),
     Right("gives_sum", "sum"),
     Right("always_world", "world_only"),
-    *(Right(name, object_alone=True) for name in ("holder.method", "Holder.static", "Holder.of_class", "nameless", "named", "wrapped")),
-    Right("partial", "rounded(float16)", object_alone=True),
-    Right("make_hook()", object_alone=True),
-    Right("make_hook,predivide=False", object_alone=True),
+    *(Right(name, sections=OBJECTS) for name in ("holder.method", "Holder.static", "Holder.of_class", "nameless", "named", "wrapped")),
+    Right("partial", "rounded(float16)", sections=OBJECTS),
+    Right("make_hook()", sections=OBJECTS),
+    Right("make_hook,predivide=False", sections=OBJECTS),
     Right("out_of_place", state="process_group"),
     Right("with_scratch", state=f"{__name__}:State"),
     Right("with_scratch", state=f"{__name__}:State,scale=1.0"),
-    *(Right(name, setup=True, object_alone=True) for name in ("set_up_pair", "set_up_itself", "set_up_calls", "set_up_worker")),
+    *(Right(name, setup=True, sections=OBJECTS) for name in ("set_up_pair", "set_up_itself", "set_up_calls", "set_up_worker")),
 ]

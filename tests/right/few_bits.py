@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.right import Right
+from tests.right import COMPRESSORS, Right
 from tests.right._common import FEEDBACK, STATE, Bucket, Group, Result, State, completed, dense, gather, wide
 
 
@@ -103,10 +103,11 @@ def bfloat16_feedback(state: State, bucket: Bucket) -> Result:
 
 
 RIGHT = [
-    Right("int8", "compressed(delta=0.25, ratio=0.27)", STATE),
-    Right("fp8_feedback", "compressed(delta=0.25, ratio=0.27)", STATE),
+    Right("int8", "compressed(delta=0.9, ratio=0.27)", STATE),
+    Right("fp8_feedback", "compressed(delta=0.9, ratio=0.27)", STATE, sections=COMPRESSORS),
     Right("one_bit", FEEDBACK, STATE),
-    Right("ef_sign", "compressed(delta=0.15, ratio=0.04)", STATE),
+    Right("ef_sign", "compressed(delta=0.15, ratio=0.04)", STATE, sections=COMPRESSORS),
     Right("fp8", "compressed(feedback=False, delta=0.99, ratio=0.27)", "process_group"),
-    *(Right(name, "compressed(delta=0.99), warmup(2)", STATE) for name in ("fp8_by_powers_of_two", "bfloat16_feedback")),
+    Right("fp8_by_powers_of_two", "compressed(delta=0.99), warmup(2)", STATE, sections=COMPRESSORS),
+    Right("bfloat16_feedback", "compressed(delta=0.99), warmup(2)", STATE, sections=COMPRESSORS),
 ]

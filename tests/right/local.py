@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as _post_local_sgd
 
-from tests.right import Right
+from tests.right import COMPRESSORS, Right
 from tests.right._common import STATE, Bucket, Group, Result, State, completed, dense, wide
 
 
@@ -122,9 +122,10 @@ def every_second_bucket(state: State, bucket: Bucket) -> Result:
 
 RIGHT = [
     Right("ring_gossip", "local", "process_group"),
-    *(Right(name, "local(ratio=1)", STATE) for name in ("random_pairs", "every_second_step")),
-    *(Right(name, "local", STATE) for name in ("random_pairs_by_bucket", "every_second_bucket")),
+    Right("random_pairs", "local(ratio=1)", STATE, sections=COMPRESSORS),
+    Right("every_second_step", "local(ratio=1)", STATE),
+    *(Right(name, "local", STATE, sections=COMPRESSORS) for name in ("random_pairs_by_bucket", "every_second_bucket")),
     Right("hierarchical", "local", setup=True),
     Right("torch_local_sgd", "local, warmup(2)", setup=True),
-    Right("torch_local_sgd,alone=True", "local(ratio=0), warmup(2)", setup=True),
+    Right("torch_local_sgd,alone=True", "local(ratio=0), warmup(2)", setup=True, sections=COMPRESSORS),
 ]

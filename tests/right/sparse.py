@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.right import Right
+from tests.right import COMPRESSORS, Right
 from tests.right._common import FEEDBACK, STATE, Bucket, Group, Residuals, Result, State, completed, dense, gather, sizes, wide
 
 
@@ -165,8 +165,9 @@ def ef21(state: Estimates, bucket: Bucket) -> Result:
 RIGHT = [
     Right("top_k", "compressed(delta=0.25, ratio=0.51)", STATE),
     Right("random_k", "compressed(delta=0.25, ratio=0.26)", STATE),
-    *(Right(name, FEEDBACK, STATE) for name in ("large_buckets_only", "above_threshold", "sparse_until_dense")),
-    Right("less_by_step", FEEDBACK + ", warmup(2)", STATE),
+    Right("above_threshold", FEEDBACK, STATE),
+    *(Right(name, FEEDBACK, STATE, sections=COMPRESSORS) for name in ("large_buckets_only", "sparse_until_dense")),
+    Right("less_by_step", FEEDBACK + ", warmup(2)", STATE, sections=COMPRESSORS),
     Right("both_ways", FEEDBACK, f"{__name__}:BothWays"),
     Right("ef21", "compressed(feedback=ef21, delta=0.25)", f"{__name__}:Estimates"),
 ]
