@@ -26,7 +26,8 @@ def test_references_that_the_path_leads_to_are_the_ones_that_run(pool: Pool, tmp
     spec = SubjectSpec("hooks_ref:theirs")
     assert pool.describe(spec)["module"] == "hooks_ref"
     broken = breakage(LocalSource(pool).run(VALUES, 2, spec, "others@2"))
-    assert broken and "of another package" in broken.line
+    assert broken is not None
+    assert "of another package" in broken.line
     assert "error" in pool.describe(SubjectSpec("hooks_ref:allreduce_hook"))
     monkeypatch.undo()
     assert "error" not in pool.describe(SubjectSpec("hooks_ref:allreduce_hook"))
