@@ -1,0 +1,88 @@
+"""``python -m conformance gate [--baseline OLD] NEW``: let a certificate pass, or say all that speaks against it."""
+
+from pathlib import Path
+
+from conformance.certificate_file import CertificateFile, flaws, read_certificate
+from conformance.commands._arguments import Arguments, append, write
+from conformance.errors import CERTIFIED, REFUSED, CertificateError, UsageError
+from conformance.gate import MARGIN_FACTOR, MARGIN_FLOOR, TRAFFIC_FACTOR, Comparison, Slack, compare
+from conformance.summary import gate_markdown
+
+_EPILOG = "Exit code: 0 it may pass; 1 refused; 4 the command cannot be run as written."
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command and return its exit code.
+
+    Raises:
+        UsageError: a file cannot be opened, or the arguments cannot be read.
+    """
+    parser = Arguments(
+        "python -m conformance gate", description="Refuse a certificate that is none, or worse than its baseline.", epilog=_EPILOG
+    )
+    parser.add_argument("certificate", type=Path, metavar="NEW")
+    parser.add_argument("--baseline", type=Path, metavar="OLD", help="the certificate that NEW is to be no worse than")
+    parser.add_argument("--renew", action="store_true", help="say what is different, and make NEW the baseline, if it is a certificate")
+    parser.add_argument("--require-profile", metavar="NAME", help="refuse a certificate of another profile, such as gloo-cpu")
+    parser.add_argument("--margin-factor", type=_at_least_1, default=MARGIN_FACTOR, metavar="F", help="default: %(default)s")
+    floor = "margins below it, as fractions of a bound, count as it; default: %(default)s"
+    parser.add_argument("--margin-floor", type=_fraction, default=MARGIN_FLOOR, metavar="F", help=floor)
+    parser.add_argument("--traffic-factor", type=_at_least_1, default=TRAFFIC_FACTOR, metavar="F", help="default: %(default)s")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="add what is said to this file, in Markdown")
+    given = parser.parse_args(arguments)
+    if given.renew and not given.baseline:
+        raise UsageError("--renew: name the file to make the baseline with --baseline")
+    slack = Slack(given.margin_factor, given.margin_floor, given.traffic_factor)
+    refused, compared, title = [], Comparison(), str(given.certificate)
+    try:
+        new = read_certificate(given.certificate)
+        title = f"{new.name} as {new.claims}, profile {new.profile}"
+        refused = [f"{new.path}: {flaw}" for flaw in flaws(new)] + _wrong_profile(new, given.require_profile)
+        compared = _compare(given.baseline, new, slack, given.renew) if given.baseline else compared
+    except CertificateError as error:
+        refused += error.reasons
+    worse = [*refused, *([] if given.renew else compared.worse)]
+    notes = [*compared.notes, *(compared.worse if given.renew else [])]
+    if given.renew and not worse:
+        write(given.baseline, given.certificate.read_text(encoding="utf-8"))
+        notes.append(f"{given.baseline} is the baseline from now on")
+    if given.summary:
+        append(given.summary, gate_markdown(title, worse, notes))
+    print("\n".join([*(f"refused: {line}" for line in worse), *(f"note: {line}" for line in notes)]), end="\n" if worse or notes else "")
+    against = f", no worse than {given.baseline}" if given.baseline and not given.renew else ""
+    print(f"GATE REFUSES  {title}" if worse else f"GATE HOLDS  {title}{against}")
+    return REFUSED if worse else CERTIFIED
+
+
+def _compare(path: Path, new: CertificateFile, slack: Slack, renew: bool) -> Comparison:
+    """Compare with a baseline. One that is to be renewed need not be there, nor be any good."""
+    if not path.exists():
+        if renew:
+            return Comparison()
+        raise UsageError(f"{path}: there is no such baseline; --renew makes {new.path} the baseline")
+    try:
+        old = read_certificate(path)
+    except CertificateError as error:
+        return Comparison(worse=[f"the baseline {reason}" for reason in error.reasons])
+    # That its golden list is another is said by the comparison: what else may be wrong with it follows from that.
+    wrong = flaws(old) if old.of_this_kit else []
+    compared = compare(old, new, slack)
+    return Comparison([*(f"the baseline {path}: {flaw}" for flaw in wrong), *compared.worse], compared.notes)
+
+
+def _wrong_profile(new: CertificateFile, required: str | None) -> list[str]:
+    if not required or new.profile == required:
+        return []
+    return [f"{new.path}: is of the profile {new.profile}, and {required} is required"]
+
+
+def _at_least_1(text: str) -> float:
+    if not 1 <= (value := float(text)) < float("inf"):
+        raise ValueError
+    return value
+
+
+def _fraction(text: str) -> float:
+    if not 0 < (value := float(text)) <= 1:
+        raise ValueError
+    return value
