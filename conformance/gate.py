@@ -14,6 +14,7 @@ from typing import Any
 from conformance.certificate_file import CertificateFile
 from conformance.verdict import Verdict
 
+Said = Mapping[str, Any]  # what a certificate says of a rule, or of a run
 MARGIN_FACTOR, MARGIN_FLOOR, TRAFFIC_FACTOR = 2.0, 0.05, 1.01
 
 
@@ -72,15 +73,15 @@ def _lost_rules(old: CertificateFile, new: CertificateFile) -> Iterator[str]:
 
 
 def _lost_runs(old: CertificateFile, new: CertificateFile) -> Iterator[str]:
-    """Of a rule that applies only where it once held, the verdict says enough; this is of one that holds elsewhere."""
-    for rule, now, name, then, run in _both(old, new):
-        if now["verdict"] == _PASS and then.get("verdict") == _PASS != run.get("verdict"):
+    """Runs of rules that did not pass in all of them then, and so are not lost as a whole."""
+    for rule, name, then, run in _both(old, new):
+        if rule["verdict"] != _PASS and then.get("verdict") == _PASS != run.get("verdict"):
             yield f"lost rule: {_named(rule)} [{name}]: passed then, {_said(run)} now"
 
 
 def _margins(old: CertificateFile, new: CertificateFile, slack: Slack) -> Iterator[str]:
     worst: dict[str, tuple[float, str]] = {}
-    for rule, _, name, then, run in _both(old, new):
+    for rule, name, then, run in _both(old, new):
         before, after = then.get("margin"), run.get("margin")
         if before is None or after is None:
             continue
@@ -93,7 +94,7 @@ def _margins(old: CertificateFile, new: CertificateFile, slack: Slack) -> Iterat
 
 
 def _traffic(old: CertificateFile, new: CertificateFile, slack: Slack) -> Iterator[str]:
-    for rule, _, name, then, run in _both(old, new):
+    for rule, name, then, run in _both(old, new):
         before, after = then.get("traffic"), run.get("traffic")
         if before and not after:
             yield f"lower compression: {_named(rule)} [{name}]: bytes were counted then, and are not now"
@@ -117,19 +118,17 @@ def _notes(old: CertificateFile, new: CertificateFile) -> Iterator[str]:
         yield f"claims were said by {old.body['claims'].get('said by')} then, by {new.body['claims'].get('said by')} now"
     if gone := sorted({name for number, name in _runs(old) if (number, name) not in set(_runs(new))}):
         yield f"runs that this kit does not make: {', '.join(gone)}"
-    if not any("traffic" in run for rule in old.rules.values() for run in rule["runs"].values()):
+    if any("traffic" in run and "traffic" not in then for _, _, then, run in _both(old, new)):
         yield "the baseline does not say how many bytes were sent: renew it to have compression compared"
 
 
-def _both(
-    old: CertificateFile, new: CertificateFile
-) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield of all runs that both have: the rule then and now, the run's name, the run then and now."""
+def _both(old: CertificateFile, new: CertificateFile) -> Iterator[tuple[Said, str, Said, Said]]:
+    """Yield of all runs that both have: the rule as it was, the run's name, the run then and now."""
     for number, rule in old.rules.items():
         now = new.rules.get(number)
         for name, then in rule["runs"].items() if now else ():
             if now and name in now["runs"]:
-                yield rule, now, name, then, now["runs"][name]
+                yield rule, name, then, now["runs"][name]
 
 
 def _runs(certificate: CertificateFile) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 from conformance.certificate_file import flaws, is_report, read_certificate, read_json
 from conformance.commands._arguments import Arguments, write
 from conformance.errors import CertificateError
-from conformance.statement import checksums, statement, subjects, result_of
+from conformance.statement import checksums, result_of, statement, subjects
 
 
 def main(arguments: list[str]) -> int:
