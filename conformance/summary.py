@@ -40,6 +40,11 @@ def gate_markdown(title: str, worse: Sequence[str], notes: Sequence[str]) -> str
     return "\n".join([held, "", span(title), "", *_said("Worse", worse), *_said("Different, and no worse", notes)])
 
 
+def nothing_markdown(folder: str) -> str:
+    """Return the summary of a job that has left no report."""
+    return f"### NOT JUDGED\n\nThere is no report in {span(folder)}: the log says why.\n"
+
+
 def _reasons(body: Mapping[str, Any]) -> list[str]:
     """Why there is no certificate, where it is not for a rule that fails: those are said one by one."""
     return [] if body.get("verdict") == "refused" else _said("Because", body.get("reasons", ()))

@@ -21,8 +21,10 @@ def body() -> Body:
 
 
 @pytest.fixture
-def gate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[str]]]:
+def gate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]]]:
     """Run the command; return its exit code and the lines that it prints."""
+
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
 
     def run(*arguments: object) -> tuple[int, list[str]]:
         code = main(["gate", *map(str, arguments)])

@@ -94,7 +94,6 @@ def test_of_one_that_was_refused(tmp_path: Path, capsys: Any) -> None:
     lint(made)
     assert made["predicate"]["result"] == "FAILED"
     assert made["predicate"]["failedTests"] == ["2.2 random gradients give the mean within the bound of a sum"]
-    assert "url" not in made["predicate"]
 
 
 def test_files_that_were_tested(tmp_path: Path, capsys: Any) -> None:
@@ -168,6 +167,26 @@ def test_the_lint_finds_what_is_no_statement(spoil: Any, tmp_path: Path, capsys:
     spoil(made)
     with pytest.raises((ValueError, KeyError, json_format.ParseError)):
         lint(made)
+
+
+@pytest.mark.parametrize(
+    ("environment", "url"),
+    [
+        ({}, None),
+        (
+            {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "a/b", "GITHUB_RUN_ID": "7"},
+            "https://github.com/a/b/actions/runs/7",
+        ),
+        ({"CI_JOB_URL": "https://gitlab.com/a/b/-/jobs/7"}, "https://gitlab.com/a/b/-/jobs/7"),
+        ({"BUILDKITE_BUILD_URL": "https://buildkite.com/a/b/builds/7"}, "https://buildkite.com/a/b/builds/7"),
+    ],
+)
+def test_the_run_is_that_of_the_job(environment: dict[str, str], url: str | None, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    for name in ("GITHUB_RUN_ID", "CI_JOB_URL", "BUILDKITE_BUILD_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert state(written(tmp_path / "c.json", certificate()), capsys)["predicate"].get("url") == url
 
 
 def test_names() -> None:

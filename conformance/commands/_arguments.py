@@ -6,6 +6,8 @@ from typing import NoReturn
 
 from conformance.errors import UsageError
 
+PAGE = "GITHUB_STEP_SUMMARY"  # names the file that GitHub shows as the summary of a job's step
+
 
 class Arguments(argparse.ArgumentParser):
     """A parser that raises UsageError; argparse itself would exit with 2, which is "interrupted" here."""

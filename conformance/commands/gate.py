@@ -1,9 +1,10 @@
 """``python -m conformance gate [--baseline OLD] NEW``: let a certificate pass, or say all that speaks against it."""
 
+import os
 from pathlib import Path
 
 from conformance.certificate_file import CertificateFile, flaws, read_certificate
-from conformance.commands._arguments import Arguments, append, write
+from conformance.commands._arguments import PAGE, Arguments, append, write
 from conformance.errors import CERTIFIED, REFUSED, CertificateError, UsageError
 from conformance.gate import MARGIN_FACTOR, MARGIN_FLOOR, TRAFFIC_FACTOR, Comparison, Slack, compare
 from conformance.summary import gate_markdown
@@ -28,7 +29,8 @@ def main(arguments: list[str]) -> int:
     floor = "margins below it, as fractions of a bound, count as it; default: %(default)s"
     parser.add_argument("--margin-floor", type=_fraction, default=MARGIN_FLOOR, metavar="F", help=floor)
     parser.add_argument("--traffic-factor", type=_at_least_1, default=TRAFFIC_FACTOR, metavar="F", help="default: %(default)s")
-    parser.add_argument("--summary", type=Path, metavar="FILE", help="add what is said to this file, in Markdown")
+    said = "add what is said to this file, in Markdown; default: $GITHUB_STEP_SUMMARY, where it is set"
+    parser.add_argument("--summary", type=Path, metavar="FILE", help=said)
     given = parser.parse_args(arguments)
     if given.renew and not given.baseline:
         raise UsageError("--renew: name the file to make the baseline with --baseline")
@@ -46,8 +48,8 @@ def main(arguments: list[str]) -> int:
     if given.renew and not worse:
         write(given.baseline, given.certificate.read_text(encoding="utf-8"))
         notes.append(f"{given.baseline} is the baseline from now on")
-    if given.summary:
-        append(given.summary, gate_markdown(title, worse, notes))
+    if page := given.summary or os.environ.get(PAGE):
+        append(Path(page), gate_markdown(title, worse, notes))
     print("\n".join([*(f"refused: {line}" for line in worse), *(f"note: {line}" for line in notes)]), end="\n" if worse or notes else "")
     against = f", no worse than {given.baseline}" if given.baseline and not given.renew else ""
     print(f"GATE REFUSES  {title}" if worse else f"GATE HOLDS  {title}{against}")

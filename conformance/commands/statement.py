@@ -1,6 +1,8 @@
 """``python -m conformance statement FILE``: an in-toto statement of a certificate, for CI to sign."""
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("file", type=Path, metavar="FILE", help="the certificate.json, or the report.json of a subject that was refused")
     tested = "what was tested, such as a wheel; may be repeated; default: the subject's source files"
     parser.add_argument("--subject-file", type=Path, action="append", default=[], metavar="FILE", help=tested)
-    parser.add_argument("--url", default="", help="of the run of the tests")
+    parser.add_argument("--url", default=_run(os.environ), help="of the run of the tests; default: that of the CI job that runs this")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where the statement goes; default: standard output")
     parser.add_argument("--predicate", type=Path, metavar="FILE", help="where the predicate alone goes, as actions/attest takes it")
     parser.add_argument("--checksums", type=Path, metavar="FILE", help="where the subjects go, as sha256sum prints them")
@@ -40,6 +42,13 @@ def main(arguments: list[str]) -> int:
     elif not (given.predicate or given.checksums):
         print(whole, end="")
     return 0
+
+
+def _run(environment: Mapping[str, str]) -> str:
+    """Return the URL of the CI job, as GitHub, GitLab or Buildkite say it; '' elsewhere."""
+    if run := environment.get("GITHUB_RUN_ID"):
+        return f"{environment.get('GITHUB_SERVER_URL')}/{environment.get('GITHUB_REPOSITORY')}/actions/runs/{run}"
+    return environment.get("CI_JOB_URL") or environment.get("BUILDKITE_BUILD_URL") or ""
 
 
 def _body(path: Path) -> dict[str, Any]:

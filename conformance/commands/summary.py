@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 from conformance.certificate_file import flaws, is_report, read_certificate, read_json
-from conformance.commands._arguments import Arguments, append
+from conformance.commands._arguments import PAGE, Arguments, append, write
 from conformance.errors import CertificateError
-from conformance.summary import session_markdown
+from conformance.summary import nothing_markdown, session_markdown
 
 
 def main(arguments: list[str]) -> int:
@@ -16,17 +16,26 @@ def main(arguments: list[str]) -> int:
         UsageError: a file cannot be opened, or the arguments cannot be read.
         CertificateError: a file is no report, and no certificate either.
     """
-    parser = Arguments(
-        "python -m conformance summary", description="Add a summary to $GITHUB_STEP_SUMMARY; print it where that is not set."
+    parser = Arguments("python -m conformance summary", description=f"Add a summary to ${PAGE}; print it where there is none.")
+    parser.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="a report.json or certificate.json, or a folder with reports in it"
     )
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a report.json or certificate.json")
-    files = parser.parse_args(arguments).files
-    text = "\n".join(_summary(path) for path in files)
-    if target := os.environ.get("GITHUB_STEP_SUMMARY"):
-        append(Path(target), text)
-    else:
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write it to this file too")
+    given = parser.parse_args(arguments)
+    text = "\n".join(summary for path in given.files for summary in (_folder(path) if path.is_dir() else [_summary(path)]))
+    page = os.environ.get(PAGE)
+    if page:
+        append(Path(page), text)
+    if given.output:
+        write(given.output, text)
+    if not page and not given.output:
         print(text)
     return 0
+
+
+def _folder(path: Path) -> list[str]:
+    """Of a folder it is the reports: a session that could not be begun has left none, and the page is to say so."""
+    return [_summary(report) for report in sorted(path.rglob("report.json"))] or [nothing_markdown(str(path))]
 
 
 def _summary(path: Path) -> str:
