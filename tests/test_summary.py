@@ -166,6 +166,8 @@ def test_a_folder_is_all_reports_in_it(tmp_path: Path, capsys: Any, monkeypatch:
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     assert main(["summary", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith(f"### NOT JUDGED\n\nThere is no report in `{tmp_path}`")
+    assert main(["summary", str(tmp_path / "results")]) == 0
+    assert "NOT JUDGED" in capsys.readouterr().out
     (tmp_path / "a").mkdir()
     written(tmp_path / "a" / "report.json", report(certificate()))
     written(tmp_path / "a" / "certificate.json", certificate())

@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write it to this file too")
     given = parser.parse_args(arguments)
-    text = "\n".join(summary for path in given.files for summary in (_folder(path) if path.is_dir() else [_summary(path)]))
+    text = "\n".join(summary for path in given.files for summary in _summaries(path))
     page = os.environ.get(PAGE)
     if page:
         append(Path(page), text)
@@ -33,8 +33,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _folder(path: Path) -> list[str]:
-    """Of a folder it is the reports: a session that could not be begun has left none, and the page is to say so."""
+def _summaries(path: Path) -> list[str]:
+    """Of a folder it is the reports: a session that could not be begun has left none, or no folder, and the page is to say so."""
+    if path.is_file() or path.suffix == ".json":
+        return [_summary(path)]
     return [_summary(report) for report in sorted(path.rglob("report.json"))] or [nothing_markdown(str(path))]
 
 
