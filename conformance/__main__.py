@@ -4,6 +4,7 @@ import importlib
 import sys
 
 from conformance.errors import CertificateError, ConformanceError, UsageError
+from conformance.markdown import printable
 
 # Each is a module with main(arguments) -> exit code, imported when it is asked for: none of them needs torch.
 COMMANDS = {
@@ -30,11 +31,9 @@ def main(arguments: list[str]) -> int:
         return 0 if name in ("-h", "--help") else UsageError.exit_code
     try:
         return int(importlib.import_module(COMMANDS[name][0]).main(rest))
-    except CertificateError as error:
-        print("\n".join(f"{name}: {reason}" for reason in error.reasons), file=sys.stderr)
-        return error.exit_code
     except ConformanceError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        reasons = error.reasons if isinstance(error, CertificateError) else (str(error),)
+        print("\n".join(f"{name}: {printable(reason)}" for reason in reasons), file=sys.stderr)
         return error.exit_code
 
 

@@ -361,6 +361,14 @@ def test_what_cannot_be_run_as_written(arguments: tuple[str, ...], body: Body, t
     assert lines[0].startswith("gate: ")
 
 
+def test_what_it_prints_does_not_steer_the_terminal(body: Body, tmp_path: Path, gate: Any) -> None:
+    now = changed(body, lambda b: rule_of(b, "2.8").update(verdict="not applicable", reason="\x1b[2Jno\nGATE HOLDS", checks=0, runs={}))
+    code, lines = gate(*both(tmp_path, body, now))
+    assert code == 1
+    assert lines[0].endswith("not applicable (\\x1b[2Jno GATE HOLDS) now")
+    assert sum(line.startswith("GATE") for line in lines) == 1
+
+
 def test_bytes_are_shares_of_those_without_compression() -> None:
     found = Found()
     assert found.traffic is None

@@ -7,6 +7,7 @@ from conformance.certificate_file import CertificateFile, flaws, read_certificat
 from conformance.commands._arguments import PAGE, Arguments, append, write
 from conformance.errors import CERTIFIED, REFUSED, CertificateError, UsageError
 from conformance.gate import MARGIN_FACTOR, MARGIN_FLOOR, TRAFFIC_FACTOR, Comparison, Slack, compare
+from conformance.markdown import printable
 from conformance.summary import gate_markdown
 
 _EPILOG = "Exit code: 0 it may pass; 1 refused; 4 the command cannot be run as written."
@@ -50,9 +51,10 @@ def main(arguments: list[str]) -> int:
         notes.append(f"{given.baseline} is the baseline from now on")
     if page := given.summary or os.environ.get(PAGE):
         append(Path(page), gate_markdown(title, worse, notes))
-    print("\n".join([*(f"refused: {line}" for line in worse), *(f"note: {line}" for line in notes)]), end="\n" if worse or notes else "")
     against = f", no worse than {given.baseline}" if given.baseline and not given.renew else ""
-    print(f"GATE REFUSES  {title}" if worse else f"GATE HOLDS  {title}{against}")
+    said = [*(f"refused: {line}" for line in worse), *(f"note: {line}" for line in notes)]
+    said.append(f"GATE REFUSES  {title}" if worse else f"GATE HOLDS  {title}{against}")
+    print("\n".join(" ".join(printable(line).split("\n")) for line in said))
     return REFUSED if worse else CERTIFIED
 
 
