@@ -1,5 +1,6 @@
 """``python -m conformance gate [--baseline OLD] NEW``: let a certificate pass, or say all that speaks against it."""
 
+import argparse
 import os
 from pathlib import Path
 
@@ -19,33 +20,13 @@ def main(arguments: list[str]) -> int:
     Raises:
         UsageError: a file cannot be opened, or the arguments cannot be read.
     """
-    parser = Arguments(
-        "python -m conformance gate", description="Refuse a certificate that is none, or worse than its baseline.", epilog=_EPILOG
-    )
-    parser.add_argument("certificate", type=Path, metavar="NEW")
-    parser.add_argument("--baseline", type=Path, metavar="OLD", help="the certificate that NEW is to be no worse than")
-    parser.add_argument("--renew", action="store_true", help="say what is different, and make NEW the baseline, if it is a certificate")
-    parser.add_argument("--require-profile", metavar="NAME", help="refuse a certificate of another profile, such as gloo-cpu")
-    parser.add_argument("--margin-factor", type=_at_least_1, default=MARGIN_FACTOR, metavar="F", help="default: %(default)s")
-    floor = "margins below it, as fractions of a bound, count as it; default: %(default)s"
-    parser.add_argument("--margin-floor", type=_fraction, default=MARGIN_FLOOR, metavar="F", help=floor)
-    parser.add_argument("--traffic-factor", type=_at_least_1, default=TRAFFIC_FACTOR, metavar="F", help="default: %(default)s")
-    said = "add what is said to this file, in Markdown; default: $GITHUB_STEP_SUMMARY, where it is set"
-    parser.add_argument("--summary", type=Path, metavar="FILE", help=said)
-    given = parser.parse_args(arguments)
+    given = _parser().parse_args(arguments)
     if given.renew and not given.baseline:
         raise UsageError("--renew: name the file to make the baseline with --baseline")
-    slack = Slack(given.margin_factor, given.margin_floor, given.traffic_factor)
-    refused, compared, title = [], Comparison(), str(given.certificate)
-    try:
-        new = read_certificate(given.certificate)
-        title = f"{new.name} as {new.claims}, profile {new.profile}"
-        refused = [f"{new.path}: {flaw}" for flaw in flaws(new)] + _wrong_profile(new, given.require_profile)
-        compared = _compare(given.baseline, new, slack, given.renew) if given.baseline else compared
-    except CertificateError as error:
-        refused += error.reasons
-    worse = [*refused, *([] if given.renew else compared.worse)]
-    notes = [*compared.notes, *(compared.worse if given.renew else [])]
+    title, refused, compared = _weigh(given)
+    worse, notes = refused + compared.worse, compared.notes
+    if given.renew:
+        worse, notes = refused, notes + compared.worse
     if given.renew and not worse:
         write(given.baseline, given.certificate.read_text(encoding="utf-8"))
         notes.append(f"{given.baseline} is the baseline from now on")
@@ -56,6 +37,36 @@ def main(arguments: list[str]) -> int:
     said.append(f"GATE REFUSES  {title}" if worse else f"GATE HOLDS  {title}{against}")
     print("\n".join(" ".join(printable(line).split("\n")) for line in said))
     return REFUSED if worse else CERTIFIED
+
+
+def _parser() -> Arguments:
+    what = "Refuse a certificate that is none, or worse than its baseline."
+    parser = Arguments("python -m conformance gate", description=what, epilog=_EPILOG)
+    parser.add_argument("certificate", type=Path, metavar="NEW")
+    parser.add_argument("--baseline", type=Path, metavar="OLD", help="the certificate that NEW is to be no worse than")
+    parser.add_argument("--renew", action="store_true", help="say what is different, and make NEW the baseline, if it is a certificate")
+    parser.add_argument("--require-profile", metavar="NAME", help="refuse a certificate of another profile, such as gloo-cpu")
+    parser.add_argument("--margin-factor", type=_at_least_1, default=MARGIN_FACTOR, metavar="F", help="default: %(default)s")
+    floor = "margins below it, as fractions of a bound, count as it; default: %(default)s"
+    parser.add_argument("--margin-floor", type=_fraction, default=MARGIN_FLOOR, metavar="F", help=floor)
+    parser.add_argument("--traffic-factor", type=_at_least_1, default=TRAFFIC_FACTOR, metavar="F", help="default: %(default)s")
+    page = f"add what is said to this file, in Markdown; default: ${PAGE}, where it is set"
+    parser.add_argument("--summary", type=Path, metavar="FILE", help=page)
+    return parser
+
+
+def _weigh(given: argparse.Namespace) -> tuple[str, list[str], Comparison]:
+    """Return what the certificate is of, why it is none, and how it compares; as far as it can be read."""
+    try:
+        new = read_certificate(given.certificate)
+    except CertificateError as error:
+        return str(given.certificate), list(error.reasons), Comparison()
+    refused = [f"{new.path}: {flaw}" for flaw in flaws(new)]
+    if given.require_profile and new.profile != given.require_profile:
+        refused.append(f"{new.path}: is of the profile {new.profile}, and {given.require_profile} is required")
+    slack = Slack(given.margin_factor, given.margin_floor, given.traffic_factor)
+    compared = _compare(given.baseline, new, slack, given.renew) if given.baseline else Comparison()
+    return f"{new.name} as {new.claims}, profile {new.profile}", refused, compared
 
 
 def _compare(path: Path, new: CertificateFile, slack: Slack, renew: bool) -> Comparison:
@@ -72,12 +83,6 @@ def _compare(path: Path, new: CertificateFile, slack: Slack, renew: bool) -> Com
     wrong = flaws(old) if old.of_this_kit else []
     compared = compare(old, new, slack)
     return Comparison([*(f"the baseline {path}: {flaw}" for flaw in wrong), *compared.worse], compared.notes)
-
-
-def _wrong_profile(new: CertificateFile, required: str | None) -> list[str]:
-    if not required or new.profile == required:
-        return []
-    return [f"{new.path}: is of the profile {new.profile}, and {required} is required"]
 
 
 def _at_least_1(text: str) -> float:
