@@ -1,20 +1,49 @@
-"""``python -m conformance certify --hook ...``: the same run as ``pytest --pyargs conformance --hook ...``."""
+"""``python -m conformance COMMAND``: certify, which is the same run as ``pytest --pyargs conformance``, and what is done with results."""
 
+import importlib
 import sys
 
+from conformance.errors import CertificateError, ConformanceError, UsageError
+from conformance.markdown import printable
 
-def main() -> int:
-    """Run the command and return its exit code."""
-    arguments = sys.argv[1:]
-    if not arguments or arguments[0] != "certify":
-        print("usage: python -m conformance certify --hook module:attribute [options]\n       python -m conformance certify --list-rules")
-        return 0 if arguments[:1] in (["-h"], ["--help"]) else 4
+# Each is a module with main(arguments) -> exit code, imported when it is asked for: none of them needs torch.
+COMMANDS = {
+    "gate": ("conformance.commands.gate", "[--baseline OLD.json] NEW.json"),
+    "summary": ("conformance.commands.summary", "FILE..."),
+    "statement": ("conformance.commands.statement", "CERTIFICATE"),
+}
+USAGE = "\n       ".join(
+    [
+        "usage: python -m conformance certify --hook module:attribute [options]",
+        "python -m conformance certify --list-rules",
+        *(f"python -m conformance {name} {takes}" for name, (_, takes) in COMMANDS.items()),
+    ]
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command and return its exit code."""
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if name == "certify":
+        return _certify(rest)
+    if name not in COMMANDS:
+        print(USAGE)
+        return 0 if name in ("-h", "--help") else UsageError.exit_code
+    try:
+        return int(importlib.import_module(COMMANDS[name][0]).main(rest))
+    except ConformanceError as error:
+        reasons = error.reasons if isinstance(error, CertificateError) else (str(error),)
+        print("\n".join(f"{name}: {printable(reason)}" for reason in reasons), file=sys.stderr)
+        return error.exit_code
+
+
+def _certify(arguments: list[str]) -> int:
     import pytest
 
     # This module is part of the package, which pytest can no longer rewrite: of no concern, and an error in some projects.
     quiet = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
-    return int(pytest.main(["-p", "conformance.plugin", "-W", quiet, "--pyargs", "conformance", *arguments[1:]]))
+    return int(pytest.main(["-p", "conformance.plugin", "-W", quiet, "--pyargs", "conformance", *arguments]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -346,7 +346,8 @@ class Engine:
             judgement.failures = found.failures
         if verdict is Verdict.NOT_RUN:
             reason = "nothing in the records to judge it on"
-        self._note(judgement, name, verdict, reason=reason, checks=found.checks, margin=found.margin, notes=found.notes or None)
+        said = {"checks": found.checks, "margin": found.margin, "traffic": found.traffic, "notes": found.notes or None}
+        self._note(judgement, name, verdict, reason=reason, **said)
 
     def _note(self, judgement: Judgement, name: str, verdict: Verdict, **said: Any) -> None:
         judgement.runs[name] = {"verdict": str(verdict), **{key: value for key, value in said.items() if value is not None}}

@@ -1,6 +1,7 @@
 """Everything that can stop a run, and the exit code that says so.
 
 ConformanceError
+├── CertificateError  1  a certificate is not whole, or not what was asked for
 ├── UsageError        4  the command line cannot be run as written
 ├── TargetError       9  the subject cannot be imported, or is not what it was said to be
 ├── ProfileError      8  this machine cannot run the profile that was asked for
@@ -24,6 +25,19 @@ class ConformanceError(Exception):
     """A run that cannot go on; ``str(error)`` is one line that says what is wrong and what to do."""
 
     exit_code = 3
+
+
+class CertificateError(ConformanceError):
+    """A certificate that nothing can be built on; its arguments are the reasons, one line each."""
+
+    exit_code = 1
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return self.args
+
+    def __str__(self) -> str:
+        return "; ".join(self.reasons)
 
 
 class UsageError(ConformanceError):

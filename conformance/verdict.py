@@ -52,6 +52,7 @@ class Found:
         self.failures: list[Failure] = []
         self.not_applicable = ""
         self.notes: list[str] = []
+        self._sent: list[tuple[int, int]] = []
 
     def note(self, text: str) -> None:
         """Say something that the certificate is to hold, whatever the verdict."""
@@ -69,6 +70,19 @@ class Found:
         self.checks += count
         if margin is not None:
             self.margin = max(margin, self.margin or 0.0)
+
+    def sends(self, size: int, of: int) -> None:
+        """Keep how many bytes a rank sent in a step, and how many it would have without compression; the certificate holds both."""
+        self._sent.append((size, of))
+
+    @property
+    def traffic(self) -> dict[str, float] | None:
+        """What was sent, as a share of what it is without compression: of the step that sent most, and of all steps together."""
+        shares = [size / of for size, of in self._sent if of]
+        if not shares:
+            return None
+        mean = sum(size for size, _ in self._sent) / sum(of for _, of in self._sent)
+        return {"largest": round(max(shares), 6), "mean": round(mean, 6)}
 
     def does_not_apply(self, reason: str = NOT_CLAIMED) -> None:
         """Say that the requirement does not apply, for a reason that was verified."""
@@ -91,7 +105,7 @@ class Judgement:
         verdict: the worst over its runs.
         reason: one line for anything but a pass.
         failures: of the first run that failed.
-        runs: for each run, its verdict, number of checks and margin.
+        runs: for each run, its verdict, number of checks and margin; and, of rules that count bytes, its traffic.
     """
 
     number: str

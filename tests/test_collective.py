@@ -67,6 +67,7 @@ def test_torchs_is_refused_where_it_is_wrong(judgements_of: Callable[[Case], Jud
             assert "is not supported yet (in scatter, step 0)" in first.actual
     if "18.1" not in failed:
         assert judgements["18.19"].failures[0].actual.endswith("RuntimeError: The async_op=True mode is not supported yet.")
+        assert judgements["18.15"].runs["collective_ordered@2"]["traffic"] == {"largest": 0.5, "mean": 0.5}
 
 
 MATRICES = Case(

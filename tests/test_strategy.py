@@ -43,6 +43,8 @@ def test_an_average_in_every_microbatch(judgements_of: Callable[[Case], Judgemen
     judgements = judgements_of(case)
     assert judgements["16.18"].verdict is Verdict.FAIL
     assert "4.00 times the bytes of its gradients" in judgements["16.18"].reason
+    (counted,) = judgements["16.18"].runs.values()
+    assert counted["traffic"]["mean"] == pytest.approx(4, rel=0.01)  # which certificates are compared by
     assert "Expected to have finished reduction" in judgements["16.16"].reason
 
 

@@ -382,6 +382,7 @@ def communication(run: Run, claims: Claims, found: Found) -> None:
     for rank, step in _steps(run):
         said = _said(run, rank, step)
         number, size = said["sent"]
+        found.sends(size, said["gradients"])
         times = f"{size / said['gradients']:.2f} times the bytes of its gradients, in {number} collectives"
         found.require(size <= 2 * said["gradients"], "twice the bytes of its gradients at most", f"rank {rank}, step {step}: {times}")
         if rank == 0 and step == 0:

@@ -309,6 +309,8 @@ def fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
         count = size * torch.Size(handed.shape).numel()
         given = sum(number * (size if name.lstrip("_").startswith("allgather") else 1) for name, number in call.event["sent"])
         seen |= bool(given)
+        if given:  # or it cannot be seen what it sends
+            found.sends(given, FLOAT32 * count)
         limit = _share(claims) * FLOAT32 * count + (HEADER + _padding(claims)) * size
         what = f"at most {limit / size:.0f} bytes a message, by {claims}"
         sent = given < FLOAT32 * count if claims.has("bounded") and _share(claims) == 1 else given <= limit
