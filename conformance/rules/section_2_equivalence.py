@@ -42,8 +42,6 @@ def lossy_instead(claims: Claims, found: Found, rules: str) -> bool:
 def describe(run: Run, wrong: oracle.Mismatch, claims: Claims) -> tuple[str, str]:
     """Say what a mismatch should have been and what it was, with its place."""
     spec = run.scenario.params[wrong.parameter]
-    shape = (*spec.shape, 2) if spec.dtype.startswith("complex") else spec.shape
-    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(wrong.index), shape)) if shape else ()
     bucket = run.bucket_of(wrong.rank, wrong.step, wrong.parameter)
     what = "sum" if claims.sum else "mean"
     within = f" within {wrong.bound:.3g}" if wrong.bound else ", bit for bit"
@@ -51,7 +49,7 @@ def describe(run: Run, wrong: oracle.Mismatch, claims: Claims) -> tuple[str, str
     where = f"rank {wrong.rank}, step {wrong.step}" + ("" if bucket is None else f", bucket {bucket}")
     return (
         f"{what} {wrong.expected:.9g}{within}",
-        f"{actual} on {where}, parameter {run.parameter_name(wrong.parameter)} ({spec.dtype}), index {place}; "
+        f"{actual} on {where}, parameter {run.parameter_name(wrong.parameter)} ({spec.dtype}), index {run.place(wrong.parameter, wrong.index)}; "
         f"{wrong.wrong} of {wrong.total} elements of the step are wrong",
     )
 
