@@ -7,13 +7,21 @@ left, since a collective that timed out cannot.
 
 import contextlib
 import datetime
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 
+class NotMet(Exception):
+    """The ranks do not come together at a step; ``str(error)`` says what is known of it."""
+
+
 class Exchange:
     """The kit's own group of the ranks of another; made on all of them at the same place.
+
+    It is never destroyed by itself: a rank that closed its end would break the last exchange of those who are still reading. It
+    goes with the process's other groups.
 
     Args:
         group: whose ranks take part. Those of WORLD that are not in it need not call this.
@@ -32,36 +40,46 @@ class Exchange:
         self.name = self._group.group_name
         self._store = dist.PrefixStore(f"conformance.watch/{self.name}", dist.distributed_c10d._get_default_store())
 
-    def come(self, step: int) -> str:
-        """Say that this rank has come to ``step``; return why there is nobody to wait for, or ''."""
-        if self._store.check(["left"]):
-            return self._store.get("left").decode()
-        self._store.set(str(self.rank), str(step))
-        return ""
+    def come(self, step: int) -> None:
+        """Say that this rank has come to ``step``.
+
+        Raises:
+            NotMet: some rank has left, so that there is no use in waiting for all.
+        """
+        with _as_not_met():
+            if self._store.check(["left"]):
+                raise NotMet(self._store.get("left").decode())
+            self._store.set(str(self.rank), str(step))
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """Return the one-dimensional CPU tensors of all ranks, ``[W, n]``: they have the same size and dtype.
 
         Raises:
-            RuntimeError: a rank did not come in time, or is gone.
+            NotMet: a rank did not come in time, or is gone.
         """
         rows = mine.new_empty(self.size, mine.numel())
-        dist.all_gather(list(rows.unbind()), mine.contiguous(), group=self._group)
+        with _as_not_met():
+            dist.all_gather(list(rows.unbind()), mine.contiguous(), group=self._group)
         return rows
 
     def gather_text(self, mine: str) -> list[str]:
         """Return the texts of all ranks.
 
         Raises:
-            RuntimeError: a rank did not come in time, or is gone.
+            NotMet: a rank did not come in time, or is gone.
         """
         sent = torch.frombuffer(bytearray(mine.encode() or b" "), dtype=torch.uint8)
         sizes = self.gather(torch.tensor([sent.numel()]))[:, 0].tolist()
         rows = self.gather(torch.cat([sent, sent.new_zeros(max(sizes) - sent.numel())]))
         return [bytes(row[:size].numpy()).decode() for row, size in zip(rows, sizes, strict=True)]
 
-    def absent(self, step: int) -> list[str]:
-        """Return where the others are who have not come to ``step``, in words."""
+    def absent(self, step: int) -> str:
+        """Return where the others are who have not come to ``step``, in words; '' where none is absent, or the store is gone."""
+        with contextlib.suppress(RuntimeError, ValueError):
+            return "; ".join(self._absent(step))
+        return ""
+
+    def _absent(self, step: int) -> list[str]:
         found = []
         for place in range(self.size):
             key = str(place)
@@ -76,8 +94,11 @@ class Exchange:
             if not self._store.check(["left"]):
                 self._store.set("left", why)
 
-    def close(self) -> None:
-        """Give the group up, unless the whole process has done so already."""
-        if dist.is_initialized():
-            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-                dist.destroy_process_group(self._group)
+
+@contextlib.contextmanager
+def _as_not_met() -> Iterator[None]:
+    """Whatever a backend or a store raises where a rank is late, or gone, is a RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise NotMet(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error

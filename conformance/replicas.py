@@ -52,7 +52,7 @@ def differing(exchange: Exchange, tensor: torch.Tensor, places: list[int]) -> tu
         any more.
 
     Raises:
-        RuntimeError: as :meth:`Exchange.gather`.
+        NotMet: as :meth:`Exchange.gather`.
     """
     flat, _ = elements(tensor)
     begin, end = 0, flat.numel()

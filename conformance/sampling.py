@@ -175,7 +175,9 @@ def unpack(layout: Layout, rows: torch.Tensor, words: int, folds: int) -> Gather
     def cut(size: int, dtype: torch.dtype) -> torch.Tensor:
         nonlocal at
         part, at = rows[:, at : at + size * dtype.itemsize], at + size * dtype.itemsize
-        return part.contiguous().view(dtype)
+        if not size:  # whose strides no view of another dtype takes
+            return part.new_empty(len(rows), 0, dtype=dtype)
+        return part.clone(memory_format=torch.contiguous_format).view(dtype)
 
     said = cut(words, torch.int64)
     has_fed, has_result, moved = (cut(count, torch.int64).bool() for _ in range(3))

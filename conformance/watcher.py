@@ -50,7 +50,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance import issued
 from conformance.claims import LOCAL, Claims, parse_claims
-from conformance.exchange import Exchange
+from conformance.exchange import Exchange, NotMet
 from conformance.live import Finding, Judged, LiveRun, judge_collectives, judge_models, judge_values, renamed
 from conformance.replicas import differing, elements, folds
 from conformance.sampling import Layout, Taken, pack, unpack
@@ -201,7 +201,6 @@ class Watcher:
         if not self._closed:
             self._end("")
             self._exchange.leave(f"rank {self._exchange.ranks[self._exchange.rank]} has closed its watch")
-            self._exchange.close()
 
     def _end(self, why: str) -> None:
         self._closed, self.ended = True, why
@@ -216,7 +215,6 @@ class Watcher:
         own = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8).digest()
         said = self._exchange.gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         if bool((said != said[:1]).any()):
-            self._exchange.close()
             raise ValueError("watch: ranks were given other arguments, or have other parameters: call it alike on all of them")
 
     # --- which steps ---
@@ -261,8 +259,12 @@ class Watcher:
         self._due = False
         try:
             findings = self._judged(look, joined)
-        except Exception as error:  # whatever it is, the training is not to end of it
-            self._give_up(look.step, error)
+        except NotMet as error:
+            self._give_up(look.step, self._exchange.absent(look.step) if error.__cause__ else "", str(error))
+            return
+        except Exception as error:  # of the kit's own; whatever it is, the training is not to end of it
+            log.exception("the kit failed at step %d", look.step)
+            self._give_up(look.step, "", f"the kit failed: {type(error).__name__}: {error}")
             return
         finally:
             self._cost.samples += 1
@@ -270,8 +272,7 @@ class Watcher:
         self._tell(findings)
 
     def _judged(self, look: "_Look", joined: bool) -> list[Finding]:
-        if left := self._exchange.come(look.step):
-            raise _NobodyComes(left)
+        self._exchange.come(look.step)
         own = look.taken if not joined else Taken(look.taken.index)
         if not joined:
             own.finish(self._layout)
@@ -285,7 +286,7 @@ class Watcher:
         steps = gathered.words[:, 0].tolist()
         if len(set(steps)) > 1:
             said = ", ".join(f"rank {rank} at step {step}" for rank, step in zip(self._exchange.ranks, steps, strict=True))
-            raise _NobodyComes(f"ranks are not at the same step: {said}")
+            raise NotMet(f"ranks are not at the same step: {said}")
         run = LiveRun(
             self._layout,
             look.taken.index,
@@ -328,24 +329,16 @@ class Watcher:
         places = {rank: place for place, rank in enumerate(self._exchange.ranks)}
         return [(what, [places[rank] for rank in group], named) for what, group, named in heard if set(group) <= places.keys()]
 
-    def _give_up(self, step: int, error: Exception) -> None:
+    def _give_up(self, step: int, absent: str, why: str) -> None:
         """End the watch, not the training: say why, here and to those who come later."""
-        if isinstance(error, _NobodyComes):
-            why = str(error)
-        else:
-            try:
-                absent = self._exchange.absent(step)
-            except (RuntimeError, ValueError):
-                absent = []
-            why = "; ".join(absent) or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        known = isinstance(error, (RuntimeError, OSError))
+        why = absent or why
         self._exchange.leave(f"the watch ended at step {step}: {why}")
         self._end(why)
-        remedy = "ranks that call the model's forward more often than others, or that closed their watch earlier"
+        remedy = "ranks that call the model's forward more often than others, that closed their watch earlier, or that are gone"
         failure = Failure("all ranks of the model's group at the check of this step", why)
         finding = Finding("", "the watch ends here, the training goes on", step, failure, remedy)
         self.findings.append(finding)
-        log.error("%s", finding, exc_info=None if known else error)
+        log.error("%s", finding)
         if callable(self._on_failure):
             self._on_failure(finding)
 
@@ -359,10 +352,6 @@ class Watcher:
                 self._on_failure(finding)
         if findings and self._on_failure == RAISE:
             raise Drift(findings)
-
-
-class _NobodyComes(Exception):
-    """There is no use in waiting for the others at this step."""
 
 
 @dataclass
