@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 # By method: the place of what this rank gives, and whether all ranks give as much of the same dtype. Sends are left out.
 _METHODS = {
-    **{name: (0, True) for name in ("allreduce", "allreduce_coalesced", "broadcast", "reduce")},
-    **{name: (1, True) for name in ("allgather", "allgather_coalesced", "all_gather_single", "_allgather_base")},
-    **{name: (1, True) for name in ("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base")},
-    **{name: (-1, False) for name in ("alltoall", "all_to_all_single", "alltoall_base", "gather", "scatter", "barrier")},
+    **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce"), (0, True)),
+    **dict.fromkeys(("allgather", "allgather_coalesced", "all_gather_single", "_allgather_base"), (1, True)),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"), (1, True)),
+    **dict.fromkeys(("alltoall", "all_to_all_single", "alltoall_base", "gather", "scatter", "barrier"), (-1, False)),
 }
 _ROOTED = ("broadcast", "reduce")
 MOST = 10_000  # collectives of one step that are kept

@@ -253,14 +253,25 @@ def _require_seen(run: LiveRun, claims: Claims, found: Found) -> None:
             where = "" if seen else f", parameter {run.layout.names[int(hidden[0])]}"
         feeder = int(fed.any(1).nonzero()[0])
         if not found.require(
-            seen, "a result that is not finite where a gradient is not", f"rank {rank}, step {run.step}{where}: all are finite; rank {feeder} fed others"
+            seen,
+            "a result that is not finite where a gradient is not",
+            f"rank {rank}, step {run.step}{where}: all are finite; rank {feeder} fed others",
         ):
             return
 
 
 def _require_finite(run: LiveRun, claims: Claims, found: Found) -> None:
-    """Where all gradients of a parameter are finite, and far from overflow, results must be: on every rank, all elements."""
+    """Where all gradients of a parameter are finite, and far from overflow, results must be: on every rank, all elements.
+
+    So must parameters, whatever is fed: those that are not are what a result at a step that was not sampled leaves behind.
+    """
     said, widest = run.gathered, run.world if claims.sum else 1
+    for rank in run.training:
+        lost = (~said.held_top[rank].isfinite()).nonzero()
+        if len(lost):
+            actual = f"rank {rank}, step {run.step}, parameter {run.layout.names[int(lost[0])]}: some elements are not, before backward"
+            found.require(False, "finite parameters", actual, "a step before this one was made with results that were not finite")
+            return
     if not said.fed_top.isfinite().all():
         return  # what is scaled or rotated as a whole may carry them anywhere
     for index, name in enumerate(run.layout.names):

@@ -56,10 +56,8 @@ def _indices(numel: int, count: int, at: float) -> torch.Tensor:
 def take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return a copy of the elements of a strided tensor at ``index``, in C order; complex ones as pairs of reals."""
     tensor = tensor.detach()
-    if tensor.is_contiguous():
-        taken = tensor.view(-1).index_select(0, index)
-    else:
-        taken = tensor[torch.unravel_index(index, tensor.shape)]
+    at = (index,) if tensor.is_contiguous() else torch.unravel_index(index, tensor.shape)
+    taken = (tensor.view(-1) if tensor.is_contiguous() else tensor)[at]
     return torch.view_as_real(taken).reshape(-1) if taken.is_complex() else taken
 
 
@@ -78,7 +76,7 @@ class Taken:
     Attributes:
         fed, results: elements of the gradient before and after it was averaged.
         fed_top, result_top: the largest absolute value of the whole.
-        held: elements of the parameters when backward began.
+        held, held_top: the same of the parameters when backward began.
     """
 
     index: list[torch.Tensor]
@@ -87,10 +85,11 @@ class Taken:
     results: list[torch.Tensor | None] = field(default_factory=list)
     result_top: list[torch.Tensor | None] = field(default_factory=list)
     held: list[torch.Tensor] = field(default_factory=list)
+    held_top: list[torch.Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         nothing: list[torch.Tensor | None] = [None] * len(self.index)
-        self.fed, self.fed_top, self.results, self.result_top = list(nothing), list(nothing), list(nothing), list(nothing)
+        self.fed, self.fed_top, self.results, self.result_top, self.held_top = (list(nothing) for _ in range(5))
 
     def feed(self, number: int, grad: torch.Tensor | None) -> None:
         """Take what a parameter's gradient is before it is averaged."""
@@ -107,7 +106,9 @@ class Taken:
         return take(grad, self.index[number]), top(grad)
 
     def hold(self, layout: Layout) -> None:
+        """Take what the parameters are before backward."""
         self.held = [take(p, index) for p, index in zip(layout.parameters, self.index, strict=True)]
+        self.held_top = [top(p) if p.numel() else None for p in layout.parameters]
 
     def moved(self, layout: Layout) -> list[bool]:
         """Return which parameters are not what they were when backward began, as far as their elements tell."""
@@ -121,7 +122,7 @@ def pack(layout: Layout, taken: Taken, words: list[int], folds: torch.Tensor) ->
     """Return what is taken as bytes, as many on every rank and at every step; ``words`` are more numbers of the caller's."""
     flags = [[value is not None for value in values] for values in (taken.fed, taken.results)]
     ints = torch.tensor([*words, *map(int, flags[0]), *map(int, flags[1]), *map(int, taken.moved(layout))])
-    tops = [_zero if value is None else value.cpu() for value in (*taken.fed_top, *taken.result_top)]
+    tops = [_zero if value is None else value.cpu() for value in (*taken.fed_top, *taken.result_top, *taken.held_top)]
     parts = [ints, folds, torch.stack(tops) if tops else torch.zeros(0, dtype=torch.float64)]
     return torch.cat([part.view(torch.uint8) for part in parts] + [_bytes(layout, values) for values in (taken.fed, taken.results)])
 
@@ -151,7 +152,7 @@ class Gathered:
         words: the caller's numbers, ``[W, n]``.
         has_fed, has_result, moved: ``[W, P]``.
         folds: of all parameters, ``[W, Q]``.
-        fed_top, result_top: ``[W, P]``.
+        fed_top, result_top, held_top: ``[W, P]``.
         fed, results: by parameter, ``[W, k]`` in its dtype.
         alike: whether the elements of the results, and which of them there are, are the same bits on all ranks.
     """
@@ -163,6 +164,7 @@ class Gathered:
     folds: torch.Tensor
     fed_top: torch.Tensor
     result_top: torch.Tensor
+    held_top: torch.Tensor
     fed: list[torch.Tensor]
     results: list[torch.Tensor]
     alike: bool
@@ -182,10 +184,10 @@ def unpack(layout: Layout, rows: torch.Tensor, words: int, folds: int) -> Gather
     said = cut(words, torch.int64)
     has_fed, has_result, moved = (cut(count, torch.int64).bool() for _ in range(3))
     folded = cut(folds, torch.int64)
-    fed_top, result_top = (cut(count, torch.float64) for _ in range(2))
+    fed_top, result_top, held_top = (cut(count, torch.float64) for _ in range(3))
     each = [(size // dtype.itemsize, dtype) for size, dtype in zip(layout.sizes, layout.dtypes, strict=True)]
     fed = [cut(size, dtype) for size, dtype in each]
     begin = at
     results = [cut(size, dtype) for size, dtype in each]
     alike = bool((rows[:, begin:] == rows[:1, begin:]).all() and (has_result == has_result[:1]).all())
-    return Gathered(said, has_fed, has_result, moved, folded, fed_top, result_top, fed, results, alike)
+    return Gathered(said, has_fed, has_result, moved, folded, fed_top, result_top, held_top, fed, results, alike)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hooks_ref
 from conformance import Case, Drift, Watcher, watch
 from conformance.errors import UsageError
-from conformance.resolve import make_hook, resolve
+from conformance.resolve import call_with_names, make_hook, resolve
 from conformance.subject import SubjectSpec
 
 CAP = 256 / 2**20  # several buckets
@@ -38,12 +38,14 @@ def network() -> torch.nn.Module:
 def loss_of(ddp: Any, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x, y = torch.randn(6, 9, generator=generator), torch.randn(6, 5, generator=generator)
+    device = next(ddp.parameters()).device
+    x, y = x.to(device), y.to(device)
     return (ddp(x) - y).square().mean()
 
 
-def model_with(process_group: Any, hook: str, state: str = "", **options: Any) -> DistributedDataParallel:
+def model_with(process_group: Any, hook: str, state: str = "", device: str = "cpu", **options: Any) -> DistributedDataParallel:
     """Return a model in several buckets, and register what is named as on the command line."""
-    ddp = DistributedDataParallel(network(), process_group=process_group, **{"bucket_cap_mb": CAP, **options})
+    ddp = DistributedDataParallel(network().to(device), process_group=process_group, **{"bucket_cap_mb": CAP, **options})
     if hook:
         register(ddp, process_group, hook, state)
     return ddp
@@ -84,7 +86,8 @@ def trains(
     rank: int,
     *,
     hook: str = "",
-    state: str = "",
+    makes: str = "",
+    setup: str = "",
     claims: str = "exact",
     steps: int = 8,
     every: int = 2,
@@ -95,15 +98,18 @@ def trains(
     elements: int = 400,
     **options: Any,
 ) -> Case:
-    """``finds`` are the rules that fail, and no other does; ``says`` is among the words of the first finding."""
+    """``makes`` the state; ``finds`` are the rules that fail, and no other does; ``says`` is among the words of the first finding."""
 
     def check() -> None:
-        ddp = model_with(process_group, "" if late else hook, state, **options)
+        ddp = model_with(process_group, "" if late else hook, makes, **options)
+        if setup:
+            names = {"model": lambda: ddp, "process_group": lambda: process_group, "rank": lambda: rank, "world_size": dist.get_world_size}
+            ddp.register_comm_hook(*call_with_names(resolve(SubjectSpec(setup=setup)).setup, {}, names))
         state_before = torch.get_rng_state()
         with watch(ddp, every, claims, elements=elements, timeout=20.0) as watcher:
             if late:
-                register(ddp, process_group, hook, state)
-            for _ in batches(ddp, rank, steps, shares):
+                register(ddp, process_group, hook, makes)
+            for _ in batches(ddp, dist.get_rank(), steps, shares):  # groups are fed other batches than each other
                 pass
         said = [str(finding) for finding in watcher.findings]
         assert not watcher.ended, watcher.ended
@@ -218,7 +224,9 @@ def leaves(process_group: Any, rank: int, *, how: str) -> Case:
     return once(check)
 
 
-def joins(process_group: Any, rank: int, *, hook: str = "", ours: bool = False, by_initial: bool = True, finds: tuple[str, ...] = ()) -> Case:
+def joins(
+    process_group: Any, rank: int, *, hook: str = "", ours: bool = False, by_initial: bool = True, finds: tuple[str, ...] = ()
+) -> Case:
     """Ranks run out of inputs one after another; those that have take part in what is asked of a step. Twice, and then without."""
 
     def check() -> None:
@@ -331,7 +339,14 @@ class Mixed(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         made = torch.Generator().manual_seed(2)
-        shapes = [((), "float32"), ((0,), "float32"), ((7, 3), "float64"), ((5,), "bfloat16"), ((3, 4), "complex64"), ((2, 3, 4, 5), "float32")]
+        shapes = [
+            ((), "float32"),
+            ((0,), "float32"),
+            ((7, 3), "float64"),
+            ((5,), "bfloat16"),
+            ((3, 4), "complex64"),
+            ((2, 3, 4, 5), "float32"),
+        ]
         values = [torch.randn(shape, generator=made, dtype=torch.float64).to(getattr(torch, dtype)) for shape, dtype in shapes]
         values[-1] = values[-1].contiguous(memory_format=torch.channels_last)
         self.all = torch.nn.ParameterList([*values, torch.randn(6, 5, generator=made).t().contiguous().t()])
@@ -355,7 +370,11 @@ def mixes(process_group: Any, rank: int, *, drift: str = "") -> Case:
                     with torch.no_grad():
                         {"complex": ddp.module.all[4], "strided": ddp.module.all[5][:, 1, 2], "frozen": ddp.module.frozen}[drift][1].add_(1)
         assert not watcher.ended, watcher.ended
-        places = {"complex": "parameter/all.4, index (1, 0, 0)", "strided": "parameter/all.5, index (1, 1, 2, 0)", "frozen": "parameter/frozen, index (1,)"}
+        places = {
+            "complex": "parameter/all.4, index (1, 0, 0)",
+            "strided": "parameter/all.5, index (1, 1, 2, 0)",
+            "frozen": "parameter/frozen, index (1,)",
+        }
         assert rules_of(watcher) == (["3.2"] if drift else []), list(watcher.findings)
         assert not drift or places[drift] in watcher.findings[0].failure.actual, watcher.findings[0]
 
@@ -429,3 +448,15 @@ def soaks(process_group: Any, rank: int, *, steps: int, hook: str = "", claims: 
         assert watcher.cost().samples == steps
 
     return once(check)
+
+
+def torchs_power_sgd(process_group: Any) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    return powerSGD_hook.PowerSGDState(process_group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+
+
+def local_sgd(process_group: Any, rank: int) -> Any:
+    """Each rank for itself, after two steps."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    return hooks_ref.PostLocalSGDState(process_group, alone, start_localSGD_iter=2)

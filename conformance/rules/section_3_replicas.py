@@ -34,10 +34,11 @@ def require_same(
         if not torch.equal(_bits(a), _bits(b)):
             at = int((a.reshape(-1) != b.reshape(-1)).nonzero()[:1].sum())
             step, _, what = name.partition("/")
+            where = element(name, at)
             found.require(
                 False,
                 "the same bits",
-                f"{who} differ at step {step}, {what}, {element(name, at)}: {a.reshape(-1)[at].item():.9g} and {b.reshape(-1)[at].item():.9g}",
+                f"{who} differ at step {step}, {what}, {where}: {a.reshape(-1)[at].item():.9g} and {b.reshape(-1)[at].item():.9g}",
             )
             return
         found.checked(a.numel())
