@@ -92,9 +92,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--batch", type=int, default=32)
     options = parser.parse_args()
-    print(
-        f"{options.parameters:,} parameters, batches of {options.batch}, 2 ranks, {options.rounds} rounds, {options.pairs} pairs of processes"
-    )
+    what = f"{options.parameters:,} parameters, batches of {options.batch}, 2 ranks"
+    print(f"{what}, {options.rounds} rounds, {options.pairs} pairs of processes")
     found = [
         ask(_measure, 2, "watch", options.parameters, options.rounds, options.batch, pair % 2)  # type: ignore[misc]
         for pair in range(options.pairs)

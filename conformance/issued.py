@@ -5,6 +5,7 @@ starts by itself, such as DDP's own allreduce, do not pass here. Works and futur
 unlike in ``collectives.py``, which overrides kernels and keeps every Work: that is for ranks that soon end.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -68,14 +69,20 @@ def _put_back() -> None:
 
 def _noting(name: str, original: Any) -> Callable[..., Any]:
     def noting(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if group.group_name not in own_groups:
-            heard = threading.get_ident(), _what(name, args, kwargs), sorted(dist.get_process_group_ranks(group)), group.group_name
-            for listener in _listeners:
-                if len(listener.heard) < MOST:
-                    listener.heard.append(heard)
+        with contextlib.suppress(Exception):  # of a group or a call of a form that we do not know: it goes unheard
+            _note(name, group, args, kwargs)
         return original(group, *args, **kwargs)
 
     return noting
+
+
+def _note(name: str, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if group.group_name in own_groups:
+        return
+    heard = threading.get_ident(), _what(name, args, kwargs), sorted(dist.get_process_group_ranks(group)), group.group_name
+    for listener in list(_listeners):
+        if len(listener.heard) < MOST:
+            listener.heard.append(heard)
 
 
 def _what(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -31,29 +31,28 @@ seen, and of a sampled one not every element. Not watched: sparse gradients, buf
 mixed_precision or compiled autograd make of gradients.
 """
 
-import functools
+import contextlib
 import hashlib
 import json
 import logging
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance import issued
+from conformance.attached import Attached
 from conformance.claims import LOCAL, Claims, parse_claims
 from conformance.exchange import Exchange, NotMet
 from conformance.live import Finding, Judged, LiveRun, judge_collectives, judge_models, judge_values, renamed
+from conformance.look import Heard, Look
 from conformance.replicas import differing, elements, folds
-from conformance.sampling import Layout, Taken, pack, unpack
+from conformance.sampling import Layout, pack, unpack
 from conformance.verdict import Failure
 
 log = logging.getLogger("conformance.watch")
@@ -171,11 +170,11 @@ class Watcher:
         self.findings: deque[Finding] = deque(maxlen=KEPT)
         self.figures: deque[dict[str, float]] = deque(maxlen=KEPT)
         self.ended = ""
-        self._ddp, self._every, self._claims = weakref.ref(ddp), every, claims
+        self._every, self._claims = every, claims
         self._on_failure, self._repeat = on_failure, repeat
         self._cost, self._told = Cost(), set[str]()
         self._due, self._closed = False, False
-        self._look: _Look | None = None
+        self._look: Look | None = None
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
         self._models = {name: p for name, p in ddp.module.named_parameters() if name not in ignored}
         self._exchange = Exchange(ddp.process_group, timeout)
@@ -183,8 +182,7 @@ class Watcher:
         trained = {name: p for name, p in self._models.items() if p.requires_grad}
         self._layout = Layout(trained, elements, self._exchange.size, seed)
         self._agree([every, str(claims), seed, elements, *((name, *p.shape, str(p.dtype)) for name, p in self._models.items())])
-        self._on_forward = ddp.register_forward_hook(_OnForward(self))
-        ddp.join_hook = _Joining(self, ddp)
+        self._attached = Attached(ddp, self)
 
     def __enter__(self) -> "Watcher":
         return self
@@ -205,10 +203,7 @@ class Watcher:
     def _end(self, why: str) -> None:
         self._closed, self.ended = True, why
         self._disarm()
-        self._on_forward.remove()
-        ddp = self._ddp()
-        if ddp is not None and isinstance(ddp.__dict__.get("join_hook"), _Joining):
-            del ddp.join_hook
+        self._attached.detach()
 
     def _agree(self, settings: list[Any]) -> None:
         """Raise on all ranks where they were not given the same."""
@@ -227,15 +222,16 @@ class Watcher:
         self._count()
         if self._due:
             self._disarm()
-            self._look = _Look(self, ddp, self._layout, self._cost.steps - 1)
-            self._look.arm(output)
+            with self._harmless(self._cost.steps - 1):
+                self._look = self._new_look(ddp)
+                self._look.arm(output)
 
     def shadowed(self, ddp: DistributedDataParallel) -> None:
         """Count a step that others train in, while this rank has run out of inputs; take part if its turn has come."""
         if ddp.require_forward_param_sync:  # as DDP has set it just now: whether gradients were averaged
             self._count()
             if self._due:
-                self.look_at(_Look(self, ddp, self._layout, self._cost.steps - 1), joined=True)
+                self._look_at(self._new_look(ddp), joined=True)
 
     def _count(self) -> None:
         step, self._cost.steps = self._cost.steps, self._cost.steps + 1
@@ -248,39 +244,46 @@ class Watcher:
 
     # --- what is seen in them ---
 
-    def look_at(self, look: "_Look", joined: bool = False) -> None:
+    def _new_look(self, ddp: DistributedDataParallel) -> Look:
+        return Look(ddp, self._layout, self._cost.steps - 1, self._look_at, self._harmless)
+
+    def _look_at(self, look: Look, joined: bool = False) -> None:
         """Exchange what was taken of a step, judge it, and say what was found.
 
         Raises:
             Drift: a rule is not kept, and that was asked for.
         """
-        began = time.perf_counter()
+        if self._closed:
+            return
+        began, findings = time.perf_counter(), list[Finding]()
         self._disarm()
         self._due = False
-        try:
+        with self._harmless(look.step):
             findings = self._judged(look, joined)
-        except NotMet as error:
-            self._give_up(look.step, self._exchange.absent(look.step) if error.__cause__ else "", str(error))
-            return
-        except Exception as error:  # of the kit's own; whatever it is, the training is not to end of it
-            log.exception("the kit failed at step %d", look.step)
-            self._give_up(look.step, "", f"the kit failed: {type(error).__name__}: {error}")
-            return
-        finally:
-            self._cost.samples += 1
-            self._cost.seconds += look.seconds + time.perf_counter() - began
+        self._cost.samples += 1
+        self._cost.seconds += look.seconds + time.perf_counter() - began
         self._tell(findings)
 
-    def _judged(self, look: "_Look", joined: bool) -> list[Finding]:
+    @contextlib.contextmanager
+    def _harmless(self, step: int) -> Iterator[None]:
+        """Whatever goes wrong with the watch itself is the end of it, and not of the training."""
+        try:
+            yield
+        except NotMet as error:
+            self._give_up(step, self._exchange.absent(step) if error.__cause__ else "", str(error))
+        except Exception as error:
+            log.exception("the kit failed at step %d", step)
+            self._give_up(step, "", f"the kit failed: {type(error).__name__}: {error}")
+
+    def _judged(self, look: Look, joined: bool) -> list[Finding]:
         self._exchange.come(look.step)
-        own = look.taken if not joined else Taken(look.taken.index)
         if not joined:
-            own.finish(self._layout)
+            look.taken.finish(self._layout)
         heard, foreign = look.heard()
         digest = hashlib.blake2b(json.dumps(heard).encode(), digest_size=7).digest()
         words = [look.step, int(joined), foreign, int.from_bytes(digest, "little")]
         held = folds([p.data for p in self._models.values()])
-        rows = self._exchange.gather(pack(self._layout, own, words, held))
+        rows = self._exchange.gather(pack(self._layout, look.taken, words, held))
         self._cost.gathered += rows.numel()
         gathered = unpack(self._layout, rows, len(words), len(held))
         steps = gathered.words[:, 0].tolist()
@@ -297,7 +300,7 @@ class Watcher:
             fused=bool(self._claims.fused),
         )
         judged = Judged()
-        if look.divides_alike or not run.joined:
+        if look.divides_by_all or not run.joined:
             judge_values(run, self._claims, judged)
         self._models_differ(run, judged)
         self._collectives_differ(run, judged, heard)
@@ -316,7 +319,7 @@ class Watcher:
             run.show_parameter(name, parameter, elements(parameter)[1], *found)
             judge_models(run, self._claims, judged)
 
-    def _collectives_differ(self, run: LiveRun, judged: Judged, heard: list[Any]) -> None:
+    def _collectives_differ(self, run: LiveRun, judged: Judged, heard: Heard) -> None:
         """Where what was heard is not the same on all ranks, compare it; unless callbacks start some, in an order of their own."""
         said = run.gathered.words[:, 2:4]
         if run.joined or bool((said[:, 0] > 0).any()) or bool((said[:, 1] == said[0, 1]).all()):
@@ -352,128 +355,3 @@ class Watcher:
                 self._on_failure(finding)
         if findings and self._on_failure == RAISE:
             raise Drift(findings)
-
-
-@dataclass
-class _Look:
-    """One sampled step on one rank, from the end of its forward on; everything that it puts on the model comes off with it."""
-
-    watcher: Watcher
-    ddp: DistributedDataParallel
-    layout: Layout
-    step: int
-    seconds: float = 0.0
-    handles: list[Any] = field(default_factory=list)
-    begun: bool = False
-
-    def __post_init__(self) -> None:
-        self.taken = Taken(self.layout.indices(self.step))
-        self.find_unused = bool(self.ddp.find_unused_parameters)
-        # Of ranks that have joined, DDP's own allreduce can be told not to count them; a hook is not asked.
-        self.divides_alike = bool(self.ddp._divide_by_initial_world_size if hasattr(self.ddp, "_divide_by_initial_world_size") else True)
-        self.divides_alike = self.divides_alike or bool(self.ddp._comm_hooks)
-        self._listener, self._threads = issued.Listener(), {threading.get_ident()}
-
-    def arm(self, output: Any) -> None:
-        began = time.perf_counter()
-        for number, parameter in enumerate(self.layout.parameters):
-            self.handles.append(parameter.register_post_accumulate_grad_hook(functools.partial(self._complete, number)))
-        # The first gradient of an output begins the outermost backward: what is queued there comes when all of it is over,
-        # also where checkpointed modules run backward passes inside of it.
-        self.handles += [tensor.register_hook(self._begin) for tensor in _tensors(output) if tensor.requires_grad]
-        self._listener.open()
-        self.seconds += time.perf_counter() - began
-
-    def disarm(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-        self._listener.close()
-
-    def heard(self) -> tuple[list[tuple[str, list[int], str]], int]:
-        """Return the collectives of the threads that train, and how many others there were."""
-        own = [(what, ranks, named) for thread, what, ranks, named in self._listener.heard if thread in self._threads]
-        return own, len(self._listener.heard) - len(own)
-
-    def _begin(self, *_: Any) -> None:
-        """Backward begins: of gradients that are there already some may not be touched by it, and are averaged all the same."""
-        if self.begun:
-            return
-        began, self.begun = time.perf_counter(), True
-        torch.autograd.Variable._execution_engine.queue_callback(self._nearly_over)
-        for number, parameter in enumerate(self.layout.parameters):
-            if parameter.grad is not None:
-                self.taken.feed(number, parameter.grad)
-        self.taken.hold(self.layout)
-        self.seconds += time.perf_counter() - began
-
-    def _complete(self, number: int, parameter: torch.Tensor) -> None:
-        """A gradient is complete on this rank, and DDP has not had it yet."""
-        self._begin()
-        began = time.perf_counter()
-        self._threads.add(threading.get_ident())
-        self.taken.feed(number, parameter.grad)
-        self.seconds += time.perf_counter() - began
-
-    def _nearly_over(self) -> None:
-        """Backward is over, but for the callbacks that were queued after this one; DDP's is one of them."""
-        self._threads.add(threading.get_ident())
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self.watcher.look_at(self))
-
-
-class _OnForward:
-    """What DDP calls when its forward ends. A copy of the model, or one that was saved and loaded, is not watched."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-
-    @torch._disable_dynamo
-    def __call__(self, ddp: DistributedDataParallel, _: Any, output: Any) -> None:
-        self._watcher.forward_ended(ddp, output)
-
-    def __reduce__(self) -> Any:
-        return _unwatched, ()
-
-
-def _unwatched() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*_: Any) -> None:
-    return None
-
-
-class _Joining:
-    """``join_hook`` of a watched model: DDP's own, and after each step that it shadows, ours. A copy has DDP's own."""
-
-    def __init__(self, watcher: Watcher, ddp: DistributedDataParallel) -> None:
-        self._watcher, self._ddp = weakref.ref(watcher), weakref.ref(ddp)
-
-    def __call__(self, **kwargs: Any) -> JoinHook:
-        ddp = self._ddp()
-        assert ddp is not None
-        return _Shadow(DistributedDataParallel.join_hook(ddp, **kwargs), ddp, self._watcher)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._ddp(), "join_hook")
-
-
-class _Shadow(JoinHook):
-    def __init__(self, theirs: JoinHook, ddp: DistributedDataParallel, watcher: "weakref.ref[Watcher]") -> None:
-        self._theirs, self._ddp, self._watcher = theirs, ddp, watcher
-
-    def main_hook(self) -> None:
-        self._theirs.main_hook()
-        watcher = self._watcher()
-        if watcher is not None and not watcher._closed:
-            watcher.shadowed(self._ddp)
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._theirs.post_hook(is_last_joiner)
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an output, as DDP finds them."""
-    from torch.nn.parallel.distributed import _find_tensors
-
-    yield from _find_tensors(output)

@@ -14,6 +14,7 @@ WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), level=0.0
 GROUPS = replace(WHAT, groups=SUBGROUPS.groups)
 AVERAGE, TORCHS, MUTANTS = "hooks_ref:allreduce_hook", "torch.distributed.algorithms.ddp_comm_hooks", "tests.mutants"
 SUBJECTS, POWER, LATER = "tests.watch_subjects", "examples.states:power_sgd", "compressed, warmup(2)"
+TORCHS_POWER = f"{SUBJECTS}:torchs_power_sgd"
 LOCAL = {"hook": "hooks_ref:post_localSGD_hook", "makes": f"{SUBJECTS}:local_sgd"}
 
 
@@ -30,7 +31,7 @@ def run(pool: Pool, name: str, world: int = 2, what: Scenario = WHAT, **given: A
         *((world, {"hook": f"{TORCHS}.default_hooks:fp16_compress_hook", "claims": "rounded(float16)"}) for world in (2, 3)),
         (3, {"hook": "hooks_ref:bf16_compress_hook", "claims": "rounded(bfloat16)"}),
         *((world, {"hook": "hooks_ref:powerSGD_hook", "makes": POWER, "claims": LATER}) for world in (2, 3)),
-        (2, {"hook": f"{TORCHS}.powerSGD_hook:powerSGD_hook", "makes": f"{SUBJECTS}:torchs_power_sgd", "claims": LATER, "bucket_cap_mb": 25}),
+        (2, {"hook": f"{TORCHS}.powerSGD_hook:powerSGD_hook", "makes": TORCHS_POWER, "claims": LATER, "bucket_cap_mb": 25}),
         *((world, {**LOCAL, "claims": "local, warmup(2)"}) for world in (2, 3)),
         (2, {"hook": "hooks_ref:compression_hook", "makes": "examples.states:top_k", "claims": "compressed(delta=0.25)"}),
         (2, {"setup": "examples.setups:sgd_in_the_hook", "claims": "fused(SGD, lr=0.1, momentum=0.9)"}),
