@@ -99,7 +99,7 @@ class LiveRun(Run):
         return None
 
     def knows(self, step: int) -> bool:
-        return step == self.step
+        return step == self.step or (step == self.step - 1 and self.gathered.has_before)
 
     def feeds(self, rank: int, step: int, index: int) -> bool:
         return bool(self.gathered.has_fed[rank, index])
@@ -109,7 +109,7 @@ class LiveRun(Run):
         return rank in self.receiving and not freed and bool(self.gathered.has_fed[:, index].any())
 
     def fed(self, rank: int, step: int, index: int) -> torch.Tensor:
-        return self.gathered.fed[index][rank].double()
+        return (self.gathered.fed if step == self.step else self.gathered.before)[index][rank].double()
 
     def recorded(self, group: tuple[int, ...], step: int, index: int) -> torch.Tensor:
         return self.gathered.fed[index].double()

@@ -1,4 +1,5 @@
-"""One sampled step of a training run on one rank, from the end of its forward until backward is over."""
+"""One step of a training run on one rank, from the end of its forward until backward is over: one that is sampled, or the one
+before it, of which it is known then what a result would be that comes a step late."""
 
 import functools
 import threading
@@ -22,11 +23,14 @@ class Look:
     Args:
         layout: what is taken of it.
         step: its number.
+        sampled: it is looked at; if not, it is only the one before such a step.
+        ahead: the next step's turn comes.
         over: called with this when backward is over, DDP's own callbacks too.
         harmless: a context for what is done inside of the training's own forward and backward: nothing is raised out of it.
 
     Attributes:
         taken: what is taken.
+        ahead: what is taken for the step after this one, if that is to be sampled.
         seconds: spent so far.
     """
 
@@ -35,10 +39,14 @@ class Look:
         ddp: DistributedDataParallel,
         layout: Layout,
         step: int,
+        sampled: bool,
+        ahead: bool,
         over: Callable[["Look"], None],
         harmless: Callable[[int], AbstractContextManager[None]],
     ) -> None:
-        self.step, self.seconds, self.taken = step, 0.0, Taken(layout.indices(step))
+        self.step, self.sampled, self.seconds = step, sampled, 0.0
+        self.taken = Taken(layout.indices(step) if sampled else [])
+        self.ahead = Taken(layout.indices(step + 1)) if ahead else None
         self.find_unused = bool(ddp.find_unused_parameters)
         # Of ranks that have joined, DDP's own allreduce can be told not to count them; a hook is not asked.
         self.divides_by_all = bool(getattr(ddp, "_divide_by_initial_world_size", True) or ddp._comm_hooks)
@@ -55,7 +63,8 @@ class Look:
         # The first gradient of an output begins the outermost backward: what is queued there comes when all of it is over,
         # also where checkpointed modules run backward passes inside of it.
         self._handles += [tensor.register_hook(self._begin) for tensor in _tensors(output) if tensor.requires_grad]
-        self._listener.open()
+        if self.sampled:
+            self._listener.open()
         self.seconds += time.perf_counter() - began
 
     def disarm(self) -> None:
@@ -76,11 +85,12 @@ class Look:
             return
         began, self._begun = time.perf_counter(), True
         with self._harmless(self.step):
-            torch.autograd.Variable._execution_engine.queue_callback(self._nearly_over)
             for number, parameter in enumerate(self._layout.parameters):
                 if parameter.grad is not None:
-                    self.taken.feed(number, parameter.grad)
-            self.taken.hold(self._layout)
+                    self._feed(number, parameter.grad)
+            if self.sampled:
+                torch.autograd.Variable._execution_engine.queue_callback(self._nearly_over)
+                self.taken.hold(self._layout)
         self.seconds += time.perf_counter() - began
 
     def _complete(self, number: int, parameter: torch.Tensor) -> None:
@@ -89,8 +99,14 @@ class Look:
         began = time.perf_counter()
         with self._harmless(self.step):
             self._threads.add(threading.get_ident())
-            self.taken.feed(number, parameter.grad)
+            self._feed(number, parameter.grad)
         self.seconds += time.perf_counter() - began
+
+    def _feed(self, number: int, grad: torch.Tensor | None) -> None:
+        if self.sampled:
+            self.taken.feed(number, grad)
+        if self.ahead is not None:
+            self.ahead.feed_before(number, grad)
 
     def _nearly_over(self) -> None:
         """Backward is over, but for the callbacks that were queued after this one; DDP's is one of them."""

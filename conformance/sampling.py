@@ -77,6 +77,7 @@ class Taken:
         fed, results: elements of the gradient before and after it was averaged.
         fed_top, result_top: the largest absolute value of the whole.
         held, held_top: the same of the parameters when backward began.
+        before: elements of the gradients of the step before, at the same places; empty where they were not taken.
     """
 
     index: list[torch.Tensor]
@@ -86,6 +87,7 @@ class Taken:
     result_top: list[torch.Tensor | None] = field(default_factory=list)
     held: list[torch.Tensor] = field(default_factory=list)
     held_top: list[torch.Tensor | None] = field(default_factory=list)
+    before: list[torch.Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         nothing: list[torch.Tensor | None] = [None] * len(self.index)
@@ -94,6 +96,12 @@ class Taken:
     def feed(self, number: int, grad: torch.Tensor | None) -> None:
         """Take what a parameter's gradient is before it is averaged."""
         self.fed[number], self.fed_top[number] = self._look(number, grad)
+
+    def feed_before(self, number: int, grad: torch.Tensor | None) -> None:
+        """Take a gradient of the step before."""
+        self.before = self.before or [None] * len(self.index)
+        if grad is not None and grad.layout == torch.strided and grad.numel():
+            self.before[number] = take(grad, self.index[number])
 
     def finish(self, layout: Layout) -> None:
         """Take what the gradients are now."""
@@ -121,10 +129,11 @@ class Taken:
 def pack(layout: Layout, taken: Taken, words: list[int], folds: torch.Tensor) -> torch.Tensor:
     """Return what is taken as bytes, as many on every rank and at every step; ``words`` are more numbers of the caller's."""
     flags = [[value is not None for value in values] for values in (taken.fed, taken.results)]
-    ints = torch.tensor([*words, *map(int, flags[0]), *map(int, flags[1]), *map(int, taken.moved(layout))])
+    before = taken.before or [None] * len(layout.names)
+    ints = torch.tensor([*words, int(bool(taken.before)), *map(int, flags[0]), *map(int, flags[1]), *map(int, taken.moved(layout))])
     tops = [_zero if value is None else value.cpu() for value in (*taken.fed_top, *taken.result_top, *taken.held_top)]
     parts = [ints, folds, torch.stack(tops) if tops else torch.zeros(0, dtype=torch.float64)]
-    return torch.cat([part.view(torch.uint8) for part in parts] + [_bytes(layout, values) for values in (taken.fed, taken.results)])
+    return torch.cat([part.view(torch.uint8) for part in parts] + [_bytes(layout, values) for values in (taken.fed, before, taken.results)])
 
 
 def _bytes(layout: Layout, values: list[torch.Tensor | None]) -> torch.Tensor:
@@ -150,14 +159,16 @@ class Gathered:
 
     Attributes:
         words: the caller's numbers, ``[W, n]``.
+        has_before: whether all ranks have taken the step before.
         has_fed, has_result, moved: ``[W, P]``.
         folds: of all parameters, ``[W, Q]``.
         fed_top, result_top, held_top: ``[W, P]``.
-        fed, results: by parameter, ``[W, k]`` in its dtype.
+        fed, before, results: by parameter, ``[W, k]`` in its dtype.
         alike: whether the elements of the results, and which of them there are, are the same bits on all ranks.
     """
 
     words: torch.Tensor
+    has_before: bool
     has_fed: torch.Tensor
     has_result: torch.Tensor
     moved: torch.Tensor
@@ -166,6 +177,7 @@ class Gathered:
     result_top: torch.Tensor
     held_top: torch.Tensor
     fed: list[torch.Tensor]
+    before: list[torch.Tensor]
     results: list[torch.Tensor]
     alike: bool
 
@@ -181,13 +193,13 @@ def unpack(layout: Layout, rows: torch.Tensor, words: int, folds: int) -> Gather
             return part.new_empty(len(rows), 0, dtype=dtype)
         return part.clone(memory_format=torch.contiguous_format).view(dtype)
 
-    said = cut(words, torch.int64)
+    said, has_before = cut(words, torch.int64), bool(cut(1, torch.int64).all())
     has_fed, has_result, moved = (cut(count, torch.int64).bool() for _ in range(3))
     folded = cut(folds, torch.int64)
     fed_top, result_top, held_top = (cut(count, torch.float64) for _ in range(3))
     each = [(size // dtype.itemsize, dtype) for size, dtype in zip(layout.sizes, layout.dtypes, strict=True)]
-    fed = [cut(size, dtype) for size, dtype in each]
+    fed, before = ([cut(size, dtype) for size, dtype in each] for _ in range(2))
     begin = at
     results = [cut(size, dtype) for size, dtype in each]
     alike = bool((rows[:, begin:] == rows[:1, begin:]).all() and (has_result == has_result[:1]).all())
-    return Gathered(said, has_fed, has_result, moved, folded, fed_top, result_top, held_top, fed, results, alike)
+    return Gathered(said, has_before, has_fed, has_result, moved, folded, fed_top, result_top, held_top, fed, before, results, alike)

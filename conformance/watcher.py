@@ -13,8 +13,9 @@ hook, its state, its futures and its errors are what they are without us.
 
 A step is a backward pass that averages gradients: micro-batches under ``no_sync`` are none. It is counted at the end of the
 forward that precedes it, on every rank for itself, and under ``Join`` on those that have run out of inputs too. Step 1 is
-sampled, the first whose buckets are DDP's final ones, and every ``every``-th after it. On all others a counter is counted up,
-and no more. On a sampled step
+sampled, the first whose buckets are DDP's final ones, and every ``every``-th after it. On the one before, a few elements of the
+gradients are copied, so that a result that comes a step late can be told. On all others a counter is counted up, and no more.
+On a sampled step
 
     forward ends          hooks go on the parameters; collectives that Python starts are heard from here on
     backward              a few elements of each gradient are copied as it is complete, and its largest value is read
@@ -217,13 +218,15 @@ class Watcher:
     def forward_ended(self, ddp: DistributedDataParallel, output: Any) -> None:
         """Count the step whose forward this was, and get ready to look at it if its turn has come."""
         if not (ddp.require_backward_grad_sync and torch.is_grad_enabled()):
-            self._disarm()  # the backward that comes is another; the step's turn is kept
+            if self._look is not None:
+                self._look.disarm()  # the backward that comes is another; the step's turn is kept
             return
         self._count()
-        if self._due:
-            self._disarm()
+        ahead = self._has_turn(self._cost.steps)
+        before = self._disarm()
+        if self._due or ahead:
             with self._harmless(self._cost.steps - 1):
-                self._look = self._new_look(ddp)
+                self._look = self._new_look(ddp, ahead, before)
                 self._look.arm(output)
 
     def shadowed(self, ddp: DistributedDataParallel) -> None:
@@ -231,21 +234,30 @@ class Watcher:
         if ddp.require_forward_param_sync:  # as DDP has set it just now: whether gradients were averaged
             self._count()
             if self._due:
-                self._look_at(self._new_look(ddp), joined=True)
+                self._look_at(self._new_look(ddp, False, None), joined=True)
 
     def _count(self) -> None:
         step, self._cost.steps = self._cost.steps, self._cost.steps + 1
-        self._due = self._due or step % self._every == 1 % self._every
+        self._due = self._due or self._has_turn(step)
 
-    def _disarm(self) -> None:
-        if self._look is not None:
-            self._look.disarm()
-            self._look = None
+    def _has_turn(self, step: int) -> bool:
+        return step % self._every == 1 % self._every
+
+    def _disarm(self) -> Look | None:
+        """Take the look at the latest step, if there was one, off the model; return it."""
+        look, self._look = self._look, None
+        if look is not None:
+            look.disarm()
+        return look
 
     # --- what is seen in them ---
 
-    def _new_look(self, ddp: DistributedDataParallel) -> Look:
-        return Look(ddp, self._layout, self._cost.steps - 1, self._look_at, self._harmless)
+    def _new_look(self, ddp: DistributedDataParallel, ahead: bool, before: Look | None) -> Look:
+        look = Look(ddp, self._layout, self._cost.steps - 1, self._due, ahead, self._look_at, self._harmless)
+        if before is not None and before.ahead is not None and before.step == look.step - 1:
+            look.taken.before = before.ahead.before
+            self._cost.seconds += before.seconds
+        return look
 
     def _look_at(self, look: Look, joined: bool = False) -> None:
         """Exchange what was taken of a step, judge it, and say what was found.
@@ -256,7 +268,8 @@ class Watcher:
         if self._closed:
             return
         began, findings = time.perf_counter(), list[Finding]()
-        self._disarm()
+        look.disarm()
+        self._look = look if look.ahead is not None else None
         self._due = False
         with self._harmless(look.step):
             findings = self._judged(look, joined)

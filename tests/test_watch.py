@@ -57,7 +57,8 @@ def test_right_hooks(pool: Pool, world: int, given: dict[str, Any]) -> None:
         ("equivalence:divides_by_eight", ("2.2",), {"says": "every element is 0.25 times the mean"}),
         ("equivalence:local", ("2.2", "3.1", "3.2"), {"says": "nothing was communicated"}),
         ("equivalence:rank_0_wins", ("2.2",), {"says": "it was broadcast, not reduced"}),
-        ("equivalence:stale", ("2.2",), {}),
+        ("equivalence:stale", ("2.2",), {"says": "the result is one step late"}),
+        ("equivalence:stale", ("2.2",), {"says": "the result is one step late", "shares": 2, "every": 1}),
         ("equivalence:rounds_to_float16", ("2.2",), {"says": "equal to the mean rounded to float16"}),
         ("equivalence:claims_other_half", ("2.2",), {"claims": "rounded(float16)"}),
         ("equivalence:top_half", ("2.2",), {}),
@@ -97,6 +98,11 @@ def test_raises_on_all_ranks(pool: Pool, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_that_stops(pool: Pool, world: int, how: str) -> None:
     run(pool, "leaves", world, how=how)
+
+
+@pytest.mark.parametrize("where", ["backward", "after"])
+def test_the_kit_fails(pool: Pool, where: str) -> None:
+    run(pool, "fails", where=where)
 
 
 @pytest.mark.parametrize(

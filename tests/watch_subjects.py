@@ -215,13 +215,17 @@ def leaves(process_group: Any, rank: int, *, how: str) -> Case:
             assert expected in watcher.ended or (how != "closed" and "the watch ended at step" in watcher.ended), watcher.ended
             assert [finding.rule for finding in told] == [""], told
             assert len(logged) == 1, logged
-        for parameter in ddp.module.parameters():
-            root = parameter.detach().clone()
-            dist.broadcast(root, group=process_group, group_src=0)
-            assert torch.equal(root, parameter)
+        same_on_all_ranks(ddp, process_group)
         assert not ddp._forward_hooks
 
     return once(check)
+
+
+def same_on_all_ranks(ddp: Any, process_group: Any) -> None:
+    for parameter in ddp.module.parameters():
+        root = parameter.detach().clone()
+        dist.broadcast(root, group=process_group, group_src=0)
+        assert torch.equal(root, parameter)
 
 
 def joins(
@@ -233,7 +237,7 @@ def joins(
         context: Any = hooks_ref.Join if ours else TorchsJoin
         ddp = model_with(process_group, hook)
         world = dist.get_world_size(process_group)
-        with watch(ddp, 1, timeout=20.0) as watcher:
+        with watch(ddp, 1, timeout=20.0) as watcher, watch(ddp, 5, timeout=20.0) as other:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 for _ in range(2):
@@ -243,10 +247,39 @@ def joins(
             for _ in batches(ddp, rank, 2):
                 pass
         assert not watcher.ended, watcher.ended
-        assert watcher.cost().samples == 14, watcher.cost()
+        assert (watcher.cost().samples, other.cost().samples, other.ended) == (14, 3, ""), watcher.cost()
         assert tuple(rules_of(watcher)) == finds, list(watcher.findings)
         judged = sum("margin" in figures for figures in watcher.figures)
         assert judged == (14 if by_initial or hook or world == 1 else 14 - 2 * (2 * (world - 1))), judged
+
+    return once(check)
+
+
+def fails(process_group: Any, rank: int, *, where: str) -> Case:
+    """The kit's own code raises on rank 1, where it is called from backward or when that is over: the training goes on."""
+
+    def check() -> None:
+        from conformance import sampling, watcher
+
+        ddp, told = model_with(process_group, "hooks_ref:allreduce_hook"), list[Any]()
+        look = watch(ddp, 1, on_failure=told.append, timeout=2.0)
+        logged = logged_lines()
+        for step in batches(ddp, rank, 4):
+            if step == 1 and rank == 1:
+
+                def broken(*_: Any) -> Any:
+                    raise ArithmeticError("broken on purpose")
+
+                setattr(*((sampling, "top") if where == "backward" else (watcher, "unpack")), broken)
+        assert look.ended, look.cost()
+        assert [finding.rule for finding in told] == [""], told
+        if rank == 1:
+            assert "the kit failed: ArithmeticError: broken on purpose" in look.ended, look.ended
+            assert logged[0] == "the kit failed at step 2", logged
+        else:
+            assert "rank 1 " in look.ended or "broken on purpose" in look.ended, look.ended
+        assert not ddp._forward_hooks
+        same_on_all_ranks(ddp, process_group)
 
     return once(check)
 
