@@ -4,15 +4,14 @@
 
 Two models of the same shape, linear layers with ReLU between them, train under DDP's own allreduce, forward and backward, without
 an optimizer. One of them is watched with every=2, so that its steps are sampled and not, by turns. A round is four steps: of the
-model that is not watched, of the other where it is sampled, of the first again, of the other where it is not. Ratios are of
+model that is not watched, of the other where it is sampled, of the first again, of the other where it is the one before. Ratios are of
 medians over the rounds, and the median of several pairs of processes is taken, with the least and the largest; which model is
 made first changes from pair to pair.
 
-    not sampled   a step of the watched model that is not sampled, to one of the other: chance, since all that there is to it is
-                  the next line
-    counter       what is called on such a step, timed by itself over many calls, as a share of the step
     sampled       a sampled step to one of the model that is not watched
-    average       at every=N: counter + (sampled - 1) / N, the share of the time that the watch takes
+    before        the same of the step before a sampled one, of which a little is copied
+    counter       what is called on every other step, timed by itself over many calls, as a share of the step
+    average       at every=N: counter + (sampled - 1 + before - 1) / N, the share of the time that the watch takes
     own clock     the same from ``watcher.cost().seconds``: it waits for the other rank in there, as the hook would have to later
 """
 
@@ -56,15 +55,15 @@ def _measure(
     for _ in range(4):  # buckets are rebuilt, memory is warm; then a sampled step is next
         _step(plain, inputs), _step(watched, inputs)
     watcher_before, samples_before = watcher.cost().seconds, watcher.cost().samples
-    taken: dict[str, list[float]] = {"plain": [], "not sampled": [], "sampled": []}
+    taken: dict[str, list[float]] = {"plain": [], "before": [], "sampled": []}
     for _ in range(rounds):
         for _ in range(2):
             taken["plain"].append(_step(plain, inputs))
             before = watcher.cost().samples
             seconds = _step(watched, inputs)
-            taken["sampled" if watcher.cost().samples > before else "not sampled"].append(seconds)
+            taken["sampled" if watcher.cost().samples > before else "before"].append(seconds)
     own = (watcher.cost().seconds - watcher_before) / (watcher.cost().samples - samples_before)
-    assert len(taken["sampled"]) == len(taken["not sampled"]) == rounds
+    assert len(taken["sampled"]) == len(taken["before"]) == rounds
     assert not watcher.findings, list(watcher.findings)
     watcher.close()
     idle = watch(watched, every=10**9)
@@ -78,9 +77,7 @@ def _measure(
     step = statistics.median(taken["plain"])
     assert idle.cost().samples == 1
     if rank == 0:
-        answers.put(
-            [statistics.median(taken["not sampled"]) / step, counter / step, statistics.median(taken["sampled"]) / step, own / step]
-        )
+        answers.put([statistics.median(taken["before"]) / step, counter / step, statistics.median(taken["sampled"]) / step, own / step])
     leave()
 
 
@@ -99,15 +96,15 @@ def main() -> None:
         for pair in range(options.pairs)
     ]
     rows = {
-        "not sampled": [each[0] for each in found],
+        "before": [each[0] for each in found],
         "counter": [each[1] for each in found],
         "sampled": [each[2] for each in found],
-        f"average at every={options.every}": [each[1] + (each[2] - 1) / options.every for each in found],
+        f"average at every={options.every}": [each[1] + (each[2] - 1 + each[0] - 1) / options.every for each in found],
         f"own clock at every={options.every}": [each[1] + each[3] / options.every for each in found],
     }
     print(f"  {'':<28} {'median':>9} {'least':>9} {'largest':>9}")
     for name, values in rows.items():
-        share = name not in ("not sampled", "sampled")
+        share = name not in ("before", "sampled")
         said = (f"{100 * value:8.4f}%" if share else f"{value:9.3f}" for value in (statistics.median(values), min(values), max(values)))
         print(f"  {name:<28} {' '.join(said)}", flush=True)
 
