@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from conformance.exchange import Exchange
+from conformance.sampling import to_cpu
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK, _PARTS = 4096, 256
@@ -41,7 +42,8 @@ def fold(flat: torch.Tensor) -> torch.Tensor:
 
 def folds(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return one int64 for each tensor, on the CPU."""
-    return torch.stack([fold(elements(tensor)[0]) for tensor in tensors]).cpu() if tensors else torch.zeros(0, dtype=torch.int64)
+    found = to_cpu([fold(elements(tensor)[0]).view(1) for tensor in tensors])
+    return torch.cat([one for one in found if one is not None]) if found else torch.zeros(0, dtype=torch.int64)
 
 
 def differing(exchange: Exchange, tensor: torch.Tensor, places: list[int]) -> tuple[int, torch.Tensor] | None:

@@ -49,8 +49,8 @@ def _indices(numel: int, count: int, at: float) -> torch.Tensor:
         return torch.arange(numel)
     row = count - 2 if count >= 4 else count
     begin = int(at * (numel - row + 1))
-    ends = [0, numel - 1] if count >= 4 else []
-    return torch.tensor([*ends[:1], *range(begin, begin + row), *ends[1:]])
+    drawn = torch.arange(begin, begin + row)
+    return torch.cat([drawn.new_tensor([0]), drawn, drawn.new_tensor([numel - 1])]) if count >= 4 else drawn
 
 
 def take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -62,11 +62,11 @@ def take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def top(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value as a double: NaN or infinite where any element is. One read, and no copy."""
+    """Return the largest absolute value as one double: NaN or infinite where any element is. One read, and no copy."""
     tensor = tensor.detach()
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     least, most = torch.aminmax(real)
-    return torch.stack([-least, most]).double().amax()
+    return torch.stack([-least, most]).double().amax().view(1)
 
 
 @dataclass
@@ -131,26 +131,28 @@ def pack(layout: Layout, taken: Taken, words: list[int], folds: torch.Tensor) ->
     flags = [[value is not None for value in values] for values in (taken.fed, taken.results)]
     before = taken.before or [None] * len(layout.names)
     ints = torch.tensor([*words, int(bool(taken.before)), *map(int, flags[0]), *map(int, flags[1]), *map(int, taken.moved(layout))])
-    tops = [_zero if value is None else value.cpu() for value in (*taken.fed_top, *taken.result_top, *taken.held_top)]
-    parts = [ints, folds, torch.stack(tops) if tops else torch.zeros(0, dtype=torch.float64)]
+    tops = [_zero if value is None else value for value in to_cpu([*taken.fed_top, *taken.result_top, *taken.held_top])]
+    parts = [ints, folds, torch.cat(tops) if tops else torch.zeros(0, dtype=torch.float64)]
     return torch.cat([part.view(torch.uint8) for part in parts] + [_bytes(layout, values) for values in (taken.fed, before, taken.results)])
 
 
 def _bytes(layout: Layout, values: list[torch.Tensor | None]) -> torch.Tensor:
-    """Return elements as bytes, in one copy from each device."""
-    known: dict[torch.device, list[torch.Tensor]] = {}
-    for value in values:
-        if value is not None:
-            known.setdefault(value.device, []).append(value.contiguous().view(torch.uint8))
-    streams = {device: iter(torch.cat(own).cpu().split([len(part) for part in own])) for device, own in known.items()}
-    parts = [
-        torch.zeros(size, dtype=torch.uint8) if value is None else next(streams[value.device])
-        for value, size in zip(values, layout.sizes, strict=True)
-    ]
+    moved = to_cpu([None if value is None else value.contiguous().view(torch.uint8) for value in values])
+    parts = [torch.zeros(size, dtype=torch.uint8) if value is None else value for value, size in zip(moved, layout.sizes, strict=True)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
 
 
-_zero = torch.zeros((), dtype=torch.float64)
+def to_cpu(values: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Move one-dimensional tensors of one dtype to the CPU, in one copy from each device."""
+    known: dict[torch.device, list[torch.Tensor]] = {}
+    for value in values:
+        if value is not None:
+            known.setdefault(value.device, []).append(value)
+    parts = {device: iter(torch.cat(own).cpu().split([len(part) for part in own])) for device, own in known.items()}
+    return [None if value is None else next(parts[value.device]) for value in values]
+
+
+_zero = torch.zeros(1, dtype=torch.float64)
 
 
 @dataclass

@@ -120,6 +120,7 @@ def watch(
     Raises:
         UsageError: the claims cannot be read.
         ValueError: the model, its options or the claims are none that can be watched, or ranks were given other arguments.
+        RuntimeError: not all ranks have called it within ``timeout``.
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise ValueError(f"watch: {type(ddp_model).__name__} is no DistributedDataParallel: wrap the model in DDP first")
@@ -178,11 +179,9 @@ class Watcher:
         self._look: Look | None = None
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
         self._models = {name: p for name, p in ddp.module.named_parameters() if name not in ignored}
-        self._exchange = Exchange(ddp.process_group, timeout)
-        issued.own_groups.add(self._exchange.name)
+        self._exchange = self._met(ddp, timeout, [every, str(claims), on_failure == RAISE, seed, elements])
         trained = {name: p for name, p in self._models.items() if p.requires_grad}
         self._layout = Layout(trained, elements, self._exchange.size, seed)
-        self._agree([every, str(claims), seed, elements, *((name, *p.shape, str(p.dtype)) for name, p in self._models.items())])
         self._attached = Attached(ddp, self)
 
     def __enter__(self) -> "Watcher":
@@ -206,12 +205,20 @@ class Watcher:
         self._disarm()
         self._attached.detach()
 
-    def _agree(self, settings: list[Any]) -> None:
-        """Raise on all ranks where they were not given the same."""
+    def _met(self, ddp: DistributedDataParallel, timeout: float, settings: list[Any]) -> Exchange:
+        """Meet the other ranks for the first time; raise on all of them where they were not given the same."""
+        settings += [(name, *p.shape, str(p.dtype), p.requires_grad) for name, p in self._models.items()]
         own = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8).digest()
-        said = self._exchange.gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        try:
+            exchange = Exchange(ddp.process_group, timeout)
+            said = exchange.gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        except (NotMet, RuntimeError) as error:
+            why = f"watch: not all ranks of the model's group have called it within {timeout:g} s: {str(error).splitlines()[0]}"
+            raise RuntimeError(why) from error
         if bool((said != said[:1]).any()):
             raise ValueError("watch: ranks were given other arguments, or have other parameters: call it alike on all of them")
+        issued.own_groups.add(exchange.name)
+        return exchange
 
     # --- which steps ---
 
@@ -234,7 +241,11 @@ class Watcher:
         if ddp.require_forward_param_sync:  # as DDP has set it just now: whether gradients were averaged
             self._count()
             if self._due:
-                self._look_at(self._new_look(ddp, False, None), joined=True)
+                look = None
+                with self._harmless(self._cost.steps - 1):
+                    look = self._new_look(ddp, False, None)
+                if look is not None:
+                    self._look_at(look, joined=True)
 
     def _count(self) -> None:
         step, self._cost.steps = self._cost.steps, self._cost.steps + 1
