@@ -7,6 +7,7 @@ left, since a collective that timed out cannot.
 
 import contextlib
 import datetime
+import os
 from collections.abc import Iterator
 
 import torch
@@ -27,6 +28,9 @@ class Exchange:
         group: whose ranks take part. Those of WORLD that are not in it need not call this.
         seconds: until one who waits for the others goes on without them.
 
+    Raises:
+        NotMet: not all ranks have made it in time.
+
     Attributes:
         rank, size: this rank's place in the group, and how many there are.
         ranks: by place, the ranks in WORLD.
@@ -38,7 +42,9 @@ class Exchange:
         self._group = dist.new_group(list(self.ranks), timeout=limit, backend="gloo", use_local_synchronization=True)
         self.rank, self.size, self.seconds = dist.get_rank(self._group), len(self.ranks), seconds
         self.name = self._group.group_name
-        self._store = dist.PrefixStore(f"conformance.watch/{self.name}", dist.distributed_c10d._get_default_store())
+        # A store may outlive a process group whose name comes again: what was left in it is not to be found.
+        drawn = self.gather(torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8))[0]
+        self._store = dist.PrefixStore(f"conformance.watch/{bytes(drawn.numpy()).hex()}", dist.distributed_c10d._get_default_store())
 
     def come(self, step: int) -> None:
         """Say that this rank has come to ``step``.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-MOST_GATHERED = 2**20  # elements that a rank holds of all ranks together
+MOST_GATHERED = 2**20  # elements of all ranks together, of each of three kinds (see Gathered), that a rank holds at a time
 
 
 class Layout:

@@ -42,6 +42,7 @@ def run(pool: Pool, name: str, world: int = 2, what: Scenario = WHAT, **given: A
         (2, {"hook": AVERAGE, "static_graph": True}),
         (2, {"hook": AVERAGE, "elements": 1}),
         (2, {"hook": AVERAGE, "every": 5, "steps": 12}),
+        *((3, {"hook": f"tests.right.exact:{name}"}) for name in ("another_thread", "reduce_scatter", "point_to_point", "blocking")),
     ],
     ids=str,
 )  # fmt: skip
@@ -157,9 +158,13 @@ def test_the_model_and_the_call(pool: Pool, name: str) -> None:
     run(pool, name)
 
 
-@pytest.mark.parametrize("given", [{"hook": AVERAGE}, {"hook": "hooks_ref:fp16_compress_hook", "claims": "rounded(float16)"}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [{"hook": AVERAGE, "steps": 300}, {"hook": "hooks_ref:fp16_compress_hook", "claims": "rounded(float16)", "steps": 100}],
+    ids=str,
+)
 def test_no_false_alarm_in_hundreds_of_steps(pool: Pool, given: dict[str, Any]) -> None:
-    run(pool, "soaks", 3, steps=300, **given)
+    run(pool, "soaks", **given)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: no CUDA device")
