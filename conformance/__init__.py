@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from conformance.subject import Case, Subject
 
 if TYPE_CHECKING:
+    from conformance.live import Finding
     from conformance.options import Options
     from conformance.suite import certify
     from conformance.watcher import Drift, Watcher, watch
 
-__all__ = ["Case", "Drift", "Options", "Subject", "Watcher", "certify", "watch"]
+__all__ = ["Case", "Drift", "Finding", "Options", "Subject", "Watcher", "certify", "watch"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,7 +27,7 @@ def __getattr__(name: str) -> Any:
         import conformance.suite
 
         return getattr(conformance.suite, name)
-    if name in ("Drift", "Watcher", "watch"):
+    if name in ("Drift", "Finding", "Watcher", "watch"):
         import conformance.watcher
 
         return getattr(conformance.watcher, name)

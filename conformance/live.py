@@ -208,7 +208,7 @@ def judge_collectives(run: LiveRun, claims: Claims, judged: Judged, heard: list[
 
 
 def _judge_mean(run: LiveRun, claims: Claims, judged: Judged) -> None:
-    if claims.lossy or claims.fused:
+    if claims.lossy:
         judged.figures["off"] = _off(run, claims)
         return
     if run.gathered.alike:  # one rank speaks for all, until something is wrong

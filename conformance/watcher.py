@@ -27,6 +27,11 @@ by itself, so that all come to the same verdict without another word, and one th
 The exchange has a process group of its own, of Gloo, with a timeout. A rank that does not come, or that comes to another step,
 ends the watch, with a line that says so, and not the training: the ranks that have waited go on.
 
+What it costs is said by ``benchmarks/watch.py``, and of a run by ``watcher.cost()``. A sampled step reads every gradient twice
+and every parameter twice, and keeps of all ranks together at most 2**20 elements (``sampling.MOST_GATHERED``; one of each
+parameter and rank at least), each three times, with as many bytes again while they are judged in float64, and 40 bytes for each
+parameter and rank.
+
 No subject is isolated here, and nothing is certified: a hook that sets out to mislead can, a step that is not sampled is not
 seen, and of a sampled one not every element. Not watched: sparse gradients, buffers, what a claim of poststep, DDP's
 mixed_precision or compiled autograd make of gradients.
@@ -104,8 +109,9 @@ def watch(
 
     Asked of every sampled step: the mean within the forward error bound of a sum (2.2), the same bits of results and of
     parameters on all ranks (3.1, 3.2), values that are finite where gradients are, and not where they are not (8.4, 8.1),
-    parameters that backward leaves alone (9.2), the same collectives in the same order (10.2). Under a lossy claim, or
-    ``fused``, all but 2.2, with how far the result is from the mean among ``watcher.figures``; under ``local`` not 3.1 and 3.2.
+    parameters that backward leaves alone (9.2), the same collectives in the same order (10.2). Under a lossy claim
+    all but 2.2, with how far the result is from the mean among ``watcher.figures``; under ``local`` not 3.1 and 3.2; under ``fused``
+    not 9.2, and of gradients that the hook has freed nothing.
 
     Args:
         every: a step is sampled, and as many less one are not.

@@ -124,6 +124,7 @@ def test_a_rank_that_has_joined_feeds_zeros_and_is_asked_for_nothing() -> None:
         ("compressed", math.nan, math.nan, []),
         ("compressed", 1.0, math.nan, ["8.4"]),
         ("exact", 1.0, math.nan, ["2.2", "8.4"]),
+        ("fused(SGD, lr=0.1)", 1.0, math.nan, ["2.2", "8.4"]),
         ("rounded(float16)", 1e5, math.inf, []),
     ],
 )

@@ -35,6 +35,7 @@ def run(pool: Pool, name: str, world: int = 2, what: Scenario = WHAT, **given: A
         *((world, {**LOCAL, "claims": "local, warmup(2)"}) for world in (2, 3)),
         (2, {"hook": "hooks_ref:compression_hook", "makes": "examples.states:top_k", "claims": "compressed(delta=0.25)"}),
         (2, {"setup": "examples.setups:sgd_in_the_hook", "claims": "fused(SGD, lr=0.1, momentum=0.9)"}),
+        (2, {"setup": "examples.setups:adam_in_the_hook", "claims": "rounded(float16), fused(Adam, lr=0.01)"}),
         (2, {"setup": "examples.setups:sgd_in_backward", "claims": "fused(SGD, lr=0.1)"}),
         (2, {"hook": f"{MUTANTS}.equivalence:never_divides", "claims": "sum"}),
         (2, {"hook": AVERAGE, "shares": 3}),
@@ -71,6 +72,7 @@ def test_right_hooks(pool: Pool, world: int, given: dict[str, Any]) -> None:
         ("replicas:owner_keeps_unrounded", ("3.1", "3.2"), {"claims": "rounded(float16)"}),
         ("feedback:largest_beside_its_own", ("3.1", "3.2"), {"claims": "compressed(delta=0.5)"}),
         ("interference:nudges_parameters", ("9.2",), {}),
+        ("optimizers:steps_on_rank_0", ("3.2",), {"claims": "fused(SGD, lr=0.1)"}),
         ("collectives:logs_another_extreme", ("10.2",), {"says": "rank 0 issues allreduce MAX 1 float32"}),
         ("collectives:logs_in_two_dtypes", ("10.2",), {}),
     ],
@@ -93,6 +95,10 @@ def test_a_replica_that_drifts(pool: Pool) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_raises_on_all_ranks(pool: Pool, world: int) -> None:
     run(pool, "raises", world)
+
+
+def test_raises_on_a_rank_that_has_joined(pool: Pool) -> None:
+    run(pool, "raises_joined")
 
 
 @pytest.mark.parametrize("how", ["closed", "counts"])

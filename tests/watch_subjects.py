@@ -255,6 +255,32 @@ def joins(
     return once(check)
 
 
+def raises_joined(process_group: Any, rank: int) -> Case:
+    """A step that goes wrong when rank 1 has run out of inputs: it raises too, out of the context in which it waits."""
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        steps.append(bucket.is_last())
+        scale = 2 if sum(steps[:-1]) == 4 else 1
+        return hooks_ref.allreduce_hook(process_group, bucket).then(lambda done: done.value() * scale)
+
+    steps: list[bool] = []
+
+    def check() -> None:
+        ddp = model_with(process_group, "")
+        ddp.register_comm_hook(None, hook)
+        raised = None
+        with watch(ddp, 1, on_failure="raise", timeout=20.0) as watcher:
+            try:
+                with hooks_ref.Join([ddp]):
+                    for _ in batches(ddp, rank, 6 - 2 * rank):
+                        pass
+            except Drift as drift:
+                raised = [(finding.rule, finding.step) for finding in drift.findings]
+        assert raised == [("2.2", 4)], (raised, watcher.ended)
+
+    return once(check)
+
+
 def fails(process_group: Any, rank: int, *, where: str) -> Case:
     """The kit's own code raises on rank 1, where it is called from backward or when that is over: the training goes on."""
 
