@@ -29,7 +29,7 @@ ends the watch, with a line that says so, and not the training: the ranks that h
 
 What it costs is said by ``benchmarks/watch.py``, and of a run by ``watcher.cost()``. A sampled step reads every gradient twice
 and every parameter twice, and keeps of all ranks together at most 2**20 elements (``sampling.MOST_GATHERED``; one of each
-parameter and rank at least), each three times, with as many bytes again while they are judged in float64, and 40 bytes for each
+parameter and rank at least), each three times, with as many bytes again while they are judged in float64, and 56 bytes for each
 parameter and rank.
 
 No subject is isolated here, and nothing is certified: a hook that sets out to mislead can, a step that is not sampled is not

@@ -101,7 +101,7 @@ def test_raises_on_a_rank_that_has_joined(pool: Pool) -> None:
     run(pool, "raises_joined")
 
 
-@pytest.mark.parametrize("how", ["closed", "counts"])
+@pytest.mark.parametrize("how", ["closed", "counts", "silent"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_that_stops(pool: Pool, world: int, how: str) -> None:
     run(pool, "leaves", world, how=how)

@@ -1,6 +1,7 @@
 """Training runs that are watched, and say by themselves what has to be found in them. They check themselves, in their ranks."""
 
 import copy
+import datetime
 import io
 import logging
 import warnings
@@ -189,32 +190,39 @@ def logged_lines() -> list[str]:
 
 
 def leaves(process_group: Any, rank: int, *, how: str) -> Case:
-    """The last rank stops: it closes its watch, or its steps are counted otherwise. All train on, to the same parameters."""
+    """The last rank stops: it closes its watch, it counts its steps otherwise, or it says nothing any more. All train on, to the
+    same parameters."""
 
     def check() -> None:
-        last = rank == dist.get_world_size(process_group) - 1
+        last = dist.get_world_size(process_group) - 1
         ddp = model_with(process_group, "hooks_ref:allreduce_hook")
         told: list[Any] = []
-        watcher = watch(ddp, 2, on_failure=told.append, timeout=20.0 if how == "closed" else 1.0)
+        watcher = watch(ddp, 2, on_failure=told.append, timeout=20.0)
         logged = logged_lines()
         for step in batches(ddp, rank, 8):
-            if step == 2 and last:
+            if step == 2 and rank == last:
                 if how == "closed":
                     watcher.close()
-                else:
-                    loss_of(ddp.module, rank, step)
+                elif how == "counts":
                     ddp(torch.zeros(1, 9))  # a forward of which nothing comes
+                else:
+                    watcher._attached.detach()
             if step == 2:
                 dist.barrier(process_group)
-        assert watcher._closed
-        if how == "closed" and last:
+                if how == "silent":  # from here on there is somebody to wait for in vain
+                    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.5), watcher._exchange._group)
+        if rank == last and how != "counts":
             assert (watcher.ended, told, logged) == ("", [], [])
         else:
-            said = f"rank {dist.get_world_size(process_group) - 1} "
-            expected = f"{said}has closed its watch" if how == "closed" else f"{said}" if not last else "rank 0 "
-            assert expected in watcher.ended or (how != "closed" and "the watch ended at step" in watcher.ended), watcher.ended
+            said = {
+                "closed": f"rank {last} has closed its watch",
+                "counts": f"rank {last} at step 4",
+                "silent": f"rank {last} was last at step 1",
+            }
+            assert said[how] in watcher.ended, watcher.ended
             assert [finding.rule for finding in told] == [""], told
             assert len(logged) == 1, logged
+            assert watcher._closed
         same_on_all_ranks(ddp, process_group)
         assert not ddp._forward_hooks
 
@@ -288,7 +296,7 @@ def fails(process_group: Any, rank: int, *, where: str) -> Case:
         from conformance import sampling, watcher
 
         ddp, told = model_with(process_group, "hooks_ref:allreduce_hook"), list[Any]()
-        look = watch(ddp, 1, on_failure=told.append, timeout=2.0)
+        look = watch(ddp, 1, on_failure=told.append, timeout=20.0)
         logged = logged_lines()
         for step in batches(ddp, rank, 4):
             if step == 1 and rank == 1:
