@@ -5,6 +5,7 @@ python -m conformance certify --hook mypkg:myhook
 
 from conformance import certify          # in a test suite of your own
 from conformance import Case, Subject    # beside a hook, to describe it
+from conformance import watch            # in a training run
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from conformance.subject import Case, Subject
 
 if TYPE_CHECKING:
+    from conformance.live import Finding
     from conformance.options import Options
     from conformance.suite import certify
+    from conformance.watcher import Drift, Watcher, watch
 
-__all__ = ["Case", "Options", "Subject", "certify"]
+__all__ = ["Case", "Drift", "Finding", "Options", "Subject", "Watcher", "certify", "watch"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +27,8 @@ def __getattr__(name: str) -> Any:
         import conformance.suite
 
         return getattr(conformance.suite, name)
+    if name in ("Drift", "Finding", "Watcher", "watch"):
+        import conformance.watcher
+
+        return getattr(conformance.watcher, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -70,7 +70,7 @@ def _patterns(run: Run, step: int, claims: Claims) -> Iterator[tuple[str, "Patte
     )
     yield "every element has the wrong sign", lambda r, i: -right(r, i)
     yield "every element is zero", lambda r, i: torch.zeros_like(right(r, i))
-    if step:
+    if run.knows(step - 1):
         yield "equal to the previous step's mean: the result is one step late", lambda r, i: mean(run, r, step - 1, i)
     yield "equal to the mean rounded to bfloat16", lambda r, i: _Rounded(right(r, i), torch.bfloat16, on_grid=True)
     yield "equal to the mean rounded to float16", lambda r, i: _Rounded(right(r, i), torch.float16)

@@ -78,6 +78,10 @@ def mean(run: Run, rank: int, step: int, index: int, group: tuple[int, ...] | No
 def expected(run: Run, rank: int, step: int, index: int, claims: Claims) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (right value, its bound, values of the ranks ``[W, numel]``) of one parameter."""
     group = tuple(range(run.world)) if claims.world_only else run.group(rank)
+    if (values := run.recorded(group, step, index)) is not None:
+        dtype = run.scenario.params[index].dtype
+        right, bound = _bounded(values, dtype, claims, exact=False)
+        return right, bound + _flushed(dtype) * len(group), values
     kind, spec, number = run.scenario.steps[step], run.scenario.params[index], step + run.scenario.first_step
     feeding = tuple(run.feeds(other, step, index) for other in group)
     return _expected(kind, spec, group, feeding, len(run.group(rank)), number, index, claims)
@@ -88,15 +92,27 @@ def _expected(
     kind: str, spec: Param, group: tuple[int, ...], feeding: tuple[bool, ...], world: int, step: int, index: int, claims: Claims
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     values = torch.stack([fed(kind, spec, world, rank, step, index) * feeds for rank, feeds in zip(group, feeding, strict=True)])
-    right = values.sum(0) / len(group)
+    return *_bounded(values, spec.dtype, claims, exact=kind in EXACT_KINDS), values
+
+
+def _bounded(values: torch.Tensor, dtype: str, claims: Claims, *, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (right value, its bound) for the values of the ranks, ``[W, numel]``."""
+    size = len(values)
+    right = values.sum(0) / size
     bound = torch.zeros_like(right)
-    if kind not in EXACT_KINDS:
-        unit, eta, _ = precision(spec.dtype, claims)
-        operations = len(group) + (2 if claims.rounded else 1)
+    if not exact:
+        unit, eta, _ = precision(dtype, claims)
+        operations = size + (2 if claims.rounded else 1)
         gamma = operations * unit / (1 - operations * unit)
-        bound = gamma * values.abs().sum(0) / len(group) + operations * eta
-    factor = len(group) if claims.sum else 1
-    return right * factor, bound * factor, values
+        bound = gamma * values.abs().sum(0) / size + operations * eta
+    factor = size if claims.sum else 1
+    return right * factor, bound * factor
+
+
+def _flushed(dtype: str) -> float:
+    """Return what a training run may lose of a number that it has set to be flushed to zero; nothing where that would be much."""
+    smallest = torch.finfo(getattr(torch, dtype)).smallest_normal
+    return smallest if smallest < 1e-30 else 0.0
 
 
 def precision(dtype: str, claims: Claims) -> tuple[float, float, float]:

@@ -59,6 +59,16 @@ class Run:
     def parameter_name(self, index: int) -> str:
         return f"p{index}.weight" if self.scenario.params[index].layout == "sparse" else f"p{index}"
 
+    def place(self, index: int, element: int) -> tuple[int, ...]:
+        """Return the index within a parameter of an element of what :meth:`got` returns."""
+        spec = self.scenario.params[index]
+        shape = (*spec.shape, 2) if spec.dtype.startswith("complex") else spec.shape
+        return tuple(int(i) for i in torch.unravel_index(torch.tensor(element), shape)) if shape else ()
+
+    def element(self, name: str, at: int) -> str:
+        """Say which element of the tensor of that name, as records have it, is the one at that place in C order."""
+        return f"element {at}"
+
     def got(self, rank: int, step: int, index: int) -> torch.Tensor | None:
         """Return the gradient that DDP left on ``rank``, flat in float64 (complex as pairs).
 
@@ -76,6 +86,14 @@ class Run:
                     calls = rank.all("call", step=sent["step"])
                     gradients = sum(call["numel"] * getattr(torch, call["dtype"]).itemsize for call in calls)
                     yield rank.rank, sent["step"], [(name, size) for name, size in sent["collectives"]], gradients
+
+    def recorded(self, group: tuple[int, ...], step: int, index: int) -> torch.Tensor | None:
+        """Return what ``group`` fed, ``[W, numel]`` in float64, where that is on record; None where the inputs are the kit's own."""
+        return None
+
+    def knows(self, step: int) -> bool:
+        """Whether it is known what was fed at ``step``."""
+        return step >= 0
 
     def feeds(self, rank: int, step: int, index: int) -> bool:
         """Whether ``rank`` has an input at ``step``, and its forward uses the parameter; if not, zeros are its part of the mean."""

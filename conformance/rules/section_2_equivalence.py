@@ -42,12 +42,11 @@ def lossy_instead(claims: Claims, found: Found, rules: str) -> bool:
 def describe(run: Run, wrong: oracle.Mismatch, claims: Claims) -> tuple[str, str]:
     """Say what a mismatch should have been and what it was, with its place."""
     spec = run.scenario.params[wrong.parameter]
-    shape = (*spec.shape, 2) if spec.dtype.startswith("complex") else spec.shape
-    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(wrong.index), shape)) if shape else ()
     bucket = run.bucket_of(wrong.rank, wrong.step, wrong.parameter)
     what = "sum" if claims.sum else "mean"
     within = f" within {wrong.bound:.3g}" if wrong.bound else ", bit for bit"
     actual = "no gradient" if wrong.missing else f"{wrong.actual:.9g}"
+    place = run.place(wrong.parameter, wrong.index)
     where = f"rank {wrong.rank}, step {wrong.step}" + ("" if bucket is None else f", bucket {bucket}")
     return (
         f"{what} {wrong.expected:.9g}{within}",

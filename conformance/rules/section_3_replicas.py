@@ -1,5 +1,7 @@
 """Section 3: replicas stay replicas."""
 
+from collections.abc import Callable
+
 import torch
 
 from conformance.claims import LOCAL, Claims
@@ -18,18 +20,25 @@ def _step_and_name(name: str) -> tuple[int, str]:
     return (int(step), what) if step.isdigit() else (-1, name)
 
 
-def require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], who: str, found: Found) -> None:
-    """Require two sets of tensors to have the same names and bits; report the first that differs."""
+def _element(name: str, at: int) -> str:
+    return f"element {at}"
+
+
+def require_same(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], who: str, found: Found, element: Callable[[str, int], str] = _element
+) -> None:
+    """Require two sets of tensors to have the same names and bits; report the first that differs, an ``element`` as that says."""
     found.require(one.keys() == other.keys(), "the same gradients", f"{who}: only one has {sorted(one.keys() ^ other.keys())[:3]}")
     for name in sorted(one.keys() & other.keys(), key=_step_and_name):
         a, b = one[name], other[name]
         if not torch.equal(_bits(a), _bits(b)):
             at = int((a.reshape(-1) != b.reshape(-1)).nonzero()[:1].sum())
             step, _, what = name.partition("/")
+            where = element(name, at)
             found.require(
                 False,
                 "the same bits",
-                f"{who} differ at step {step}, {what}, element {at}: {a.reshape(-1)[at].item():.9g} and {b.reshape(-1)[at].item():.9g}",
+                f"{who} differ at step {step}, {what}, {where}: {a.reshape(-1)[at].item():.9g} and {b.reshape(-1)[at].item():.9g}",
             )
             return
         found.checked(a.numel())
@@ -49,7 +58,7 @@ def identical_results(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply("replicas drift apart under local: 13.5 says how, and 2.10 that they do")
         return
     for rank in range(1, run.world):
-        require_same(run.ranks[0].tensors, run.ranks[rank].tensors, f"ranks 0 and {rank}", found)
+        require_same(run.ranks[0].tensors, run.ranks[rank].tensors, f"ranks 0 and {rank}", found, run.element)
     if run.world == 1:
         found.checked(1)
 
@@ -69,7 +78,7 @@ def identical_models(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply("replicas drift apart under local, until their parameters are averaged")
         return
     for rank in range(1, run.world):
-        require_same(run.ranks[0].tensors, run.ranks[rank].tensors, f"ranks 0 and {rank}", found)
+        require_same(run.ranks[0].tensors, run.ranks[rank].tensors, f"ranks 0 and {rank}", found, run.element)
 
 
 @rule(

@@ -1,0 +1,71 @@
+"""Collectives that are overheard, in a group of one rank; and nothing that stays when nobody listens."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conformance import issued
+from conformance.issued import Listener
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def whats(listener: Listener) -> list[str]:
+    return [what for _, what, ranks, _ in listener.heard if ranks == [0]]
+
+
+def test_what_is_heard(group: dist.ProcessGroup) -> None:
+    listener, one = Listener(), torch.ones(3)
+    dist.all_reduce(one)
+    listener.open()
+    dist.all_reduce(one, op=dist.ReduceOp.MAX)
+    dist.broadcast(one.half(), src=0)
+    dist.all_gather([torch.zeros(3)], one)
+    dist.all_gather_single(torch.zeros(3), one)
+    dist.reduce_scatter_single(torch.zeros(3), one)
+    group.allreduce([one, one]).wait()
+    dist.barrier()
+    listener.close()
+    dist.all_reduce(one)
+    assert whats(listener) == [
+        "allreduce MAX 3 float32",
+        "broadcast 3 float16 root 0",
+        "allgather 3 float32",
+        "all_gather_single 3 float32",
+        "reduce_scatter_single SUM 3 float32",
+        "allreduce 6 float32",
+        "barrier",
+    ]
+
+
+def test_several_listen_and_the_last_puts_everything_back(group: dist.ProcessGroup) -> None:
+    before = dict(dist.ProcessGroup.__dict__)
+    first, second = Listener(), Listener()
+    first.open()
+    second.open()
+    first.close()
+    first.close()
+    dist.all_reduce(torch.ones(1))
+    assert (whats(first), whats(second)) == ([], ["allreduce SUM 1 float32"])
+    second.close()
+    assert dict(dist.ProcessGroup.__dict__) == before
+
+
+def test_the_kits_own_group_is_not_heard_and_errors_are_the_callers(group: dist.ProcessGroup) -> None:
+    listener = Listener()
+    listener.open()
+    own = dist.new_group([0], use_local_synchronization=True)
+    issued.own_groups.add(own.group_name)
+    dist.all_reduce(torch.ones(1), group=own)
+    with pytest.raises(TypeError):
+        group.allreduce("no tensor")
+    listener.close()
+    issued.own_groups.remove(own.group_name)
+    assert all("allreduce 1" not in what and "SUM 1" not in what for what in whats(listener))

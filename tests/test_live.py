@@ -1,0 +1,166 @@
+"""Rules on live records that are made by hand: what they accept, and the least that they do not."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.claims import parse_claims
+from conformance.live import Judged, LiveRun, judge_collectives, judge_models, judge_values, renamed
+from conformance.sampling import Layout, Taken, pack, unpack
+
+FED = torch.tensor([[1.0, -3.0, 5.0, 1e-3], [2.0, 7.0, -5.0, 3e-3]])
+MEAN = FED.double().mean(0).float()
+
+
+def run_of(
+    fed: torch.Tensor, results: torch.Tensor, before: torch.Tensor | None = None, joined: tuple[int, ...] = (), **held: Any
+) -> LiveRun:
+    """Return step 9 of as many ranks as ``fed`` has rows, with one parameter of (2, 2)."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=fed.dtype))
+    layout, rows = Layout({"weight": parameter}, 100, len(fed), 0), []
+    for rank, (mine, result) in enumerate(zip(fed, results, strict=True)):
+        taken = Taken(layout.indices(9))
+        with torch.no_grad():
+            parameter.fill_(held.get("level", 0.0))
+        taken.hold(layout)
+        if before is not None:
+            taken.feed_before(0, before[rank].view(2, 2))
+        if rank not in joined:
+            taken.feed(0, mine.view(2, 2))
+            parameter.grad = result.view(2, 2).clone()
+            taken.finish(layout)
+        rows.append(pack(layout, taken, [9], torch.zeros(1, dtype=torch.int64)))
+    gathered = unpack(layout, torch.stack(rows), 1, 1)
+    return LiveRun(layout, layout.indices(9), gathered, 9, joined=set(joined), find_unused=False, fused=False)
+
+
+def found(run: LiveRun, claims: str = "exact") -> Judged:
+    judged = Judged()
+    judge_values(run, parse_claims(claims), judged)
+    return judged
+
+
+def rules(run: LiveRun, claims: str = "exact") -> list[str]:
+    return [finding.rule for finding in found(run, claims).findings]
+
+
+def both(result: torch.Tensor) -> torch.Tensor:
+    return torch.stack([result, result])
+
+
+@pytest.mark.parametrize("claims", ["exact", "world_only", "compressed", "unbiased", "local", "fused(SGD, lr=0.1)"])
+def test_the_mean_is_right(claims: str) -> None:
+    judged = found(run_of(FED, both(MEAN)), claims)
+    assert not judged.findings
+    assert judged.figures.get("margin", judged.figures.get("off")) < 0.5  # type: ignore[operator]
+
+
+def test_the_bound_is_that_of_a_sum() -> None:
+    """Two ranks and three roundings, of the values of one element: one unit in the last place is within it, ten are not."""
+    assert not rules(run_of(FED, both(torch.nextafter(MEAN, MEAN * 2))))
+    wrong = MEAN.clone()
+    for _ in range(10):
+        wrong[3] = torch.nextafter(wrong[3], wrong[3] * 2)
+    judged = found(run_of(FED, both(wrong)))
+    assert [finding.rule for finding in judged.findings] == ["2.2"]
+    said = judged.findings[0].failure
+    assert said.expected.endswith(" within 3.58e-10")
+    assert "rank 0, step 9, parameter weight (float32), index (1, 1); 2 of 8 elements" in said.actual
+    assert judged.figures["margin"] == math.inf
+    assert str(judged.findings[0]).startswith(
+        "2.2 random gradients give the mean within the bound of a sum  [step 9]\n  Expected:     mean"
+    )
+
+
+@pytest.mark.parametrize(
+    ("claims", "result", "fails", "cause"),
+    [
+        ("exact", FED.sum(0), ["2.2"], "the sum was not divided"),
+        ("sum", FED.sum(0), [], ""),
+        ("sum", MEAN, ["2.2"], "it claims the sum, but divides"),
+        ("exact", (FED.half().sum(0) / 2).float(), ["2.2"], "rounded to float16"),
+        ("rounded(float16)", (FED.half().sum(0) / 2).float(), [], ""),
+        ("rounded(float16)", MEAN * 1.5, ["2.2"], "1.5 times the mean"),
+        ("exact", -MEAN, ["2.2"], "the wrong sign"),
+        ("exact", torch.full((4,), 0.25), ["2.2"], "one step late"),
+        ("compressed", MEAN * 0, [], ""),
+    ],
+)
+def test_what_claims_say(claims: str, result: torch.Tensor, fails: list[str], cause: str) -> None:
+    judged = found(run_of(FED, both(result), before=torch.tensor([[0.0] * 4, [0.5] * 4])), claims)
+    assert [finding.rule for finding in judged.findings] == fails
+    assert cause in "".join(finding.failure.cause for finding in judged.findings)
+    if claims == "compressed":
+        assert judged.figures["off"] == pytest.approx(1.0)
+
+
+def test_one_rank_that_is_wrong() -> None:
+    results = both(MEAN)
+    results[1, 2] += 1
+    judged = found(run_of(FED, results))
+    assert [finding.rule for finding in judged.findings] == ["2.2", "3.1"]
+    assert judged.findings[0].failure.cause == "right on the other ranks, wrong on rank 1"
+    assert judged.findings[1].failure.actual == "ranks 0 and 1 differ at step 9, grad/weight, index (1, 0): 0 and 1"
+    assert rules(run_of(FED, results), "compressed") == ["3.1"]
+    assert rules(run_of(FED, results), "local") == []
+    assert "(places in the model's group, of ranks 1, 3)" in renamed(judged.findings[0], (1, 3)).failure.actual
+
+
+def test_a_rank_that_has_joined_feeds_zeros_and_is_asked_for_nothing() -> None:
+    assert not rules(run_of(FED, both(FED[0] / 2), joined=(1,)))
+    assert rules(run_of(FED, both(FED[0]), joined=(1,))) == ["2.2"]
+
+
+@pytest.mark.parametrize(
+    ("claims", "fed", "result", "fails"),
+    [
+        ("exact", math.nan, math.nan, []),
+        ("exact", math.inf, math.inf, []),
+        ("exact", math.inf, math.nan, ["2.2"]),
+        ("exact", math.nan, 0.0, ["2.2", "8.1"]),
+        ("compressed", math.nan, 0.0, ["8.1"]),
+        ("compressed", math.nan, math.nan, []),
+        ("compressed", 1.0, math.nan, ["8.4"]),
+        ("exact", 1.0, math.nan, ["2.2", "8.4"]),
+        ("fused(SGD, lr=0.1)", 1.0, math.nan, ["2.2", "8.4"]),
+        ("rounded(float16)", 1e5, math.inf, []),
+    ],
+)
+def test_values_that_are_not_finite(claims: str, fed: float, result: float, fails: list[str]) -> None:
+    given, got = FED.clone(), MEAN.clone()
+    given[0, 0], got[0] = fed, result
+    rounded = (given.half().float().sum(0) / 2) if "float16" in claims else got
+    assert rules(run_of(given, both(rounded)), claims) == fails
+
+
+def test_one_nan_is_as_good_as_another() -> None:
+    given, results = FED.clone(), both(MEAN)
+    given[0, 0] = math.nan
+    results[:, 0] = math.nan
+    results[1].view(torch.int32)[0] ^= 1
+    assert not rules(run_of(given, results))
+
+
+def test_parameters_that_are_not_finite() -> None:
+    judged = found(run_of(FED, both(MEAN), level=math.nan))
+    assert [(finding.rule, finding.failure.expected) for finding in judged.findings] == [("8.4", "finite parameters")]
+
+
+def test_what_a_process_flushes_to_zero_is_no_mistake() -> None:
+    assert not rules(run_of(FED * 1e-39, both(MEAN * 0)))
+    assert rules(run_of(FED * 1e-30, both(MEAN * 0))) == ["2.2"]
+
+
+def test_models_and_collectives_have_rules_of_the_book() -> None:
+    run, judged, claims = run_of(FED, both(MEAN)), Judged(), parse_claims("exact")
+    parameter = torch.zeros(4, 6).t()  # laid out by columns
+    run.show_parameter("weight", parameter, parameter.stride(), 7, torch.tensor([[1.0, 2.0], [1.0, 3.0]]))
+    judge_models(run, claims, judged)
+    said = [("allreduce SUM 4 float32", [0, 1], "g"), ("barrier", [0, 1], "g")]
+    judge_collectives(run, claims, judged, [said, said])
+    judge_collectives(run_of(FED, both(MEAN)), claims, judged, [said, said[:1]])
+    assert [finding.rule for finding in judged.findings] == ["3.2", "10.2"]
+    assert judged.findings[0].failure.actual == "ranks 0 and 1 differ at step 9, parameter/weight, index (2, 1): 2 and 3"
+    assert judged.findings[1].failure.actual.endswith("rank 0 issues barrier (step 9), rank 1 none")

@@ -1,0 +1,529 @@
+"""Training runs that are watched, and say by themselves what has to be found in them. They check themselves, in their ranks."""
+
+import copy
+import datetime
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join as TorchsJoin
+from torch.nn.parallel import DistributedDataParallel
+
+import hooks_ref
+from conformance import Case, Drift, Watcher, watch
+from conformance.errors import UsageError
+from conformance.resolve import call_with_names, make_hook, resolve
+from conformance.subject import SubjectSpec
+
+CAP = 256 / 2**20  # several buckets
+
+
+def once(check: Callable[[], None]) -> Case:
+    return Case(None, hooks_ref.noop_hook, after_backward=check)
+
+
+def network() -> torch.nn.Module:
+    """The same on all ranks, without any random state."""
+    net = torch.nn.Sequential(torch.nn.Linear(9, 17), torch.nn.ReLU(), torch.nn.Linear(17, 16), torch.nn.ReLU(), torch.nn.Linear(16, 5))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    return net
+
+
+def loss_of(ddp: Any, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x, y = torch.randn(6, 9, generator=generator), torch.randn(6, 5, generator=generator)
+    device = next(ddp.parameters()).device
+    x, y = x.to(device), y.to(device)
+    return (ddp(x) - y).square().mean()
+
+
+def model_with(process_group: Any, hook: str, state: str = "", device: str = "cpu", **options: Any) -> DistributedDataParallel:
+    """Return a model in several buckets, and register what is named as on the command line."""
+    ddp = DistributedDataParallel(network().to(device), process_group=process_group, **{"bucket_cap_mb": CAP, **options})
+    if hook:
+        register(ddp, process_group, hook, state)
+    return ddp
+
+
+def register(ddp: DistributedDataParallel, process_group: Any, hook: str, state: str = "") -> None:
+    resolved = resolve(SubjectSpec(hook, state or None))
+    names: dict[str, Callable[[], Any]] = {
+        "process_group": lambda: process_group,
+        "model": lambda: ddp,
+        "rank": lambda: dist.get_rank(process_group),
+        "world_size": lambda: dist.get_world_size(process_group),
+        "device": lambda: torch.device("cpu"),
+    }
+    made, value = make_hook(resolved, names, "--hook")
+    ddp.register_comm_hook(process_group if value is None and resolved.state is None else value, made)
+
+
+def batches(ddp: DistributedDataParallel, rank: int, steps: int, shares: int = 1) -> Iterator[int]:
+    """Train, and yield after each backward pass that averages, before the optimizer steps."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for share in range(shares - 1):
+            with ddp.no_sync():
+                loss_of(ddp, rank, 100 * step + share).backward()
+        loss_of(ddp, rank, 100 * step + 99).backward()
+        yield step
+        optimizer.step()
+
+
+def rules_of(watcher: Watcher) -> list[str]:
+    return list(dict.fromkeys(finding.rule for finding in watcher.findings))
+
+
+def trains(
+    process_group: Any,
+    rank: int,
+    *,
+    hook: str = "",
+    makes: str = "",
+    setup: str = "",
+    claims: str = "exact",
+    steps: int = 8,
+    every: int = 2,
+    finds: tuple[str, ...] = (),
+    says: str = "",
+    shares: int = 1,
+    late: bool = False,
+    elements: int = 400,
+    **options: Any,
+) -> Case:
+    """``makes`` the state; ``finds`` are the rules that fail, and no other does; ``says`` is among the words of the first finding."""
+
+    def check() -> None:
+        ddp = model_with(process_group, "" if late else hook, makes, **options)
+        if setup:
+            names = {"model": lambda: ddp, "process_group": lambda: process_group, "rank": lambda: rank, "world_size": dist.get_world_size}
+            ddp.register_comm_hook(*call_with_names(resolve(SubjectSpec(setup=setup)).setup, {}, names))
+        state_before = torch.get_rng_state()
+        with watch(ddp, every, claims, elements=elements, timeout=20.0) as watcher:
+            if late:
+                register(ddp, process_group, hook, makes)
+            for _ in batches(ddp, dist.get_rank(), steps, shares):  # groups are fed other batches than each other
+                pass
+        said = [str(finding) for finding in watcher.findings]
+        assert not watcher.ended, watcher.ended
+        assert tuple(rules_of(watcher)) == finds, said
+        assert says in "\n".join(said[:1]), said
+        cost = watcher.cost()
+        assert (cost.steps, cost.samples) == (steps, len([step for step in range(steps) if step % every == 1 % every])), cost
+        assert len(watcher.figures) == cost.samples
+        assert torch.equal(state_before, torch.get_rng_state())
+        assert not ddp._forward_hooks
+        assert "join_hook" not in ddp.__dict__
+        assert not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in ddp.parameters())
+
+    return once(check)
+
+
+def drifts(process_group: Any, rank: int) -> Case:
+    """A loop that adds to one element of one parameter on rank 1 after step 2: replicas differ from then on."""
+
+    def check() -> None:
+        ddp = model_with(process_group, "hooks_ref:allreduce_hook")
+        with watch(ddp, 1, timeout=20.0) as watcher:
+            for step in batches(ddp, rank, 4):
+                if step == 2 and rank == 1:
+                    with torch.no_grad():
+                        ddp.module[2].weight[3, 5].add_(1.0)
+        assert rules_of(watcher) == ["3.2"], list(watcher.findings)
+        first = watcher.findings[0]
+        assert first.step == 3
+        assert "ranks 0 and 1 differ at step 3, parameter/2.weight, index (3, 5): " in first.failure.actual, first
+
+    return once(check)
+
+
+def raises(process_group: Any, rank: int) -> Case:
+    """Every rank raises, in the same step, the rank whose result is right among them; then it trains on."""
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = hooks_ref.allreduce_hook(process_group, bucket)
+        return future.then(lambda done: done.value() * (1 + (rank == 1))) if len(seen) == 3 else future
+
+    seen: list[int] = []
+
+    def check() -> None:
+        ddp = model_with(process_group, "")
+        ddp.register_comm_hook(None, hook)
+        logged = logged_lines()
+        with watch(ddp, 1, on_failure="raise", timeout=20.0) as watcher:
+            steps = batches(ddp, rank, 6)
+            raised = None
+            for _ in range(6):
+                try:
+                    seen.append(next(steps))
+                except Drift as drift:
+                    raised = (len(seen), [finding.rule for finding in drift.findings])
+                    break
+            assert raised == (3, ["2.2", "3.1"]), raised
+            assert (len(logged) > 0) == (rank == 0), logged
+            seen.append(-1)
+            seen.extend(batches(ddp, rank, 2))  # a new loop, on the same model
+        assert len(seen) == 6
+        assert len(watcher.findings) == 2
+        assert not watcher.ended
+
+    return once(check)
+
+
+def logged_lines() -> list[str]:
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("conformance.watch").addHandler(Lines())
+    return lines
+
+
+def leaves(process_group: Any, rank: int, *, how: str) -> Case:
+    """The last rank stops: it closes its watch, it counts its steps otherwise, or it says nothing any more. All train on, to the
+    same parameters."""
+
+    def check() -> None:
+        last = dist.get_world_size(process_group) - 1
+        ddp = model_with(process_group, "hooks_ref:allreduce_hook")
+        told: list[Any] = []
+        watcher = watch(ddp, 2, on_failure=told.append, timeout=20.0)
+        logged = logged_lines()
+        for step in batches(ddp, rank, 8):
+            if step == 2 and rank == last:
+                if how == "closed":
+                    watcher.close()
+                elif how == "counts":
+                    ddp(torch.zeros(1, 9))  # a forward of which nothing comes
+                else:
+                    watcher._attached.detach()
+            if step == 2:
+                dist.barrier(process_group)
+                if how == "silent":  # from here on there is somebody to wait for in vain
+                    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.5), watcher._exchange._group)
+        if rank == last and how != "counts":
+            assert (watcher.ended, told, logged) == ("", [], [])
+        else:
+            said = {
+                "closed": f"rank {last} has closed its watch",
+                "counts": f"rank {last} at step 4",
+                "silent": f"rank {last} was last at step 1",
+            }
+            assert said[how] in watcher.ended, watcher.ended
+            assert [finding.rule for finding in told] == [""], told
+            assert len(logged) == 1, logged
+            assert watcher._closed
+        same_on_all_ranks(ddp, process_group)
+        assert not ddp._forward_hooks
+
+    return once(check)
+
+
+def same_on_all_ranks(ddp: Any, process_group: Any) -> None:
+    for parameter in ddp.module.parameters():
+        root = parameter.detach().clone()
+        dist.broadcast(root, group=process_group, group_src=0)
+        assert torch.equal(root, parameter)
+
+
+def joins(
+    process_group: Any, rank: int, *, hook: str = "", ours: bool = False, by_initial: bool = True, finds: tuple[str, ...] = ()
+) -> Case:
+    """Ranks run out of inputs one after another; those that have take part in what is asked of a step. Twice, and then without."""
+
+    def check() -> None:
+        context: Any = hooks_ref.Join if ours else TorchsJoin
+        ddp = model_with(process_group, hook)
+        world = dist.get_world_size(process_group)
+        with watch(ddp, 1, timeout=20.0) as watcher, watch(ddp, 5, timeout=20.0) as other:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for _ in range(2):
+                    with context([ddp], divide_by_initial_world_size=by_initial):
+                        for _ in batches(ddp, rank, 6 - 2 * rank):
+                            pass
+            for _ in batches(ddp, rank, 2):
+                pass
+        assert not watcher.ended, watcher.ended
+        assert (watcher.cost().samples, other.cost().samples, other.ended) == (14, 3, ""), watcher.cost()
+        assert tuple(rules_of(watcher)) == finds, list(watcher.findings)
+        judged = sum("margin" in figures for figures in watcher.figures)
+        assert judged == (14 if by_initial or hook or world == 1 else 14 - 2 * (2 * (world - 1))), judged
+
+    return once(check)
+
+
+def raises_joined(process_group: Any, rank: int) -> Case:
+    """A step that goes wrong when rank 1 has run out of inputs: it raises too, out of the context in which it waits."""
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        steps.append(bucket.is_last())
+        scale = 2 if sum(steps[:-1]) == 4 else 1
+        return hooks_ref.allreduce_hook(process_group, bucket).then(lambda done: done.value() * scale)
+
+    steps: list[bool] = []
+
+    def check() -> None:
+        ddp = model_with(process_group, "")
+        ddp.register_comm_hook(None, hook)
+        raised = None
+        with watch(ddp, 1, on_failure="raise", timeout=20.0) as watcher:
+            try:
+                with hooks_ref.Join([ddp]):
+                    for _ in batches(ddp, rank, 6 - 2 * rank):
+                        pass
+            except Drift as drift:
+                raised = [(finding.rule, finding.step) for finding in drift.findings]
+        assert raised == [("2.2", 4)], (raised, watcher.ended)
+
+    return once(check)
+
+
+def fails(process_group: Any, rank: int, *, where: str) -> Case:
+    """The kit's own code raises on rank 1, where it is called from backward or when that is over: the training goes on."""
+
+    def check() -> None:
+        from conformance import sampling, watcher
+
+        ddp, told = model_with(process_group, "hooks_ref:allreduce_hook"), list[Any]()
+        look = watch(ddp, 1, on_failure=told.append, timeout=20.0)
+        logged = logged_lines()
+        for step in batches(ddp, rank, 4):
+            if step == 1 and rank == 1:
+
+                def broken(*_: Any) -> Any:
+                    raise ArithmeticError("broken on purpose")
+
+                setattr(*((sampling, "top") if where == "backward" else (watcher, "unpack")), broken)
+        assert look.ended, look.cost()
+        assert [finding.rule for finding in told] == [""], told
+        if rank == 1:
+            assert "the kit failed: ArithmeticError: broken on purpose" in look.ended, look.ended
+            assert logged[0] == "the kit failed at step 2", logged
+        else:
+            assert "rank 1 " in look.ended or "broken on purpose" in look.ended, look.ended
+        assert not ddp._forward_hooks
+        same_on_all_ranks(ddp, process_group)
+
+    return once(check)
+
+
+class Branches(torch.nn.Module):
+    """One of two branches is used, by the step and the rank; now and then by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = torch.nn.ModuleList(network() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.branches[which](x)
+
+
+def leaves_out(process_group: Any, rank: int, *, hook: str = "", finds: tuple[str, ...] = (), keep: bool = False) -> Case:
+    """find_unused_parameters; with ``keep`` gradients are zeroed instead of dropped."""
+
+    def check() -> None:
+        ddp = DistributedDataParallel(Branches(), process_group=process_group, bucket_cap_mb=CAP, find_unused_parameters=True)
+        if hook:
+            register(ddp, process_group, hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        with watch(ddp, 1, timeout=20.0) as watcher:
+            for step in range(6):
+                loss = ddp(torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank)), (step + rank) % 2).square().mean()
+                optimizer.zero_grad(set_to_none=not keep)  # between forward and backward, as some loops have it
+                loss.backward()
+                optimizer.step()
+        assert not watcher.ended, watcher.ended
+        assert tuple(rules_of(watcher)) == finds, list(watcher.findings)
+
+    return once(check)
+
+
+class Checkpointed(torch.nn.Module):
+    """Two parts are checkpointed by the way that runs backward passes inside of a backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = torch.nn.Linear(9, 9), torch.nn.Linear(9, 9), torch.nn.Linear(9, 5)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        from torch.utils.checkpoint import checkpoint
+
+        x = x.clone().requires_grad_()
+        x = checkpoint(self.second, checkpoint(self.first, x, use_reentrant=True), use_reentrant=True)
+        return {"out": self.last(x)}
+
+
+def checkpoints(process_group: Any, rank: int, *, hook: str = "", static: bool = False, finds: tuple[str, ...] = ()) -> Case:
+    def check() -> None:
+        ddp = DistributedDataParallel(Checkpointed(), process_group=process_group, bucket_cap_mb=CAP, static_graph=static)
+        if hook:
+            register(ddp, process_group, hook)
+        with watch(ddp, 1, timeout=20.0) as watcher:
+            for step in range(4):
+                ddp.zero_grad()
+                ddp(torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank)))["out"].square().mean().backward()
+        assert not watcher.ended, watcher.ended
+        assert watcher.cost().samples == 4
+        assert tuple(rules_of(watcher)) == finds, list(watcher.findings)
+
+    return once(check)
+
+
+def overflows(
+    process_group: Any, rank: int, *, hook: str, claims: str = "exact", finds: tuple[str, ...] = (), at: tuple[int, ...] = (2,)
+) -> Case:
+    """The gradient of rank 1 holds NaN in some steps, as under a GradScaler, and the loop goes on without stepping then."""
+
+    def check() -> None:
+        ddp = model_with(process_group, hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        with watch(ddp, 1, claims, timeout=20.0, elements=50) as watcher:
+            for step in range(5):
+                optimizer.zero_grad()
+                (loss_of(ddp, rank, step) * (float("nan") if step in at and rank == 1 else 1.0)).backward()
+                if step not in at:
+                    optimizer.step()
+        assert not watcher.ended, watcher.ended
+        assert tuple(rules_of(watcher)) == finds, list(watcher.findings)
+
+    return once(check)
+
+
+class Mixed(torch.nn.Module):
+    """Dtypes, layouts and shapes of every kind; an embedding with sparse gradients beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(2)
+        shapes = [
+            ((), "float32"),
+            ((0,), "float32"),
+            ((7, 3), "float64"),
+            ((5,), "bfloat16"),
+            ((3, 4), "complex64"),
+            ((2, 3, 4, 5), "float32"),
+        ]
+        values = [torch.randn(shape, generator=made, dtype=torch.float64).to(getattr(torch, dtype)) for shape, dtype in shapes]
+        values[-1] = values[-1].contiguous(memory_format=torch.channels_last)
+        self.all = torch.nn.ParameterList([*values, torch.randn(6, 5, generator=made).t().contiguous().t()])
+        self.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+        self.table = torch.nn.Embedding(4, 2, sparse=True)
+
+    def forward(self, scale: float, row: int) -> torch.Tensor:
+        parts = [(p.abs().double() * scale).square().sum() for p in self.all]
+        return torch.stack([*parts, self.table(torch.tensor([row])).double().sum()]).sum()
+
+
+def mixes(process_group: Any, rank: int, *, drift: str = "") -> Case:
+    def check() -> None:
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Mixed(), process_group=process_group, bucket_cap_mb=CAP)
+        with watch(ddp, 1, timeout=20.0) as watcher:
+            for step in range(3):
+                ddp.zero_grad()
+                ddp(1.0 + rank / 3 + step, rank).backward()
+                if drift and step == 1 and rank == 1:
+                    with torch.no_grad():
+                        {"complex": ddp.module.all[4], "strided": ddp.module.all[5][:, 1, 2], "frozen": ddp.module.frozen}[drift][1].add_(1)
+        assert not watcher.ended, watcher.ended
+        places = {
+            "complex": "parameter/all.4, index (1, 0, 0)",
+            "strided": "parameter/all.5, index (1, 1, 2, 0)",
+            "frozen": "parameter/frozen, index (1,)",
+        }
+        assert rules_of(watcher) == (["3.2"] if drift else []), list(watcher.findings)
+        assert not drift or places[drift] in watcher.findings[0].failure.actual, watcher.findings[0]
+
+    return once(check)
+
+
+def copies(process_group: Any, rank: int) -> Case:
+    """A watched model is copied, and saved and loaded, as one that is not; the copies are not watched."""
+
+    def check() -> None:
+        ddp = DistributedDataParallel(network())
+        ddp.register_comm_hook(None, hooks_ref.allreduce_hook)
+        name = ddp._get_ddp_logging_data()["comm_hook"]
+        with watch(ddp, 1, timeout=20.0) as watcher:
+            loss_of(ddp, rank, 0).backward()
+            saved = io.BytesIO()
+            torch.save(ddp, saved)
+            saved.seek(0)
+            for other in (copy.deepcopy(ddp), torch.load(saved, weights_only=False)):
+                loss_of(other, rank, 1).backward()
+                with TorchsJoin([other]):
+                    loss_of(other, rank, 2).backward()
+            loss_of(ddp, rank, 3).backward()
+            assert (watcher.cost().steps, list(watcher.findings)) == (2, [])
+            assert ddp._get_ddp_logging_data()["comm_hook"] == name
+
+    return once(check)
+
+
+def refuses(process_group: Any, rank: int) -> Case:
+    """One line for what cannot be watched; on all ranks where they were given different arguments."""
+
+    def said(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except (ValueError, UsageError) as error:
+            return str(error)
+        raise AssertionError("no error")
+
+    def check() -> None:
+        ddp = model_with(process_group, "")
+        assert "Linear is no DistributedDataParallel" in said(lambda: watch(torch.nn.Linear(1, 1)))  # type: ignore[arg-type]
+        assert "numbers of 1 or more" in said(lambda: watch(ddp, 0))
+        assert "on_failure='mail' is none of" in said(lambda: watch(ddp, on_failure="mail"))
+        assert "'exactly' is not a claim" in said(lambda: watch(ddp, claims="exactly"))
+        assert "under poststep" in said(lambda: watch(ddp, claims="poststep(call=flush)"))
+        assert "other arguments" in said(lambda: watch(ddp, 1 + rank, timeout=20.0))
+        assert not ddp._forward_hooks
+        two = [watch(ddp, every, timeout=20.0) for every in (1, 2)]  # side by side
+        for _ in batches(ddp, rank, 4):
+            pass
+        assert [watcher.cost().samples for watcher in two] == [4, 2]
+        assert not any(watcher.findings or watcher.ended for watcher in two), [watcher.ended for watcher in two]
+        for watcher in two:
+            watcher.close()
+            watcher.close()
+
+    return once(check)
+
+
+def soaks(process_group: Any, rank: int, *, steps: int, hook: str = "", claims: str = "exact") -> Case:
+    """Hundreds of sampled steps with no finding."""
+
+    def check() -> None:
+        ddp = model_with(process_group, hook)
+        with watch(ddp, 1, claims, timeout=20.0) as watcher:
+            for _ in batches(ddp, rank, steps):
+                pass
+        assert not watcher.ended, watcher.ended
+        assert not watcher.findings, list(watcher.findings)
+        assert watcher.cost().samples == steps
+
+    return once(check)
+
+
+def torchs_power_sgd(process_group: Any) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    return powerSGD_hook.PowerSGDState(process_group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+
+
+def local_sgd(process_group: Any, rank: int) -> Any:
+    """Each rank for itself, after two steps."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    return hooks_ref.PostLocalSGDState(process_group, alone, start_localSGD_iter=2)
