@@ -165,6 +165,8 @@ class Engine:
     def _judge(self, rule: Rule) -> Judgement:
         if not self._applies(rule):
             return Judgement(rule.number, Verdict.NOT_APPLICABLE, NOT_CLAIMED)
+        if rule.device not in ("", self.source.profile.device):
+            return Judgement(rule.number, Verdict.NOT_RUN, f"it speaks of {rule.device}, and this profile is {self.source.profile.name}")
         if reason := self._not_here(rule):
             return Judgement(rule.number, Verdict.NOT_APPLICABLE, reason)
         for number in self._needs(rule):

@@ -25,6 +25,9 @@ STARTUP = 20.0  # seconds, see Profile.startup
 _DEVICES = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu"}  # of backends that have one alone
 _WITHOUT_STREAMS = ("gloo", "mpi", "ucc")
 _CTAS = 8  # thread blocks of NCCL's kernels on one GPU, all its ranks together: they wait for each other, so all must be resident
+_SETTINGS = (
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
+)  # with fewer queues, streams wait for others that share theirs, as events have not said
 _LIBRARY = "pip download --no-deps nvidia-nccl-cu13==2.30.7, unzip it, and LD_PRELOAD its libnccl.so.2"
 
 
@@ -101,7 +104,8 @@ def asked_for(backend: str, device: str | None = None, imports: str | None = Non
         raise UsageError(f"--backend-import {imports}: the name of a module that registers a backend when it is imported")
     if device != _DEVICES.get(backend, device):
         raise ProfileError(f"profile {backend}-{device}: not run: {backend} takes tensors on {_DEVICES[backend]} alone")
-    return Profile("nccl" if backend == "nccl" else f"{backend}-{device}", backend, device, imports or "")
+    name = "nccl" if backend == "nccl" else f"{backend}-{device}"
+    return Profile(name, backend, device, imports or "", _SETTINGS if device == CUDA else ())
 
 
 def settled(asked: Profile, machine: Mapping[str, Any], worlds: Sequence[int]) -> Profile:
@@ -135,7 +139,7 @@ def settled(asked: Profile, machine: Mapping[str, Any], worlds: Sequence[int]) -
         raise ProfileError(f"profile nccl: not run: {has}; {shares} ({_LIBRARY})")
     on_one = -(-most // devices)
     environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": str(max(1, _CTAS // on_one))}
-    return Profile(SHARED, asked.backend, asked.device, asked.imports, tuple(environment.items()))
+    return Profile(SHARED, asked.backend, asked.device, asked.imports, (*asked.environment, *environment.items()))
 
 
 def kept_profile(header: Mapping[str, Any]) -> Profile:

@@ -124,6 +124,8 @@ class _Run:
         if self.scenario.intercepts:
             self.collectives.install()
         self.schedule.install()
+        if self.streams:
+            self.streams.install()
         self.threads = process_state.threads()
         self.recorder.event("state", at="start", process=process_state.snapshot(), rng=process_state.rng(), threads=process_state.threads())
         if not self.scenario.simulated:
@@ -229,6 +231,8 @@ class _Run:
         try:
             loss.backward()
         finally:
+            if self.streams:
+                self.streams.after_backward()
             where, self.where = self.where, "kit"
             self.observer.after_backward()
             self.where = where

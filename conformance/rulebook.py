@@ -144,13 +144,14 @@ def rule(
     return enter
 
 
-def book(kind: str = "") -> dict[str, Rule]:
-    """Return all rules by number, in order; those that speak of one kind of subject, if it is named."""
+def book(kind: str = "", device: str = "") -> dict[str, Rule]:
+    """Return all rules by number, in order; those that speak of one kind of subject, or of one type of device, if it is named."""
     import conformance.rules as package
 
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"conformance.rules.{module.name}")
-    return {number: rule for number, rule in sorted(_BOOK.items(), key=lambda item: item[1].order) if kind in ("", rule.kind)}
+    every = sorted(_BOOK.items(), key=lambda item: item[1].order)
+    return {number: rule for number, rule in every if kind in ("", rule.kind) and (not device or rule.device in ("", device))}
 
 
 def golden_list(kind: str = HOOK, device: str = "cpu") -> list[str]:

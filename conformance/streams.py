@@ -6,8 +6,9 @@ two ways, its peers in the other, and in the next step the other way round (:fun
 
 compute         a kernel that takes its time lies on the stream that backward runs on, in front of all gradients
 communication   such kernels lie on every stream of torch's pool, from which backends, callbacks and ``torch.cuda.Stream()`` take
-                theirs, in front of what a call of the hook puts there; when the hook has returned, blocks of the sizes that it may
-                have given back are taken from the allocator, filled with NaN, and given back
+                theirs, in front of what the step's hook calls put there, and again where one of them enters a stream of its own;
+                when a call has returned, blocks of the sizes that it may have given back are taken from the allocator, filled with
+                NaN, and given back
 
 Whoever has one stream wait for the other, as events do, is right under any delay: how long they are decides whether a wrong hook
 is caught, never whether a right one passes. Nothing here waits on the host, and gradients are read on the stream that DDP reads
@@ -15,6 +16,7 @@ the futures on, with no other in between.
 """
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -23,7 +25,8 @@ import torch
 
 from conformance.observe import line_of_subject
 
-CYCLES = 60_000_000  # about 30 ms of a GPU's clock: far more than a host takes from a hook's call to the read of its result
+CYCLES = 400_000_000  # about 0.2 s of a GPU's clock: far more than a host takes from a hook's call to the read of its result
+BLOCKS = 8  # of each size, all taken before any is given back: one of them is what the hook gave back
 POOL = 32  # streams that torch's pool has of each priority, taken in turn
 _CALLS = ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"))
 _SYNCHRONISES = "called a synchronizing"  # what torch's warning says, see torch.cuda.set_sync_debug_mode
@@ -49,20 +52,37 @@ class Streams:
         self._rank, self._sizes, self._waited = rank, sorted({*sizes}), waited
         self._pool = [torch.cuda.Stream(priority=priority) for priority in (0, -1) for _ in range(POOL)]
         self._watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        self._late = ""
+        self._late, self._pool_is_late = "", False
+
+    def install(self) -> None:
+        """Take part in what torch does when a stream is entered, by whoever does so while a step's communication is late."""
+        enter = torch.cuda.StreamContext.__enter__
+
+        def entering(context: torch.cuda.StreamContext) -> Any:
+            entered = enter(context)
+            if self._pool_is_late and context.stream is not None:
+                torch.cuda._sleep(CYCLES)
+            return entered
+
+        torch.cuda.StreamContext.__enter__ = entering  # type: ignore[method-assign]
 
     def before_backward(self, step: int) -> None:
         """Put the step's delay in front of its gradients."""
-        self._late = late(self._rank, step)
+        self._late, self._pool_is_late = late(self._rank, step), False
         if self._late == "compute":
             torch.cuda._sleep(CYCLES)
 
+    def after_backward(self) -> None:
+        """Delay nothing more: the step is over."""
+        self._late, self._pool_is_late = "", False
+
     def before_hook(self) -> None:
-        """Put delays in front of what a call of the hook puts on other streams, and watch who waits."""
-        if self._late == "communication":
+        """Put delays in front of what the step's hook calls put on other streams, and watch who waits."""
+        if self._late == "communication" and not self._pool_is_late:
             for stream in self._pool:
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(CYCLES)
+            self._pool_is_late = True
         self._watching = _watching(self._waited)
         self._watching.__enter__()
 
@@ -70,9 +90,9 @@ class Streams:
         """Write over what the hook has given back."""
         self._watching.__exit__(None, None, None)
         if self._late == "communication":
-            for size in self._sizes:
-                for dtype in (torch.float32, torch.float16):
-                    torch.full((size,), torch.nan, dtype=dtype, device="cuda")
+            kinds = itertools.product(self._sizes, (torch.float32, torch.float16), range(BLOCKS))
+            blocks = [torch.full((size,), torch.nan, dtype=dtype, device="cuda") for size, dtype, _ in kinds]
+            del blocks
 
 
 @contextlib.contextmanager

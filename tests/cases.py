@@ -61,7 +61,7 @@ class Judge:
     def judge(self, case: Case) -> Judgements:
         """Judge one case."""
         engine = self.engine(case)
-        numbers = case.rules or [number for number, rule in self._rules.items() if rule.kind == case.kind]
+        numbers = case.rules or [number for number, rule in self._rules.items() if rule.kind == case.kind and not rule.device]
         return {number: engine.judge(number) for number in numbers}
 
     def engine(self, case: Case) -> Engine:
