@@ -20,7 +20,7 @@ from conformance.profiles import Profile
 def look(profile: Profile) -> dict[str, Any]:
     """Return what this machine has for a profile, as JSON has it.
 
-    ``error``: why the backend's module cannot be imported; ``unknown``: why torch has no such backend; ``fails``: the error of a
+    ``error``: why the backend's module cannot be imported; ``unknown``: that torch knows no such backend; ``fails``: why it cannot
     sum over one rank; each is absent where there is none. ``devices``: how many of the type; ``names`` and ``memory``, in bytes,
     of each; ``nccl``: the version that is loaded; ``nccl of torch``: the one that torch was built with.
     """
@@ -38,14 +38,15 @@ def look(profile: Profile) -> dict[str, Any]:
         if not found["devices"]:
             return found
     if not built():
-        return {"unknown": f"this torch was built without {profile.backend}"}
+        return {"fails": f"this torch was built without {profile.backend}"}
     if profile.backend == "nccl":
         found |= _nccl()
     try:
         _sum_alone(profile)
     except Exception as error:
         lines = str(error).strip().splitlines()
-        found["fails"] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+        said = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+        found["fails"] = f"{profile.backend} cannot sum a tensor on {profile.device}: {said}"
     return found
 
 

@@ -9,7 +9,7 @@ from conformance.claims import AUTO, parse_claims
 from conformance.errors import ProfileError, RequiredProfileError, UsageError
 from conformance.kinds import HOOK
 from conformance.options import Options
-from conformance.profiles import Profile, asked_for
+from conformance.profiles import Profile, asked_for, require
 from conformance.subject import SubjectSpec, subject_of
 
 
@@ -38,7 +38,10 @@ def profile_asked(options: Options) -> Profile:
         ProfileError: no machine can run it.
     """
     with required(options):
-        return asked_for(options.backend, options.device, options.backend_import)
+        asked = asked_for(options.backend, options.device, options.backend_import)
+    if not options.replay:
+        require(options.require_profile, asked, final=False)
+    return asked
 
 
 @contextlib.contextmanager

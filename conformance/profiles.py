@@ -126,7 +126,7 @@ def settled(asked: Profile, machine: Mapping[str, Any], worlds: Sequence[int]) -
     elif asked.device != "cpu" and not devices:
         reason = f"no {asked.device.upper()} device"
     elif machine.get("fails"):
-        reason = f"{asked.backend} cannot sum a tensor on {asked.device}: {machine['fails']}"
+        reason = machine["fails"]
     if reason:
         raise ProfileError(f"profile {asked.name}: not run: {reason}")
     most = max(worlds)
@@ -148,11 +148,17 @@ def kept_profile(header: Mapping[str, Any]) -> Profile:
     return Profile("gloo-cpu" if name == "gloo" else name, header["backend"], header["device"])
 
 
-def require(required: str | None, chosen: Profile) -> None:
+def require(required: str | None, chosen: Profile, *, final: bool = True) -> None:
     """Compare the profile with what ``--require-profile`` says.
+
+    Args:
+        required: its name; None is any.
+        chosen: the profile.
+        final: it has been settled; before that, nccl may still become nccl-shared-gpu.
 
     Raises:
         RequiredProfileError: it is another one.
     """
-    if required and required != chosen.name:
+    possible = {chosen.name} if final or chosen.backend != "nccl" else {chosen.name, SHARED}
+    if required and required not in possible:
         raise RequiredProfileError(f"--require-profile {required}: the profile of this run is {chosen.name}")
