@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,8 +168,8 @@ def _current_stream(device: torch.device) -> Any:
 
 
 def line_of_subject() -> str:
-    """Return the innermost line of code that is neither torch's nor the kit's."""
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    """Return the innermost line of code that is neither torch's nor the kit's; nor that of a warning which is being shown."""
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent), warnings.__file__)
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "somewhere"
 

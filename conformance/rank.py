@@ -120,7 +120,7 @@ class _Run:
         self.schedule = Schedule(self.scenario, self.rank, self.world, self.signals, self._is_inside, self._waits, self._stuck)
         self.observer = Observer(self.recorder, self.parameters, self._before_hook, self._after_hook, self.scenario.outside)
         sizes = [parameter.numel() for parameter in self.parameters.values()]
-        self.streams = Streams(self.rank, sizes, self._waited_for_device) if self.scenario.delayed else None
+        self.streams = Streams(self.rank, self.device, sizes, self._waited_for_device) if self.scenario.delayed else None
         if self.scenario.intercepts:
             self.collectives.install()
         self.schedule.install()

@@ -44,12 +44,13 @@ class Streams:
 
     Args:
         rank: of this process.
+        device: of its tensors.
         sizes: numbers of elements that a hook may have given memory for back.
         waited: called with the line of the subject that waited for the device on the host, inside the hook.
     """
 
-    def __init__(self, rank: int, sizes: Iterable[int], waited: Callable[[str], None]) -> None:
-        self._rank, self._sizes, self._waited = rank, sorted({*sizes}), waited
+    def __init__(self, rank: int, device: torch.device, sizes: Iterable[int], waited: Callable[[str], None]) -> None:
+        self._rank, self._device, self._sizes, self._waited = rank, device, sorted({*sizes}), waited
         self._pool = [torch.cuda.Stream(priority=priority) for priority in (0, -1) for _ in range(POOL)]
         self._watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._late, self._pool_is_late = "", False
@@ -91,7 +92,7 @@ class Streams:
         self._watching.__exit__(None, None, None)
         if self._late == "communication":
             kinds = itertools.product(self._sizes, (torch.float32, torch.float16), range(BLOCKS))
-            blocks = [torch.full((size,), torch.nan, dtype=dtype, device="cuda") for size, dtype, _ in kinds]
+            blocks = [torch.full((size,), torch.nan, dtype=dtype, device=self._device) for size, dtype, _ in kinds]
             del blocks
 
 

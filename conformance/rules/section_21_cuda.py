@@ -96,7 +96,7 @@ def generator(run: Run, claims: Claims, found: Found) -> None:
         found.require(same, "an untouched generator", f"rank {rank.rank}: it changed while the subject was set up")
         for stepped in rank.all("stepped"):
             found.require(
-                CUDA not in stepped["rng_changed"], "an untouched generator", f"rank {rank.rank}, step {stepped['step']}: changed"
+                CUDA not in stepped["rng_changed"], "an untouched generator", f"rank {rank.rank}, step {stepped['step']}: it changed"
             )
 
 
