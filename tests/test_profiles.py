@@ -1,10 +1,14 @@
 """Profiles: what a command line asks for, what a machine can run of it, and how ranks get there."""
 
+import os
+import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from conformance.claims import default_claims, parse_claims
@@ -20,6 +24,7 @@ from conformance.scenario import BUCKETS, ORDERED, RAW, VALUES, scenario_from_js
 from conformance.session import Session, select_rules
 from conformance.subject import REFERENCE, parse_target
 from conformance.verdict import Verdict
+from tests.test_cuda import ROOT, gate
 
 NCCL, GLOO_CUDA = asked_for("nccl"), asked_for("gloo", "cuda")
 
@@ -226,3 +231,16 @@ def test_the_subject_is_not_for_this_profile(pool: Pool) -> None:
     with pytest.raises(ProfileError, match=r"profile gloo-cpu: not run: the subject claims exact, devices\(cuda\)") as caught:
         Session(options, pool).begin()
     assert caught.value.exit_code == 1, "required, and not run"
+
+
+@pytest.mark.skipif(bool(torch.cuda.device_count()), reason="there is a CUDA device: test_cuda.py has the gate")
+def test_the_gate_of_gpu_pipelines_is_not_passed_here(tmp_path: Path) -> None:
+    """The command of tox -e nccl, as it stands."""
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
+    command = [*gate(), "--hook", "hooks_ref:allreduce_hook"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    said = done.stdout + done.stderr
+    assert done.returncode == 8, said
+    assert len([line for line in said.splitlines() if "profile nccl: not run: no CUDA device" in line]) == 1, said
+    assert "no certificate was written" in said
+    assert not list(tmp_path.rglob("certificate.json"))
