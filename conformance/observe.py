@@ -163,8 +163,8 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def _current_stream(device: torch.device) -> Any:
-    module = device_module(device)
-    return module.current_stream() if module else None
+    current = getattr(device_module(device), "current_stream", None)
+    return current() if current else None
 
 
 def line_of_subject() -> str:

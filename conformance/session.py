@@ -161,6 +161,7 @@ class Session:
         if self.pool is None:
             subject, profile = self._kept["subject"], self._kept["profile"]
             machine = {key: profile[key] for key in profile if key not in ("name", "backend", "device", "world sizes")}
+            require(self.options.require_profile, self.profile)
             return {**subject, "claims": self._kept["claims"]["text"]}, machine
         machine = self.pool.greeting()
         with required(self.options):

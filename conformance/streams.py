@@ -25,7 +25,7 @@ import torch
 
 from conformance.observe import line_of_subject
 
-CYCLES = 400_000_000  # about 0.2 s of a GPU's clock: far more than a host takes from a hook's call to the read of its result
+CYCLES = 600_000_000  # about 0.3 s of a GPU's clock: far more than a host takes from a hook's call to the read of its result
 BLOCKS = 8  # of each size, all taken before any is given back: one of them is what the hook gave back
 POOL = 32  # streams that torch's pool has of each priority, taken in turn
 _CALLS = ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.mutants import Mutant
 from tests.mutants._helpers import Bucket, Result, average, average_of, completed, group_of, kept, step_number, sum_of
 
-LUCK = 80_000_000  # about 40 ms of a GPU's clock: longer than anything here takes, and than ranks are apart; the kit's delays are longer
+LUCK = 150_000_000  # about 80 ms of a GPU's clock: longer than anything here takes, and than ranks are apart; the kit's delays are longer
 works: list[dist.Work] = []
 _streams: dict[str, torch.cuda.Stream] = {}
 
