@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from conformance.errors import ProfileError, RequiredProfileError, UsageError
 from conformance.kinds import KINDS
 from conformance.lossy import under
 from conformance.options import Options
+from conformance.place import dispatch_key, take_place
 from conformance.pool import Pool
 from conformance.profiles import GLOO_CPU, SHARED, Profile, asked_for, kept_profile, profile_from_json, require, settled
 from conformance.rulebook import Rule, golden_list
@@ -159,6 +161,36 @@ def test_on_a_stream_chained_collectives_run_as_they_come() -> None:
     assert under(BUCKETS, claims, NCCL).recorded, "by which 10.4 sees that callbacks start some"
     assert under(BUCKETS, claims, GLOO_CUDA).serialised
     assert not under(RAW, claims, GLOO_CUDA).serialised
+
+
+def test_a_rank_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user has set stays."""
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setenv("NCCL_MAX_CTAS", "")
+    monkeypatch.delenv("NCCL_MAX_CTAS")
+    profile = Profile(environment=(("NCCL_NVLS_ENABLE", "0"), ("NCCL_MAX_CTAS", "4")), imports="tests.other_backend")
+    assert take_place(profile, 3) == torch.device("cpu")
+    assert (os.environ["NCCL_NVLS_ENABLE"], os.environ["NCCL_MAX_CTAS"]) == ("1", "4")
+    assert "other" in dist.Backend.backend_list
+
+
+def test_devices_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    current: list[torch.device] = []
+    module = SimpleNamespace(device_count=lambda: 2, set_device=current.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"):
+        monkeypatch.setenv(name, "as it was")
+    assert [take_place(GLOO_CUDA, rank, str(tmp_path)).index for rank in range(4)] == [0, 1, 0, 1]
+    assert current == [torch.device("cuda", rank % 2) for rank in range(4)]
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"].startswith(str(tmp_path)), "not in /tmp"
+
+
+def test_collectives_are_seen_on_the_device_of_the_profile() -> None:
+    """By the key under which torch keeps its kernels; those of some devices come with a torch that was built for them."""
+    keys = [dispatch_key(asked_for("gloo", device)) for device in ("cpu", "cuda", "xpu", "npu")]
+    assert keys == ["CPU", "CUDA", "XPU", "PrivateUse1"]
+    for key in ("CPU", "CUDA", "PrivateUse1"):
+        assert torch.library.get_kernel("c10d::allreduce_", key), key
 
 
 class _NoRuns(Source):
