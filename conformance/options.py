@@ -45,7 +45,8 @@ class Options:
 
     def command(self) -> str:
         """Return the options that name the subject, as one would type them."""
-        names = ["hook", "setup", "state", *KINDS, "claims", "device", "backend_import"]
-        names += ["backend"] if self.backend != Options.backend else []
+        names = ["hook", "setup", "state", *KINDS, "claims"]
+        names += [] if self.backend == Options.backend else ["backend", "backend_import"]
+        names += [] if self.device == "cpu" else ["device"]
         said = ((name.replace("_", "-"), getattr(self, name)) for name in names)
         return " ".join(f"--{name} {shlex.quote(value)}" for name, value in said if value)

@@ -1,8 +1,9 @@
 """What needs a CUDA device: the references and torch's own hooks are certified there, and hooks that count on luck are refused.
 
-    pytest tests/test_cuda.py                         # everything: an hour of one GPU
-    pytest tests/test_cuda.py -k "gate or refused"    # the gate of a GPU pipeline, and what it has to refuse: some minutes
+    pytest tests/test_cuda.py                         # everything
+    pytest tests/test_cuda.py -k "gate or refused"    # first: the gate of a GPU pipeline, and what it has to refuse
     pytest tests/test_cuda.py -k torchs               # torch's own hooks, its PowerSGD with several buckets among them
+    pytest tests/test_cuda.py -k references           # ours, and what is no hook
 
 Each is judged over Gloo and over NCCL, at world sizes 2 and 4; on one GPU ranks share it, which over NCCL takes 2.30 or later.
 Without a device all of it is collected and skipped.
@@ -122,7 +123,7 @@ def test_gate(place: Place, tmp_path: Path, required: str) -> None:
     name = place.profile.name if required == "chosen" else required
     command = [*gate(), "--hook", "hooks_ref:allreduce_hook", "--certificate", "c.json", *(["--require-profile", name] if name else [])]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=900)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=840)
     if required == "nccl-nowhere":
         assert done.returncode == 1, done.stdout + done.stderr
         assert "the profile of this run is" in done.stdout + done.stderr

@@ -223,10 +223,11 @@ def test_rules_of_a_device_belong_to_its_profiles(rules: dict[str, Rule]) -> Non
         select_rules(rules, ("21.1",), device="cpu")
 
 
-def test_a_backend_that_a_package_registers(pool: Pool) -> None:
-    """Ranks are on it: the subject is one that refuses any other."""
-    module = "tests.other_backend"
-    options = Options(hook=f"{module}:hook", backend="other", backend_import=module, world_size="1,2", require_profile="other-cpu")
+def test_a_backend_that_a_package_registers(pool: Pool, tmp_path: Path) -> None:
+    """Ranks are on it: the subject is one that refuses any other. So are its records, wherever they are judged again."""
+    module, kept = "tests.other_backend", str(tmp_path / "kept")
+    given = {"backend": "other", "backend_import": module, "require_profile": "other-cpu"}
+    options = Options(hook=f"{module}:hook", world_size="1,2", records=kept, **given)
     session = Session(options, pool)  # it is not closed: the pool is everybody's
     session.begin()
     assert session.header["profile"]["name"] == "other-cpu"
@@ -236,6 +237,12 @@ def test_a_backend_that_a_package_registers(pool: Pool) -> None:
     } == {}
     conclusion = session.conclude()
     assert conclusion.verdict == "not certified", "narrowed to a few rules"
+    again = Session(Options(replay=kept, require_profile="other-cpu"))
+    again.begin()
+    assert again.header["profile"] == session.header["profile"]
+    assert again.judge("2.1").verdict is Verdict.PASS
+    with pytest.raises(RequiredProfileError, match="the profile of this run is other-cpu"):
+        Session(Options(replay=kept, require_profile="gloo-cpu")).begin()
 
 
 @pytest.mark.parametrize(
