@@ -12,7 +12,7 @@ from conformance.claims import parse_claims
 from conformance.oracle import mean
 from conformance.rulebook import Rule
 from conformance.run import Run
-from conformance.scenario import BUCKETS, GRAPH, LONG, STREAMS, VALUES
+from conformance.scenario import BUCKETS, GRAPH, LONG, ORDERED, STREAMS, VALUES
 from conformance.verdict import Found, Verdict
 from tests.made_runs import event, made_run
 
@@ -53,6 +53,21 @@ def test_a_record_that_is_missing_is_refused(rules: dict[str, Rule]) -> None:
 def test_other_orders_of_sums_are_no_early_reads(rules: dict[str, Rule]) -> None:
     records = both(lambda run, rank, step, index: mean(run, rank, step, index) * (1 + 1e-5))
     assert ask(rules["21.1"], records, LOSSY).verdict() is Verdict.PASS
+
+
+def test_on_a_device_a_future_may_be_complete_at_once(rules: dict[str, Rule]) -> None:
+    """Its value is not read in the hook, which would wait for it; on the CPU it is, and is final."""
+    run = made_run(scenario=ORDERED)
+    for rank in run.ranks:
+        for returned in rank.all("returned"):
+            returned |= {"done": True, "digest": None}
+    assert ask(rules["1.6"], run).verdict() is Verdict.FAIL
+    for rank in run.ranks:
+        for value in rank.all("value"):
+            value |= {"device": "cuda:0", "bucket_device": "cuda:0"}
+    assert ask(rules["1.6"], run).verdict() is Verdict.PASS
+    next(run.ranks[1].all("rest"))["digest"] = "written later"
+    assert ask(rules["1.6"], run).verdict() is Verdict.FAIL
 
 
 def test_a_wait_on_the_host_is_named_with_its_line(rules: dict[str, Rule]) -> None:
