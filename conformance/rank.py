@@ -26,7 +26,7 @@ from conformance import process_state
 from conformance.collectives import CollectiveRecorder
 from conformance.drive.stage import Stage
 from conformance.errors import TargetError
-from conformance.graphs import prepare, train_captured
+from conformance.graphs import on, side_stream, train_captured
 from conformance.groups import everybody, make_groups
 from conformance.inputs import at_scale
 from conformance.kinds import HOOK
@@ -112,7 +112,8 @@ class _Run:
 
     def execute(self) -> None:
         self.device = take_place(self.scenario.profile, self.rank, str(self.folder / str(self.rank)))
-        with prepare(self.scenario.captured):
+        self.side = side_stream(self.scenario.captured)
+        with on(self.side):
             self.signals, self.group = make_groups(self.scenario, self.rank, self.world, self.folder, self.timeout, self.device)
             self.trainee = Trainee(self.scenario, self.group, self.device)
         self.twin = Trainee(self.scenario, self.group, self.device) if self.scenario.twin else None
@@ -276,7 +277,7 @@ class _Run:
 
         self.where = "backward"
         forget = partial(self.trainee.optimizer.zero_grad, set_to_none=True)
-        train_captured(self.ddp, forget, self._scripted, steps, begin, keep)
+        train_captured(self.side, self.ddp, forget, self._scripted, steps, begin, keep)
 
     def _after_backward(self) -> None:
         """Make the trainer's call, and write down which gradients it has changed."""

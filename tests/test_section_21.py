@@ -1,13 +1,15 @@
 """The rules of CUDA devices on records written by hand, and the delays on streams that do nothing: neither needs a device."""
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from conformance import streams
+from conformance import graphs, streams
 from conformance.claims import parse_claims
 from conformance.oracle import mean
 from conformance.rulebook import Rule
@@ -224,3 +226,47 @@ def test_who_waits_on_the_host_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     assert (cuda.mode, torch.cuda.synchronize) == (0, before)
     torch.cuda.synchronize()
     assert len(lines) == 3
+
+
+def test_a_captured_step_is_replayed_on_other_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eleven eager steps, one that is captured, and then none but replays, of what lies in the same memory."""
+    said: list[str] = []
+    captured: list[Callable[[], None]] = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+
+    @contextlib.contextmanager
+    def capturing(graph: Any, stream: Any) -> Iterator[None]:
+        said.append("captures")
+        yield
+        captured.append(steps.pop())
+
+    for name, value in {
+        "synchronize": lambda: None,
+        "current_stream": lambda: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: captured[0]()),
+        "graph": capturing,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    steps: list[Callable[[], None]] = []
+
+    def ddp(grads: list[torch.Tensor | None]) -> Any:
+        def backward() -> None:
+            said.append(f"backward of {[None if grad is None else grad.item() for grad in grads]}")
+            steps.append(backward)
+
+        return SimpleNamespace(backward=backward)
+
+    graphs.train_captured(
+        stream,
+        ddp,
+        lambda: said.append("forgets"),
+        lambda step, kind: [torch.full((), 10.0 + step), None],
+        [(0, "crafted"), (1, "crafted")],
+        lambda step, kind: said.append(f"begins {step}"),
+        lambda step: said.append(f"keeps {step}"),
+    )
+    eager = ["forgets", "backward of [10.0, None]"] * graphs.WARM_UPS
+    replays = ["begins 0", "backward of [10.0, None]", "keeps 0", "begins 1", "backward of [11.0, None]", "keeps 1"]
+    assert said == [*eager, "forgets", "captures", "backward of [10.0, None]", *replays]
+    assert graphs.WARM_UPS == 11
