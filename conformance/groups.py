@@ -19,6 +19,9 @@ def make_groups(scenario: Scenario, rank: int, world: int, folder: Path, timeout
         device: of this rank.
     """
     store = dist.FileStore(str(folder / "store"), world)
+    if device.type != "cpu":  # devices take their time to start, which is to count for no group's timeout
+        torch.zeros(1, device=device)
+        everybody(dist.PrefixStore("started", store), "device", rank, world, timeout)
     limit = datetime.timedelta(seconds=scenario.group_timeout or timeout)
     if scenario.group_timeout:  # a group that the subject makes without a timeout has this one
         dist.distributed_c10d.default_pg_timeout = limit

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from conformance.engine import Engine, make_control
 from conformance.errors import ProfileError
@@ -48,20 +47,6 @@ POWER_SGD_RULES = ("1.8", "3.1", "10.2", "13.1", "13.4", "21.1", "21.3", "21.4")
 # DDP takes bf16_compress_hook by its own name where there is NCCL.
 OF_NCCL = [Case("torch.distributed.algorithms.ddp_comm_hooks.default_hooks:bf16_compress_hook", "rounded(bfloat16)")]
 MUTANTS: list[tuple[str, Mutant]] = [(module, mutant) for module, mutant in catalogue() if mutant.device == CUDA]
-
-
-def stays_out_on_rank_1(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean; but from the second step on rank 1 keeps its own."""
-    buffer = bucket.buffer().div_(dist.get_world_size())
-    _steps.append(bucket.is_last())
-    if dist.get_rank() == 1 and sum(_steps) > 1:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(buffer)
-        return future
-    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
-
-
-_steps: list[bool] = []
 
 
 @dataclass
@@ -149,7 +134,7 @@ def test_is_refused(place: Place, rules: dict[str, Rule], module: str, mutant: M
 
 def test_a_hang_is_refused_and_the_run_goes_on(place: Place) -> None:
     """Ranks that disagree on their collectives wait for the device for good: they are ended, with evidence, and others are judged."""
-    hangs = Case(f"{__name__}:stays_out_on_rank_1", worlds=(2,))
+    hangs = Case("tests.cuda_subjects:stays_out_on_rank_1", worlds=(2,))
     judgement = place.judge(hangs, ("1.5",))["1.5"]
     assert judgement.verdict is Verdict.FAIL, judgement.reason
     evidence = judgement.failures[0].evidence
