@@ -97,7 +97,7 @@ def under(scenario: Scenario, claims: Claims, profile: Profile = GLOO_CPU) -> Sc
     steps = tuple(sorted((kind for kind in fed if kind != "wide"), key=lambda kind: bool(claims.warmup) and kind != "normal"))
     steps = steps[:3] if scenario.name == "views" else steps  # compared with those of `values`
     longer = scenario.name in _LONG
-    if claims.warmup and longer and "normal" not in steps:
+    if claims.warmup and (longer or scenario.delayed) and "normal" not in steps:
         steps = ("normal", *steps[1:])
     if claims.lossy == UNBIASED and not special:
         steps = ("constant",) * (TRIALS if longer else len(steps))

@@ -25,9 +25,8 @@ STARTUP = 20.0  # seconds, see Profile.startup
 _DEVICES = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu"}  # of backends that have one alone
 _WITHOUT_STREAMS = ("gloo", "mpi", "ucc")
 _CTAS = 8  # thread blocks of NCCL's kernels on one GPU, all its ranks together: they wait for each other, so all must be resident
-_SETTINGS = (
-    ("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
-)  # with fewer queues, streams wait for others that share theirs, as events have not said
+# With fewer queues streams wait for others that share theirs, as no event has said.
+_SETTINGS = (("CUDA_DEVICE_MAX_CONNECTIONS", "32"),)
 _LIBRARY = "pip download --no-deps nvidia-nccl-cu13==2.30.7, unzip it, and LD_PRELOAD its libnccl.so.2"
 
 

@@ -11,6 +11,7 @@ import torch
 
 from conformance import graphs, streams
 from conformance.claims import parse_claims
+from conformance.lossy import under
 from conformance.oracle import mean
 from conformance.rulebook import Rule
 from conformance.run import Run
@@ -46,10 +47,25 @@ def test_what_is_read_too_early_is_refused(rules: dict[str, Rule], claims: Any) 
     assert wrong.failures[0].cause.startswith("right where no stream is late")
 
 
+@pytest.mark.parametrize(
+    "claims", ["compressed", "compressed(delta=0.25), warmup(2)", "unbiased", "local, warmup(2)", "compressed(feedback=ef21)"]
+)
+def test_lossy_runs_begin_alike(rules: dict[str, Rule], claims: str) -> None:
+    """With and without delays, beyond the warm-up: there is something to compare."""
+    lossy = parse_claims(claims)
+    plain, delayed = under(BUCKETS, lossy), under(STREAMS, lossy)
+    assert len(delayed.steps) <= len(plain.steps) + 1
+    alike = [one == other for one, other in zip(plain.steps, delayed.steps, strict=False)]
+    assert all(alike[: lossy.warmup + 4])
+    assert "zero_all" not in delayed.steps
+    assert plain.params == delayed.params
+
+
 def test_a_record_that_is_missing_is_refused(rules: dict[str, Rule]) -> None:
     records = both()
     records["streams@2"].ranks[1].tensors.clear()
-    assert ask(rules["21.1"], records).verdict() is Verdict.FAIL
+    for claims in (EXACT, LOSSY):
+        assert ask(rules["21.1"], records, claims).verdict() is Verdict.FAIL
 
 
 def test_other_orders_of_sums_are_no_early_reads(rules: dict[str, Rule]) -> None:
