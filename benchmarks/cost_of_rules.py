@@ -50,7 +50,7 @@ class TimedSource(LocalSource):
 
 def rules(pool: Pool) -> tuple[float, float, int, int]:
     """Return seconds of scenarios and of rules, and how many of each there were."""
-    source, numbers = TimedSource(pool), book(HOOK)
+    source, numbers = TimedSource(pool), book(HOOK, "cpu")
     engine = make_engine(source, numbers, parse_subject("hooks_ref:allreduce_hook", None, None), Claims(), WORLDS)
     begin = time.perf_counter()
     judged = [engine.judge(number) for number in numbers]

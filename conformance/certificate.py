@@ -55,14 +55,13 @@ def conclude(
         return Conclusion(REFUSED, "refused", [f"{j.number} {rules[j.number].title}" for j in failed])
     if not judgements:
         return Conclusion(NO_RULES, "not certified", ["no rule was selected"])
-    reasons = _what_is_missing(judgements, worlds, kind)
+    reasons = _what_is_missing(judgements, worlds, golden_list(kind, header.get("profile", {}).get("device", "cpu")))
     if reasons:
         return Conclusion(NOT_CERTIFIED, "not certified", reasons)
     return Conclusion(CERTIFIED, "certified", certificate=_certificate(rules, judgements, header))
 
 
-def _what_is_missing(judgements: Mapping[str, Judgement], worlds: tuple[int, ...], kind: str) -> list[str]:
-    golden = golden_list(kind)
+def _what_is_missing(judgements: Mapping[str, Judgement], worlds: tuple[int, ...], golden: list[str]) -> list[str]:
     absent = [number for number in golden if number not in judgements]
     not_run = [j for number, j in judgements.items() if number in golden and j.verdict is Verdict.NOT_RUN]
     sizes = [str(world) for world in REQUIRED_WORLDS if world not in worlds]

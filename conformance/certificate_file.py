@@ -144,7 +144,7 @@ def flaws(certificate: CertificateFile) -> list[str]:
 
 
 def _rules_missing(certificate: CertificateFile) -> Iterator[str]:
-    golden, rules = golden_list(certificate.kind), certificate.rules
+    golden, rules = golden_list(certificate.kind, str(certificate.body["profile"].get("device", "cpu"))), certificate.rules
     if absent := [number for number in golden if number not in rules]:
         yield f"is of a development run: {len(absent)} of {len(golden)} MUST rules are not in it: {', '.join(absent)}"
     holds = {str(verdict) for verdict in Verdict if verdict.holds}

@@ -1,10 +1,11 @@
 """Collectives on record: every one that this rank issues, from any thread, with its Work.
 
-The kernels of ``c10d::*`` are overridden for the CPU key in this process, which sees direct calls on
+The kernels of ``c10d::*`` are overridden in this process for the keys of the CPU and of the run's device, which sees direct calls on
 a process group, callbacks on other threads and C++ alike. The override dies with the rank.
 """
 
 import contextlib
+import itertools
 import threading
 import warnings
 from collections.abc import Callable
@@ -42,10 +43,19 @@ class CollectiveRecorder:
     Args:
         issued: called with the fingerprint of each collective before it begins, see :func:`_fingerprint`.
         begun: called with the Work of each collective before the call that begins it returns.
+        key: under which torch keeps kernels for the run's device.
+        callbacks: whether to note which collectives callbacks start.
     """
 
-    def __init__(self, issued: Callable[[dict[str, Any]], None] | None = None, begun: Callable[[Any], None] | None = None) -> None:
-        self._issued, self._begun = issued, begun
+    def __init__(
+        self,
+        issued: Callable[[dict[str, Any]], None] | None = None,
+        begun: Callable[[Any], None] | None = None,
+        key: str = "CPU",
+        callbacks: bool = False,
+    ) -> None:
+        self._issued, self._begun, self._notes_callbacks = issued, begun, callbacks
+        self._keys = dict.fromkeys(("CPU", key))
         self._lock = threading.Lock()
         # Never emptied. Gloo's worker destroys a Work under its queue's mutex, and with it Python callbacks, for
         # which it needs the GIL; an overridden kernel enqueues with the GIL held. Were ours not the last reference,
@@ -71,21 +81,21 @@ class CollectiveRecorder:
         self._library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for name, places in {**_COLLECTIVES, **_POINT_TO_POINT}.items():
+            for (name, places), key in itertools.product({**_COLLECTIVES, **_POINT_TO_POINT}.items(), self._keys):
                 try:
-                    kernel = torch.library.get_kernel(f"c10d::{name}", "CPU")
+                    kernel = torch.library.get_kernel(f"c10d::{name}", key)
                 except (RuntimeError, ValueError):
                     continue
                 recorded = self._recording(kernel, name, places)
-                self._library.impl(name, recorded, "CPU", with_keyset=True, allow_override=True)
+                self._library.impl(name, recorded, key, with_keyset=True, allow_override=True)
         if self._issued:
             self._note_reduce_ops()
-        if self._issued and self._begun:
+        if self._notes_callbacks:
             self._note_callbacks()
 
     @property
     def in_callback(self) -> bool:
-        """Whether this thread runs a callback of a future; noted only where one collective waits for another."""
+        """Whether this thread runs a callback of a future; where that is noted."""
         return bool(getattr(self._callbacks, "depth", 0))
 
     def drain(self) -> None:

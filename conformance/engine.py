@@ -20,6 +20,7 @@ from conformance.kinds import HOOK, KINDS
 from conformance.like import like_other, subjects
 from conformance.lossy import under
 from conformance.oracle import compare
+from conformance.profiles import GLOO_CPU, Profile
 from conformance.rulebook import Rule
 from conformance.run import Run
 from conformance.scenario import BY_NAME, NORMAL, VALUES, Scenario, explained
@@ -29,11 +30,18 @@ from conformance.verdict import NOT_CLAIMED, Failure, Found, Judgement, Verdict
 MACHINE_RULES = ("1.5", "2.1", "2.6", "3.1")  # what the reference must hold before anything is judged
 RESULTS = ("13.1", "13.2", "13.3", "13.4", "13.5")  # what a lossy result is judged by, each under its claim
 HANGS = 3  # runs that may cost their whole deadline before the rest are not run
+NOTICED_BY_FUTURES = ("peer_dies", "peer_silent")  # faults of a peer, where the backend's futures are completed when all are through
 _BLAME = {"register": "1.1", "contract": "1.2", "shape": "1.3", "dtype": "1.4", "flood": "9.7"}
 
 
 class Source:
-    """Where runs come from: ranks of this machine, or records kept earlier."""
+    """Where runs come from: ranks of this machine, or records kept earlier.
+
+    Attributes:
+        profile: of all of them.
+    """
+
+    profile: Profile = GLOO_CPU
 
     def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run:
         """Return a run."""
@@ -137,7 +145,7 @@ class Engine:
 
     def finished(self, scenario: Scenario) -> Run | None:
         """Return the run of a scenario at the primary world size, or None where there is none that came to its end."""
-        run = self._run(under(scenario, self.claims), self.primary)
+        run = self._run(self._under(scenario), self.primary)
         return run if isinstance(run, Run) and not self._breakage(run) else None
 
     def _would_hold(self, claims: Claims, numbers: Sequence[str]) -> bool:
@@ -157,6 +165,10 @@ class Engine:
     def _judge(self, rule: Rule) -> Judgement:
         if not self._applies(rule):
             return Judgement(rule.number, Verdict.NOT_APPLICABLE, NOT_CLAIMED)
+        if rule.device not in ("", self.source.profile.device):
+            return Judgement(rule.number, Verdict.NOT_RUN, f"it speaks of {rule.device}, and this profile is {self.source.profile.name}")
+        if reason := self._not_here(rule):
+            return Judgement(rule.number, Verdict.NOT_APPLICABLE, reason)
         for number in self._needs(rule):
             needed = self.judge(number)
             if not needed.verdict.holds:
@@ -170,6 +182,22 @@ class Engine:
                 reason = f"{self.control.called} does not pass it on this machine either ({control.reason or control.verdict})"
                 return Judgement(rule.number, Verdict.KIT_ERROR, reason, judgement.failures, judgement.runs)
         return judgement
+
+    def _under(self, scenario: Scenario) -> Scenario:
+        """Return a scenario as it is run here for this subject."""
+        return under(scenario, self.claims, self.source.profile)
+
+    def _not_here(self, rule: Rule) -> str:
+        """Return why what a rule asks is no question to a subject on this backend; '' where it is one."""
+        profile = self.source.profile
+        if all(scenario.captured for scenario in rule.on) and not profile.ordered:
+            return f"{profile.backend}'s collectives cannot be captured"
+        if not profile.ordered or not all(scenario.fault in NOTICED_BY_FUTURES for scenario in rule.on):
+            return ""
+        return (
+            f"on {profile.backend} a future is complete once its collective is enqueued: that it failed is noticed by the backend's "
+            "watchdog, which ends the process, and no hook can hide it"
+        )
 
     def _applies(self, rule: Rule) -> bool:
         return not rule.claimed or self.claims.has(rule.claimed)
@@ -231,8 +259,8 @@ class Engine:
 
     def _wanted(self, rule: Rule) -> list[tuple[Scenario, int]]:
         if rule.worlds == "fewer":
-            return [(under(plain, self.claims), world) for plain in rule.on for world in self._fewer]
-        pairs = [(scenario, world) for plain in rule.on for scenario in [under(plain, self.claims)] for world in scenario.fits(self.worlds)]
+            return [(self._under(plain), world) for plain in rule.on for world in self._fewer]
+        pairs = [(scenario, world) for plain in rule.on for scenario in [self._under(plain)] for world in scenario.fits(self.worlds)]
         if rule.worlds == "primary":
             return [(s, w) for s, w in pairs if w == self.primary]
         if rule.worlds == "others":
@@ -274,7 +302,7 @@ class Engine:
         if len(self._hangs) >= HANGS:
             return f"not tried: it hung in {', '.join(self._hangs)}"
         before = self._by_name[scenario.after]
-        for plainer in (under(self._plain, self.claims), under(before, self.claims)) if scenario.name != self._plain.name else ():
+        for plainer in (self._under(self._plain), self._under(before)) if scenario.name != self._plain.name else ():
             if world in plainer.fits(self.worlds):
                 plain = self._run(plainer, world)
                 if isinstance(plain, str) or self._breakage(plain):

@@ -5,12 +5,14 @@ ConformanceError
 ├── UsageError        4  the command line cannot be run as written
 ├── TargetError       9  the subject cannot be imported, or is not what it was said to be
 ├── ProfileError      8  this machine cannot run the profile that was asked for
+│   └── RequiredProfileError  1  --require-profile says that it must
 └── KitError          3  the kit or its machine failed; says nothing about the subject
 
 Exit codes of a whole run:
 
 0  certified: a certificate was written
-1  refused: at least one MUST rule failed
+1  refused: at least one MUST rule failed; or --require-profile names a profile that was not run, so that a
+   pipeline which takes 8 for "skipped" fails
 2  interrupted
 3  kit error
 4  usage error
@@ -56,6 +58,12 @@ class ProfileError(ConformanceError):
     """This machine cannot run the profile that was asked for."""
 
     exit_code = 8
+
+
+class RequiredProfileError(ProfileError):
+    """``--require-profile`` names a profile that this machine cannot run, or another one was chosen."""
+
+    exit_code = 1
 
 
 class KitError(ConformanceError):

@@ -20,6 +20,7 @@ to a lane in JSON lines; records go through files.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import platform
@@ -111,7 +112,7 @@ def _serve_lane(connection: socket.socket) -> None:
         for line in stream:
             command = json.loads(line)
             try:
-                answer = (_run if command["op"] == "run" else _describe)(command, connection.fileno())
+                answer = _OPERATIONS[command["op"]](command, connection.fileno())
             except OSError as error:
                 answer = {"kit_error": f"{error.strerror or error}: {error.filename or command['folder']}"}
             stream.write(json.dumps(answer) + "\n")
@@ -146,33 +147,58 @@ def _run(command: dict[str, Any], controller: int) -> dict[str, Any]:
 
 def _describe(command: dict[str, Any], controller: int) -> dict[str, Any]:
     """Import the subject in a forked process and say what it is."""
-    from conformance.errors import ConformanceError
     from conformance.resolve import describe
     from conformance.subject import SubjectSpec
 
-    folder = Path(command["folder"])
-    answer = folder / "described.json"
+    def function() -> dict[str, Any]:
+        if command.get("imports"):
+            importlib.import_module(command["imports"])
+        return describe(SubjectSpec(**command["subject"]))
 
-    def function() -> int:
+    return _asked_in_a_fork(function, command, controller, "loading it", "importing it")
+
+
+def _look(command: dict[str, Any], controller: int) -> dict[str, Any]:
+    """Find out in a forked process what this machine has for a profile: to ask is to start the device, which no lane survives."""
+    from conformance.machine import look
+    from conformance.profiles import profile_from_json
+
+    profile = profile_from_json(command["profile"])
+    return _asked_in_a_fork(lambda: look(profile), command, controller, "looking for it", "looking for it")
+
+
+def _asked_in_a_fork(
+    function: Callable[[], dict[str, Any]], command: dict[str, Any], controller: int, raising: str, ending: str
+) -> dict[str, Any]:
+    """Return what a function says in a process of its own; ``error`` says why it said nothing."""
+    from conformance.errors import ConformanceError
+
+    folder = Path(command["folder"])
+    answer = folder / "said.json"
+
+    def child() -> int:
         sys.path.insert(0, command["cwd"])
         forget_other_references()
         try:
-            said = describe(SubjectSpec(**command["subject"]))
+            said = function()
         except ConformanceError as error:
             said = {"error": str(error)}
         except BaseException as error:
-            said = {"error": f"loading it raised {type(error).__name__}: {error}"}
+            said = {"error": f"{raising} raised {type(error).__name__}: {error}"}
         answer.write_text(json.dumps(said))
         return 0
 
-    outcome = supervise([function], folder, command["deadline"], GRACE, controller)
+    outcome = supervise([child], folder, command["deadline"], GRACE, controller)
     rank = outcome["ranks"][0]
     try:
         said: dict[str, Any] = json.loads(answer.read_text())
         return said
     except (OSError, ValueError):
         how = "did not return" if rank.get("killed") else f"ended its process with status {rank['exit']}"
-        return {"error": f"importing it {how}"}
+        return {"error": f"{ending} {how}"}
+
+
+_OPERATIONS = {"run": _run, "describe": _describe, "look": _look}
 
 
 def _greeting() -> dict[str, Any]:

@@ -44,6 +44,7 @@ import torch
 from conformance.claims import CONTRACTION, DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims
 from conformance.kinds import HOOK, KINDS
 from conformance.oracle import mean
+from conformance.profiles import GLOO_CPU, Profile
 from conformance.run import Run
 from conformance.scenario import BUCKETS, RAW, VALUES, Scenario
 from conformance.verdict import Found
@@ -62,14 +63,17 @@ _ONE_WORLD = ("dtypes", "shapes")
 _WIDER = {(5, 3): (24, 32), (3, 5): (24, 32), (6, 5): (32, 24), (4, 3, 2, 5): (24, 3, 2, 5), (20_011,): (89, 225)}
 
 
-def under(scenario: Scenario, claims: Claims) -> Scenario:
-    """Return the scenario as it is run for a subject with these claims: longer, with
+def under(scenario: Scenario, claims: Claims, profile: Profile = GLOO_CPU) -> Scenario:
+    """Return the scenario as it is run in a profile for a subject with these claims: longer, with
     matrices that are worth compressing, and without what the claims make meaningless."""
+    scenario = replace(scenario, profile=profile)
     if scenario.kind != HOOK:
         return KINDS[scenario.kind].under(scenario, claims.said)
     if claims.poststep:
         scenario = replace(scenario, poststep=True, call=claims.call)
-    if claims.chained and scenario.name != RAW.name and not scenario.growth:  # which has one bucket, and looks at what is kept
+    if claims.chained and profile.ordered:
+        scenario = replace(scenario, recorded=scenario.recorded or scenario.name == BUCKETS.name)
+    elif claims.chained and scenario.name != RAW.name and not scenario.growth:  # which has one bucket, and looks at what is kept
         # A rank that waits for each of its collectives cannot leave the hook before its peers have entered.
         free = scenario.order == "rank0_first"
         recorded = scenario.recorded or scenario.name == BUCKETS.name
@@ -93,7 +97,7 @@ def under(scenario: Scenario, claims: Claims) -> Scenario:
     steps = tuple(sorted((kind for kind in fed if kind != "wide"), key=lambda kind: bool(claims.warmup) and kind != "normal"))
     steps = steps[:3] if scenario.name == "views" else steps  # compared with those of `values`
     longer = scenario.name in _LONG
-    if claims.warmup and longer and "normal" not in steps:
+    if claims.warmup and (longer or scenario.delayed) and "normal" not in steps:
         steps = ("normal", *steps[1:])
     if claims.lossy == UNBIASED and not special:
         steps = ("constant",) * (TRIALS if longer else len(steps))

@@ -8,12 +8,15 @@ import contextlib
 import hashlib
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from conformance.place import device_module
 from conformance.record import Recorder
 
 # What .then() returns is the C++ class, which torch.futures.Future extends.
@@ -48,6 +51,7 @@ class Observer:
         self._parameters = parameters
         self._before, self._after, self._outside = before, after, outside
         self._futures: list[tuple[dict[str, Any], Any, Any]] = []
+        self._stream: Any = None
         self.calls = 0
         self.inside: int | None = None  # the thread that is inside the hook
 
@@ -66,7 +70,7 @@ class Observer:
         self._recorder.event("call", **call)
         self._before(number)
         others = self._gradients_outside(call["parameters"]) if self._outside else {}
-        self.inside = threading.get_ident()
+        self.inside, self._stream = threading.get_ident(), _current_stream(buffer.device)
         try:
             result = hook(state, bucket)
         except BaseException as error:
@@ -85,7 +89,7 @@ class Observer:
             type=_type_name(result),
             is_future=is_future,
             done=done,
-            digest=_value_digest(result) if done else None,
+            digest=_value_digest(result) if done and buffer.device.type == "cpu" else None,  # to read another is to wait for it
         )
         if self._outside:
             after = self._gradients_outside(call["parameters"])
@@ -114,6 +118,14 @@ class Observer:
                     part = flat.split([member.numel() for member in members])[at]
                     return part.as_strided(members[at].size(), members[at].stride(), part.storage_offset())
         return None
+
+    def on_another_stream(self) -> bool:
+        """Whether the caller, inside the hook, is on another stream than backward: to wait there keeps nobody waiting."""
+        return self._stream is not None and _current_stream(self._stream.device) != self._stream
+
+    def let_go(self) -> None:
+        """Forget the step's futures, of which nothing can be read."""
+        self._futures.clear()
 
     def at_rest(self) -> None:
         """Write down the values again, when no collective is in flight any more; then let go of the step."""
@@ -146,8 +158,20 @@ def digest(tensor: torch.Tensor) -> str:
     if tensor.layout == torch.sparse_coo:
         tensor = tensor.detach().coalesce()
         return digest(tensor.indices()) + digest(tensor.values())
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
     return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()
+
+
+def _current_stream(device: torch.device) -> Any:
+    current = getattr(device_module(device), "current_stream", None)
+    return current() if current else None
+
+
+def line_of_subject() -> str:
+    """Return the innermost line of code that is neither torch's nor the kit's; nor that of a warning which is being shown."""
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent), warnings.__file__)
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "somewhere"
 
 
 def _describe_value(future: Any, buffer: torch.Tensor) -> dict[str, Any]:
@@ -177,7 +201,7 @@ def _describe_value(future: Any, buffer: torch.Tensor) -> dict[str, Any]:
         "memory": [value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size(), value.numel() * value.element_size()]
         if dense
         else None,
-        "digest": digest(value) if dense and value.device.type == "cpu" else None,
+        "digest": digest(value) if dense else None,
     }
 
 
@@ -186,7 +210,7 @@ def _value_digest(future: Any) -> str | None:
         value = future.value()
     except Exception:
         return None
-    return digest(value) if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu" else None
+    return digest(value) if isinstance(value, torch.Tensor) and value.layout == torch.strided else None
 
 
 def _type_name(value: Any) -> str:

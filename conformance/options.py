@@ -33,7 +33,9 @@ class Options:
     wrapper: str | None = None
     claims: str | None = None
     backend: str = "gloo"
-    device: str = "cpu"
+    device: str | None = None  # the backend's own, or cpu
+    backend_import: str | None = None
+    require_profile: str | None = None
     world_size: str = WORLD_SIZES
     rule: tuple[str, ...] = ()
     certificate: str | None = None
@@ -43,5 +45,8 @@ class Options:
 
     def command(self) -> str:
         """Return the options that name the subject, as one would type them."""
-        names = ("hook", "setup", "state", *KINDS, "claims")
-        return " ".join(f"--{name} {shlex.quote(value)}" for name in names if (value := getattr(self, name)))
+        names = ["hook", "setup", "state", *KINDS, "claims"]
+        names += [] if self.backend == Options.backend else ["backend", "backend_import"]
+        names += [] if self.device == "cpu" else ["device"]
+        said = ((name.replace("_", "-"), getattr(self, name)) for name in names)
+        return " ".join(f"--{name} {shlex.quote(value)}" for name, value in said if value)

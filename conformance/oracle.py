@@ -20,6 +20,12 @@ section 4.2), whatever the order,
 where k * eta covers operations that underflow (each errs by at most eta / 2; a W-fold division of a
 sum only shrinks what came before). For the claim ``sum`` both sides are W times as large.
 
+Backends. A ring or a tree adds in another order than that of ranks, and rounds to the bucket's dtype at each hop, also in half
+precision: what a rank gives passes at most W - 1 of these additions, however they are arranged. NCCL's AVG multiplies it by
+1 / W, both rounded to that dtype, before it adds: these are the 2 for the division, come first. Where a switch or a kernel
+adds in a wider dtype and rounds once, less is lost. So NCCL needs no wider bound, in half precision neither, and crafted
+values are exact there too: they are for every order, and for a product with a rounded 1 / W.
+
 Overflow. Where the partial sums of one sign can exceed the largest value of the dtype, an infinity
 of that sign is right, and NaN where both can; a finite value is right only within the bound, so a
 value clamped to the largest one is not.

@@ -34,7 +34,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
         for name, text in TEXT_OPTIONS.items():
             group.addoption(f"--{name}", metavar=name.upper(), help=text)
         group.addoption("--backend", default="gloo", help="process group backend; default: %(default)s")
-        group.addoption("--device", default="cpu", help="device of the models; default: %(default)s")
+        group.addoption("--device", default=None, help="device of the models; default: the backend's own, or cpu")
+        group.addoption("--backend-import", metavar="MODULE", help="a module that registers the backend when it is imported")
+        group.addoption("--require-profile", metavar="NAME", help="fail, with exit code 1, unless this profile is the one that is run")
         group.addoption("--world-size", default=WORLD_SIZES, metavar="N,N", help="world sizes; default: %(default)s")
         group.addoption("--rule", action="append", default=[], metavar="N.N", help="judge only this rule or section; may be repeated")
         group.addoption("--deadline", type=float, default=DEADLINE, help="seconds until a run is taken to hang; default: %(default)s")
@@ -53,7 +55,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
 
 def options_of(given: argparse.Namespace) -> Options:
     """Return what was given of the kit's options."""
-    text = {name: getattr(given, name) for name in (*TEXT_OPTIONS, "backend", "device", "world_size", "deadline")}
+    names = (*TEXT_OPTIONS, "backend", "device", "backend_import", "require_profile", "world_size", "deadline")
+    text = {name: getattr(given, name) for name in names}
     return Options(**text, rule=tuple(given.rule))
 
 

@@ -14,10 +14,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from conformance.errors import KitError
+from conformance.profiles import GLOO_CPU, Profile
 from conformance.run_folder import OUTCOME, write_json
 from conformance.scenario import Scenario
 from conformance.subject import SubjectSpec
@@ -116,13 +118,21 @@ class Pool:
             assert self._greeting is not None
             return self._greeting
 
-    def describe(self, subject: SubjectSpec) -> dict[str, Any]:
+    def describe(self, subject: SubjectSpec, profile: Profile = GLOO_CPU) -> dict[str, Any]:
         """Import the subject in a forked process; the answer has ``error`` when that fails."""
-        folder = self._new_folder("describe")
+        command = {"op": "describe", "subject": subject.to_json(), "imports": profile.imports}
+        return self._ask_in_passing(command, self.deadline + profile.startup, "importing it")
+
+    def look(self, profile: Profile) -> dict[str, Any]:
+        """Find out in a forked process what the machine has for a profile, see ``machine.look``."""
+        return self._ask_in_passing({"op": "look", "profile": asdict(profile)}, self.deadline + profile.startup, "looking for it")
+
+    def _ask_in_passing(self, command: dict[str, Any], deadline: float, what: str) -> dict[str, Any]:
+        folder = self._new_folder(command["op"])
         try:
-            return self._ask({"op": "describe", "subject": subject.to_json(), "folder": str(folder)}, self.deadline)
+            return self._ask({**command, "folder": str(folder)}, deadline)
         except HostDied as error:
-            return {"error": f"importing it killed the process above it ({error})"}
+            return {"error": f"{what} killed the process above it ({error})"}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -135,7 +145,8 @@ class Pool:
         folder = self._new_folder(name)
         command = {"op": "run", "scenario": scenario.to_json(), "world": world, "subject": subject.to_json() if subject else None}
         try:
-            outcome = self._ask({**command, "folder": str(folder)}, min(self.deadline, scenario.deadline or self.deadline))
+            deadline = min(self.deadline, scenario.deadline or self.deadline) + scenario.profile.startup
+            outcome = self._ask({**command, "folder": str(folder)}, deadline)
         except HostDied as error:
             outcome = {"stopped": "host", "host": str(error), "left_processes": [], "ranks": []}
         if "kit_error" in outcome:
@@ -292,6 +303,9 @@ _ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",
     "GLOO_SOCKET_IFNAME": "lo",
     "TORCH_FR_BUFFER_SIZE": "256",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "256",  # the same, as older versions call it
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_DESYNC_DEBUG": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONUNBUFFERED": "1",
 }

@@ -1,15 +1,16 @@
 """What can be known of a command line before anything is imported or run."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from conformance.claims import AUTO, parse_claims
-from conformance.errors import ProfileError, UsageError
+from conformance.errors import ProfileError, RequiredProfileError, UsageError
 from conformance.kinds import HOOK
 from conformance.options import Options
+from conformance.profiles import Profile, asked_for, require
 from conformance.subject import SubjectSpec, subject_of
-
-PROFILE = ("gloo", "cpu")
 
 
 def check(options: Options) -> None:
@@ -17,7 +18,7 @@ def check(options: Options) -> None:
 
     Raises:
         UsageError: the options cannot be run as written.
-        ProfileError: this version cannot run the profile.
+        ProfileError: no machine can run the profile.
     """
     subject = subject_of(options)
     if options.claims == AUTO and subject.kind != HOOK:
@@ -25,12 +26,33 @@ def check(options: Options) -> None:
     if options.claims and options.claims != AUTO:
         parse_claims(options.claims, subject.kind)
     parse_worlds(options.world_size)
-    if (options.backend, options.device) != PROFILE:
-        raise ProfileError(
-            f"profile {options.backend}-{options.device}: not run. This version judges gloo on cpu; "
-            "nothing was certified for any other profile"
-        )
+    profile_asked(options)
     require_writable(certificate_path(options, subject))
+
+
+def profile_asked(options: Options) -> Profile:
+    """Return the profile that the options ask for.
+
+    Raises:
+        UsageError: they name no profile.
+        ProfileError: no machine can run it.
+    """
+    with required(options):
+        asked = asked_for(options.backend, options.device, options.backend_import)
+    if not options.replay:
+        require(options.require_profile, asked, final=False)
+    return asked
+
+
+@contextlib.contextmanager
+def required(options: Options) -> Iterator[None]:
+    """Make it a failure that a profile cannot be run, where ``--require-profile`` says so."""
+    try:
+        yield
+    except ProfileError as error:
+        if options.require_profile and not isinstance(error, RequiredProfileError):
+            raise RequiredProfileError(f"--require-profile {options.require_profile}: {error}") from error
+        raise
 
 
 def parse_worlds(text: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import warnings
 _MODULES = (
     *("torch", "torch._dynamo", "torch._dynamo.trace_rules", "torch._dynamo.utils", "torch.distributed", "torch.profiler"),
     *("torch.distributed.optim", "torch.distributed.algorithms.model_averaging.averagers"),
-    *("conformance.rank", "conformance.drive.blocks", "hooks_ref"),
+    *("conformance.rank", "conformance.machine", "conformance.drive.blocks", "hooks_ref"),
 )
 
 

@@ -23,7 +23,7 @@ class _Scripted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         ctx.grad = grad
-        return torch.zeros(())
+        return torch.zeros((), device=parameter.device)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -66,9 +66,10 @@ def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def scripted_gradients(
-    params: tuple[Param, ...], kind: str, world: int, rank: int, step: int, *, leaves_out: bool = False
+    params: tuple[Param, ...], kind: str, world: int, rank: int, step: int, device: torch.device, *, leaves_out: bool = False
 ) -> list[torch.Tensor | None]:
-    """Return the gradients that ``rank`` feeds at ``step``, one per parameter, in its layout; None for those that it leaves out."""
+    """Return the gradients that ``rank`` feeds at ``step``, one per parameter, in its layout, on a device; None for those that it
+    leaves out."""
     grads: list[torch.Tensor | None] = []
     for index, spec in enumerate(params):
         if leaves_out and not uses(world, rank, step, index):
@@ -78,9 +79,9 @@ def scripted_gradients(
         grad = gradient(kind, spec.shape, dtype, world=world, rank=rank, step=step, param=index)
         if spec.layout == "sparse":
             rows = sparse_rows(spec.shape[0], rank, step)
-            grads.append(torch.sparse_coo_tensor(rows.unsqueeze(0), grad[rows], spec.shape).coalesce())
+            grads.append(torch.sparse_coo_tensor(rows.unsqueeze(0), grad[rows], spec.shape).coalesce().to(device))
         else:
-            grads.append(lay_out(grad, spec.layout))
+            grads.append(lay_out(grad, spec.layout).to(device))
     return grads
 
 
@@ -101,9 +102,9 @@ def training_network() -> nn.Module:
     return model
 
 
-def training_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """Return the loss of one batch, different for each rank and step."""
+def training_loss(model: nn.Module, rank: int, step: int, device: str | torch.device = "cpu") -> torch.Tensor:
+    """Return the loss of one batch on a device, different for each rank and step."""
     first, _, last = TRAINING_WIDTHS
     x = gradient("normal", (TRAINING_BATCH, first), torch.float32, world=1, rank=rank, step=step, param=77)
     y = gradient("normal", (TRAINING_BATCH, last), torch.float32, world=1, rank=rank, step=step, param=78)
-    return ((model(x) - y) ** 2).mean()
+    return ((model(x.to(device)) - y.to(device)) ** 2).mean()

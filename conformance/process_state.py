@@ -20,12 +20,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from conformance.profiles import CUDA
+
 _WATCHED_MODULES = ("torch", "torch.Tensor", "torch.distributed", "torch.nn.functional", "torch.futures.Future", "builtins", "os", "time")
 
 
 def rng() -> dict[str, str]:
-    """Digests of the global generators of torch (CPU), Python and NumPy (where it is imported)."""
+    """Digests of the global generators of torch (CPU, and ``cuda`` where it is in use), Python and NumPy (where it is imported).
+
+    That of CUDA is kept on the host: to read it waits for no stream.
+    """
     states = {"torch": bytes(torch.get_rng_state().numpy()), "python": str(hash(random.getstate())).encode()}
+    if torch.cuda.is_initialized():
+        states[CUDA] = bytes(torch.cuda.get_rng_state().numpy())
     if numpy := sys.modules.get("numpy"):
         states["numpy"] = repr(
             [part if isinstance(part, (str, int, float)) else part.tobytes() for part in numpy.random.get_state()]
@@ -45,6 +52,7 @@ def snapshot() -> dict[str, str]:
         "deterministic algorithms": str(torch.get_deterministic_debug_mode()),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "flush denormals": str(_denormals_flushed()),
+        **({"current device": str(torch.cuda.current_device())} if torch.cuda.is_initialized() else {}),
         "default process group": str(id(dist.group.WORLD)) if dist.is_initialized() else "none",
         "warnings filters": repr(warnings.filters),
         "signal handlers": repr({s.name: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGSEGV, signal.SIGCHLD)}),
@@ -129,14 +137,22 @@ def files_left() -> list[str]:
 
 
 def live_memory() -> dict[str, int]:
-    """Bytes in tensors that Python can reach, and bytes that the C library's allocator has lent out."""
+    """Bytes in tensors that Python can reach, and bytes that the C library's allocator has lent out.
+
+    Where CUDA is in use, also what its caching allocator has lent out and reserved, of the current device. What streams still use
+    is waited for first: until then it cannot be given back.
+    """
     gc.collect()
+    of_device = {}
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        of_device = {CUDA: torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
     storages = {}
     for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor) and item.layout == torch.strided and item.device.type == "cpu":
+        if issubclass(type(item), torch.Tensor) and item.layout == torch.strided and item.device.type in ("cpu", "cuda"):
             storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-    return {"tensors": sum(storages.values()), "allocated": _allocated()}
+    return {"tensors": sum(storages.values()), "allocated": _allocated(), **of_device}
 
 
 class _Mallinfo2(ctypes.Structure):

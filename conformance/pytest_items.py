@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from conformance.certificate import Conclusion
-from conformance.errors import INTERRUPTED, KIT_ERROR, NOT_CERTIFIED, ConformanceError, KitError, ProfileError, UsageError
+from conformance.errors import (
+    INTERRUPTED,
+    KIT_ERROR,
+    NOT_CERTIFIED,
+    ConformanceError,
+    KitError,
+    ProfileError,
+    RequiredProfileError,
+    UsageError,
+)
 from conformance.kinds import KINDS
 from conformance.plugin import POOL, options_of
 from conformance.propose import proposal_lines
@@ -217,7 +226,8 @@ def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config:
         return
     terminalreporter.section("conformance")
     if state.error is not None:
-        kind = {UsageError: "usage error", ProfileError: "profile"}.get(type(state.error), type(state.error).__name__)
+        kinds = {UsageError: "usage error", ProfileError: "profile", RequiredProfileError: "profile"}
+        kind = kinds.get(type(state.error), type(state.error).__name__)
         terminalreporter.line(f"{kind}: {state.error}", red=True)
         terminalreporter.line("no certificate was written")
     elif state.proposed:

@@ -7,12 +7,9 @@ it comes from, is an event, and the rank then ends so that its peers are not kep
 
 import contextlib
 import datetime
-import faulthandler
 import gc
 import os
-import signal
 import sys
-import tempfile
 import threading
 import traceback
 import weakref
@@ -29,18 +26,21 @@ from conformance import process_state
 from conformance.collectives import CollectiveRecorder
 from conformance.drive.stage import Stage
 from conformance.errors import TargetError
+from conformance.graphs import on, side_stream, train_captured
 from conformance.groups import everybody, make_groups
 from conformance.inputs import at_scale
 from conformance.kinds import HOOK
-from conformance.observe import Observer, digest
-from conformance.preload import forget_other_references
+from conformance.observe import Observer, digest, line_of_subject
+from conformance.place import dispatch_key, take_place
 from conformance.probe import lay_out, scripted_gradients, training_loss
+from conformance.rank_process import prepare_process
 from conformance.record import Recorder
 from conformance.resolve import is_one_object, resolve
 from conformance.run_folder import DONE, KIT_FAILED, PEER_DIED, RAISED
 from conformance.scenario import Scenario
 from conformance.schedule import Schedule
 from conformance.simulate import CannotSimulate, simulate
+from conformance.streams import Streams
 from conformance.subject import SubjectSpec
 from conformance.trainee import Trainee
 from conformance.uneven import train_unevenly
@@ -64,7 +64,7 @@ def run_rank(scenario: Scenario, spec: SubjectSpec | None, rank: int, world: int
     try:
         own = folder / str(rank)
         recorder = Recorder(own)
-        _prepare_process(own, cwd)
+        prepare_process(own, cwd)
     except OSError as error:
         print(f"conformance: rank {rank} cannot write its record: {error}", file=sys.stderr)
         return KIT_FAILED
@@ -96,7 +96,12 @@ class _Run:
         self.scenario, self.spec, self.rank, self.world = scenario, spec, rank, world
         self.recorder, self.folder, self.timeout = recorder, folder, timeout
         self.group_ranks = scenario.group_of(rank, world)
-        self.collectives = CollectiveRecorder(self._issued if scenario.recorded else None, self._wait_for if scenario.serialised else None)
+        self.collectives = CollectiveRecorder(
+            self._issued if scenario.recorded else None,
+            self._wait_for if scenario.serialised else None,
+            dispatch_key(scenario.profile),
+            scenario.recorded and (scenario.serialised or scenario.profile.ordered),
+        )
         self.registrations: list[Any] = []
         self.where = "kit"
 
@@ -106,15 +111,22 @@ class _Run:
         self.recorder.event("error", where=self.where, type=kind, message=str(error)[:4000], traceback=traceback.format_exc()[-6000:])
 
     def execute(self) -> None:
-        self.signals, self.group = make_groups(self.scenario, self.rank, self.world, self.folder, self.timeout)
-        self.trainee = Trainee(self.scenario, self.group)
-        self.twin = Trainee(self.scenario, self.group) if self.scenario.twin else None
+        self.device = take_place(self.scenario.profile, self.rank, str(self.folder / str(self.rank)))
+        self.side = side_stream(self.scenario.captured)
+        with on(self.side):
+            self.signals, self.group = make_groups(self.scenario, self.rank, self.world, self.folder, self.timeout, self.device)
+            self.trainee = Trainee(self.scenario, self.group, self.device)
+        self.twin = Trainee(self.scenario, self.group, self.device) if self.scenario.twin else None
         self.ddp, self.parameters = self.trainee.ddp, self.trainee.parameters
         self.schedule = Schedule(self.scenario, self.rank, self.world, self.signals, self._is_inside, self._waits, self._stuck)
-        self.observer = Observer(self.recorder, self.parameters, self._before_hook, self.schedule.left, self.scenario.outside)
+        self.observer = Observer(self.recorder, self.parameters, self._before_hook, self._after_hook, self.scenario.outside)
+        sizes = [parameter.numel() for parameter in self.parameters.values()]
+        self.streams = Streams(self.rank, self.device, sizes, self._waited_for_device) if self.scenario.delayed else None
         if self.scenario.intercepts:
             self.collectives.install()
         self.schedule.install()
+        if self.streams:
+            self.streams.install()
         self.threads = process_state.threads()
         self.recorder.event("state", at="start", process=process_state.snapshot(), rng=process_state.rng(), threads=process_state.threads())
         if not self.scenario.simulated:
@@ -125,6 +137,8 @@ class _Run:
             steps = steps[self.scenario.saves_at :]
         if self.scenario.simulated:
             self._simulate()
+        elif self.scenario.captured:
+            self._train_captured(steps)
         elif self.scenario.uneven:
             joined = self._joined_call if self.scenario.poststep else None
             train_unevenly(self.ddp, self.group, steps, self._step, self._shadow_step, joined)
@@ -210,12 +224,16 @@ class _Run:
         faulty = self.scenario.fault != "none" and step == self.scenario.fault_step
         if faulty and self.scenario.fault == "collective_raises" and self.rank == 1:
             self.collectives.raise_next = lambda: Injected("injected by the conformance kit: this collective failed")
+        if self.streams:
+            self.streams.before_backward(step)
         self.where = "backward"
         if faulty:
             return self._faulty_backward(loss)
         try:
             loss.backward()
         finally:
+            if self.streams:
+                self.streams.after_backward()
             where, self.where = self.where, "kit"
             self.observer.after_backward()
             self.where = where
@@ -240,8 +258,26 @@ class _Run:
         if self.scenario.growth:
             del loss
             memory = process_state.live_memory()
-            self.recorder.event("memory", **{name: used - self.recorder.held for name, used in memory.items()})
+            on_host = {name: memory.pop(name) - self.recorder.held for name in ("tensors", "allocated")}
+            self.recorder.event("memory", **on_host, **memory)
         return True
+
+    def _train_captured(self, steps: list[tuple[int, str]]) -> None:
+        """Capture a step in a CUDA graph and replay it; an error on the way to it is the hook's, as in any backward."""
+
+        def begin(step: int, kind: str) -> None:
+            self.observer.let_go()
+            self.where, self.recorder.step = "kit", step
+            self.recorder.event("step", kind=kind)
+            if self.trainee.case.on_step:
+                self.trainee.case.on_step(step)
+
+        def keep(step: int) -> None:
+            self._record_step(step, process_state.rng(), self._digests())
+
+        self.where = "backward"
+        forget = partial(self.trainee.optimizer.zero_grad, set_to_none=True)
+        train_captured(self.side, self.ddp, forget, self._scripted, steps, begin, keep)
 
     def _after_backward(self) -> None:
         """Make the trainer's call, and write down which gradients it has changed."""
@@ -263,7 +299,7 @@ class _Run:
         """Train another model in between, on other inputs."""
         if twin.case.on_step:
             twin.case.on_step(step)
-        grads = scripted_gradients(self.scenario.params, kind, len(self.group_ranks), self.rank, step + 7)
+        grads = scripted_gradients(self.scenario.params, kind, len(self.group_ranks), self.rank, step + 7, self.device)
         twin.ddp([grad * -2 for grad in grads if grad is not None]).backward()
         if twin.case.after_backward:
             twin.case.after_backward()
@@ -284,10 +320,13 @@ class _Run:
     def _loss(self, step: int, kind: str, share: int = 1) -> torch.Tensor:
         step += self.scenario.first_step
         if not self.scenario.params:
-            return training_loss(self.ddp, self.rank, step)
-        leaves_out = self.scenario.find_unused
-        grads = scripted_gradients(self.scenario.params, kind, len(self.group_ranks), self.rank, step, leaves_out=leaves_out)
+            return training_loss(self.ddp, self.rank, step, self.device)
+        grads = self._scripted(step, kind)
         return self.ddp(grads if share == 1 else [grad if grad is None else grad * share for grad in grads])
+
+    def _scripted(self, step: int, kind: str) -> list[torch.Tensor | None]:
+        size, leaves_out = len(self.group_ranks), self.scenario.find_unused
+        return scripted_gradients(self.scenario.params, kind, size, self.rank, step, self.device, leaves_out=leaves_out)
 
     def _faulty_backward(self, loss: torch.Tensor) -> bool:
         """Run the backward that cannot succeed, and write down how the failure showed."""
@@ -301,7 +340,8 @@ class _Run:
             outcome = {"raised": True, "type": type(error).__name__, "message": str(error)[:2000]}
         unused, started = self.collectives.raise_next is not None, len(self.collectives.take_sent())
         self.recorder.event("fault", fault=self.scenario.fault, unused=unused, started=started, **outcome)
-        for name, parameter in self.parameters.items():
+        # Where collectives lie on a stream, to read a gradient is to wait for a peer that may never come.
+        for name, parameter in () if self.scenario.profile.ordered else self.parameters.items():
             if parameter.grad is not None:
                 self.recorder.tensor(f"{self.recorder.step}/grad/{name}", parameter.grad)
         self.signals.set(f"fault over/{self.rank}", "1")
@@ -363,7 +403,7 @@ class _Run:
     def _let_go(self) -> None:
         """Drop the model, as a script does that goes on with another one, and write down whether the subject keeps it."""
         model = weakref.ref(self.trainee.model)
-        del self.trainee, self.ddp, self.parameters, self.observer, self.schedule
+        del self.trainee, self.ddp, self.parameters, self.observer, self.schedule, self.streams
         self.registrations.clear()
         gc.collect()
         self.recorder.event("dropped", kept=model() is not None)
@@ -395,51 +435,27 @@ class _Run:
             self.signals.wait(["fault over/0"], datetime.timedelta(seconds=self.timeout))
             raise Injected("injected by the conformance kit: this rank stayed out of the hook")
         self.schedule.enter(call)
+        if self.streams:
+            self.streams.before_hook()
+
+    def _after_hook(self, call: int, is_last: bool) -> None:
+        if self.streams:
+            self.streams.after_hook()
+        self.schedule.left(call, is_last)
+
+    def _waited_for_device(self, where: str) -> None:
+        self.recorder.event("waited_for_device", call=self.observer.calls - 1, where=where)
 
     def _is_inside(self) -> bool:
         return self.observer.inside == threading.get_ident()
 
     def _waits(self) -> None:
-        self.recorder.event("waited", call=self.observer.calls - 1, where=_line_of_subject())
+        if self.observer.on_another_stream():
+            return
+        self.recorder.event("waited", call=self.observer.calls - 1, where=line_of_subject())
 
     def _stuck(self, call: int) -> None:
         self.recorder.event("gate", call=call, opened="a rank neither returned nor waited: the schedule was given up")
 
     def _everybody(self, name: str) -> None:
         everybody(self.signals, name, self.rank, self.world, self.timeout)
-
-
-def _line_of_subject() -> str:
-    """Return the innermost line of code that is neither torch's nor the kit's."""
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "somewhere"
-
-
-def _prepare_process(own: Path, cwd: str) -> None:
-    """Make this process fit to hold a stranger's code: own temporary folder, stacks on demand, evidence thread."""
-    temporary = own / "tmp"
-    temporary.mkdir()
-    os.environ["TMPDIR"] = str(temporary)
-    tempfile.tempdir = None  # read TMPDIR again
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background with it ignored
-    if cwd not in sys.path:
-        sys.path.insert(0, cwd)
-    forget_other_references()
-    stacks = open(own / "stacks.txt", "w")  # noqa: SIM115 - stays open until the process ends
-    faulthandler.enable(stacks, all_threads=True)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
-    os.mkfifo(own / "ask")
-    threading.Thread(target=_give_evidence, args=(own,), name="conformance-evidence", daemon=True).start()
-
-
-def _give_evidence(own: Path) -> None:
-    """Write the flight recorder's last collectives when the host opens the fifo: it does so before it kills."""
-    with open(own / "ask") as ask:
-        ask.read()
-    try:
-        trace = torch._C._distributed_c10d._dump_fr_trace_json(True, False)
-    except (AttributeError, RuntimeError) as error:
-        trace = f"no flight recorder: {error}"
-    (own / "flight.json").write_text(trace if isinstance(trace, str) else trace.decode())

@@ -26,16 +26,17 @@ class Recipe:
 
     Args:
         parameters: two for each of ``OPTIMIZERS``, each in a group of its own.
+        device: the type of theirs.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: list[torch.nn.Parameter], device: str) -> None:
         self._optimizers = [
             make([{"params": [one]}, {"params": [other], "weight_decay": 0.1}])
             for make, one, other in zip(OPTIMIZERS, parameters[::2], parameters[1::2], strict=True)
         ]
         self._schedules = [torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5) for optimizer in self._optimizers]
-        self._scaler = torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE, growth_interval=2)
-        self._scaler.scale(torch.zeros(()))  # it has no scale before a loss is
+        self._scaler = torch.amp.GradScaler(device, init_scale=FIRST_SCALE, growth_interval=2)
+        self._scaler.scale(torch.zeros((), device=device))  # it has no scale before a loss is
 
     @property
     def scale(self) -> int:

@@ -46,7 +46,8 @@ class Recorder:
         tensor = tensor.detach()
         tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        self._tensors[name] = kept = tensor.clone(memory_format=torch.contiguous_format)
+        # One on another device is read on the current stream, as a training script would read it; no other stream is waited for.
+        self._tensors[name] = kept = tensor.contiguous().to("cpu", copy=True, memory_format=torch.contiguous_format)
         self.held += kept.numel() * kept.element_size()
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ def conclusion_lines(session: Session, conclusion: Conclusion) -> list[str]:
     lines += session.notes
     if conclusion.certificate:
         torch = header["profile"]["torch"]
-        mode = "gloo on cpu" + (", one collective at a time" if header["profile"]["name"] == "gloo-serialised" else "")
+        mode = session.profile.where + (", one collective at a time" if header["profile"]["name"].endswith("-serialised") else "")
         checks = sum(j.checks for j in session.judgements.values())
         lines += [
             f"CERTIFIED  {name}  as {claims}",

@@ -36,8 +36,10 @@ SECTIONS = {
     "18": "Quantized collectives",
     "19": "Activation checkpointing",
     "20": "At scale, simulated",
+    "21": "CUDA",
 }
 AT_SCALE = "20"
+OF_DEVICES = {"21": "cuda"}  # sections that speak of what one type of device has, and no other
 GOLDEN = Path(__file__).parent / "golden.txt"
 
 
@@ -91,6 +93,11 @@ class Rule:
         return kind_of(self.section)
 
     @property
+    def device(self) -> str:
+        """The type of device that it speaks of; '' is every one."""
+        return OF_DEVICES.get(self.section, "")
+
+    @property
     def requirement(self) -> str:
         return _paragraphs(self.check)[0]
 
@@ -137,19 +144,22 @@ def rule(
     return enter
 
 
-def book(kind: str = "") -> dict[str, Rule]:
-    """Return all rules by number, in order; those that speak of one kind of subject, if it is named."""
+def book(kind: str = "", device: str = "") -> dict[str, Rule]:
+    """Return all rules by number, in order; those that speak of one kind of subject, or of one type of device, if it is named."""
     import conformance.rules as package
 
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"conformance.rules.{module.name}")
-    return {number: rule for number, rule in sorted(_BOOK.items(), key=lambda item: item[1].order) if kind in ("", rule.kind)}
+    every = sorted(_BOOK.items(), key=lambda item: item[1].order)
+    return {number: rule for number, rule in every if kind in ("", rule.kind) and (not device or rule.device in ("", device))}
 
 
-def golden_list(kind: str = HOOK) -> list[str]:
-    """Return the numbers of the MUST rules that a certificate for such a subject needs, as kept under version control."""
+def golden_list(kind: str = HOOK, device: str = "cpu") -> list[str]:
+    """Return the numbers of the MUST rules that a certificate for such a subject, on such a device, needs: as kept under version
+    control."""
     numbers = [line.split()[0] for line in GOLDEN.read_text().splitlines() if line and not line.startswith("#")]
-    return [number for number in numbers if kind_of(number.partition(".")[0]) == kind]
+    sections = {number: number.partition(".")[0] for number in numbers}
+    return [n for n in numbers if kind_of(sections[n]) == kind and OF_DEVICES.get(sections[n], device) == device]
 
 
 def _paragraphs(function: Callable[..., None]) -> list[str]:

@@ -6,6 +6,8 @@ Each scenario of a plan runs once per world size, and many rules read its record
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from conformance.profiles import GLOO_CPU, Profile, profile_from_json
+
 
 @dataclass(frozen=True)
 class Param:
@@ -73,6 +75,9 @@ class Scenario:
         kind: of the subject, see ``kinds``; what follows from it are the steps and what ``drive`` makes of them.
         case: which of the experiments of its kind it is, where there are several.
         said: what ranks have to know of what the subject says.
+        delayed: work that takes its time lies in front of gradients, and of collectives, see ``streams.py``.
+        captured: a step is captured in a CUDA graph and replayed, see ``graphs.py``.
+        profile: where it is run, which the engine says.
         fused: parameters are on record after every step, and results too where the hook has freed the gradients.
     """
 
@@ -116,6 +121,9 @@ class Scenario:
     kind: str = "hook"
     case: str = ""
     said: tuple[str, ...] = ()
+    delayed: bool = False
+    captured: bool = False
+    profile: Profile = GLOO_CPU
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -153,7 +161,7 @@ def scenario_from_json(data: dict[str, Any]) -> Scenario:
     params = tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in data["params"])
     groups = tuple(tuple(group) for group in data["groups"])
     plain = {name: tuple(data[name]) for name in ("steps", "world_sizes", "shares", "simulated", "said")}
-    return Scenario(**{**data, **plain, "params": params, "groups": groups})
+    return Scenario(**{**data, **plain, "params": params, "groups": groups, "profile": profile_from_json(data["profile"])})
 
 
 SCALES, SCALE_NUMEL = ("random", "large", "small"), 32  # kinds of gradient at scale, and how many elements each has
@@ -351,12 +359,22 @@ PEER_SILENT = replace(
     fault="peer_silent",
     group_timeout=0.5,
 )
+# Where the device has streams alone.
+STREAMS = replace(
+    _SEVERAL_BUCKETS,
+    name="streams",
+    what="several buckets; in turn a rank's gradients are late, and what it puts on streams beside them is",
+    steps=("crafted",) * 5,
+    delayed=True,
+    after="buckets",
+)
+GRAPH = replace(_SEVERAL_BUCKETS, name="graph", what="a step is captured in a CUDA graph, and replayed", captured=True, after="buckets")
 
 # In the order in which they run: the plainest first, since a hook that breaks it is judged no further.
 ALL = (
     *(VALUES, FEWER, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, RAW, LONG, VALUES_AGAIN, DTYPES, SHAPES, SIZES, LARGE, SUBGROUPS),
     *(COMPLEX, SPARSE, UNUSED, FROZEN, STATIC, ACCUMULATED, COMBINED, UNEVEN, TWO_MODELS, LIKE, SAVED, RESUMED, SAVED_ONE),
-    *(RESUMED_ONE, SPECIAL, TRAINING, OPTIMIZERS, AT_SCALE, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
+    *(RESUMED_ONE, SPECIAL, TRAINING, OPTIMIZERS, AT_SCALE, STREAMS, GRAPH, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}
 

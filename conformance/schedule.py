@@ -26,7 +26,8 @@ class Schedule:
     """The schedule of one rank.
 
     Args:
-        scenario: which says the order, one of the above or ``free``, and the seed. Where it is serialised, callbacks are not held.
+        scenario: which says the order, one of the above or ``free``, and the seed. Callbacks are not held where it is serialised, nor
+            where the backend runs each as it is attached.
         rank: of this process.
         world: number of processes.
         signals: the store that ranks tell each other through.
@@ -48,7 +49,7 @@ class Schedule:
         self._order, self._seed, self._rank, self._world = scenario.order, scenario.seed, rank, world
         self._signals, self._is_inside, self._waits, self._stuck = signals, is_inside, waits, stuck
         self._call, self._given_up = -1, False
-        held = scenario.order == "seeded" and not scenario.serialised
+        held = scenario.order == "seeded" and not scenario.serialised and not scenario.profile.ordered
         self._callbacks = _Callbacks(f"{scenario.seed} {rank}", lambda: stuck(self._call)) if held else None
 
     def install(self) -> None:

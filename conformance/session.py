@@ -15,7 +15,8 @@ from conformance.errors import ProfileError, TargetError, UsageError
 from conformance.kinds import HOOK
 from conformance.options import Options
 from conformance.pool import Pool
-from conformance.preflight import certificate_path, check, parse_worlds, results_folder
+from conformance.preflight import certificate_path, check, parse_worlds, profile_asked, required, results_folder
+from conformance.profiles import GLOO_CPU, kept_profile, require, settled
 from conformance.propose import Tried, propose
 from conformance.rulebook import Rule, book
 from conformance.run_folder import write_json
@@ -47,10 +48,14 @@ class Session:
             if kept.get("target"):
                 named[kept["kind"]] = kept["target"]
             worlds = ",".join(map(str, self._kept["profile"]["world sizes"]))
-            self.options = options = replace(options, **named, world_size=worlds, backend="gloo", device="cpu")
+            profile = self._kept["profile"]
+            self.options = options = replace(
+                options, **named, world_size=worlds, backend=profile["backend"], device=profile["device"], backend_import=None
+            )
         check(options)
         self.subject: SubjectSpec = subject_of(options)
-        self.selected = select_rules(self.rules, options.rule, self.subject.kind)
+        self.profile = kept_profile(self._kept["profile"]) if self._kept else profile_asked(options)
+        self.selected = select_rules(self.rules, options.rule, self.subject.kind, self.profile.device)
         self.worlds = parse_worlds(options.world_size)
         self.folder = results_folder(self.subject)
         self.certificate_path = certificate_path(options, self.subject)
@@ -73,24 +78,32 @@ class Session:
             self.pool.start()
 
     def begin(self) -> None:
-        """Load the subject in a rank, settle its claims, and certify the machine.
+        """Find out whether the machine can run the profile, load the subject in a rank, settle its claims, certify the machine.
 
         Raises:
+            ProfileError: it cannot, or the subject is not for this profile.
             TargetError: the subject cannot be loaded.
             KitError: the machine is not fit to judge.
         """
         described, machine = self._describe()
         claims, said_by = (Claims(), "nobody: they are to be proposed") if self.proposes else self._claims(described)
-        source: Source = LocalSource(self.pool, self.records) if self.pool else ReplaySource(Path(str(self.options.replay)))
-        if not ("gloo" in (claims.backends or ("gloo",)) and "cpu" in (claims.devices or ("cpu",))):
-            raise ProfileError(f"profile gloo-cpu: not run: the subject claims {claims}; this version has no other profile")
-        profile = "gloo-serialised" if claims.chained else "gloo-cpu"
+        profile, replayed = self.profile, Path(str(self.options.replay))
+        source: Source = LocalSource(self.pool, self.records, profile) if self.pool else ReplaySource(replayed, profile)
+        with required(self.options):
+            if not profile.takes(claims.backends, claims.devices):
+                raise ProfileError(f"profile {profile.name}: not run: the subject claims {claims}; --backend and --device say which")
         self.engine = make_engine(source, self.rules, self.subject, claims, self.worlds)
         self.header = {
             "kit": kit_identity(),
             "subject": {**self.subject.to_json(), **{key: described.get(key) for key in ("module", "distribution", "sha256")}},
             "claims": {"text": str(claims), "said by": said_by},
-            "profile": {"name": profile, "backend": "gloo", "device": "cpu", "world sizes": list(self.worlds), **machine},
+            "profile": {
+                "name": profile.called(claims.chained and not profile.ordered),
+                "backend": profile.backend,
+                "device": profile.device,
+                "world sizes": list(self.worlds),
+                **machine,
+            },
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **({"replayed from records of": self._kept["date"]} if self._kept else {}),
         }
@@ -148,14 +161,29 @@ class Session:
         if self.pool is None:
             subject, profile = self._kept["subject"], self._kept["profile"]
             machine = {key: profile[key] for key in profile if key not in ("name", "backend", "device", "world sizes")}
+            require(self.options.require_profile, self.profile)
             return {**subject, "claims": self._kept["claims"]["text"]}, machine
         machine = self.pool.greeting()
-        if not machine["gloo"]:
-            raise ProfileError("this torch has no Gloo backend; the profile gloo-cpu cannot be run")
-        described = self.pool.describe(self.subject)
+        with required(self.options):
+            machine = self._settle_profile(self.pool, machine)
+        described = self.pool.describe(self.subject, self.profile)
         if "error" in described:
             raise TargetError(described["error"])
         return described, machine
+
+    def _settle_profile(self, pool: Pool, machine: dict[str, Any]) -> dict[str, Any]:
+        """Find out what the machine can run; return what the certificate says of it."""
+        if self.profile == GLOO_CPU:
+            if not machine["gloo"]:
+                raise ProfileError("profile gloo-cpu: not run: this torch was built without gloo")
+        else:
+            seen = pool.look(self.profile)
+            self.profile = settled(self.profile, seen, self.worlds)
+            said: dict[str, Any] = {name: seen[name] for name in ("devices", "names", "nccl", "nccl of torch") if name in seen}
+            settings = {"environment": dict(self.profile.environment)} if self.profile.environment else {}
+            machine = {**machine, **said, **settings, **({"imports": self.profile.imports} if self.profile.imports else {})}
+        require(self.options.require_profile, self.profile)
+        return machine
 
     def _claims(self, described: Mapping[str, Any]) -> tuple[Claims, str]:
         """Return the claims and who made them: the command line, the subject, the project, or nobody."""
@@ -172,17 +200,21 @@ class Session:
         return default_claims(kind, parse_target(str(self.subject.target), f"--{kind}").kwargs), "the arguments of the target"
 
 
-def select_rules(rules: Mapping[str, Rule], chosen: tuple[str, ...], kind: str = HOOK) -> list[str]:
-    """Return the numbers of the rules for such a subject chosen by ``--rule``: all, a rule (2.3) or a section (2).
+def select_rules(rules: Mapping[str, Rule], chosen: tuple[str, ...], kind: str = HOOK, device: str = "cpu") -> list[str]:
+    """Return the numbers of the rules for such a subject on such a device chosen by ``--rule``: all, a rule (2.3) or a section (2).
 
     Raises:
-        UsageError: there is no such rule, or none of those chosen speaks of such a subject.
+        UsageError: there is no such rule, or none of those chosen speaks of such a subject, or of such a device.
     """
     wanted = [part.strip() for text in chosen for part in text.split(",") if part.strip()]
     for part in wanted:
         if part not in rules and not any(rule.section == part for rule in rules.values()):
             raise UsageError(f"--rule {part}: there is no such rule; --list-rules lists them")
-    found = [number for number, rule in rules.items() if rule.kind == kind and (not wanted or {number, rule.section} & {*wanted})]
+    of_kind = [number for number, rule in rules.items() if rule.kind == kind and (not wanted or {number, rule.section} & {*wanted})]
+    found = [number for number in of_kind if rules[number].device in ("", device)]
+    if of_kind and not found:
+        needed = rules[of_kind[0]].device
+        raise UsageError(f"--rule {','.join(wanted)}: that speaks of {needed} alone, and this run is on {device}; pass --device {needed}")
     if wanted and not found:
         raise UsageError(f"--rule {','.join(wanted)}: that does not speak of a subject of this kind ({kind})")
     return found

@@ -11,6 +11,7 @@ from conformance.engine import Source
 from conformance.errors import UsageError
 from conformance.kinds import KINDS
 from conformance.pool import Pool
+from conformance.profiles import GLOO_CPU, Profile
 from conformance.run import Run, load_run
 from conformance.run_folder import OUTCOME
 from conformance.scenario import Scenario
@@ -23,10 +24,11 @@ class LocalSource(Source):
     Args:
         pool: where ranks come from.
         keep: the folder for ``--records``.
+        profile: where ranks run.
     """
 
-    def __init__(self, pool: Pool, keep: Path | None = None) -> None:
-        self._pool, self._keep = pool, keep
+    def __init__(self, pool: Pool, keep: Path | None = None, profile: Profile = GLOO_CPU) -> None:
+        self._pool, self._keep, self.profile = pool, keep, profile
         self._threads: ThreadPoolExecutor | None = None
         self._ahead: dict[str, Future[Run]] = {}
         self._saved: dict[str, Path] = {}  # folders of runs that others resume from; they go with the pool
@@ -69,12 +71,16 @@ class LocalSource(Source):
 class ReplaySource(Source):
     """Reads the runs that ``--records DIR`` kept.
 
+    Args:
+        folder: DIR.
+        profile: where they were run.
+
     Raises:
         UsageError: the folder holds no records.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, profile: Profile = GLOO_CPU) -> None:
+        self._folder, self.profile = folder, profile
         if not any(folder.glob(f"*/{OUTCOME}")):
             raise UsageError(f"--replay {folder}: there are no records; --records DIR writes them")
 

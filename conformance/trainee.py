@@ -33,9 +33,9 @@ class Trainee:
         nameless: the type of a hook that has no name of its own; '' where it has one.
     """
 
-    def __init__(self, scenario: Scenario, group: dist.ProcessGroup) -> None:
-        self._scenario, self._group = scenario, group
-        self.model = Probe(scenario.params, scenario.level) if scenario.params else training_network()
+    def __init__(self, scenario: Scenario, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._scenario, self._group, self._device = scenario, group, device
+        self.model = (Probe(scenario.params, scenario.level) if scenario.params else training_network()).to(device)
         self.ddp = DistributedDataParallel(
             self.model,
             process_group=group if scenario.groups else None,
@@ -47,7 +47,7 @@ class Trainee:
         self.parameters = dict(self.model.named_parameters())
         lr, momentum = (0.0, 0.0) if scenario.params else (0.1, 0.9)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
-        self.recipe = Recipe(list(self.model.parameters())) if scenario.recipe else None
+        self.recipe = Recipe(list(self.model.parameters()), device.type) if scenario.recipe else None
         self.case = Case()
         self.nameless, self.loaded = "", ""
 
@@ -148,7 +148,7 @@ class Trainee:
             "model": lambda: self.ddp,
             "rank": lambda: dist.get_rank(self._group),
             "world_size": lambda: dist.get_world_size(self._group),
-            "device": lambda: torch.device("cpu"),
+            "device": lambda: self._device,
             "optimizer": lambda: self.optimizer,
         }
         return {**context, "state": lambda: self._default_state() if resolved.state is None else make_state(resolved.state, context)}

@@ -23,8 +23,8 @@ def train_unevenly(
 
     Source: torch documentation, Distributed Training with Uneven Inputs Using the Join Context Manager.
     """
-    counter = _Counter(group, shadow_step)
-    with Join([counter, ddp, *more, *([_After(group, after)] if after else [])]):
+    counter = _Counter(group, ddp.device, shadow_step)
+    with Join([counter, ddp, *more, *([_After(group, ddp.device, after)] if after else [])]):
         for number, kind in steps:
             Join.notify_join_context(counter)
             step(number, kind)
@@ -32,15 +32,15 @@ def train_unevenly(
 
 
 class _Joinable(Joinable):
-    """What a joinable of no collectives is."""
+    """What a joinable of no collectives is; ranks tell each other on a device who still trains."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.device = group, device
 
     @property
     def join_device(self) -> torch.device:
-        return torch.device("cpu")
+        return self.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -50,8 +50,8 @@ class _Joinable(Joinable):
 class _After(_Joinable):
     """Makes the trainer's call on a rank that has joined; the last of the context's joinables."""
 
-    def __init__(self, group: dist.ProcessGroup, after: Callable[[], object]) -> None:
-        super().__init__(group)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, after: Callable[[], object]) -> None:
+        super().__init__(group, device)
         self.after = after
 
     def join_hook(self, **_: Any) -> JoinHook:
@@ -67,8 +67,8 @@ class _After(_Joinable):
 class _Counter(_Joinable):
     """Counts the steps of all ranks; the first of the context's joinables, so that it is called before DDP."""
 
-    def __init__(self, group: dist.ProcessGroup, shadow_step: Callable[[int], None]) -> None:
-        super().__init__(group)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, shadow_step: Callable[[int], None]) -> None:
+        super().__init__(group, device)
         self.shadow_step, self.steps = shadow_step, 0
 
     def join_hook(self, **_: Any) -> JoinHook:

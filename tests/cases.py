@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from conformance.claims import default_claims, parse_claims
+from conformance.claims import Claims, default_claims, parse_claims
 from conformance.engine import Engine, make_control
 from conformance.kinds import HOOK
 from conformance.pool import Pool
 from conformance.rulebook import book
 from conformance.sources import LocalSource
-from conformance.subject import parse_other, parse_subject, parse_target
+from conformance.subject import SubjectSpec, parse_other, parse_subject, parse_target
 from conformance.verdict import Judgement
 
 Judgements = dict[str, Judgement]
@@ -61,7 +61,7 @@ class Judge:
     def judge(self, case: Case) -> Judgements:
         """Judge one case."""
         engine = self.engine(case)
-        numbers = case.rules or [number for number, rule in self._rules.items() if rule.kind == case.kind]
+        numbers = case.rules or [number for number, rule in self._rules.items() if rule.kind == case.kind and not rule.device]
         return {number: engine.judge(number) for number in numbers}
 
     def engine(self, case: Case) -> Engine:
@@ -69,14 +69,18 @@ class Judge:
         key = case.kind, case.worlds
         if key not in self._controls:
             self._controls[key] = make_control(self._sources[False], self._rules, *key)
-        if case.kind == HOOK:
-            spec = parse_subject(None if case.setup else case.target, case.state, case.target if case.setup else None)
-            claims = parse_claims(case.claims)
-        else:
-            spec = parse_other(case.kind, case.target)
-            said = case.claims if case.claims != "exact" else ""
-            claims = parse_claims(said, case.kind) if said else default_claims(case.kind, parse_target(case.target, "").kwargs)
-        return Engine(self._sources[case.hangs], self._rules, spec, claims, case.worlds, self._controls[key])
+        return Engine(self._sources[case.hangs], self._rules, *subject_and_claims(case), case.worlds, self._controls[key])
+
+
+def subject_and_claims(case: Case) -> tuple[SubjectSpec, Claims]:
+    """Return what an engine is given of a case."""
+    if case.kind == HOOK:
+        return parse_subject(None if case.setup else case.target, case.state, case.target if case.setup else None), parse_claims(
+            case.claims
+        )
+    said = case.claims if case.claims != "exact" else ""
+    claims = parse_claims(said, case.kind) if said else default_claims(case.kind, parse_target(case.target, "").kwargs)
+    return parse_other(case.kind, case.target), claims
 
 
 @functools.cache

@@ -207,7 +207,7 @@ def test_bad_input_is_an_error_of_one_line(
     [
         ([], 4, "no subject: pass --hook module:attribute"),
         (["--hook", "mypkg:mean", "--rule", "99"], 4, "--rule 99: there is no such rule"),
-        (["--hook", "mypkg:mean", "--backend", "nccl"], 8, "profile nccl-cpu: not run"),
+        (["--hook", "mypkg:mean", "--backend", "nccl", "--device", "cpu"], 8, "profile nccl-cpu: not run"),
         (["--hook", "mypkg:maen"], 9, "no attribute 'maen'; did you mean mean"),
         (["--hook", "mypkg:mean", "--claims", "poststep(call=flush)"], 9, "nor its module has a function flush"),
         (["--averager", "mypkg:mean,period=4"], 9, "unexpected keyword argument 'period'"),

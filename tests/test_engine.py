@@ -117,7 +117,7 @@ def test_a_hang_costs_its_deadline_once(rules: dict[str, Rule]) -> None:
 
     source = MadeSource(hanging)
     judged = engine(rules, source, worlds=(1, 2, 3, 4))
-    verdicts = {number: judged.judge(number).verdict for number in book(HOOK)}
+    verdicts = {number: judged.judge(number).verdict for number in book(HOOK, "cpu")}
     assert [number for number, verdict in verdicts.items() if verdict is Verdict.FAIL] == ["1.5"]
     assert [name for name in source.asked if not name.startswith("reference")] == ["values@2", "values_explained@2"]
 
@@ -133,7 +133,7 @@ def test_hangs_in_special_scenarios_are_limited(rules: dict[str, Rule]) -> None:
 
     source = MadeSource(sometimes)
     judged = engine(rules, source, worlds=(2, 3))
-    for number in book(HOOK):
+    for number in book(HOOK, "cpu"):
         judged.judge(number)
     hung = [name for name in source.asked if not name.startswith(("reference", "values@", "as_is"))]
     assert len([name for name in hung if "explained" not in name]) == HANGS
@@ -180,7 +180,7 @@ def test_nothing_checked_is_not_run() -> None:
 
 def test_says_which_claims_would_hold(rules: dict[str, Rule]) -> None:
     judged = engine(rules, MadeSource(undivided))
-    for number in book(HOOK):
+    for number in book(HOOK, "cpu"):
         if number.startswith("2."):
             judged.judge(number)
     assert Claims(sum=True) in judged.other_claims()

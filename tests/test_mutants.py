@@ -25,7 +25,8 @@ def case(module: str, mutant: Mutant) -> Case:
     return Case(f"{module}:{mutant.name}", mutant.claims, mutant.state, mutant.setup, mutant.worlds, hangs, mutant.breaks, mutant.kind)
 
 
-CASES = {case(module, mutant): mutant for module, mutant in CATALOGUE}
+EVERY = {case(module, mutant): mutant for module, mutant in CATALOGUE}
+CASES = {case: mutant for case, mutant in EVERY.items() if not mutant.device}  # those of a device are judged by test_cuda.py
 SECTIONS = list(dict.fromkeys(module for module, _ in CATALOGUE))
 
 
@@ -101,8 +102,8 @@ def test_nothing_is_on_file_for_mutants_that_are_gone() -> None:
 
 
 def test_the_matrix_is_as_published(rules: dict[str, Rule]) -> None:
-    """docs/mutants.md: mutants by the rules that refuse them, as test_is_refused finds. EXPECTTEST_ACCEPT=1 writes it."""
-    page = matrix(rules, {str(case): [*mutant.breaks] for case, mutant in CASES.items()})
+    """docs/mutants.md: mutants by the rules that refuse them, as test_is_refused and test_cuda.py find. EXPECTTEST_ACCEPT=1 writes it."""
+    page = matrix(rules, {str(case): [*mutant.breaks] for case, mutant in EVERY.items()})
     if expecttest.ACCEPT:
         PAGE.write_text(page)
     assert page == PAGE.read_text()
@@ -116,8 +117,9 @@ def matrix(rules: dict[str, Rule], refused: dict[str, list[str]]) -> str:
     lines = [
         "# Mutants by rules",
         "",
-        f"{len(refused)} broken subjects, and the rules that refuse each. Written by `tests/test_mutants.py`, which judges them all;",
-        "they are in [tests/mutants](../tests/mutants). No mutant fails a MUST rule that is not in its row.",
+        f"{len(refused)} broken subjects, and the rules that refuse each. Written by `tests/test_mutants.py`, which judges them all but",
+        "`streams`, for which `tests/test_cuda.py` needs a GPU; they are in [tests/mutants](../tests/mutants). No mutant fails a MUST",
+        "rule that is not in its row.",
         "",
         "| rule | | refuses |",
         "|---|---|---|",

@@ -84,7 +84,10 @@ def test_the_machine_is_checked_by_must_rules(rules: dict[str, Rule]) -> None:
 def test_the_golden_list_is_the_must_rules(rules: dict[str, Rule]) -> None:
     """A rule leaves or enters the list by a change of golden.txt that somebody reads."""
     for kind in (HOOK, *KINDS):
-        assert golden_list(kind) == [number for number, rule in rules.items() if rule.level == MUST and rule.kind == kind]
+        for device in ("cpu", "cuda", "xpu"):
+            must = [number for number, rule in rulebook.book(kind, device).items() if rule.level == MUST]
+            assert golden_list(kind, device) == must
+    assert {rule.device for rule in rules.values()} == {"", "cuda"}
 
 
 def test_the_page_is_as_the_rules_say(rules: dict[str, Rule]) -> None:
@@ -120,7 +123,8 @@ What a subject must do to be certified. This page is written from `conformance/r
 - A rule is judged on records, by a process that never imports the subject. Records that are missing never pass.
 - A rule that builds on another is judged only where that one holds: one defect, one failure.
 - A failure is the subject's only where the reference of its kind (of hooks, the allreduce) passes the same rule on the same machine.
-- Sections 1 to 13 and 20 speak of hooks; 14 to 19 of one other kind of subject each, which is judged by no other section. What those
+- Section 21 is judged on CUDA devices alone, and only a certificate for such a profile needs its rules.
+- Sections 1 to 13, 20 and 21 speak of hooks; 14 to 19 of one other kind of subject each, which is judged by no other section. What those
   can claim stands in `kinds`, one module each; the claims below are those of hooks, and `min_world_size` is common to all.
 - A claim changes which result is right. Its mirror holds it to account: in 2.10, `world_only` in 2.7.
 - Where a claim is lossy, no single result is right or wrong. Runs are longer then, and rules that speak of right results
@@ -159,7 +163,9 @@ step at least, by which the number of steps is chosen.
 Requirements that stand in the book although nothing judges them yet:
 
 - a port that a hook opens and leaves open (9.6): Gloo opens ports of its own, and they cannot be told apart from outside;
-- the CUDA generators (9.1) and streams: this version judges CPU tensors;
+- on other devices than CUDA's: their generators, streams and memory (section 21 for them);
+- on NCCL, and what is made after it, that a peer's failure surfaces (12.2, 12.3): a future is complete once its collective is
+  enqueued, and the backend's watchdog ends the process, whatever the hook does;
 - a subject that sets out to forge its records: it runs in the process that writes them. The kit defends against
   accidents and patched functions, not against an attacker with the same user id.
 """

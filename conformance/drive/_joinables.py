@@ -17,15 +17,16 @@ class OfGroup(Joinable):
 
     Args:
         group: on which ranks of the context tell each other who still trains.
+        device: of the tensors that they do so with.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, device: torch.device) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.device = group, device
 
     @property
     def join_device(self) -> torch.device:
-        return torch.device("cpu")
+        return self.device
 
     @property
     def join_process_group(self) -> Any:
@@ -43,7 +44,7 @@ class Counter(OfGroup):
     """
 
     def __init__(self, stage: Stage, index: int, notify: Callable[[Any], Any], group: Any = None) -> None:
-        super().__init__(group or stage.group)
+        super().__init__(group or stage.group, stage.device)
         self.stage, self.index, self.notify = stage, index, notify
 
     def step(self) -> None:
@@ -55,7 +56,7 @@ class Counter(OfGroup):
 
     def sum(self, slot: int) -> None:
         """Put this rank's bit in a slot, and write down who did so in which: first the slots of steps, then those of shadows."""
-        said = torch.zeros(2 * JOINABLES, dtype=torch.int64)
+        said = torch.zeros(2 * JOINABLES, dtype=torch.int64, device=self.device)
         said[slot] = 1 << self.stage.place
         self.note("sums")
         dist.all_reduce(said, group=self.group)
@@ -92,7 +93,7 @@ class Setter(OfGroup):
     """
 
     def __init__(self, stage: Stage, params: list[torch.nn.Parameter], lengths: tuple[int, ...]) -> None:
-        super().__init__(stage.group)
+        super().__init__(stage.group, stage.device)
         self.stage, self.params, self.lengths, self.at = stage, params, lengths, lengths[stage.place]
 
     def join_hook(self, **_: Any) -> JoinHook:
@@ -129,10 +130,11 @@ class Model(torch.nn.Module):
         self.probe = Probe(stage.scenario.params, stage.scenario.level)
         self.register_buffer("steps", torch.zeros(()))
         self.group = stage.group if has_collective else None
+        self.to(stage.device)
 
     def forward(self, grads: list[torch.Tensor | None]) -> torch.Tensor:
         if self.group is not None:
-            dist.all_reduce(torch.ones(3), group=self.group)
+            dist.all_reduce(torch.ones(3, device=self.steps.device), group=self.group)
         self.steps.add_(1)
         out: torch.Tensor = self.probe(grads)
         return out

@@ -49,7 +49,7 @@ def play(stage: Stage) -> None:
 def _parameter(stage: Stage, index: int) -> torch.nn.Parameter:
     spec = stage.scenario.params[index]
     values = lay_out(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)), spec.layout)
-    return torch.nn.Parameter(values, requires_grad=not spec.frozen)
+    return torch.nn.Parameter(values.to(stage.device), requires_grad=not spec.frozen)
 
 
 @torch.no_grad()

@@ -46,10 +46,10 @@ class Watch:
         """Forget what was seen so far."""
         self.runs, self.autocast, self._seen = {}, {}, []
 
-    def enters(self, block: str) -> None:
-        """Note that a block's forward begins."""
+    def enters(self, block: str, device: str) -> None:
+        """Note that a block's forward begins on a type of device."""
         self.runs.setdefault(self.phase, Counter())[block] += 1
-        dtype = str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "none"
+        dtype = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "none"
         self.autocast[self.phase] = sorted({*self.autocast.get(self.phase, ()), dtype})
         if self.raises == block:
             raise Planned(f"{block} was told to")
@@ -84,7 +84,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(drops)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        WATCH.enters(self.called)
+        WATCH.enters(self.called, x.device.type)
         inside = self.inner(x)
         for layer in (self.norm, nn.functional.gelu, self.dropout):
             inside = layer(WATCH.sees(self.called, inside))

@@ -46,13 +46,13 @@ class _Call:
         place, size, dtype = stage.place, stage.size, getattr(torch, spec.dtype)
         self.fill = math.nan if dtype.is_floating_point else -7  # so that it shows where nothing is written
         sent, received = (pairs(scenario, size, place, step, index) for pairs in (messages.sent, messages.received))
-        self.inputs = [lay_out(messages.message(scenario, size, step, index, *pair).clone(), spec.layout) for pair in sent]
+        self.inputs = [lay_out(messages.message(scenario, size, step, index, *pair).clone(), spec.layout).to(stage.device) for pair in sent]
         shapes = [messages.shape_of(scenario, size, index, *pair) for pair in received]
         self.rows = [[part[0] for part in parts] for parts in (shapes, [tensor.shape for tensor in self.inputs])]
         if scenario.said[0] == "all_to_all_single":
             self.inputs = [lay_out(torch.cat(self.inputs), spec.layout)]
             shapes = [(sum(self.rows[0]), *shapes[0][1:])]
-        self.outputs = [lay_out(torch.full(shape, self.fill, dtype=dtype), spec.layout) for shape in shapes]
+        self.outputs = [lay_out(torch.full(shape, self.fill, dtype=dtype, device=stage.device), spec.layout) for shape in shapes]
         self.handed, self.before = list(self.outputs), [digest(tensor) for tensor in self.inputs]
         self.positional, self.named = self._arguments()
         self.returned: Any = None

@@ -298,9 +298,12 @@ class _Joinable(_Contexts):
     @contextmanager
     def _inside(self, joinables: list[Any]) -> Iterator[None]:
         state, pythons = torch.get_rng_state(), random.getstate()
+        of_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         with super()._inside(joinables), warnings.catch_warnings():  # torch's context changes the filters
             yield
             torch.set_rng_state(state)
+            if of_cuda is not None:
+                torch.cuda.set_rng_state(of_cuda)
             random.setstate(pythons)
 
     def even(self) -> None:

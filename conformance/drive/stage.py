@@ -19,6 +19,7 @@ from conformance.errors import TargetError
 from conformance.groups import everybody, make_groups
 from conformance.inputs import gradient
 from conformance.kinds import KINDS
+from conformance.place import dispatch_key, take_place
 from conformance.record import Recorder
 from conformance.resolve import Factory, call_with_names, resolve_other
 from conformance.scenario import Scenario
@@ -33,6 +34,7 @@ class Stage:
 
     Attributes:
         scenario, rank, world: what is run, and which of how many processes this is.
+        device: where its tensors are.
         group, place, size: the group that this rank works in, its place in there (not its global rank), and how many it has.
         recorder: what rules will see.
         bare: whether ranks do the same without any subject, for rules to compare with.
@@ -48,11 +50,12 @@ class Stage:
         self.saved = Path(scenario.saved_in) / str(rank) if scenario.saved_in else None
         self.where = "kit"
         self._inside, self._calls = 0, 0
-        self.collectives = CollectiveRecorder(self._issued if scenario.recorded else None)
+        self.collectives = CollectiveRecorder(self._issued if scenario.recorded else None, key=dispatch_key(scenario.profile))
 
     def execute(self) -> None:
         """Work with the subject, and write down what it leaves behind."""
-        self.signals, self.group = make_groups(self.scenario, self.rank, self.world, self._folder, self._timeout)
+        self.device = take_place(self.scenario.profile, self.rank, str(self._folder / str(self.rank)))
+        self.signals, self.group = make_groups(self.scenario, self.rank, self.world, self._folder, self._timeout, self.device)
         self.place, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._schedule = Schedule(self.scenario, self.rank, self.world, self.signals, self._is_inside, lambda: None, self._stuck)
         if self.scenario.intercepts:
@@ -109,7 +112,7 @@ class Stage:
             "process_group": lambda: self.group,
             "rank": lambda: self.place,
             "world_size": lambda: self.size,
-            "device": lambda: torch.device("cpu"),
+            "device": lambda: self.device,
         }
 
     def _made(self, target: Factory, values: dict[str, Callable[[], Any]]) -> Any:
@@ -153,7 +156,7 @@ class Stage:
         """Return what this rank feeds for one of the scenario's parameters at a step; rules get the same from ``Run.fed``."""
         spec = self.scenario.params[index]
         of = self.rank if rank is None else rank
-        return gradient(kind, spec.shape, getattr(torch, spec.dtype), world=self.size, rank=of, step=step, param=index)
+        return gradient(kind, spec.shape, getattr(torch, spec.dtype), world=self.size, rank=of, step=step, param=index).to(self.device)
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Put a copy of a tensor on record, as ``step/name``."""

@@ -39,7 +39,7 @@ class _Trainer:
     def __init__(self, stage: Stage, strategy: Callable[..., Any]) -> None:
         scenario = stage.scenario
         self._stage, self._strategy = stage, strategy
-        self._probe = Probe(scenario.params, scenario.level)
+        self._probe = Probe(scenario.params, scenario.level).to(stage.device)
         self._params = self._probe.tensors
         self._model: torch.nn.Module = self._probe
         if scenario.case != "no_ddp":
@@ -126,7 +126,7 @@ class _Trainer:
             "process_group": lambda: stage.group,
             "rank": lambda: stage.place,
             "world_size": lambda: stage.size,
-            "device": lambda: torch.device("cpu"),
+            "device": lambda: stage.device,
         }
         if unknown := asks_for(self._strategy, names):
             raise TargetError(f"the strategy asks for {', '.join(unknown)}; a micro-batch has {', '.join(names)}")
@@ -143,7 +143,7 @@ class _Trainer:
     def _grads(self, step: int, kind: str, batch: int, number: int) -> Grads:
         stage = self._stage
         factor = multiple(stage.size, number, batch)
-        every = scripted_gradients(stage.scenario.params, kind, stage.size, stage.rank, step)
+        every = scripted_gradients(stage.scenario.params, kind, stage.size, stage.rank, step, stage.device)
         return [
             grad * factor if grad is not None and uses(stage.scenario, stage.size, stage.place, step, batch, index) else None
             for index, grad in enumerate(every)

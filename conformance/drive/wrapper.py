@@ -23,6 +23,7 @@ from conformance.drive.stage import Stage
 from conformance.errors import TargetError
 from conformance.inputs import gradient, uses
 from conformance.kinds.wrapper import LIMITED
+from conformance.profiles import CUDA
 from conformance.words import with_members
 
 LR = 0.05
@@ -34,7 +35,7 @@ def play(stage: Stage) -> None:
     if stage.scenario.case == "module":
         _look(stage)
         return
-    net = network(stage.scenario.case)
+    net = network(stage.scenario.case).to(stage.device)
     parameters, buffers = dict(net.named_parameters()), dict(net.named_buffers())
     hooks = _Hooks(net) if stage.scenario.case == "hooked" else None
     net.wrap(_wrap(stage))
@@ -62,7 +63,7 @@ def play(stage: Stage) -> None:
             stage.recorder.event("refused", error=f"{type(error).__name__}: {error}".splitlines()[0][:300], lacks=[])
             return
         lacking = [name for name, parameter in parameters.items() if parameter.requires_grad and parameter.grad is None]
-        stage.recorder.event("stepped", generator=process_state.rng()["torch"], packs=_packs())
+        stage.recorder.event("stepped", generator=_generators(), packs=_packs())
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 stage.keep(f"gradient/{name}", parameter.grad)
@@ -90,7 +91,7 @@ def _train(stage: Stage, ddp: DistributedDataParallel) -> None:
         syncs = nullcontext() if number == len(scenario.shares) - 1 else ddp.no_sync()
         with syncs:
             WATCH.phase = "forward"
-            with stage.inside("the forward"), _autocast(scenario.case):
+            with stage.inside("the forward"), _autocast(stage):
                 output = ddp(x, used)
             kept = WATCH.alive()
             loss = ((output.to(target.dtype) - target) ** 2).mean() * share
@@ -106,8 +107,8 @@ def _train(stage: Stage, ddp: DistributedDataParallel) -> None:
         stage.recorder.event("ran", micro=number, kept=kept, left=_left(), autocast=WATCH.autocast, **WATCH.runs)
 
 
-def _autocast(case: str) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype=torch.bfloat16) if case == "autocast" else nullcontext()
+def _autocast(stage: Stage) -> AbstractContextManager[Any]:
+    return torch.autocast(stage.device.type, dtype=torch.bfloat16) if stage.scenario.case == "autocast" else nullcontext()
 
 
 def _left() -> dict[str, int]:
@@ -121,7 +122,7 @@ def _left() -> dict[str, int]:
 def _fed(stage: Stage, param: int) -> torch.Tensor:
     step = stage.recorder.step
     dtype = torch.float32 if stage.scenario.case in ("autocast", "module") else torch.float64
-    return gradient("normal", (BATCH, WIDTH), dtype, world=stage.size, rank=stage.rank, step=step, param=param)
+    return gradient("normal", (BATCH, WIDTH), dtype, world=stage.size, rank=stage.rank, step=step, param=param).to(stage.device)
 
 
 @torch.no_grad()
@@ -130,6 +131,12 @@ def _descend(parameters: Iterable[torch.nn.Parameter]) -> None:
         if parameter.grad is not None:
             parameter -= LR * parameter.grad
             parameter.grad = None
+
+
+def _generators() -> str:
+    """Return the states of the generators that dropout draws from."""
+    states = process_state.rng()
+    return " ".join(states[name] for name in ("torch", CUDA) if name in states)
 
 
 def _packs() -> bool:
@@ -265,9 +272,9 @@ def _look(stage: Stage) -> None:
     wrap = _wrap(stage)
     stage.begin_step(0, "none")
     stage.where = "wrapped module"
-    alone, net = network("module").blocks[0], network("module")
+    alone, net = network("module").to(stage.device).blocks[0], network("module").to(stage.device)
     before = {id(parameter): name for name, parameter in alone.named_parameters()}
-    plain = network("module")
+    plain = network("module").to(stage.device)
     _wrap_nested(net, wrap)
     wrapped = wrap(alone)
     for where, module, bare in (("wrapper", wrapped, plain.blocks[0]), ("network", net, plain)):
@@ -337,7 +344,7 @@ def _compare_modes(stage: Stage, wrapped: torch.nn.Module, inside: torch.nn.Modu
 
 def _compare_copies(stage: Stage, wrap: Wrap) -> None:
     """A copy is a module of its own; a state that went through a file is the same."""
-    wrapped = wrap(filled(Block("block"), 4))
+    wrapped = wrap(filled(Block("block"), 4).to(stage.device))
     x = _fed(stage, _INPUT).requires_grad_()
 
     def gradients(module: torch.nn.Module) -> list[torch.Tensor]:

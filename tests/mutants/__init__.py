@@ -22,6 +22,7 @@ class Mutant:
         because: why a further rule fails too: always, if it is in ``breaks``; else it may.
         worlds: world sizes of the profile that it is tried in.
         kind: of the subject; one of another kind than hook claims what its target's arguments say, unless it claims more.
+        device: the type that it needs; '' is any. Others than those are judged by ``test_mutants.py``.
         hangs: it hangs where it is broken, and is judged with a short deadline, as are all of ``process``.
     """
 
@@ -34,6 +35,7 @@ class Mutant:
     worlds: tuple[int, ...] = (2,)
     hangs: bool = False
     kind: str = "hook"
+    device: str = ""
 
 
 ZEROS = dict.fromkeys(("4.1", "7.1"), "what a rank leaves out, or has no input for, is zeros")  # a reason: see Mutant.because
@@ -67,6 +69,7 @@ _SECTIONS = (
     "joins",
     "quantized_collectives",
     "wrappers",
+    "streams",
 )
 
 

@@ -1,0 +1,51 @@
+"""What makes a forked process fit to hold a stranger's code, and gives evidence of it when the host asks. Runs in ranks only."""
+
+import faulthandler
+import os
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+
+from conformance.preload import forget_other_references
+
+
+def prepare_process(own: Path, cwd: str) -> None:
+    """Make this process a rank's: own temporary folder, stacks on demand, evidence thread.
+
+    Args:
+        own: the rank's folder.
+        cwd: the caller's current directory, where Python looks for the subject first.
+    """
+    temporary = own / "tmp"
+    temporary.mkdir()
+    os.environ["TMPDIR"] = str(temporary)
+    tempfile.tempdir = None  # read TMPDIR again
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background with it ignored
+    if cwd not in sys.path:
+        sys.path.insert(0, cwd)
+    forget_other_references()
+    stacks = open(own / "stacks.txt", "w")  # noqa: SIM115 - stays open until the process ends
+    faulthandler.enable(stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+    os.mkfifo(own / "ask")
+    threading.Thread(target=_give_evidence, args=(own,), name="conformance-evidence", daemon=True).start()
+
+
+def _give_evidence(own: Path) -> None:
+    """Write the flight recorder's last collectives when the host opens the fifo: it does so before it kills."""
+    with open(own / "ask") as ask:
+        ask.read()
+    trace: str | bytes = b""
+    for dump in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # a backend has one or the other, and torch both where it has NCCL
+        try:
+            trace = getattr(torch._C._distributed_c10d, dump)(True, False)
+        except (AttributeError, RuntimeError) as error:
+            trace = trace or f"no flight recorder: {error}"
+        if "entries" in str(trace):
+            break
+    (own / "flight.json").write_text(trace if isinstance(trace, str) else trace.decode())
