@@ -167,7 +167,7 @@ def simulate(
     """
     exchange = _Exchange(size)
     groups = [DeferredGroup(exchange, rank) for rank in range(size)]
-    with _registered(groups):
+    with _registered(groups), _threads_started() as started:
         futures = []
         for group, row in zip(groups, fed, strict=True):
             distributed_c10d._update_default_pg(group)
@@ -175,6 +175,8 @@ def simulate(
             one = bucket()
             one.buffer().copy_(row)
             futures.append(hook(state, one))
+            if started:
+                raise CannotSimulate("it starts a thread of its own, which no order is forced on")
         exchange.complete()
         if not all(future.done() for future in futures):
             raise CannotSimulate("its futures do not complete when its collectives have")
@@ -195,6 +197,23 @@ def _registered(groups: list[DeferredGroup]) -> Iterator[None]:
             for known in (world.pg_map, world.pg_group_ranks, world.pg_names):
                 del known[group]
         distributed_c10d._update_default_pg(default)
+
+
+@contextmanager
+def _threads_started() -> Iterator[list[str]]:
+    """Note the names of threads that are started meanwhile."""
+    started: list[str] = []
+    start = threading.Thread.start
+
+    def noting(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        start(thread)
+
+    threading.Thread.start = noting  # type: ignore[assignment, method-assign]
+    try:
+        yield started
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
 
 
 def _reduced(tensors: list[torch.Tensor], op: Any) -> torch.Tensor:

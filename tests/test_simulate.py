@@ -151,7 +151,7 @@ def _average(buffer: torch.Tensor) -> Result:
     [
         ("hooks_ref:allreduce_hook", Verdict.PASS, "among 1024 ranks"),
         ("tests.test_simulate:gathers_from_all", Verdict.PASS, "among 64 ranks; no more ranks: it gathers"),
-        ("tests.right.exact:another_thread", Verdict.NOT_APPLICABLE, "its futures do not complete"),
+        ("tests.right.exact:another_thread", Verdict.NOT_APPLICABLE, "it starts a thread of its own"),
         ("tests.test_simulate:scratch_in_module", Verdict.NOT_APPLICABLE, "ranks that share a process get other results"),
     ],
 )
