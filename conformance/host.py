@@ -36,7 +36,7 @@ from typing import Any
 if __name__ == "__main__" and (package := str(Path(__file__).resolve().parent.parent)) not in sys.path:
     sys.path.insert(0, package)
 
-from conformance.supervise import GRACE, ControllerGone, adopt_orphans, kill_children, require_one_thread, supervise
+from conformance.supervise import GRACE, Controller, ControllerGone, adopt_orphans, kill_children, require_one_thread, supervise
 
 
 def serve_host(control: socket.socket, base: Path) -> None:
@@ -44,8 +44,8 @@ def serve_host(control: socket.socket, base: Path) -> None:
     adopt_orphans()
     lanes: dict[int, tuple[int, int]] = {}  # pidfd: number, pid
     with contextlib.suppress(ConnectionError):
-        _say(control, {"greeting": _greeting()})
-        _keep_bytecode(base / "bytecode")
+        _say(control, {"greeting": warm_up()})
+        keep_bytecode(base / "bytecode")
         while True:
             poller = select.poll()
             for fd in (control.fileno(), *lanes):
@@ -76,7 +76,7 @@ def serve_host(control: socket.socket, base: Path) -> None:
     shutil.rmtree(base, ignore_errors=True)
 
 
-def _keep_bytecode(folder: Path) -> None:
+def keep_bytecode(folder: Path) -> None:
     """Where Python is told to write none, keep the subject's here: else every rank compiles it anew."""
     if sys.dont_write_bytecode:
         sys.dont_write_bytecode, sys.pycache_prefix = False, str(folder)
@@ -111,15 +111,15 @@ def _serve_lane(connection: socket.socket) -> None:
         for line in stream:
             command = json.loads(line)
             try:
-                answer = (_run if command["op"] == "run" else _describe)(command, connection.fileno())
+                answer = (run_here if command["op"] == "run" else describe_here)(command, Controller(connection.fileno()))
             except OSError as error:
                 answer = {"kit_error": f"{error.strerror or error}: {error.filename or command['folder']}"}
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
 
 
-def _run(command: dict[str, Any], controller: int) -> dict[str, Any]:
-    """Run one scenario."""
+def run_here(command: dict[str, Any], controller: Controller) -> dict[str, Any]:
+    """Run one scenario: all of its ranks, or those that the command names, each with the environment that it says."""
     from conformance.rank import run_rank
     from conformance.scenario import scenario_from_json
     from conformance.subject import SubjectSpec
@@ -127,14 +127,19 @@ def _run(command: dict[str, Any], controller: int) -> dict[str, Any]:
     scenario, world = scenario_from_json(command["scenario"]), command["world"]
     spec = SubjectSpec(**command["subject"]) if command["subject"] else None
     folder = Path(command["folder"])
-    for rank in range(world):
+    ranks, environment = command.get("ranks", range(world)), command.get("environment", {})
+    for rank in ranks:
         (folder / str(rank)).mkdir()
     patience = command["deadline"] + 60  # the groups' own timeout: the host speaks first
 
     def rank_function(rank: int) -> Callable[[], int]:
-        return lambda: run_rank(scenario, spec, rank, world, folder, command["cwd"], patience)
+        def function() -> int:
+            os.environ.update(environment.get(str(rank), {}))
+            return run_rank(scenario, spec, rank, world, folder, command["cwd"], patience)
 
-    functions = [rank_function(rank) for rank in range(world)]
+        return function
+
+    functions = {rank: rank_function(rank) for rank in ranks}
     grace = command["deadline"] if scenario.fault != "none" else GRACE
     outcome = supervise(functions, folder, command["deadline"], grace, controller)
     for rank in outcome["ranks"]:
@@ -144,7 +149,7 @@ def _run(command: dict[str, Any], controller: int) -> dict[str, Any]:
     return outcome
 
 
-def _describe(command: dict[str, Any], controller: int) -> dict[str, Any]:
+def describe_here(command: dict[str, Any], controller: Controller) -> dict[str, Any]:
     """Import the subject in a forked process and say what it is."""
     from conformance.errors import ConformanceError
     from conformance.resolve import describe
@@ -164,7 +169,7 @@ def _describe(command: dict[str, Any], controller: int) -> dict[str, Any]:
         answer.write_text(json.dumps(said))
         return 0
 
-    outcome = supervise([function], folder, command["deadline"], GRACE, controller)
+    outcome = supervise({0: function}, folder, command["deadline"], GRACE, controller)
     rank = outcome["ranks"][0]
     try:
         said: dict[str, Any] = json.loads(answer.read_text())
@@ -174,7 +179,7 @@ def _describe(command: dict[str, Any], controller: int) -> dict[str, Any]:
         return {"error": f"importing it {how}"}
 
 
-def _greeting() -> dict[str, Any]:
+def warm_up() -> dict[str, Any]:
     """Import what ranks need, and say what was found."""
     import torch
     import torch._dynamo
@@ -196,7 +201,14 @@ def _greeting() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run as ``python host.py FD FOLDER``: the controller's packets come from socket FD, runs are kept in FOLDER."""
+    """Run as ``python host.py FD FOLDER``: the controller's packets come from socket FD, runs are kept in FOLDER.
+
+    torchrun runs it as ``-m conformance.host``, see ``slot.py``.
+    """
+    if len(sys.argv) != 3 or not sys.argv[1].isdecimal():
+        from conformance.slot import serve_slot, start_anew
+
+        return serve_slot(sys.argv[2:]) if sys.argv[1:2] == ["--slot"] else start_anew(sys.argv[1:])
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     serve_host(control, Path(sys.argv[2]))

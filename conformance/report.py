@@ -61,6 +61,8 @@ def conclusion_lines(session: Session, conclusion: Conclusion) -> list[str]:
     if conclusion.certificate:
         torch = header["profile"]["torch"]
         mode = "gloo on cpu" + (", one collective at a time" if header["profile"]["name"] == "gloo-serialised" else "")
+        nodes = header["profile"].get("nodes", ())
+        mode += f", on {len(nodes)} node{'s' if len(nodes) > 1 else ''}" if nodes else ""
         checks = sum(j.checks for j in session.judgements.values())
         lines += [
             f"CERTIFIED  {name}  as {claims}",

@@ -10,7 +10,7 @@ from pathlib import Path
 from conformance.engine import Source
 from conformance.errors import UsageError
 from conformance.kinds import KINDS
-from conformance.pool import Pool
+from conformance.pool import Ranks
 from conformance.run import Run, load_run
 from conformance.run_folder import OUTCOME
 from conformance.scenario import Scenario
@@ -25,7 +25,7 @@ class LocalSource(Source):
         keep: the folder for ``--records``.
     """
 
-    def __init__(self, pool: Pool, keep: Path | None = None) -> None:
+    def __init__(self, pool: Ranks, keep: Path | None = None) -> None:
         self._pool, self._keep = pool, keep
         self._threads: ThreadPoolExecutor | None = None
         self._ahead: dict[str, Future[Run]] = {}

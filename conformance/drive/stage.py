@@ -21,11 +21,10 @@ from conformance.inputs import gradient
 from conformance.kinds import KINDS
 from conformance.record import Recorder
 from conformance.resolve import Factory, call_with_names, resolve_other
+from conformance.run_folder import STATE
 from conformance.scenario import Scenario
 from conformance.schedule import Schedule
 from conformance.subject import SubjectSpec
-
-STATE = "state.pt"
 
 
 class Stage:
