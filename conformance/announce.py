@@ -18,7 +18,8 @@ from typing import Any
 from conformance.errors import UsageError
 
 DEFAULT_PORT = 29400  # torchrun's
-PATIENCE = 5.0  # seconds for a store, or a host, to answer
+PATIENCE = 5.0  # seconds for somebody to listen
+STORE_PATIENCE = 30.0  # seconds for a store to answer: its client looks up names, which may take long
 _KEY = "conformance/host/{}"
 _RENDEZVOUS, _MASTER = "torch.rendezvous.", "/MASTER_ADDR"
 
@@ -107,7 +108,7 @@ def find(host: str, port: int) -> list[Announcement]:
             except NobodyThere as error:
                 why = str(error)
     if len(found) > 1:
-        choice = " or ".join(f"--attach {name}:{shared}" for name, shared in found)
+        choice = " or ".join(sorted(f"--attach {name}:{shared}" for name, shared in found))
         raise UsageError(f"there are hosts of several torchruns at {host}:{port}; name one: {choice}")
     if not found:
         raise NobodyThere(why)
@@ -171,7 +172,7 @@ def _reach(host: str, port: int) -> Any:
 def _connect(host: str, port: int) -> Any:
     from torch.distributed import TCPStore
 
-    return TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=PATIENCE))
+    return TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=STORE_PATIENCE))
 
 
 def kit_digest() -> str:

@@ -95,7 +95,7 @@ class AttachedPool:
         with self._lock:
             if not self._profile:
                 if why := self._attach(time.monotonic() + self.wait):
-                    raise ProfileError(f"--attach {self.endpoint}: {why}")
+                    raise ProfileError(f"--attach {self.endpoint}: {why}; waited {self.wait:.0f} seconds")
                 self._profile = self._agreed()
             return self._profile
 
@@ -222,7 +222,7 @@ class AttachedPool:
         until = time.monotonic() + self.wait
         if why := self._attach(until):
             lost = f"{self.interruptions[-1]}; " if self.interruptions else ""
-            return f"{lost}and it has not come back within {self.wait:.0f} seconds: {why}" if lost else f"a host is gone: {why}"
+            return f"{lost or 'a host was lost; '}it has not come back within {self.wait:.0f} seconds: {why}"
         if self._agreed() != self._profile:
             raise ProfileError("the hosts that torchrun started anew are on other machines, or have other software, than before")
         if self._described is not None:
@@ -266,7 +266,7 @@ class AttachedPool:
                 self._let_go()
                 why = str(error)
             if self._closed or time.monotonic() >= until:
-                return f"{why}; waited {self.wait:.0f} seconds"
+                return why
             time.sleep(0.2)
 
     def _connect(self, said: Announcement) -> _Host:
@@ -388,7 +388,7 @@ def _named(lost: list[tuple[Member, str]]) -> str:
     said = []
     for node in dict.fromkeys(member.host.node_name for member, _ in lost):
         here = [(member, how) for member, how in lost if member.host.node_name == node]
-        ranks = [rank for member, _ in here for rank in member.ranks]
+        ranks = sorted(rank for member, _ in here for rank in member.ranks)
         said.append(f"{node}, rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {here[0][1]}")
     return "; ".join(said)
 

@@ -100,9 +100,8 @@ class _Slot:
             sys.exit(f"conformance: the store of the rendezvous does not answer at {host.store[0]}:{host.store[1]}: {error}")
         gc.collect()
         gc.freeze()
-        if host.slot == 0:
-            address = f"{host.store[0]}:{host.store[1]}"
-            print(f"conformance: hosts wait for a controller: --attach with torchrun's --rdzv-endpoint, or {address}", flush=True)
+        address = f"--attach with torchrun's --rdzv-endpoint, or {host.store[0]}:{host.store[1]}"
+        print(f"conformance: host {host.slot + 1} of {host.slots}, {host.node_name}, waits for a controller: {address}", flush=True)
         while not self._finished:
             self._wait()
 
