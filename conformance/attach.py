@@ -147,12 +147,16 @@ class AttachedPool:
                 return folder
             raise AssertionError
 
-    def close(self) -> None:
-        """Let go of the hosts, which kill their ranks, and remove what was left on this machine's disk."""
+    def close(self, finished: bool = True) -> None:
+        """Let go of the hosts, which kill their ranks, and remove what was left on this machine's disk.
+
+        Args:
+            finished: whether hosts may end that serve once.
+        """
         self._closed = True
         for host in list(self._hosts):
             with contextlib.suppress(ConnectionLost):
-                host.control.send({"bye": True})
+                host.control.send({"bye" if finished else "leave": True})
             host.control.hang_up()
             host.lane.hang_up()
         with self._lock:
@@ -275,34 +279,49 @@ class AttachedPool:
         for address in said.addresses:
             try:
                 control = self._open(said, address, "control")
-                answer = control.receive(LOADING)
             except (OSError, ConnectionLost) as error:
                 why = why or f"{said.node_name} does not answer at {address}:{said.port} ({error})"
                 continue
-            if "busy" in answer:
+            host = _Host(said, control, control, {})
+            try:
+                answer = control.receive(LOADING)
+                if "busy" in answer:
+                    raise ProfileError(f"--attach {self.endpoint}: another controller has these hosts already: {answer['busy']}")
+                host.greeting = answer.get("greeting", {})
+                if host.greeting.get("id") == said.id:
+                    self._open_lane(host)
+                    return host
+            except ConnectionLost as error:
+                why = why or f"{said.node_name} does not answer at {address}:{said.port} ({error})"
+            except BaseException:
                 control.close()
-                raise ProfileError(f"--attach {self.endpoint}: another controller has these hosts already: {answer['busy']}")
-            if answer.get("greeting", {}).get("id") != said.id:
-                control.close()
-                continue
-            host = _Host(said, control, control, answer["greeting"])
-            self._open_lane(host)
-            return host
+                raise
+            control.close()
         raise NobodyThere(why or f"{said.node_name} does not answer")
 
     def _open(self, said: Announcement, address: str, wants: str, **more: Any) -> Stream:
+        """Connect to a host and say what for. Raises: OSError, ConnectionLost."""
         stream = Stream(socket.create_connection((address, said.port), timeout=PATIENCE))
-        stream.send({"token": said.token, "wants": wants, "id": self._id, "who": who_am_i(), **more})
+        try:
+            stream.send({"token": said.token, "wants": wants, "id": self._id, "who": who_am_i(), **more})
+        except ConnectionLost:
+            stream.close()
+            raise
         return stream
 
     def _open_lane(self, host: _Host) -> None:
+        """Have a host fork a lane. Raises: ConnectionLost."""
         host.lane_number += 1
         try:
-            host.lane = self._open(host.said, host.control.addresses[1], "lane", lane=host.lane_number)
+            lane = self._open(host.said, host.control.addresses[1], "lane", lane=host.lane_number)
         except OSError as error:
             raise ConnectionLost(str(error)) from error
-        if "ready" not in host.lane.receive(ANSWER):
-            raise ConnectionLost("it is no host of this kit")
+        try:
+            lane.receive(ANSWER)  # it is ready
+        except ConnectionLost:
+            lane.close()
+            raise
+        host.lane = lane
 
     def _clock_of(self, host: _Host) -> float:
         """Return by how many seconds a host's clock is ahead, from the quickest of some answers. Raises: ConnectionLost."""

@@ -11,7 +11,6 @@ from conformance.announce import NobodyThere, announce, find, kit_digest, parse_
 from conformance.errors import UsageError
 from tests.test_crew import host_of
 
-
 _STORES: list[TCPStore] = []  # kept: where one is destroyed another of the same process may stop answering
 
 
