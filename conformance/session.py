@@ -131,6 +131,8 @@ class Session:
         header = {**self.header, **({"pytest plugins": plugins} if plugins else {}), "command": self.options.command()}
         interrupted = self.pool.interruptions if self.pool else []
         conclusion = conclude(self.rules, self.judgements, header, self.worlds, self.subject.kind, interrupted)
+        if conclusion.verdict != "not certified":
+            self.notes += interrupted
         if conclusion.certificate:
             self.certificate_path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.certificate_path, conclusion.certificate)

@@ -88,12 +88,15 @@ class _Slot:
         self._lanes: dict[int, tuple[int, int]] = {}  # pidfd: number, pid
         self._ended: dict[int, int] = {}  # number of a lane: exit status
         self._asked_about: set[int] = set()
+        self._keeper: set[int] = set()  # the process that keeps the store, where this host has to
 
     def serve(self) -> None:
         """Announce this host, and serve who comes."""
         host = announcement(self._id, self._token, _addresses(), self._listener.getsockname()[1])
         self._greeting = {**warm_up(), "kit": kit_digest(), "id": self._id}
         keep_bytecode(self._folder / "bytecode")
+        if host.slot == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            self._keeper = {_keep_store(*host.store)}
         try:
             announce(host)
         except RuntimeError as error:
@@ -197,7 +200,7 @@ class _Slot:
             os.waitpid(pid, 0)
             os.close(fd)
         self._lanes, self._ended, self._asked_about = {}, {}, set()
-        kill_children()
+        kill_children(spare=self._keeper)
         for folder in self._folder.glob("run-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -205,7 +208,7 @@ class _Slot:
         number, pid = self._lanes.pop(fd)
         os.close(fd)
         self._ended[number] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        kill_children(spare={pid for _, pid in self._lanes.values()})  # what the lane's subject left behind
+        kill_children(spare=self._keeper | {pid for _, pid in self._lanes.values()})  # what the lane's subject left behind
         with contextlib.suppress(ConnectionLost):
             self._say_how_it_ended(number)
 
@@ -267,6 +270,24 @@ class _Remote(Controller):
                 pass
         except ConnectionLost as error:
             raise ControllerGone from error
+
+
+def _keep_store(address: str, port: int) -> int:
+    """Fork a process that keeps the store in which hosts and ranks meet: where torchrun's agents share none, the first host does."""
+    require_one_thread()
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            from torch.distributed import TCPStore
+
+            store = TCPStore(address, port, is_master=True, wait_for_workers=False)
+            while store:
+                signal.pause()
+    finally:
+        os._exit(1)
 
 
 def _serve_lane(stream: Stream, base: Path) -> None:

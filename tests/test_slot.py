@@ -1,4 +1,4 @@
-"""A host as torchrun starts it, without torchrun: the store is the test's, and there is one slot."""
+"""A host as torchrun starts it, without torchrun: there is one slot, and no agent shares a store, so that the host keeps one."""
 
 import os
 import socket
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
 from conformance import slot
 from conformance.announce import find
@@ -36,14 +35,17 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "waits.py").write_text(WAITS)
-        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        with socket.create_server(("localhost", 0)) as free:
+            self.port = free.getsockname()[1]
         one = {"RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        environment = {**os.environ, **one, "MASTER_ADDR": "localhost", "MASTER_PORT": str(self.store.port), "PYTHONPATH": str(ROOT)}
-        environment.pop("GLOO_SOCKET_IFNAME", None)
+        environment = {**os.environ, **one, "MASTER_ADDR": "localhost", "MASTER_PORT": str(self.port), "PYTHONPATH": str(ROOT)}
+        environment = {
+            key: value for key, value in environment.items() if key not in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE")
+        }
         self.process = subprocess.Popen([sys.executable, "-m", "conformance.host", "--once"], cwd=folder, env=environment)
 
     def pool(self) -> AttachedPool:
-        return AttachedPool(f"localhost:{self.store.port}", 30.0, 120.0)
+        return AttachedPool(f"localhost:{self.port}", 30.0, 120.0)
 
     @property
     def on_disk(self) -> Path:
