@@ -330,7 +330,7 @@ class AttachedPool:
             before = time.monotonic()
             said = self._ask(host)
             after = time.monotonic()
-            measured.append((after - before, float(said["clock"]) - (before + after) / 2))
+            measured.append((after - before, float(said.get("clock", 0.0)) - (before + after) / 2))
         return min(measured)[1]
 
     def _agreed(self) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from conformance.supervise import Controller, ControllerGone, adopt_orphans, kil
 from conformance.wire import RECORDS, SAVED, ConnectionLost, Stream
 
 HANDSHAKE = 30.0  # seconds in which a controller must have said that evidence is complete everywhere
+HELLO_LIMIT = 1 << 16  # bytes that one may send before it has said what it is
 WAITING = 32  # connections that have not yet said what they are
 _FOLDER = "conformance-slot-"
 _PR_SET_PDEATHSIG = 1
@@ -140,10 +141,11 @@ class _Slot:
             message = stream.pop()
         except ConnectionLost:
             message = {}
-        if message is None:
+        if message is None and stream.held < HELLO_LIMIT:
             return
+        message = message or {}
         del self._waiting[fd]
-        known = secrets.compare_digest(str(message.get("token")), self._token)
+        known = secrets.compare_digest(str(message.get("token")).encode(errors="replace"), self._token.encode())
         if known and message.get("wants") == "control":
             self._take_control(stream, message)
         elif known and message.get("wants") == "lane" and self._control:

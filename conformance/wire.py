@@ -104,11 +104,16 @@ class Stream:
         self._buffer = rest
         try:
             message = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConnectionLost("it sent what is no message") from error
         if not isinstance(message, dict):
             raise ConnectionLost("it sent what is no message")
         return message
+
+    @property
+    def held(self) -> int:
+        """How many bytes have come that nobody has taken."""
+        return len(self._buffer)
 
     @property
     def pending(self) -> bool:

@@ -80,8 +80,13 @@ def ends(rank: int, **more: Any) -> Host:
 
 
 def test_a_run_that_comes_to_its_end(tmp_path: Path) -> None:
-    said, _ = carried_out(tmp_path, ends(0), ends(1))
+    (tmp_path / "there").mkdir()
+    record = tmp_path / "there" / "events.jsonl"
+    record.write_text('{"event": "step", "step": 0, "time": 142.5}\n')
+    said, _ = carried_out(tmp_path, ends(0), lambda stream: stream.send(outcome(1), [(1, record)]))
     assert said["stopped"] == "ended"
+    write_json(tmp_path / OUTCOME, said)
+    assert load_run(tmp_path, VALUES, 2).ranks[1].events == [{"event": "step", "step": 0, "time": 42.5}]
     assert [rank["rank"] for rank in said["ranks"]] == [0, 1]
     assert [rank["died"] for rank in said["ranks"]] == [0.0, 1.0]  # on the controller's clock
     assert [rank["clock"] for rank in said["ranks"]] == [100.0, 100.0]

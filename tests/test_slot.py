@@ -1,5 +1,6 @@
 """A host as torchrun starts it, without torchrun: there is one slot, and no agent shares a store, so that the host keeps one."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -76,12 +77,23 @@ def test_who_does_not_know_the_token_is_hung_up_on(host: Host) -> None:
     with host.pool() as pool:
         pool.greeting()
         [said] = find(*pool._address)
-        for hello in ({"token": "guessed", "wants": "control"}, {"wants": "lane"}, {"token": said.token, "wants": "all"}):
+        for hello in (
+            {"token": "guessed", "wants": "control"},
+            {"token": "\u00e9\ud800", "wants": "control"},
+            {"wants": "lane"},
+            {"token": said.token, "wants": "all"},
+            {"long": "x" * 100_000},
+        ):
             stranger = Stream(socket.create_connection(("localhost", said.port)))
             stranger.send(hello)
             with pytest.raises(ConnectionLost, match="its process ended"):
                 stranger.receive(60.0)
             stranger.close()
+        for nonsense in (b"[" * 50_000 + b"\n", b"x" * 70_000):
+            with socket.create_connection(("localhost", said.port)) as connection:
+                connection.sendall(nonsense)
+                with contextlib.suppress(ConnectionResetError):
+                    assert connection.recv(1) == b""
         silent = [socket.create_connection(("localhost", said.port)) for _ in range(40)]
         assert LocalSource(pool).run(VALUES, 1, REFERENCE, "values@1").finished
         for connection in silent:
