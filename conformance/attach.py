@@ -180,7 +180,7 @@ class AttachedPool:
         }
         saved = Path(scenario.saved_in)
         files = [(rank, saved / str(rank) / name) for rank in range(world) for name in SAVED] if scenario.saved_in else []
-        crew = Crew(members, folder)
+        crew = Crew(members, folder, [(host.said, host.control) for host in self._hosts if host.said not in hosts])
         try:
             crew.begin(command, files, environments(hosts))
             outcome = crew.carry_out(deadline, deadline if scenario.fault != "none" else GRACE)
@@ -190,6 +190,9 @@ class AttachedPool:
             raise KitError(f"cannot run {folder.name} on {failed.host.node_name}: {failed.kit_error}")
         if lost := [member for member in members if member.state == "lost"]:
             outcome |= self._why_lost(lost)
+            if outcome["stopped"] == "node" and crew.lost_beside:
+                first, how = crew.lost_beside[0]
+                outcome["host"] = f"{first.node_name}: {how}; then {outcome['host']}"
         return outcome
 
     def _why_lost(self, lost: list[Member]) -> dict[str, Any]:

@@ -56,10 +56,16 @@ class Crew:
     Args:
         members: every host, in the order of their ranks.
         folder: the run's, on this machine; records are written there.
+        others: hosts that have no rank of it, and a connection to each: when one of them dies torchrun may start all anew.
+
+    Attributes:
+        lost_beside: which of those were lost before the run was over, and how.
     """
 
-    def __init__(self, members: Sequence[Member], folder: Path) -> None:
+    def __init__(self, members: Sequence[Member], folder: Path, others: Sequence[tuple[Announcement, Stream]] = ()) -> None:
         self.members, self._folder = members, folder
+        self._others = {stream: host for host, stream in others}
+        self.lost_beside: list[tuple[Announcement, str]] = []
         self._stopped, self._killing = "", False
 
     def begin(self, command: dict[str, Any], files: Sequence[tuple[int, Path]], environment: dict[str, dict[str, str]]) -> None:
@@ -98,8 +104,12 @@ class Crew:
                     self._lose(member, SILENT)
             running = [member for member in running if not member.is_over]
             until = patience if self._stopped else stop
-            for lane in select.select([member.lane for member in running], [], [], max(0.0, until - now))[0] if running else ():
-                self._hear(next(member for member in running if member.lane is lane))
+            streams = [*self._others, *(member.lane for member in running)]
+            for stream in select.select(streams, [], [], max(0.0, until - now))[0] if running else ():
+                if stream in self._others:
+                    self._hear_beside(stream)
+                else:
+                    self._hear(next(member for member in running if member.lane is stream))
         return self._outcome()
 
     @property
@@ -140,6 +150,12 @@ class Crew:
                     self._take(member, message)
         except ConnectionLost as error:
             self._lose(member, str(error))
+
+    def _hear_beside(self, stream: Stream) -> None:
+        try:
+            stream.fill()
+        except ConnectionLost as error:
+            self.lost_beside.append((self._others.pop(stream), str(error)))
 
     def _take(self, member: Member, message: dict[str, Any]) -> None:
         """Take what a host says of its ranks, and their records."""

@@ -17,6 +17,8 @@ kill their ranks and end, then the host removes the folder and ends.
 
 The controller speaks to the host in packets (each asks for a lane, and brings its connection, or for a sign of life), and
 to a lane in JSON lines; records go through files.
+
+On several machines torchrun starts the hosts, as ``-m conformance.host``; the way to their controller is another (``slot.py``).
 """
 
 import contextlib

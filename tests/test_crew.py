@@ -145,6 +145,28 @@ def test_a_host_that_is_lost_is_told_and_the_others_are_heard(tmp_path: Path) ->
     assert said["ranks"][1] == {"rank": 1, "exit": None}
 
 
+def test_a_host_without_a_rank_that_is_lost_stops_nothing(tmp_path: Path) -> None:
+    """It is remembered: should torchrun start all anew, that was the reason."""
+    ours, theirs = socket.socketpair()
+    lane, end = socket.socketpair()
+    beside, other = Stream(ours), Stream(end)
+    team = Crew([Member(host_of(0), Stream(lane), (0,))], tmp_path, [(host_of(3), beside)])
+    theirs.close()
+
+    def late() -> None:
+        while not team.lost_beside:
+            threading.Event().wait(0.01)
+        ends(0)(other)
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    assert team.carry_out(60.0, 0.0)["stopped"] == "ended"
+    thread.join()
+    assert [(host.slot, how) for host, how in team.lost_beside] == [(3, "its process ended")]
+    for stream in (beside, other, team.members[0].lane):
+        stream.close()
+
+
 def test_a_host_that_says_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew, "ANSWER", 0.2)
     said, team = carried_out(tmp_path, waits(0), lambda stream: _until_hung_up(stream), deadline=0.1)
