@@ -82,6 +82,10 @@ class AttachedPool:
         """Nothing is to be started: torchrun has done so."""
 
     @property
+    def _nodes(self) -> list[int]:
+        return sorted({host.said.node for host in self._hosts})
+
+    @property
     def capacity(self) -> int:
         """The largest world size that the attached hosts can run."""
         return len(self._hosts)
@@ -104,7 +108,7 @@ class AttachedPool:
         with self._lock:
             self.greeting()
             answer: dict[str, Any] = {}
-            for host in {host.said.node: host for host in reversed(self._hosts)}.values():
+            for host in (next(host for host in self._hosts if host.said.node == node) for node in self._nodes):
                 try:
                     host.lane.send({"op": "describe", "subject": subject.to_json(), "deadline": self.deadline})
                     said = host.lane.receive(self.deadline + ANSWER)["described"]
@@ -355,7 +359,7 @@ class AttachedPool:
                 "which makes the inputs that results are compared with; install the same"
             )
         kept = {key: value for key, value in first.greeting.items() if key not in ("kit", "id")}
-        return {**kept, "nodes": [_node(self._hosts, node) for node in sorted({host.said.node for host in self._hosts})]}
+        return {**kept, "nodes": [_node(self._hosts, node) for node in self._nodes]}
 
     def _new_folder(self, name: str) -> Path:
         try:

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from conformance import attach
+from conformance.announce import Announcement, NobodyThere, kit_digest
 from conformance.attach import AttachedPool, _Host, environments, place, ranks_for
 from conformance.breakage import breakage
 from conformance.errors import ProfileError, UsageError
@@ -22,6 +25,7 @@ from conformance.session import Session
 from conformance.sources import LocalSource
 from conformance.subject import REFERENCE, SubjectSpec
 from conformance.verdict import Verdict
+from conformance.wire import Stream
 from tests.test_crew import host_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -196,10 +200,6 @@ def test_ranks_are_spread_over_nodes_and_numbered_as_torchrun_does() -> None:
 
 
 def test_hosts_that_are_not_alike_are_refused() -> None:
-    import torch
-
-    from conformance.announce import kit_digest
-
     def attached(*greetings: dict[str, Any]) -> AttachedPool:
         pool = AttachedPool("anna:1", 1.0, 0.0)
         like = {"kit": kit_digest(), "torch": torch.__version__, "python": "3", "platform": "p"}
@@ -213,6 +213,37 @@ def test_hosts_that_are_not_alike_are_refused() -> None:
         attached({}, {"torch": "1.0"})._agreed()
     with pytest.raises(ProfileError, match=r"the nodes have torch 1\.0, this machine has"):
         attached({"torch": "1.0"}, {"torch": "1.0"})._agreed()
+
+
+def test_a_subject_that_is_not_the_same_on_all_nodes_is_refused() -> None:
+    pool, ends = AttachedPool("anna:1", 5.0, 0.0), []
+    for node, digest in enumerate("xxy"):
+        ours, theirs = (Stream(end) for end in socket.socketpair())
+        theirs.send({"described": {"sha256": {"mypkg": digest}}})
+        pool._hosts.append(_Host(host_of(2 * node), ours, ours, {}))
+        ends += [ours, theirs]
+    pool._profile = {"torch": "any"}
+    assert pool.describe(SubjectSpec(hook="mypkg:hook"))["error"].startswith("node 2 (c) has another mypkg:hook than the nodes before it")
+    for stream in ends:
+        stream.close()
+
+
+def test_hosts_of_before_and_after_a_restart_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun starts all anew: those that are there still are about to end."""
+    pool = AttachedPool("anna:1", 1.0, 0.0)
+    pool._before = {"host 0", "host 1"}
+    tried: list[str] = []
+
+    def connect(host: Announcement) -> _Host:
+        tried.append(host.id)
+        raise NobodyThere("this is but a test")
+
+    monkeypatch.setattr(pool, "_connect", connect)
+    for ids, tries in (({"host 0", "host 7"}, 0), ({"host 0", "host 1"}, 1), ({"host 7", "host 8"}, 2)):
+        monkeypatch.setattr(attach, "find", lambda *_, ids=ids: [host_of(0, id=identity) for identity in sorted(ids)])
+        why = pool._attach(0.0)
+        assert len(tried) == tries
+        assert why == ("this is but a test" if tries else "torchrun has not started all of its hosts anew")
 
 
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:

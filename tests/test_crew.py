@@ -23,7 +23,7 @@ Host = Callable[[Stream], None]
 
 def host_of(slot: int, **more: Any) -> Announcement:
     said = {"id": f"host {slot}", "token": "", "addresses": ("127.0.0.1",), "port": 1, "slot": slot, "slots": 4}
-    return Announcement(**{**said, "node": slot // 2, "nodes": 2, "place": slot % 2, "hostname": "ab"[slot // 2], "pid": 1,
+    return Announcement(**{**said, "node": slot // 2, "nodes": 2, "place": slot % 2, "hostname": "abc"[slot // 2], "pid": 1,
                            "store": ("localhost", 1), **more})  # fmt: skip
 
 

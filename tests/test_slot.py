@@ -116,6 +116,19 @@ def test_a_controller_that_vanishes_in_mid_run_leaves_nothing_to_run_and_the_hos
         pool.close(finished=False)
 
 
+def test_a_connection_that_breaks_between_runs_is_made_again(host: Host) -> None:
+    with host.pool() as pool:
+        source = LocalSource(pool)
+        assert source.run(VALUES, 1, REFERENCE, "values@1").finished
+        pool._hosts[0].control.hang_up()
+        assert source.run(VALUES, 1, REFERENCE, "values@1").finished
+        assert pool.interruptions == []
+        pool._hosts[0].lane.hang_up()  # which shows when the run is under way only
+        assert source.run(VALUES, 1, REFERENCE, "values@1").finished
+        assert len(pool.interruptions) == 1
+        pool.close(finished=False)
+
+
 def test_the_environment_of_ranks(host: Host) -> None:
     """As torchrun would have it for the run; on one node Gloo keeps to the loopback."""
     (host.folder / "looks.py").write_text(
