@@ -48,7 +48,7 @@ class Breakage:
 
     Attributes:
         kind: ``kit``, ``target``, ``register``, ``contract``, ``shape``, ``dtype``, ``raised``, ``died``,
-            ``hang``, ``flood`` or ``host``.
+            ``hang``, ``flood``, ``host`` or ``node``; the last is not known to be the subject's doing.
         line: the root cause in one line.
         expected: what should have been instead.
         cause: the known mistake behind a refusal of DDP's, which names none.
@@ -73,6 +73,8 @@ def breakage(run: Run) -> Breakage | None:
     if run.finished:
         return None
     evidence = {f"rank {rank.rank}": _evidence(rank) for rank in run.ranks}
+    if run.stopped == "node":
+        return Breakage("node", run.host, evidence)
     if run.stopped == "host":
         return Breakage("host", f"a process above the ranks died during the run ({run.host}): the subject killed it", evidence)
     for rank in run.ranks:

@@ -7,7 +7,7 @@ is said.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -45,8 +45,14 @@ def conclude(
     header: Mapping[str, Any],
     worlds: tuple[int, ...],
     kind: str = HOOK,
+    interrupted: Sequence[str] = (),
 ) -> Conclusion:
-    """Weigh the judgements of a session; ``header`` is what the certificate says of subject, of this kind, and profile."""
+    """Weigh the judgements of a session.
+
+    Args:
+        header: what the certificate says of subject, of this ``kind``, and profile.
+        interrupted: runs that were cut short and done again: whose doing that was is not known, so nothing is certified.
+    """
     broken = [j for j in judgements.values() if j.verdict is Verdict.KIT_ERROR]
     if broken:
         return Conclusion(KIT_ERROR, "kit error", [f"{j.number}: {j.reason}" for j in broken])
@@ -55,7 +61,8 @@ def conclude(
         return Conclusion(REFUSED, "refused", [f"{j.number} {rules[j.number].title}" for j in failed])
     if not judgements:
         return Conclusion(NO_RULES, "not certified", ["no rule was selected"])
-    reasons = _what_is_missing(judgements, worlds, golden_list(kind, header.get("profile", {}).get("device", "cpu")))
+    golden = golden_list(kind, header.get("profile", {}).get("device", "cpu"))
+    reasons = [*interrupted, *_what_is_missing(judgements, worlds, golden)]
     if reasons:
         return Conclusion(NOT_CERTIFIED, "not certified", reasons)
     return Conclusion(CERTIFIED, "certified", certificate=_certificate(rules, judgements, header))

@@ -54,6 +54,10 @@ class Source:
         """Begin no more of them."""
 
 
+class _NodeLost(Exception):
+    """A run that a subject is compared with was cut short; by what, the text says."""
+
+
 class Engine:
     """Judges one subject.
 
@@ -226,8 +230,11 @@ class Engine:
             elif broken := self._breakage(run):
                 self._note_broken(rule, run, broken, judgement)
             elif rule.across:
-                usable[run.name] = run
-                beside |= self._beside(rule.beside, scenario, world)
+                try:
+                    beside |= self._beside(rule.beside, scenario, world)
+                    usable[run.name] = run
+                except _NodeLost as error:
+                    self._note(judgement, run.name, Verdict.NOT_RUN, reason=str(error))
             else:
                 self._note_found(judgement, run.name, self._ask(rule, run))
         if rule.across and len(usable) == len(wanted):
@@ -251,6 +258,9 @@ class Engine:
             if (name, scenario) not in others:
                 others[name, scenario] = self.source.run(scenario, world, subject, name)
             runs[name] = others[name, scenario]
+            if (broken := breakage(runs[name])) and broken.kind == "node":
+                del others[name, scenario]
+                raise _NodeLost(broken.line)
             if (broken := breakage(runs[name])) and subject:
                 raise TargetError(f"--claims {self.claims}: the reference itself does not run so: {broken.line}")
             if broken:
@@ -330,7 +340,9 @@ class Engine:
 
     def _note_broken(self, rule: Rule, run: Run, broken: Breakage, judgement: Judgement) -> None:
         blamed = _BLAME.get(broken.kind) if rule.kind == HOOK else None
-        if rule.worlds == "fewer" and refused(run):
+        if broken.kind == "node":
+            self._note(judgement, run.name, Verdict.NOT_RUN, reason=broken.line)
+        elif rule.worlds == "fewer" and refused(run):
             self._note(judgement, run.name, Verdict.PASS, reason=broken.line, checks=1)
         elif (rule.may_refuse or self._does_not_take(run)) and refused(run):
             self._note(judgement, run.name, Verdict.NOT_APPLICABLE, reason=f"refused with an error on every rank: {broken.line}", checks=1)

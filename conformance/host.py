@@ -17,6 +17,8 @@ kill their ranks and end, then the host removes the folder and ends.
 
 The controller speaks to the host in packets (each asks for a lane, and brings its connection, or for a sign of life), and
 to a lane in JSON lines; records go through files.
+
+On several machines torchrun starts the hosts, as ``-m conformance.host``; the way to their controller is another (``slot.py``).
 """
 
 import contextlib
@@ -37,7 +39,7 @@ if __name__ == "__main__" and (package := str(Path(__file__).resolve().parent.pa
     sys.path.insert(0, package)
 
 from conformance.preload import forget_other_references, preload
-from conformance.supervise import GRACE, ControllerGone, adopt_orphans, kill_children, require_one_thread, supervise
+from conformance.supervise import GRACE, Controller, ControllerGone, adopt_orphans, kill_children, require_one_thread, supervise
 
 
 def serve_host(control: socket.socket, base: Path) -> None:
@@ -45,8 +47,8 @@ def serve_host(control: socket.socket, base: Path) -> None:
     adopt_orphans()
     lanes: dict[int, tuple[int, int]] = {}  # pidfd: number, pid
     with contextlib.suppress(ConnectionError):
-        _say(control, {"greeting": _greeting()})
-        _keep_bytecode(base / "bytecode")
+        _say(control, {"greeting": warm_up()})
+        keep_bytecode(base / "bytecode")
         while True:
             poller = select.poll()
             for fd in (control.fileno(), *lanes):
@@ -77,7 +79,7 @@ def serve_host(control: socket.socket, base: Path) -> None:
     shutil.rmtree(base, ignore_errors=True)
 
 
-def _keep_bytecode(folder: Path) -> None:
+def keep_bytecode(folder: Path) -> None:
     """Where Python is told to write none, keep the subject's here: else every rank compiles it anew."""
     if sys.dont_write_bytecode:
         sys.dont_write_bytecode, sys.pycache_prefix = False, str(folder)
@@ -112,15 +114,15 @@ def _serve_lane(connection: socket.socket) -> None:
         for line in stream:
             command = json.loads(line)
             try:
-                answer = _OPERATIONS[command["op"]](command, connection.fileno())
+                answer = OPERATIONS[command["op"]](command, Controller(connection.fileno()))
             except OSError as error:
                 answer = {"kit_error": f"{error.strerror or error}: {error.filename or command['folder']}"}
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
 
 
-def _run(command: dict[str, Any], controller: int) -> dict[str, Any]:
-    """Run one scenario."""
+def run_here(command: dict[str, Any], controller: Controller) -> dict[str, Any]:
+    """Run one scenario: all of its ranks, or those that the command names, each with the environment that it says."""
     from conformance.rank import run_rank
     from conformance.scenario import scenario_from_json
     from conformance.subject import SubjectSpec
@@ -128,14 +130,19 @@ def _run(command: dict[str, Any], controller: int) -> dict[str, Any]:
     scenario, world = scenario_from_json(command["scenario"]), command["world"]
     spec = SubjectSpec(**command["subject"]) if command["subject"] else None
     folder = Path(command["folder"])
-    for rank in range(world):
+    ranks, environment = command.get("ranks", range(world)), command.get("environment", {})
+    for rank in ranks:
         (folder / str(rank)).mkdir()
     patience = command["deadline"] + 60  # the groups' own timeout: the host speaks first
 
     def rank_function(rank: int) -> Callable[[], int]:
-        return lambda: run_rank(scenario, spec, rank, world, folder, command["cwd"], patience)
+        def function() -> int:
+            os.environ.update(environment.get(str(rank), {}))
+            return run_rank(scenario, spec, rank, world, folder, command["cwd"], patience)
 
-    functions = [rank_function(rank) for rank in range(world)]
+        return function
+
+    functions = {rank: rank_function(rank) for rank in ranks}
     grace = command["deadline"] if scenario.fault != "none" else GRACE
     outcome = supervise(functions, folder, command["deadline"], grace, controller)
     for rank in outcome["ranks"]:
@@ -145,7 +152,7 @@ def _run(command: dict[str, Any], controller: int) -> dict[str, Any]:
     return outcome
 
 
-def _describe(command: dict[str, Any], controller: int) -> dict[str, Any]:
+def describe_here(command: dict[str, Any], controller: Controller) -> dict[str, Any]:
     """Import the subject in a forked process and say what it is."""
     from conformance.resolve import describe
     from conformance.subject import SubjectSpec
@@ -158,7 +165,7 @@ def _describe(command: dict[str, Any], controller: int) -> dict[str, Any]:
     return _asked_in_a_fork(function, command, controller, "loading it", "importing it")
 
 
-def _look(command: dict[str, Any], controller: int) -> dict[str, Any]:
+def look_here(command: dict[str, Any], controller: Controller) -> dict[str, Any]:
     """Find out in a forked process what this machine has for a profile: to ask is to start the device, which no lane survives."""
     from conformance.machine import look
     from conformance.profiles import profile_from_json
@@ -168,7 +175,7 @@ def _look(command: dict[str, Any], controller: int) -> dict[str, Any]:
 
 
 def _asked_in_a_fork(
-    function: Callable[[], dict[str, Any]], command: dict[str, Any], controller: int, raising: str, ending: str
+    function: Callable[[], dict[str, Any]], command: dict[str, Any], controller: Controller, raising: str, ending: str
 ) -> dict[str, Any]:
     """Return what a function says in a process of its own; ``error`` says why it said nothing."""
     from conformance.errors import ConformanceError
@@ -188,7 +195,7 @@ def _asked_in_a_fork(
         answer.write_text(json.dumps(said))
         return 0
 
-    outcome = supervise([child], folder, command["deadline"], GRACE, controller)
+    outcome = supervise({0: child}, folder, command["deadline"], GRACE, controller)
     rank = outcome["ranks"][0]
     try:
         said: dict[str, Any] = json.loads(answer.read_text())
@@ -198,10 +205,14 @@ def _asked_in_a_fork(
         return {"error": f"{ending} {how}"}
 
 
-_OPERATIONS = {"run": _run, "describe": _describe, "look": _look}
+OPERATIONS: dict[str, Callable[[dict[str, Any], Controller], dict[str, Any]]] = {
+    "run": run_here,
+    "describe": describe_here,
+    "look": look_here,
+}
 
 
-def _greeting() -> dict[str, Any]:
+def warm_up() -> dict[str, Any]:
     """Import what ranks need, and say what was found."""
     preload()
     import torch
@@ -216,7 +227,14 @@ def _greeting() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run as ``python host.py FD FOLDER``: the controller's packets come from socket FD, runs are kept in FOLDER."""
+    """Run as ``python host.py FD FOLDER``: the controller's packets come from socket FD, runs are kept in FOLDER.
+
+    torchrun runs it as ``-m conformance.host``, see ``slot.py``.
+    """
+    if len(sys.argv) != 3 or not sys.argv[1].isdecimal():
+        from conformance.slot import serve_slot, start_anew
+
+        return serve_slot(sys.argv[2:]) if sys.argv[1:2] == ["--slot"] else start_anew(sys.argv[1:])
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     serve_host(control, Path(sys.argv[2]))

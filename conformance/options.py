@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from conformance.kinds import KINDS
 
-WORLD_SIZES, DEADLINE = "1,2,3,4", 30.0
+WORLD_SIZES, DEADLINE, ATTACH_WAIT = "1,2,3,4", 30.0, 120.0
 TEXT_OPTIONS = {
     "hook": "what to certify: module:attribute[,key=value...]",
     "state": "the hook's state: module:factory[,key=value...], or pg for the model's process group",
@@ -14,6 +14,7 @@ TEXT_OPTIONS = {
     "claims": 'what the subject says of itself, e.g. "rounded(float16), world_only"; auto proposes some; default: exact',
     "certificate": "where to write the certificate; default: conformance-results/<subject>/certificate.json",
     "records": "folder in which the records of all runs are kept",
+    "attach": "run on the hosts that torchrun has started (-m conformance.host): HOST:PORT, its --rdzv-endpoint",
     "replay": "judge the records in this folder instead of running anything",
 }
 
@@ -41,6 +42,8 @@ class Options:
     certificate: str | None = None
     records: str | None = None
     replay: str | None = None
+    attach: str | None = None
+    attach_wait: float = ATTACH_WAIT
     deadline: float = DEADLINE
 
     def command(self) -> str:

@@ -6,21 +6,33 @@ a process group is made is the group's.
 
 import importlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from conformance.profiles import Profile
+from conformance.run_folder import MEETING
 
 # What NCCL writes when a group's own timeout expires goes into the rank's folder, not into /tmp.
 _DUMPS = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
 
 
-def take_place(profile: Profile, rank: int, folder: str = "") -> torch.device:
+def place_on_machine(folder: Path, rank: int) -> int:
+    """Return which of its machine's ranks this one is: where a run has several machines it has been told, as torchrun tells.
+
+    Args:
+        folder: the run's.
+        rank: global rank.
+    """
+    return int(os.environ["LOCAL_RANK"]) if (folder / MEETING).exists() else rank
+
+
+def take_place(profile: Profile, place: int, folder: str = "") -> torch.device:
     """Make this process a rank of the profile; return its device, which is the current one from here on.
 
     Args:
-        rank: global rank.
+        place: this rank's, on its machine.
         folder: of this rank's record; '' where it keeps none.
     """
     for name, value in profile.environment:
@@ -32,7 +44,7 @@ def take_place(profile: Profile, rank: int, folder: str = "") -> torch.device:
     for name in _DUMPS if folder else ():
         os.environ[name] = f"{folder}/nccl_trace_"
     module: Any = torch.get_device_module(profile.device)
-    device = torch.device(profile.device, rank % module.device_count())
+    device = torch.device(profile.device, place % module.device_count())
     module.set_device(device)
     return device
 

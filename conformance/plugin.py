@@ -13,13 +13,14 @@ from types import ModuleType
 
 import pytest
 
+from conformance.attach import ranks_for
 from conformance.errors import ConformanceError, UsageError
 from conformance.kinds import KINDS
-from conformance.options import DEADLINE, TEXT_OPTIONS, WORLD_SIZES, Options
-from conformance.pool import Pool
+from conformance.options import ATTACH_WAIT, DEADLINE, TEXT_OPTIONS, WORLD_SIZES, Options
+from conformance.pool import Ranks
 from conformance.preflight import check
 
-POOL = pytest.StashKey[Pool]()
+POOL = pytest.StashKey[Ranks]()
 _SUBJECTS = ("hook", "setup", *KINDS)
 _OURS = ("--hook", "--setup", "--replay", "--list-rules")  # other suites may well have an --optimizer
 
@@ -40,6 +41,12 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
         group.addoption("--world-size", default=WORLD_SIZES, metavar="N,N", help="world sizes; default: %(default)s")
         group.addoption("--rule", action="append", default=[], metavar="N.N", help="judge only this rule or section; may be repeated")
         group.addoption("--deadline", type=float, default=DEADLINE, help="seconds until a run is taken to hang; default: %(default)s")
+        group.addoption(
+            "--attach-wait",
+            type=float,
+            default=ATTACH_WAIT,
+            help="seconds for all hosts to be there, at first and again; default: %(default)s",
+        )
         group.addoption("--list-rules", action="store_true", help="list the rules and exit")
     except ValueError as error:
         raise pytest.UsageError(
@@ -49,13 +56,13 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
         given = parser.parse_known_args(args)
         judges = any(getattr(given, name) for name in _SUBJECTS) and not (given.replay or given.list_rules)
         if judges and _can_run(given) and not given.collectonly:
-            _start_host(early_config, given.deadline)
+            _start_host(early_config, options_of(given))
         early_config.pluginmanager.register(_import_the_rest(), "conformance.pytest_items")
 
 
 def options_of(given: argparse.Namespace) -> Options:
     """Return what was given of the kit's options."""
-    names = (*TEXT_OPTIONS, "backend", "device", "backend_import", "require_profile", "world_size", "deadline")
+    names = (*TEXT_OPTIONS, "backend", "device", "backend_import", "require_profile", "world_size", "deadline", "attach_wait")
     text = {name: getattr(given, name) for name in names}
     return Options(**text, rule=tuple(given.rule))
 
@@ -71,9 +78,9 @@ def _can_run(given: argparse.Namespace) -> bool:
     return True
 
 
-def _start_host(config: pytest.Config, deadline: float) -> None:
+def _start_host(config: pytest.Config, options: Options) -> None:
     """Start the host: it imports torch while this process does."""
-    config.stash[POOL] = pool = Pool(deadline)
+    config.stash[POOL] = pool = ranks_for(options)
     config.add_cleanup(pool.close)
     pool.start()
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from conformance.errors import KitError
 from conformance.profiles import GLOO_CPU, Profile
@@ -28,6 +28,28 @@ PACKAGE = Path(__file__).resolve().parent
 PATIENCE = 60.0  # seconds beyond the deadline in which the lane itself must answer
 PARTING = 5.0  # seconds in which a host whose controller hung up must have ended
 LANES = min(4, os.cpu_count() or 1)
+
+
+class Ranks(Protocol):
+    """Where ranks come from: this machine, or the hosts that torchrun has started.
+
+    Attributes:
+        lanes: runs that may go on at the same time.
+        capacity: the largest world size, once it has greeted; None where there is no limit.
+        interruptions: runs that were cut short by what is not the subject's doing, one line each.
+    """
+
+    lanes: int
+    interruptions: list[str]
+
+    @property
+    def capacity(self) -> int | None: ...
+    def start(self) -> None: ...
+    def greeting(self) -> dict[str, Any]: ...
+    def describe(self, subject: SubjectSpec, profile: Profile = GLOO_CPU) -> dict[str, Any]: ...
+    def look(self, profile: Profile) -> dict[str, Any]: ...
+    def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Path: ...
+    def close(self) -> None: ...
 
 
 class HostDied(Exception):
@@ -77,8 +99,11 @@ class Pool:
         lanes: runs that may go on at the same time.
     """
 
+    capacity = None
+
     def __init__(self, deadline: float, lanes: int = LANES) -> None:
         self.deadline, self.lanes = deadline, lanes
+        self.interruptions: list[str] = []
         self._base = Path()  # made with the host, which removes it should this process be killed
         self._host: subprocess.Popen[bytes] | None = None
         self._greeting: dict[str, Any] | None = None
@@ -210,9 +235,9 @@ class Pool:
 
     def _start_host(self) -> None:
         if self._base == Path():
-            self._base = Path(tempfile.mkdtemp(prefix=f"conformance-{os.getpid()}-", dir=_fast_folder()))
+            self._base = Path(tempfile.mkdtemp(prefix=f"conformance-{os.getpid()}-", dir=fast_folder()))
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, **_ENVIRONMENT}
+        environment = {**os.environ, **ENVIRONMENT}
         environment.pop("TORCH_DISTRIBUTED_DEBUG", None)  # DETAIL crashes DDP in torch 2.13
         command = [sys.executable, "-P", str(PACKAGE / "host.py"), str(theirs.fileno()), str(self._base)]
         try:
@@ -272,12 +297,12 @@ class Pool:
         with self._lock:
             if self._closed or not self._listen(lambda: lane.number in self._ended, 5.0):
                 return self._how_the_host_ended()
-            return _in_words(self._ended[lane.number])
+            return in_words(self._ended[lane.number])
 
     def _how_the_host_ended(self) -> str:
         assert self._host is not None
         try:
-            return _in_words(self._host.wait(timeout=5))
+            return in_words(self._host.wait(timeout=5))
         except subprocess.TimeoutExpired:
             return "it closed its connection"
 
@@ -291,11 +316,12 @@ class Pool:
         self._host.wait()
 
 
-def _in_words(status: int) -> str:
+def in_words(status: int) -> str:
+    """Say how a process ended, by its exit status; negative for a signal."""
     return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     # One thread per rank: torch's default makes a check 12 to 24 times slower on two cores.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -311,6 +337,6 @@ _ENVIRONMENT = {
 }
 
 
-def _fast_folder() -> str | None:
+def fast_folder() -> str | None:
     """/dev/shm where it can be written; else the usual temporary folder."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

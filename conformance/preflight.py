@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from conformance.announce import parse_endpoint
 from conformance.claims import AUTO, parse_claims
 from conformance.errors import ProfileError, RequiredProfileError, UsageError
 from conformance.kinds import HOOK
@@ -20,6 +21,10 @@ def check(options: Options) -> None:
         UsageError: the options cannot be run as written.
         ProfileError: no machine can run the profile.
     """
+    if options.attach and options.replay:
+        raise UsageError("--attach and --replay do not go together: records are judged without running anything")
+    if options.attach:
+        parse_endpoint(options.attach)
     subject = subject_of(options)
     if options.claims == AUTO and subject.kind != HOOK:
         raise UsageError(f"--claims auto proposes claims for hooks; say what this {subject.kind} claims, or leave it out")

@@ -37,7 +37,7 @@ class Profile:
     Attributes:
         name: as listed above; it is on the certificate.
         backend: of the process groups, as torch.distributed calls it.
-        device: type of the device that models are on, as torch calls it; rank r takes the device r modulo their number.
+        device: type of the device that models are on, as torch calls it; the ranks of a machine take its devices in turn.
         imports: the module that registers the backend, imported in ranks; '' is none.
         environment: variables that ranks set before they begin, unless they are set.
     """

@@ -31,7 +31,7 @@ from conformance.groups import everybody, make_groups
 from conformance.inputs import at_scale
 from conformance.kinds import HOOK
 from conformance.observe import Observer, digest, line_of_subject
-from conformance.place import dispatch_key, take_place
+from conformance.place import dispatch_key, place_on_machine, take_place
 from conformance.probe import lay_out, scripted_gradients, training_loss
 from conformance.rank_process import prepare_process
 from conformance.record import Recorder
@@ -111,7 +111,7 @@ class _Run:
         self.recorder.event("error", where=self.where, type=kind, message=str(error)[:4000], traceback=traceback.format_exc()[-6000:])
 
     def execute(self) -> None:
-        self.device = take_place(self.scenario.profile, self.rank, str(self.folder / str(self.rank)))
+        self.device = take_place(self.scenario.profile, place_on_machine(self.folder, self.rank), str(self.folder / str(self.rank)))
         self.side = side_stream(self.scenario.captured)
         with on(self.side):
             self.signals, self.group = make_groups(self.scenario, self.rank, self.world, self.folder, self.timeout, self.device)

@@ -106,6 +106,7 @@ class RankRecord:
 def read_rank(folder: Path, rank: int, outcome: dict[str, Any]) -> RankRecord:
     """Read one rank's record, whatever state it was left in."""
     record = RankRecord(rank, exit=outcome.get("exit"), evidence=outcome)
+    ahead = outcome.get("clock", 0.0)  # of another machine's clock
     try:
         with open(folder / EVENTS, encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -114,7 +115,7 @@ def read_rank(folder: Path, rank: int, outcome: dict[str, Any]) -> RankRecord:
                 except json.JSONDecodeError:
                     continue  # the rank died in the middle of a line
                 if isinstance(event, dict) and {"event", "step", "time"} <= event.keys():
-                    record.events.append(event)
+                    record.events.append({**event, "time": event["time"] - ahead} if ahead and isinstance(event["time"], float) else event)
     except FileNotFoundError:
         return record
     try:

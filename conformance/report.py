@@ -61,6 +61,8 @@ def conclusion_lines(session: Session, conclusion: Conclusion) -> list[str]:
     if conclusion.certificate:
         torch = header["profile"]["torch"]
         mode = session.profile.where + (", one collective at a time" if header["profile"]["name"].endswith("-serialised") else "")
+        nodes = header["profile"].get("nodes", ())
+        mode += f", on {len(nodes)} node{'s' if len(nodes) > 1 else ''}" if nodes else ""
         checks = sum(j.checks for j in session.judgements.values())
         lines += [
             f"CERTIFIED  {name}  as {claims}",

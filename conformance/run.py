@@ -25,9 +25,9 @@ class Run:
         scenario: what was run.
         world: number of processes.
         ranks: the record of each.
-        stopped: ``ended``, or why the host ended it: ``hang``, ``peer``, ``flood``, ``host``.
+        stopped: ``ended``, or why the host ended it: ``hang``, ``peer``, ``flood``, ``host``, ``node``.
         left_processes: command lines of processes that outlived their rank.
-        host: how the host died, when it did.
+        host: how the host died, or the node was lost, when it was.
     """
 
     scenario: Scenario

@@ -9,6 +9,8 @@ from conformance.errors import KitError
 
 DONE, RAISED, KIT_FAILED, PEER_DIED = 0, 70, 71, 77  # exit statuses of a rank; the last by the kit's own hand
 EVENTS, TENSORS, OUTCOME = "events.jsonl", "tensors.safetensors", "outcome.json"
+STATE, MODEL = "state.pt", "model.pt"  # what a rank saves for a process that goes on from there; the controller never reads them
+MEETING = "meeting.json"  # where ranks find each other, when that is not this folder
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from conformance.attach import ranks_for
 from conformance.certificate import Conclusion, conclude, kit_identity, remove_stale
 from conformance.claims import AUTO, Claims, default_claims, parse_claims
 from conformance.engine import Engine, Source, make_engine
 from conformance.errors import ProfileError, TargetError, UsageError
 from conformance.kinds import HOOK
 from conformance.options import Options
-from conformance.pool import Pool
+from conformance.pool import Ranks
 from conformance.preflight import certificate_path, check, parse_worlds, profile_asked, required, results_folder
 from conformance.profiles import GLOO_CPU, kept_profile, require, settled
 from conformance.propose import Tried, propose
@@ -37,11 +38,11 @@ class Session:
         ProfileError: this machine cannot run the profile.
     """
 
-    def __init__(self, options: Options, pool: Pool | None = None) -> None:
+    def __init__(self, options: Options, pool: Ranks | None = None) -> None:
         self.options = options
         self.rules = book()
         self._kept: dict[str, Any] = {}
-        if options.replay:
+        if options.replay and not options.attach:
             self._kept = _read_kept(Path(options.replay))
             kept = self._kept["subject"]
             named = {name: kept[name] for name in ("hook", "state", "setup")}
@@ -60,7 +61,7 @@ class Session:
         self.folder = results_folder(self.subject)
         self.certificate_path = certificate_path(options, self.subject)
         self.records = new_records_folder(Path(options.records)) if options.records else None
-        self.pool = None if options.replay else pool or Pool(options.deadline)
+        self.pool = None if options.replay else pool or ranks_for(options)
         self.engine: Engine | None = None
         self.judgements: dict[str, Judgement] = {}
         self.header: dict[str, Any] = {}
@@ -140,7 +141,10 @@ class Session:
             KitError: the certificate could not be written.
         """
         header = {**self.header, **({"pytest plugins": plugins} if plugins else {}), "command": self.options.command()}
-        conclusion = conclude(self.rules, self.judgements, header, self.worlds, self.subject.kind)
+        interrupted = self.pool.interruptions if self.pool else []
+        conclusion = conclude(self.rules, self.judgements, header, self.worlds, self.subject.kind, interrupted)
+        if conclusion.verdict != "not certified":
+            self.notes += interrupted
         if conclusion.certificate:
             self.certificate_path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.certificate_path, conclusion.certificate)
@@ -155,7 +159,8 @@ class Session:
 
     def rerun(self, number: str) -> str:
         """Return the command that judges one rule again."""
-        return f"pytest --pyargs conformance {self.options.command()} --rule {number}"
+        attach = f" --attach {self.options.attach}" if self.options.attach else ""
+        return f"pytest --pyargs conformance {self.options.command()}{attach} --rule {number}"
 
     def _describe(self) -> tuple[dict[str, Any], dict[str, Any]]:
         if self.pool is None:
@@ -164,6 +169,7 @@ class Session:
             require(self.options.require_profile, self.profile)
             return {**subject, "claims": self._kept["claims"]["text"]}, machine
         machine = self.pool.greeting()
+        self._leave_out_larger_worlds()
         with required(self.options):
             machine = self._settle_profile(self.pool, machine)
         described = self.pool.describe(self.subject, self.profile)
@@ -171,7 +177,7 @@ class Session:
             raise TargetError(described["error"])
         return described, machine
 
-    def _settle_profile(self, pool: Pool, machine: dict[str, Any]) -> dict[str, Any]:
+    def _settle_profile(self, pool: Ranks, machine: dict[str, Any]) -> dict[str, Any]:
         """Find out what the machine can run; return what the certificate says of it."""
         if self.profile == GLOO_CPU:
             if not machine["gloo"]:
@@ -184,6 +190,18 @@ class Session:
             machine = {**machine, **said, **settings, **({"imports": self.profile.imports} if self.profile.imports else {})}
         require(self.options.require_profile, self.profile)
         return machine
+
+    def _leave_out_larger_worlds(self) -> None:
+        """Keep to the world sizes for which there are ranks. Raises: ProfileError, when there is none."""
+        capacity = self.pool.capacity if self.pool else None
+        if capacity is None or capacity >= max(self.worlds):
+            return
+        larger = ", ".join(str(world) for world in self.worlds if world > capacity)
+        there = f"{capacity} host{'s are' if capacity > 1 else ' is'} attached"
+        self.worlds = tuple(world for world in self.worlds if world <= capacity)
+        if not self.worlds:
+            raise ProfileError(f"--world-size {larger}: {there}; start torchrun with more --nproc-per-node or --nnodes")
+        self.notes.append(f"world size {larger} was not run: {there}")
 
     def _claims(self, described: Mapping[str, Any]) -> tuple[Claims, str]:
         """Return the claims and who made them: the command line, the subject, the project, or nobody."""

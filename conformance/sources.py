@@ -10,7 +10,7 @@ from pathlib import Path
 from conformance.engine import Source
 from conformance.errors import UsageError
 from conformance.kinds import KINDS
-from conformance.pool import Pool
+from conformance.pool import Ranks
 from conformance.profiles import GLOO_CPU, Profile
 from conformance.run import Run, load_run
 from conformance.run_folder import OUTCOME
@@ -27,7 +27,7 @@ class LocalSource(Source):
         profile: where ranks run.
     """
 
-    def __init__(self, pool: Pool, keep: Path | None = None, profile: Profile = GLOO_CPU) -> None:
+    def __init__(self, pool: Ranks, keep: Path | None = None, profile: Profile = GLOO_CPU) -> None:
         self._pool, self._keep, self.profile = pool, keep, profile
         self._threads: ThreadPoolExecutor | None = None
         self._ahead: dict[str, Future[Run]] = {}

@@ -68,38 +68,49 @@ class ControllerGone(Exception):
     """The controller hung up in the middle of a run."""
 
 
-def supervise(functions: list[Callable[[], int]], folder: Path, deadline: float, grace: float, controller: int) -> dict[str, Any]:
+class Controller:
+    """Whoever asked for a run, at the other end of a socket. On the same machine all that comes from it meanwhile is that it hangs up.
+
+    Args:
+        fd: the socket.
+    """
+
+    events = select.POLLRDHUP
+    pending = False  # whether something came before the socket was looked at
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def says(self) -> str:
+        """Return why the run is to be stopped, or '' where it is to go on; asked when something came. Raises: ControllerGone."""
+        raise ControllerGone
+
+    def may_kill(self, reason: str) -> None:
+        """Return once ranks that are alive, and whose evidence was taken, may be killed. Raises: ControllerGone."""
+
+
+def supervise(
+    functions: dict[int, Callable[[], int]], folder: Path, deadline: float, grace: float, controller: Controller
+) -> dict[str, Any]:
     """Fork a child per function, watch them to their ends, and return what came of each.
 
     Args:
-        functions: what each rank runs; its result is the exit status.
+        functions: what each rank runs, by its number; its result is the exit status.
         folder: the run's folder, with a subfolder per rank.
         deadline: seconds after which ranks still alive are taken to hang.
         grace: seconds that the others get after the first one died.
-        controller: the controller's socket, to notice when it hangs up.
+        controller: whoever asked for the run.
 
     Raises:
-        ControllerGone: it did; the children are dead.
+        ControllerGone: it hung up; the children are dead.
     """
     require_one_thread()
-    children = [_fork(rank, function) for rank, function in enumerate(functions)]
-    started = time.monotonic()
-    stop, reason = started + deadline, "hang"
-    while any(child.exit is None for child in children):
-        if not _wait(children, stop - time.monotonic(), controller):
-            _kill_what_is_left(children)
-            raise ControllerGone
-        now = time.monotonic()
-        first = min((child.died for child in children if child.died is not None and child.exit != 0), default=None)
-        if any(child.printed > OUTPUT_LIMIT for child in children):
-            stop, reason = now, "flood"
-        elif first is not None and first + grace < stop:
-            stop, reason = first + grace, "peer"
-        if now >= stop and any(child.exit is None for child in children):
-            _collect_evidence(children, folder)
-            break
-    else:
-        reason = "ended"
+    children = [_fork(rank, function) for rank, function in functions.items()]
+    try:
+        reason = _watch(children, folder, time.monotonic() + deadline, grace, controller)
+    except ControllerGone:
+        _kill_what_is_left(children)
+        raise
     left = _kill_what_is_left(children)
     return {
         "stopped": reason,
@@ -108,6 +119,26 @@ def supervise(functions: list[Callable[[], int]], folder: Path, deadline: float,
             {"rank": c.rank, "exit": c.exit, "died": c.died, "printed": c.printed, "output": c.text(), **c.evidence} for c in children
         ],
     }
+
+
+def _watch(children: list[_Child], folder: Path, stop: float, grace: float, controller: Controller) -> str:
+    """Return why the run is over: ``ended``, or why those that are alive still are to be killed. Their evidence is taken."""
+    reason = "hang"
+    while any(child.exit is None for child in children):
+        order = _wait(children, stop - time.monotonic(), controller)
+        now = time.monotonic()
+        first = min((child.died for child in children if child.died is not None and child.exit != 0), default=None)
+        if order:
+            stop, reason = now, order
+        elif any(child.printed > OUTPUT_LIMIT for child in children):
+            stop, reason = now, "flood"
+        elif first is not None and first + grace < stop:
+            stop, reason = first + grace, "peer"
+        if now >= stop and any(child.exit is None for child in children):
+            _collect_evidence(children, folder)
+            controller.may_kill(reason)
+            return reason
+    return "ended"
 
 
 def _fork(rank: int, function: Callable[[], int]) -> _Child:
@@ -135,10 +166,12 @@ def _fork(rank: int, function: Callable[[], int]) -> _Child:
         os._exit(status)
 
 
-def _wait(children: list[_Child], seconds: float, controller: int) -> bool:
-    """Wait until something happens: a death, output, or the end of the time. False when the controller is gone."""
-    poller, owner = select.poll(), {}
-    poller.register(controller, select.POLLRDHUP)
+def _wait(children: list[_Child], seconds: float, controller: Controller) -> str:
+    """Wait until something happens: a death, output, word of the controller's, which is returned, or the end of the time."""
+    if controller.pending:
+        return controller.says()
+    poller, owner, order = select.poll(), {}, ""
+    poller.register(controller.fd, controller.events)
     for child in children:
         if child.exit is None:
             poller.register(child.pidfd, select.POLLIN)
@@ -147,8 +180,9 @@ def _wait(children: list[_Child], seconds: float, controller: int) -> bool:
             poller.register(child.output, select.POLLIN)
             owner[child.output] = child
     for fd, _ in poller.poll(max(0.0, seconds) * 1000):
-        if fd == controller:
-            return False
+        if fd == controller.fd:
+            order = controller.says()
+            continue
         child = owner[fd]
         if fd == child.pidfd:
             _, status = os.waitpid(child.pid, 0)
@@ -156,7 +190,7 @@ def _wait(children: list[_Child], seconds: float, controller: int) -> bool:
         elif not child.read():
             os.close(child.output)
             child.output = -1
-    return True
+    return order
 
 
 def _collect_evidence(children: list[_Child], folder: Path) -> None:

@@ -16,10 +16,9 @@ from conformance.errors import TargetError
 from conformance.probe import Probe, training_network
 from conformance.recipe import Recipe
 from conformance.resolve import Resolved, call_with_names, make_hook, make_state
+from conformance.run_folder import MODEL, STATE
 from conformance.scenario import Scenario
 from conformance.subject import Case
-
-STATE, MODEL = "state.pt", "model.pt"
 
 
 class Trainee:

@@ -52,6 +52,14 @@ def test_every_required_world_size_must_have_been_run(rules: dict[str, Rule]) ->
     assert conclude(rules, judgements(rules), {}, (1, 2, 3, 4, 8)).exit_code == CERTIFIED
 
 
+def test_a_session_that_was_interrupted_certifies_nothing(rules: dict[str, Rule]) -> None:
+    """Though all of it was judged in the end: a subject that takes a node down now and then must not be certified by trying again."""
+    said = "values@4 was interrupted: node 1 (bert), ranks 2, 3: its process ended"
+    conclusion = conclude(rules, judgements(rules), {}, REQUIRED_WORLDS, interrupted=[said])
+    assert (conclusion.exit_code, conclusion.certificate, conclusion.reasons) == (NOT_CERTIFIED, None, [said])
+    assert conclude(rules, judgements(rules, _2_8=Verdict.FAIL), {}, REQUIRED_WORLDS, interrupted=[said]).exit_code == REFUSED
+
+
 def test_nothing_judged_is_nothing(rules: dict[str, Rule]) -> None:
     assert conclude(rules, {}, {}, REQUIRED_WORLDS).exit_code == NO_RULES
 

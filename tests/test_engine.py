@@ -71,6 +71,32 @@ def test_rules_that_would_say_the_same_again_are_not_run(rules: dict[str, Rule])
         assert judged.judge(number).verdict is Verdict.NOT_RUN
 
 
+def test_a_node_that_was_lost_is_nobodys_failure(rules: dict[str, Rule]) -> None:
+    """Not of the rule that owns the scenario either; and a run beside the subject's is done again when it is asked for again."""
+
+    def lost(scenario: Scenario, world: int) -> Run:
+        return Run(scenario, world, [], "node", host="node 1 (bert), ranks 2, 3: no answer from its machine")
+
+    judgement = engine(rules, MadeSource(lost)).judge("1.5")
+    assert (judgement.verdict, judgement.failures) == (Verdict.NOT_RUN, [])
+    assert "node 1 (bert), ranks 2, 3: no answer from its machine" in judgement.reason
+    with pytest.raises(KitError, match=r"not fit to judge.*node 1 \(bert\)"):
+        engine(rules, MadeSource(right, lost)).check_machine()
+    beside = next(rule for rule in rules.values() if rule.beside == "vanilla" and rule.kind == HOOK)
+
+    class WithoutVanilla(MadeSource):
+        def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run:
+            run = super().run(scenario, world, subject, name)
+            return run if subject else lost(scenario, world)
+
+    judged = engine(rules, WithoutVanilla(right))
+    judged._needs = lambda rule: ()  # type: ignore[method-assign]
+    judgement = judged.judge(beside.number)
+    assert (judgement.verdict, "(bert)" in judgement.reason) == (Verdict.NOT_RUN, True)
+    assert judged.control is not None
+    assert not judged.control._others
+
+
 def test_wrong_at_another_world_size_is_one_failure(rules: dict[str, Rule]) -> None:
     def wrong_at_three(scenario: Scenario, world: int) -> Run:
         return undivided(scenario, world) if world == 3 else right(scenario, world)

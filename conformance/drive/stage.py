@@ -19,14 +19,13 @@ from conformance.errors import TargetError
 from conformance.groups import everybody, make_groups
 from conformance.inputs import gradient
 from conformance.kinds import KINDS
-from conformance.place import dispatch_key, take_place
+from conformance.place import dispatch_key, place_on_machine, take_place
 from conformance.record import Recorder
 from conformance.resolve import Factory, call_with_names, resolve_other
+from conformance.run_folder import STATE
 from conformance.scenario import Scenario
 from conformance.schedule import Schedule
 from conformance.subject import SubjectSpec
-
-STATE = "state.pt"
 
 
 class Stage:
@@ -54,7 +53,7 @@ class Stage:
 
     def execute(self) -> None:
         """Work with the subject, and write down what it leaves behind."""
-        self.device = take_place(self.scenario.profile, self.rank, str(self._folder / str(self.rank)))
+        self.device = take_place(self.scenario.profile, place_on_machine(self._folder, self.rank), str(self._folder / str(self.rank)))
         self.signals, self.group = make_groups(self.scenario, self.rank, self.world, self._folder, self._timeout, self.device)
         self.place, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._schedule = Schedule(self.scenario, self.rank, self.world, self.signals, self._is_inside, lambda: None, self._stuck)

@@ -1,0 +1,263 @@
+"""Runs on hosts that torchrun has started, here four of them on one machine; on two: ``test_two_machines.py``."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance import attach
+from conformance.announce import Announcement, NobodyThere, kit_digest
+from conformance.attach import AttachedPool, _Host, environments, place, ranks_for
+from conformance.breakage import breakage
+from conformance.errors import ProfileError, UsageError
+from conformance.options import Options
+from conformance.scenario import VALUES
+from conformance.session import Session
+from conformance.sources import LocalSource
+from conformance.subject import REFERENCE, SubjectSpec
+from conformance.verdict import Verdict
+from conformance.wire import Stream
+from tests.test_crew import host_of
+
+ROOT = Path(__file__).resolve().parent.parent
+HELD = '''
+"""A right hook. Where it is asked to, the last of four ranks says that it is inside, and stays there."""
+import threading
+from pathlib import Path
+import torch.distributed as dist
+
+folder = Path(__file__).parent
+
+def hook(state, bucket):
+    if dist.get_world_size() == 4 and dist.get_rank() == 3 and (folder / "hold").exists() and not (folder / "inside").exists():
+        (folder / "inside").touch()
+        threading.Event().wait()
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda fut: fut.value()[0])
+'''
+
+
+class Torchrun:
+    """One agent with four hosts."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("localhost", 0)) as free:
+            self.endpoint = f"localhost:{free.getsockname()[1]}"
+        self.folder = folder
+        (folder / "held.py").write_text(HELD)
+        rendezvous = ["--nnodes=1", "--nproc-per-node=4", "--max-restarts=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}"]
+        with open(folder / "said", "w") as said:
+            self.agent = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "conformance.host"],
+                stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )  # fmt: skip
+
+    def pool(self, deadline: float = 30.0, wait: float = 120.0) -> AttachedPool:
+        return AttachedPool(self.endpoint, deadline, wait)
+
+    def once_inside(self, kill: int) -> threading.Thread:
+        """Kill a process when the rank that is to be held is inside the hook."""
+
+        def waiting() -> None:
+            while not (self.folder / "inside").exists():
+                threading.Event().wait(0.02)
+            os.kill(kill, signal.SIGKILL)
+
+        (self.folder / "inside").unlink(missing_ok=True)
+        (self.folder / "hold").touch()
+        thread = threading.Thread(target=waiting)
+        thread.start()
+        return thread
+
+
+@pytest.fixture(scope="module")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Torchrun]:
+    started = Torchrun(tmp_path_factory.mktemp("torchrun"))
+    yield started
+    started.agent.terminate()
+    started.agent.wait(timeout=60)
+
+
+def judged(torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: str, **given: Any) -> Session:
+    """Judge some rules, and conclude."""
+    monkeypatch.chdir(tmp_path)
+    with Session(Options(**given, attach=torchrun.endpoint, rule=(rules,))) as session:
+        session.begin()
+        for number in session.selected:
+            session.judge(number)
+        session.conclude()
+    return session
+
+
+def verdicts(session: Session) -> dict[str, Verdict]:
+    return {number: judgement.verdict for number, judgement in session.judgements.items()}
+
+
+@pytest.mark.parametrize(
+    ("rules", "given"),
+    [
+        # 10.1: ranks take turns through the store. 12.1: a peer dies, and the others are to hear of it.
+        ("2.1,2.6,10.1,12.1", {"hook": "hooks_ref:allreduce_hook", "world_size": "2,4"}),
+        # New processes go on from what others have saved, on other hosts too.
+        ("11.2,11.3", {"hook": "hooks_ref:allreduce_hook", "claims": "checkpointable", "world_size": "1,2"}),
+        ("15.13,15.15", {"optimizer": "torch.distributed.optim:ZeroRedundancyOptimizer", "world_size": "3"}),
+    ],
+    ids=["hook", "saved", "optimizer"],
+)
+def test_right_subjects_pass(
+    torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: str, given: dict[str, str]
+) -> None:
+    session = judged(torchrun, tmp_path, monkeypatch, rules, **given)
+    assert verdicts(session) == dict.fromkeys(rules.split(","), Verdict.PASS), session.judgements
+    assert [node["slots"] for node in session.header["profile"]["nodes"]] == [4]
+
+
+@pytest.mark.parametrize(
+    ("hook", "kind", "line"),
+    [
+        ("never_completes_on_rank_1", "hang", "the future was never completed"),
+        ("kills_parent", "host", "signal SIGKILL"),
+        ("prints_a_gigabyte", "flood", "printed more than 64 MiB"),
+    ],
+)
+def test_a_hostile_hook_is_told_as_on_one_machine(torchrun: Torchrun, hook: str, kind: str, line: str) -> None:
+    with torchrun.pool(deadline=4.0) as pool:
+        source = LocalSource(pool)
+        broken = breakage(source.run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{hook}"), hook))
+        assert broken is not None
+        assert (broken.kind, line in broken.line) == (kind, True), broken.line
+        assert kind == "host" or "stacks" in broken.evidence["rank 1"]
+        assert source.run(VALUES, 2, REFERENCE, "values@2").finished
+        assert pool.interruptions == []
+
+
+def test_what_cannot_be_run_is_said_in_a_line(torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ProfileError, match="--world-size 5: 4 hosts are attached"):
+        judged(torchrun, tmp_path, monkeypatch, "2.1", hook="hooks_ref:allreduce_hook", world_size="5")
+    with torchrun.pool() as first, torchrun.pool() as second:
+        first.greeting()
+        with pytest.raises(ProfileError, match=f"another controller has these hosts already: process {os.getpid()} on"):
+            second.greeting()
+    with AttachedPool("localhost:1", 1.0, 0.0) as nowhere, pytest.raises(ProfileError, match="nobody answers at localhost:1"):
+        nowhere.greeting()
+    with torchrun.pool() as pool:
+        assert "no attribute 'nothing'" in pool.describe(SubjectSpec(hook="held:nothing"))["error"]
+
+
+def test_larger_world_sizes_are_left_out(torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = judged(torchrun, tmp_path, monkeypatch, "1.1", hook="hooks_ref:allreduce_hook", world_size="1,6,8")
+    assert session.worlds == (1,)
+    assert session.notes == ["world size 6, 8 was not run: 4 hosts are attached"]
+
+
+def test_a_host_that_dies_is_named_and_torchruns_restart_lets_the_rest_be_judged(torchrun: Torchrun) -> None:
+    with torchrun.pool() as pool:
+        pool.greeting()
+        killing = torchrun.once_inside(next(host.said.pid for host in pool._hosts if host.said.slot == 3))
+        source, held = LocalSource(pool), SubjectSpec(hook="held:hook")
+        assert source.run(VALUES, 4, held, "values@4").finished
+        killing.join()
+        [said] = pool.interruptions
+        assert said.startswith(f"values@4 was interrupted: node 0 ({socket.gethostname()}), rank")
+        assert "3: its process ended" in said.replace("0, 1, 2, ", "")
+
+
+def test_an_interrupted_session_certifies_nothing_and_a_dead_agent_is_named(
+    torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test: torchrun is no more."""
+    monkeypatch.chdir(tmp_path)
+    options = Options(hook="held:hook", attach=torchrun.endpoint, attach_wait=30.0, world_size="2,4", rule=("2.1,2.2,2.6",))
+    with Session(options) as session:
+        session.begin()
+        session.pool.wait = 0.0  # type: ignore[union-attr]
+        killing = torchrun.once_inside(torchrun.agent.pid)
+        for number in session.selected:
+            session.judge(number)
+        killing.join()
+        conclusion = session.conclude()
+    assert conclusion.exit_code == 7
+    assert "values@4 was interrupted: node 0" in conclusion.reasons[0]
+    assert verdicts(session) == {"2.1": Verdict.PASS, "2.2": Verdict.NOT_RUN, "2.6": Verdict.NOT_RUN}  # 2.1 is judged at world size 2
+    assert "it has not come back within 0 seconds" in session.judgements["2.6"].reason
+
+
+def test_ranks_are_spread_over_nodes_and_numbered_as_torchrun_does() -> None:
+    hosts = [host_of(slot) for slot in range(4)]  # two nodes with two slots each
+    assert [[host.node for host in place(world, hosts)] for world in (1, 2, 3, 4)] == [[0], [0, 1], [0, 0, 1], [0, 0, 1, 1]]
+    found = environments(place(3, hosts))
+    assert [(found[str(rank)]["LOCAL_RANK"], found[str(rank)]["GROUP_RANK"]) for rank in range(3)] == [("0", "0"), ("1", "0"), ("0", "1")]
+    assert {(said["WORLD_SIZE"], said["GROUP_WORLD_SIZE"]) for said in found.values()} == {("3", "2")}
+
+
+def test_hosts_that_are_not_alike_are_refused() -> None:
+    def attached(*greetings: dict[str, Any]) -> AttachedPool:
+        pool = AttachedPool("anna:1", 1.0, 0.0)
+        like = {"kit": kit_digest(), "torch": torch.__version__, "python": "3", "platform": "p"}
+        pool._hosts = [_Host(host_of(2 * node), None, None, {**like, **said}) for node, said in enumerate(greetings)]  # type: ignore[arg-type]
+        return pool
+
+    assert [node["host"] for node in attached({}, {})._agreed()["nodes"]] == ["a", "b"]
+    with pytest.raises(ProfileError, match=r"node 1 \(b\) has another version of the kit"):
+        attached({}, {"kit": "other"})._agreed()
+    with pytest.raises(ProfileError, match=r"node 1 \(b\) has torch 1\.0"):
+        attached({}, {"torch": "1.0"})._agreed()
+    with pytest.raises(ProfileError, match=r"the nodes have torch 1\.0, this machine has"):
+        attached({"torch": "1.0"}, {"torch": "1.0"})._agreed()
+
+
+def test_a_subject_that_is_not_the_same_on_all_nodes_is_refused() -> None:
+    pool, ends = AttachedPool("anna:1", 5.0, 0.0), []
+    for node, digest in enumerate("xxy"):
+        ours, theirs = (Stream(end) for end in socket.socketpair())
+        theirs.send({"said": {"sha256": {"mypkg": digest}}})
+        pool._hosts.append(_Host(host_of(2 * node), ours, ours, {}))
+        ends += [ours, theirs]
+    pool._profile = {"torch": "any"}
+    assert pool.describe(SubjectSpec(hook="mypkg:hook"))["error"].startswith("node 2 (c) has another mypkg:hook than the nodes before it")
+    for stream in ends:
+        stream.close()
+
+
+def test_hosts_of_before_and_after_a_restart_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun starts all anew: those that are there still are about to end."""
+    pool = AttachedPool("anna:1", 1.0, 0.0)
+    pool._before = {"host 0", "host 1"}
+    tried: list[str] = []
+
+    def connect(host: Announcement) -> _Host:
+        tried.append(host.id)
+        raise NobodyThere("this is but a test")
+
+    monkeypatch.setattr(pool, "_connect", connect)
+    for ids, tries in (({"host 0", "host 7"}, 0), ({"host 0", "host 1"}, 1), ({"host 7", "host 8"}, 2)):
+        monkeypatch.setattr(attach, "find", lambda *_, ids=ids: [host_of(0, id=identity) for identity in sorted(ids)])
+        why = pool._attach(0.0)
+        assert len(tried) == tries
+        assert why == ("this is but a test" if tries else "torchrun has not started all of its hosts anew")
+
+
+def test_options_that_do_not_go_together(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--attach and --replay do not go together"):
+        Session(Options(attach="anna:1", replay=str(tmp_path)))
+    with pytest.raises(UsageError, match="not HOST:PORT"):
+        Session(Options(hook="held:hook", attach="anna:port"))
+    assert isinstance(ranks_for(replace(Options(hook="held:hook"), attach="anna")), AttachedPool)
+
+
+def test_a_host_without_torchrun_says_how_it_is_started() -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_ADDR")}
+    alone = subprocess.run(
+        [sys.executable, "-m", "conformance.host"], capture_output=True, text=True, check=False, cwd=ROOT, env=environment
+    )
+    assert alone.returncode == 1
+    assert "conformance.host is started by torchrun" in alone.stderr

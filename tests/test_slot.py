@@ -1,0 +1,165 @@
+"""A host as torchrun starts it, without torchrun: there is one slot, and no agent shares a store, so that the host keeps one."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from conformance import slot
+from conformance.announce import find
+from conformance.attach import AttachedPool
+from conformance.scenario import VALUES
+from conformance.sources import LocalSource
+from conformance.subject import REFERENCE, SubjectSpec
+from conformance.wire import ConnectionLost, Stream
+
+ROOT = Path(__file__).resolve().parent.parent
+WAITS = """
+from pathlib import Path
+import threading
+
+def hook(state, bucket):
+    (Path(__file__).parent / "inside").touch()
+    threading.Event().wait()
+"""
+
+
+class Host:
+    """One host, and the store that it is found in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "waits.py").write_text(WAITS)
+        with socket.create_server(("localhost", 0)) as free:
+            self.port = free.getsockname()[1]
+        one = {"RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        environment = {**os.environ, **one, "MASTER_ADDR": "localhost", "MASTER_PORT": str(self.port), "PYTHONPATH": str(ROOT)}
+        environment = {
+            key: value for key, value in environment.items() if key not in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE")
+        }
+        self.process = subprocess.Popen([sys.executable, "-m", "conformance.host", "--once"], cwd=folder, env=environment)
+
+    def pool(self) -> AttachedPool:
+        return AttachedPool(f"localhost:{self.port}", 30.0, 120.0)
+
+    @property
+    def on_disk(self) -> Path:
+        """Its folder: the one that it holds the lock of."""
+        return folder_locked_by(self.process.pid)
+
+
+def folder_locked_by(process: int | str) -> Path:
+    links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir() if link.is_symlink()]
+    [lock] = [link for link in links if link.endswith("/lock")]
+    return Path(lock).parent
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    started = Host(tmp_path_factory.mktemp("host"))
+    yield started
+    started.process.kill()
+    started.process.wait()
+
+
+def until(happened: Callable[[], bool]) -> None:
+    while not happened():
+        threading.Event().wait(0.02)  # pytest's own timeout is the limit
+
+
+def test_who_does_not_know_the_token_is_hung_up_on(host: Host) -> None:
+    with host.pool() as pool:
+        pool.greeting()
+        [said] = find(*pool._address)
+        for hello in (
+            {"token": "guessed", "wants": "control"},
+            {"token": "\u00e9\ud800", "wants": "control"},
+            {"wants": "lane"},
+            {"token": said.token, "wants": "all"},
+            {"long": "x" * 100_000},
+        ):
+            stranger = Stream(socket.create_connection(("localhost", said.port)))
+            stranger.send(hello)
+            with pytest.raises(ConnectionLost, match="its process ended"):
+                stranger.receive(60.0)
+            stranger.close()
+        for nonsense in (b"[" * 50_000 + b"\n", b"x" * 70_000):
+            with socket.create_connection(("localhost", said.port)) as connection:
+                connection.sendall(nonsense)
+                with contextlib.suppress(ConnectionResetError):
+                    assert connection.recv(1) == b""
+        silent = [socket.create_connection(("localhost", said.port)) for _ in range(40)]
+        assert LocalSource(pool).run(VALUES, 1, REFERENCE, "values@1").finished
+        for connection in silent:
+            connection.close()
+        pool.close(finished=False)
+
+
+def test_a_controller_that_vanishes_in_mid_run_leaves_nothing_to_run_and_the_host_waits_for_the_next(host: Host) -> None:
+    vanishing = host.pool()
+    vanishing.greeting()
+    running = threading.Thread(target=vanishing.run, args=(VALUES, 1, SubjectSpec(hook="waits:hook"), "waits"))
+    running.start()
+    until(lambda: (host.folder / "inside").exists())
+    assert list(host.on_disk.glob("run-*"))
+    vanishing.close(finished=False)
+    running.join()
+    until(lambda: not list(host.on_disk.glob("run-*")))
+    with host.pool() as pool:
+        assert LocalSource(pool).run(VALUES, 1, REFERENCE, "values@1").finished
+        pool.close(finished=False)
+
+
+def test_a_connection_that_breaks_between_runs_is_made_again(host: Host) -> None:
+    with host.pool() as pool:
+        source = LocalSource(pool)
+        assert source.run(VALUES, 1, REFERENCE, "values@1").finished
+        pool._hosts[0].control.hang_up()
+        assert source.run(VALUES, 1, REFERENCE, "values@1").finished
+        assert pool.interruptions == []
+        pool._hosts[0].lane.hang_up()  # which shows when the run is under way only
+        assert source.run(VALUES, 1, REFERENCE, "values@1").finished
+        assert len(pool.interruptions) == 1
+        pool.close(finished=False)
+
+
+def test_the_environment_of_ranks(host: Host) -> None:
+    """As torchrun would have it for the run; on one node Gloo keeps to the loopback."""
+    (host.folder / "looks.py").write_text(
+        "import os\n__conformance__ = {'hook': os.environ['GLOO_SOCKET_IFNAME']}\ndef hook(state, bucket): ...\n"
+    )
+    with host.pool() as pool:
+        described = pool.describe(SubjectSpec(hook="looks:hook"))
+        assert described["claims"] == "lo"
+        pool.close(finished=False)
+
+
+def test_with_once_it_ends_when_a_controller_has_finished(host: Host) -> None:
+    host.pool().close()  # one that was never attached has finished nothing
+    with host.pool() as pool:
+        pool.greeting()
+        folder = host.on_disk
+        assert folder.exists()
+    assert host.process.wait(timeout=60) == 0
+    assert not folder.exists()
+
+
+def test_a_folder_that_a_killed_host_has_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock is free once the last of its processes has ended; that of a host which lives is not."""
+    monkeypatch.setattr(slot, "fast_folder", lambda: str(tmp_path))
+    left = tmp_path / "conformance-slot-left"
+    left.mkdir()
+    (left / "lock").touch()
+    living = slot._own_folder()
+    slot._own_folder()
+    assert not left.exists()
+    assert (living / "lock").exists()
+    for link in Path("/proc/self/fd").iterdir():
+        if link.is_symlink() and os.readlink(link).startswith(str(tmp_path)):
+            os.close(int(link.name))

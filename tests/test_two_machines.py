@@ -1,0 +1,132 @@
+"""torchrun across two machines, which are network namespaces, and a controller on one of them or on a third."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.machines import Machine, machines, why_not
+
+ROOT = Path(__file__).resolve().parent.parent
+THIRD_PARTY = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook"
+HELD = '''
+"""A right hook. Where it is asked to, the last of four ranks says that it is inside, and stays there until it may go on."""
+import os, time
+from pathlib import Path
+import torch.distributed as dist
+
+folder = Path(__file__).parent
+
+def hook(state, bucket):
+    if dist.get_world_size() == 4 and dist.get_rank() == 3 and (folder / "hold").exists() and not (folder / "inside").exists():
+        (folder / "inside").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda fut: fut.value()[0])
+'''
+WHY_NOT = why_not()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+class Cluster:
+    """Two machines with torchrun on them, a third without, and a folder that they share."""
+
+    def __init__(self, folder: Path, made: list[Machine], *more: str) -> None:
+        self.folder, (self.anna, self.bert, self.carl) = folder, made
+        self.environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.environment.pop("GLOO_SOCKET_IFNAME", None)
+        (folder / "held.py").write_text(HELD)
+        self.torchruns = [self._torchrun(machine, *more) for machine in (self.anna, self.bert)]
+
+    def _torchrun(self, machine: Machine, *more: str) -> "subprocess.Popen[str]":
+        rendezvous = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=anna:29400", *more]
+        with open(self.folder / f"{machine.name}.txt", "w") as said:
+            return machine.start(
+                [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "conformance.host"],
+                stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=self.folder, env=self.environment,
+            )  # fmt: skip
+
+    def controller(self, machine: Machine, hook: str, *arguments: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--pyargs", "conformance", "--hook", hook]
+        return machine.start(
+            [*command, "--attach", "anna:29400", *arguments],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.folder, env=self.environment,
+        )  # fmt: skip
+
+    def until_inside(self, controller: "subprocess.Popen[str]") -> None:
+        """Wait until a rank is inside the hook that is to hold it."""
+        self.until(lambda: (self.folder / "inside").exists() or controller.poll() is not None)
+        assert controller.poll() is None, controller.communicate()[0] + self.said()
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        waits = threading.Event()
+        while not happened():
+            waits.wait(0.05)  # pytest's own timeout is the limit
+
+    def said(self) -> str:
+        return "".join(path.read_text() for path in self.folder.glob("*.txt"))
+
+
+@contextmanager
+def cluster(folder: Path, *more: str) -> Iterator[Cluster]:
+    with machines("anna", "bert", "carl") as made:
+        there = Cluster(folder, made, *more)
+        try:
+            yield there
+        finally:
+            there.bert.plug_in()
+            for torchrun in there.torchruns:
+                torchrun.send_signal(signal.SIGTERM)  # hosts then remove their folders
+            for torchrun in there.torchruns:
+                torchrun.wait(timeout=60)
+
+
+def test_certified_across_two_machines_until_one_of_them_is_killed(tmp_path: Path) -> None:
+    with cluster(tmp_path) as there:
+        whole = there.controller(there.carl, THIRD_PARTY, "--certificate", "c.json")
+        said, _ = whole.communicate()
+        assert whole.returncode == 0, said + there.said()
+        assert "on 2 nodes, world sizes 1, 2, 3, 4" in said
+        certificate = json.loads((tmp_path / "c.json").read_text())
+        assert [(node["host"], node["slots"]) for node in certificate["profile"]["nodes"]] == [("anna", 2), ("bert", 2)]
+        # The controller may be on one of them as well. All that runs on a machine ends at once.
+        (tmp_path / "hold").touch()
+        killed = there.controller(there.anna, "held:hook", "--attach-wait", "3", "--certificate", "never.json")
+        there.until_inside(killed)
+        there.bert.kill()
+        said, _ = killed.communicate()
+        assert killed.returncode == 7, said + there.said()
+        assert "was interrupted: node 1 (bert), ranks 2, 3: its process ended" in said
+        assert "it has not come back within 3 seconds" in said
+        assert not (tmp_path / "never.json").exists()
+
+
+def test_a_machine_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    with cluster(tmp_path) as there:
+        (tmp_path / "hold").touch()
+        there.until(lambda: there.said().count("waits for a controller") == 4)
+        cut = there.controller(there.carl, "held:hook", "--attach-wait", "3", "--certificate", "never.json")
+        there.until_inside(cut)
+        there.bert.cut_off()
+        (tmp_path / "go").touch()
+        said, _ = cut.communicate()
+        assert cut.returncode == 7, said + there.said()
+        assert "was interrupted: node 1 (bert), ranks 2, 3: no answer from its machine" in said
+        assert not (tmp_path / "never.json").exists()
+        # It knows as well that nobody answers, and ends what it was doing.
+        there.until(lambda: not _ranks_of(there.bert))
+        assert not (tmp_path / "never.json").exists()
+
+
+def _ranks_of(machine: Machine) -> list[str]:
+    """Processes of a machine below its hosts: torchrun, its two hosts, and nothing else where no run is under way."""
+    listed = subprocess.run(["ip", "netns", "pids", machine.namespace], capture_output=True, text=True, check=True)
+    return listed.stdout.split()[3:]
