@@ -248,11 +248,11 @@ def stand_ins(tmp_path: Path) -> Path:
     return folder
 
 
-def check_hosts(words: list[str], endpoint: str) -> None:
+def check_hosts(words: list[str], endpoint: str, *, once: bool) -> None:
     """Hold a command line against torchrun's own parser, and against what the controller attaches to."""
     given = get_args_parser().parse_args(words)
     assert (given.nnodes, given.nproc_per_node, given.rdzv_backend, given.rdzv_endpoint) == ("2", "2", "c10d", endpoint)
-    assert (given.module, given.training_script, given.training_script_args) == (True, "conformance.host", [])
+    assert (given.module, given.training_script, given.training_script_args) == (True, "conformance.host", ["--once"] if once else [])
 
 
 @pytest.mark.parametrize("code", [0, 1, 7])
@@ -263,7 +263,7 @@ def test_the_slurm_script(code: int, stand_ins: Path, tmp_path: Path) -> None:
     done = shell(f'bash {CI}/slurm.sbatch "$@"', tmp_path, *options, **slurm | {"PATH": path})
     assert done.code == code, done.said
     assert "scontrol show hostnames node-[a-b]\n" in (tmp_path / "calls").read_text()
-    check_hosts((tmp_path / "torchrun").read_text().splitlines(), "node-a:29400")
+    check_hosts((tmp_path / "torchrun").read_text().splitlines(), "node-a:29400", once=False)  # the script ends them
     assert (tmp_path / "pytest").read_text().splitlines() == ["--pyargs", "conformance", *options, "--attach", "node-a:29400"]
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()  # the hosts have ended with it
 
@@ -284,7 +284,7 @@ def check_pods(documents: list[Any]) -> None:
         (container,) = replica["template"]["spec"]["containers"]
         assert container["name"] == "pytorch"  # the only one that the operator knows
         assert container["command"][0] == "torchrun"
-        check_hosts(container["command"][1:], endpoint)
+        check_hosts(container["command"][1:], endpoint, once=True)
     pod = controller["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never"
     (container,) = pod["containers"]
@@ -305,6 +305,7 @@ def test_the_pods() -> None:
         ("--rdzv-backend", "--rendezvous"),
         ("conformance.host\n", "conformance\n"),
         ("replicas: 1", "replicas: 2"),
+        ("--once", "--twice"),
         ("--attach, ", "--endpoint, "),
     ],
 )
