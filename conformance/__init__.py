@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from conformance.subject import Case, Subject
 
 if TYPE_CHECKING:
-    from conformance.live import Finding
     from conformance.options import Options
+    from conformance.passive.live import Finding
+    from conformance.passive.watcher import Drift, Watcher, watch
     from conformance.suite import certify
-    from conformance.watcher import Drift, Watcher, watch
 
 __all__ = ["Case", "Drift", "Finding", "Options", "Subject", "Watcher", "certify", "watch"]
 
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(conformance.suite, name)
     if name in ("Drift", "Finding", "Watcher", "watch"):
-        import conformance.watcher
+        import conformance.passive.watcher
 
-        return getattr(conformance.watcher, name)
+        return getattr(conformance.passive.watcher, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

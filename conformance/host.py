@@ -18,7 +18,7 @@ kill their ranks and end, then the host removes the folder and ends.
 The controller speaks to the host in packets (each asks for a lane, and brings its connection, or for a sign of life), and
 to a lane in JSON lines; records go through files.
 
-On several machines torchrun starts the hosts, as ``-m conformance.host``; the way to their controller is another (``slot.py``).
+On several machines torchrun starts the hosts, as ``-m conformance.host``; the way to their controller is another (``nodes/slot.py``).
 """
 
 import contextlib
@@ -229,10 +229,10 @@ def warm_up() -> dict[str, Any]:
 def main() -> None:
     """Run as ``python host.py FD FOLDER``: the controller's packets come from socket FD, runs are kept in FOLDER.
 
-    torchrun runs it as ``-m conformance.host``, see ``slot.py``.
+    torchrun runs it as ``-m conformance.host``, see ``nodes/slot.py``.
     """
     if len(sys.argv) != 3 or not sys.argv[1].isdecimal():
-        from conformance.slot import serve_slot, start_anew
+        from conformance.nodes.slot import serve_slot, start_anew
 
         return serve_slot(sys.argv[2:]) if sys.argv[1:2] == ["--slot"] else start_anew(sys.argv[1:])
     control = socket.socket(fileno=int(sys.argv[1]))

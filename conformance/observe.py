@@ -201,7 +201,7 @@ def _describe_value(future: Any, buffer: torch.Tensor) -> dict[str, Any]:
         "memory": [value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size(), value.numel() * value.element_size()]
         if dense
         else None,
-        "digest": digest(value) if dense else None,
+        "digest": digest(value) if _is_readable(value) else None,
     }
 
 
@@ -210,7 +210,11 @@ def _value_digest(future: Any) -> str | None:
         value = future.value()
     except Exception:
         return None
-    return digest(value) if isinstance(value, torch.Tensor) and value.layout == torch.strided else None
+    return digest(value) if isinstance(value, torch.Tensor) and _is_readable(value) else None
+
+
+def _is_readable(value: torch.Tensor) -> bool:
+    return value.layout == torch.strided and value.device.type != "meta"
 
 
 def _type_name(value: Any) -> str:

@@ -13,9 +13,9 @@ from types import ModuleType
 
 import pytest
 
-from conformance.attach import ranks_for
 from conformance.errors import ConformanceError, UsageError
 from conformance.kinds import KINDS
+from conformance.nodes.attach import ranks_for
 from conformance.options import ATTACH_WAIT, DEADLINE, TEXT_OPTIONS, WORLD_SIZES, Options
 from conformance.pool import Ranks
 from conformance.preflight import check

@@ -5,10 +5,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from conformance.announce import parse_endpoint
 from conformance.claims import AUTO, parse_claims
 from conformance.errors import ProfileError, RequiredProfileError, UsageError
 from conformance.kinds import HOOK
+from conformance.nodes.announce import parse_endpoint
 from conformance.options import Options
 from conformance.profiles import Profile, asked_for, require
 from conformance.subject import SubjectSpec, subject_of

@@ -12,17 +12,19 @@ import warnings
 
 _MODULES = (
     *("torch", "torch._dynamo", "torch._dynamo.trace_rules", "torch._dynamo.utils", "torch.distributed", "torch.profiler"),
-    *("torch.distributed.optim", "torch.distributed.algorithms.model_averaging.averagers"),
     *("conformance.rank", "conformance.machine", "conformance.drive.blocks", "hooks_ref"),
 )
+_ASKED_FOR = ("torch.distributed.optim", "torch.distributed.algorithms.model_averaging.averagers")
 
 
 def preload() -> None:
     """Import it, and leave it to the collector of garbage never to look at it again."""
     gc.disable()  # what modules are made of stays
+    for name in _MODULES:
+        importlib.import_module(name)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what torch deprecates of its own
-        for name in _MODULES:
+        warnings.simplefilter("ignore")  # of what torch deprecates of its own; filters that torch itself sets are to stay
+        for name in _ASKED_FOR:
             importlib.import_module(name)
     _clear_what_ranks_would_clear()
     gc.enable()

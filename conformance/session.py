@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conformance.attach import ranks_for
 from conformance.certificate import Conclusion, conclude, kit_identity, remove_stale
 from conformance.claims import AUTO, Claims, default_claims, parse_claims
 from conformance.engine import Engine, Source, make_engine
 from conformance.errors import ProfileError, TargetError, UsageError
 from conformance.kinds import HOOK
+from conformance.nodes.attach import ranks_for
 from conformance.options import Options
 from conformance.pool import Ranks
 from conformance.preflight import certificate_path, check, parse_worlds, profile_asked, required, results_folder

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from conformance import attach
-from conformance.announce import Announcement, NobodyThere, kit_digest
-from conformance.attach import AttachedPool, _Host, environments, place, ranks_for
 from conformance.breakage import breakage
 from conformance.errors import ProfileError, UsageError
+from conformance.nodes import attach
+from conformance.nodes.announce import Announcement, NobodyThere, kit_digest
+from conformance.nodes.attach import AttachedPool, _Host, environments, place, ranks_for
+from conformance.nodes.wire import Stream
 from conformance.options import Options
 from conformance.scenario import VALUES
 from conformance.session import Session
 from conformance.sources import LocalSource
 from conformance.subject import REFERENCE, SubjectSpec
 from conformance.verdict import Verdict
-from conformance.wire import Stream
 from tests.test_crew import host_of
 
 ROOT = Path(__file__).resolve().parent.parent

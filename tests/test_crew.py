@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from conformance import crew
-from conformance.announce import Announcement
 from conformance.breakage import breakage
-from conformance.crew import Crew, Member
+from conformance.nodes import crew
+from conformance.nodes.announce import Announcement
+from conformance.nodes.crew import Crew, Member
+from conformance.nodes.wire import ConnectionLost, Stream
 from conformance.run import load_run
 from conformance.run_folder import OUTCOME, write_json
 from conformance.scenario import VALUES
-from conformance.wire import ConnectionLost, Stream
 
 Host = Callable[[Stream], None]
 

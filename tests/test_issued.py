@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conformance import issued
-from conformance.issued import Listener
+from conformance.passive import issued
+from conformance.passive.issued import Listener
 
 
 @pytest.fixture

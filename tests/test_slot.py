@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from conformance import slot
-from conformance.announce import find
-from conformance.attach import AttachedPool
+from conformance.nodes import slot
+from conformance.nodes.announce import find
+from conformance.nodes.attach import AttachedPool
+from conformance.nodes.wire import ConnectionLost, Stream
 from conformance.scenario import VALUES
 from conformance.sources import LocalSource
 from conformance.subject import REFERENCE, SubjectSpec
-from conformance.wire import ConnectionLost, Stream
 
 ROOT = Path(__file__).resolve().parent.parent
 WAITS = """

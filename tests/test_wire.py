@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from conformance.nodes.wire import LINE_LIMIT, RECORDS, ConnectionLost, Stream
 from conformance.run_folder import EVENTS, STATE
-from conformance.wire import LINE_LIMIT, RECORDS, ConnectionLost, Stream
 
 Pair = tuple[Stream, Stream]
 

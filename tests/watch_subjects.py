@@ -293,7 +293,7 @@ def fails(process_group: Any, rank: int, *, where: str) -> Case:
     """The kit's own code raises on rank 1, where it is called from backward or when that is over: the training goes on."""
 
     def check() -> None:
-        from conformance import sampling, watcher
+        from conformance.passive import sampling, watcher
 
         ddp, told = model_with(process_group, "hooks_ref:allreduce_hook"), list[Any]()
         look = watch(ddp, 1, on_failure=told.append, timeout=20.0)

@@ -48,7 +48,7 @@ CASES = [
     *(replace(case, worlds=(1, 3)) for case in TORCHS[:2]),
     *(replace(case, worlds=(1, 2)) for case in (*TORCHS[2:], LOSSLESS[1])),
     # Not at scale, where each of a thousand simulated ranks decodes what all have sent.
-    replace(LOSSLESS[0], worlds=(1, 2), rules=tuple(n for n, rule in book().items() if rule.kind == HOOK and rule.section != AT_SCALE)),
+    replace(LOSSLESS[0], worlds=(1, 2), rules=tuple(n for n, rule in book(HOOK, "cpu").items() if rule.section != AT_SCALE)),
 ]
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conformance.announce import Announcement
-from conformance.wire import RECORDS, SAVED, SILENCE, SILENT, ConnectionLost, Stream
+from conformance.nodes.announce import Announcement
+from conformance.nodes.wire import RECORDS, SAVED, SILENCE, SILENT, ConnectionLost, Stream
 
 ANSWER = SILENCE + 8.0  # seconds in which a host that is there must have taken evidence, or killed
 TEXT_LIMIT = 20_000  # characters of what a host says of a rank

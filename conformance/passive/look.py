@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from conformance.issued import Listener
-from conformance.sampling import Layout, Taken
+from conformance.passive.issued import Listener
+from conformance.passive.sampling import Layout, Taken
 
 Heard = list[tuple[str, list[int], str]]  # what, ranks of the group, its name
 

@@ -14,8 +14,9 @@ import torch
 
 from conformance.claims import LOCAL, Claims
 from conformance.oracle import precision
+from conformance.passive.replicas import place
+from conformance.passive.sampling import Gathered, Layout
 from conformance.record import RankRecord
-from conformance.replicas import place
 from conformance.rulebook import Rule
 from conformance.rules.section_2_equivalence import random_values
 from conformance.rules.section_3_replicas import identical_models, identical_results
@@ -23,7 +24,6 @@ from conformance.rules.section_8_special_values import control_flow, nan
 from conformance.rules.section_9_non_interference import parameters as untouched
 from conformance.rules.section_10_collectives import agree
 from conformance.run import Run
-from conformance.sampling import Gathered, Layout
 from conformance.scenario import Param, Scenario
 from conformance.verdict import Failure, Found
 

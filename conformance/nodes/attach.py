@@ -19,9 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.announce import PATIENCE, Announcement, NobodyThere, find, kit_digest, parse_endpoint
-from conformance.crew import ANSWER, Crew, Member
 from conformance.errors import KitError, ProfileError, TargetError
+from conformance.nodes.announce import PATIENCE, Announcement, NobodyThere, find, kit_digest, parse_endpoint
+from conformance.nodes.crew import ANSWER, Crew, Member
+from conformance.nodes.wire import ENDED, SAVED, SILENT, ConnectionLost, Stream, who_am_i
 from conformance.options import Options
 from conformance.pool import Pool, Ranks, fast_folder, in_words
 from conformance.profiles import GLOO_CPU, Profile
@@ -29,7 +30,6 @@ from conformance.run_folder import OUTCOME, write_json
 from conformance.scenario import Scenario
 from conformance.subject import SubjectSpec
 from conformance.supervise import GRACE
-from conformance.wire import ENDED, SAVED, SILENT, ConnectionLost, Stream, who_am_i
 
 LOADING = 180.0  # seconds for a host that is there to have imported what it needs
 _LATER = 30.0  # seconds after the deadline in which a lane stops a run by itself: its controller does so before
@@ -237,15 +237,18 @@ class AttachedPool:
         killed: list[tuple[Member, str]] = []
         for member in sorted(lost, key=lambda member: member.lost_at):
             host = next(host for host in self._hosts if host.said == member.host)
-            how = self._how_its_lane_ended(host) if member.how in (ENDED, SILENT) else ""
+            how = self._how_its_lane_ended(host, member.how) if member.how in (ENDED, SILENT) else ""
             host.is_lost = not how
             (killed if how else gone).append((member, how or member.how))
         if gone:
             return {"stopped": "node", "host": _named(gone)}
         return {"stopped": "host", "host": _named(killed)}
 
-    def _how_its_lane_ended(self, host: _Host) -> str:
-        """Return how a host says that its lane ended, and open another; '' where the host is gone itself, or only a connection."""
+    def _how_its_lane_ended(self, host: _Host, lost: str) -> str:
+        """Return how a host says that its lane ended, and open another; '' where the host is gone itself, or only a connection.
+
+        A lane that is there and says nothing is the subject's doing; one that is there when its connection has ended is nobody's.
+        """
         try:
             host.lane.hang_up()
             host.control.send({"end": host.lane_number})
@@ -256,7 +259,9 @@ class AttachedPool:
             self._open_lane(host)
         except ConnectionLost:
             return ""
-        return in_words(int(said["ended"])) if said["ended"] else ""
+        if lost == SILENT:
+            return SILENT
+        return "" if said.get("killed") or not said["ended"] else in_words(int(said["ended"]))
 
     def _reattach(self) -> str:
         """Make sure that all hosts are there; return why they are not."""

@@ -177,7 +177,7 @@ def _connect(host: str, port: int) -> Any:
 
 def kit_digest() -> str:
     """Return a digest of the kit's own sources: records are judged by the kit that made them."""
-    package, digest = Path(__file__).resolve().parent, hashlib.sha256()
+    package, digest = Path(__file__).resolve().parent.parent, hashlib.sha256()
     for path in sorted(package.rglob("*")):
         if path.suffix == ".py" or path.name == "golden.txt":
             digest.update(f"{path.relative_to(package)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from conformance.exchange import Exchange
-from conformance.sampling import to_cpu
+from conformance.passive.exchange import Exchange
+from conformance.passive.sampling import to_cpu
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK, _PARTS = 4096, 256

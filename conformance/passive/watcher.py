@@ -51,14 +51,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from conformance import issued
-from conformance.attached import Attached
 from conformance.claims import LOCAL, Claims, parse_claims
-from conformance.exchange import Exchange, NotMet
-from conformance.live import Finding, Judged, LiveRun, judge_collectives, judge_models, judge_values, renamed
-from conformance.look import Heard, Look
-from conformance.replicas import differing, elements, folds
-from conformance.sampling import Layout, pack, unpack
+from conformance.passive import issued
+from conformance.passive.exchange import Exchange, NotMet
+from conformance.passive.live import Finding, Judged, LiveRun, judge_collectives, judge_models, judge_values, renamed
+from conformance.passive.look import Heard, Look
+from conformance.passive.on_model import Attached
+from conformance.passive.replicas import differing, elements, folds
+from conformance.passive.sampling import Layout, pack, unpack
 from conformance.verdict import Failure
 
 log = logging.getLogger("conformance.watch")
@@ -159,7 +159,7 @@ class Watcher:
 
     Attributes:
         findings: what was found, the latest :data:`KEPT`.
-        figures: of each sampled step, ``margin`` or ``off``, see :class:`conformance.live.Judged`.
+        figures: of each sampled step, ``margin`` or ``off``, see :class:`conformance.passive.live.Judged`.
         ended: why the watch ended before it was closed, or ''.
     """
 

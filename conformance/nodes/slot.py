@@ -24,12 +24,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conformance.announce import announce, announcement, kit_digest
 from conformance.host import OPERATIONS, keep_bytecode, run_here, warm_up
+from conformance.nodes.announce import announce, announcement, kit_digest
+from conformance.nodes.wire import RECORDS, SAVED, ConnectionLost, Stream
 from conformance.pool import ENVIRONMENT, PACKAGE, fast_folder
 from conformance.run_folder import MEETING
 from conformance.supervise import Controller, ControllerGone, adopt_orphans, kill_children, require_one_thread
-from conformance.wire import RECORDS, SAVED, ConnectionLost, Stream
 
 HANDSHAKE = 30.0  # seconds in which a controller must have said that evidence is complete everywhere
 HELLO_LIMIT = 1 << 16  # bytes that one may send before it has said what it is
@@ -89,6 +89,7 @@ class _Slot:
         self._lanes: dict[int, tuple[int, int]] = {}  # pidfd: number, pid
         self._ended: dict[int, int] = {}  # number of a lane: exit status
         self._asked_about: set[int] = set()
+        self._killed: set[int] = set()  # of those, lanes that had not ended by themselves
         self._keeper: set[int] = set()  # the process that keeps the store, where this host has to
 
     def serve(self) -> None:
@@ -181,15 +182,16 @@ class _Slot:
     def _end_lane(self, number: int) -> None:
         """Kill a lane that its controller has given up, and say how it ended: by this, or before."""
         self._asked_about.add(number)
-        for lane, pid in self._lanes.values():
-            if lane == number:
+        for fd, (lane, pid) in self._lanes.items():
+            if lane == number and not select.select([fd], [], [], 0)[0]:  # which tells of an end before it is waited for
+                self._killed.add(number)
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         self._say_how_it_ended(number)
 
     def _say_how_it_ended(self, number: int) -> None:
         if self._control and number in self._ended and number in self._asked_about:
-            self._control.send({"lane": number, "ended": self._ended[number]})
+            self._control.send({"lane": number, "ended": self._ended[number], "killed": number in self._killed})
 
     def _let_go(self) -> None:
         """End what was done for a controller."""
@@ -201,7 +203,7 @@ class _Slot:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             os.close(fd)
-        self._lanes, self._ended, self._asked_about = {}, {}, set()
+        self._lanes, self._ended, self._asked_about, self._killed = {}, {}, set(), set()
         kill_children(spare=self._keeper)
         for folder in self._folder.glob("run-*"):
             shutil.rmtree(folder, ignore_errors=True)
