@@ -7,6 +7,7 @@ is said.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -75,12 +76,17 @@ def _what_is_missing(judgements: Mapping[str, Judgement], worlds: tuple[int, ...
     reasons = []
     if absent:
         reasons.append(f"{len(absent)} of {len(golden)} MUST rules were left out of this run: {', '.join(absent)}")
-    for why in dict.fromkeys(j.reason for j in not_run):
-        numbers = [j.number for j in not_run if j.reason == why]
+    for why in dict.fromkeys(_without_run(j.reason) for j in not_run):
+        numbers = [j.number for j in not_run if _without_run(j.reason) == why]
         reasons.append(f"{', '.join(numbers)} {'was' if len(numbers) == 1 else 'were'} not run: {why}")
     if sizes:
         reasons.append(f"world size {', '.join(sizes)} was left out")
     return reasons
+
+
+def _without_run(reason: str) -> str:
+    """Return a reason without the run that it was seen in: of many rules that were not run the reason is often the same."""
+    return re.sub(r"^\w+@\d+: ", "", reason)
 
 
 def _certificate(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement], header: Mapping[str, Any]) -> dict[str, Any]:

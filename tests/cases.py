@@ -7,7 +7,8 @@ no core busy, and are judged beside the others.
 import functools
 import multiprocessing
 import multiprocessing.util
-from collections.abc import Iterable, Iterator
+import pprint
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from conformance.claims import Claims, default_claims, parse_claims
 from conformance.engine import Engine, make_control
 from conformance.kinds import HOOK
 from conformance.pool import Pool
-from conformance.rulebook import book
+from conformance.rulebook import MUST, Rule, book
 from conformance.sources import LocalSource
 from conformance.subject import SubjectSpec, parse_other, parse_subject, parse_target
 from conformance.verdict import Judgement
@@ -81,6 +82,12 @@ def subject_and_claims(case: Case) -> tuple[SubjectSpec, Claims]:
     said = case.claims if case.claims != "exact" else ""
     claims = parse_claims(said, case.kind) if said else default_claims(case.kind, parse_target(case.target, "").kwargs)
     return parse_other(case.kind, case.target), claims
+
+
+def refusals(judgements: Judgements, rules: Mapping[str, Rule]) -> dict[str, str]:
+    """Return why MUST rules do not hold, with all that is known of it: whatever it was may not come again."""
+    wrong = [j for number, j in judgements.items() if rules[number].level == MUST and not j.verdict.holds]
+    return {j.number: "\n".join([j.reason, *(f"{f.actual}\n{pprint.pformat(f.evidence)}" for f in j.failures[:1])]) for j in wrong}
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.subject import Case
-from tests.right import OBJECTS, Right
+from tests.right import ARITHMETIC, OBJECTS, Right
 from tests.right._common import Bucket, Group, Result, completed, dense, gather
 
 # Under its name before torch 2.13 it warns.
@@ -357,7 +357,9 @@ def float16_gathered(group: Group, bucket: Bucket) -> Result:
 
 
 RIGHT = [
-    *(Right(name) for name in ("unannotated", "out_of_place", "sum_then_divide", "reciprocal", "reduce_op_avg", "blocking")),
+    Right("unannotated", sections=OBJECTS),
+    *(Right(name) for name in ("out_of_place", "blocking")),
+    *(Right(name, sections=ARITHMETIC) for name in ("sum_then_divide", "reciprocal", "reduce_op_avg")),
     *(Right(name) for name in ("gather_and_mean", "reduce_and_broadcast", "reduce_scatter", "per_parameter", "per_parameter_quirk")),
     Right("takes_two_at_least", "exact, min_world_size(2)"),
     Right("out_of_place", "exact, min_world_size(3)", f"{__name__}:three_or_more"),
@@ -365,7 +367,7 @@ RIGHT = [
     Right("polling", sections=("1", "2", "3", "8", "12")),  # spins, in every order that is forced on it, until the kit gives up
     Right("point_to_point"),
     Right("rounds_to_float16", "rounded(float16)"),
-    Right("rounds_to_bfloat16", "rounded(bfloat16)"),
+    Right("rounds_to_bfloat16", "rounded(bfloat16)", sections=ARITHMETIC),
     Right("float16_gathered", "rounded(float16)", "process_group"),
     Right("gives_sum", "sum"),
     Right("always_world", "world_only"),
@@ -375,6 +377,6 @@ RIGHT = [
     Right("make_hook,predivide=False", sections=OBJECTS),
     Right("out_of_place", state="process_group"),
     Right("with_scratch", state=f"{__name__}:State"),
-    Right("with_scratch", state=f"{__name__}:State,scale=1.0"),
+    Right("with_scratch", state=f"{__name__}:State,scale=1.0", sections=ARITHMETIC),
     *(Right(name, setup=True, sections=OBJECTS) for name in ("set_up_pair", "set_up_itself", "set_up_calls", "set_up_worker")),
 ]
