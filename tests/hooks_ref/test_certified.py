@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +18,8 @@ from tests.right import COMPRESSORS
 README = Path(hooks_ref.__file__).parent / "README.md"
 
 
-def case(options: str, *, another: bool = False) -> Case:
-    """Read the options of a command line, at the world sizes that say most for their time; the soak judges them at more.
-
-    Another setting of a lossy reference is judged by what speaks of compressors; by the whole book with --thorough.
-    """
+def case(options: str) -> Case:
+    """Read the options of a command line, at the world sizes that say most for their time; the soak judges them at more."""
     words = shlex.split(options)
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert given.keys() <= {"--hook", "--setup", "--state", "--claims", *(f"--{kind}" for kind in KINDS)}, options
@@ -32,12 +29,23 @@ def case(options: str, *, another: bool = False) -> Case:
     target, claims = given.get("--hook") or given["--setup"], given.get("--claims", "exact")
     read = parse_claims(claims)
     worlds = (2, 3) if read.lossy == LOCAL else (1, 2, 3, 4) if target == "hooks_ref:allreduce_hook" else (1, 2)
-    rules = tuple(n for n, rule in book(HOOK, "cpu").items() if rule.section in COMPRESSORS) if another and read.lossy else ()
-    return Case(target, claims, given.get("--state"), setup="--setup" in given, worlds=worlds, rules=rules)
+    return Case(target, claims, given.get("--state"), setup="--setup" in given, worlds=worlds)
 
 
-ROWS = re.findall(r"^\|(.*)\| `(--\w+ .*)` \|$", README.read_text(), re.M)
-OURS = [case(options, another=not name.strip()) for name, options in ROWS]
+def ours() -> Iterator[Case]:
+    """The commands of the README. Another setting of a lossy reference is judged by what speaks of compressors; with --thorough by all."""
+    lossy, name = set[str](), ""
+    for first, options in re.findall(r"^\|(.*)\| `(--\w+ .*)` \|$", README.read_text(), re.M):
+        name, made = first.strip() or name, case(options)
+        if made.kind == HOOK and parse_claims(made.claims).lossy:
+            yield replace(made, rules=BY_COMPRESSORS) if name in lossy else made
+            lossy.add(name)
+        else:
+            yield made
+
+
+BY_COMPRESSORS = tuple(number for number, rule in book(HOOK, "cpu").items() if rule.section in COMPRESSORS)
+OURS = list(ours())
 # torch's own, as third-party subjects, at an odd size too. DDP refuses bf16_compress_hook on CPU by its name alone: it gets another.
 TORCHS = [
     Case("torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook"),
