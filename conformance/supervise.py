@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from conformance.run_folder import EVENTS
+
 OUTPUT_KEPT = 8 * 1024  # bytes of the beginning and of the end of what a rank printed
 OUTPUT_LIMIT = 64 * 1024 * 1024  # bytes after which a rank that floods its output is stopped
 GRACE = 3.0  # seconds for the peers of a dead rank to fail by themselves; evidence only
@@ -42,6 +44,7 @@ class _Child:
     head: bytes = b""
     tail: bytes = b""
     evidence: dict[str, Any] = field(default_factory=dict)
+    recorded: tuple[Path, int] | None = None  # its record, and how long that was when evidence was first asked for
 
     def read(self) -> bool:
         """Read what is there to read; false at the end of the stream."""
@@ -194,8 +197,14 @@ def _wait(children: list[_Child], seconds: float, controller: Controller) -> str
 
 
 def _collect_evidence(children: list[_Child], folder: Path) -> None:
-    """Take stacks and the flight recorder of every rank that is still alive, before it is killed."""
+    """Take stacks and the flight recorder of every rank that is still alive, before it is killed.
+
+    The signal that asks for stacks ends what a rank may have slept in, in C: where it goes from there is not its doing any more,
+    and :func:`_kill_what_is_left` takes it off the record.
+    """
     alive = [child for child in children if child.exit is None]
+    for child in alive:
+        child.recorded = folder / str(child.rank) / EVENTS, _size(folder / str(child.rank) / EVENTS)
     for child in alive:
         with contextlib.suppress(OSError):
             os.kill(child.pid, signal.SIGUSR1)
@@ -217,6 +226,9 @@ def _kill_what_is_left(children: list[_Child]) -> list[str]:
                 os.kill(child.pid, signal.SIGKILL)
             _, status = os.waitpid(child.pid, 0)
             child.exit, child.evidence["killed"] = os.waitstatus_to_exitcode(status), True
+            if child.recorded:
+                with contextlib.suppress(OSError):
+                    os.truncate(*child.recorded)
         os.close(child.pidfd)
     left = kill_children()
     for child in children:
