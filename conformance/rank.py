@@ -117,6 +117,7 @@ class _Run:
             self.signals, self.group = make_groups(self.scenario, self.rank, self.world, self.folder, self.timeout, self.device)
             self.trainee = Trainee(self.scenario, self.group, self.device)
         self.twin = Trainee(self.scenario, self.group, self.device) if self.scenario.twin else None
+        self._everybody("begin")  # whoever is refused by the subject and leaves now breaks no connection that a peer still needs
         self.ddp, self.parameters = self.trainee.ddp, self.trainee.parameters
         self.schedule = Schedule(self.scenario, self.rank, self.world, self.signals, self._is_inside, self._waits, self._stuck)
         self.observer = Observer(self.recorder, self.parameters, self._before_hook, self._after_hook, self.scenario.outside)

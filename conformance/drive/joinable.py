@@ -250,7 +250,7 @@ class _Context(_Contexts):
         self.note("outside", name=name, when=when, at="end")
 
     def _ddp(self, model: Model) -> DistributedDataParallel:
-        return DistributedDataParallel(model, process_group=self.stage.group, bucket_cap_mb=self.stage.scenario.bucket_cap_mb)
+        return self.stage.data_parallel(model, bucket_cap_mb=self.stage.scenario.bucket_cap_mb)
 
     def _trains(self, ddp: DistributedDataParallel, step_too: bool) -> Callable[[], None]:
         """Return what DDP does in a step: its backward leaves crafted gradients; they are on record, and stepped by."""

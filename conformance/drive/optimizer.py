@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
-from torch.nn.parallel import DistributedDataParallel
 
 from conformance.drive.stage import Stage
 from conformance.errors import TargetError
@@ -50,7 +49,7 @@ class _Training:
         self.ddp = None
         if self.scenario.uneven or self.scenario.case == "ddp":
             group = stage.group if self.scenario.groups else None
-            self.ddp = DistributedDataParallel(self.model, process_group=group, gradient_as_bucket_view=self.scenario.view)
+            self.ddp = stage.data_parallel(self.model, process_group=group, gradient_as_bucket_view=self.scenario.view)
         names = _names(stage)
         self.averager = Averager(stage, self.params, self.setting.warmup, self.setting.period) if "averager" in names else None
         self.optimizer = self._make(names)

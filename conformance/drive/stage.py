@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from conformance import process_state
 from conformance.collectives import CollectiveRecorder
@@ -48,7 +49,7 @@ class Stage:
         self.bare, self._spec = spec is None, spec or SubjectSpec(kind=scenario.kind)
         self.saved = Path(scenario.saved_in) / str(rank) if scenario.saved_in else None
         self.where = "kit"
-        self._inside, self._calls = 0, 0
+        self._inside, self._calls, self._met = 0, 0, 0
         self.collectives = CollectiveRecorder(self._issued if scenario.recorded else None, key=dispatch_key(scenario.profile))
 
     def execute(self) -> None:
@@ -56,6 +57,7 @@ class Stage:
         self.device = take_place(self.scenario.profile, place_on_machine(self._folder, self.rank), str(self._folder / str(self.rank)))
         self.signals, self.group = make_groups(self.scenario, self.rank, self.world, self._folder, self._timeout, self.device)
         self.place, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._meet()
         self._schedule = Schedule(self.scenario, self.rank, self.world, self.signals, self._is_inside, lambda: None, self._stuck)
         if self.scenario.intercepts:
             self.collectives.install()
@@ -121,6 +123,16 @@ class Stage:
             return target.make(values)
         return target.function  # an object that is there already
 
+    def data_parallel(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
+        """Return the model under DDP; all ranks have made theirs.
+
+        Args:
+            options: of DDP; the group is this rank's, unless they name one.
+        """
+        ddp = DistributedDataParallel(model, **{"process_group": self.group, **options})
+        self._meet()
+        return ddp
+
     def begin_step(self, step: int, kind: str) -> None:
         """Note that a step begins: what is recorded from here on belongs to it."""
         self.recorder.step = step
@@ -173,6 +185,11 @@ class Stage:
     def barrier(self, name: str) -> None:
         """Wait for all ranks, through the store."""
         everybody(self.signals, name, self.rank, self.world, self._timeout)
+
+    def _meet(self) -> None:
+        """Wait until no peer needs a connection any more for what the kit has done: this rank may be refused next, and leave."""
+        self.barrier(f"met/{self._met}")
+        self._met += 1
 
     def _is_inside(self) -> bool:
         return self._inside == threading.get_ident()

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from conformance.drive.stage import Stage
 from conformance.errors import TargetError
@@ -43,7 +42,7 @@ class _Trainer:
         self._params = self._probe.tensors
         self._model: torch.nn.Module = self._probe
         if scenario.case != "no_ddp":
-            self._model = DistributedDataParallel(
+            self._model = stage.data_parallel(
                 self._probe,
                 process_group=stage.group if scenario.groups else None,
                 bucket_cap_mb=scenario.bucket_cap_mb,

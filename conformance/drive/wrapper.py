@@ -42,12 +42,7 @@ def play(stage: Stage) -> None:
     if hooks:
         hooks.register("wrapper", net.blocks[0])
     with stage.inside("DistributedDataParallel"):
-        ddp = DistributedDataParallel(
-            net,
-            process_group=stage.group,
-            find_unused_parameters=stage.scenario.find_unused,
-            static_graph=stage.scenario.static_graph,
-        )
+        ddp = stage.data_parallel(net, find_unused_parameters=stage.scenario.find_unused, static_graph=stage.scenario.static_graph)
         ddp.register_comm_hook(stage.group, _mean_in_order)
     for step, kind in enumerate(stage.scenario.steps):
         stage.begin_step(step, kind)
