@@ -154,8 +154,7 @@ def _fork(rank: int, function: Callable[[], int]) -> _Child:
     status = 1
     try:
         os.setpgid(0, 0)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
+        if die_with_parent() != parent:
             os._exit(1)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.set_blocking(writing, True)
@@ -252,6 +251,12 @@ def kill_children(spare: Collection[int] = ()) -> list[str]:
             with contextlib.suppress(OSError):
                 os.waitpid(pid, 0)
     return killed
+
+
+def die_with_parent() -> int:
+    """Have the kernel kill this process when its parent ends; return who that is, which is another where it has ended before."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid()
 
 
 def adopt_orphans() -> None:

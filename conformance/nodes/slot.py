@@ -8,7 +8,6 @@ with their lane.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import gc
 import json
@@ -29,13 +28,12 @@ from conformance.nodes.announce import announce, announcement, kit_digest
 from conformance.nodes.wire import RECORDS, SAVED, ConnectionLost, Stream
 from conformance.pool import ENVIRONMENT, PACKAGE, fast_folder
 from conformance.run_folder import MEETING
-from conformance.supervise import Controller, ControllerGone, adopt_orphans, kill_children, require_one_thread
+from conformance.supervise import Controller, ControllerGone, adopt_orphans, die_with_parent, kill_children, require_one_thread
 
 HANDSHAKE = 30.0  # seconds in which a controller must have said that evidence is complete everywhere
 HELLO_LIMIT = 1 << 16  # bytes that one may send before it has said what it is
 WAITING = 32  # connections that have not yet said what they are
 _FOLDER = "conformance-slot-"
-_PR_SET_PDEATHSIG = 1
 
 
 def start_anew(arguments: list[str]) -> None:
@@ -56,8 +54,7 @@ def start_anew(arguments: list[str]) -> None:
 
 def serve_slot(arguments: list[str]) -> None:
     """Serve controllers, one after another; with ``--once`` until one has finished."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
+    if die_with_parent() == 1:
         return  # torchrun's agent has ended before
     folder = _own_folder()
     try:
@@ -227,8 +224,7 @@ class _Slot:
         status = 1
         try:
             os.setpgid(0, 0)
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
+            if die_with_parent() != parent:
                 os._exit(1)
             for stop in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(stop, signal.SIG_DFL)
@@ -283,8 +279,7 @@ def _keep_store(address: str, port: int) -> int:
     if pid := os.fork():
         return pid
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:
+        if die_with_parent() == parent:
             from torch.distributed import TCPStore
 
             store = TCPStore(address, port, is_master=True, wait_for_workers=False)
