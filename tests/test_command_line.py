@@ -255,7 +255,12 @@ def leaves_nothing_in_memory() -> Iterator[None]:
 @pytest.mark.usefixtures("leaves_nothing_in_memory")
 def test_interrupting_leaves_nothing_behind(project: Path) -> None:
     command = [sys.executable, "-m", "conformance", "certify", "--hook", "mypkg:waits", "--deadline", "200"]
-    child = subprocess.Popen(command, cwd=project, env={**os.environ, "MARKER_FOLDER": str(project)}, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "MARKER_FOLDER": str(project)}
+
+    def takes_interrupts() -> None:  # a shell that runs the tests in the background has what it starts ignore them
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    child = subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=takes_interrupts)
     waited = threading.Event()
     while not (project / "waiting").exists() and child.poll() is None:
         waited.wait(0.05)

@@ -3,7 +3,7 @@
 import pytest
 
 from conformance.errors import TargetError
-from conformance.verdict import Verdict
+from conformance.verdict import Judgement, Verdict
 from tests.cases import Case, own_judge
 
 POWER_SGD = "like(powerSGD_hook, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1)"
@@ -11,8 +11,8 @@ TORCHS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
 SETTING = "matrix_approximation_rank=2,start_powerSGD_iter=2,min_compression_rate=1"
 
 
-def judge(hook: str, claims: str, state: str) -> Verdict:
-    return own_judge().judge(Case(hook, claims, state, worlds=(2,), rules=("13.8",)))["13.8"].verdict
+def judge(hook: str, claims: str, state: str) -> Judgement:
+    return own_judge().judge(Case(hook, claims, state, worlds=(2,), rules=("13.8",)))["13.8"]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,8 @@ def judge(hook: str, claims: str, state: str) -> Verdict:
 )
 def test_power_sgd_of_torch(setting: str, verdict: Verdict) -> None:
     """In one bucket, where torch's does not hang on Gloo."""
-    assert judge(f"{TORCHS}:powerSGD_hook", f"compressed, warmup(2), {POWER_SGD}", f"{TORCHS}:PowerSGDState,{setting}") is verdict
+    judged = judge(f"{TORCHS}:powerSGD_hook", f"compressed, warmup(2), {POWER_SGD}", f"{TORCHS}:PowerSGDState,{setting}")
+    assert judged.verdict is verdict, judged
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,8 @@ def test_power_sgd_of_torch(setting: str, verdict: Verdict) -> None:
     ],
 )
 def test_compressors(state: str, claims: str, verdict: Verdict) -> None:
-    assert judge("hooks_ref:compression_hook", claims, f"examples.states:{state}") is verdict
+    judged = judge("hooks_ref:compression_hook", claims, f"examples.states:{state}")
+    assert judged.verdict is verdict, judged
 
 
 def test_options_that_the_reference_does_not_have() -> None:
