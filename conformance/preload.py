@@ -7,29 +7,35 @@ here where a rank would spend more on them than a host: ``torch.distributed.opti
 import gc
 import importlib
 import importlib.machinery
+import importlib.util
 import sys
 import warnings
+
+from conformance.huge_pages import use_huge_pages
 
 _MODULES = (
     *("torch", "torch._dynamo", "torch._dynamo.trace_rules", "torch._dynamo.utils", "torch.distributed", "torch.profiler"),
     *("conformance.rank", "conformance.machine", "conformance.drive.blocks", "hooks_ref"),
 )
+_IN_SOME_VERSIONS = ("torch.profiler._cupti_monitor",)
 _ASKED_FOR = ("torch.distributed.optim", "torch.distributed.algorithms.model_averaging.averagers")
 
 
 def preload() -> None:
     """Import it, and leave it to the collector of garbage never to look at it again."""
     gc.disable()  # what modules are made of stays
-    for name in _MODULES:
+    for name in (*_MODULES, *filter(importlib.util.find_spec, _IN_SOME_VERSIONS)):
         importlib.import_module(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what torch deprecates of its own; filters that torch itself sets are to stay
         for name in _ASKED_FOR:
             importlib.import_module(name)
     _clear_what_ranks_would_clear()
+    _make_room_for_names()
     gc.enable()
     gc.collect()
     gc.freeze()
+    use_huge_pages()
 
 
 def _clear_what_ranks_would_clear() -> None:
@@ -37,6 +43,15 @@ def _clear_what_ranks_would_clear() -> None:
     clear = getattr(sys.modules["torch._dynamo.trace_rules"], "clear_lru_cache", None)
     if clear:
         clear()
+
+
+def _make_room_for_names() -> None:
+    """Have Python's table of interned strings grow here, where it is to grow soon: it takes a rank longer than all that it imports.
+
+    A table that grows has room for as many strings as it holds, of which there are more than this.
+    """
+    for number in range(60_000):
+        sys.intern(f"conformance {number}")
 
 
 def forget_other_references() -> None:

@@ -34,9 +34,9 @@ def rng() -> dict[str, str]:
     if torch.cuda.is_initialized():
         states[CUDA] = bytes(torch.cuda.get_rng_state().numpy())
     if numpy := sys.modules.get("numpy"):
-        states["numpy"] = repr(
-            [part if isinstance(part, (str, int, float)) else part.tobytes() for part in numpy.random.get_state()]
-        ).encode()
+        states["numpy"] = b" ".join(
+            str(part).encode() if isinstance(part, (str, int, float)) else part.tobytes() for part in numpy.random.get_state()
+        )
     return {name: _digest(state) for name, state in states.items()}
 
 

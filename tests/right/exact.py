@@ -3,6 +3,7 @@
 import concurrent.futures
 import functools
 import threading
+import time
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ def polling(state: Any, bucket: Bucket) -> Result:
     size = _group_of(state).size()
     future = _sum(bucket.buffer(), _group_of(state)).then(lambda fut: fut.value().div_(size))
     while not future.done():
-        pass
+        time.sleep(0.001)
     return future
 
 
@@ -362,9 +363,9 @@ RIGHT = [
     *(Right(name, sections=ARITHMETIC) for name in ("sum_then_divide", "reciprocal", "reduce_op_avg")),
     *(Right(name) for name in ("gather_and_mean", "reduce_and_broadcast", "reduce_scatter", "per_parameter", "per_parameter_quirk")),
     Right("takes_two_at_least", "exact, min_world_size(2)"),
-    Right("out_of_place", "exact, min_world_size(3)", f"{__name__}:three_or_more"),
+    Right("out_of_place", "exact, min_world_size(3)", f"{__name__}:three_or_more", sections=OBJECTS),
     Right("another_thread"),
-    Right("polling", sections=("1", "2", "3", "8", "12")),  # spins, in every order that is forced on it, until the kit gives up
+    Right("polling", sections=("1", "2", "3", "8", "12")),  # polls, in every order that is forced on it, until the kit gives up
     Right("point_to_point"),
     Right("rounds_to_float16", "rounded(float16)"),
     Right("rounds_to_bfloat16", "rounded(bfloat16)", sections=ARITHMETIC),
@@ -375,7 +376,7 @@ RIGHT = [
     Right("partial", "rounded(float16)", sections=OBJECTS),
     Right("make_hook()", sections=OBJECTS),
     Right("make_hook,predivide=False", sections=OBJECTS),
-    Right("out_of_place", state="process_group"),
+    Right("out_of_place", state="process_group", sections=OBJECTS),
     Right("with_scratch", state=f"{__name__}:State"),
     Right("with_scratch", state=f"{__name__}:State,scale=1.0", sections=ARITHMETIC),
     *(Right(name, setup=True, sections=OBJECTS) for name in ("set_up_pair", "set_up_itself", "set_up_calls", "set_up_worker")),

@@ -81,6 +81,6 @@ _LIKE = "like(powerSGD_hook, matrix_approximation_rank=2, start_powerSGD_iter=0,
 
 RIGHT = [
     Right("power_sgd", "compressed(delta=0.25, ratio=0.1)", f"{__name__}:LowRank,rank_k=4"),
-    Right("power_sgd", f"compressed(ratio=0.1), {_LIKE}", f"{__name__}:LowRank,rank_k=2"),
+    Right("power_sgd", f"compressed(ratio=0.1), {_LIKE}", f"{__name__}:LowRank,rank_k=2", sections=("3", "13")),
     Right("torch_power_sgd", state=f"{__name__}:make_torch_power_sgd"),
 ]
