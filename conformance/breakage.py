@@ -195,7 +195,7 @@ def _at(rank: RankRecord) -> str:
     main = main if "observe.py" in main or "drive/" in main else stacks
     for line in main.splitlines():
         line = line.strip()
-        if line.startswith("File ") and "/torch/" not in line and "/conformance/" not in line and "threading.py" not in line:
+        if line.startswith('File "') and "/torch/" not in line and "/conformance/" not in line and "threading.py" not in line:
             return f", at {line.removeprefix('File ')}"
     return ""
 

@@ -207,13 +207,19 @@ def _collect_evidence(children: list[_Child], folder: Path) -> None:
     for child in alive:
         with contextlib.suppress(OSError):
             os.kill(child.pid, signal.SIGUSR1)
+    _settled([folder / str(child.rank) / "stacks.txt" for child in alive])
+    # Only now: what writes this is a thread of Python's, and one that runs may not be looked at, see faulthandler.
+    for child in alive:
         with contextlib.suppress(OSError):
             os.close(os.open(folder / str(child.rank) / "ask", os.O_WRONLY | os.O_NONBLOCK))
-    patience = time.monotonic() + 1.0
-    while time.monotonic() < patience:
-        written = [_size(folder / str(c.rank) / "stacks.txt") and _size(folder / str(c.rank) / "flight.json") for c in alive]
-        if all(written):
-            break
+    _settled([folder / str(child.rank) / "flight.json" for child in alive])
+
+
+def _settled(files: list[Path]) -> None:
+    """Wait until something is in each file and none grows any more, for a second at most."""
+    patience, before = time.monotonic() + 1.0, [0]
+    while time.monotonic() < patience and not (all(before) and before == [_size(file) for file in files]):
+        before = [_size(file) for file in files]
         select.select([], [], [], 0.02)
 
 
