@@ -175,7 +175,7 @@ class Engine:
             return Judgement(rule.number, Verdict.NOT_APPLICABLE, reason)
         for number in self._needs(rule):
             needed = self.judge(number)
-            if not needed.verdict.holds:
+            if not needed.verdict.holds and (self._failed(number) or not self._has_broken(rule)):
                 return Judgement(rule.number, Verdict.NOT_RUN, f"judged only where {number} holds")
         judgement = self._judge_runs(rule)
         if judgement.verdict is Verdict.FAIL:
@@ -186,6 +186,22 @@ class Engine:
                 reason = f"{self.control.called} does not pass it on this machine either ({control.reason or control.verdict})"
                 return Judgement(rule.number, Verdict.KIT_ERROR, reason, judgement.failures, judgement.runs)
         return judgement
+
+    def _failed(self, number: str) -> bool:
+        """Whether a rule that is judged, or one that it builds on, has failed: then the rest is left alone."""
+        verdict = self.judge(number).verdict
+        return verdict in (Verdict.FAIL, Verdict.KIT_ERROR) or (
+            verdict is Verdict.NOT_RUN and any(self._failed(needed) for needed in self._needs(self._rules[number]))
+        )
+
+    def _has_broken(self, rule: Rule) -> bool:
+        """Whether a run has broken that is this rule's to speak of: what it builds on may be not run for that alone."""
+        runs = [run for run in self._runs.values() if isinstance(run, Run) and self._owns(rule, run)]
+        return any((broken := self._breakage(run)) and not self._blamed(run, broken) for run in runs)
+
+    @staticmethod
+    def _owns(rule: Rule, run: Run) -> bool:
+        return run.scenario.name in {scenario.name for scenario in rule.owns}
 
     def _under(self, scenario: Scenario) -> Scenario:
         """Return a scenario as it is run here for this subject."""
@@ -339,18 +355,26 @@ class Engine:
         return self._breakages[run.name]
 
     def _note_broken(self, rule: Rule, run: Run, broken: Breakage, judgement: Judgement) -> None:
-        blamed = _BLAME.get(broken.kind) if rule.kind == HOOK else None
+        blamed = self._blamed(run, broken)
         if broken.kind == "node":
             self._note(judgement, run.name, Verdict.NOT_RUN, reason=broken.line)
         elif rule.worlds == "fewer" and refused(run):
             self._note(judgement, run.name, Verdict.PASS, reason=broken.line, checks=1)
+        elif self._does_not_take(run) and refused(run) and len(rule.on) > 1 and not self._owns(rule, run):
+            return  # said of it by the run's owner; judged on the others
         elif (rule.may_refuse or self._does_not_take(run)) and refused(run):
             self._note(judgement, run.name, Verdict.NOT_APPLICABLE, reason=f"refused with an error on every rank: {broken.line}", checks=1)
-        elif rule.number == blamed or (blamed is None and run.scenario.name in {scenario.name for scenario in rule.owns}):
+        elif rule.number == blamed or (blamed is None and self._owns(rule, run)):
             judgement.failures.append(Failure(broken.expected, broken.line, broken.cause or self._explain(run, broken), broken.evidence))
             self._note(judgement, run.name, Verdict.FAIL, reason=broken.line)
         else:
             self._note(judgement, run.name, Verdict.NOT_RUN, reason=f"{run.name} broke: {broken.line}")
+
+    def _blamed(self, run: Run, broken: Breakage) -> str | None:
+        """Return the rule that this kind of breaking belongs to, where it reads the run; None where the run's owner is to speak."""
+        number = _BLAME.get(broken.kind, "") if self.subject.kind == HOOK else ""
+        reads = number in self._rules and run.scenario.name in {scenario.name for scenario in self._rules[number].on}
+        return number if reads else None
 
     def _does_not_take(self, run: Run) -> bool:
         """Whether it says that it does not take what the run gives it."""

@@ -1,10 +1,11 @@
 """Who is blamed for what: the engine on runs written by hand."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from conformance.claims import Claims
+from conformance.claims import Claims, parse_claims
 from conformance.engine import HANGS, Engine, Source
 from conformance.errors import KitError, TargetError
 from conformance.kinds import HOOK
@@ -131,6 +132,32 @@ def test_a_broken_run_is_blamed_on_the_rule_that_its_kind_belongs_to(rules: dict
     judged = engine(rules, MadeSource(raising))
     failed = [n for n in ("1.1", "1.2", "1.3", "1.4", "1.5", "2.1", "2.6", "9.7") if judged.judge(n).verdict is Verdict.FAIL]
     assert failed == [number]
+
+
+def breaks_in(name: str, where: str = "backward", type: str = "RuntimeError") -> Make:
+    """Right, but for an error on rank 1 in one scenario."""
+
+    def make(scenario: Scenario, world: int) -> Run:
+        run = right(scenario, world)
+        if scenario.name == name:
+            said = event("error", 0, where=where, type=type, message="said why", traceback="")
+            run.ranks[-1] = replace(run.ranks[-1], events=[*run.ranks[-1].events[:2], said], exit=70, tensors={})
+        return run
+
+    return make
+
+
+def test_a_breach_where_its_own_rule_does_not_look_is_the_scenarios(rules: dict[str, Rule]) -> None:
+    judged = engine(rules, MadeSource(breaks_in("long", type="ContractBreach")))
+    assert judged.judge("1.2").verdict is Verdict.PASS
+    assert judged.judge("1.7").verdict is Verdict.FAIL
+
+
+def test_a_broken_run_is_blamed_although_what_its_owner_builds_on_reads_it_too(rules: dict[str, Rule]) -> None:
+    """Under compressed, 1.8 owns ``buckets`` and is judged where 13.4 holds, which reads them."""
+    judged = engine(rules, MadeSource(breaks_in("buckets")), parse_claims("compressed"))
+    assert judged.judge("13.4").verdict is Verdict.NOT_RUN
+    assert judged.judge("1.8").verdict is Verdict.FAIL
 
 
 def test_a_hang_costs_its_deadline_once(rules: dict[str, Rule]) -> None:

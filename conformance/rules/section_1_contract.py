@@ -8,7 +8,7 @@ from conformance.claims import Claims
 from conformance.rulebook import SHOULD, rule
 from conformance.rules.section_2_equivalence import require_steps
 from conformance.run import Run
-from conformance.scenario import AS_IS, BUCKETS, LONG, ORDERED, VALUES, VIEWS
+from conformance.scenario import AS_IS, BUCKETS, DTYPES, LONG, ORDERED, SHAPES, VALUES, VIEWS
 from conformance.verdict import Found
 
 DOC = "torch documentation, DistributedDataParallel.register_comm_hook"
@@ -18,6 +18,7 @@ DOC = "torch documentation, DistributedDataParallel.register_comm_hook"
     "1.1",
     "registers as it is",
     on=(AS_IS, VALUES),
+    owns=(AS_IS,),
     worlds="primary",
     source=DOC + "; torch.nn.parallel.distributed looks the hook's parameters up by name",
     remedy="the second parameter must be called bucket; annotations must be absent or exactly dist.GradBucket and "
@@ -53,7 +54,7 @@ def future_of_a_tensor(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "1.3",
     "the result lies in memory as DDP reads it",
-    on=(VALUES, BUCKETS),
+    on=(VALUES, BUCKETS, DTYPES, SHAPES),
     source=DOC + "; the reducer takes strided views of the result's storage from its start",
     remedy="return a contiguous tensor of its own: .contiguous() on a slice at offset 0 is not a copy, .clone() is",
 )
@@ -71,7 +72,7 @@ def shape_and_storage(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "1.4",
     "the result has the bucket's dtype and device",
-    on=(VALUES, BUCKETS),
+    on=(VALUES, BUCKETS, DTYPES, SHAPES),
     source=DOC + "; the reducer's copy truncates to integers or rounds without a word",
     remedy="cast back before the future completes",
 )

@@ -85,6 +85,7 @@ def identical_models(run: Run, claims: Claims, found: Found) -> None:
     "3.3",
     "the same seeds give the same bits again",
     on=(VALUES, VALUES_AGAIN),
+    owns=(VALUES_AGAIN,),
     needs=("2.2",),
     across=True,
     worlds="primary",

@@ -184,6 +184,22 @@ def half_result(state: Any, bucket: Bucket) -> Result:
     return change_mean(bucket, state, lambda mean: mean.half())
 
 
+def float_result_of_half(state: Any, bucket: Bucket) -> Result:
+    """Returns float32, in which it has added, for a bucket of float16 or bfloat16 too."""
+    halves = bucket.buffer().dtype in (torch.float16, torch.bfloat16)
+    return average_of(bucket.buffer().float(), state) if halves else average(bucket, state)
+
+
+def nothing_of_double(state: Any, bucket: Bucket) -> Result:
+    """Has forgotten what to return where a bucket is float64."""
+    return None if bucket.buffer().dtype == torch.float64 else average(bucket, state)  # type: ignore[return-value]
+
+
+def shorter_view_of_half(state: Any, bucket: Bucket) -> Result:
+    """Returns all but the last element of a float16 bucket."""
+    return change_mean(bucket, state, lambda mean: mean[:-1] if mean.dtype == torch.float16 else mean)
+
+
 def integer_result(state: Any, bucket: Bucket) -> Result:
     """Returns int64, which cuts off the fractions."""
     return change_mean(bucket, state, lambda mean: mean.long())
@@ -432,7 +448,7 @@ MUTANTS = [
     Mutant("row_of_gather", ("1.3", "2.1"), because=_garbage),
     Mutant("strided_result", ("1.3", "2.1"), because=_garbage),
     Mutant("longer_result", ("1.3",)),
-    Mutant("shorter_view", ("1.3",)),
+    *(Mutant(name, ("1.3",)) for name in ("shorter_view", "shorter_view_of_half")),
     Mutant("shorter_result", ("1.3",)),
     Mutant("expanded_result", ("1.3",)),
     Mutant("scalar_result", ("1.3",)),
@@ -441,6 +457,8 @@ MUTANTS = [
     Mutant("sparse_result", ("1.4",)),
     Mutant("double_result", ("1.4",)),
     Mutant("half_result", ("1.4", "2.2", "8.5"), because=_rounding),
+    Mutant("float_result_of_half", ("1.4",)),
+    Mutant("nothing_of_double", ("2.4",)),
     Mutant("integer_result", ("1.4", "2.1"), because={"2.1": "the fractions are cut off"}),
     Mutant("complex_result", ("1.4",), because={"4.1": "DDP hands a rank that has left a parameter out what the future held"}),
     Mutant("meta_result", ("1.4",)),

@@ -317,6 +317,12 @@ def later_buckets_undivided(state: Any, bucket: Bucket) -> Result:
     return _feedback(state, bucket, _half, reduce=average_of if bucket.index() == 0 else sum_of)
 
 
+def needs_two_parameters(state: Any, bucket: Bucket) -> Result:
+    """Looks at the second parameter of a bucket, which may hold one alone."""
+    assert bucket.parameters()[1] is not None
+    return _feedback(state, bucket, _half)
+
+
 def random_from_global_seed(state: Any, bucket: Bucket) -> Result:
     """Seeds torch's global generator, so that all ranks draw the same places."""
     torch.manual_seed(step_number(bucket))
@@ -363,7 +369,7 @@ MUTANTS = [
     Mutant("largest_is_everything", ("2.10",), _HALF),
     Mutant("change_of_nothing", ("2.10",), _CHANGE),
     Mutant("largest_beside_its_own", ("3.1",), _HALF),
-    Mutant("later_buckets_undivided", ("1.8",), _HALF),
+    *(Mutant(name, ("1.8",), _HALF) for name in ("later_buckets_undivided", "needs_two_parameters")),
     Mutant("random_from_global_seed", ("9.1",), _FEEDBACK),
     Mutant("sends_everything", ("13.7",), "compressed(delta=0.5, ratio=0.5)"),
     Mutant("random_k", ("13.8",), f"{_FEEDBACK}, like(TopK, ratio=0.25)"),
