@@ -54,26 +54,26 @@ USERS = {
     "_collectives": ("top_k", "one_bit", "power_sgd"),
     "_state": ("top_k", "one_bit", "power_sgd"),
 }
-_POWER_SGD = "compressed, warmup(2), like({}, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1{})"
+_POWER_SGD = "compressed(ratio=0.039), warmup(2), like({}, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1{})"
 # What a subject is like, by the name of its state or hook: options that no command of the README uses are among them.
 ALIKE = {
-    "top_k": "compressed, like(TopK, ratio=0.25)",
-    "top_k_later": "compressed, warmup(2), like(TopK, ratio=0.25, start_iter=2)",
-    "top_k_dgc": "compressed, like(TopK, ratio=0.25, momentum=0.5)",
-    "top_k_ef21": "compressed(feedback=ef21), like(TopK, ratio=0.25, memory='ef21')",
-    "random_k": "compressed, like(RandomK, ratio=0.25)",
-    "random_k_unbiased": "unbiased, like(RandomK, ratio=0.25, unbiased=True, memory='none')",
-    "scaled_sign": "compressed, like(ScaledSign)",
-    "one_bit": "compressed, like(OneBit)",
-    "qsgd": "unbiased, like(QSGD)",
-    "qsgd_4_bits": "unbiased, like(QSGD, levels=7, block=16)",
-    "terngrad": "unbiased, like(TernGrad)",
-    "terngrad_short": "unbiased, like(TernGrad, block=10)",
+    "top_k": "compressed(ratio=0.501), like(TopK, ratio=0.25)",
+    "top_k_later": "compressed(ratio=0.501), warmup(2), like(TopK, ratio=0.25, start_iter=2)",
+    "top_k_dgc": "compressed(ratio=0.501), like(TopK, ratio=0.25, momentum=0.5)",
+    "top_k_ef21": "compressed(ratio=0.501, feedback=ef21), like(TopK, ratio=0.25, memory='ef21')",
+    "random_k": "compressed(ratio=0.251), like(RandomK, ratio=0.25)",
+    "random_k_unbiased": "unbiased(ratio=0.251), like(RandomK, ratio=0.25, unbiased=True, memory='none')",
+    "scaled_sign": "compressed(ratio=0.032), like(ScaledSign)",
+    "one_bit": "compressed(ratio=0.032), like(OneBit)",
+    "qsgd": "unbiased(ratio=0.253), like(QSGD)",
+    "qsgd_4_bits": "unbiased(ratio=0.188), like(QSGD, levels=7, block=16)",
+    "terngrad": "unbiased(ratio=0.065), like(TernGrad)",
+    "terngrad_short": "unbiased(ratio=0.163), like(TernGrad, block=10)",
     "power_sgd": _POWER_SGD.format("powerSGD_hook", ""),
     "power_sgd_same_shapes": _POWER_SGD.format("powerSGD_hook", ", batch_tensors_with_same_shape=True"),
     "power_sgd_fresh": _POWER_SGD.format("powerSGD_hook", ", use_error_feedback=False, warm_start=False"),
-    "quantization_pertensor_hook": "compressed(feedback=False, delta=0.99), like(quantization_pertensor_hook)",
-    "quantization_perchannel_hook": "compressed(feedback=False, delta=0.99), like(quantization_perchannel_hook)",
+    "quantization_pertensor_hook": "compressed(ratio=0.251, feedback=False, delta=0.99), like(quantization_pertensor_hook)",
+    "quantization_perchannel_hook": "compressed(ratio=0.263, feedback=False, delta=0.99), like(quantization_perchannel_hook)",
 }
 SKIPPED = ("__getstate__", "__setstate__", "__repr__", "state_dict", "load_state_dict", "compression_stats")
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -251,9 +251,9 @@ def _cases(module: str) -> list[Case]:
 def _alike(name: str) -> Case:
     """The subject of that name, judged by whether it is like what it was made of."""
     if name.endswith("_hook"):
-        return Case(f"hooks_ref:{name}", ALIKE[name], worlds=(2,), rules=("13.8",))
+        return Case(f"hooks_ref:{name}", ALIKE[name], worlds=(2,), rules=("13.8", "13.7"))
     hook = "powerSGD_hook" if name.startswith("power_sgd") else "compression_hook"
-    return Case(f"hooks_ref:{hook}", ALIKE[name], f"examples.states:{name}", worlds=(2,), rules=("13.8",))
+    return Case(f"hooks_ref:{hook}", ALIKE[name], f"examples.states:{name}", worlds=(2,), rules=("13.8", "13.7"))
 
 
 def _refused_by(case: Case) -> str:
