@@ -1,9 +1,11 @@
 """Whether the ranks of a group issue the same collectives in the same order, and the first that differs if not.
 
-Each group is compared by itself: on different groups, ranks may come in any order. Groups of the same ranks are told apart by
-the order in which they are first used.
+Each group is compared by itself: on different groups, ranks may come in any order; whether they come in one is asked apart.
+Groups of the same ranks are told apart by their names where ranks have the same for them, and else by the order in which they are
+first used.
 """
 
+from itertools import combinations
 from typing import Any
 
 from conformance.record import RankRecord
@@ -17,7 +19,7 @@ def disagreement(run: Run) -> str:
 
     Of a run that broke, a rank that issues none where another does counts only if it has gone on.
     """
-    issued = {rank.rank: _issued(rank) for rank in run.ranks}
+    issued = _issued(run)
     for group in dict.fromkeys(group for groups in issued.values() for group in groups):
         sequences = {rank: issued[rank].get(group, []) for rank in group[0] if rank in issued}
         for number in range(max(map(len, sequences.values()))):
@@ -38,17 +40,51 @@ def _asked(event: dict[str, Any]) -> str:
     return str(event["what"]).replace(" SUM ", " ")
 
 
-def _issued(rank: RankRecord) -> dict[Group, list[dict[str, Any]]]:
-    """Return the collectives of a rank by group, in the order of their issue."""
-    names: dict[tuple[int, ...], list[str]] = {}
-    found: dict[Group, list[dict[str, Any]]] = {}
-    for event in rank.all("collective"):
-        ranks = tuple(event["group"])
-        known = names.setdefault(ranks, [])
-        if event["named"] not in known:
-            known.append(event["named"])
-        found.setdefault((ranks, known.index(event["named"])), []).append(event)
+def order_of_groups(run: Run) -> str:
+    """Return the first place where two ranks use the groups that both are in in another order, in words; '' where there is none."""
+    orders = _orders(run)
+    for one, other in combinations(run.ranks, 2):
+        both = [[(g, event) for g, event in orders[rank.rank] if {one.rank, other.rank} <= set(g[0])] for rank in (one, other)]
+        for (group, event), (others_group, others_event) in zip(*both, strict=False):
+            if group != others_group:
+                return (
+                    f"rank {one.rank} issues {_in_words(one, event)} on {_named(group)}, and rank {other.rank} "
+                    f"{_in_words(other, others_event)} on {_named(others_group)} first"
+                )
+    return ""
+
+
+def _issued(run: Run) -> dict[int, dict[Group, list[dict[str, Any]]]]:
+    """Return by rank and group the collectives in the order of their issue."""
+    found: dict[int, dict[Group, list[dict[str, Any]]]] = {}
+    for rank, order in _orders(run).items():
+        found[rank] = {}
+        for group, event in order:
+            found[rank].setdefault(group, []).append(event)
     return found
+
+
+def _orders(run: Run) -> dict[int, list[tuple[Group, dict[str, Any]]]]:
+    """Return by rank the groups and collectives in the order of their issue."""
+    names: dict[int, dict[tuple[int, ...], list[str]]] = {rank.rank: {} for rank in run.ranks}
+    for rank in run.ranks:
+        for event in rank.all("collective"):
+            known = names[rank.rank].setdefault(tuple(event["group"]), [])
+            if event["named"] not in known:
+                known.append(event["named"])
+    common: dict[tuple[int, ...], list[str]] = {}
+    for ranks in {ranks for known in names.values() for ranks in known}:
+        each = [names[rank][ranks] for rank in ranks if ranks in names.get(rank, {})]
+        if all(set(known) == set(each[0]) for known in each):
+            common[ranks] = each[0]
+    return {
+        rank.rank: [
+            ((ranks, common.get(ranks, names[rank.rank][ranks]).index(event["named"])), event)
+            for event in rank.all("collective")
+            for ranks in [tuple(event["group"])]
+        ]
+        for rank in run.ranks
+    }
 
 
 def _is_past(rank: RankRecord, event: dict[str, Any] | None) -> bool:
@@ -59,12 +95,15 @@ def _is_past(rank: RankRecord, event: dict[str, Any] | None) -> bool:
 def _sentence(
     run: Run, group: Group, number: int, first: int, its: dict[str, Any] | None, other: int, others: dict[str, Any] | None
 ) -> str:
-    ranks, nth = group
-    among = f"ranks {', '.join(map(str, ranks))}" + (f" (the {nth + 1}. of theirs)" if nth else "")
     return (
-        f"ranks disagree in collective {number + 1} of the group of {among}: "
+        f"ranks disagree in collective {number + 1} of {_named(group)}: "
         f"rank {first} issues {_in_words(run.ranks[first], its)}, rank {other} {_in_words(run.ranks[other], others)}"
     )
+
+
+def _named(group: Group) -> str:
+    ranks, nth = group
+    return f"the group of ranks {', '.join(map(str, ranks))}" + (f" (the {nth + 1}. of theirs)" if nth else "")
 
 
 def _in_words(rank: RankRecord, event: dict[str, Any] | None) -> str:

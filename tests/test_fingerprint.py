@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from conformance.fingerprint import disagreement
+from conformance.fingerprint import disagreement, order_of_groups
 from conformance.record import RankRecord
 from conformance.run import Run
 from conformance.run_folder import DONE
@@ -62,3 +62,21 @@ def test_a_rank_that_stays_out() -> None:
 def test_a_rank_that_has_not_come_there_yet() -> None:
     """In a run that broke, ranks end in different places: that is no disagreement."""
     assert disagreement(run([issued("barrier"), issued("barrier")], [issued("barrier")], stopped="hang")) == ""
+
+
+def test_two_groups_of_the_same_ranks_in_another_order() -> None:
+    """Their names say which is which: ranks agree on each, and come to them in another order."""
+    first, second = issued("allreduce 4 float32", named="1"), issued("allreduce 5 float32", named="2")
+    swapped = run([first, second], [second, first])
+    assert disagreement(swapped) == ""
+    assert order_of_groups(swapped) == (
+        "rank 0 issues allreduce 4 float32 (step 0, bucket 0) on the group of ranks 0, 1, "
+        "and rank 1 allreduce 5 float32 (step 0, bucket 0) on the group of ranks 0, 1 (the 2. of theirs) first"
+    )
+
+
+def test_groups_that_two_ranks_do_not_share_may_come_in_any_order() -> None:
+    world, left, right = issued("barrier", (0, 1, 2), "0"), issued("barrier", (0, 1), "1"), issued("barrier", (1, 2), "2")
+    assert order_of_groups(run([world, left], [right, world, left], [world, right])) != ""  # ranks 1 and 2 share two
+    assert order_of_groups(run([world, left], [world, left, right], [world, right])) == ""
+    assert order_of_groups(run([left], [right, left], [right])) == ""

@@ -1,7 +1,7 @@
 """Section 10: how the hook communicates."""
 
 from conformance.claims import LOCAL, Claims
-from conformance.fingerprint import disagreement
+from conformance.fingerprint import disagreement, order_of_groups
 from conformance.rulebook import SHOULD, rule
 from conformance.rules.section_2_equivalence import require_steps
 from conformance.rules.section_3_replicas import require_same
@@ -131,3 +131,24 @@ def without_order(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     if claims.lossy != LOCAL:
         for rank in run.ranks[1:]:
             require_same(run.ranks[0].tensors, rank.tensors, f"ranks 0 and {rank.rank}", found)
+
+
+@rule(
+    "10.6",
+    "uses its groups in one order",
+    on=SCHEDULES,
+    needs=("10.2",),
+    level=SHOULD,
+    since="1.5",
+    source="torch documentation, torch.distributed, Groups: with several NCCL groups at a time collectives have to be in the same order "
+    "on all ranks, or they may wait for each other",
+    remedy="groups taken from a set or a dictionary; a group of its own that another thread uses",
+)
+def one_order_of_groups(run: Run, claims: Claims, found: Found) -> None:
+    """Two ranks that are in several groups together issue the collectives of these in the same order.
+
+    On Gloo each group goes by itself. On a device a collective that waits for its peers may keep the next one from beginning.
+    """
+    different = order_of_groups(run)
+    found.require(not different, "one order of groups on ranks that share several", different)
+    found.checked(sum(1 for rank in run.ranks for _ in rank.all("collective")))

@@ -112,11 +112,33 @@ def second_stage_in_callback(state: Any, bucket: Bucket) -> Result:
     return result
 
 
+_counting: dict[tuple[int, ...], Any] = {}
+
+
+def groups_in_another_order(state: Any, bucket: Bucket) -> Result:
+    """Counts on a group of its own, on odd places before it averages, and on even ones afterwards."""
+    group = group_of(state)
+    members = tuple(dist.get_process_group_ranks(group))
+    if members not in _counting:
+        _counting[members] = dist.new_group(list(members), use_local_synchronization=True)
+
+    def count() -> None:
+        dist.all_reduce(torch.ones(()), group=_counting[members], async_op=True)
+
+    if group.rank() % 2:
+        count()
+        return average(bucket, state)
+    averaged = average(bucket, state)
+    count()
+    return averaged
+
+
 _SEVERAL = ("2.4", "3.2")
 
 MUTANTS = [
     *(Mutant(name, ("10.1",)) for name in ("waits_for_work", "waits_for_future", "waits_in_last_bucket")),
     *(Mutant(name, ("10.2",)) for name in ("logs_another_extreme", "logs_in_two_dtypes")),
+    Mutant("groups_in_another_order", ("10.6",)),
     Mutant("second_callback_before_first", ("10.3",)),
     Mutant("second_stage_in_callback", ("10.3",), because=dict.fromkeys(_SEVERAL, "several buckets with such values, in any order")),
     Mutant("sums_in_order_of_arrival", ("10.3",), worlds=(2, 3)),
