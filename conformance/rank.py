@@ -33,7 +33,7 @@ from conformance.kinds import HOOK
 from conformance.observe import Observer, digest, line_of_subject
 from conformance.place import dispatch_key, place_on_machine, take_place
 from conformance.probe import lay_out, scripted_gradients, training_loss
-from conformance.rank_process import prepare_process
+from conformance.rank_process import prepare_process, scatter_heap
 from conformance.record import Recorder
 from conformance.resolve import is_one_object, resolve
 from conformance.run_folder import DONE, KIT_FAILED, PEER_DIED, RAISED
@@ -74,6 +74,7 @@ def run_rank(scenario: Scenario, spec: SubjectSpec | None, rank: int, world: int
     else:
         run = _Run(scenario, spec, rank, world, folder, timeout, recorder)
     try:
+        scatter_heap(rank)
         run.execute()
         recorder.close()
     except BaseException as error:  # SystemExit, pytest.skip and KeyboardInterrupt are the subject's doing too

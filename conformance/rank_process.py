@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -34,6 +35,24 @@ def prepare_process(own: Path, cwd: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
     os.mkfifo(own / "ask")
     threading.Thread(target=_give_evidence, args=(own,), name="conformance-evidence", daemon=True).start()
+
+
+def scatter_heap(rank: int) -> None:
+    """Have small objects of a rank lie in another order than those of its peers, as if it had not been forked from where they were.
+
+    So that an order of addresses shows, such as that of a set of parameters: on a cluster no two ranks have the same.
+    """
+    draw = random.Random(rank)
+    for size in range(48, 144, 16):  # of a parameter: 80 bytes
+        blocks = [bytes(size - _BYTES) for _ in range(64)]
+        draw.shuffle(blocks)
+        _kept.append(blocks.pop())  # the pool of blocks would begin anew if all of it were free
+        while blocks:
+            blocks.pop()  # what is freed last is used first
+
+
+_BYTES = sys.getsizeof(b"")
+_kept: list[bytes] = []
 
 
 def _give_evidence(own: Path) -> None:

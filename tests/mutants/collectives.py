@@ -6,7 +6,19 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, call_number, completed, gather, group_of, is_dense, sum_of
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    average_of,
+    call_number,
+    completed,
+    gather,
+    group_of,
+    is_dense,
+    pieces_of,
+    sum_of,
+)
 
 
 def waits_for_work(state: Any, bucket: Bucket) -> Result:
@@ -112,6 +124,15 @@ def second_stage_in_callback(state: Any, bucket: Bucket) -> Result:
     return result
 
 
+def in_order_of_a_set(state: Any, bucket: Bucket) -> Result:
+    """Averages its parameters one by one, in the order of a set, which is another on each rank."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    buffer, pieces = bucket.buffer(), dict(zip(bucket.parameters(), pieces_of(bucket), strict=True))
+    averaged = [average_of(pieces[parameter], state) for parameter in set(pieces)]
+    return torch.futures.collect_all(averaged).then(lambda _: buffer)
+
+
 _counting: dict[tuple[int, ...], Any] = {}
 
 
@@ -142,5 +163,5 @@ MUTANTS = [
     Mutant("second_callback_before_first", ("10.3",)),
     Mutant("second_stage_in_callback", ("10.3",), because=dict.fromkeys(_SEVERAL, "several buckets with such values, in any order")),
     Mutant("sums_in_order_of_arrival", ("10.3",), worlds=(2, 3)),
-    *(Mutant(name, ("1.5",), hangs=True) for name in ("logs_from_each_rank", "pads_on_rank_0")),
+    *(Mutant(name, ("1.5",), hangs=True) for name in ("logs_from_each_rank", "pads_on_rank_0", "in_order_of_a_set")),
 ]
