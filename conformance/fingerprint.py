@@ -5,7 +5,7 @@ Groups of the same ranks are told apart by their names where ranks have the same
 first used.
 """
 
-from itertools import combinations
+from itertools import combinations, zip_longest
 from typing import Any
 
 from conformance.record import RankRecord
@@ -50,6 +50,19 @@ def order_of_groups(run: Run) -> str:
                 return (
                     f"rank {one.rank} issues {_in_words(one, event)} on {_named(group)}, and rank {other.rank} "
                     f"{_in_words(other, others_event)} on {_named(others_group)} first"
+                )
+    return ""
+
+
+def changed_order(run: Run, again: Run) -> str:
+    """Return the first collective that a rank issues inside the hook in one of two runs and not in the other, in words; '' if none."""
+    for one, other in zip(run.ranks, again.ranks, strict=True):
+        both = [[event for event in rank.all("collective") if event["inside"] and not event["callback"]] for rank in (one, other)]
+        for number, (event, others_event) in enumerate(zip_longest(*both), 1):
+            if event is None or others_event is None or _asked(event) != _asked(others_event):
+                return (
+                    f"rank {one.rank} issues {_in_words(one, event)} as collective {number} in {run.name}, "
+                    f"and in {again.name} {_in_words(other, others_event)}"
                 )
     return ""
 

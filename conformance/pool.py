@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,12 +97,14 @@ class Pool:
     Args:
         deadline: seconds that one run may take before its ranks are taken to hang; a run takes about 0.2.
         lanes: runs that may go on at the same time.
+        hashes: what strings are hashed with, see Python's PYTHONHASHSEED: forked processes all hash alike, those of a cluster do not.
     """
 
     capacity = None
 
-    def __init__(self, deadline: float, lanes: int = LANES) -> None:
-        self.deadline, self.lanes = deadline, lanes
+    def __init__(self, deadline: float, lanes: int = LANES, hashes: int = 1) -> None:
+        self.deadline, self.lanes, self._hashes = deadline, lanes, hashes
+        self._elsewhere: Pool | None = None
         self.interruptions: list[str] = []
         self._base = Path()  # made with the host, which removes it should this process be killed
         self._host: subprocess.Popen[bytes] | None = None
@@ -167,6 +169,8 @@ class Pool:
         Raises:
             KitError: the run could not be carried out for want of disk or processes, or the pool was closed.
         """
+        if scenario.elsewhere:
+            return self._pool_elsewhere().run(replace(scenario, elsewhere=False), world, subject, name)
         folder = self._new_folder(name)
         command = {"op": "run", "scenario": scenario.to_json(), "world": world, "subject": subject.to_json() if subject else None}
         try:
@@ -179,10 +183,20 @@ class Pool:
         write_json(folder / OUTCOME, outcome)
         return folder
 
+    def _pool_elsewhere(self) -> "Pool":
+        """Return a pool of another host, which hashes strings otherwise; it is started when it is first asked for."""
+        with self._lock:
+            if self._closed:
+                raise KitError("the pool was closed")
+            self._elsewhere = self._elsewhere or Pool(self.deadline, self.lanes, self._hashes + 1)
+            return self._elsewhere
+
     def close(self) -> None:
         """Stop the host with everything below it, and remove what it left on disk."""
         with self._lock:
             self._closed = True
+            if self._elsewhere:
+                self._elsewhere.close()
             for lane in self._all:
                 lane.hang_up()
             if self._host is not None:
@@ -237,7 +251,7 @@ class Pool:
         if self._base == Path():
             self._base = Path(tempfile.mkdtemp(prefix=f"conformance-{os.getpid()}-", dir=fast_folder()))
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, **ENVIRONMENT}
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONHASHSEED": str(self._hashes)}
         environment.pop("TORCH_DISTRIBUTED_DEBUG", None)  # DETAIL crashes DDP in torch 2.13
         command = [sys.executable, "-P", str(PACKAGE / "host.py"), str(theirs.fileno()), str(self._base)]
         try:

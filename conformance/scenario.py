@@ -64,6 +64,7 @@ class Scenario:
         resumes: goes on from what the run of ``after`` has saved, in new processes.
         saved_in: the folder of that run.
         recorded: every collective is on record, before it begins.
+        elsewhere: in processes where Python hashes strings otherwise than in those of the other scenarios.
         deadline: seconds until it is taken to hang; 0 means the pool's.
         level: what parameters hold at first: far from zero, so that it shows where a hook mixes them into gradients; zero where
             they are stepped, since small steps would be lost in its roundings.
@@ -117,6 +118,7 @@ class Scenario:
     resumes: bool = False
     saved_in: str = ""
     recorded: bool = False
+    elsewhere: bool = False
     deadline: float = 0.0
     kind: str = "hook"
     case: str = ""
@@ -179,7 +181,9 @@ VALUES = Scenario(
     ("crafted", "crafted", "crafted", "normal", "normal", "wide"),
 )
 FEWER = replace(VALUES, name="fewer", what="fewer ranks than it takes", steps=("crafted",) * 2)
-VALUES_AGAIN = replace(VALUES, name="values_again", what="the same once more", repeat=1, world_sizes=(2,))
+VALUES_AGAIN = replace(
+    VALUES, name="values_again", what="the same once more, where strings hash otherwise", repeat=1, world_sizes=(2,), elsewhere=True
+)
 AS_IS = replace(
     VALUES, name="as_is", what="the hook registered as it is, unobserved", observed=False, steps=("crafted",) * 3, world_sizes=(2,)
 )
@@ -200,15 +204,17 @@ SCHEDULES = tuple(
     replace(
         _SEVERAL_BUCKETS,
         name=f"schedule_{seed}",
-        what="ranks enter the hook in an order that a seed draws, and callbacks run in one; every collective is on record",
+        what="ranks enter the hook in an order that a seed draws, and callbacks run in one; every collective is on record"
+        + ("; strings hash otherwise" if elsewhere else ""),
         steps=("crafted", "crafted", "normal", "normal"),
         world_sizes=(3,),
         order="seeded",
         seed=seed,
         recorded=True,
         after="buckets",
+        elsewhere=elsewhere,
     )
-    for seed in (1, 2)
+    for seed, elsewhere in ((1, False), (2, True))
 )
 RAW = replace(
     _SEVERAL_BUCKETS,

@@ -1,7 +1,7 @@
 """Section 10: how the hook communicates."""
 
 from conformance.claims import LOCAL, Claims
-from conformance.fingerprint import disagreement, order_of_groups
+from conformance.fingerprint import changed_order, disagreement, order_of_groups
 from conformance.rulebook import SHOULD, rule
 from conformance.rules.section_2_equivalence import require_steps
 from conformance.rules.section_3_replicas import require_same
@@ -152,3 +152,25 @@ def one_order_of_groups(run: Run, claims: Claims, found: Found) -> None:
     different = order_of_groups(run)
     found.require(not different, "one order of groups on ranks that share several", different)
     found.checked(sum(1 for rank in run.ranks for _ in rank.all("collective")))
+
+
+@rule(
+    "10.7",
+    "the same collectives however strings hash",
+    on=SCHEDULES,
+    across=True,
+    needs=("10.2", "3.3"),
+    since="1.5",
+    source="Python documentation, PYTHONHASHSEED: strings are hashed with a value that is drawn anew for each process",
+    remedy="a loop over a set of names, or another order that hashes make: sorted() gives one that all ranks share",
+)
+def however_strings_hash(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """What a rank issues in the hook is the same, in the same order, in a process in which Python hashes strings otherwise.
+
+    The ranks of a run are forked from one process, and agree on an order of hashes; on a cluster no two ranks do.
+    """
+    plain, *others = runs.values()
+    for other in others:
+        different = changed_order(plain, other)
+        found.require(not different, "the same collectives whatever PYTHONHASHSEED is", different)
+        found.checked(sum(1 for rank in plain.ranks for _ in rank.all("collective")))

@@ -129,8 +129,26 @@ def in_order_of_a_set(state: Any, bucket: Bucket) -> Result:
     if not is_dense(bucket):
         return average(bucket, state)
     buffer, pieces = bucket.buffer(), dict(zip(bucket.parameters(), pieces_of(bucket), strict=True))
-    averaged = [average_of(pieces[parameter], state) for parameter in set(pieces)]
-    return torch.futures.collect_all(averaged).then(lambda _: buffer)
+    return _all_of([average_of(pieces[parameter], state) for parameter in set(pieces)], buffer)
+
+
+def _all_of(averaged: list[Result], buffer: torch.Tensor) -> Result:
+    """Complete with the buffer once all that was averaged in it is through; with an error where one was not."""
+    return torch.futures.collect_all(averaged).then(lambda done: [future.value() for future in done.value()] and buffer)
+
+
+def in_order_of_names(model: torch.nn.Module) -> tuple[None, Any]:
+    """A set-up whose hook averages the parameters of a bucket by their names, in the order of a set of those."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def hook(state: Any, bucket: Bucket) -> Result:
+        if not is_dense(bucket):
+            return average(bucket, group)
+        buffer, pieces = bucket.buffer(), dict(zip((names[p] for p in bucket.parameters()), pieces_of(bucket), strict=True))
+        return _all_of([average_of(pieces[name], group) for name in set(pieces)], buffer)
+
+    group = getattr(model, "process_group", None)
+    return None, hook
 
 
 _counting: dict[tuple[int, ...], Any] = {}
@@ -160,6 +178,7 @@ MUTANTS = [
     *(Mutant(name, ("10.1",)) for name in ("waits_for_work", "waits_for_future", "waits_in_last_bucket")),
     *(Mutant(name, ("10.2",)) for name in ("logs_another_extreme", "logs_in_two_dtypes")),
     Mutant("groups_in_another_order", ("10.6",)),
+    Mutant("in_order_of_names", ("10.7",), setup=True),
     Mutant("second_callback_before_first", ("10.3",)),
     Mutant("second_stage_in_callback", ("10.3",), because=dict.fromkeys(_SEVERAL, "several buckets with such values, in any order")),
     Mutant("sums_in_order_of_arrival", ("10.3",), worlds=(2, 3)),

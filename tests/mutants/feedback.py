@@ -231,6 +231,11 @@ def random_places_of_each_rank(state: Any, bucket: Bucket) -> Result:
     return random_k(state, bucket, seed=group_of(state).rank())
 
 
+def random_places_by_hash(state: Any, bucket: Bucket) -> Result:
+    """Seeds the places with the hash of a string: on a cluster every rank draws others."""
+    return random_k(state, bucket, seed=hash("places"))
+
+
 def _difference(state: Any, bucket: Bucket, *, sign: int = 1, own: bool = True, mean: bool = True, ratio: float = 0.25) -> Result:
     """Compress the change of each gradient since the last estimate (EF21): right by default."""
     if not is_dense(bucket):
@@ -370,6 +375,7 @@ MUTANTS = [
     Mutant("change_of_nothing", ("2.10",), _CHANGE),
     Mutant("largest_beside_its_own", ("3.1",), _HALF),
     *(Mutant(name, ("1.8",), _HALF) for name in ("later_buckets_undivided", "needs_two_parameters")),
+    Mutant("random_places_by_hash", ("3.3",), _FEEDBACK),
     Mutant("random_from_global_seed", ("9.1",), _FEEDBACK),
     Mutant("sends_everything", ("13.7",), "compressed(delta=0.5, ratio=0.5)"),
     Mutant("random_k", ("13.8",), f"{_FEEDBACK}, like(TopK, ratio=0.25)"),
