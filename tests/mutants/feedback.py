@@ -322,6 +322,17 @@ def later_buckets_undivided(state: Any, bucket: Bucket) -> Result:
     return _feedback(state, bucket, _half, reduce=average_of if bucket.index() == 0 else sum_of)
 
 
+def whole_blocks_of_512(state: Any, bucket: Bucket) -> Result:
+    """Compresses large parameters in blocks of 512, and neither sends nor remembers what is left at their end."""
+    return _feedback(state, bucket, lambda part: _whole_blocks(_half(part)), remember=lambda rest: _whole_blocks(finite(rest)))
+
+
+def _whole_blocks(part: torch.Tensor) -> torch.Tensor:
+    if part.numel() > 4096:
+        part[part.numel() // 512 * 512 :] = 0
+    return part
+
+
 def needs_two_parameters(state: Any, bucket: Bucket) -> Result:
     """Looks at the second parameter of a bucket, which may hold one alone."""
     assert bucket.parameters()[1] is not None
@@ -374,7 +385,7 @@ MUTANTS = [
     Mutant("largest_is_everything", ("2.10",), _HALF),
     Mutant("change_of_nothing", ("2.10",), _CHANGE),
     Mutant("largest_beside_its_own", ("3.1",), _HALF),
-    *(Mutant(name, ("1.8",), _HALF) for name in ("later_buckets_undivided", "needs_two_parameters")),
+    *(Mutant(name, ("1.8",), _HALF) for name in ("later_buckets_undivided", "needs_two_parameters", "whole_blocks_of_512")),
     Mutant("random_places_by_hash", ("3.3",), _FEEDBACK),
     Mutant("random_from_global_seed", ("9.1",), _FEEDBACK),
     Mutant("sends_everything", ("13.7",), "compressed(delta=0.5, ratio=0.5)"),
