@@ -8,7 +8,7 @@ own. It is judged beside the reference that it was made of, under ``like`` (13.8
 for a person: it is equivalent, or outside what the rules speak of, or a hole in the book.
 
 Left alone: docstrings, messages of errors, checks that only raise, what saves and loads a state, statistics, which no rule of
-this version speaks of, and ``strict=`` and ``sorted=``, which change nothing.
+this version speaks of, defaults of arguments, and ``strict=`` and ``sorted=``, which change nothing.
 """
 
 import argparse
@@ -72,8 +72,8 @@ ALIKE = {
     "power_sgd": _POWER_SGD.format("powerSGD_hook", ""),
     "power_sgd_same_shapes": _POWER_SGD.format("powerSGD_hook", ", batch_tensors_with_same_shape=True"),
     "power_sgd_fresh": _POWER_SGD.format("powerSGD_hook", ", use_error_feedback=False, warm_start=False"),
-    "quantization_pertensor_hook": "compressed(ratio=0.251, feedback=False, delta=0.99), like(quantization_pertensor_hook)",
-    "quantization_perchannel_hook": "compressed(ratio=0.263, feedback=False, delta=0.99), like(quantization_perchannel_hook)",
+    "quantization_pertensor_hook": "compressed(ratio=0.2505, feedback=False, delta=0.9999), like(quantization_pertensor_hook)",
+    "quantization_perchannel_hook": "compressed(ratio=0.258, feedback=False, delta=0.9999), like(quantization_perchannel_hook)",
 }
 SKIPPED = ("__getstate__", "__setstate__", "__repr__", "state_dict", "load_state_dict", "compression_stats")
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -139,6 +139,8 @@ def _is_left_alone(node: ast.AST, field: str) -> bool:
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
     abstract = any(isinstance(one, ast.Name) and one.id == "abstractmethod" for one in decorators)
     docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    # Another default is no broken hook; that defaults are torch's is compared elsewhere.
+    default = field in ("defaults", "kw_defaults")
     typing = field in ("annotation", "returns", "bases", "decorator_list", "type_comment") or (
         isinstance(node, ast.AnnAssign) and not node.value
     )
@@ -149,6 +151,7 @@ def _is_left_alone(node: ast.AST, field: str) -> bool:
         or equal
         or abstract
         or docstring
+        or default
         or typing
         or isinstance(node, (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr))
     )
