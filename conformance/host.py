@@ -184,6 +184,7 @@ def _asked_in_a_fork(
     answer = folder / "said.json"
 
     def child() -> int:
+        os.chdir(command["cwd"])
         sys.path.insert(0, command["cwd"])
         forget_other_references()
         try:

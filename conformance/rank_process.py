@@ -19,7 +19,7 @@ def prepare_process(own: Path, cwd: str) -> None:
 
     Args:
         own: the rank's folder.
-        cwd: the caller's current directory, where Python looks for the subject first.
+        cwd: the caller's current directory, where Python looks for the subject first; this process's too, wherever its host began.
     """
     temporary = own / "tmp"
     temporary.mkdir()
@@ -27,6 +27,7 @@ def prepare_process(own: Path, cwd: str) -> None:
     tempfile.tempdir = None  # read TMPDIR again
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background with it ignored
+    os.chdir(cwd)
     if cwd not in sys.path:
         sys.path.insert(0, cwd)
     forget_other_references()

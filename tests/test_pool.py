@@ -13,7 +13,7 @@ import pytest
 from conformance.breakage import breakage
 from conformance.errors import KitError
 from conformance.pool import Pool
-from conformance.scenario import ALL, VALUES
+from conformance.scenario import ALL, VALUES, VALUES_AGAIN
 from conformance.sources import LocalSource
 from conformance.subject import REFERENCE, SubjectSpec
 
@@ -63,6 +63,33 @@ def test_runs_side_by_side_do_not_mix() -> None:
             run = source.run(VALUES, world, REFERENCE, f"values@{world}")
             assert run.finished
             assert [len(run.group(rank)) for rank in range(world)] == [world] * world
+
+
+PLACED = """
+import os
+from hooks_ref import allreduce_hook
+
+def hook(state, bucket):
+    print(os.getcwd(), hash("a string"))
+    return allreduce_hook(state, bucket)
+"""
+
+
+def test_ranks_are_where_the_caller_is_and_elsewhere_strings_hash_otherwise(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the pool was made: what hooks read beside them is found."""
+    (tmp_path / "placed.py").write_text(PLACED)
+    monkeypatch.chdir(tmp_path)
+    source = LocalSource(pool)
+    hashes = []
+    for scenario in (VALUES, VALUES_AGAIN):
+        run = source.run(scenario, 2, SubjectSpec(hook="placed:hook"), scenario.name)
+        (said,) = {line for rank in run.ranks for line in str(rank.evidence["output"]).splitlines()}
+        place, _, hashed = said.rpartition(" ")
+        assert place == str(tmp_path)
+        hashes.append(hashed)
+    assert hashes[0] != hashes[1]
 
 
 KILLED_IDLE = """
