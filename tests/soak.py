@@ -13,6 +13,7 @@ import re
 import sys
 import time
 
+from conformance.kinds import HOOK, KINDS
 from conformance.rulebook import MUST, book
 from conformance.verdict import Verdict
 from tests import test_mutants, test_right
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--mutants", action="store_true", help="judge the mutants instead of the right hooks")
     parser.add_argument("--named", action="store_true", help="judge them by the rules that they break, not by the whole book")
     parser.add_argument("--only", default="", help="judge those alone in whose name and claims this is found, as in 'exact|rounded'")
+    parser.add_argument("--kind", nargs="+", choices=(HOOK, *KINDS), default=[HOOK, *KINDS], help="judge subjects of these kinds alone")
     options = parser.parse_args()
     burners = [multiprocessing.Process(target=spin, daemon=True) for _ in range(options.load)]
     for burner in burners:
@@ -39,7 +41,11 @@ def main() -> int:
     shapes = [dataclasses.replace(case, worlds=(1, 2, 3, 4) if ".exact:" in case.target else (2, 3)) for case in test_right.CASES]
     right = [*shapes, *(dataclasses.replace(case, worlds=tuple({*case.worlds, 4})) for case in test_certified.CASES)]
     mutants = {case if options.named else dataclasses.replace(case, rules=()): mutant for case, mutant in test_mutants.CASES.items()}
-    cases = [case for case in (mutants if options.mutants else right) if re.search(options.only, f"{case} {case.claims}")]
+    cases = [
+        case
+        for case in (mutants if options.mutants else right)
+        if case.kind in options.kind and re.search(options.only, f"{case} {case.claims}")
+    ]
     rules, wrong, begin = book(), collections.Counter[str](), time.monotonic()
 
     def expected(case: Case, number: str, verdict: Verdict) -> bool:
