@@ -25,7 +25,7 @@ from conformance.subject import SubjectSpec, parse_other, parse_subject, parse_t
 from conformance.verdict import Judgement
 
 Judgements = dict[str, Judgement]
-WORKERS = 3  # one more than the cores that CI has: ranks wait for each other now and then
+WORKERS = 2  # as many as the cores that CI has: a third made the tests a tenth slower
 PATIENT, IMPATIENT = 60.0, 4.0  # deadlines; the second is for subjects that hang
 
 
