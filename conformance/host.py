@@ -215,6 +215,10 @@ OPERATIONS: dict[str, Callable[[dict[str, Any], Controller], dict[str, Any]]] = 
 
 def warm_up() -> dict[str, Any]:
     """Import what ranks need, and say what was found."""
+    # Inherited by ranks: a thread that wakes does not push aside the one that woke it. Gloo's else spin on locks that those still
+    # hold, which takes a seventh of all time.
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     preload()
     import torch
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from conformance.fingerprint import disagreement, order_of_groups
+from conformance.fingerprint import changed_order, disagreement, order_of_groups
 from conformance.record import RankRecord
 from conformance.run import Run
 from conformance.run_folder import DONE
@@ -24,8 +24,8 @@ def run(*ranks: list[dict[str, Any]], stopped: str = "ended") -> Run:
     return Run(BUCKETS, len(ranks), records, stopped=stopped)
 
 
-def issued(what: str, group: tuple[int, ...] = (0, 1), named: str = "0", inside: bool = True) -> dict[str, Any]:
-    return {"what": what, "group": list(group), "named": named, "inside": inside}
+def issued(what: str, group: tuple[int, ...] = (0, 1), named: str = "0", inside: bool = True, callback: bool = False) -> dict[str, Any]:
+    return {"what": what, "group": list(group), "named": named, "inside": inside, "callback": callback}
 
 
 def test_ranks_that_agree() -> None:
@@ -80,3 +80,17 @@ def test_groups_that_two_ranks_do_not_share_may_come_in_any_order() -> None:
     assert order_of_groups(run([world, left], [right, world, left], [world, right])) != ""  # ranks 1 and 2 share two
     assert order_of_groups(run([world, left], [world, left, right], [world, right])) == ""
     assert order_of_groups(run([left], [right, left], [right])) == ""
+
+
+def test_collectives_that_come_in_another_order_in_another_process() -> None:
+    one, other = issued("allreduce SUM 4 float32"), issued("allreduce SUM 5 float32")
+    assert changed_order(run([one, other]), run([one, other])) == ""
+    said = changed_order(run([one, other]), run([other, one]))
+    assert said.startswith("rank 0 issues allreduce SUM 4 float32 (step 0, bucket 0) as collective 1 in ")
+    assert said.endswith("allreduce SUM 5 float32 (step 0, bucket 0)")
+    assert "as collective 2 in " in changed_order(run([one, other]), run([one]))
+
+
+def test_pickled_objects_may_be_longer_in_another_process() -> None:
+    longer, callback = issued("allgather 90777 uint8"), issued("allreduce SUM 5 float32", callback=True)
+    assert changed_order(run([issued("allgather 90773 uint8")]), run([longer, callback])) == ""

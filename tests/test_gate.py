@@ -11,8 +11,11 @@ import pytest
 
 from conformance.__main__ import main
 from conformance.kinds import HOOK, KINDS
+from conformance.rulebook import golden_list
 from conformance.verdict import Found
 from tests.certificates import Body, certificate, changed, ran, rule_of, without, written
+
+MUST = len(golden_list())
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +127,8 @@ def test_another_golden_list(body: Body, tmp_path: Path, gate: Any) -> None:
     [
         (lambda b: b.update(certified=False), "it does not say that it is certified"),
         (lambda b: b.pop("certified"), "it does not say that it is certified"),
-        (lambda b: without(b, "2.3"), "1 of 63 MUST rules are not in it: 2.3"),
-        (lambda b: b.update(rules=[]), "63 of 63 MUST rules are not in it: 1.1, 1.2"),
+        (lambda b: without(b, "2.3"), f"1 of {MUST} MUST rules are not in it: 2.3"),
+        (lambda b: b.update(rules=[]), f"{MUST} of {MUST} MUST rules are not in it: 1.1, 1.2"),
         (lambda b: rule_of(b, "2.3").update(verdict="not run", checks=0, runs={}), "2.3 gradients from 1e-30 to 1e30 in one bucket"),
         (lambda b: ran(b, "2.3", verdict="fail"), "is a MUST rule and said to be 'fail'"),
         (lambda b: b["profile"].update({"world sizes": [1, 2, 4]}), "world size 3 was left out"),
