@@ -25,7 +25,8 @@ from conformance.subject import SubjectSpec, parse_other, parse_subject, parse_t
 from conformance.verdict import Judgement
 
 Judgements = dict[str, Judgement]
-WORKERS = 2  # as many as the cores that CI has: a third made the tests a tenth slower
+# As many as the cores that CI has: a third made the tests a tenth slower. One for those that hang, which wait most of their time.
+WORKERS = {False: 2, True: 1}
 PATIENT, IMPATIENT = 60.0, 4.0  # deadlines; the second is for subjects that hang
 
 
@@ -106,7 +107,7 @@ def _judge(case: Case) -> Judgements:
 @contextmanager
 def judged_ahead(cases: Iterable[Case]) -> Iterator[dict[Case, "Future[Judgements]"]]:
     """Judge ``cases`` in their order, in the background: in processes, since threads would keep the tests from Python."""
-    executors = {hangs: ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) for hangs in (False, True)}
+    executors = {hangs: ProcessPoolExecutor(WORKERS[hangs], multiprocessing.get_context("spawn")) for hangs in (False, True)}
     try:
         yield {case: executors[case.hangs].submit(_judge, case) for case in dict.fromkeys(cases)}
     finally:

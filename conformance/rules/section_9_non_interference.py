@@ -214,4 +214,5 @@ def _short(value: str | None, other: str | None) -> str:
     """A long setting cut down to where it differs from the other."""
     if value is None or other is None or len(value) < 80:
         return str(value)
-    return " ".join(sorted(set(value.split()) - set(other.split())))[:200] or "..."
+    words = set(value.split()) - set(other.split())
+    return " ".join(sorted(word for word in words if not word.startswith("0x")))[:200] or "..."  # addresses say nothing

@@ -33,18 +33,17 @@ def case(options: str) -> Case:
 
 
 def ours() -> Iterator[Case]:
-    """The commands of the README. Another setting of a lossy reference is judged by what speaks of compressors; with --thorough by all."""
-    lossy, name = set[str](), ""
-    for first, options in re.findall(r"^\|(.*)\| `(--\w+ .*)` \|$", README.read_text(), re.M):
-        name, made = first.strip() or name, case(options)
-        if made.kind == HOOK and parse_claims(made.claims).lossy:
-            yield replace(made, rules=BY_COMPRESSORS) if name in lossy else made
-            lossy.add(name)
-        else:
-            yield made
+    """The commands of the README. Where a lossy hook has the same claim with another compressor, or setting, that is judged by what
+    speaks of compressors and their state; with --thorough by all."""
+    seen = set[tuple[str, str]]()
+    for options in re.findall(r"^\|.*\| `(--\w+ .*)` \|$", README.read_text(), re.M):
+        made = case(options)
+        frame = made.target, parse_claims(made.claims).lossy if made.kind == HOOK else ""
+        yield replace(made, rules=BY_COMPRESSORS) if frame in seen and frame[1] else made
+        seen.add(frame)
 
 
-BY_COMPRESSORS = tuple(number for number, rule in book(HOOK, "cpu").items() if rule.section in COMPRESSORS)
+BY_COMPRESSORS = tuple(number for number, rule in book(HOOK, "cpu").items() if rule.section in (*COMPRESSORS, "11"))
 OURS = list(ours())
 # torch's own, as third-party subjects, at an odd size too. DDP refuses bf16_compress_hook on CPU by its name alone: it gets another.
 TORCHS = [
