@@ -52,7 +52,7 @@ USERS = {
     "zero_overlap": ("zero_after_backward", "zero_interleaved"),
     "_buckets": ("encoded", "one_bit", "power_sgd", "sgd_in_the_hook"),
     "_collectives": ("top_k", "one_bit", "power_sgd"),
-    "_state": ("top_k", "one_bit", "power_sgd"),
+    "_state": ("top_k_later", "random_k", "one_bit", "power_sgd"),
 }
 _POWER_SGD = "compressed(ratio=0.039), warmup(2), like({}, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1{})"
 # What a subject is like, by the name of its state or hook: options that no command of the README uses are among them.
