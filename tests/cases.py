@@ -7,6 +7,7 @@ no core busy, and are judged beside the others.
 import functools
 import multiprocessing
 import multiprocessing.util
+import os
 import pprint
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -107,7 +108,9 @@ def _judge(case: Case) -> Judgements:
 @contextmanager
 def judged_ahead(cases: Iterable[Case]) -> Iterator[dict[Case, "Future[Judgements]"]]:
     """Judge ``cases`` in their order, in the background: in processes, since threads would keep the tests from Python."""
-    executors = {hangs: ProcessPoolExecutor(WORKERS[hangs], multiprocessing.get_context("spawn")) for hangs in (False, True)}
+    # Those that do not hang give way to the tests that run meanwhile, of which there is one at a time; their deadlines are long.
+    spawn = multiprocessing.get_context("spawn")
+    executors = {hangs: ProcessPoolExecutor(WORKERS[hangs], spawn, os.nice, (0 if hangs else 10,)) for hangs in (False, True)}
     try:
         yield {case: executors[case.hangs].submit(_judge, case) for case in dict.fromkeys(cases)}
     finally:
