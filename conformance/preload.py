@@ -11,7 +11,7 @@ import importlib.util
 import sys
 import warnings
 
-from conformance.huge_pages import use_huge_pages
+from conformance.host_memory import fill_holes, use_huge_pages
 
 _MODULES = (
     *("torch", "torch._dynamo", "torch._dynamo.trace_rules", "torch._dynamo.utils", "torch.distributed", "torch.profiler"),
@@ -35,6 +35,7 @@ def preload() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    fill_holes()
     use_huge_pages()
 
 

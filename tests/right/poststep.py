@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance import Case
-from tests.right import Right
+from tests.right import ARITHMETIC, OBJECTS, Right
 from tests.right._common import Bucket, Group, Result, completed, dense, sizes
 
 
@@ -77,8 +77,8 @@ _FLUSH = "poststep(call=flush)"
 
 RIGHT = [
     Right("state_does", f"exact, {_FLUSH}", f"{__name__}:Later"),
-    Right("state_does", f"rounded(float16), {_FLUSH}", f"{__name__}:Later,dtype=float16"),
-    Right("method()", f"exact, {_FLUSH}"),
+    Right("state_does", f"rounded(float16), {_FLUSH}", f"{__name__}:Later,dtype=float16", sections=ARITHMETIC),
+    Right("method()", f"exact, {_FLUSH}", sections=OBJECTS),
     Right("leaves_it", "poststep(call=synchronize)"),
-    Right("set_up_with_call", "poststep", setup=True),
+    Right("set_up_with_call", "poststep", setup=True, sections=OBJECTS),
 ]
