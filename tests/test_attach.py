@@ -16,7 +16,7 @@ import torch
 
 from conformance.breakage import breakage
 from conformance.errors import ProfileError, UsageError
-from conformance.nodes import attach
+from conformance.nodes import announce, attach
 from conformance.nodes.announce import Announcement, NobodyThere, kit_digest
 from conformance.nodes.attach import AttachedPool, _Host, environments, place, ranks_for
 from conformance.nodes.wire import Stream
@@ -176,6 +176,7 @@ def test_an_interrupted_session_certifies_nothing_and_a_dead_agent_is_named(
 ) -> None:
     """The last test: torchrun is no more."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(announce, "STORE_PATIENCE", 3.0)  # the port of what is being killed listens on for a moment, and nobody answers
     options = Options(hook="held:hook", attach=torchrun.endpoint, attach_wait=30.0, world_size="2,4", rule=("2.1,2.2,2.6",))
     with Session(options) as session:
         session.begin()

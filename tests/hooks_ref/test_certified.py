@@ -13,7 +13,7 @@ from conformance.claims import LOCAL, parse_claims
 from conformance.kinds import HOOK, KINDS
 from conformance.rulebook import AT_SCALE, Rule, book
 from tests.cases import Case, Judgements, refusals
-from tests.right import COMPRESSORS
+from tests.right import ARITHMETIC, COMPRESSORS, OBJECTS
 
 README = Path(hooks_ref.__file__).parent / "README.md"
 
@@ -34,16 +34,27 @@ def case(options: str) -> Case:
 
 def ours() -> Iterator[Case]:
     """The commands of the README. Where a lossy hook has the same claim with another compressor, or setting, that is judged by what
-    speaks of compressors and their state; with --thorough by all."""
+    speaks of compressors and their state; what rounds to bfloat16, by what speaks of arithmetic; with --thorough by all."""
     seen = set[tuple[str, str]]()
     for options in re.findall(r"^\|.*\| `(--\w+ .*)` \|$", README.read_text(), re.M):
         made = case(options)
-        frame = made.target, parse_claims(made.claims).lossy if made.kind == HOOK else ""
-        yield replace(made, rules=BY_COMPRESSORS) if frame in seen and frame[1] else made
+        frame = _SIBLINGS.get(made.target, made.target), parse_claims(made.claims).lossy if made.kind == HOOK else ""
+        if "bfloat16" in made.claims:
+            made = replace(made, rules=of_sections(*ARITHMETIC, "10"))
+        elif frame in seen and frame[1]:
+            made = replace(made, rules=of_sections(*COMPRESSORS, "11"))
+        yield made
         seen.add(frame)
 
 
-BY_COMPRESSORS = tuple(number for number, rule in book(HOOK, "cpu").items() if rule.section in (*COMPRESSORS, "11"))
+def of_sections(*sections: str) -> tuple[str, ...]:
+    return tuple(number for number, rule in book(HOOK, "cpu").items() if rule.section in sections)
+
+
+_SIBLINGS = {
+    "hooks_ref:batched_powerSGD_hook": "hooks_ref:powerSGD_hook",
+    "hooks_ref:quantization_perchannel_hook": "hooks_ref:quantization_pertensor_hook",
+}
 OURS = list(ours())
 # torch's own, as third-party subjects, at an odd size too. DDP refuses bf16_compress_hook on CPU by its name alone: it gets another.
 TORCHS = [
@@ -59,9 +70,11 @@ LOSSLESS = [Case("hooks_ref:compression_hook", state=f"examples.states:{name}") 
 CASES = [
     *OURS,
     *(replace(case, worlds=(1, 3)) for case in TORCHS[:2]),
-    *(replace(case, worlds=(1, 2)) for case in (*TORCHS[2:], LOSSLESS[1])),
+    *(replace(case, worlds=(1, 2), rules=of_sections(*ARITHMETIC)) for case in TORCHS[2:5]),
+    replace(TORCHS[5], worlds=(1, 2), rules=of_sections(*OBJECTS)),
+    replace(LOSSLESS[1], worlds=(1, 2)),
     # Not at scale, where each of a thousand simulated ranks decodes what all have sent.
-    replace(LOSSLESS[0], worlds=(1, 2), rules=tuple(n for n, rule in book(HOOK, "cpu").items() if rule.section != AT_SCALE)),
+    replace(LOSSLESS[0], worlds=(1, 2), rules=of_sections(*{rule.section for rule in book(HOOK, "cpu").values()} - {AT_SCALE})),
 ]
 
 

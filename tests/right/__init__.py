@@ -31,6 +31,7 @@ class Right:
 
 
 OBJECTS = ("1", "2", "9", "11")  # computes what another does, and is another kind of object
+SENDS = ("1", "2", "3", "8", "9", "10", "12")  # sends otherwise what another does, and keeps nothing from step to step
 ARITHMETIC = ("1", "2", "3", "8")  # divides or rounds otherwise, and sends the same
 COMPRESSORS = ("1", "2", "3", "10", "13")  # compresses or mixes otherwise, in the same frame
 

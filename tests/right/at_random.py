@@ -73,7 +73,7 @@ _DRAWS = ("3", "10", "13")  # rounds or leaves out otherwise, in the same frame
 RIGHT = [
     Right("qsgd_int8", "unbiased(ratio=0.27)", STATE),
     Right("terngrad_shared", "unbiased(ratio=0.27)", STATE, sections=_DRAWS),
-    Right("random_k_scaled", "unbiased", STATE),
+    Right("random_k_scaled", "unbiased", STATE, sections=_DRAWS),
     Right("stochastic_bfloat16", "unbiased", STATE, sections=_DRAWS),
     # One whose smallest parameter is not drawn for as long as a run is: the same half of it, 96 times.
     Right("half_and_seldom_the_rest", "unbiased", STATE + ",setting=0.02,seed=6", sections=_DRAWS),

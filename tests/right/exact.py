@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.subject import Case
-from tests.right import ARITHMETIC, OBJECTS, Right
+from tests.right import ARITHMETIC, OBJECTS, SENDS, Right
 from tests.right._common import Bucket, Group, Result, completed, dense, gather
 
 # Under its name before torch 2.13 it warns.
@@ -361,8 +361,9 @@ RIGHT = [
     Right("unannotated", sections=OBJECTS),
     *(Right(name) for name in ("out_of_place", "blocking")),
     *(Right(name, sections=ARITHMETIC) for name in ("sum_then_divide", "reciprocal", "reduce_op_avg")),
-    *(Right(name) for name in ("gather_and_mean", "reduce_and_broadcast", "reduce_scatter", "per_parameter", "per_parameter_quirk")),
-    Right("takes_two_at_least", "exact, min_world_size(2)"),
+    *(Right(name) for name in ("gather_and_mean", "reduce_scatter", "per_parameter")),
+    *(Right(name, sections=SENDS) for name in ("reduce_and_broadcast", "per_parameter_quirk")),
+    Right("takes_two_at_least", "exact, min_world_size(2)", sections=SENDS),
     Right("out_of_place", "exact, min_world_size(3)", f"{__name__}:three_or_more", sections=OBJECTS),
     Right("another_thread"),
     Right("polling", sections=("1", "2", "3", "8", "12")),  # polls, in every order that is forced on it, until the kit gives up

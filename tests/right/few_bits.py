@@ -103,11 +103,11 @@ def bfloat16_feedback(state: State, bucket: Bucket) -> Result:
 
 
 RIGHT = [
-    Right("int8", "compressed(delta=0.9, ratio=0.27)", STATE),
+    Right("int8", "compressed(delta=0.9, ratio=0.27)", STATE, sections=COMPRESSORS),
     Right("fp8_feedback", "compressed(delta=0.9, ratio=0.27)", STATE, sections=COMPRESSORS),
     Right("one_bit", FEEDBACK, STATE),
     Right("ef_sign", "compressed(delta=0.25, ratio=0.04)", STATE, sections=COMPRESSORS),
-    Right("fp8", "compressed(feedback=False, delta=0.99, ratio=0.27)", "process_group"),
+    Right("fp8", "compressed(feedback=False, delta=0.99, ratio=0.27)", "process_group", sections=COMPRESSORS),
     Right("fp8_by_powers_of_two", "compressed(delta=0.99), warmup(2)", STATE, sections=COMPRESSORS),
     Right("bfloat16_feedback", "compressed(delta=0.99), warmup(2)", STATE, sections=COMPRESSORS),
 ]

@@ -123,7 +123,7 @@ def every_second_bucket(state: State, bucket: Bucket) -> Result:
 RIGHT = [
     Right("ring_gossip", "local", "process_group"),
     Right("random_pairs", "local(ratio=1)", STATE, sections=COMPRESSORS),
-    Right("every_second_step", "local(ratio=1)", STATE),
+    Right("every_second_step", "local(ratio=1)", STATE, sections=COMPRESSORS),
     *(Right(name, "local", STATE, sections=COMPRESSORS) for name in ("random_pairs_by_bucket", "every_second_bucket")),
     Right("hierarchical", "local", setup=True),
     Right("torch_local_sgd", "local, warmup(2)", setup=True),

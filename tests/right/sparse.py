@@ -164,8 +164,8 @@ def ef21(state: Estimates, bucket: Bucket) -> Result:
 
 RIGHT = [
     Right("top_k", "compressed(delta=0.25, ratio=0.51)", STATE),
-    Right("random_k", "compressed(delta=0.25, ratio=0.26)", STATE),
-    Right("above_threshold", "compressed(delta=0.5)", STATE),
+    Right("random_k", "compressed(delta=0.25, ratio=0.26)", STATE, sections=COMPRESSORS),
+    Right("above_threshold", "compressed(delta=0.5)", STATE, sections=COMPRESSORS),
     Right("large_buckets_only", "compressed(delta=0.5)", f"{STATE},setting=0.5", sections=COMPRESSORS),
     Right("sparse_until_dense", "compressed(delta=0.5)", STATE, sections=COMPRESSORS),
     Right("less_by_step", FEEDBACK + ", warmup(2)", STATE, sections=COMPRESSORS),
