@@ -34,8 +34,8 @@ def preload() -> None:
     _make_room_for_names()
     gc.enable()
     gc.collect()
+    fill_holes()  # with what is not looked at again either
     gc.freeze()
-    fill_holes()
     use_huge_pages()
 
 
