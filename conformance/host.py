@@ -218,8 +218,7 @@ def warm_up() -> dict[str, Any]:
     # Inherited by ranks: a thread that wakes does not push aside the one that woke it. Gloo's else spin on locks that those still
     # hold, which takes a seventh of all time.
     with contextlib.suppress(OSError):
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # who started it may have said otherwise
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     preload()
     import torch
 

@@ -28,7 +28,7 @@ from conformance.verdict import Judgement
 Judgements = dict[str, Judgement]
 # As many as the cores that CI has: a third made the tests a tenth slower. One for those that hang, which wait most of their time.
 WORKERS = {False: 2, True: 1}
-PATIENT, IMPATIENT = 300.0, 4.0  # deadlines; the second is for subjects that hang
+PATIENT, IMPATIENT = 60.0, 4.0  # deadlines; the second is for subjects that hang
 
 
 @dataclass(frozen=True)
@@ -105,22 +105,12 @@ def _judge(case: Case) -> Judgements:
     return own_judge().judge(case)
 
 
-def _give_way() -> None:
-    """Have this process, its hosts and ranks run when no other wants to: the tests, of which there is one at a time.
-
-    To be nicer is not enough: hosts are scheduled as batches, which push nobody aside but those that are idle.
-    """
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-
-
 @contextmanager
 def judged_ahead(cases: Iterable[Case]) -> Iterator[dict[Case, "Future[Judgements]"]]:
     """Judge ``cases`` in their order, in the background: in processes, since threads would keep the tests from Python."""
+    # Those that do not hang give way to the tests that run meanwhile, of which there is one at a time; their deadlines are long.
     spawn = multiprocessing.get_context("spawn")
-    executors = {
-        False: ProcessPoolExecutor(WORKERS[False], spawn, _give_way),
-        True: ProcessPoolExecutor(WORKERS[True], spawn),
-    }
+    executors = {hangs: ProcessPoolExecutor(WORKERS[hangs], spawn, os.nice, (0 if hangs else 10,)) for hangs in (False, True)}
     try:
         yield {case: executors[case.hangs].submit(_judge, case) for case in dict.fromkeys(cases)}
     finally:
