@@ -28,7 +28,7 @@ def fill_holes() -> None:
     libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
     libc.malloc.argtypes, libc.free.argtypes, libc.sbrk.argtypes = [ctypes.c_size_t], [ctypes.c_void_p], [ctypes.c_ssize_t]
     end = libc.sbrk(0) or 0
-    begin = end - (1 << 32)
+    begin = end - (1 << 32)  # the heap: what is mapped elsewhere is terabytes away
     for power in range(20, 4, -1):
         while True:
             at = libc.malloc((1 << power) - 8) or 0
@@ -38,6 +38,7 @@ def fill_holes() -> None:
 
 
 def _of_size(size: int) -> object:
+    """Return what takes one block of that class; a float takes 24 bytes."""
     return object() if size == 16 else float(size) if size == 32 else bytes(size - _BYTES)
 
 

@@ -20,7 +20,8 @@ def theirs(group, bucket):
     raise ValueError("of another package")
 """
 
-# Of a thousand new blocks of each size, the pages that they lie in beside how many would hold them.
+# Of a thousand new blocks of each size, the pages that they lie in beside how many would hold them: up to 1.1 with headers and ends
+# of pools, 2.1 and more where they lie scattered.
 DENSE = """
 import ctypes, json
 from conformance.preload import preload

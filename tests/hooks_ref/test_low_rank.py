@@ -203,7 +203,7 @@ def test_torchs_batched_raises(pool: Pool, size: tuple[int, int], said: str) -> 
 
 def test_torchs_aborts_or_hangs_with_several_buckets() -> None:
     """It waits in one callback for a collective that another starts; seldom it gets through."""
-    with Pool(3.0, lanes=1) as impatient:
+    with Pool(5.0, lanes=1) as impatient:
         runs = (
             try_hook(impatient, scenario(6, params=WITHOUT_SCALARS), hook=f"{SUBJECTS}:torchs_hook", state=f"{SUBJECTS}:torchs")
             for _ in range(5)
@@ -216,7 +216,7 @@ def test_torchs_resumes_wrongly(pool: Pool, tmp_path: Path) -> None:
     given = f"hook='{SUBJECTS}:torchs_hook',folder='{tmp_path}'"
     saves = f"tests.hooks_ref.saved_states:saves,state='{SUBJECTS}:torchs',{given}"
     first, rest = (scenario(6, params=WITHOUT_SCALARS, first_step=step) for step in (0, 6))
-    with Pool(3.0, lanes=1) as impatient:  # with several buckets it hangs now and then, alone in its group too
+    with Pool(5.0, lanes=1) as impatient:  # with several buckets it hangs now and then, alone in its group too
         assert any(try_hook(impatient, first, 1, setup=saves).finished for _ in range(10))
     with torchs_own_fails("Weights only load failed"):
         run_hook(pool, rest, 1, setup=f"tests.hooks_ref.saved_states:loads,{given}")
@@ -242,7 +242,7 @@ def test_a_sparse_parameter_stays_synchronised(pool: Pool) -> None:
     run = run_hook(pool, scenario(5, params=params, kind="crafted"), hook="hooks_ref:powerSGD_hook", state=f"{STATES}:power_sgd")
     for step in range(5):
         assert torch.equal(result(run, 0, step, 1), gradients(run, step, 1).mean(0))
-    with Pool(3.0, lanes=1) as impatient:
+    with Pool(5.0, lanes=1) as impatient:
         broken = try_hook(impatient, scenario(5, params=params, kind="crafted"), hook=f"{SUBJECTS}:torchs_hook", state=f"{SUBJECTS}:torchs")
     synchronised = broken.finished and torch.equal(result(broken, 0, 4, 1), gradients(broken, 4, 1).mean(0))
     assert not synchronised, "torch's PowerSGD synchronises a sparse embedding by now"
