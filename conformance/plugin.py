@@ -86,12 +86,16 @@ def _start_host(config: pytest.Config, options: Options) -> None:
 
 
 def _import_the_rest() -> ModuleType:
-    """Import torch and what judges; a seventh of the time would go into looking for garbage among modules, where there is none."""
+    """Import torch and what judges; a third of the time would go into looking for garbage among modules, where there is none.
+
+    Nor is it looked for there later: pytest collects garbage several times when it ends, and so does Python.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
         return importlib.import_module("conformance.pytest_items")
     finally:
+        gc.freeze()
         if collects:
             gc.enable()
 

@@ -33,7 +33,7 @@ def preload() -> None:
     _clear_what_ranks_would_clear()
     _make_room_for_names()
     gc.enable()
-    gc.collect()
+    gc.collect()  # from then on the collector knows how much is old, and looks at all again when that has grown by a quarter: in no rank
     fill_holes()  # with what is not looked at again either
     gc.freeze()
     use_huge_pages()

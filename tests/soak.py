@@ -35,13 +35,19 @@ def main() -> int:
     parser.add_argument("--mutants", action="store_true", help="judge the mutants instead of the right hooks")
     parser.add_argument("--named", action="store_true", help="judge them by the rules that they break, not by the whole book")
     parser.add_argument("--only", default="", help="judge those alone in whose name and claims this is found, as in 'exact|rounded'")
+    parser.add_argument("--world-size", default="", metavar="N,N", help="judge right subjects at these instead of up to 4")
     parser.add_argument("--kind", nargs="+", choices=(HOOK, *KINDS), default=[HOOK, *KINDS], help="judge subjects of these kinds alone")
     options = parser.parse_args()
     burners = [multiprocessing.Process(target=spin, daemon=True) for _ in range(options.load)]
     for burner in burners:
         burner.start()
+    # By the whole book, whatever tests leave to siblings.
     shapes = [dataclasses.replace(case, worlds=(1, 2, 3, 4) if ".exact:" in case.target else (2, 3)) for case in test_right.CASES]
-    right = [*shapes, *(dataclasses.replace(case, worlds=tuple({*case.worlds, 4})) for case in test_certified.CASES)]
+    certified = [dataclasses.replace(case, worlds=tuple({*case.worlds, 4})) for case in test_certified.CASES]
+    right = list(dict.fromkeys(dataclasses.replace(case, rules=()) for case in (*shapes, *certified)))
+    if options.world_size:
+        worlds = tuple(map(int, options.world_size.split(",")))
+        right = list(dict.fromkeys(dataclasses.replace(case, worlds=worlds) for case in right))
     mutants = {case if options.named else dataclasses.replace(case, rules=()): mutant for case, mutant in test_mutants.CASES.items()}
     cases = [
         case
