@@ -9,7 +9,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import pprint
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ from conformance.subject import SubjectSpec, parse_other, parse_subject, parse_t
 from conformance.verdict import Judgement
 
 Judgements = dict[str, Judgement]
-# As many as the cores that CI has: a third made the tests a tenth slower. One for those that hang, which wait most of their time.
-WORKERS = {False: 2, True: 1}
+# As many as the cores that CI has: a third made the tests a tenth slower. One more is for those that hang, and waits most of its time.
+WORKERS = 2
 PATIENT, IMPATIENT = 60.0, 4.0  # deadlines; the second is for subjects that hang
 
 
@@ -106,13 +106,13 @@ def _judge(case: Case) -> Judgements:
 
 
 @contextmanager
-def judged_ahead(cases: Iterable[Case]) -> Iterator[dict[Case, "Future[Judgements]"]]:
-    """Judge ``cases`` in their order, in the background: in processes, since threads would keep the tests from Python."""
+def judges(workers: int = WORKERS) -> Iterator[Callable[[Case], "Future[Judgements]"]]:
+    """Yield what has cases judged in the background, in their order: in processes, since threads would keep the tests from Python."""
     # Those that do not hang give way to the tests that run meanwhile, of which there is one at a time; their deadlines are long.
     spawn = multiprocessing.get_context("spawn")
-    executors = {hangs: ProcessPoolExecutor(WORKERS[hangs], spawn, os.nice, (0 if hangs else 10,)) for hangs in (False, True)}
+    executors = {True: ProcessPoolExecutor(1, spawn), False: ProcessPoolExecutor(workers, spawn, os.nice, (10,))}
     try:
-        yield {case: executors[case.hangs].submit(_judge, case) for case in dict.fromkeys(cases)}
+        yield lambda case: executors[case.hangs].submit(_judge, case)
     finally:
         for executor in executors.values():
             executor.shutdown(wait=True, cancel_futures=True)

@@ -7,7 +7,7 @@ import pytest
 
 from conformance.pool import Pool
 from conformance.rulebook import Rule, book
-from tests.cases import Case, Judgements, judged_ahead
+from tests.cases import Case, Judgements, judges
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,5 +40,6 @@ def judgements_of(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], J
     """
     cases = [item.callspec.params["case"] for item in request.session.items if "case" in getattr(item, "fixturenames", ())]
     whole = {case: replace(case, rules=()) if request.config.getoption("--thorough") else case for case in cases}
-    with judged_ahead(whole.values()) as futures:
+    with judges() as judged:
+        futures = {case: judged(case) for case in dict.fromkeys(whole.values())}
         yield lambda case: futures[whole[case]].result()

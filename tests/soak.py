@@ -1,6 +1,6 @@
 """Judge every right hook, reference and peer, and if asked every mutant, again and again, under load if asked for.
 
-    python -m tests.soak --runs 20 --load 2
+    python -m tests.soak --runs 20 --judges 6
 
 Not part of the test run: a rule that is wrong once in twenty runs is found here.
 """
@@ -18,7 +18,7 @@ from conformance.kinds import HOOK, KINDS
 from conformance.rulebook import MUST, book
 from conformance.verdict import Verdict
 from tests import test_mutants, test_right
-from tests.cases import Case, judged_ahead
+from tests.cases import WORKERS, Case, judges
 from tests.hooks_ref import test_certified
 
 
@@ -31,7 +31,10 @@ def spin() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy meanwhile")
+    parser.add_argument(
+        "--judges", type=int, default=WORKERS, help="judge as many at a time: beyond the number of cores, each loads them for others"
+    )
+    parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy meanwhile, and do nothing else")
     parser.add_argument("--mutants", action="store_true", help="judge the mutants instead of the right hooks")
     parser.add_argument("--named", action="store_true", help="judge them by the rules that they break, not by the whole book")
     parser.add_argument("--only", default="", help="judge those alone in whose name and claims this is found, as in 'exact|rounded'")
@@ -64,19 +67,25 @@ def main() -> int:
             return verdict.holds
         return (verdict is Verdict.FAIL) == (number in mutant.breaks) and verdict is not Verdict.KIT_ERROR
 
-    for run in range(options.runs):
-        with judged_ahead(cases) as futures:
-            for case, future in futures.items():
+    with judges(options.judges) as judged:
+        for run in range(options.runs):
+            for case, future in {case: judged(case) for case in cases}.items():
                 for number, judgement in future.result().items():
                     if not expected(case, number, judgement.verdict):
                         what = f"{case} {number}: {judgement.verdict}: {judgement.reason[:300]}"
                         wrong[what] += 1
                         print(f"wrong: {what}", flush=True)
-        print(f"run {run + 1} of {options.runs}: {len(cases)} subjects, {sum(wrong.values())} wrong verdicts so far", flush=True)
+            loads = "/".join(f"{load:.0f}" for load in os.getloadavg())
+            print(
+                f"run {run + 1} of {options.runs}: {len(cases)} subjects, {sum(wrong.values())} wrong verdicts so far, load {loads}",
+                flush=True,
+            )
     for what, count in wrong.most_common():
         print(f"{count} times: {what}")
     total, seconds = sum(wrong.values()), time.monotonic() - begin
-    print(f"{options.runs} runs of {len(cases)} subjects, load {options.load}: {total} wrong verdicts, {seconds:.0f} s")
+    print(
+        f"{options.runs} runs of {len(cases)} subjects, {options.judges} at a time, load {options.load}: {total} wrong verdicts, {seconds:.0f} s"
+    )
     for burner in burners:
         burner.kill()
     return 1 if wrong else 0
