@@ -27,6 +27,13 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
+def impatient() -> Iterator[Pool]:
+    """One for what is expected to hang."""
+    with Pool(5.0, lanes=1) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def rules() -> dict[str, Rule]:
     """The rule book."""
     return book()

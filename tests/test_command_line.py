@@ -149,7 +149,7 @@ def test_claims_are_read_where_they_are_made(
     (project / "pyproject.toml").write_text('[tool.conformance.claims]\n"mypkg:total" = "sum"\n')
     monkeypatch.chdir(project)
     given = {word.removeprefix("--"): value for word, value in zip(arguments[::2], arguments[1::2], strict=True)}
-    session = Session(Options(**given, world_size="2"), pool)  # it is not closed: the pool is everybody's
+    session = Session(Options(**given, world_size="2", rule=("2.1,2.2",)), pool)  # it is not closed: the pool is everybody's
     session.begin()
     assert session.header["claims"] == {"text": claims, "said by": said_by}
     assert {session.judge(number).verdict for number in ("2.1", "2.2")} == {Verdict.PASS}
@@ -178,6 +178,8 @@ BAD: list[tuple[list[str], int, str]] = [
     (["--hook", "mypkg:mean,rank=2"], 9, "unexpected keyword argument 'rank'"),
     (["--hook", "mypkg:mean", "--state", "mypkg:stat"], 9, "no attribute 'stat'"),
     (["--hook", "mypkg:mean", "--claims", "poststep"], 9, "say which call"),
+    (["--hook", "mypkg:mean", "--claims", "poststep(call=flush)"], 9, "nor its module has a function flush"),
+    (["--averager", "mypkg:mean,period=4"], 9, "unexpected keyword argument 'period'"),
     (["--hook", "mypkg:mean", "--claims", "backends(nccl)"], 8, "not run: the subject claims exact, backends(nccl)"),
     (["--hook", "mypkg:mean", "--claims", "min_world_size(3)", "--world-size", "2"], 4, "nothing can be judged"),
 ]
@@ -191,9 +193,10 @@ def test_bad_input_is_an_error_of_one_line(
     given = {word.removeprefix("--").replace("-", "_"): value for word, value in zip(arguments[::2], arguments[1::2], strict=True)}
 
     def judge() -> None:
-        session = Session(Options(**given), pool)  # it is not closed: the pool is everybody's
+        rule = "14.1" if "--averager" in arguments else "2.1"
+        session = Session(Options(**given, rule=(rule,)), pool)  # it is not closed: the pool is everybody's
         session.begin()
-        session.judge("2.1")
+        session.judge(rule)
 
     with pytest.raises(ConformanceError) as caught:
         judge()
@@ -209,8 +212,6 @@ def test_bad_input_is_an_error_of_one_line(
         (["--hook", "mypkg:mean", "--rule", "99"], 4, "--rule 99: there is no such rule"),
         (["--hook", "mypkg:mean", "--backend", "nccl", "--device", "cpu"], 8, "profile nccl-cpu: not run"),
         (["--hook", "mypkg:maen"], 9, "no attribute 'maen'; did you mean mean"),
-        (["--hook", "mypkg:mean", "--claims", "poststep(call=flush)"], 9, "nor its module has a function flush"),
-        (["--averager", "mypkg:mean,period=4"], 9, "unexpected keyword argument 'period'"),
     ],
 )
 def test_bad_input_is_one_clear_line(project: Path, arguments: list[str], code: int, said: str) -> None:

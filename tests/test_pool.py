@@ -145,19 +145,17 @@ def test_goes_on_after_the_host_was_killed() -> None:
         assert LocalSource(pool).run(VALUES, 2, REFERENCE, "values@2").finished
 
 
-def test_a_gigabyte_is_neither_kept_nor_waited_for() -> None:
-    with Pool(60.0) as pool:
-        run = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:prints_a_gigabyte"), "flood")
-        broken = breakage(run)
-        assert broken is not None
-        assert broken.kind == "flood"
-        assert all(len(rank.evidence["output"]) < 100_000 for rank in run.ranks)
+def test_a_gigabyte_is_neither_kept_nor_waited_for(pool: Pool) -> None:
+    run = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:prints_a_gigabyte"), "flood")
+    broken = breakage(run)
+    assert broken is not None
+    assert broken.kind == "flood"
+    assert all(len(rank.evidence["output"]) < 100_000 for rank in run.ranks)
 
 
 @pytest.mark.parametrize("name", ["spins", "sleeps_in_c"])
-def test_a_hang_is_told_with_the_line_that_it_hangs_in(name: str) -> None:
-    with Pool(4.0) as pool:
-        broken = breakage(LocalSource(pool).run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{name}"), "hang"))
+def test_a_hang_is_told_with_the_line_that_it_hangs_in(impatient: Pool, name: str) -> None:
+    broken = breakage(LocalSource(impatient).run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{name}"), f"hang-{name}"))
     assert broken is not None
     assert broken.kind == "hang"
     assert "the hook did not return" in broken.line
@@ -165,9 +163,8 @@ def test_a_hang_is_told_with_the_line_that_it_hangs_in(name: str) -> None:
     assert "stacks" in broken.evidence["rank 0"]
 
 
-def test_the_flight_recorder_names_the_last_collectives() -> None:
-    with Pool(4.0) as pool:
-        run = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:never_completes_on_rank_1"), "hang")
+def test_the_flight_recorder_names_the_last_collectives(impatient: Pool) -> None:
+    run = LocalSource(impatient).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:never_completes_on_rank_1"), "hang-1")
     broken = breakage(run)
     assert broken is not None
     assert any("gloo:all_reduce" in line for line in json.dumps(broken.evidence).split("#"))

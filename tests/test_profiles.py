@@ -227,7 +227,7 @@ def test_a_backend_that_a_package_registers(pool: Pool, tmp_path: Path) -> None:
     """Ranks are on it: the subject is one that refuses any other. So are its records, wherever they are judged again."""
     module, kept = "tests.other_backend", str(tmp_path / "kept")
     given = {"backend": "other", "backend_import": module, "require_profile": "other-cpu"}
-    options = Options(hook=f"{module}:hook", world_size="1,2", records=kept, **given)
+    options = Options(hook=f"{module}:hook", world_size="1,2", records=kept, rule=("1.8,2.1,2.6,10.2",), **given)
     session = Session(options, pool)  # it is not closed: the pool is everybody's
     session.begin()
     assert session.header["profile"]["name"] == "other-cpu"

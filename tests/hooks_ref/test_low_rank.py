@@ -201,23 +201,22 @@ def test_torchs_batched_raises(pool: Pool, size: tuple[int, int], said: str) -> 
     assert run_hook(pool, what, hook="hooks_ref:batched_powerSGD_hook", state=f"{STATES}:power_sgd").finished
 
 
-def test_torchs_aborts_or_hangs_with_several_buckets() -> None:
+def test_torchs_aborts_or_hangs_with_several_buckets(impatient: Pool) -> None:
     """It waits in one callback for a collective that another starts; seldom it gets through."""
-    with Pool(5.0, lanes=1) as impatient:
-        runs = (
-            try_hook(impatient, scenario(6, params=WITHOUT_SCALARS), hook=f"{SUBJECTS}:torchs_hook", state=f"{SUBJECTS}:torchs")
-            for _ in range(5)
-        )
-        assert not all(run.finished for run in runs), "torch's PowerSGD works with several buckets on Gloo by now"
+    runs = (
+        try_hook(impatient, scenario(6, params=WITHOUT_SCALARS), hook=f"{SUBJECTS}:torchs_hook", state=f"{SUBJECTS}:torchs")
+        for _ in range(5)
+    )
+    assert not all(run.finished for run in runs), "torch's PowerSGD works with several buckets on Gloo by now"
 
 
-def test_torchs_resumes_wrongly(pool: Pool, tmp_path: Path) -> None:
+def test_torchs_resumes_wrongly(pool: Pool, impatient: Pool, tmp_path: Path) -> None:
     """Saved as documented: it does not load with weights_only; else it raises with several buckets, and goes on wrongly with one."""
     given = f"hook='{SUBJECTS}:torchs_hook',folder='{tmp_path}'"
     saves = f"tests.hooks_ref.saved_states:saves,state='{SUBJECTS}:torchs',{given}"
     first, rest = (scenario(6, params=WITHOUT_SCALARS, first_step=step) for step in (0, 6))
-    with Pool(5.0, lanes=1) as impatient:  # with several buckets it hangs now and then, alone in its group too
-        assert any(try_hook(impatient, first, 1, setup=saves).finished for _ in range(10))
+    # With several buckets it hangs now and then, alone in its group too.
+    assert any(try_hook(impatient, first, 1, setup=saves).finished for _ in range(10))
     with torchs_own_fails("Weights only load failed"):
         run_hook(pool, rest, 1, setup=f"tests.hooks_ref.saved_states:loads,{given}")
     with torchs_own_fails("must match the size of tensor"):
@@ -237,13 +236,12 @@ def test_torchs_raises_for_a_scalar_parameter(pool: Pool) -> None:
         run_hook(pool, scenario(4, bucket_cap_mb=ONE_BUCKET), hook=f"{SUBJECTS}:torchs_hook", state=f"{SUBJECTS}:torchs")
 
 
-def test_a_sparse_parameter_stays_synchronised(pool: Pool) -> None:
+def test_a_sparse_parameter_stays_synchronised(pool: Pool, impatient: Pool) -> None:
     params = (Param((12, 9)), Param((10, 3), layout="sparse"), Param((7,)))
     run = run_hook(pool, scenario(5, params=params, kind="crafted"), hook="hooks_ref:powerSGD_hook", state=f"{STATES}:power_sgd")
     for step in range(5):
         assert torch.equal(result(run, 0, step, 1), gradients(run, step, 1).mean(0))
-    with Pool(5.0, lanes=1) as impatient:
-        broken = try_hook(impatient, scenario(5, params=params, kind="crafted"), hook=f"{SUBJECTS}:torchs_hook", state=f"{SUBJECTS}:torchs")
+    broken = try_hook(impatient, scenario(5, params=params, kind="crafted"), hook=f"{SUBJECTS}:torchs_hook", state=f"{SUBJECTS}:torchs")
     synchronised = broken.finished and torch.equal(result(broken, 0, 4, 1), gradients(broken, 4, 1).mean(0))
     assert not synchronised, "torch's PowerSGD synchronises a sparse embedding by now"
 
