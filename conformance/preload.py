@@ -12,12 +12,14 @@ import sys
 import warnings
 
 from conformance.host_memory import fill_holes, use_huge_pages
+from conformance.kinds import KINDS
 
 _MODULES = (
     *("torch", "torch._dynamo", "torch._dynamo.trace_rules", "torch._dynamo.utils", "torch.distributed", "torch.profiler"),
     *("conformance.rank", "conformance.machine", "conformance.drive.blocks", "hooks_ref"),
+    *(f"conformance.drive.{kind}" for kind in KINDS),
 )
-_IN_SOME_VERSIONS = ("torch.profiler._cupti_monitor",)
+_IN_SOME_VERSIONS = ("torch.profiler._cupti_monitor", "numpy.ctypeslib")
 _ASKED_FOR = ("torch.distributed.optim", "torch.distributed.algorithms.model_averaging.averagers")
 
 

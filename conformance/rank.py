@@ -384,10 +384,10 @@ class _Run:
             at="end",
             process=process_state.snapshot(),
             rng=process_state.rng(),
-            patches=_UNPATCHED.found() if self.spec else [],
             threads=process_state.threads(),
             children=process_state.children(),
             files=process_state.files_left(),
+            **({"patches": _UNPATCHED.found() if self.spec else []} if self.scenario.is_plainest else {}),
         )
         if self.scenario.growth:
             self._let_go()

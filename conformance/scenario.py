@@ -131,6 +131,11 @@ class Scenario:
         return asdict(self)
 
     @property
+    def is_plainest(self) -> bool:
+        """Whether it is the first of its kind, and all others come after it."""
+        return self.name == self.after
+
+    @property
     def intercepts(self) -> bool:
         """Whether collectives pass through the kit."""
         return self.order != "free" or self.fault == "collective_raises" or self.counted or self.recorded or self.serialised

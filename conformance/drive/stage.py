@@ -62,7 +62,7 @@ class Stage:
         if self.scenario.intercepts:
             self.collectives.install()
         self._schedule.install()
-        threads, patches = process_state.threads(), process_state.Patches()
+        threads, patches = process_state.threads(), process_state.Patches() if self.scenario.is_plainest else None
         self.recorder.event("state", at="start", process=process_state.snapshot(), rng=process_state.rng(), threads=threads)
         importlib.import_module(f"conformance.drive.{self.scenario.kind}").play(self)
         self.recorder.step = -1
@@ -73,10 +73,10 @@ class Stage:
             at="end",
             process=process_state.snapshot(),
             rng=process_state.rng(),
-            patches=patches.found(),
             threads=process_state.threads(),
             children=process_state.children(),
             files=process_state.files_left(),
+            **({"patches": patches.found()} if patches else {}),
         )
         everybody(self.signals, "end", self.rank, self.world, self._timeout)
         dist.destroy_process_group()
