@@ -17,8 +17,7 @@ def left_behind(run: Run, found: Found) -> None:
             found.require(not event["rng_changed"], "random generators as they were", moved)
         changed = [name for name, value in end["process"].items() if start["process"].get(name, value) != value]
         found.require(not changed, "settings as they were", f"rank {rank.rank}: {', '.join(changed)} changed")
-        if run.scenario.is_plainest:  # see process_state.Patches
-            found.require(not end["patches"], "functions as they were", f"rank {rank.rank}: {', '.join(end['patches'][:3])}")
+        found.require(not end["patches"], "functions as they were", f"rank {rank.rank}: {', '.join(end['patches'][:3])}")
         threads = [thread for thread in end["threads"] if thread not in start["threads"]]
         found.require(not threads, "no thread more", f"rank {rank.rank}: {', '.join(map(str, threads[:3]))}")
         found.require(not end["children"], "no process more", f"rank {rank.rank}: {', '.join(map(str, end['children'][:3]))}")

@@ -66,8 +66,8 @@ def snapshot() -> dict[str, str]:
 class Patches:
     """Which functions of torch and Python have been replaced since this object was made.
 
-    They are some thousand, and a forked process copies each page of memory in which one lies when it takes it in hand: a third of
-    what a short run costs. So they are looked for in the plainest run of a kind, and in no other.
+    They are some thousand, and a forked process copies each page of memory in which one lies when it takes it in hand. So they are
+    looked for only where a rule asks, see ``Scenario.finds_patches``.
     """
 
     def __init__(self) -> None:

@@ -387,7 +387,7 @@ class _Run:
             threads=process_state.threads(),
             children=process_state.children(),
             files=process_state.files_left(),
-            **({"patches": _UNPATCHED.found() if self.spec else []} if self.scenario.is_plainest else {}),
+            **({"patches": _UNPATCHED.found() if self.spec else []} if self.scenario.finds_patches else {}),
         )
         if self.scenario.growth:
             self._let_go()

@@ -78,6 +78,7 @@ class Scenario:
         said: what ranks have to know of what the subject says.
         delayed: work that takes its time lies in front of gradients, and of collectives, see ``streams.py``.
         captured: a step is captured in a CUDA graph and replayed, see ``graphs.py``.
+        patches: functions that were replaced are looked for at the end, as in the plainest scenario of each kind.
         profile: where it is run, which the engine says.
         fused: parameters are on record after every step, and results too where the hook has freed the gradients.
     """
@@ -125,15 +126,16 @@ class Scenario:
     said: tuple[str, ...] = ()
     delayed: bool = False
     captured: bool = False
+    patches: bool = False
     profile: Profile = GLOO_CPU
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
-    def is_plainest(self) -> bool:
-        """Whether it is the first of its kind, and all others come after it."""
-        return self.name == self.after
+    def finds_patches(self) -> bool:
+        """Whether functions that were replaced are looked for: in the plainest scenario of each kind, and in those that say so."""
+        return self.patches or self.name == self.after
 
     @property
     def intercepts(self) -> bool:

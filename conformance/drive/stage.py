@@ -62,7 +62,7 @@ class Stage:
         if self.scenario.intercepts:
             self.collectives.install()
         self._schedule.install()
-        threads, patches = process_state.threads(), process_state.Patches() if self.scenario.is_plainest else None
+        threads, patches = process_state.threads(), process_state.Patches() if self.scenario.finds_patches else None
         self.recorder.event("state", at="start", process=process_state.snapshot(), rng=process_state.rng(), threads=threads)
         importlib.import_module(f"conformance.drive.{self.scenario.kind}").play(self)
         self.recorder.step = -1
