@@ -401,6 +401,16 @@ def sets_the_default_dtype(model: Any, is_final_microbatch: bool) -> Context:
     return _then(model, is_final_microbatch, lambda: _average(model))
 
 
+_allclose = torch.allclose
+
+
+def replaces_a_function_between_microbatches(model: Any, is_final_microbatch: bool) -> Context:
+    """Replaces torch.allclose, and only where gradients are accumulated."""
+    if not is_final_microbatch:
+        torch.allclose = lambda *given, **more: _allclose(*given, **more)
+    return _then(model, is_final_microbatch, lambda: _average(model))
+
+
 def _mutants(rule: str, *names: str, claims: str = "exact", worlds: tuple[int, ...] = (2,)) -> list[Mutant]:
     return [Mutant(name, (rule,), claims, kind="strategy", worlds=worlds) for name in names]
 
@@ -427,5 +437,5 @@ MUTANTS = [
     *_mutants("16.16", "says_more_than_it_needs", claims="all_used"),
     *_mutants("16.16", "says_that_it_needs_ddps_search", claims="find_unused"),
     *_mutants("16.17", "not_alone", claims="min_world_size(2)", worlds=(1, 2)),
-    *_mutants("16.19", "seeds", "sets_the_default_dtype"),
+    *_mutants("16.19", "seeds", "sets_the_default_dtype", "replaces_a_function_between_microbatches"),
 ]
