@@ -74,7 +74,6 @@ def run_rank(scenario: Scenario, spec: SubjectSpec | None, rank: int, world: int
     else:
         run = _Run(scenario, spec, rank, world, folder, timeout, recorder)
     try:
-        scatter_heap(rank)
         run.execute()
         recorder.close()
     except BaseException as error:  # SystemExit, pytest.skip and KeyboardInterrupt are the subject's doing too
@@ -116,6 +115,7 @@ class _Run:
         self.side = side_stream(self.scenario.captured)
         with on(self.side):
             self.signals, self.group = make_groups(self.scenario, self.rank, self.world, self.folder, self.timeout, self.device)
+            scatter_heap(self.rank)
             self.trainee = Trainee(self.scenario, self.group, self.device)
         self.twin = Trainee(self.scenario, self.group, self.device) if self.scenario.twin else None
         self._everybody("begin")  # whoever is refused by the subject and leaves now breaks no connection that a peer still needs

@@ -21,6 +21,7 @@ from conformance.groups import everybody, make_groups
 from conformance.inputs import gradient
 from conformance.kinds import KINDS
 from conformance.place import dispatch_key, place_on_machine, take_place
+from conformance.rank_process import scatter_heap
 from conformance.record import Recorder
 from conformance.resolve import Factory, call_with_names, resolve_other
 from conformance.run_folder import STATE
@@ -64,6 +65,7 @@ class Stage:
         self._schedule.install()
         threads, patches = process_state.threads(), process_state.Patches() if self.scenario.finds_patches else None
         self.recorder.event("state", at="start", process=process_state.snapshot(), rng=process_state.rng(), threads=threads)
+        scatter_heap(self.rank)
         importlib.import_module(f"conformance.drive.{self.scenario.kind}").play(self)
         self.recorder.step = -1
         gc.collect()
