@@ -6,8 +6,9 @@ refuse or do otherwise (Linux before 6.1, other C libraries than glibc): all wor
 
 import contextlib
 import ctypes
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 _SIZE = 2 << 20  # of a huge page, on x86-64 and on ARM with pages of 4 KiB; elsewhere the kernel refuses, or takes what fits
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
@@ -15,6 +16,21 @@ _SMALL, _STEP = 512, 16  # what Python allocates itself, by classes of sizes, se
 _EACH = 300_000  # bytes of each class: more than imports leave free of any
 _BYTES = sys.getsizeof(b"")
 _kept: list[list[object]] = []
+_TUNABLES, _HEAP_IN_HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"  # since glibc 2.35; others leave it unread
+
+
+def for_host(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment to execute a host in, so that its heap grows in huge pages: what lies in them need not be moved there.
+
+    Where there are tunables already, they stay as they are.
+    """
+    return {_TUNABLES: _HEAP_IN_HUGE_PAGES, **environment}
+
+
+def as_the_caller_has_it() -> None:
+    """Take what :func:`for_host` has added out of this process's environment, which ranks and what they start are to have."""
+    if os.environ.get(_TUNABLES) == _HEAP_IN_HUGE_PAGES:
+        del os.environ[_TUNABLES]
 
 
 def fill_holes() -> None:

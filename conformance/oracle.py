@@ -93,7 +93,7 @@ def expected(run: Run, rank: int, step: int, index: int, claims: Claims) -> tupl
     return _expected(kind, spec, group, feeding, len(run.group(rank)), number, index, claims)
 
 
-@functools.lru_cache(maxsize=512)  # the ranks of a group expect the same
+@functools.lru_cache(maxsize=4096)  # the ranks of a group expect the same
 def _expected(
     kind: str, spec: Param, group: tuple[int, ...], feeding: tuple[bool, ...], world: int, step: int, index: int, claims: Claims
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

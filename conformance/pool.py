@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from conformance.errors import KitError
+from conformance.host_memory import for_host
 from conformance.profiles import GLOO_CPU, Profile
 from conformance.run_folder import OUTCOME, write_json
 from conformance.scenario import Scenario
@@ -251,7 +252,7 @@ class Pool:
         if self._base == Path():
             self._base = Path(tempfile.mkdtemp(prefix=f"conformance-{os.getpid()}-", dir=fast_folder()))
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONHASHSEED": str(self._hashes)}
+        environment = for_host({**os.environ, **ENVIRONMENT, "PYTHONHASHSEED": str(self._hashes)})
         environment.pop("TORCH_DISTRIBUTED_DEBUG", None)  # DETAIL crashes DDP in torch 2.13
         command = [sys.executable, "-P", str(PACKAGE / "host.py"), str(theirs.fileno()), str(self._base)]
         try:

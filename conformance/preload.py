@@ -11,7 +11,7 @@ import importlib.util
 import sys
 import warnings
 
-from conformance.host_memory import fill_holes, use_huge_pages
+from conformance.host_memory import as_the_caller_has_it, fill_holes, use_huge_pages
 from conformance.kinds import KINDS
 
 _MODULES = (
@@ -25,6 +25,7 @@ _ASKED_FOR = ("torch.distributed.optim", "torch.distributed.algorithms.model_ave
 
 def preload() -> None:
     """Import it, and leave it to the collector of garbage never to look at it again."""
+    as_the_caller_has_it()
     gc.disable()  # what modules are made of stays
     for name in (*_MODULES, *filter(importlib.util.find_spec, _IN_SOME_VERSIONS)):
         importlib.import_module(name)
@@ -34,10 +35,10 @@ def preload() -> None:
             importlib.import_module(name)
     _clear_what_ranks_would_clear()
     _make_room_for_names()
-    gc.enable()
-    gc.collect()  # from then on the collector knows how much is old, and looks at all again when that has grown by a quarter: in no rank
-    fill_holes()  # with what is not looked at again either
+    fill_holes()
     gc.freeze()
+    _have_much_that_is_old()
+    gc.enable()
     use_huge_pages()
 
 
@@ -46,6 +47,17 @@ def _clear_what_ranks_would_clear() -> None:
     clear = getattr(sys.modules["torch._dynamo.trace_rules"], "clear_lru_cache", None)
     if clear:
         clear()
+
+
+def _have_much_that_is_old() -> None:
+    """Have the collector of garbage know of much that is old: it looks at all again when that has grown by a quarter, in no rank.
+
+    It counts when it has looked at all, which would take a quarter of a second of what was imported; that those it counted are
+    gone it notices only when it counts again.
+    """
+    old: list[list[object]] = [[] for _ in range(100_000)]
+    gc.collect()
+    del old
 
 
 def _make_room_for_names() -> None:

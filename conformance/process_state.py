@@ -67,7 +67,7 @@ class Patches:
     """Which functions of torch and Python have been replaced since this object was made.
 
     They are some thousand, and a forked process copies each page of memory in which one lies when it takes it in hand. So they are
-    looked for only where a rule asks, see ``Scenario.finds_patches``.
+    looked for only where a rule asks, see ``Scenario.watches_process``.
     """
 
     def __init__(self) -> None:

@@ -130,10 +130,12 @@ class _Run:
         if self.streams:
             self.streams.install()
         self.threads = process_state.threads()
-        self.recorder.event("state", at="start", process=process_state.snapshot(), rng=process_state.rng(), threads=process_state.threads())
+        if self.scenario.watches_process:
+            self.recorder.event("state", at="start", process=process_state.snapshot(), rng=process_state.rng(), threads=self.threads)
         if not self.scenario.simulated:
             self._register()
-        self.recorder.event("state", at="registered", process=process_state.snapshot(), rng=process_state.rng())
+        if self.scenario.watches_process:
+            self.recorder.event("state", at="registered", process=process_state.snapshot(), rng=process_state.rng())
         steps = list(enumerate(self.scenario.steps[: self.scenario.inputs_of(self.rank, self.world)]))
         if self.scenario.saved_in:
             steps = steps[self.scenario.saves_at :]
@@ -214,7 +216,7 @@ class _Run:
         if self.twin:
             self.where = "twin"
             self._step_twin(self.twin, step, kind)
-        rng, parameters = process_state.rng(), self._digests()
+        rng, parameters = self._generators(), self._digests()
         if self.trainee.case.on_step:
             self.where = "on_step"
             self.trainee.case.on_step(step)
@@ -275,7 +277,7 @@ class _Run:
                 self.trainee.case.on_step(step)
 
         def keep(step: int) -> None:
-            self._record_step(step, process_state.rng(), self._digests())
+            self._record_step(step, self._generators(), self._digests())
 
         self.where = "backward"
         forget = partial(self.trainee.optimizer.zero_grad, set_to_none=True)
@@ -349,12 +351,15 @@ class _Run:
         self.signals.set(f"fault over/{self.rank}", "1")
         return False
 
+    def _generators(self) -> dict[str, str]:
+        return process_state.rng() if self.scenario.watches_process else {}
+
     def _record_step(self, step: int, rng: dict[str, str], parameters: dict[str, str]) -> None:
         after = self._digests()
         self.recorder.event(
             "stepped",
-            rng_changed=[name for name, value in process_state.rng().items() if rng.get(name, value) != value],
             parameters_changed=[name for name, value in after.items() if parameters[name] != value],
+            **({"rng_changed": [name for name, value in self._generators().items() if rng.get(name, value) != value]} if rng else {}),
         )
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
@@ -379,16 +384,16 @@ class _Run:
             self.recorder.tensor(f"buffer/{name}", buffer)
         gc.collect()
         process_state.let_threads_end(self.threads)
-        self.recorder.event(
-            "state",
-            at="end",
-            process=process_state.snapshot(),
-            rng=process_state.rng(),
-            threads=process_state.threads(),
-            children=process_state.children(),
-            files=process_state.files_left(),
-            **({"patches": _UNPATCHED.found() if self.spec else []} if self.scenario.finds_patches else {}),
-        )
+        if self.scenario.watches_process:
+            self.recorder.event(
+                "state",
+                at="end",
+                process=process_state.snapshot(),
+                threads=process_state.threads(),
+                children=process_state.children(),
+                files=process_state.files_left(),
+                patches=_UNPATCHED.found() if self.spec else [],
+            )
         if self.scenario.growth:
             self._let_go()
         if self.scenario.fault == "none":

@@ -43,11 +43,12 @@ def scatter_heap(rank: int) -> None:
 
     So that an order of addresses shows, such as that of a set of parameters: on a cluster no two ranks have the same.
     """
-    draw = random.Random(rank)
+    order = random.Random(rank).sample(range(64), 64)
     for size in range(48, 144, 16):  # of a parameter: 80 bytes
-        blocks = [bytes(size - _BYTES) for _ in range(64)]
-        draw.shuffle(blocks)
+        made = [bytes(size - _BYTES) for _ in order]
+        blocks = [made[place] for place in order]
         _kept.append(blocks.pop())  # the pool of blocks would begin anew if all of it were free
+        made.clear()
         while blocks:
             blocks.pop()  # what is freed last is used first
 

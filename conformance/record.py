@@ -90,7 +90,7 @@ class RankRecord:
     def all(self, name: str, /, **fields: Any) -> Iterator[dict[str, Any]]:
         """Yield the events of that name whose fields have those values."""
         for event in self.events:
-            if event["event"] == name and all(event.get(key) == value for key, value in fields.items()):
+            if event["event"] == name and fields.items() <= event.items():
                 yield event
 
     def first(self, name: str, /, **fields: Any) -> dict[str, Any] | None:

@@ -123,7 +123,7 @@ class Run:
         return next((e["index"] for e in self.ranks[rank].all("call", step=step) if name in e["parameters"]), None)
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=4096)
 def fed(kind: str, spec: Param, world: int, rank: int, step: int, index: int) -> torch.Tensor:
     """Return what the kit feeds on ``rank``, in the form of :meth:`Run.fed`; ``world`` is the size of its group."""
     values = gradient(kind, spec.shape, getattr(torch, spec.dtype), world=world, rank=rank, step=step, param=index)

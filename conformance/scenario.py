@@ -78,7 +78,8 @@ class Scenario:
         said: what ranks have to know of what the subject says.
         delayed: work that takes its time lies in front of gradients, and of collectives, see ``streams.py``.
         captured: a step is captured in a CUDA graph and replayed, see ``graphs.py``.
-        patches: functions that were replaced are looked for at the end, as in the plainest scenario of each kind.
+        watched: what its process has that every library in it shares is watched (settings, generators, threads, files, functions that
+            were replaced), as in the plainest scenario of each kind.
         profile: where it is run, which the engine says.
         fused: parameters are on record after every step, and results too where the hook has freed the gradients.
     """
@@ -126,16 +127,17 @@ class Scenario:
     said: tuple[str, ...] = ()
     delayed: bool = False
     captured: bool = False
-    patches: bool = False
+    watched: bool = False
     profile: Profile = GLOO_CPU
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
-    def finds_patches(self) -> bool:
-        """Whether functions that were replaced are looked for: in the plainest scenario of each kind, and in those that say so."""
-        return self.patches or self.name == self.after
+    def watches_process(self) -> bool:
+        """Whether the process is watched: in the plainest scenario of each kind, and in those that say so. In others a rule finds nothing
+        of it on record."""
+        return self.watched or self.name == self.after
 
     @property
     def intercepts(self) -> bool:

@@ -63,23 +63,24 @@ class Stage:
         if self.scenario.intercepts:
             self.collectives.install()
         self._schedule.install()
-        threads, patches = process_state.threads(), process_state.Patches() if self.scenario.finds_patches else None
-        self.recorder.event("state", at="start", process=process_state.snapshot(), rng=process_state.rng(), threads=threads)
+        threads, patches = process_state.threads(), process_state.Patches() if self.scenario.watches_process else None
+        if patches:
+            self.recorder.event("state", at="start", process=process_state.snapshot(), threads=threads)
         scatter_heap(self.rank)
         importlib.import_module(f"conformance.drive.{self.scenario.kind}").play(self)
         self.recorder.step = -1
         gc.collect()
         process_state.let_threads_end(threads)
-        self.recorder.event(
-            "state",
-            at="end",
-            process=process_state.snapshot(),
-            rng=process_state.rng(),
-            threads=process_state.threads(),
-            children=process_state.children(),
-            files=process_state.files_left(),
-            **({"patches": patches.found()} if patches else {}),
-        )
+        if patches:
+            self.recorder.event(
+                "state",
+                at="end",
+                process=process_state.snapshot(),
+                threads=process_state.threads(),
+                children=process_state.children(),
+                files=process_state.files_left(),
+                patches=patches.found(),
+            )
         everybody(self.signals, "end", self.rank, self.world, self._timeout)
         dist.destroy_process_group()
 
@@ -149,12 +150,14 @@ class Stage:
         """
         call, self._calls = self._calls, self._calls + 1
         self._schedule.enter(call)
-        before = process_state.rng()
+        watches = self.scenario.watches_process
+        before = process_state.rng() if watches else {}
         self.where, self._inside = what, threading.get_ident()
         self.recorder.event("enters", what=what)
         yield
         self.where, self._inside = "kit", 0
-        self.recorder.event("leaves", what=what, rng_changed=[name for name, value in process_state.rng().items() if before[name] != value])
+        changed = {"rng_changed": [name for name, value in process_state.rng().items() if before[name] != value]} if watches else {}
+        self.recorder.event("leaves", what=what, **changed)
         self._schedule.left(call, is_last=True)
 
     def called(self, function: Callable[..., Any], context: dict[str, Callable[[], Any]], **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ ACCUMULATED = replace(
     what="steps of 2, 4, 1 and 2 micro-batches",
     steps=("crafted",) * 4,
     case="accumulated",
-    patches=True,
+    watched=True,
 )
 RANDOM = replace(ACCUMULATED, name="strategy_random", what="the same with random values", steps=("normal",) * 4, world_sizes=(3, 4))
 MICROBATCHES = replace(

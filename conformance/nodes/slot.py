@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.host import OPERATIONS, keep_bytecode, run_here, warm_up
+from conformance.host_memory import for_host
 from conformance.nodes.announce import announce, announcement, kit_digest
 from conformance.nodes.wire import RECORDS, SAVED, ConnectionLost, Stream
 from conformance.pool import ENVIRONMENT, PACKAGE, fast_folder
@@ -43,7 +44,7 @@ def start_anew(arguments: list[str]) -> None:
                  "--rdzv-endpoint=HOST:PORT -m conformance.host")  # fmt: skip
     if unknown := [argument for argument in arguments if argument != "--once"]:
         sys.exit(f"conformance.host: {unknown[0]} is no option of it; there is --once, to end when a controller has finished")
-    environment = {**os.environ, **ENVIRONMENT}
+    environment = for_host({**os.environ, **ENVIRONMENT})
     if "GLOO_SOCKET_IFNAME" in os.environ or os.environ.get("GROUP_WORLD_SIZE") != "1":
         environment.pop("GLOO_SOCKET_IFNAME")
         environment.update({key: value for key, value in os.environ.items() if key == "GLOO_SOCKET_IFNAME"})
