@@ -35,9 +35,9 @@ def preload() -> None:
             importlib.import_module(name)
     _clear_what_ranks_would_clear()
     _make_room_for_names()
-    fill_holes()
     gc.freeze()
     _have_much_that_is_old()
+    fill_holes()
     gc.enable()
     use_huge_pages()
 
