@@ -52,6 +52,18 @@ def sgd_in_the_hook(process_group: dist.ProcessGroup) -> Any:
     return process_group, hooks_ref.hook_then_optimizer(hooks_ref.allreduce_hook, optimizer)
 
 
+def sgd_out_of_place(process_group: dist.ProcessGroup) -> Any:
+    """Step SGD on what a hook of one's own returns, in a tensor of its own."""
+    optimizer = hooks_ref.OptimizerHookState(hooks_ref.functional(torch.optim.SGD, lr=0.1))
+    return process_group, hooks_ref.hook_then_optimizer(_mean_of_a_copy, optimizer)
+
+
+def _mean_of_a_copy(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    mean = bucket.buffer() / group.size()
+    work = dist.all_reduce(mean, group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value() and mean)
+
+
 def adam_in_the_hook(process_group: dist.ProcessGroup) -> Any:
     """Step Adam on each bucket as it is reduced, in half precision."""
     optimizer = hooks_ref.OptimizerHookState(hooks_ref.functional(torch.optim.Adam, lr=0.01))

@@ -48,9 +48,9 @@ USERS = {
     "low_rank": ("PowerSGDState", "power_sgd", "power_sgd_same_shapes", "power_sgd_fresh"),
     "local_sgd": ("pairs", "own"),
     "gossip": ("GossipGraDState",),
-    "optimizer_overlap": ("sgd_in_the_hook", "adam_in_the_hook", "sgd_in_backward"),
+    "optimizer_overlap": ("sgd_in_the_hook", "sgd_out_of_place", "adam_in_the_hook", "sgd_in_backward"),
     "zero_overlap": ("zero_after_backward", "zero_interleaved"),
-    "_buckets": ("encoded", "one_bit", "power_sgd", "sgd_in_the_hook"),
+    "_buckets": ("encoded", "one_bit", "power_sgd", "sgd_in_the_hook", "sgd_out_of_place"),
     "_collectives": ("top_k", "one_bit", "power_sgd"),
     "_state": ("top_k_later", "random_k", "one_bit", "power_sgd"),
 }

@@ -34,13 +34,16 @@ def case(options: str) -> Case:
 
 def ours() -> Iterator[Case]:
     """The commands of the README. Where a lossy hook has the same claim with another compressor, or setting, that is judged by what
-    speaks of compressors and their state; what rounds to bfloat16, by what speaks of arithmetic; with --thorough by all."""
+    speaks of compressors and their state; what rounds to bfloat16, by what speaks of arithmetic; a fused one over another inner hook,
+    by what speaks of results; with --thorough by all."""
     seen = set[tuple[str, str]]()
     for options in re.findall(r"^\|.*\| `(--\w+ .*)` \|$", README.read_text(), re.M):
         made = case(options)
         frame = _SIBLINGS.get(made.target, made.target), parse_claims(made.claims).lossy if made.kind == HOOK else ""
         if "bfloat16" in made.claims:
             made = replace(made, rules=of_sections(*ARITHMETIC, "10"))
+        elif made.target.endswith(":sgd_out_of_place"):
+            made = replace(made, rules=of_sections("1", "2", "10", "13"))
         elif frame in seen and frame[1]:
             made = replace(made, rules=of_sections(*COMPRESSORS, "11"))
         yield made
