@@ -110,7 +110,7 @@ def judges(workers: int = WORKERS) -> Iterator[Callable[[Case], "Future[Judgemen
     """Yield what has cases judged in the background, in their order: in processes, since threads would keep the tests from Python."""
     # Those that do not hang give way to the tests that run meanwhile, of which there is one at a time; their deadlines are long.
     spawn = multiprocessing.get_context("spawn")
-    executors = {True: ProcessPoolExecutor(1, spawn), False: ProcessPoolExecutor(workers, spawn, os.nice, (10,))}
+    executors = {True: ProcessPoolExecutor(max(1, workers // WORKERS), spawn), False: ProcessPoolExecutor(workers, spawn, os.nice, (10,))}
     try:
         yield lambda case: executors[case.hangs].submit(_judge, case)
     finally:
