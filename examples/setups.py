@@ -52,9 +52,9 @@ def sgd_in_the_hook(process_group: dist.ProcessGroup) -> Any:
     return process_group, hooks_ref.hook_then_optimizer(hooks_ref.allreduce_hook, optimizer)
 
 
-def sgd_out_of_place(process_group: dist.ProcessGroup) -> Any:
-    """Step SGD on what a hook of one's own returns, in a tensor of its own."""
-    optimizer = hooks_ref.OptimizerHookState(hooks_ref.functional(torch.optim.SGD, lr=0.1))
+def adagrad_out_of_place(process_group: dist.ProcessGroup) -> Any:
+    """Step Adagrad, whose state does not begin at nothing, on what a hook of one's own returns in a tensor of its own."""
+    optimizer = hooks_ref.OptimizerHookState(hooks_ref.functional(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5))
     return process_group, hooks_ref.hook_then_optimizer(_mean_of_a_copy, optimizer)
 
 
@@ -62,6 +62,19 @@ def _mean_of_a_copy(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.
     mean = bucket.buffer() / group.size()
     work = dist.all_reduce(mean, group=group, async_op=True)
     return work.get_future().then(lambda done: done.value() and mean)
+
+
+class _Descent:
+    """An optimizer that steps one parameter at a time."""
+
+    def step_param(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        with torch.no_grad():
+            param.sub_(grad, alpha=0.1)
+
+
+def descent_in_the_hook(process_group: dist.ProcessGroup) -> Any:
+    """Have an optimizer of one's own step each parameter of a bucket as it is reduced."""
+    return process_group, hooks_ref.hook_then_optimizer(hooks_ref.allreduce_hook, hooks_ref.OptimizerHookState(_Descent()))
 
 
 def adam_in_the_hook(process_group: dist.ProcessGroup) -> Any:

@@ -6,7 +6,18 @@ Each is called once per rank, with the process group that the model lives on.
 import torch
 import torch.distributed as dist
 
-from hooks_ref import QSGD, CompressionState, MixedPrecisionState, OneBit, PowerSGDState, RandomK, ScaledSign, TernGrad, TopK
+from hooks_ref import (
+    QSGD,
+    CompressionState,
+    MixedPrecisionState,
+    OneBit,
+    PostLocalSGDState,
+    PowerSGDState,
+    RandomK,
+    ScaledSign,
+    TernGrad,
+    TopK,
+)
 
 Group = dist.ProcessGroup | None
 
@@ -109,3 +120,8 @@ def mixed_float16(process_group: Group = None) -> MixedPrecisionState:
 def mixed_bfloat16(process_group: Group = None) -> MixedPrecisionState:
     """Reduce in bfloat16."""
     return MixedPrecisionState(process_group, torch.bfloat16)
+
+
+def on_this_machine(process_group: Group = None) -> PostLocalSGDState:
+    """From the third step on over the ranks of this machine, which the state finds: all of them where there is one machine."""
+    return PostLocalSGDState(process_group, None, start_localSGD_iter=2)

@@ -48,9 +48,9 @@ USERS = {
     "low_rank": ("PowerSGDState", "power_sgd", "power_sgd_same_shapes", "power_sgd_fresh"),
     "local_sgd": ("pairs", "own"),
     "gossip": ("GossipGraDState",),
-    "optimizer_overlap": ("sgd_in_the_hook", "sgd_out_of_place", "adam_in_the_hook", "sgd_in_backward"),
+    "optimizer_overlap": ("sgd_in_the_hook", "adagrad_out_of_place", "adam_in_the_hook", "sgd_in_backward"),
     "zero_overlap": ("zero_after_backward", "zero_interleaved"),
-    "_buckets": ("encoded", "one_bit", "power_sgd", "sgd_in_the_hook", "sgd_out_of_place"),
+    "_buckets": ("encoded", "one_bit", "power_sgd", "sgd_in_the_hook", "adagrad_out_of_place"),
     "_collectives": ("top_k", "one_bit", "power_sgd"),
     "_state": ("top_k_later", "random_k", "one_bit", "power_sgd"),
 }
@@ -74,6 +74,20 @@ ALIKE = {
     "power_sgd_fresh": _POWER_SGD.format("powerSGD_hook", ", use_error_feedback=False, warm_start=False"),
     "quantization_pertensor_hook": "compressed(ratio=0.2505, feedback=False, delta=0.9999), like(quantization_pertensor_hook)",
     "quantization_perchannel_hook": "compressed(ratio=0.258, feedback=False, delta=0.9999), like(quantization_perchannel_hook)",
+}
+# What options do that no command of the README uses; a place in a topology shows where there are more than two ranks.
+_GOSSIP = "hooks_ref:gossip_grad_hook", "hooks_ref:GossipGraDState"
+MORE = {
+    "local_sgd": [
+        Case("hooks_ref:post_localSGD_hook", state="examples.states:on_this_machine", worlds=(2, 3), rules=("1.5", "2.1", "2.7"))
+    ],
+    "optimizer_overlap": [
+        Case("examples.setups:descent_in_the_hook", "fused(SGD, lr=0.1)", setup=True, worlds=(2,), rules=("1.5", "13.6")),
+    ],
+    "gossip": [
+        Case(_GOSSIP[0], f"local{warmup}, like(gossip_grad_hook{options})", _GOSSIP[1] + options, worlds=(4,), rules=("13.8",))
+        for warmup, options in (("", ""), ("", ",topology='hypercube'"), (", warmup(2)", ",start_iter=2"))
+    ],
 }
 SKIPPED = ("__getstate__", "__setstate__", "__repr__", "state_dict", "load_state_dict", "compression_stats")
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -248,6 +262,7 @@ def _cases(module: str) -> list[Case]:
 
     used = [case for case in OURS for name in USERS[module] if name in (case.target.split(":")[-1], (case.state or "").split(":")[-1])]
     cases = [*(_alike(name) for name in USERS[module] if name in ALIKE), *(replace(case, worlds=(2, 3), rules=()) for case in used)]
+    cases[:0] = MORE.get(module, [])
     return [replace(case, target=renamed(case.target), state=case.state and renamed(case.state)) for case in cases]
 
 

@@ -42,7 +42,7 @@ def ours() -> Iterator[Case]:
         frame = _SIBLINGS.get(made.target, made.target), parse_claims(made.claims).lossy if made.kind == HOOK else ""
         if "bfloat16" in made.claims:
             made = replace(made, rules=of_sections(*ARITHMETIC, "10"))
-        elif made.target.endswith(":sgd_out_of_place"):
+        elif made.target.endswith(":adagrad_out_of_place"):
             made = replace(made, rules=of_sections("1", "2", "10", "13"))
         elif frame in seen and frame[1]:
             made = replace(made, rules=of_sections(*COMPRESSORS, "11"))
