@@ -43,7 +43,7 @@ def scatter_heap(rank: int) -> None:
 
     So that an order of addresses shows, such as that of a set of parameters: on a cluster no two ranks have the same.
     """
-    order = random.Random(rank).sample(range(64), 64)
+    order = random.Random(rank).sample(range(_BLOCKS), _BLOCKS)
     for size in range(48, 144, 16):  # of a parameter: 80 bytes
         made = [bytes(size - _BYTES) for _ in order]
         blocks = [made[place] for place in order]
@@ -53,7 +53,7 @@ def scatter_heap(rank: int) -> None:
             blocks.pop()  # what is freed last is used first
 
 
-_BYTES = sys.getsizeof(b"")
+_BYTES, _BLOCKS = sys.getsizeof(b""), 256
 _kept: list[bytes] = []
 
 
