@@ -84,6 +84,11 @@ MORE = {
     "optimizer_overlap": [
         Case("examples.setups:descent_in_the_hook", "fused(SGD, lr=0.1)", setup=True, worlds=(2,), rules=("1.5", "13.6")),
     ],
+    "_state": [
+        Case(
+            "hooks_ref:compression_hook", "compressed(delta=0.25), warmup(2)", "examples.states:top_k_later", worlds=(2,), rules=("13.4",)
+        ),
+    ],
     "gossip": [
         Case(_GOSSIP[0], f"local{warmup}, like(gossip_grad_hook{options})", _GOSSIP[1] + options, worlds=(4,), rules=("13.8",))
         for warmup, options in (("", ""), ("", ",topology='hypercube'"), (", warmup(2)", ",start_iter=2"))
