@@ -90,8 +90,12 @@ MORE = {
         ),
     ],
     "gossip": [
-        Case(_GOSSIP[0], f"local{warmup}, like(gossip_grad_hook{options})", _GOSSIP[1] + options, worlds=(4,), rules=("13.8",))
-        for warmup, options in (("", ""), ("", ",topology='hypercube'"), (", warmup(2)", ",start_iter=2"))
+        Case(_GOSSIP[0], f"local{warmup}, like(gossip_grad_hook{options})", _GOSSIP[1] + options, worlds=(world,), rules=("13.8",))
+        for world, warmup, options in (
+            *((world, "", "") for world in (2, 3, 4)),
+            (4, "", ",topology='hypercube'"),
+            (4, ", warmup(2)", ",start_iter=2"),
+        )
     ],
 }
 SKIPPED = ("__getstate__", "__setstate__", "__repr__", "state_dict", "load_state_dict", "compression_stats")
