@@ -63,6 +63,11 @@ def snapshot() -> dict[str, str]:
     }
 
 
+def left_behind() -> dict[str, Any]:
+    """What a subject may have changed, or left, by the end of a run."""
+    return {"process": snapshot(), "threads": threads(), "children": children(), "files": files_left()}
+
+
 class Patches:
     """Which functions of torch and Python have been replaced since this object was made.
 

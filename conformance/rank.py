@@ -385,15 +385,8 @@ class _Run:
         gc.collect()
         process_state.let_threads_end(self.threads)
         if self.scenario.watches_process:
-            self.recorder.event(
-                "state",
-                at="end",
-                process=process_state.snapshot(),
-                threads=process_state.threads(),
-                children=process_state.children(),
-                files=process_state.files_left(),
-                patches=_UNPATCHED.found() if self.spec else [],
-            )
+            patches = _UNPATCHED.found() if self.spec else []
+            self.recorder.event("state", at="end", **process_state.left_behind(), patches=patches)
         if self.scenario.growth:
             self._let_go()
         if self.scenario.fault == "none":

@@ -72,15 +72,7 @@ class Stage:
         gc.collect()
         process_state.let_threads_end(threads)
         if patches:
-            self.recorder.event(
-                "state",
-                at="end",
-                process=process_state.snapshot(),
-                threads=process_state.threads(),
-                children=process_state.children(),
-                files=process_state.files_left(),
-                patches=patches.found(),
-            )
+            self.recorder.event("state", at="end", **process_state.left_behind(), patches=patches.found())
         everybody(self.signals, "end", self.rank, self.world, self._timeout)
         dist.destroy_process_group()
 
