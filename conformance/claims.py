@@ -20,6 +20,8 @@
     backends(nccl), devices(cuda) it takes these alone; it is not judged on others
     checkpointable                its state can be saved, and goes on in new processes where it was
     fused(SGD, lr=0.1, after=0)   the hook steps the parameters, as torch.optim.SGD would; not in the first ``after`` steps
+    fused(SGD, lr=0.1, frees_gradients=True)
+                                  and the gradients are None when backward is over
     poststep(call=flush)          the gradients are right after a call that the trainer makes when backward is over: of the
                                   state, the hook's object or its module; or, without ``call``, of the set-up's Case
     chained                       callbacks start collectives, which needs the order of a stream; Gloo has none, so each
@@ -80,6 +82,7 @@ class Claims:
         warmup: steps before the first lossy one.
         fused: the optimizer that the hook steps, as an expression ``SGD(lr=0.1)``, or ''.
         after: steps before the first that a fused hook steps its parameters in.
+        frees_gradients: a fused hook leaves no gradients when backward is over.
         like: the reference that it gives the results of, with its options, as in ``like.subjects``; '' is none.
         dtypes: names of those that it takes; () is all.
         min_world_size: the smallest group that it takes; 0 is any.
@@ -94,6 +97,7 @@ class Claims:
     warmup: int = 0
     fused: str = ""
     after: int = 0
+    frees_gradients: bool = False
     like: str = ""
     dtypes: tuple[str, ...] = ()
     min_world_size: int = 0
@@ -129,7 +133,8 @@ class Claims:
             parts.append(f"warmup({self.warmup})")
         if self.fused:
             name, _, options = self.fused.removesuffix(")").partition("(")
-            inside = ", ".join(filter(None, (name, options, f"after={self.after}" if self.after else "")))
+            after, frees = f"after={self.after}" if self.after else "", "frees_gradients=True" if self.frees_gradients else ""
+            inside = ", ".join(filter(None, (name, options, after, frees)))
             parts.append(f"fused({inside})")
         if self.like:
             parts.append(f"like({self.like.replace(',', ', ')})")
@@ -268,15 +273,17 @@ def _read_warmup(name: str, args: list[str], options: dict[str, Any]) -> dict[st
 
 
 def _read_fused(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    after = options.pop("after", 0)
+    after, frees = options.pop("after", 0), options.pop("frees_gradients", False)
     if len(args) != 1 or args[0].removeprefix("optim.") not in OPTIMIZERS:
         raise UsageError(
             f"--claims: fused takes the name of an optimizer and its options: fused(SGD, lr=0.1); one of {', '.join(OPTIMIZERS)}"
         )
     if not isinstance(after, int) or isinstance(after, bool) or not 0 <= after <= 4:
         raise UsageError(f"--claims: fused(after=...) is a number of steps from 0 to 4, got {after!r}")
+    if not isinstance(frees, bool):
+        raise UsageError(f"--claims: fused(frees_gradients=...) is True or False, got {frees!r}")
     inside = ", ".join(f"{key}={value!r}" for key, value in options.items())
-    return {"fused": f"{args[0].removeprefix('optim.')}({inside})", "after": after}
+    return {"fused": f"{args[0].removeprefix('optim.')}({inside})", "after": after, "frees_gradients": frees}
 
 
 def _read_like(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,9 @@ class Trainee:
             self.case = (
                 made if isinstance(made, Case) else Case(*made) if isinstance(made, tuple) else Case(hook=made if callable(made) else None)
             )
+            if self.case.saved is not None and not _has_state_dict(self.case.saved):
+                kind = type(self.case.saved).__name__
+                raise TargetError(f"--setup: the Case's `saved` has no state_dict() and load_state_dict(): {kind}")
         else:
             at("state")
             hook, state = make_hook(resolved, context, hook_option)
@@ -123,7 +126,7 @@ class Trainee:
 
     def save(self, folder: Path) -> None:
         """Save the subject's state and the model, as a training script does; of a state that is a group there is nothing to save."""
-        state: Any = None if isinstance(self.case.state, dist.ProcessGroup) else self.case.state
+        state = self._saved
         torch.save(state.state_dict() if _has_state_dict(state) else state, folder / STATE)
         torch.save(self.model.state_dict(), folder / MODEL)
 
@@ -135,10 +138,16 @@ class Trainee:
             text = re.sub(r"\x1b\[\d*m", "", str(error))
             self.loaded = text.rpartition("WeightsUnpickler error: ")[2].strip().splitlines()[0][:300]
             saved = torch.load(folder / STATE, weights_only=False)
-        if _has_state_dict(self.case.state):
-            self.case.state.load_state_dict(saved)
+        if _has_state_dict(self._saved):
+            self._saved.load_state_dict(saved)
         elif saved is not None:
             self.case.state = saved
+
+    @property
+    def _saved(self) -> Any:
+        """What is to be saved: a group is not."""
+        state = self.case.state if self.case.saved is None else self.case.saved
+        return None if isinstance(state, dist.ProcessGroup) else state
 
     def _context(self, resolved: Resolved) -> dict[str, Callable[[], Any]]:
         """The values that factories and set-ups can name, each made when asked for."""

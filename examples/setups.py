@@ -1,6 +1,7 @@
 """Set-ups of the reference hooks that need more than a state, for ``--setup``.
 
-Each is called once per rank with the DDP model, and with what else it names, and returns (state, hook).
+Each is called once per rank with the DDP model, and with what else it names, and returns (state, hook), or a Case with what else
+is to be known.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import hooks_ref
+from conformance import Case
 
 
 def fp16_wrapped(process_group: dist.ProcessGroup) -> Any:
@@ -46,10 +48,10 @@ def own(process_group: dist.ProcessGroup) -> Any:
     return state, hooks_ref.post_localSGD_hook
 
 
-def sgd_in_the_hook(process_group: dist.ProcessGroup) -> Any:
-    """Step SGD with momentum on each bucket as it is reduced."""
-    optimizer = hooks_ref.OptimizerHookState(hooks_ref.functional(torch.optim.SGD, lr=0.1, momentum=0.9))
-    return process_group, hooks_ref.hook_then_optimizer(hooks_ref.allreduce_hook, optimizer)
+def sgd_in_the_hook(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
+    """Step SGD with momentum on each bucket as it is reduced; what SGD remembers is saved."""
+    optimizer = hooks_ref.OptimizerHookState(hooks_ref.functional(torch.optim.SGD, lr=0.1, momentum=0.9), model.parameters())
+    return Case(process_group, hooks_ref.hook_then_optimizer(hooks_ref.allreduce_hook, optimizer), saved=optimizer)
 
 
 def adagrad_out_of_place(process_group: dist.ProcessGroup) -> Any:

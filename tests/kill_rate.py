@@ -1,11 +1,11 @@
 """Break the references mechanically, one place at a time, and count how many of the broken ones the rule book refuses.
 
-    python -m tests.kill_rate [--module sign ...] [--sample 20] [--seed 0]
+    python -m tests.kill_rate [--module sign ...] [--sample 20] [--seed 0] [--survivors]
 
 Not part of the test run. Each mutation is made in a copy of ``hooks_ref`` and ``examples`` under other names, in a folder of its
 own. It is judged beside the reference that it was made of, under ``like`` (13.8), and then by the commands of
 ``hooks_ref/README.md`` that use the module, until a MUST rule fails. What survives is printed with its place and its change,
-for a person: it is equivalent, or outside what the rules speak of, or a hole in the book.
+for a person, who writes in ``kill_rate.toml`` why: it is equivalent, or outside what any claim speaks of, or a hole in the book.
 
 Left alone: docstrings, messages of errors, checks that only raise, what saves and loads a state, statistics, which no rule of
 this version speaks of, defaults of arguments, and ``strict=`` and ``sorted=``, which change nothing.
@@ -15,12 +15,14 @@ import argparse
 import ast
 import collections
 import copy
+import itertools
 import os
 import random
 import shutil
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -115,26 +117,44 @@ class Mutation:
     line: int
     change: str
     source: str
+    place: str = ""  # the function, and the first line of the statement as it was: lines move
 
     def __str__(self) -> str:
         return f"{self.module}.py:{self.line}: {self.change}"
 
+    @property
+    def key(self) -> str:
+        """What it is called in ``kill_rate.toml``."""
+        return f"{self.module}.{self.place} | {self.change}"
+
 
 def mutations(module: str) -> Iterator[Mutation]:
     """Make every change of a module, one at a time."""
+    for line, change, place, tree in _changes(module):
+        yield Mutation(module, line, change, ast.unparse(ast.fix_missing_locations(tree)), place)
+
+
+def keys(module: str) -> Iterator[str]:
+    """Yield what the mutations of a module are called in ``kill_rate.toml``."""
+    for line, change, place, _ in _changes(module):
+        yield Mutation(module, line, change, "", place).key
+
+
+def _changes(module: str) -> Iterator[tuple[int, str, str, ast.Module]]:
+    """Yield (line, change, place, changed tree), the tree until the next one is made."""
     tree = ast.parse((ROOT / "hooks_ref" / f"{module}.py").read_text())
-    places = [list(path) for path in _places(tree, [])]
-    for path in places:
-        for variant in range(3):
-            changed = copy.deepcopy(tree)
-            before = ast.unparse(_at(changed, path))
-            line = getattr(_at(changed, path), "lineno", 0)
-            node = _mutated(_at(changed, path), variant)
-            if node is None:
+    named = collections.Counter[tuple[str, str]]()
+    for path in [list(path) for path in _places(tree, [])]:
+        node, place = _at(tree, path), _place(tree, path)
+        for variant in itertools.count():
+            if (mutated := _mutated(copy.deepcopy(node), variant)) is None:
                 break
-            _put(changed, path, node)
-            source = ast.unparse(ast.fix_missing_locations(changed))
-            yield Mutation(module, line, f"{_short(before)}  ->  {_short(ast.unparse(node))}", source)
+            change = f"{_short(ast.unparse(node))}  ->  {_short(ast.unparse(mutated))}"
+            named[place, change] += 1
+            again = f" (no. {named[place, change]})" if named[place, change] > 1 else ""
+            _put(tree, path, mutated)
+            yield getattr(node, "lineno", 0), change + again, place, tree
+            _put(tree, path, node)
 
 
 def _places(node: ast.AST, path: list[tuple[str, int | None]]) -> Iterator[list[tuple[str, int | None]]]:
@@ -146,6 +166,13 @@ def _places(node: ast.AST, path: list[tuple[str, int | None]]) -> Iterator[list[
             if any(_mutated(copy.deepcopy(child), variant) for variant in (0,)) and _is_code(path):
                 yield here
             yield from _places(child, here)
+
+
+def _place(tree: ast.AST, path: list[tuple[str, int | None]]) -> str:
+    around = [_at(tree, path[:end]) for end in range(1, len(path) + 1)]
+    names = ".".join(node.name for node in around if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
+    statement = [node for node in around if isinstance(node, ast.stmt)][-1]
+    return f"{names}: {ast.unparse(statement).splitlines()[0]}"
 
 
 def _is_code(path: list[tuple[str, int | None]]) -> bool:
@@ -238,6 +265,12 @@ def _short(text: str) -> str:
     return line if len(line) <= 90 else line[:87] + "..."
 
 
+def explained() -> dict[str, tuple[str, str]]:
+    """Return, by key, of what kind a survivor is, and why it survives."""
+    kinds = tomllib.loads((ROOT / "tests" / "kill_rate.toml").read_text())
+    return {key: (kind, reason) for kind, reasons in kinds.items() for reason, keys in reasons.items() for key in keys}
+
+
 def _start() -> None:
     """Start this process's host where it can stay: the folders of mutations come and go."""
     assert own_judge(PATIENCE).engine(Case("hooks_ref:allreduce_hook", worlds=(2,))).judge("1.5").verdict.holds
@@ -299,11 +332,13 @@ def main() -> int:
     parser.add_argument("--module", nargs="+", choices=USERS, default=list(USERS))
     parser.add_argument("--sample", type=int, default=20, help="mutations of each module; 0 for all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--survivors", action="store_true", help="those alone that kill_rate.toml says survive")
     options = parser.parse_args()
     # Copies that nothing was done to: what refuses one of these says nothing of a mutation.
     chosen = [Mutation(module, 0, UNCHANGED, (ROOT / "hooks_ref" / f"{module}.py").read_text()) for module in options.module]
+    reasons = explained()
     for module in options.module:
-        made = list(mutations(module))
+        made = [mutation for mutation in mutations(module) if mutation.key in reasons or not options.survivors]
         draw = random.Random(f"{options.seed} {module}")
         picked = draw.sample(made, min(options.sample, len(made))) if options.sample else made
         print(f"{module}: {len(picked)} of {len(made)} mutations", flush=True)
@@ -320,11 +355,14 @@ def main() -> int:
             if not by:
                 survived.append(mutation)
             print(f"{seconds:5.1f} s  {by[:60] or 'SURVIVED':<12}  {mutation}", flush=True)
+    kinds = collections.Counter(reasons.get(mutation.key, ("unexplained", ""))[0] for mutation in survived)
     made = sum(killed.values())
-    print(f"{made - len(survived)} of {made} refused ({100 * (made - len(survived)) / max(1, made):.1f} %)")
+    refused, judged = made - len(survived), made - kinds["equivalent"] - kinds["unclaimed"]
+    print(f"{made} mutations, {refused} refused; {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
+    print(f"{refused} of the {judged} that break what is claimed are refused: {100 * refused / max(1, judged):.1f} %")
     print("by rule: " + ", ".join(f"{rule} {count}" for rule, count in killed.most_common() if rule))
     for mutation in survived:
-        print(f"survived: {mutation}")
+        print(f"survived: {mutation}: {': '.join(reasons.get(mutation.key, ('not in kill_rate.toml', mutation.key)))}")
     return 0
 
 

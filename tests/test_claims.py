@@ -23,6 +23,7 @@ from conformance.errors import UsageError
         ("local, warmup(4)", Claims(lossy="local", warmup=4)),
         ("fused(optim.SGD, lr=0.1, momentum=0.9, after=2)", Claims(fused="SGD(lr=0.1, momentum=0.9)", after=2)),
         ("rounded(float16), fused(Adam, betas=(0.8, 0.9))", Claims("float16", fused="Adam(betas=(0.8, 0.9))")),
+        ("fused(SGD, lr=0.1, frees_gradients=True)", Claims(fused="SGD(lr=0.1)", frees_gradients=True)),
         (" sum , rounded(float16), world_only ", Claims("float16", True, True)),
     ],
 )
@@ -51,6 +52,7 @@ def test_parses(text: str, claims: Claims) -> None:
             "exact, poststep",
             "exact, min_world_size(2), dtypes(float32), backends(gloo, nccl), devices(cpu)",
             "exact, fused(SGD, lr=0.1, after=2)",
+            "exact, fused(SGD, lr=0.1, after=2, frees_gradients=True)",
             "compressed, fused(Adam, betas=(0.8, 0.9))",
         ),
     ],
@@ -90,6 +92,7 @@ def test_its_text_parses_to_itself(text: str) -> None:
         ("fused", "the name of an optimizer"),
         ("fused(LBFGS)", "the name of an optimizer"),
         ("fused(SGD, after=9)", "from 0 to 4"),
+        ("fused(SGD, frees_gradients=1)", "is True or False"),
         ("fused(SGD, lr=[x for x in y])", "cannot read"),
         ("compressed(**x)", "cannot read"),
         ("chained(2)", "takes no arguments"),

@@ -145,6 +145,7 @@ What a subject must do to be certified. This page is written from `conformance/r
 | `local` | a weighted mean of some ranks' gradients | 13.5; replicas differ: 2.10 |
 | `warmup(K)` | exact in the first K steps; beside a lossy one | 13.4 |
 | `fused(SGD, lr=0.1, after=N)` | parameters stepped by the hook, not in the first N steps; beside any other | 13.6 in place of 9.2; 2.10 |
+| `fused(SGD, lr=0.1, frees_gradients=True)` | and gradients that are None when backward is over | 13.9 |
 | `like(REFERENCE, ...)` | step by step what that hook or compressor of hooks_ref gives; beside a lossy one | 13.8 |
 | `checkpointable` | any; the state can be saved, and goes on in new processes | 11.2, 11.3 |
 | `poststep(call=NAME)` | any, after that call of the trainer: of the state, the hook's object, or its module | 1.12: not before |

@@ -36,7 +36,7 @@ def run(pool: Pool, name: str, world: int = 2, what: Scenario = WHAT, **given: A
         (2, {"hook": "hooks_ref:compression_hook", "makes": "examples.states:top_k", "claims": "compressed(delta=0.25)"}),
         (2, {"setup": "examples.setups:sgd_in_the_hook", "claims": "fused(SGD, lr=0.1, momentum=0.9)"}),
         (2, {"setup": "examples.setups:adam_in_the_hook", "claims": "rounded(float16), fused(Adam, lr=0.01)"}),
-        (2, {"setup": "examples.setups:sgd_in_backward", "claims": "fused(SGD, lr=0.1)"}),
+        (2, {"setup": "examples.setups:sgd_in_backward", "claims": "fused(SGD, lr=0.1, frees_gradients=True)"}),
         (2, {"hook": f"{MUTANTS}.equivalence:never_divides", "claims": "sum"}),
         (2, {"hook": AVERAGE, "shares": 3}),
         (2, {"shares": 2, "gradient_as_bucket_view": True}),

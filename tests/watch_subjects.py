@@ -105,7 +105,8 @@ def trains(
         ddp = model_with(process_group, "" if late else hook, makes, **options)
         if setup:
             names = {"model": lambda: ddp, "process_group": lambda: process_group, "rank": lambda: rank, "world_size": dist.get_world_size}
-            ddp.register_comm_hook(*call_with_names(resolve(SubjectSpec(setup=setup)).setup, {}, names))
+            made = call_with_names(resolve(SubjectSpec(setup=setup)).setup, {}, names)
+            ddp.register_comm_hook(*((made.state, made.hook) if isinstance(made, Case) else made))
         state_before = torch.get_rng_state()
         with watch(ddp, every, claims, elements=elements, timeout=20.0) as watcher:
             if late:

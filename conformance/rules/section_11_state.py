@@ -7,6 +7,7 @@ from conformance.record import RankRecord
 from conformance.rulebook import SHOULD, rule
 from conformance.rules.section_2_equivalence import require_steps
 from conformance.rules.section_3_replicas import require_same
+from conformance.rules.section_13_lossy import require_optimizer
 from conformance.run import Run
 from conformance.scenario import RESUMED, RESUMED_ONE, SAVED, SAVED_ONE, TWO_MODELS, VALUES
 from conformance.verdict import Found
@@ -78,13 +79,16 @@ def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 def by_parameter(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` the steps before and after the change of processes are, as one run, what the subject claims.
 
-    Bits may differ here: a new process has its parameters in other places of the bucket until DDP has rebuilt it.
+    A fused hook's parameters too. Bits may differ here: a new process has its parameters in other places of the bucket until DDP
+    has rebuilt it.
     """
     saved, resumed = runs.values()
     at, end = saved.scenario.saves_at, len(saved.scenario.steps)
     ranks = [_steps_of(one, range(at), other, range(at, end)) for one, other in zip(saved.ranks, resumed.ranks, strict=True)]
     joined = Run(saved.scenario, saved.world, ranks)
     require_steps(joined, claims, found, joined.steps("crafted"))
+    if claims.fused:
+        require_optimizer(joined, claims, found)
 
 
 @rule(

@@ -141,6 +141,11 @@ def fused(run: Run, claims: Claims, found: Found) -> None:
     if not claims.fused:
         found.does_not_apply()
         return
+    require_optimizer(run, claims, found)
+
+
+def require_optimizer(run: Run, claims: Claims, found: Found) -> None:
+    """Compare the parameters after every step with what the optimizer of ``claims.fused`` makes of the run's gradients."""
     for rank in range(run.world):
         for index, spec in enumerate(run.scenario.params):
             parameter = torch.nn.Parameter(lay_out(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)), spec.layout))
@@ -242,6 +247,26 @@ def like(runs: dict[str, Run], claims: Claims, found: Found) -> None:
                 expected = f"results of {kind} gradients {low:.4g} to {high:.4g} {what}, as the reference's, or {slack:.3g} more or less"
                 if not found.require(low - slack <= got <= high + slack, expected, f"rank {rank}: {got:.4g}"):
                     return
+
+
+@rule(
+    "13.9",
+    "gradients that it says it frees are gone",
+    on=(VALUES, BUCKETS, ACCUMULATED),
+    claimed="frees_gradients",
+    needs=(*CONTRACT, "13.6"),
+    since="1.5",
+    source="torch.distributed.optim._apply_optimizer_in_backward: memory of the gradients is free before the next forward",
+    remedy="DDP writes gradients after every hook is done: free them in a callback of the engine that is queued after its own",
+)
+def frees_gradients(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``fused(..., frees_gradients=True)`` no parameter that is stepped has a gradient when backward is over."""
+    for rank in run.ranks:
+        for step in range(claims.after, len(run.scenario.steps)):
+            for index in range(len(run.scenario.params)):
+                name = run.parameter_name(index)
+                kept = f"{step}/grad/{name}" in rank.tensors
+                found.require(not kept, "no gradient", f"rank {rank.rank}, step {step}, parameter {name}: a gradient is there")
 
 
 def _optimizer(text: str, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""13.6 of the rule book, and other rules under its claim: optimizers in the hook."""
+"""13.6 and 13.9 of the rule book, and other rules under their claim: optimizers in the hook."""
 
 from collections.abc import Callable
 from typing import Any
@@ -232,7 +232,105 @@ def steps_after_two_calls(state: Any, bucket: Bucket) -> Result:
     return _fused(state, bucket, _sgd, stepped=lambda number, parameter: late)
 
 
-_SGD = "fused(SGD, lr=0.1)"
+# 13.9 Gradients are freed
+
+
+def _frees(state: Any, bucket: Bucket, late: bool = True) -> Result:
+    """Step SGD, and free the gradients when DDP has written them: right by default."""
+    parameters, engine = bucket.parameters(), torch.autograd.Variable._execution_engine
+
+    def free() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    if torch._C._current_graph_task_id() != -1:  # which there is none of on a rank that has joined
+        engine.queue_callback((lambda: engine.queue_callback(free)) if late else free)
+    return _fused(state, bucket, _sgd)
+
+
+def keeps_gradients(state: Any, bucket: Bucket) -> Result:
+    """Says that it frees the gradients, and leaves them where they are."""
+    return _fused(state, bucket, _sgd)
+
+
+def frees_before_ddp_writes(state: Any, bucket: Bucket) -> Result:
+    """Frees the gradients when backward is over, before DDP writes what was reduced."""
+    return _frees(state, bucket, late=False)
+
+
+def frees_first_bucket(state: Any, bucket: Bucket) -> Result:
+    """Frees the gradients of a step's first bucket alone."""
+    return _frees(state, bucket) if bucket.index() == 0 else _fused(state, bucket, _sgd)
+
+
+# 11.2 and 11.3 Checkpoints
+
+
+class Momentum:
+    """SGD with momentum, saved and loaded by the parameter's place in the model: right."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.parameters = list(model.parameters())
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def place(self, parameter: torch.Tensor) -> int:
+        return next(place for place, one in enumerate(self.parameters) if one is parameter)
+
+    def step(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        place = self.place(parameter)
+        self.kept[place] = self.kept[place] * 0.9 + gradient if place in self.kept else gradient.clone()
+        _sgd(parameter, self.kept[place])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.kept = saved["kept"]
+
+
+class _Forgets(Momentum):
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": {}}
+
+
+class _InOrder(Momentum):
+    """Saves what it keeps in the order in which parameters were last stepped, and hands it out in the order in which they are next."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        super().__init__(model)
+        self.latest: list[int] = []
+        self.loaded: list[torch.Tensor] = []
+
+    def step(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        place = self.place(parameter)
+        if self.loaded and (loaded := self.loaded.pop(0)).shape == parameter.shape:
+            self.kept[place] = loaded
+        self.latest = [*(one for one in self.latest if one != place), place]
+        super().step(parameter, gradient)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [self.kept[place] for place in self.latest]}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.loaded = saved["kept"]
+
+
+def _with_momentum(momentum: Momentum, process_group: dist.ProcessGroup) -> Case:
+    return Case(process_group, lambda state, bucket: _fused(state, bucket, momentum.step), saved=momentum)
+
+
+def forgets_momentum_when_saved(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
+    """Saves nothing of the momentum."""
+    return _with_momentum(_Forgets(model), process_group)
+
+
+def momentum_by_order(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
+    """Saves momentum in the order of buckets, which is another one in a new process."""
+    return _with_momentum(_InOrder(model), process_group)
+
+
+_SGD, _FREES = "fused(SGD, lr=0.1)", "fused(SGD, lr=0.1, frees_gradients=True)"
+_SAVED = "fused(SGD, lr=0.1, momentum=0.9), checkpointable"
 _apart = {"3.1": "ranks then have other parameters"}
 
 MUTANTS = [
@@ -257,4 +355,7 @@ MUTANTS = [
     Mutant("steps_after_two_calls", ("13.6",), "fused(SGD, lr=0.1, after=2)", because={"11.1": "another model has calls too"}),
     Mutant("steps_in_micro_batches", ("13.6",), _SGD, setup=True),
     Mutant("steps_undivided", ("2.1",), _SGD),
+    *(Mutant(name, ("13.9",), _FREES) for name in ("keeps_gradients", "frees_before_ddp_writes", "frees_first_bucket")),
+    Mutant("forgets_momentum_when_saved", ("11.2",), _SAVED, setup=True),
+    Mutant("momentum_by_order", ("11.3",), _SAVED, setup=True),
 ]
