@@ -100,11 +100,23 @@ class CollectiveRecorder:
 
     def drain(self) -> None:
         """Wait until every collective issued so far is over, whether it succeeded or not."""
-        with self._lock:
-            works, self._drained = self._works[self._drained :], len(self._works)
-        for work in works:
+        for work in self._not_drained():
             with contextlib.suppress(RuntimeError):  # a failed collective is over too
                 work.wait()
+
+    def settle(self) -> None:
+        """Wait, in a callback too, until the result of every collective issued so far is there, or its error.
+
+        A Work of Gloo ends after the callbacks on its future: in one of them a wait for it would have no end.
+        """
+        for work in self._not_drained():
+            with contextlib.suppress(RuntimeError):
+                dist.Work.unbox(work).get_future().wait()
+
+    def _not_drained(self) -> list[Any]:
+        with self._lock:
+            works, self._drained = self._works[self._drained :], len(self._works)
+        return works
 
     def take_sent(self) -> list[tuple[str, int]]:
         """Return (kernel, bytes that this rank gave) of every collective since the last call, in the order of their start."""

@@ -30,7 +30,8 @@ from conformance.verdict import NOT_CLAIMED, Failure, Found, Judgement, Verdict
 MACHINE_RULES = ("1.5", "2.1", "2.6", "3.1")  # what the reference must hold before anything is judged
 RESULTS = ("13.1", "13.2", "13.3", "13.4", "13.5")  # what a lossy result is judged by, each under its claim
 HANGS = 3  # runs that may cost their whole deadline before the rest are not run
-NOTICED_BY_FUTURES = ("peer_dies", "peer_silent")  # faults of a peer, where the backend's futures are completed when all are through
+# Faults of a peer, where the backend's futures are completed when all are through.
+NOTICED_BY_FUTURES = ("peer_dies", "peer_dies_later", "peer_silent")
 _BLAME = {"register": "1.1", "contract": "1.2", "shape": "1.3", "dtype": "1.4", "flood": "9.7"}
 
 

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance import process_state
 from conformance.collectives import CollectiveRecorder
+from conformance.departure import Departure
 from conformance.drive.stage import Stage
 from conformance.errors import TargetError
 from conformance.graphs import on, side_stream, train_captured
@@ -97,12 +98,13 @@ class _Run:
         self.recorder, self.folder, self.timeout = recorder, folder, timeout
         self.group_ranks = scenario.group_of(rank, world)
         self.collectives = CollectiveRecorder(
-            self._issued if scenario.recorded else None,
+            self._issued if scenario.recorded or scenario.fault == "peer_dies_later" else None,
             self._wait_for if scenario.serialised else None,
             dispatch_key(scenario.profile),
             scenario.recorded and (scenario.serialised or scenario.profile.ordered),
         )
         self.registrations: list[Any] = []
+        self.departure: Departure | None = None
         self.where = "kit"
 
     def failed(self, error: BaseException) -> None:
@@ -124,6 +126,8 @@ class _Run:
         self.observer = Observer(self.recorder, self.parameters, self._before_hook, self._after_hook, self.scenario.outside)
         sizes = [parameter.numel() for parameter in self.parameters.values()]
         self.streams = Streams(self.rank, self.device, sizes, self._waited_for_device) if self.scenario.delayed else None
+        if self.scenario.fault == "peer_dies_later":
+            self.departure = Departure(self.rank, self.world, self.signals, self.collectives.settle, self.timeout)
         if self.scenario.intercepts:
             self.collectives.install()
         self.schedule.install()
@@ -226,6 +230,8 @@ class _Run:
                 self._loss(step, kind, share).backward()
         loss = self._loss(step, kind, self.scenario.shares[-1] * self.trainee.scale)
         faulty = self.scenario.fault != "none" and step == self.scenario.fault_step
+        if self.departure:
+            self.departure.begin() if faulty else self.departure.start_step()
         if faulty and self.scenario.fault == "collective_raises" and self.rank == 1:
             self.collectives.raise_next = lambda: Injected("injected by the conformance kit: this collective failed")
         if self.streams:
@@ -343,6 +349,9 @@ class _Run:
         except BaseException as error:
             outcome = {"raised": True, "type": type(error).__name__, "message": str(error)[:2000]}
         unused, started = self.collectives.raise_next is not None, len(self.collectives.take_sent())
+        if self.departure:
+            unused = not self.departure.reached
+            self.departure.end()
         self.recorder.event("fault", fault=self.scenario.fault, unused=unused, started=started, **outcome)
         # Where collectives lie on a stream, to read a gradient is to wait for a peer that may never come.
         for name, parameter in () if self.scenario.profile.ordered else self.parameters.items():
@@ -418,6 +427,9 @@ class _Run:
 
     def _issued(self, fingerprint: dict[str, Any]) -> None:
         """Write down a collective before it begins: it may never end."""
+        if self.departure:
+            self.departure.issued(fingerprint)
+            return
         inside, callback = self._is_inside(), self.collectives.in_callback
         self.recorder.event("collective", call=self.observer.calls - 1, inside=inside, callback=callback, **fingerprint)
 

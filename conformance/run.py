@@ -45,7 +45,7 @@ class Run:
     def finished(self) -> bool:
         if self.stopped != "ended" or not self.ranks:
             return False
-        killed_by_kit = {1: PEER_DIED} if self.scenario.fault == "peer_dies" else {}
+        killed_by_kit = {1: PEER_DIED} if self.scenario.fault in ("peer_dies", "peer_dies_later") else {}
         return all(rank.finished or rank.exit == killed_by_kit.get(rank.rank) for rank in self.ranks)
 
     def group(self, rank: int) -> tuple[int, ...]:

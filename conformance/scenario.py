@@ -50,7 +50,7 @@ class Scenario:
         observed: the hook is registered inside an observer; if false, exactly as it was given.
         order: in which order ranks enter the hook, and callbacks run: ``free``, or one of ``schedule.py``.
         seed: of that order.
-        fault: what the kit does to the run at ``fault_step``: ``none``, ``peer_dies``,
+        fault: what the kit does to the run at ``fault_step``: ``none``, ``peer_dies``, ``peer_dies_later``,
             ``collective_raises`` or ``peer_silent``.
         group_timeout: the process group's own timeout, in seconds, where it is to expire; 0 means that it is not.
         growth: measure memory after every step.
@@ -142,7 +142,8 @@ class Scenario:
     @property
     def intercepts(self) -> bool:
         """Whether collectives pass through the kit."""
-        return self.order != "free" or self.fault == "collective_raises" or self.counted or self.recorded or self.serialised
+        faulty = self.fault in ("collective_raises", "peer_dies_later")
+        return self.order != "free" or faulty or self.counted or self.recorded or self.serialised
 
     def group_of(self, rank: int, world: int) -> tuple[int, ...]:
         """Return the global ranks of the group that ``rank`` trains in."""
@@ -364,6 +365,15 @@ PEER_DIES = replace(
     VALUES, name="peer_dies", what="rank 1 dies as it enters the hook at step 2", steps=("crafted",) * 3, fault="peer_dies",
     world_sizes=(2,),
 )  # fmt: skip
+PEER_DIES_LATER = replace(
+    VALUES,
+    name="peer_dies_later",
+    what="rank 1 dies as it starts the last collective of step 3",
+    steps=("crafted",) * 4,
+    fault="peer_dies_later",
+    fault_step=3,
+    world_sizes=(2,),
+)
 COLLECTIVE_RAISES = replace(
     PEER_DIES, name="collective_raises", what="the first collective of step 2 raises on rank 1", fault="collective_raises"
 )
@@ -389,7 +399,7 @@ GRAPH = replace(_SEVERAL_BUCKETS, name="graph", what="a step is captured in a CU
 ALL = (
     *(VALUES, FEWER, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, RAW, LONG, VALUES_AGAIN, DTYPES, SHAPES, SIZES, LARGE, SUBGROUPS),
     *(COMPLEX, SPARSE, UNUSED, FROZEN, STATIC, ACCUMULATED, COMBINED, UNEVEN, TWO_MODELS, LIKE, SAVED, RESUMED, SAVED_ONE),
-    *(RESUMED_ONE, SPECIAL, TRAINING, OPTIMIZERS, AT_SCALE, STREAMS, GRAPH, PEER_DIES, COLLECTIVE_RAISES, PEER_SILENT),
+    *(RESUMED_ONE, SPECIAL, TRAINING, OPTIMIZERS, AT_SCALE, STREAMS, GRAPH, PEER_DIES, PEER_DIES_LATER, COLLECTIVE_RAISES, PEER_SILENT),
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}
 

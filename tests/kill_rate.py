@@ -78,10 +78,21 @@ ALIKE = {
     "quantization_perchannel_hook": "compressed(ratio=0.258, feedback=False, delta=0.9999), like(quantization_perchannel_hook)",
 }
 # What options do that no command of the README uses; a place in a topology shows where there are more than two ranks.
+_LOW_RANK = ",start_powerSGD_iter=2,min_compression_rate=4,matrix_approximation_rank="
 _GOSSIP = "hooks_ref:gossip_grad_hook", "hooks_ref:GossipGraDState"
 MORE = {
     "local_sgd": [
         Case("hooks_ref:post_localSGD_hook", state="examples.states:on_this_machine", worlds=(2, 3), rules=("1.5", "2.1", "2.7"))
+    ],
+    "low_rank": [
+        Case(
+            f"hooks_ref:{hook}",
+            f"compressed(delta=0.01), warmup(2), like({hook}{_LOW_RANK}{rank})",
+            f"hooks_ref:PowerSGDState{_LOW_RANK}{rank}",
+            worlds=(2,),
+            rules=("13.8",),
+        )
+        for hook, rank in (("powerSGD_hook", 1), ("powerSGD_hook", 4), ("batched_powerSGD_hook", 2))
     ],
     "optimizer_overlap": [
         Case("examples.setups:descent_in_the_hook", "fused(SGD, lr=0.1)", setup=True, worlds=(2,), rules=("1.5", "13.6")),

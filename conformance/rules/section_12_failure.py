@@ -3,7 +3,8 @@
 from conformance.claims import LOCAL, Claims
 from conformance.rulebook import rule
 from conformance.run import Run
-from conformance.scenario import COLLECTIVE_RAISES, PEER_DIES, PEER_SILENT
+from conformance.run_folder import PEER_DIED
+from conformance.scenario import COLLECTIVE_RAISES, PEER_DIES, PEER_DIES_LATER, PEER_SILENT
 from conformance.verdict import Found
 
 
@@ -71,3 +72,21 @@ def peer_silent(run: Run, claims: Claims, found: Found) -> None:
     """When a peer stays out of the collective until the group's timeout, backward() raises."""
     if not _is_alone(run, 0, claims, found):
         _require_raised(run, 0, "the group's timeout had expired", found)
+
+
+@rule(
+    "12.4",
+    "a peer that dies between two collectives surfaces",
+    on=(PEER_DIES_LATER,),
+    owns=(PEER_DIES_LATER,),
+    needs=("12.2",),
+    since="1.5",
+    source="torch documentation, torch.futures.Future.then; hooks of two stages whose second callback never reads fut.value()",
+    remedy="read fut.value() of every stage, and fail the hook's future with what it raises",
+)
+def peer_dies_later(run: Run, claims: Claims, found: Found) -> None:
+    """When a peer dies before the last collective of a step, those before it being over, backward() raises on the ranks that are left."""
+    if run.ranks[1].exit != PEER_DIED or any(fault["unused"] for fault in run.ranks[0].all("fault")):
+        found.does_not_apply("ranks do not start the same collectives in two steps: none can be said to be the last one")
+        return
+    _require_raised(run, 0, "its peer had died before the last collective", found)

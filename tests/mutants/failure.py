@@ -88,6 +88,45 @@ def forgives_timeout(state: Any, bucket: Bucket) -> Result:
     return _forgive(bucket, state, "Timed out", forgiven=True)
 
 
+# 12.4 The last of several collectives
+
+
+def _first_stage(bucket: Bucket, state: Any) -> torch.Tensor:
+    """Reduce, wait, and keep what this rank is to send on: right."""
+    size, buffer = group_of(state).size(), bucket.buffer()
+    dist.all_reduce(buffer.div_(size), group=group_of(state))
+    return buffer
+
+
+def never_reads_second_value(state: Any, bucket: Bucket) -> Result:
+    """Sends the mean from rank 0 again, and returns the buffer without reading whether it has arrived."""
+    buffer = _first_stage(bucket, state)
+    return dist.broadcast(buffer, group=group_of(state), group_src=0, async_op=True).get_future().then(lambda fut: buffer)
+
+
+def suppresses_in_last_wait(state: Any, bucket: Bucket) -> Result:
+    """Suppresses the errors of a barrier after the mean."""
+    buffer = _first_stage(bucket, state)
+    with contextlib.suppress(RuntimeError):
+        dist.barrier(group=group_of(state))
+    return completed(buffer)
+
+
+def gathers_what_is_there(state: Any, bucket: Bucket) -> Result:
+    """Gathers what each rank has of the mean, and goes on with its own where that fails."""
+    buffer, size = _first_stage(bucket, state), group_of(state).size()
+    parts = [torch.empty_like(buffer) for _ in range(size)]
+
+    def result(fut: torch.futures.Future) -> torch.Tensor:
+        try:
+            fut.value()
+        except RuntimeError:
+            return buffer
+        return parts[0]
+
+    return dist.all_gather(parts, buffer, group=group_of(state), async_op=True).get_future().then(result)
+
+
 _both = {"12.3": "a timeout is a failed collective like any other"}
 
 MUTANTS = [
@@ -98,4 +137,5 @@ MUTANTS = [
     Mutant("suppresses_in_wait", ("12.2", "12.3"), because=_both),
     Mutant("forgives_dead_peer", ("12.2",)),
     Mutant("forgives_timeout", ("12.3",)),
+    *(Mutant(name, ("12.4",)) for name in ("never_reads_second_value", "suppresses_in_last_wait", "gathers_what_is_there")),
 ]
