@@ -4,8 +4,9 @@
 
 Not part of the test run. Each mutation is made in a copy of ``hooks_ref`` and ``examples`` under other names, in a folder of its
 own. It is judged beside the reference that it was made of, under ``like`` (13.8), and then by the commands of
-``hooks_ref/README.md`` that use the module, until a MUST rule fails. What survives is printed with its place and its change,
-for a person, who writes in ``kill_rate.toml`` why: it is equivalent, or outside what any claim speaks of, or a hole in the book.
+``hooks_ref/README.md`` that use the module, as the tests do, until a MUST rule fails. What survives is printed with its place
+and its change, for a person, who writes in ``kill_rate.toml`` why: it is equivalent, or outside what any claim speaks of, or a hole
+in the book. What stands there is counted, and judged only with ``--survivors``.
 
 Left alone: docstrings, messages of errors, checks that only raise, what saves and loads a state, statistics, which no rule of
 this version speaks of, defaults of arguments, and ``strict=`` and ``sorted=``, which change nothing.
@@ -78,21 +79,33 @@ ALIKE = {
     "quantization_perchannel_hook": "compressed(ratio=0.258, feedback=False, delta=0.9999), like(quantization_perchannel_hook)",
 }
 # What options do that no command of the README uses; a place in a topology shows where there are more than two ranks.
-_LOW_RANK = ",start_powerSGD_iter=2,min_compression_rate=4,matrix_approximation_rank="
+_LOW_RANK = ",start_powerSGD_iter=2,min_compression_rate={},matrix_approximation_rank={}"
 _GOSSIP = "hooks_ref:gossip_grad_hook", "hooks_ref:GossipGraDState"
 MORE = {
     "local_sgd": [
         Case("hooks_ref:post_localSGD_hook", state="examples.states:on_this_machine", worlds=(2, 3), rules=("1.5", "2.1", "2.7"))
     ],
     "low_rank": [
+        *(
+            Case(
+                f"hooks_ref:{hook}",
+                f"compressed(delta=0.01), warmup(2), like({hook}{_LOW_RANK.format(*options)})",
+                f"hooks_ref:PowerSGDState{_LOW_RANK.format(*options)}",
+                worlds=(2,),
+                rules=("13.8",),
+            )
+            for hook, *options in (
+                *(("powerSGD_hook", 1, 1), ("powerSGD_hook", 4, 4), ("batched_powerSGD_hook", 1, 2)),
+                ("powerSGD_hook", 1, "1,use_error_feedback=False"),
+            )
+        ),
         Case(
-            f"hooks_ref:{hook}",
-            f"compressed(delta=0.01), warmup(2), like({hook}{_LOW_RANK}{rank})",
-            f"hooks_ref:PowerSGDState{_LOW_RANK}{rank}",
+            "hooks_ref:powerSGD_hook",
+            "compressed(feedback=False, delta=0.01), warmup(2)",
+            f"hooks_ref:PowerSGDState{_LOW_RANK.format(1, 1)},use_error_feedback=False",
             worlds=(2,),
-            rules=("13.8",),
-        )
-        for hook, rank in (("powerSGD_hook", 1), ("powerSGD_hook", 4), ("batched_powerSGD_hook", 2))
+            rules=("1.5", "2.1", "2.5"),
+        ),
     ],
     "optimizer_overlap": [
         Case("examples.setups:descent_in_the_hook", "fused(SGD, lr=0.1)", setup=True, worlds=(2,), rules=("1.5", "13.6")),
@@ -192,6 +205,7 @@ def _is_code(path: list[tuple[str, int | None]]) -> bool:
 
 
 def _is_left_alone(node: ast.AST, field: str) -> bool:
+    statistics = isinstance(node, ast.stmt) and not isinstance(node, (ast.FunctionDef, ast.ClassDef)) and _is_statistics(node)
     only_raises = isinstance(node, ast.If) and all(isinstance(one, ast.Raise) for one in node.body) and not node.orelse
     skipped = isinstance(node, ast.FunctionDef) and node.name in SKIPPED
     # What an argument may be says nothing of a hook; that lists are equally long and places sorted changes nothing.
@@ -206,7 +220,8 @@ def _is_left_alone(node: ast.AST, field: str) -> bool:
         isinstance(node, ast.AnnAssign) and not node.value
     )
     return bool(
-        only_raises
+        statistics
+        or only_raises
         or skipped
         or checked
         or equal
@@ -216,6 +231,14 @@ def _is_left_alone(node: ast.AST, field: str) -> bool:
         or typing
         or isinstance(node, (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr))
     )
+
+
+def _is_statistics(node: ast.stmt) -> bool:
+    """Whether a statement logs, and does nothing else, or counts elements sent."""
+    if isinstance(node, ast.If):
+        return not node.orelse and all(map(_is_statistics, node.body))
+    text = ast.unparse(node)
+    return text.startswith("logger.") or text.partition("=")[0].strip(" +").endswith(("numel_before", "numel_after"))
 
 
 def _mutated(node: ast.AST, variant: int) -> ast.AST | None:
@@ -314,7 +337,7 @@ def _cases(module: str) -> list[Case]:
         return text.replace("hooks_ref", "hooks_mutated").replace("examples.", "examples_mutated.")
 
     used = [case for case in OURS for name in USERS[module] if name in (case.target.split(":")[-1], (case.state or "").split(":")[-1])]
-    cases = [*(_alike(name) for name in USERS[module] if name in ALIKE), *(replace(case, worlds=(2, 3), rules=()) for case in used)]
+    cases = [*(_alike(name) for name in USERS[module] if name in ALIKE), *(replace(case, worlds=(2, 3)) for case in used)]
     cases[:0] = MORE.get(module, [])
     return [replace(case, target=renamed(case.target), state=case.state and renamed(case.state)) for case in cases]
 
@@ -343,20 +366,22 @@ def main() -> int:
     parser.add_argument("--module", nargs="+", choices=USERS, default=list(USERS))
     parser.add_argument("--sample", type=int, default=20, help="mutations of each module; 0 for all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--survivors", action="store_true", help="those alone that kill_rate.toml says survive")
+    parser.add_argument("--survivors", action="store_true", help="judge those alone that kill_rate.toml says survive")
+    parser.add_argument("--judges", type=int, default=2, help="judge as many at a time; those that hang leave a core to others")
     options = parser.parse_args()
     # Copies that nothing was done to: what refuses one of these says nothing of a mutation.
     chosen = [Mutation(module, 0, UNCHANGED, (ROOT / "hooks_ref" / f"{module}.py").read_text()) for module in options.module]
-    reasons = explained()
+    reasons, kinds = explained(), collections.Counter[str]()
     for module in options.module:
         made = [mutation for mutation in mutations(module) if mutation.key in reasons or not options.survivors]
         draw = random.Random(f"{options.seed} {module}")
         picked = draw.sample(made, min(options.sample, len(made))) if options.sample else made
         print(f"{module}: {len(picked)} of {len(made)} mutations", flush=True)
-        chosen += picked
+        kinds.update(reasons[mutation.key][0] for mutation in picked if mutation.key in reasons and not options.survivors)
+        chosen += [mutation for mutation in picked if mutation.key not in reasons or options.survivors]
     killed = collections.Counter[str]()
     survived: list[Mutation] = []
-    with ProcessPoolExecutor(2, get_context("spawn"), _start) as executor:
+    with ProcessPoolExecutor(options.judges, get_context("spawn"), _start) as executor:
         for mutation, by, seconds in executor.map(judge, chosen):
             if mutation.change == UNCHANGED:
                 if by:
@@ -366,10 +391,10 @@ def main() -> int:
             if not by:
                 survived.append(mutation)
             print(f"{seconds:5.1f} s  {by[:60] or 'SURVIVED':<12}  {mutation}", flush=True)
-    kinds = collections.Counter(reasons.get(mutation.key, ("unexplained", ""))[0] for mutation in survived)
-    made = sum(killed.values())
-    refused, judged = made - len(survived), made - kinds["equivalent"] - kinds["unclaimed"]
-    print(f"{made} mutations, {refused} refused; {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
+    kinds.update(reasons.get(mutation.key, ("unexplained", ""))[0] for mutation in survived)
+    refused = sum(killed.values()) - len(survived)
+    judged = refused + sum(count for kind, count in kinds.items() if kind not in ("equivalent", "unclaimed"))
+    print(f"{refused + sum(kinds.values())} mutations, {refused} refused; {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
     print(f"{refused} of the {judged} that break what is claimed are refused: {100 * refused / max(1, judged):.1f} %")
     print("by rule: " + ", ".join(f"{rule} {count}" for rule, count in killed.most_common() if rule))
     for mutation in survived:

@@ -221,7 +221,7 @@ def like(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     A subject that draws is one run more of the reference: its distance is drawn as those of three pairs of runs are, of which the
     largest is doubled, and so for lengths. For one that does not draw, a 256th of the mean's length is left, a level of eight
     bits, since roundings decide between levels; and a 64th of the lengths. What makes less of a difference passes, such as
-    whether PowerSGD begins with the factors of the step before.
+    whether PowerSGD with feedback begins with the factors of the step before; without feedback that is seen.
     """
     subject = next(iter(runs.values()))
     scenario = subject.scenario
