@@ -207,6 +207,7 @@ class _NoRuns(Source):
         (GLOO_CUDA, "21.5", Verdict.NOT_APPLICABLE, "gloo's collectives cannot be captured"),
         (NCCL, "12.2", Verdict.NOT_APPLICABLE, "watchdog"),
         (NCCL, "12.3", Verdict.NOT_APPLICABLE, "watchdog"),
+        (NCCL, "12.4", Verdict.NOT_APPLICABLE, "watchdog"),
     ],
 )
 def test_what_a_profile_does_not_ask(rules: dict[str, Rule], profile: Profile, number: str, verdict: Verdict, said: str) -> None:

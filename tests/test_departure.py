@@ -1,0 +1,66 @@
+"""A peer that dies before the last of several collectives: when it does, when it goes on, and what is made of either."""
+
+import pytest
+
+from conformance.claims import parse_claims
+from conformance.pool import Pool
+from conformance.rulebook import Rule
+from conformance.run_folder import PEER_DIED
+from conformance.scenario import PEER_DIES_LATER
+from conformance.verdict import Found, Verdict
+from tests.hooks_ref.algorithms import try_hook
+from tests.made_runs import event, made_run
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"setup": "examples.setups:zero_interleaved"},  # the last one is started by a callback
+        {"hook": "hooks_ref:powerSGD_hook", "state": "examples.states:power_sgd_from_the_start"},
+        {"hook": "tests.right.few_bits:fp8_by_powers_of_two", "state": "tests.right._common:State"},  # it waits for the first
+        {"hook": "hooks_ref:allreduce_hook"},  # which has one
+    ],
+    ids=str,
+)
+def test_the_last_one_fails(pool: Pool, given: dict[str, str]) -> None:
+    run = try_hook(pool, PEER_DIES_LATER, **given)
+    (fault,) = run.ranks[0].all("fault")
+    assert (run.ranks[1].exit, fault["raised"], fault["unused"]) == (PEER_DIED, True, False), fault
+    before = [step for step in range(4) if run.ranks[1].first("stepped", step=step)]
+    assert before == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"hook": "tests.right.exact:point_to_point"},  # which has no collective
+        {"hook": "hooks_ref:noop_hook"},
+        {"hook": "tests.right.local:random_pairs", "state": "tests.right._common:State"},  # another number of them in every step
+    ],
+    ids=str,
+)
+def test_none_is_the_last_one(pool: Pool, rules: dict[str, Rule], given: dict[str, str]) -> None:
+    run = try_hook(pool, PEER_DIES_LATER, **given)
+    (fault,) = run.ranks[0].all("fault")
+    assert (run.ranks[1].exit, fault["raised"], fault["unused"]) == (0, False, True), fault
+    found = Found()
+    rules["12.4"].check(run, parse_claims("exact"), found)
+    assert found.verdict() is Verdict.NOT_APPLICABLE
+
+
+@pytest.mark.parametrize(
+    ("exit_of_rank_1", "unused", "raised", "verdict"),
+    [
+        (PEER_DIED, False, True, Verdict.PASS),
+        (PEER_DIED, False, False, Verdict.FAIL),
+        (PEER_DIED, True, False, Verdict.NOT_APPLICABLE),  # rank 0 was through before it had come to its last one
+        (0, False, False, Verdict.NOT_APPLICABLE),  # rank 1 did not come to its last one
+    ],
+)
+def test_what_is_made_of_it(rules: dict[str, Rule], exit_of_rank_1: int, unused: bool, raised: bool, verdict: Verdict) -> None:
+    run = made_run(scenario=PEER_DIES_LATER)
+    run.ranks[1].exit = exit_of_rank_1
+    run.ranks[0].events.append(event("fault", 3, fault="peer_dies_later", unused=unused, started=2, raised=raised))
+    found = Found()
+    rules["12.4"].check(run, parse_claims("exact"), found)
+    assert found.verdict() is verdict
