@@ -92,7 +92,7 @@ MORE = {
                 f"compressed(delta=0.01), warmup(2), like({hook}{_LOW_RANK.format(*options)})",
                 f"hooks_ref:PowerSGDState{_LOW_RANK.format(*options)}",
                 worlds=(2,),
-                rules=("13.8",),
+                rules=("1.5", "13.8"),
             )
             for hook, *options in (
                 *(("powerSGD_hook", 1, 1), ("powerSGD_hook", 4, 4), ("batched_powerSGD_hook", 1, 2)),
@@ -112,11 +112,15 @@ MORE = {
     ],
     "_state": [
         Case(
-            "hooks_ref:compression_hook", "compressed(delta=0.25), warmup(2)", "examples.states:top_k_later", worlds=(2,), rules=("13.4",)
+            "hooks_ref:compression_hook",
+            "compressed(delta=0.25), warmup(2)",
+            "examples.states:top_k_later",
+            worlds=(2,),
+            rules=("1.5", "13.4"),
         ),
     ],
     "gossip": [
-        Case(_GOSSIP[0], f"local{warmup}, like(gossip_grad_hook{options})", _GOSSIP[1] + options, worlds=(world,), rules=("13.8",))
+        Case(_GOSSIP[0], f"local{warmup}, like(gossip_grad_hook{options})", _GOSSIP[1] + options, worlds=(world,), rules=("1.5", "13.8"))
         for world, warmup, options in (
             *((world, "", "") for world in (2, 3, 4)),
             (4, "", ",topology='hypercube'"),
@@ -345,9 +349,9 @@ def _cases(module: str) -> list[Case]:
 def _alike(name: str) -> Case:
     """The subject of that name, judged by whether it is like what it was made of."""
     if name.endswith("_hook"):
-        return Case(f"hooks_ref:{name}", ALIKE[name], worlds=(2,), rules=("13.8", "13.7"))
+        return Case(f"hooks_ref:{name}", ALIKE[name], worlds=(2,), rules=("1.5", "13.7", "13.8"))
     hook = "powerSGD_hook" if name.startswith("power_sgd") else "compression_hook"
-    return Case(f"hooks_ref:{hook}", ALIKE[name], f"examples.states:{name}", worlds=(2,), rules=("13.8", "13.7"))
+    return Case(f"hooks_ref:{hook}", ALIKE[name], f"examples.states:{name}", worlds=(2,), rules=("1.5", "13.7", "13.8"))
 
 
 def _refused_by(case: Case) -> str:
