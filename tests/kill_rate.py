@@ -341,7 +341,7 @@ def _cases(module: str) -> list[Case]:
         return text.replace("hooks_ref", "hooks_mutated").replace("examples.", "examples_mutated.")
 
     used = [case for case in OURS for name in USERS[module] if name in (case.target.split(":")[-1], (case.state or "").split(":")[-1])]
-    cases = [*(_alike(name) for name in USERS[module] if name in ALIKE), *(replace(case, worlds=(2, 3)) for case in used)]
+    cases = [*(_alike(name) for name in USERS[module] if name in ALIKE), *(replace(case, worlds=(3,)) for case in used)]
     cases[:0] = MORE.get(module, [])
     return [replace(case, target=renamed(case.target), state=case.state and renamed(case.state)) for case in cases]
 
