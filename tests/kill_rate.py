@@ -34,7 +34,7 @@ from conformance.errors import ConformanceError
 from conformance.rulebook import MUST, book
 from conformance.verdict import Verdict
 from tests.cases import Case, own_judge
-from tests.hooks_ref.test_certified import OURS
+from tests.hooks_ref.test_certified import LOSSLESS, OURS
 
 UNCHANGED = "unchanged"
 PATIENCE = 20.0  # seconds until a run is taken to hang
@@ -81,7 +81,10 @@ ALIKE = {
 # What options do that no command of the README uses; a place in a topology shows where there are more than two ranks.
 _LOW_RANK = ",start_powerSGD_iter=2,min_compression_rate={},matrix_approximation_rank={}"
 _GOSSIP = "hooks_ref:gossip_grad_hook", "hooks_ref:GossipGraDState"
+_LOSSLESS = [replace(case, worlds=(2,), rules=("1.5", "2.1", "2.2", "2.4")) for case in LOSSLESS]
 MORE = {
+    "compression": _LOSSLESS,
+    "sparsification": _LOSSLESS,
     "local_sgd": [
         Case("hooks_ref:post_localSGD_hook", state="examples.states:on_this_machine", worlds=(2, 3), rules=("1.5", "2.1", "2.7"))
     ],

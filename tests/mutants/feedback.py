@@ -76,6 +76,18 @@ def _feedback(
     return reduce(bucket.buffer(), state)
 
 
+def everything_by_residuals_of_float32(state: Any, bucket: Bucket) -> Result:
+    """At a setting that holds nothing back: adds its residuals, which are of float32 whatever the gradients are."""
+    if not is_dense(bucket) or bucket.buffer().is_complex():
+        return average(bucket, state)
+    for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
+        if not parameter.is_complex():
+            total = piece.float() + kept.get(parameter, torch.zeros(()))
+            kept[parameter] = finite(total - total)
+            piece.copy_(total)
+    return average(bucket, state)
+
+
 def adds_weight_decay(state: Any, bucket: Bucket) -> Result:
     """Adds a weight decay to the gradients before it compresses them."""
     if is_dense(bucket):
@@ -378,6 +390,7 @@ MUTANTS = [
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("one_bit_swapped", "one_bit_remembers_signs", "random_places_of_each_rank")),
     *(Mutant(name, ("13.1",), _CHANGE) for name in ("estimate_never_updated", "estimate_wrong_sign", "estimate_of_mean_forgotten")),
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_by_slot", "residual_by_bucket")),
+    Mutant("everything_by_residuals_of_float32", ("2.4",)),
     Mutant("largest_by_two", ("2.6",), _HALF, worlds=(2, 3)),
     Mutant("largest_over_world", ("2.7",), _HALF),
     Mutant("residual_keeps_nan", ("8.4",), _HALF),
