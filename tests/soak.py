@@ -28,6 +28,12 @@ def spin() -> None:
         pass
 
 
+def takes(case: Case, worlds: tuple[int, ...]) -> bool:
+    """Whether there is anything to judge at these world sizes."""
+    smallest = re.search(r"min_world_size\((\d)\)", case.claims)
+    return smallest is None or max(worlds) >= int(smallest[1])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
@@ -50,7 +56,7 @@ def main() -> int:
     right = list(dict.fromkeys(dataclasses.replace(case, rules=()) for case in (*shapes, *certified)))
     if options.world_size:
         worlds = tuple(map(int, options.world_size.split(",")))
-        right = list(dict.fromkeys(dataclasses.replace(case, worlds=worlds) for case in right))
+        right = list(dict.fromkeys(dataclasses.replace(case, worlds=worlds) for case in right if takes(case, worlds)))
     mutants = {case if options.named else dataclasses.replace(case, rules=()): mutant for case, mutant in test_mutants.CASES.items()}
     cases = [
         case
