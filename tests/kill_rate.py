@@ -53,7 +53,15 @@ USERS = {
     "gossip": ("GossipGraDState",),
     "optimizer_overlap": ("sgd_in_the_hook", "adagrad_out_of_place", "adam_in_the_hook", "sgd_in_backward"),
     "zero_overlap": ("zero_after_backward", "zero_interleaved"),
-    "_buckets": ("encoded", "one_bit", "power_sgd", "sgd_in_the_hook", "adagrad_out_of_place"),
+    "_buckets": (
+        "encoded",
+        "one_bit",
+        "power_sgd",
+        "qsgd_4_bits",
+        "quantization_perchannel_hook",
+        "sgd_in_the_hook",
+        "adagrad_out_of_place",
+    ),
     "_collectives": ("top_k", "one_bit", "power_sgd"),
     "_state": ("top_k_later", "random_k", "one_bit", "power_sgd"),
 }
@@ -99,7 +107,7 @@ MORE = {
             )
             for hook, *options in (
                 *(("powerSGD_hook", 1, 1), ("powerSGD_hook", 4, 4), ("batched_powerSGD_hook", 1, 2)),
-                ("powerSGD_hook", 1, "1,use_error_feedback=False"),
+                *((hook, 1, "1,use_error_feedback=False") for hook in ("powerSGD_hook", "batched_powerSGD_hook")),
             )
         ),
         Case(
