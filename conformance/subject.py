@@ -41,19 +41,19 @@ class Case:
 
     Attributes:
         state: the state to register, if ``hook`` is given.
-        saved: what ``checkpointable`` saves and loads, where it is not ``state``, such as the optimizer of a fused hook.
         hook: the hook to register; None when the set-up registered it itself.
         on_step: called with the step number before each forward.
         after_backward: called after each backward, before gradients are read.
         close: called when the run is over; stop threads here.
+        saved: what ``checkpointable`` saves and loads, where it is not ``state``, such as the optimizer of a fused hook.
     """
 
     state: Any = None
     hook: Any = None
-    saved: Any = None
     on_step: Callable[[int], object] | None = None
     after_backward: Callable[[], object] | None = None
     close: Callable[[], object] | None = None
+    saved: Any = None
 
 
 @dataclass(frozen=True)
