@@ -10,6 +10,8 @@ crafted     world_size * k * 2**e with small integers k and one exponent e per e
             hook is bit-exact, so the test needs no tolerance.
 constant    normal, the same at every step.
 normal      nearly normal, mean 0, deviation 1 (twelve uniforms: exact, unlike Box-Muller).
+small, small_constant
+            normal and constant, a thousandth as large (2**-10), as most gradients of a model are.
 wide        magnitudes from 1e-30 to 1e30 in one bucket.
 nan, inf    crafted, with NaN on one rank; with +inf, -inf and both at different elements.
 zero_one    crafted, but all zeros on rank 0.      zero_all    zeros on every rank.
@@ -26,10 +28,11 @@ import torch
 from conformance.scenario import SCALE_NUMEL, SCALES
 
 KINDS = (
-    *("crafted", "normal", "wide", "nan", "inf", "zero_one", "zero_all", "constant"),
+    *("crafted", "normal", "wide", "nan", "inf", "zero_one", "zero_all", "constant", "small", "small_constant"),
     *("tiny", "tiny_float16", "tiny_bfloat16", "minus_zero"),
 )
 _TINY_EXPONENT = {"tiny": -149, "tiny_bfloat16": -133, "tiny_float16": -24}
+REPEATED = ("constant", "small_constant")  # the same at every step
 _MASK = (1 << 64) - 1
 SPECIAL_EVERY = 5  # every fifth element of a nan or inf step is special, so most still show the mean
 
@@ -78,6 +81,8 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
     """Return ``numel`` float64 values, each exact before any cast."""
     if kind == "zero_all" or (kind == "zero_one" and rank == 0):
         return torch.zeros(numel, dtype=torch.float64)
+    if kind.startswith("small"):
+        return _values({"small": "normal", "small_constant": "constant"}[kind], numel, world, rank, step, param) * 2.0**-10
     if kind == "constant":
         return _constant(numel, rank, param).clone()
     if kind == "minus_zero":

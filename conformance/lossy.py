@@ -29,6 +29,9 @@ a quarter, if elements change from draw to draw in at least 2 * 1/5 * 4/5 of the
 a probability of 1/5: a value that would compensate for it, drawn as often, stays out of 96 draws with a probability below
 (4/5)**96 < 1e-9. Where draws change less it is not asked: a correction may come seldom.
 
+Small gradients. All of this is relative to what is fed, so that it holds of gradients a thousandth as large: most of a model's are
+below 1, and a threshold or an epsilon that is a number of its own does not show where they are not (13.10).
+
 Local. The elements of a bucket are far more than ranks, and independent: the weights are what least squares finds, and are
 exact up to rounding. A bucket of fewer than 4 elements a rank says only that each is between the least and the largest.
 """
@@ -42,11 +45,12 @@ from typing import Any
 import torch
 
 from conformance.claims import CONTRACTION, DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims
+from conformance.inputs import REPEATED
 from conformance.kinds import HOOK, KINDS
 from conformance.oracle import mean
 from conformance.profiles import GLOO_CPU, Profile
 from conformance.run import Run
-from conformance.scenario import BUCKETS, RAW, VALUES, Scenario
+from conformance.scenario import BUCKETS, RAW, SMALL_GRADIENTS, VALUES, Scenario
 from conformance.verdict import Found
 
 LEFT, LIMIT = 1 / 256, 1 / 16
@@ -55,7 +59,7 @@ MANY, FINE, SMALL, OFTEN = 256, 1 / 4, 1 / 20, 2 * 1 / 5 * 4 / 5  # see "Unbiase
 ROUNDINGS = 16  # units in the last place, of any dtype, that no claim speaks of
 
 # The scenarios on which lossy results are judged over many steps; the others are as short as they are.
-_LONG = ("values", "buckets", "dtypes", "shapes", "subgroups", "complex", "sparse", "saved", "resumed")
+_LONG = ("values", "small", "buckets", "dtypes", "shapes", "subgroups", "complex", "sparse", "saved", "resumed")
 # Those of many buckets, which take long: at one world size, where exact results are cheap to judge at several.
 _ONE_WORLD = ("dtypes", "shapes")
 
@@ -106,6 +110,8 @@ def under(scenario: Scenario, claims: Claims, profile: Profile = GLOO_CPU) -> Sc
         steps += ("zero_all",) * _steps_until(claims.delta)
     elif claims.lossy == DIFFERENCE and longer:
         steps += ("constant",) * _steps_until(claims.delta)
+    if scenario.name == SMALL_GRADIENTS.name:
+        steps = tuple({"normal": "small", "constant": "small_constant"}.get(kind, kind) for kind in steps)
     return replace(
         scenario,
         world_sizes=(2,) if scenario.name in _ONE_WORLD and longer else scenario.world_sizes,
@@ -193,8 +199,8 @@ class _Judge:
 
     def mean(self, rank: int, step: int, index: int) -> torch.Tensor:
         scenario, group = self.run.scenario, self.group(rank)
-        if scenario.steps[step] == "constant" and scenario.params[index].layout != "sparse":
-            step = scenario.steps.index("constant")  # the same in all of them
+        if (kind := scenario.steps[step]) in REPEATED and scenario.params[index].layout != "sparse":
+            step = scenario.steps.index(kind)  # the same in all of them
         if (group, step, index) not in self.means:
             self.means[group, step, index] = mean(self.run, rank, step, index, group)
         return self.means[group, step, index]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from conformance.inputs import gradient, uses
+from conformance.inputs import REPEATED, gradient, uses
 from conformance.probe import sparse_rows
 from conformance.record import RankRecord, read_rank
 from conformance.run_folder import OUTCOME, PEER_DIED
@@ -113,7 +113,7 @@ class Run:
         if not self.feeds(rank, step, index):
             return torch.zeros(math.prod(spec.shape) * (2 if spec.dtype.startswith("complex") else 1), dtype=torch.float64)
         kind = self.scenario.steps[step]
-        same = kind == "constant" and spec.layout != "sparse"  # at every step: of a sparse one, other rows are used
+        same = kind in REPEATED and spec.layout != "sparse"  # at every step: of a sparse one, other rows are used
         number = 0 if same else step + self.scenario.first_step
         return fed(kind, spec, len(self.group(rank)), rank, number, index)
 

@@ -395,10 +395,13 @@ STREAMS = replace(
 )
 GRAPH = replace(_SEVERAL_BUCKETS, name="graph", what="a step is captured in a CUDA graph, and replayed", captured=True, after="buckets")
 
+# Under lossy claims alone: see lossy.py.
+SMALL_GRADIENTS = replace(VALUES, name="small", what="random gradients, a thousandth as large", steps=("normal",) * 6, world_sizes=(2,))
+
 # In the order in which they run: the plainest first, since a hook that breaks it is judged no further.
 ALL = (
     *(VALUES, FEWER, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, RAW, LONG, VALUES_AGAIN, DTYPES, SHAPES, SIZES, LARGE, SUBGROUPS),
-    *(COMPLEX, SPARSE, UNUSED, FROZEN, STATIC, ACCUMULATED, COMBINED, UNEVEN, TWO_MODELS, LIKE, SAVED, RESUMED, SAVED_ONE),
+    *(COMPLEX, SPARSE, UNUSED, FROZEN, STATIC, ACCUMULATED, COMBINED, UNEVEN, TWO_MODELS, LIKE, SMALL_GRADIENTS, SAVED, RESUMED, SAVED_ONE),
     *(RESUMED_ONE, SPECIAL, TRAINING, OPTIMIZERS, AT_SCALE, STREAMS, GRAPH, PEER_DIES, PEER_DIES_LATER, COLLECTIVE_RAISES, PEER_SILENT),
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}

@@ -138,11 +138,11 @@ What a subject must do to be certified. This page is written from `conformance/r
 | `rounded(float16)`, `rounded(bfloat16)` | the mean of the rounded values | 2.1, 2.2; it rounds: 2.10 |
 | `sum` | the sum over the group | 2.1, 2.2; it is not the mean: 2.10 |
 | `world_only` | that over WORLD, whatever group the model lives on | 2.7 |
-| `compressed` | lossy; what a step leaves out is added to later ones | 13.1; it loses something: 2.10 |
-| `compressed(feedback=ef21)` | lossy; fed the same again and again, it comes to the mean itself | 13.1; 2.10 |
-| `compressed(feedback=False, delta=D)` | lossy, within sqrt(1 - D) of what was fed | 13.2; 2.10 |
-| `unbiased` | random, with the mean as its expectation | 13.3; it varies: 2.10 |
-| `local` | a weighted mean of some ranks' gradients | 13.5; replicas differ: 2.10 |
+| `compressed` | lossy; what a step leaves out is added to later ones | 13.1, 13.10; it loses something: 2.10 |
+| `compressed(feedback=ef21)` | lossy; fed the same again and again, it comes to the mean itself | 13.1, 13.10; 2.10 |
+| `compressed(feedback=False, delta=D)` | lossy, within sqrt(1 - D) of what was fed | 13.2, 13.10; 2.10 |
+| `unbiased` | random, with the mean as its expectation | 13.3, 13.10; it varies: 2.10 |
+| `local` | a weighted mean of some ranks' gradients | 13.5, 13.10; replicas differ: 2.10 |
 | `warmup(K)` | exact in the first K steps; beside a lossy one | 13.4 |
 | `fused(SGD, lr=0.1, after=N)` | parameters stepped by the hook, not in the first N steps; beside any other | 13.6 in place of 9.2; 2.10 |
 | `fused(SGD, lr=0.1, frees_gradients=True)` | and gradients that are None when backward is over | 13.9 |

@@ -12,7 +12,7 @@ from conformance.probe import lay_out
 from conformance.rulebook import rule
 from conformance.rules.section_2_equivalence import require_steps
 from conformance.run import Run
-from conformance.scenario import ACCUMULATED, BUCKETS, DTYPES, LIKE, ORDERED, SHAPES, SUBGROUPS, VALUES
+from conformance.scenario import ACCUMULATED, BUCKETS, DTYPES, LIKE, ORDERED, SHAPES, SMALL_GRADIENTS, SUBGROUPS, VALUES
 from conformance.verdict import Found
 
 CONTRACT = ("1.1", "1.2", "1.5", "1.9")
@@ -267,6 +267,22 @@ def frees_gradients(run: Run, claims: Claims, found: Found) -> None:
                 name = run.parameter_name(index)
                 kept = f"{step}/grad/{name}" in rank.tensors
                 found.require(not kept, "no gradient", f"rank {rank.rank}, step {step}, parameter {name}: a gradient is there")
+
+
+@rule(
+    "13.10",
+    "small gradients are treated as large ones",
+    on=(SMALL_GRADIENTS,),
+    owns=(SMALL_GRADIENTS,),
+    claimed="lossy",
+    needs=(*CONTRACT, "13.1", "13.2", "13.3", "13.5"),
+    since="1.5",
+    source="Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, assumption A holds for every length of x; rule book",
+    remedy="a threshold, a range or an epsilon that is a number of its own: take it from the gradient, or far below any",
+)
+def small_gradients(run: Run, claims: Claims, found: Found) -> None:
+    """Under a lossy claim, what holds of random gradients (13.1, 13.2, 13.3, 13.5) holds of those a thousandth as large too."""
+    lossy.require(run, claims, found)
 
 
 def _optimizer(text: str, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:

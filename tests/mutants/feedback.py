@@ -88,6 +88,11 @@ def everything_by_residuals_of_float32(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def above_a_64th(state: Any, bucket: Bucket) -> Result:
+    """Sends what is above a threshold that is a number of its own, and keeps the rest: of small gradients all, for good."""
+    return _feedback(state, bucket, lambda part: part * (part.abs() > 2.0**-6))
+
+
 def adds_weight_decay(state: Any, bucket: Bucket) -> Result:
     """Adds a weight decay to the gradients before it compresses them."""
     if is_dense(bucket):
@@ -391,6 +396,7 @@ MUTANTS = [
     *(Mutant(name, ("13.1",), _CHANGE) for name in ("estimate_never_updated", "estimate_wrong_sign", "estimate_of_mean_forgotten")),
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_by_slot", "residual_by_bucket")),
     Mutant("everything_by_residuals_of_float32", ("2.4",)),
+    Mutant("above_a_64th", ("13.10",), _FEEDBACK),
     Mutant("largest_by_two", ("2.6",), _HALF, worlds=(2, 3)),
     Mutant("largest_over_world", ("2.7",), _HALF),
     Mutant("residual_keeps_nan", ("8.4",), _HALF),

@@ -144,6 +144,13 @@ def quantized_range_nan(state: Any, bucket: Bucket) -> Result:
     return send_mean(bucket, _quantized(widened(bucket).nan_to_num_(0, math.inf, -math.inf)), state)
 
 
+def levels_no_finer_than_a_64th(state: Any, bucket: Bucket) -> Result:
+    """Keeps its scale from zero by a number that is far above what most gradients are."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    return send_mean(bucket, _quantized(widened(bucket), least=2.0**-6), state)
+
+
 def zero_by_zero(state: Any, bucket: Bucket) -> Result:
     """Divides by a range that may have no width."""
     if not is_dense(bucket):
@@ -182,6 +189,7 @@ MUTANTS = [
     Mutant("drops_tail_of_rows", ("1.8", "1.7"), _LEVELS, because=_long),
     Mutant("quantized_range_nan", ("8.1",), _LEVELS),
     Mutant("zero_by_zero", ("8.3",), _LEVELS, because=ZEROS),
+    Mutant("levels_no_finer_than_a_64th", ("13.10",), _LEVELS),
     Mutant("quantizes_too_soon", ("13.4",), f"{_LEVELS}, warmup(2)"),
     Mutant("quantizes_nothing", ("2.10",), _LEVELS),
     Mutant("quantizes_after_two_calls", ("13.4",), f"{_LEVELS}, warmup(2)"),
