@@ -18,7 +18,7 @@ LEAVES = 1  # the rank that dies
 
 
 class Departure:
-    """Counts a rank's collectives, and ends the process of rank 1 at the last one of a step.
+    """Counts the collectives that a rank starts together with all others, and ends the process of rank 1 at the last one of a step.
 
     Args:
         rank, world: of this process.
@@ -27,34 +27,31 @@ class Departure:
         timeout: seconds that ranks wait for each other at most.
 
     Attributes:
-        expected: collectives of a step, where all ranks started the same ones; 0 where they did not, or not any.
-        reached: this rank has started as many in the step that ``begin`` was called for.
+        reached: this rank has started the last collective of the step that it is to die in, or would have.
     """
 
     def __init__(self, rank: int, world: int, signals: Any, settle: Callable[[], None], timeout: float) -> None:
         self._rank, self._world, self._signals, self._settle, self._timeout = rank, world, signals, settle, timeout
         self._started: list[dict[str, Any]] = []
-        self.expected, self.reached, self._begun = 0, False, False
+        self._last = 0  # the number of the collective to die at, from 1; 0 is none
+        self.reached = False
 
-    def start_step(self) -> None:
-        """Count anew."""
+    def start_step(self, dies: bool) -> None:
+        """Count anew; where rank 1 is to die in this step, compare what ranks have started in the one that is over."""
+        if dies:
+            started = hashlib.sha256(json.dumps(self._started, sort_keys=True).encode()).hexdigest()
+            self._signals.set(f"started/{started}/{self._rank}", "1")
+            everybody(self._signals, "counted", self._rank, self._world, self._timeout)
+            alike = self._signals.check([f"started/{started}/{rank}" for rank in range(self._world)])
+            self._last = len(self._started) if alike else 0
         self._started = []
 
-    def begin(self) -> None:
-        """Compare what ranks started in the step that is over, and have rank 1 die in this one."""
-        shared = [fingerprint for fingerprint in self._started if len(fingerprint["group"]) == self._world]
-        started = hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
-        self._signals.set(f"started/{started}/{self._rank}", "1")
-        everybody(self._signals, "counted", self._rank, self._world, self._timeout)
-        alike = self._signals.check([f"started/{started}/{rank}" for rank in range(self._world)])
-        self.expected, self._begun, self._started = len(shared) if alike else 0, True, []
-
     def issued(self, fingerprint: dict[str, Any]) -> None:
-        """Take note of a collective before it begins; of the last one, wait for what came before, and for the other ranks, and die."""
-        self._started.append(fingerprint)
-        if not self._begun or len(fingerprint["group"]) < self._world:
+        """Take note of a collective before it begins; at the last one wait for what came before, and for the other ranks, and die."""
+        if len(fingerprint["group"]) < self._world:
             return
-        if sum(len(one["group"]) == self._world for one in self._started) == self.expected:
+        self._started.append(fingerprint)
+        if len(self._started) == self._last:
             self._settle()
             self.reached = True
             self._signals.set(f"last/{self._rank}", "1")

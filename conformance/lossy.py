@@ -110,7 +110,7 @@ def under(scenario: Scenario, claims: Claims, profile: Profile = GLOO_CPU) -> Sc
         steps += ("zero_all",) * _steps_until(claims.delta)
     elif claims.lossy == DIFFERENCE and longer:
         steps += ("constant",) * _steps_until(claims.delta)
-    if scenario.name == SMALL_GRADIENTS.name:
+    if scenario.name == SMALL_GRADIENTS.name:  # what it was made longer by is as small
         steps = tuple({"normal": "small", "constant": "small_constant"}.get(kind, kind) for kind in steps)
     return replace(
         scenario,

@@ -231,7 +231,7 @@ class _Run:
         loss = self._loss(step, kind, self.scenario.shares[-1] * self.trainee.scale)
         faulty = self.scenario.fault != "none" and step == self.scenario.fault_step
         if self.departure:
-            self.departure.begin() if faulty else self.departure.start_step()
+            self.departure.start_step(dies=faulty)
         if faulty and self.scenario.fault == "collective_raises" and self.rank == 1:
             self.collectives.raise_next = lambda: Injected("injected by the conformance kit: this collective failed")
         if self.streams:

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from conformance.errors import TargetError
+from conformance.pool import Pool
 from conformance.resolve import call_with_names, describe, make_hook, make_state, resolve
+from conformance.scenario import VALUES
 from conformance.subject import Subject, SubjectSpec
+from tests.hooks_ref.algorithms import try_hook
 
 CONTEXT: dict[str, Callable[[], Any]] = {
     name: (lambda name=name: f"the {name}") for name in ("process_group", "model", "rank", "world_size", "device", "optimizer")
@@ -147,3 +150,9 @@ def test_claims_beside_the_hook_are_found() -> None:
 def test_says_what_is_wrong(text: str, said: str) -> None:
     with pytest.raises(TargetError, match=said):
         describe(SubjectSpec(hook=text))
+
+
+def test_what_a_set_up_has_saved_can_be_saved(pool: Pool) -> None:
+    run = try_hook(pool, VALUES, setup="conformance:Case,saved=3")
+    said = [error["message"] for rank in run.ranks for error in rank.all("error")]
+    assert said == ["--setup: the Case's `saved` has no state_dict() and load_state_dict(): int"] * 2

@@ -78,9 +78,7 @@ def _feedback(
 
 def everything_by_residuals_of_float32(state: Any, bucket: Bucket) -> Result:
     """At a setting that holds nothing back: adds its residuals, which are of float32 whatever the gradients are."""
-    if not is_dense(bucket) or bucket.buffer().is_complex():
-        return average(bucket, state)
-    for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
+    for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True) if is_dense(bucket) else ():
         if not parameter.is_complex():
             total = piece.float() + kept.get(parameter, torch.zeros(()))
             kept[parameter] = finite(total - total)
