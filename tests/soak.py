@@ -70,7 +70,7 @@ def main() -> int:
         if rules[number].level != MUST or (mutant and number in mutant.because):
             return True
         if mutant is None:
-            return verdict.holds
+            return verdict.holds or (rules[number].worlds == "others" and len(case.worlds) == 1)  # there are no others to run
         return (verdict is Verdict.FAIL) == (number in mutant.breaks) and verdict is not Verdict.KIT_ERROR
 
     with judges(options.judges) as judged:
