@@ -29,9 +29,9 @@ def spin() -> None:
 
 
 def takes(case: Case, worlds: tuple[int, ...]) -> bool:
-    """Whether there is anything to judge at these world sizes."""
+    """Whether there is anything to judge at these world sizes: two ranks that average with a part of them average with all."""
     smallest = re.search(r"min_world_size\((\d)\)", case.claims)
-    return smallest is None or max(worlds) >= int(smallest[1])
+    return max(worlds) >= (int(smallest[1]) if smallest else 3 if re.search(r"\blocal\b", case.claims) else 1)
 
 
 def main() -> int:
