@@ -23,6 +23,7 @@ from conformance.pool import Pool
 from conformance.rulebook import MUST, Rule, book
 from conformance.sources import LocalSource
 from conformance.subject import SubjectSpec, parse_other, parse_subject, parse_target
+from conformance.supervise import die_with_parent
 from conformance.verdict import Judgement
 
 Judgements = dict[str, Judgement]
@@ -105,12 +106,21 @@ def _judge(case: Case) -> Judgements:
     return own_judge().judge(case)
 
 
+def _start(nice: int) -> None:
+    """Begin a process that judges: it ends with the one that asks, however that ends, and gives way to it by ``nice``."""
+    die_with_parent()
+    os.nice(nice)
+
+
 @contextmanager
 def judges(workers: int = WORKERS) -> Iterator[Callable[[Case], "Future[Judgements]"]]:
     """Yield what has cases judged in the background, in their order: in processes, since threads would keep the tests from Python."""
     # Those that do not hang give way to the tests that run meanwhile, of which there is one at a time; their deadlines are long.
     spawn = multiprocessing.get_context("spawn")
-    executors = {True: ProcessPoolExecutor(max(1, workers // WORKERS), spawn), False: ProcessPoolExecutor(workers, spawn, os.nice, (10,))}
+    executors = {
+        True: ProcessPoolExecutor(max(1, workers // WORKERS), spawn, _start, (0,)),
+        False: ProcessPoolExecutor(workers, spawn, _start, (10,)),
+    }
     try:
         yield lambda case: executors[case.hangs].submit(_judge, case)
     finally:

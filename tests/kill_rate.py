@@ -32,6 +32,7 @@ from pathlib import Path
 
 from conformance.errors import ConformanceError
 from conformance.rulebook import MUST, book
+from conformance.supervise import die_with_parent
 from conformance.verdict import Verdict
 from tests.cases import Case, own_judge
 from tests.hooks_ref.test_certified import LOSSLESS, OURS
@@ -322,6 +323,7 @@ def explained() -> dict[str, tuple[str, str]]:
 
 def _start() -> None:
     """Start this process's host where it can stay: the folders of mutations come and go."""
+    die_with_parent()
     assert own_judge(PATIENCE).engine(Case("hooks_ref:allreduce_hook", worlds=(2,))).judge("1.5").verdict.holds
 
 
