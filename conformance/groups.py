@@ -82,6 +82,19 @@ def _connect(group: Any, device: torch.device) -> None:
         dist.all_reduce(torch.zeros(1, device=device), group=each)
 
 
+_ended: list[Any] = []
+
+
+def end_groups() -> None:
+    """Destroy all groups, the subject's own too; the objects stay until the process ends.
+
+    The last to hold one may be a callback of it, which its own thread has yet to put away. That thread would wait for itself to end,
+    and abort the process (torch 2.13, Gloo: ``std::system_error``, Resource deadlock avoided), whatever the subject does.
+    """
+    _ended.extend(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+
+
 def everybody(signals: dist.Store, name: str, rank: int, world: int, timeout: float) -> None:
     """A barrier through the store, which no collective of the subject can be mistaken for."""
     signals.set(f"{name}/{rank}", "1")

@@ -28,7 +28,7 @@ from conformance.departure import Departure
 from conformance.drive.stage import Stage
 from conformance.errors import TargetError
 from conformance.graphs import on, side_stream, train_captured
-from conformance.groups import everybody, make_groups
+from conformance.groups import end_groups, everybody, make_groups
 from conformance.inputs import at_scale
 from conformance.kinds import HOOK
 from conformance.observe import Observer, digest, line_of_subject
@@ -400,7 +400,7 @@ class _Run:
             self._let_go()
         if self.scenario.fault == "none":
             self._everybody("end")
-            dist.destroy_process_group()
+            end_groups()
 
     def _close(self) -> None:
         self.where = "close"

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance import process_state
 from conformance.collectives import CollectiveRecorder
 from conformance.errors import TargetError
-from conformance.groups import everybody, make_groups
+from conformance.groups import end_groups, everybody, make_groups
 from conformance.inputs import gradient
 from conformance.kinds import KINDS
 from conformance.place import dispatch_key, place_on_machine, take_place
@@ -74,7 +74,7 @@ class Stage:
         if patches:
             self.recorder.event("state", at="end", **process_state.left_behind(), patches=patches.found())
         everybody(self.signals, "end", self.rank, self.world, self._timeout)
-        dist.destroy_process_group()
+        end_groups()
 
     def failed(self, error: BaseException) -> None:
         """Write down an exception that ended the run."""

@@ -1,0 +1,46 @@
+"""The process groups of a rank."""
+
+import subprocess
+import sys
+
+# A callback is the last to hold a group, and ends on the group's own thread when all others have let go of it.
+HELD_BY_ITS_CALLBACK = '''
+import os, threading
+import torch, torch.distributed as dist
+from conformance.groups import end_groups
+
+class Holder:
+    def __init__(self):
+        self.group = dist.new_group([0])
+
+    def __del__(self):
+        del self.group
+        over.set()
+
+def start():
+    """Return whether a callback is under way on the group's thread, and not here, as where the collective was over before."""
+    holder, here = Holder(), []
+
+    def callback(future, holder=holder):
+        if threading.current_thread() is threading.main_thread():
+            here.append(True)
+        else:
+            goes_on.wait()
+
+    dist.all_reduce(torch.ones(1), group=holder.group, async_op=True).get_future().then(callback)
+    return not here
+
+goes_on, over = threading.Event(), threading.Event()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+while not start():
+    over.clear()
+end_groups()
+goes_on.set()
+over.wait()
+os._exit(0)
+'''
+
+
+def test_a_group_that_its_own_callback_is_the_last_to_hold_aborts_no_rank() -> None:
+    ended = subprocess.run([sys.executable, "-c", HELD_BY_ITS_CALLBACK], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
