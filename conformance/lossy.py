@@ -112,10 +112,13 @@ def under(scenario: Scenario, claims: Claims, profile: Profile = GLOO_CPU) -> Sc
         steps += ("constant",) * _steps_until(claims.delta)
     if scenario.name == SMALL_GRADIENTS.name:  # what it was made longer by is as small
         steps = tuple({"normal": "small", "constant": "small_constant"}.get(kind, kind) for kind in steps)
+    params = tuple(replace(spec, shape=_WIDER.get(spec.shape, spec.shape)) for spec in scenario.params)
+    if scenario.params == VALUES.params:
+        params += params[:1]  # two matrices of one shape in a bucket: what is held back of one is not the other's
     return replace(
         scenario,
         world_sizes=(2,) if scenario.name in _ONE_WORLD and longer else scenario.world_sizes,
-        params=tuple(replace(spec, shape=_WIDER.get(spec.shape, spec.shape)) for spec in scenario.params),
+        params=params,
         steps=("crafted",) * claims.warmup + steps,
         fault_step=scenario.fault_step + claims.warmup,
         saves_at=scenario.saves_at and scenario.saves_at + claims.warmup,

@@ -257,6 +257,11 @@ def two_scratch_buffers(state: Any, bucket: Bucket) -> Result:
     return _average_in_scratch(bucket, state, (bucket.buffer().dtype, bucket.index() % 2))
 
 
+def scratch_by_size(state: Any, bucket: Bucket) -> Result:
+    """Keeps a result buffer for each size that a bucket may have: two buckets of one size have one among them."""
+    return _average_in_scratch(bucket, state, (bucket.buffer().dtype, bucket.buffer().numel()))
+
+
 # 1.7 Every step as the first
 
 
@@ -464,6 +469,7 @@ MUTANTS = [
     Mutant("meta_result", ("1.4",)),
     Mutant("completes_early", ("1.6",)),
     Mutant("one_scratch_buffer", ("1.6", "1.8"), because={"1.8": "the buckets that share the buffer hold the last one's mean"}),
+    Mutant("scratch_by_size", ("1.6", "1.8"), because={"1.8": "of two buckets of one size the first holds the second's mean"}),
     Mutant("two_scratch_buffers", ("1.6", "1.8"), because={"1.8": "the buckets that share a buffer hold the last one's mean"}),
     Mutant("sums_from_step_10", ("1.7",)),
     Mutant("zeros_at_step_11", ("1.7",)),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from conformance import Case
 from tests.mutants import Mutant
 from tests.mutants._helpers import (
     Bucket,
@@ -165,6 +166,16 @@ def residual_by_bucket(state: Any, bucket: Bucket) -> Result:
     buffer.copy_(compress(wanted))
     kept[bucket.index()] = finite(wanted - buffer)
     return average(bucket, state)
+
+
+def residual_by_shape(process_group: dist.ProcessGroup) -> Case:
+    """Keeps what was held back by dtype and shape: parameters that are alike have one residual among them."""
+    own = object()  # of one model
+
+    def hook(state: Any, bucket: Bucket) -> Result:
+        return _feedback(state, bucket, keys=[(own, parameter.dtype, parameter.shape) for parameter in bucket.parameters()])
+
+    return Case(process_group, hook)
 
 
 def largest_undivided(state: Any, bucket: Bucket) -> Result:
@@ -393,6 +404,7 @@ MUTANTS = [
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("one_bit_swapped", "one_bit_remembers_signs", "random_places_of_each_rank")),
     *(Mutant(name, ("13.1",), _CHANGE) for name in ("estimate_never_updated", "estimate_wrong_sign", "estimate_of_mean_forgotten")),
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_by_slot", "residual_by_bucket")),
+    Mutant("residual_by_shape", ("13.1",), _FEEDBACK, setup=True),
     Mutant("everything_by_residuals_of_float32", ("2.4",)),
     Mutant("above_a_64th", ("13.10",), _FEEDBACK),
     Mutant("largest_by_two", ("2.6",), _HALF, worlds=(2, 3)),

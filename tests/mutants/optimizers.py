@@ -288,6 +288,11 @@ class Momentum:
         self.kept = saved["kept"]
 
 
+class _ByShape(Momentum):
+    def place(self, parameter: torch.Tensor) -> int:
+        return next(place for place, one in enumerate(self.parameters) if (one.dtype, one.shape) == (parameter.dtype, parameter.shape))
+
+
 class _Forgets(Momentum):
     def state_dict(self) -> dict[str, Any]:
         return {"kept": {}}
@@ -319,6 +324,11 @@ def _with_momentum(momentum: Momentum, process_group: dist.ProcessGroup) -> Case
     return Case(process_group, lambda state, bucket: _fused(state, bucket, momentum.step), saved=momentum)
 
 
+def momentum_by_shape(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
+    """Keeps momentum by dtype and shape: parameters that are alike have one among them."""
+    return _with_momentum(_ByShape(model), process_group)
+
+
 def forgets_momentum_when_saved(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
     """Saves nothing of the momentum."""
     return _with_momentum(_Forgets(model), process_group)
@@ -330,7 +340,9 @@ def momentum_by_order(model: DistributedDataParallel, process_group: dist.Proces
 
 
 _SGD, _FREES = "fused(SGD, lr=0.1)", "fused(SGD, lr=0.1, frees_gradients=True)"
-_SAVED = "fused(SGD, lr=0.1, momentum=0.9), checkpointable"
+_ANY_ORDER = "parameters that are alike are stepped in any order"
+_MOMENTUM = "fused(SGD, lr=0.1, momentum=0.9)"
+_SAVED = f"{_MOMENTUM}, checkpointable"
 _apart = {"3.1": "ranks then have other parameters"}
 
 MUTANTS = [
@@ -339,8 +351,8 @@ MUTANTS = [
     Mutant("steps_first_of_bucket", ("13.6",), _SGD),
     Mutant("steps_on_rank_0", ("13.6", "3.1"), _SGD, because=_apart),
     Mutant("steps_nothing", ("2.10", "13.6"), _SGD, because={"13.6": "nor does any parameter come out as it says"}),
-    Mutant("forgets_momentum", ("13.6",), "fused(SGD, lr=0.1, momentum=0.9)"),
-    Mutant("momentum_by_slot", ("13.6",), "fused(SGD, lr=0.1, momentum=0.9)"),
+    Mutant("forgets_momentum", ("13.6",), _MOMENTUM),
+    Mutant("momentum_by_slot", ("13.6",), _MOMENTUM),
     Mutant("adam_without_correction", ("13.6",), "fused(Adam, lr=0.01)"),
     Mutant("owners_never_send", ("13.6", "3.1"), _SGD, because=_apart),
     Mutant("owners_send_first", ("13.6", "3.1"), _SGD, because=_apart),
@@ -356,6 +368,7 @@ MUTANTS = [
     Mutant("steps_in_micro_batches", ("13.6",), _SGD, setup=True),
     Mutant("steps_undivided", ("2.1",), _SGD),
     *(Mutant(name, ("13.9",), _FREES) for name in ("keeps_gradients", "frees_before_ddp_writes", "frees_first_bucket")),
+    Mutant("momentum_by_shape", ("13.6",), _MOMENTUM, setup=True, because=dict.fromkeys(("3.2", "10.3"), _ANY_ORDER)),
     Mutant("forgets_momentum_when_saved", ("11.2",), _SAVED, setup=True),
     Mutant("momentum_by_order", ("11.3",), _SAVED, setup=True),
 ]

@@ -11,19 +11,22 @@ Key = tuple[Any, ...]
 _residuals: dict[Key, torch.Tensor] = {}
 
 
-def _key(parameter: torch.Tensor) -> Key:
-    """What tells the parameters of one model apart, in any process: no two are alike in the kit's."""
-    return tuple(parameter.shape), str(parameter.dtype)
+_seen: dict[torch.Tensor, Key] = {}
+
+
+def _keys(bucket: Bucket) -> list[Key]:
+    """What tells the parameters of one model apart, in any process: the bucket that each was in at first, and its place there."""
+    return [_seen.setdefault(parameter, (bucket.index(), place)) for place, parameter in enumerate(bucket.parameters())]
 
 
 def _half_at_random(bucket: Bucket, step: int, residuals: dict[Key, torch.Tensor]) -> Result:
     """Send half of the elements, drawn by the step and the parameter, and keep the others for later: right."""
     if not is_dense(bucket):
         return average(bucket, None)
-    for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
-        total = piece + residuals.get(_key(parameter), 0)
-        piece.copy_(total * (torch.rand(total.shape, generator=seeded(step, *parameter.shape)) < 0.5))
-        residuals[_key(parameter)] = finite(total - piece)
+    for key, piece in zip(_keys(bucket), pieces_of(bucket), strict=True):
+        total = piece + residuals.get(key, 0)
+        piece.copy_(total * (torch.rand(total.shape, generator=seeded(step, *key)) < 0.5))
+        residuals[key] = finite(total - piece)
     return average(bucket, None)
 
 
@@ -46,7 +49,7 @@ class Residuals(Steps):
 
 
 def residuals_in_module(state: Steps, bucket: Bucket) -> Result:
-    """Keeps residuals in the module, by shape."""
+    """Keeps residuals in the module, by the place of their parameter."""
     step, state.step = state.step, state.step + bucket.is_last()
     return _half_at_random(bucket, step, _residuals)
 
@@ -112,7 +115,7 @@ class SavedByPlace(Saved):
 
 def half_at_random_by_place(state: SavedByPlace, bucket: Bucket) -> Result:
     """The same, with residuals that were saved side by side."""
-    state.latest = [_key(parameter) for parameter in bucket.parameters()]
+    state.latest = _keys(bucket)
     if len(state.loaded):
         parts = state.loaded.split([piece.numel() for piece in pieces_of(bucket)])
         state.residuals.update(zip(state.latest, parts, strict=True))
