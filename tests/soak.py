@@ -70,7 +70,8 @@ def main() -> int:
         if rules[number].level != MUST or (mutant and number in mutant.because):
             return True
         if mutant is None:
-            return verdict.holds or (rules[number].worlds == "others" and len(case.worlds) == 1)  # there are no others to run
+            # At one world size there are no others, and none with fewer ranks than it takes.
+            return verdict.holds or (verdict is Verdict.NOT_RUN and rules[number].worlds in ("others", "fewer") and len(case.worlds) == 1)
         return (verdict is Verdict.FAIL) == (number in mutant.breaks) and verdict is not Verdict.KIT_ERROR
 
     with judges(options.judges) as judged:
