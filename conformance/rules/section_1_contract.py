@@ -262,7 +262,7 @@ def named(run: Run, claims: Claims, found: Found) -> None:
     "1.12",
     "gradients are right when it says",
     on=(VALUES,),
-    needs=("1.5",),
+    needs=("1.5", "2.1"),
     since="1.4",
     source="torch documentation, DistributedDataParallel: gradients are averaged when backward returns; Horovod and others have a "
     "synchronize() to call first, which every training loop then has to make",

@@ -87,14 +87,14 @@ def only_rank_0_gets_it(state: Any, bucket: Bucket) -> Result:
     return completed(buffer)
 
 
-_previous: dict[tuple[int, int], torch.Tensor] = {}
+_previous: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
 
 
 def stale(state: Any, bucket: Bucket) -> Result:
     """Returns the mean of the step before."""
 
     def swap(mean: torch.Tensor) -> torch.Tensor:
-        key = (bucket.index(), mean.numel())
+        key = (bucket.index(), mean.dtype, mean.numel())
         result, _previous[key] = _previous.get(key, mean), mean.clone()
         return result
 
@@ -105,7 +105,7 @@ def momentum(state: Any, bucket: Bucket) -> Result:
     """Mixes the mean with the one of the step before."""
 
     def mix(mean: torch.Tensor) -> torch.Tensor:
-        key = (bucket.index(), mean.numel())
+        key = (bucket.index(), mean.dtype, mean.numel())
         _previous[key] = (mean + _previous.get(key, mean)) / 2
         return _previous[key].clone()
 
