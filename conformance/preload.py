@@ -8,6 +8,7 @@ import gc
 import importlib
 import importlib.machinery
 import importlib.util
+import random
 import sys
 import warnings
 
@@ -20,6 +21,7 @@ _MODULES = (
     *(f"conformance.drive.{kind}" for kind in KINDS),
 )
 _IN_SOME_VERSIONS = ("torch.profiler._cupti_monitor", "numpy.ctypeslib")
+_SEED = 0
 _ASKED_FOR = ("torch.distributed.optim", "torch.distributed.algorithms.model_averaging.averagers")
 
 
@@ -37,9 +39,19 @@ def preload() -> None:
     _make_room_for_names()
     gc.freeze()
     _have_much_that_is_old()
+    seed_generators()
     fill_holes()
     gc.enable()
     use_huge_pages()
+
+
+def seed_generators() -> None:
+    """Have the global generators of every host's ranks begin alike: torch, Python and NumPy seed each process from the system's entropy."""
+    torch = importlib.import_module("torch")
+    torch.manual_seed(_SEED)  # of CUDA too, once a rank begins to use it
+    random.seed(_SEED)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(_SEED)
 
 
 def _clear_what_ranks_would_clear() -> None:

@@ -37,6 +37,23 @@ print(json.dumps(found))
 """
 
 
+DRAWS = """
+import random
+from conformance.preload import preload
+preload()
+import torch
+print(random.random(), torch.rand(()).item())
+"""
+
+
+def test_ranks_of_any_host_draw_the_same() -> None:
+    """Whoever draws from a global generator is told of that (9.1), and not of two hosts that draw otherwise (3.3)."""
+    drawn = [subprocess.Popen([sys.executable, "-c", DRAWS], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    one, other = [process.communicate()[0] for process in drawn]
+    assert one
+    assert one == other
+
+
 def test_what_a_rank_makes_lies_together() -> None:
     """Scattered between what a host has imported, a rank would copy a page for each few: of 48 bytes, 8 times as many."""
     said = subprocess.run([sys.executable, "-c", DENSE], capture_output=True, text=True, check=True).stdout

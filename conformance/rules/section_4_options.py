@@ -69,7 +69,7 @@ def static_graph(run: Run, claims: Claims, found: Found) -> None:
     on=(COMBINED,),
     owns=(COMBINED,),
     may_refuse=True,
-    needs=("1.10", "4.1", "5.1"),
+    needs=("1.10", "4.1", "5.1", "9.5"),
     since="1.3",
     source="fairscale#400, fairscale#586, fairscale#242: right one by one, and wrong together",
     remedy="p.grad of a parameter that this rank has not used, which is None under gradient_as_bucket_view too",

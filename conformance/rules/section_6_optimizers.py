@@ -34,7 +34,7 @@ def _require_parity(runs: dict[str, Run], found: Found, steps: range) -> None:
     owns=(OPTIMIZERS,),
     across=True,
     beside="vanilla",
-    needs=("2.1", "1.8", "1.10", "3.2", "8.2", "9.2"),
+    needs=("2.1", "1.8", "1.10", "2.3", "3.2", "8.2", "9.2", "9.5"),
     since="1.3",
     source="torch documentation, torch.optim, torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler",
     remedy="what is registered on the optimizer or on torch.optim.Optimizer; a result that changes after backward; a step that "
