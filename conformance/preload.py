@@ -21,7 +21,7 @@ _MODULES = (
     *(f"conformance.drive.{kind}" for kind in KINDS),
 )
 _IN_SOME_VERSIONS = ("torch.profiler._cupti_monitor", "numpy.ctypeslib")
-_SEED = 0
+_SEED = 2_654_435_769  # one that no subject sets: to set that would not show (9.1); NumPy takes up to 2**32
 _ASKED_FOR = ("torch.distributed.optim", "torch.distributed.algorithms.model_averaging.averagers")
 
 
