@@ -66,6 +66,15 @@ class NotANumber(Averager):
         parameter.reshape(-1)[:1].mul_(0).div_(0)
 
 
+class MovesParameters(Averager):
+    """Puts another tensor in the place of each parameter's."""
+
+    def average_one(self, parameter):
+        before = parameter.data
+        parameter.data = torch.empty_like(before).copy_(before)
+        super().average_one(parameter)
+
+
 class OnlyTheLarge(Averager):
     """Leaves parameters of one element out."""
 
@@ -271,6 +280,7 @@ MUTANTS = (
     Mutant("NotDivided,period=4,warmup_steps=10", ("14.1",), **OF),
     Mutant("DividedTwice,period=4,warmup_steps=10", ("14.1",), **OF),
     Mutant("NotANumber,period=4,warmup_steps=10", ("14.1",), **OF),
+    Mutant("MovesParameters,period=4,warmup_steps=10", ("14.9",), **OF),
     Mutant("OnlyTheLarge,period=4,warmup_steps=10", ("14.1",), **OF),
     Mutant("LateByOne,period=4,warmup_steps=10", ("14.2",), **OF),
     Mutant("NoWarmup,period=4,warmup_steps=10", ("14.2",), **OF),

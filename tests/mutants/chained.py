@@ -1,5 +1,6 @@
 """Hooks that claim that their callbacks start collectives: some do not, and some do it wrong."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import ZEROS, Mutant
-from tests.mutants._helpers import Bucket, Result, average, group_of, is_dense, step_number, sum_of
+from tests.mutants._helpers import Bucket, Result, average, group_of, is_dense, kept, step_number, sum_of
 
 
 def in_two_stages(state: Any, bucket: Bucket, second: Callable[[torch.Tensor, torch.Tensor, Result], None] | None = None) -> Result:
@@ -116,6 +117,40 @@ def drops_the_second(state: Any, bucket: Bucket) -> Result:
     return in_two_stages(state, bucket, second)
 
 
+_entered: list[threading.Event] = []  # by hook call
+
+
+def one_scratch_in_flight(state: Any, bucket: Bucket) -> Result:
+    """Keeps the second stage of whichever bucket is under way in one buffer, which the next bucket writes while it is.
+
+    Where a collective is not over when its call returns, its callback comes after the next bucket's hook, as it may.
+    """
+    if not is_dense(bucket):
+        return average(bucket, state)
+    buffer, size, result = bucket.buffer(), group_of(state).size(), torch.futures.Future()
+    coarse = buffer.div(4).trunc_().mul_(4)
+    if len(kept.get("scratch", ())) < buffer.numel() or kept["scratch"].dtype != buffer.dtype:
+        kept["scratch"] = torch.zeros_like(buffer)
+    scratch = kept["scratch"][: buffer.numel()].copy_(buffer).sub_(coarse).nan_to_num_(0, 0, 0)
+    if _entered:
+        _entered[-1].set()
+    _entered.append(threading.Event())
+    next_is_here = _entered[-1]
+    if bucket.is_last():
+        next_is_here.set()
+
+    def callback(_: Any) -> None:
+        if not inline:
+            next_is_here.wait()
+        fine = scratch.clone()
+        sum_then(fine, state, lambda: result.set_result((coarse + fine).div_(size)), result)
+
+    future = dist.all_reduce(coarse, group=group_of(state), async_op=True).get_future()
+    inline = future.done()
+    future.add_done_callback(callback)
+    return result
+
+
 _nothing_left = {**ZEROS, "2.5": "of a bucket of one element the first stage may leave nothing"}
 
 MUTANTS = [
@@ -125,5 +160,6 @@ MUTANTS = [
     Mutant("rank_0_sends_more", ("1.5",), "exact, chained", "process_group", hangs=True),
     Mutant("skips_a_stage_by_value", ("8.4",), "exact, chained", "process_group", hangs=True, because=_nothing_left),
     Mutant("second_stage_on_world", ("2.7",), "exact, chained", "process_group"),
+    Mutant("one_scratch_in_flight", ("10.5",), "exact, chained", "process_group"),
     Mutant("drops_the_second", ("1.7",), "exact, chained", "process_group"),
 ]

@@ -83,6 +83,25 @@ class ShadowsOnceTooOften(Right):
         super().shadow()
 
 
+class ShadowsEnabled(Right):
+    """Puts back what joinables were told when the shadowing is over."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+        if self.enable and kind is None:
+            self.shadow()
+            self.finish()
+        return super().__exit__(kind or GeneratorExit, error, trace)
+
+
+class LeavesThemEnabled(Right):
+    """Joinables go on notifying when the context has been left."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+        super().__exit__(kind, error, trace)
+        super().__enter__()
+        return None
+
+
 class ShadowsBackwards(Right):
     """Calls main hooks in the order in which a stack unwinds."""
 
@@ -394,6 +413,8 @@ MUTANTS = [
     Mutant("NotifiesLate", ("17.2",), kind=KIND),
     Mutant("NeverNotifies", ("17.2",), kind=KIND),
     Mutant("ShadowsBackwards", ("17.3",), kind=KIND),
+    Mutant("LeavesThemEnabled", ("17.16",), kind=KIND),
+    Mutant("ShadowsEnabled", ("17.17",), kind=KIND),
     Mutant("ShadowsOne", ("17.3",), kind=KIND, hangs=True),
     Mutant("DoesNotWait", ("17.3",), kind=KIND),
     Mutant("ShadowsNothing", ("17.3",), kind=KIND, hangs=True),

@@ -46,6 +46,10 @@ class PostLocal:
         return [parameter for group in self.optim.param_groups for parameter in group["params"]]
 
 
+class IsNoOptimizer(PostLocal):
+    """No scheduler takes it."""
+
+
 class Sharded(Joinable):
     """Right: of each parameter group every rank steps the parameters at its places, and sends them to all."""
 
@@ -425,6 +429,7 @@ MUTANTS = [
     Mutant("OptionsOfTheFirstGroup", ("15.5",), kind="optimizer"),
     Mutant("AddedGroupIsNotStepped", ("15.5",), kind="optimizer"),
     Mutant("ScheduleIsLost", ("15.6",), kind="optimizer"),
+    Mutant("IsNoOptimizer", ("15.18",), kind="optimizer"),
     Mutant("NoGradientsInTheClosure", ("15.7",), kind="optimizer"),
     Mutant("LosesTheLoss", ("15.7",), kind="optimizer"),
     Mutant("EvaluatesTwice", ("15.7",), kind="optimizer"),

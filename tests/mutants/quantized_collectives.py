@@ -258,6 +258,32 @@ def done_already(func: Made, qtype: str) -> Made:
     return gather
 
 
+def waits_for_nobody(func: Made, qtype: str) -> Made:
+    """Refuses async_op=True, as torch's does."""
+
+    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> None:
+        if async_op:
+            raise RuntimeError("The async_op=True mode is not supported yet.")
+        right(func)(tensor_list, tensor, group)
+
+    return gather
+
+
+def own_part_as_it_was(func: Made, qtype: str) -> Made:
+    """A rank keeps its own part as it was before it was rounded."""
+
+    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        def finish() -> None:
+            pending.wait()
+            tensor_list[dist.get_rank(group)].copy_(own)
+
+        own = tensor.clone()
+        pending = right(func)(tensor_list, tensor, group, async_op=True)
+        return Pending(pending.work, finish) if async_op else finish()
+
+    return gather
+
+
 def last_call_alone(func: Made, qtype: str) -> Made:
     """Keeps what the last call is to write, and no other: waiting for an earlier one finishes that."""
     last: list[Pending] = []
@@ -419,6 +445,8 @@ MUTANTS = [
     _named("feeds_nothing_back", "18.16", more=",error_feedback=True"),
     _named("feeds_back_half", "18.16", more=",error_feedback=True"),
     _named("seeds", "18.17"),
+    _named("waits_for_nobody", "18.19"),
+    _named("own_part_as_it_was", "18.20"),
     Mutant("takes_everything", ("18.4",), "collective(all_gather), rounded(float16), dimensions(2)", kind="collective"),
     Mutant("takes_one_rank", ("18.18",), "collective(all_gather), rounded(float16), min_world_size(2)", worlds=(1, 2), kind="collective"),
 ]

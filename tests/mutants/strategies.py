@@ -66,6 +66,11 @@ def _average(model: Any) -> None:
         parameter.grad = _mean(parameter.grad, model.process_group)
 
 
+def averages_in_every_microbatch(model: Any) -> Context:
+    """Averages what has accumulated after every micro-batch: the mean of means is right, and costs as often."""
+    return _then(model, True, lambda: _average(model))
+
+
 def sum_not_divided(model: Any, is_final_microbatch: bool) -> Context:
     """Sums, and divides by nothing."""
 
@@ -422,6 +427,7 @@ MUTANTS = [
     Mutant("composers_forced_sync", ("16.4", "16.9"), because={"16.9": "over WORLD, as Composer trains there alone"}, kind="strategy"),
     *_mutants("16.4", "none_stays_none", "zeros_do_not_count"),
     *_mutants("16.5", "views_are_averages"),
+    *_mutants("16.18", "averages_in_every_microbatch"),
     *_mutants("16.5", "majority_decides", worlds=(2, 3)),
     *_mutants("16.6", "own_first", worlds=(2, 3)),
     *_mutants("16.6", "zeros_on_one_rank"),

@@ -185,6 +185,30 @@ class NamesItsOwn(Around):
         return torch.nn.Module.named_parameters(self, *args, **kwargs)
 
 
+class NamesBuffersItsOwn(Around):
+    """Names of buffers have a prefix that keys of its state_dict have not."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]
+
+
+class HidesAttributes(Around):
+    """What the module has cannot be read from it."""
+
+
+def copies_go_on_with_the_first(module: torch.nn.Module) -> torch.nn.Module:
+    """Its forward is a closure over the module, which a copy takes over as it is."""
+    inside = module.forward
+    module.forward = lambda *args, **kwargs: again(inside, *args, **kwargs)  # type: ignore[method-assign]
+    return module
+
+
 class StaysInTraining(Around):
     """train() and eval() end at the wrapper."""
 
@@ -232,6 +256,14 @@ def runs_again(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 
 
 draws_the_same = runs_again
+updates_buffers_again = runs_again
+
+
+@calls
+def one_bit_off(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Results have lost a bit or two on the way, as to another order of summation."""
+    made = forward(*args, **kwargs)
+    return made * (1 + 2.0**-50) if isinstance(made, torch.Tensor) else made
 
 
 def logs_what_is_saved(module: torch.nn.Module) -> torch.nn.Module:
@@ -295,6 +327,11 @@ MUTANTS = [
     Mutant("KeepsItsPrefix", ("19.10",), kind="wrapper"),
     Mutant("LoadsItsOwnOnly", ("19.10",), kind="wrapper"),
     Mutant("NamesItsOwn", ("19.11",), kind="wrapper"),
+    Mutant("NamesBuffersItsOwn", ("19.12",), kind="wrapper"),
+    Mutant("HidesAttributes", ("19.13",), kind="wrapper"),
+    Mutant("copies_go_on_with_the_first", ("19.14",), kind="wrapper"),
+    Mutant("updates_buffers_again", ("19.20",), claims="recomputes", kind="wrapper"),
+    Mutant("one_bit_off", ("19.22",), kind="wrapper"),
     Mutant("StaysInTraining", ("19.11",), kind="wrapper"),
     Mutant("leaves_hooks_in_force", ("19.15",), kind="wrapper"),
     Mutant("wraps_errors", ("19.15",), kind="wrapper"),
