@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from conformance.inputs import gradient, uses
+from conformance.rank_process import parameters_apart
 from conformance.scenario import Param
 
 TRAINING_BATCH, TRAINING_WIDTHS = 6, (9, 17, 5)
@@ -31,22 +32,23 @@ class _Scripted(torch.autograd.Function):
 
 
 class Probe(nn.Module):
-    """Parameters in the shapes, dtypes and layouts of a scenario, all ``level``; ``forward(grads)`` scripts their gradients."""
+    """Parameters in the shapes, dtypes and layouts of a scenario, all ``level``; ``forward(grads)`` scripts their gradients.
 
-    def __init__(self, params: tuple[Param, ...], level: float) -> None:
+    They lie in another order in memory on each rank than on the next.
+    """
+
+    def __init__(self, params: tuple[Param, ...], level: float, rank: int) -> None:
         super().__init__()
-        self.tensors: list[nn.Parameter] = []
-        self.params = params
-        for index, spec in enumerate(params):
+        self.params, self.tensors = params, parameters_apart(len(params), rank)
+        for index, (spec, parameter) in enumerate(zip(params, self.tensors, strict=True)):
             if spec.layout == "sparse":
                 module = nn.Embedding(*spec.shape, sparse=True, _weight=torch.full(spec.shape, level))
+                parameter.data, module.weight = module.weight.data, parameter
                 self.add_module(f"p{index}", module)
-                self.tensors.append(module.weight)
             else:
-                values = lay_out(torch.full(spec.shape, level, dtype=getattr(torch, spec.dtype)), spec.layout)
-                parameter = nn.Parameter(values, requires_grad=not spec.frozen)
+                parameter.data = lay_out(torch.full(spec.shape, level, dtype=getattr(torch, spec.dtype)), spec.layout)
+                parameter.requires_grad_(not spec.frozen)
                 self.register_parameter(f"p{index}", parameter)
-                self.tensors.append(parameter)
 
     def forward(self, grads: list[torch.Tensor | None]) -> torch.Tensor:
         losses = []

@@ -53,6 +53,28 @@ def scatter_heap(rank: int) -> None:
             blocks.pop()  # what is freed last is used first
 
 
+def parameters_apart(count: int, rank: int) -> list[torch.nn.Parameter]:
+    """Return empty parameters that lie so in memory that ranks r and r + 1 disagree on every order that comes from there.
+
+    On odd ranks they lie backwards, and of three and more a set of them, made forwards or backwards, has its second and third the
+    other way round: whoever takes them in such an order is found out by any two ranks, and not by chance.
+    """
+    draw, odd = random.Random(rank), rank % 2 == 1
+    made = [torch.nn.Parameter(torch.empty(0)) for _ in range(count + _SPARE)]
+    for _ in range(_TRIES):
+        chosen = sorted(draw.sample(made, count), key=id, reverse=odd)
+        if count < 3 or all(_turned(some) == odd for some in (chosen, chosen[::-1])):
+            break
+    return chosen
+
+
+def _turned(parameters: list[torch.nn.Parameter]) -> bool:
+    """Whether a set of them has the third before the second; the first is where it begins."""
+    order = [id(parameter) for parameter in set(parameters)]
+    return order.index(id(parameters[2])) < order.index(id(parameters[1]))
+
+
+_SPARE, _TRIES = 64, 100  # one of four is as it should be
 _BYTES, _BLOCKS = sys.getsizeof(b""), 256
 _kept: list[bytes] = []
 

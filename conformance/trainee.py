@@ -34,7 +34,7 @@ class Trainee:
 
     def __init__(self, scenario: Scenario, group: dist.ProcessGroup, device: torch.device) -> None:
         self._scenario, self._group, self._device = scenario, group, device
-        self.model = (Probe(scenario.params, scenario.level) if scenario.params else training_network()).to(device)
+        self.model = (Probe(scenario.params, scenario.level, dist.get_rank()) if scenario.params else training_network()).to(device)
         self.ddp = DistributedDataParallel(
             self.model,
             process_group=group if scenario.groups else None,

@@ -127,7 +127,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, stage: Stage, has_collective: bool = False) -> None:
         super().__init__()
-        self.probe = Probe(stage.scenario.params, stage.scenario.level)
+        self.probe = Probe(stage.scenario.params, stage.scenario.level, stage.rank)
         self.register_buffer("steps", torch.zeros(()))
         self.group = stage.group if has_collective else None
         self.to(stage.device)

@@ -9,7 +9,7 @@ from conformance.drive.stage import Stage
 from conformance.errors import TargetError
 from conformance.inputs import uses
 from conformance.observe import digest
-from conformance.probe import lay_out
+from conformance.probe import Probe, lay_out
 
 Parameters = list[torch.nn.Parameter]
 
@@ -17,7 +17,7 @@ Parameters = list[torch.nn.Parameter]
 def play(stage: Stage) -> None:
     """Run the scenario's steps."""
     scenario = stage.scenario
-    params = [_parameter(stage, index) for index in range(len(scenario.params))]
+    params = Probe(scenario.params, 0.0, stage.rank).to(stage.device).tensors
     averager = stage.make(params=lambda: list(params), averager=lambda: None)
     if not callable(getattr(averager, "average_parameters", None)):
         raise TargetError(f"an averager has a method average_parameters(params); {type(averager).__name__} has none")
@@ -44,12 +44,6 @@ def play(stage: Stage) -> None:
         _keep_evaluated(stage, averager, params)
         if step == scenario.saves_at - 1 and not scenario.resumes:
             _save(averager, stage)
-
-
-def _parameter(stage: Stage, index: int) -> torch.nn.Parameter:
-    spec = stage.scenario.params[index]
-    values = lay_out(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)), spec.layout)
-    return torch.nn.Parameter(values.to(stage.device), requires_grad=not spec.frozen)
 
 
 @torch.no_grad()

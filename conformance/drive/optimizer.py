@@ -42,7 +42,7 @@ class _Training:
     def __init__(self, stage: Stage) -> None:
         self.stage, self.scenario, self.setting = stage, stage.scenario, setting(stage.scenario)
         self.ranks = dist.get_process_group_ranks(stage.group)
-        self.model = Probe(stage.scenario.params, 0.0).to(stage.device)
+        self.model = Probe(stage.scenario.params, 0.0, stage.rank).to(stage.device)
         self.params = self.model.tensors
         self.saved = stage.load() if stage.saved else None
         self._fill(self.saved["parameters"] if self.saved else _start(stage))

@@ -38,7 +38,7 @@ class _Trainer:
     def __init__(self, stage: Stage, strategy: Callable[..., Any]) -> None:
         scenario = stage.scenario
         self._stage, self._strategy = stage, strategy
-        self._probe = Probe(scenario.params, scenario.level).to(stage.device)
+        self._probe = Probe(scenario.params, scenario.level, stage.rank).to(stage.device)
         self._params = self._probe.tensors
         self._model: torch.nn.Module = self._probe
         if scenario.case != "no_ddp":

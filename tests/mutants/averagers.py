@@ -75,6 +75,13 @@ class MovesParameters(Averager):
         super().average_one(parameter)
 
 
+class InOrderOfASet(Averager):
+    """Averages parameters in the order of a set, which is another on each rank."""
+
+    def average(self, params):
+        super().average(set(params))
+
+
 class OnlyTheLarge(Averager):
     """Leaves parameters of one element out."""
 
@@ -281,6 +288,7 @@ MUTANTS = (
     Mutant("DividedTwice,period=4,warmup_steps=10", ("14.1",), **OF),
     Mutant("NotANumber,period=4,warmup_steps=10", ("14.1",), **OF),
     Mutant("MovesParameters,period=4,warmup_steps=10", ("14.9",), **OF),
+    Mutant("InOrderOfASet,period=4,warmup_steps=10", ("14.1",), hangs=True, **OF),
     Mutant("OnlyTheLarge,period=4,warmup_steps=10", ("14.1",), **OF),
     Mutant("LateByOne,period=4,warmup_steps=10", ("14.2",), **OF),
     Mutant("NoWarmup,period=4,warmup_steps=10", ("14.2",), **OF),
