@@ -16,15 +16,16 @@ from collections.abc import Callable
 
 import torch
 
-from conformance.claims import Claims
-from conformance.engine import make_engine
-from conformance.kinds import HOOK
-from conformance.pool import Pool
-from conformance.rulebook import book
-from conformance.run import Run
-from conformance.scenario import VALUES, Scenario
-from conformance.sources import LocalSource
-from conformance.subject import REFERENCE, SubjectSpec, parse_subject
+from conformance.hosts.pool import Pool
+from conformance.records.run import Run
+from conformance.rules import book
+from conformance.scenarios.hook import VALUES
+from conformance.scenarios.model import Scenario
+from conformance.session.engine import make_engine
+from conformance.session.run_sources import LocalSource
+from conformance.subjects.claims import Claims
+from conformance.subjects.kinds import HOOK
+from conformance.subjects.spec import REFERENCE, SubjectSpec, parse_subject
 
 WORLDS = (1, 2, 3, 4)
 RANKS = (1, 2, 4, 8, 16)

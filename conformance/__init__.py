@@ -10,13 +10,13 @@ from conformance import watch            # in a training run
 
 from typing import TYPE_CHECKING, Any
 
-from conformance.subject import Case, Subject
+from conformance.subjects.spec import Case, Subject
 
 if TYPE_CHECKING:
-    from conformance.options import Options
-    from conformance.passive.live import Finding
-    from conformance.passive.watcher import Drift, Watcher, watch
-    from conformance.suite import certify
+    from conformance.session.certify import certify
+    from conformance.session.options import Options
+    from conformance.watching.judge import Finding
+    from conformance.watching.watcher import Drift, Watcher, watch
 
 __all__ = ["Case", "Drift", "Finding", "Options", "Subject", "Watcher", "certify", "watch"]
 
@@ -24,11 +24,11 @@ __all__ = ["Case", "Drift", "Finding", "Options", "Subject", "Watcher", "certify
 def __getattr__(name: str) -> Any:
     # Ranks import this package beside the subject: what only a controller needs is loaded when asked for.
     if name in ("Options", "certify"):
-        import conformance.suite
+        import conformance.session.certify
 
-        return getattr(conformance.suite, name)
+        return getattr(conformance.session.certify, name)
     if name in ("Drift", "Finding", "Watcher", "watch"):
-        import conformance.passive.watcher
+        import conformance.watching.watcher
 
-        return getattr(conformance.passive.watcher, name)
+        return getattr(conformance.watching.watcher, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,14 +3,14 @@
 import importlib
 import sys
 
+from conformance.certificates.markdown import printable
 from conformance.errors import CertificateError, ConformanceError, UsageError
-from conformance.markdown import printable
 
 # Each is a module with main(arguments) -> exit code, imported when it is asked for: none of them needs torch.
 COMMANDS = {
-    "gate": ("conformance.commands.gate", "[--baseline OLD.json] NEW.json"),
-    "summary": ("conformance.commands.summary", "FILE..."),
-    "statement": ("conformance.commands.statement", "CERTIFICATE"),
+    "gate": ("conformance.cli.gate", "[--baseline OLD.json] NEW.json"),
+    "summary": ("conformance.cli.summary", "FILE..."),
+    "statement": ("conformance.cli.statement", "CERTIFICATE"),
 }
 USAGE = "\n       ".join(
     [

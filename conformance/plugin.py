@@ -13,14 +13,13 @@ from types import ModuleType
 
 import pytest
 
+from conformance.cli._shared import POOL
 from conformance.errors import ConformanceError, UsageError
-from conformance.kinds import KINDS
-from conformance.nodes.attach import ranks_for
-from conformance.options import ATTACH_WAIT, DEADLINE, TEXT_OPTIONS, WORLD_SIZES, Options
-from conformance.pool import Ranks
-from conformance.preflight import check
+from conformance.session.options import ATTACH_WAIT, DEADLINE, TEXT_OPTIONS, WORLD_SIZES, Options, options_of
+from conformance.session.preflight import check
+from conformance.session.session import ranks_for
+from conformance.subjects.kinds import KINDS
 
-POOL = pytest.StashKey[Ranks]()
 _SUBJECTS = ("hook", "setup", *KINDS)
 _OURS = ("--hook", "--setup", "--replay", "--list-rules")  # other suites may well have an --optimizer
 
@@ -57,14 +56,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
         judges = any(getattr(given, name) for name in _SUBJECTS) and not (given.replay or given.list_rules)
         if judges and _can_run(given) and not given.collectonly:
             _start_host(early_config, options_of(given))
-        early_config.pluginmanager.register(_import_the_rest(), "conformance.pytest_items")
-
-
-def options_of(given: argparse.Namespace) -> Options:
-    """Return what was given of the kit's options."""
-    names = (*TEXT_OPTIONS, "backend", "device", "backend_import", "require_profile", "world_size", "deadline", "attach_wait")
-    text = {name: getattr(given, name) for name in names}
-    return Options(**text, rule=tuple(given.rule))
+        early_config.pluginmanager.register(_import_the_rest(), "conformance.cli.pytest_items")
 
 
 def _can_run(given: argparse.Namespace) -> bool:
@@ -93,7 +85,7 @@ def _import_the_rest() -> ModuleType:
     collects = gc.isenabled()
     gc.disable()
     try:
-        return importlib.import_module("conformance.pytest_items")
+        return importlib.import_module("conformance.cli.pytest_items")
     finally:
         gc.freeze()
         if collects:

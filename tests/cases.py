@@ -16,15 +16,17 @@ from dataclasses import dataclass
 
 import torch
 
-from conformance.claims import Claims, default_claims, parse_claims
-from conformance.engine import Engine, make_control
-from conformance.kinds import HOOK
-from conformance.pool import Pool
-from conformance.rulebook import MUST, Rule, book
-from conformance.sources import LocalSource
-from conformance.subject import SubjectSpec, parse_other, parse_subject, parse_target
-from conformance.supervise import die_with_parent
-from conformance.verdict import Judgement
+from conformance.hosts.pool import Pool
+from conformance.hosts.supervisor import die_with_parent
+from conformance.judging.rule import MUST, Rule
+from conformance.judging.verdict import Judgement
+from conformance.rules import book
+from conformance.session.engine import Engine, make_control
+from conformance.session.run_sources import LocalSource
+from conformance.subjects.claims import Claims, default_claims, parse_claims
+from conformance.subjects.kinds import HOOK
+from conformance.subjects.spec import SubjectSpec, parse_other, parse_subject
+from conformance.subjects.target import parse_target
 
 Judgements = dict[str, Judgement]
 # As many as the cores that CI has: a third made the tests a tenth slower. One more is for those that hang, and waits most of its time.

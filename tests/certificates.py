@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance.certificate import REQUIRED_WORLDS, conclude, digest, kit_identity
-from conformance.kinds import HOOK
-from conformance.rulebook import Rule, book
-from conformance.verdict import NOT_CLAIMED, Judgement, Verdict
+from conformance.certificates.certificate import REQUIRED_WORLDS, conclude, digest, kit_identity
+from conformance.judging.rule import Rule
+from conformance.judging.verdict import NOT_CLAIMED, Judgement, Verdict
+from conformance.rules import book
+from conformance.subjects.kinds import HOOK
 
 Body = dict[str, Any]
 NOT_CLAIMED_HERE = ("10.4", "11.2", "11.3", "13.1", "13.2", "13.3", "13.5", "13.8")

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from conformance.pool import Pool
-from conformance.rulebook import Rule, book
+from conformance.hosts.pool import Pool
+from conformance.judging.rule import Rule
+from conformance.rules import book
 from tests.cases import Case, Judgements, judges
 
 

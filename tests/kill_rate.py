@@ -31,9 +31,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from conformance.errors import ConformanceError
-from conformance.rulebook import MUST, book
-from conformance.supervise import die_with_parent
-from conformance.verdict import Verdict
+from conformance.hosts.supervisor import die_with_parent
+from conformance.judging.rule import MUST
+from conformance.judging.verdict import Verdict
+from conformance.rules import book
 from tests.cases import Case, own_judge
 from tests.hooks_ref.test_certified import LOSSLESS, OURS
 

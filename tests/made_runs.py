@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-from conformance.oracle import mean
-from conformance.record import RankRecord
-from conformance.run import Run
-from conformance.scenario import VALUES, Scenario
+from conformance.judging.oracles.mean import mean
+from conformance.records.rank_record import RankRecord
+from conformance.records.run import Run
+from conformance.scenarios.hook import VALUES
+from conformance.scenarios.model import Scenario
 
 Result = Callable[[Run, int, int, int], torch.Tensor]
 

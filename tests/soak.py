@@ -14,9 +14,10 @@ import re
 import sys
 import time
 
-from conformance.kinds import HOOK, KINDS
-from conformance.rulebook import MUST, book
-from conformance.verdict import Verdict
+from conformance.judging.rule import MUST
+from conformance.judging.verdict import Verdict
+from conformance.rules import book
+from conformance.subjects.kinds import HOOK, KINDS
 from tests import test_mutants, test_right
 from tests.cases import WORKERS, Case, judges
 from tests.hooks_ref import test_certified

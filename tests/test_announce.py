@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from conformance.errors import UsageError
-from conformance.nodes.announce import NobodyThere, announce, find, kit_digest, parse_endpoint
+from conformance.hosts.remote.rendezvous import NobodyThere, announce, find, kit_digest, parse_endpoint
 from tests.test_crew import host_of
 
 _STORES: list[TCPStore] = []  # kept: where one is destroyed another of the same process may stop answering

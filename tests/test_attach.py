@@ -14,18 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.breakage import breakage
 from conformance.errors import ProfileError, UsageError
-from conformance.nodes import announce, attach
-from conformance.nodes.announce import Announcement, NobodyThere, kit_digest
-from conformance.nodes.attach import AttachedPool, _Host, environments, place, ranks_for
-from conformance.nodes.wire import Stream
-from conformance.options import Options
-from conformance.scenario import VALUES
-from conformance.session import Session
-from conformance.sources import LocalSource
-from conformance.subject import REFERENCE, SubjectSpec
-from conformance.verdict import Verdict
+from conformance.hosts.remote import pool as attach
+from conformance.hosts.remote import rendezvous as announce
+from conformance.hosts.remote.pool import AttachedPool, _Host, environments, place
+from conformance.hosts.remote.rendezvous import Announcement, NobodyThere, kit_digest
+from conformance.hosts.remote.wire import Stream
+from conformance.judging.run_failures import breakage
+from conformance.judging.verdict import Verdict
+from conformance.scenarios.hook import VALUES
+from conformance.session.options import Options
+from conformance.session.run_sources import LocalSource
+from conformance.session.session import Session, ranks_for
+from conformance.subjects.spec import REFERENCE, SubjectSpec
 from tests.test_crew import host_of
 
 ROOT = Path(__file__).resolve().parent.parent

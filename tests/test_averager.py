@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from conformance.claims import default_claims, parse_claims
 from conformance.errors import TargetError, UsageError
-from conformance.kinds.averager import PLAIN, UNUSED
-from conformance.options import Options
-from conformance.pool import Pool
-from conformance.rulebook import MUST, Rule
-from conformance.rules.section_14_averagers import due
-from conformance.session import Session
-from conformance.subject import subject_of
+from conformance.hosts.pool import Pool
+from conformance.judging.oracles.averager import due
+from conformance.judging.rule import MUST, Rule
+from conformance.scenarios.averager import PLAIN, UNUSED
+from conformance.session.options import Options
+from conformance.session.preflight import subject_of
+from conformance.session.session import Session
+from conformance.subjects.claims import default_claims, parse_claims
 from tests.cases import Case, own_judge
 from tests.made_runs import made_run
 
@@ -125,7 +125,7 @@ def test_one_subject_at_a_time() -> None:
 
 def test_gradients_are_missing_on_some_ranks_and_on_all() -> None:
     """What the scenario is for, seen in what it feeds."""
-    from conformance.drive.averager import has_gradient
+    from conformance.ranks.drivers.averager import has_gradient
 
     seen = {
         tuple(has_gradient(UNUSED, 2, place, step, index) for place in (0, 1))

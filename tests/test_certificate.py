@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from conformance.certificate import REQUIRED_WORLDS, SCHEMA, conclude, digest, remove_stale
+from conformance.certificates.certificate import REQUIRED_WORLDS, SCHEMA, conclude, digest, remove_stale
 from conformance.errors import CERTIFIED, KIT_ERROR, NO_RULES, NOT_CERTIFIED, REFUSED, KitError
-from conformance.rulebook import Rule, golden_list
-from conformance.run_folder import write_json
-from conformance.verdict import Judgement, Verdict
+from conformance.judging.rule import Rule, golden_list
+from conformance.judging.verdict import Judgement, Verdict
+from conformance.records.files import write_json
 
 
 def judgements(rules: dict[str, Rule], **changed: Verdict) -> dict[str, Judgement]:

@@ -1,8 +1,8 @@
 """``chained``: what counts on a stream's order is judged with one collective at a time, and the certificate says so."""
 
-from conformance.options import Options
-from conformance.session import Session
-from conformance.verdict import Verdict
+from conformance.judging.verdict import Verdict
+from conformance.session.options import Options
+from conformance.session.session import Session
 from tests.cases import Case, own_judge
 
 TORCHS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"

@@ -1,7 +1,7 @@
 import pytest
 
-from conformance.claims import Claims, parse_claims
 from conformance.errors import UsageError
+from conformance.subjects.claims import Claims, parse_claims
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,21 @@ import torch
 import torch.distributed as dist
 
 import hooks_ref
-from conformance import messages
-from conformance.claims import default_claims, parse_claims
-from conformance.drive import collective
-from conformance.engine import Engine
 from conformance.errors import TargetError, UsageError
-from conformance.kinds.collective import CALLED, FORMS, PLAIN
-from conformance.lossy import under
-from conformance.pool import Pool
-from conformance.resolve import Factory
-from conformance.rulebook import MUST, Rule
+from conformance.hosts.pool import Pool
+from conformance.judging.rule import MUST, Rule
+from conformance.judging.verdict import Verdict
+from conformance.ranks.drivers import collective
+from conformance.ranks.resolve import Factory
 from conformance.rules import section_18_quantized_collectives as section
-from conformance.sources import LocalSource
-from conformance.subject import parse_other, parse_target
-from conformance.verdict import Verdict
+from conformance.scenarios import collective_messages as messages
+from conformance.scenarios.collective import CALLED, FORMS, PLAIN
+from conformance.session.engine import Engine
+from conformance.session.plan import under
+from conformance.session.run_sources import LocalSource
+from conformance.subjects.claims import default_claims, parse_claims
+from conformance.subjects.spec import parse_other
+from conformance.subjects.target import parse_target
 from hooks_ref.quantized_collectives import dequantize, quantize
 from tests.cases import Case, Judgements
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from conformance.certificate import digest
+from conformance.certificates.certificate import digest
 from conformance.errors import ConformanceError
-from conformance.options import Options
-from conformance.pool import Pool
-from conformance.session import Session
-from conformance.verdict import Verdict
+from conformance.hosts.pool import Pool
+from conformance.judging.verdict import Verdict
+from conformance.session.options import Options
+from conformance.session.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMS = {
@@ -146,7 +146,7 @@ def test_a_refusal_says_why_and_what_would_hold(project: Path) -> None:
 def test_claims_are_read_where_they_are_made(
     pool: Pool, project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], claims: str, said_by: str
 ) -> None:
-    (project / "pyproject.toml").write_text('[tool.conformance.claims]\n"mypkg:total" = "sum"\n')
+    (project / "pyproject.toml").write_text('[tool.conformance.subjects.claims]\n"mypkg:total" = "sum"\n')
     monkeypatch.chdir(project)
     given = {word.removeprefix("--"): value for word, value in zip(arguments[::2], arguments[1::2], strict=True)}
     session = Session(Options(**given, world_size="2", rule=("2.1,2.2",)), pool)  # it is not closed: the pool is everybody's
@@ -273,10 +273,10 @@ def test_interrupting_leaves_nothing_behind(project: Path) -> None:
 
 def test_a_full_disk_is_the_kits_error() -> None:
     """A rank that cannot write its record says so; it is no verdict on the subject."""
-    from conformance.breakage import breakage
-    from conformance.scenario import VALUES
-    from conformance.sources import LocalSource
-    from conformance.subject import REFERENCE
+    from conformance.judging.run_failures import breakage
+    from conformance.scenarios.hook import VALUES
+    from conformance.session.run_sources import LocalSource
+    from conformance.subjects.spec import REFERENCE
 
     with Pool(10.0) as pool:
         LocalSource(pool).run(VALUES, 1, REFERENCE, "fits")

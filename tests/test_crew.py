@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from conformance.breakage import breakage
-from conformance.nodes import crew
-from conformance.nodes.announce import Announcement
-from conformance.nodes.crew import Crew, Member
-from conformance.nodes.wire import ConnectionLost, Stream
-from conformance.run import load_run
-from conformance.run_folder import OUTCOME, write_json
-from conformance.scenario import VALUES
+from conformance.hosts.remote import run as crew
+from conformance.hosts.remote.rendezvous import Announcement
+from conformance.hosts.remote.run import Crew, Member
+from conformance.hosts.remote.wire import ConnectionLost, Stream
+from conformance.judging.run_failures import breakage
+from conformance.records.files import OUTCOME, write_json
+from conformance.records.run import load_run
+from conformance.scenarios.hook import VALUES
 
 Host = Callable[[Stream], None]
 

@@ -23,13 +23,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.engine import Engine, make_control
 from conformance.errors import ProfileError
-from conformance.pool import Pool
-from conformance.profiles import CUDA, SHARED, Profile, asked_for, settled
-from conformance.rulebook import MUST, Rule, book
-from conformance.sources import LocalSource
-from conformance.verdict import Judgement, Verdict
+from conformance.hosts.pool import Pool
+from conformance.judging.rule import MUST, Rule
+from conformance.judging.verdict import Judgement, Verdict
+from conformance.rules import book
+from conformance.scenarios.profiles import CUDA, SHARED, Profile, asked_for, settled
+from conformance.session.engine import Engine, make_control
+from conformance.session.run_sources import LocalSource
 from tests.cases import Case, subject_and_claims
 from tests.hooks_ref.test_certified import OURS, TORCHS
 from tests.mutants import Mutant, catalogue

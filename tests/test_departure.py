@@ -2,12 +2,12 @@
 
 import pytest
 
-from conformance.claims import parse_claims
-from conformance.pool import Pool
-from conformance.rulebook import Rule
-from conformance.run_folder import PEER_DIED
-from conformance.scenario import PEER_DIES_LATER
-from conformance.verdict import Found, Verdict
+from conformance.hosts.pool import Pool
+from conformance.judging.rule import Rule
+from conformance.judging.verdict import Found, Verdict
+from conformance.records.files import PEER_DIED
+from conformance.scenarios.hook import PEER_DIES_LATER
+from conformance.subjects.claims import parse_claims
 from tests.hooks_ref.algorithms import try_hook
 from tests.made_runs import event, made_run
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from conformance.claims import Claims
-from conformance.diagnosis import diagnose
-from conformance.oracle import mean
-from conformance.run import Run
-from conformance.scenario import SUBGROUPS, VALUES
+from conformance.judging.likely_causes import diagnose
+from conformance.judging.oracles.mean import mean
+from conformance.records.run import Run
+from conformance.scenarios.hook import SUBGROUPS, VALUES
+from conformance.subjects.claims import Claims
 from tests.made_runs import made_run
 
 NORMAL = VALUES.steps.index("normal")

@@ -5,16 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from conformance.claims import Claims, parse_claims
-from conformance.engine import HANGS, Engine, Source
 from conformance.errors import KitError, TargetError
-from conformance.kinds import HOOK
-from conformance.oracle import mean
-from conformance.rulebook import Rule, book
-from conformance.run import Run
-from conformance.scenario import Scenario
-from conformance.subject import REFERENCE, SubjectSpec
-from conformance.verdict import Found, Verdict
+from conformance.judging.oracles.mean import mean
+from conformance.judging.rule import Rule
+from conformance.judging.verdict import Found, Verdict
+from conformance.records.run import Run
+from conformance.rules import book
+from conformance.scenarios.model import Scenario
+from conformance.session.engine import HANGS, Engine, Source
+from conformance.subjects.claims import Claims, parse_claims
+from conformance.subjects.kinds import HOOK
+from conformance.subjects.spec import REFERENCE, SubjectSpec
 from tests.made_runs import broken_run, event, made_run
 
 Make = Callable[[Scenario, int], Run]

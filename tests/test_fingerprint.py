@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from conformance.fingerprint import changed_order, disagreement, order_of_groups
-from conformance.record import RankRecord
-from conformance.run import Run
-from conformance.run_folder import DONE
-from conformance.scenario import BUCKETS
+from conformance.judging.collective_order import changed_order, disagreement, order_of_groups
+from conformance.records.files import DONE
+from conformance.records.rank_record import RankRecord
+from conformance.records.run import Run
+from conformance.scenarios.hook import BUCKETS
 
 
 def run(*ranks: list[dict[str, Any]], stopped: str = "ended") -> Run:

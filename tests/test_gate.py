@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from conformance.__main__ import main
-from conformance.kinds import HOOK, KINDS
-from conformance.rulebook import golden_list
-from conformance.verdict import Found
+from conformance.judging.rule import golden_list
+from conformance.judging.verdict import Found
+from conformance.subjects.kinds import HOOK, KINDS
 from tests.certificates import Body, certificate, changed, ran, rule_of, without, written
 
 MUST = len(golden_list())

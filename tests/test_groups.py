@@ -7,7 +7,7 @@ import sys
 HELD_BY_ITS_CALLBACK = '''
 import os, threading
 import torch, torch.distributed as dist
-from conformance.groups import end_groups
+from conformance.ranks.process_groups import end_groups
 
 class Holder:
     def __init__(self):

@@ -6,7 +6,7 @@ import expecttest
 import pytest
 import torch
 
-from conformance.inputs import KINDS, gradient
+from conformance.scenarios.gradients import KINDS, gradient
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 

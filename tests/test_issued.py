@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conformance.passive import issued
-from conformance.passive.issued import Listener
+from conformance.watching import collectives as issued
+from conformance.watching.collectives import Listener
 
 
 @pytest.fixture

@@ -5,18 +5,19 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from conformance.claims import parse_claims
-from conformance.engine import Engine
 from conformance.errors import TargetError, UsageError
-from conformance.inputs import gradient
-from conformance.kinds.joinable import DDP, JOINABLES, PLAIN, SCENARIOS, SUBGROUPS, lengths
-from conformance.pool import Pool
-from conformance.rulebook import MUST, Rule, book
+from conformance.hosts.pool import Pool
+from conformance.judging.rule import MUST, Rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.rules import book
 from conformance.rules import section_17_joins as section
-from conformance.run import Run
-from conformance.sources import LocalSource
-from conformance.subject import parse_other
-from conformance.verdict import Found
+from conformance.scenarios.gradients import gradient
+from conformance.scenarios.joinable import DDP, JOINABLES, PLAIN, SCENARIOS, SUBGROUPS, lengths
+from conformance.session.engine import Engine
+from conformance.session.run_sources import LocalSource
+from conformance.subjects.claims import parse_claims
+from conformance.subjects.spec import parse_other
 from tests.cases import Case, Judgements
 from tests.made_runs import event
 

@@ -3,7 +3,7 @@
 import pytest
 
 from conformance.errors import TargetError
-from conformance.verdict import Judgement, Verdict
+from conformance.judging.verdict import Judgement, Verdict
 from tests.cases import Case, own_judge
 
 POWER_SGD = "like(powerSGD_hook, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1)"

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.claims import parse_claims
-from conformance.passive.live import Judged, LiveRun, judge_collectives, judge_models, judge_values, renamed
-from conformance.passive.sampling import Layout, Taken, pack, unpack
+from conformance.subjects.claims import parse_claims
+from conformance.watching.judge import Judged, LiveRun, judge_collectives, judge_models, judge_values, renamed
+from conformance.watching.sampling import Layout, Taken, pack, unpack
 
 FED = torch.tensor([[1.0, -3.0, 5.0, 1e-3], [2.0, 7.0, -5.0, 3e-3]])
 MEAN = FED.double().mean(0).float()

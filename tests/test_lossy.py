@@ -2,7 +2,7 @@
 
 import torch
 
-from conformance.lossy import ROUNDINGS, _solve
+from conformance.judging.oracles.lossy import ROUNDINGS, _solve
 
 
 def test_weights_are_solved_for_to_the_last_bits_of_float64() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import expecttest
 import pytest
 
-from conformance.rulebook import MUST, Rule
-from conformance.verdict import Failure, Verdict
+from conformance.judging.rule import MUST, Rule
+from conformance.judging.verdict import Failure, Verdict
 from tests.cases import Case, Judgements
 from tests.mutants import Mutant, catalogue
 

@@ -6,16 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance.claims import parse_claims
 from conformance.errors import TargetError, UsageError
-from conformance.inputs import gradient
-from conformance.kinds.optimizer import ADAM, OPTIMIZER, RELOADED, START, setting
-from conformance.record import RankRecord
-from conformance.rulebook import MUST, Rule
-from conformance.rules.section_15_optimizer_wrappers import _right
-from conformance.run import Run
-from conformance.scenario import Scenario
-from conformance.verdict import Verdict
+from conformance.judging.oracles.optimizer import _right
+from conformance.judging.rule import MUST, Rule
+from conformance.judging.verdict import Verdict
+from conformance.records.rank_record import RankRecord
+from conformance.records.run import Run
+from conformance.scenarios.gradients import gradient
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.optimizer import ADAM, RELOADED, START, setting
+from conformance.subjects.claims import parse_claims
+from conformance.subjects.kinds.optimizer import OPTIMIZER
 from tests.cases import Case, Judgements, own_judge
 from tests.made_runs import event
 

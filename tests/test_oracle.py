@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from conformance.claims import Claims
-from conformance.oracle import compare, expected, mean
-from conformance.run import Run
-from conformance.scenario import VALUES
+from conformance.judging.oracles.mean import compare, expected, mean
+from conformance.records.run import Run
+from conformance.scenarios.hook import VALUES
+from conformance.subjects.claims import Claims
 from tests.made_runs import made_run
 
 NORMAL, WIDE = VALUES.steps.index("normal"), VALUES.steps.index("wide")

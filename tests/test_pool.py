@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from conformance.breakage import breakage
 from conformance.errors import KitError
-from conformance.pool import Pool
-from conformance.scenario import ALL, VALUES, VALUES_AGAIN
-from conformance.sources import LocalSource
-from conformance.subject import REFERENCE, SubjectSpec
+from conformance.hosts.pool import Pool
+from conformance.judging.run_failures import breakage
+from conformance.scenarios.hook import ALL, VALUES, VALUES_AGAIN
+from conformance.session.run_sources import LocalSource
+from conformance.subjects.spec import REFERENCE, SubjectSpec
 
 
 def processes_of(base: str) -> list[str]:
@@ -94,7 +94,7 @@ def test_ranks_are_where_the_caller_is_and_elsewhere_strings_hash_otherwise(
 
 KILLED_IDLE = """
 import os, signal
-from conformance.pool import Pool
+from conformance.hosts.pool import Pool
 pool = Pool(100.0)
 pool.greeting()
 print(pool._base, flush=True)
@@ -102,9 +102,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 KILLED_BUSY = """
 import os, signal, threading
-from conformance.pool import Pool
-from conformance.scenario import VALUES
-from conformance.subject import SubjectSpec
+from conformance.hosts.pool import Pool
+from conformance.scenarios.model import VALUES
+from conformance.subjects.spec import SubjectSpec
 pool = Pool(100.0)
 pool.greeting()
 print(pool._base, flush=True)
@@ -192,10 +192,10 @@ def test_a_user_module_cannot_shadow_what_the_host_imports(tmp_path: Path, monke
 IGNORED = """
 import signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-from conformance.pool import Pool
-from conformance.scenario import VALUES
-from conformance.sources import LocalSource
-from conformance.subject import REFERENCE
+from conformance.hosts.pool import Pool
+from conformance.scenarios.model import VALUES
+from conformance.session.run_sources import LocalSource
+from conformance.subjects.spec import REFERENCE
 with Pool(30.0) as pool:
     print(LocalSource(pool).run(VALUES, 1, REFERENCE, "values@1").ranks[0].first("state", at="start")["process"]["signal handlers"])
 """

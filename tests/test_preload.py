@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from conformance.breakage import breakage
-from conformance.pool import Pool
-from conformance.scenario import VALUES
-from conformance.sources import LocalSource
-from conformance.subject import SubjectSpec
+from conformance.hosts.pool import Pool
+from conformance.judging.run_failures import breakage
+from conformance.scenarios.hook import VALUES
+from conformance.session.run_sources import LocalSource
+from conformance.subjects.spec import SubjectSpec
 
 OTHERS = """
 import torch.distributed as dist
@@ -24,7 +24,7 @@ def theirs(group, bucket):
 # of pools, 2.1 and more where they lie scattered.
 DENSE = """
 import ctypes, json
-from conformance.preload import preload
+from conformance.hosts.preload import preload
 preload()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -39,7 +39,7 @@ print(json.dumps(found))
 
 DRAWS = """
 import random
-from conformance.preload import preload
+from conformance.hosts.preload import preload
 preload()
 import torch
 print(random.random(), torch.rand(()).item())

@@ -12,20 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conformance.claims import default_claims, parse_claims
-from conformance.engine import Engine, Source
 from conformance.errors import ProfileError, RequiredProfileError, UsageError
-from conformance.kinds import KINDS
-from conformance.lossy import under
-from conformance.options import Options
-from conformance.place import dispatch_key, take_place
-from conformance.pool import Pool
-from conformance.profiles import GLOO_CPU, SHARED, Profile, asked_for, kept_profile, profile_from_json, require, settled
-from conformance.rulebook import Rule, golden_list
-from conformance.scenario import BUCKETS, ORDERED, RAW, VALUES, scenario_from_json
-from conformance.session import Session, select_rules
-from conformance.subject import REFERENCE, parse_target
-from conformance.verdict import Verdict
+from conformance.hosts.pool import Pool
+from conformance.judging.rule import Rule, golden_list
+from conformance.judging.verdict import Verdict
+from conformance.ranks.placement import dispatch_key, take_place
+from conformance.scenarios.hook import BUCKETS, ORDERED, RAW, VALUES
+from conformance.scenarios.model import scenario_from_json
+from conformance.scenarios.profiles import GLOO_CPU, SHARED, Profile, asked_for, kept_profile, profile_from_json, require, settled
+from conformance.session.engine import Engine, Source
+from conformance.session.options import Options
+from conformance.session.plan import under
+from conformance.session.session import Session, select_rules
+from conformance.subjects.claims import default_claims, parse_claims
+from conformance.subjects.kinds import KINDS
+from conformance.subjects.spec import REFERENCE
+from conformance.subjects.target import parse_target
 from tests.test_cuda import ROOT, gate
 
 NCCL, GLOO_CUDA = asked_for("nccl"), asked_for("gloo", "cuda")

@@ -2,13 +2,13 @@
 
 import pytest
 
-from conformance.claims import Claims
-from conformance.engine import Engine
-from conformance.pool import Pool
-from conformance.propose import proposal_lines, propose
-from conformance.rulebook import Rule
-from conformance.sources import LocalSource
-from conformance.subject import REFERENCE, parse_subject
+from conformance.hosts.pool import Pool
+from conformance.judging.rule import Rule
+from conformance.session.claim_search import proposal_lines, propose
+from conformance.session.engine import Engine
+from conformance.session.run_sources import LocalSource
+from conformance.subjects.claims import Claims
+from conformance.subjects.spec import REFERENCE, parse_subject
 
 
 @pytest.mark.parametrize(

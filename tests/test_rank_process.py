@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from conformance.rank_process import parameters_apart
+from conformance.ranks.models.probe import parameters_apart
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 9, 33])

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from conformance.passive.replicas import LOOK, differing, elements, fold, folds, place
+from conformance.watching.replicas import LOOK, differing, elements, fold, folds, place
 
 
 def find(one: torch.Tensor, other: torch.Tensor, places: list[int]) -> tuple[int, torch.Tensor] | None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from conformance.errors import TargetError
-from conformance.pool import Pool
-from conformance.resolve import call_with_names, describe, make_hook, make_state, resolve
-from conformance.scenario import VALUES
-from conformance.subject import Subject, SubjectSpec
+from conformance.hosts.pool import Pool
+from conformance.ranks.resolve import call_with_names, describe, make_hook, make_state, resolve
+from conformance.scenarios.hook import VALUES
+from conformance.subjects.spec import Subject, SubjectSpec
 from tests.hooks_ref.algorithms import try_hook
 
 CONTEXT: dict[str, Callable[[], Any]] = {

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from conformance.rulebook import Rule, book
+from conformance.judging.rule import Rule
+from conformance.rules import book
 from tests.cases import Case, Judgements, refusals
 from tests.right import Right, catalogue
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import expecttest
 import pytest
 
-from conformance import rulebook
-from conformance.engine import MACHINE_RULES
-from conformance.kinds import HOOK, KINDS
-from conformance.options import Options
-from conformance.rulebook import MUST, SECTIONS, SHOULD, Rule, golden_list
-from conformance.scenario import ALL, BY_NAME
+from conformance.judging import rule as rulebook
+from conformance.judging.rule import MUST, SECTIONS, SHOULD, Rule, golden_list
+from conformance.scenarios.hook import ALL, BY_NAME
+from conformance.session.engine import MACHINE_RULES
+from conformance.session.options import Options
+from conformance.subjects.kinds import HOOK, KINDS
 from tests.mutants import catalogue
 
 EVERY = (*ALL, *(scenario for kind in KINDS.values() for scenario in kind.scenarios))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from conformance.passive.sampling import MOST_GATHERED, Layout, Taken, pack, take, top, unpack
+from conformance.watching.sampling import MOST_GATHERED, Layout, Taken, pack, take, top, unpack
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Parameter]:

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from conformance import graphs, streams
-from conformance.claims import parse_claims
-from conformance.lossy import under
-from conformance.oracle import mean
-from conformance.rulebook import Rule
-from conformance.run import Run
-from conformance.scenario import BUCKETS, GRAPH, LONG, ORDERED, STREAMS, VALUES
-from conformance.verdict import Found, Verdict
+from conformance.judging.oracles.mean import mean
+from conformance.judging.rule import Rule
+from conformance.judging.verdict import Found, Verdict
+from conformance.ranks.drivers import cuda_graph as graphs
+from conformance.ranks.instruments import stream_delays as streams
+from conformance.records.run import Run
+from conformance.scenarios.hook import BUCKETS, GRAPH, LONG, ORDERED, STREAMS, VALUES
+from conformance.session.plan import under
+from conformance.subjects.claims import parse_claims
 from tests.made_runs import event, made_run
 
 EXACT, LOSSY = parse_claims("exact"), parse_claims("compressed")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import hooks_ref
-from conformance.simulate import CannotSimulate, DeferredGroup, simulate
-from conformance.verdict import Verdict
+from conformance.judging.verdict import Verdict
+from conformance.ranks.drivers.simulated_ranks import CannotSimulate, DeferredGroup, simulate
 from tests.cases import Case, own_judge
 
 SIZE, NUMEL = 5, 10

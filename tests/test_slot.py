@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from conformance.nodes import slot
-from conformance.nodes.announce import find
-from conformance.nodes.attach import AttachedPool
-from conformance.nodes.wire import ConnectionLost, Stream
-from conformance.scenario import VALUES
-from conformance.sources import LocalSource
-from conformance.subject import REFERENCE, SubjectSpec
+from conformance.hosts.remote import host as slot
+from conformance.hosts.remote.pool import AttachedPool
+from conformance.hosts.remote.rendezvous import find
+from conformance.hosts.remote.wire import ConnectionLost, Stream
+from conformance.scenarios.hook import VALUES
+from conformance.session.run_sources import LocalSource
+from conformance.subjects.spec import REFERENCE, SubjectSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 WAITS = """

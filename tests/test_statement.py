@@ -15,8 +15,8 @@ from in_toto_attestation.v1.statement import Statement
 from in_toto_attestation.v1.statement_pb2 import Statement as StatementPb
 
 from conformance.__main__ import main
-from conformance.certificate import kit_identity
-from conformance.statement import PREDICATE_TYPE
+from conformance.certificates.certificate import kit_identity
+from conformance.certificates.in_toto import PREDICATE_TYPE
 from tests.certificates import Body, certificate, changed, ran, rule_of, written
 from tests.test_summary import report
 

@@ -6,19 +6,20 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from conformance.claims import Claims, default_claims, parse_claims
-from conformance.engine import make_engine
 from conformance.errors import TargetError, UsageError
-from conformance.kinds.strategy import PLAIN, STRATEGY, multiple
-from conformance.pool import Pool
-from conformance.record import RankRecord
-from conformance.rulebook import MUST, Rule
-from conformance.rules.section_16_strategies import _fed, _parts, _ranks, _roundings, right
-from conformance.run import Run
-from conformance.scenario import Scenario
-from conformance.sources import LocalSource
-from conformance.subject import parse_other
-from conformance.verdict import Found, Verdict
+from conformance.hosts.pool import Pool
+from conformance.judging.oracles.strategy import _fed, _parts, _ranks, _roundings, right
+from conformance.judging.rule import MUST, Rule
+from conformance.judging.verdict import Found, Verdict
+from conformance.records.rank_record import RankRecord
+from conformance.records.run import Run
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.strategy import PLAIN, multiple
+from conformance.session.engine import make_engine
+from conformance.session.run_sources import LocalSource
+from conformance.subjects.claims import Claims, default_claims, parse_claims
+from conformance.subjects.kinds.strategy import STRATEGY
+from conformance.subjects.spec import parse_other
 from tests.cases import Case, Judgements
 from tests.made_runs import event
 

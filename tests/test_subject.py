@@ -1,7 +1,8 @@
 import pytest
 
 from conformance.errors import UsageError
-from conformance.subject import parse_subject, parse_target
+from conformance.subjects.spec import parse_subject
+from conformance.subjects.target import parse_target
 
 
 def test_takes_a_target_apart() -> None:

@@ -9,8 +9,8 @@ import pytest
 from markdown_it import MarkdownIt
 
 from conformance.__main__ import main
-from conformance.markdown import block, span
-from conformance.summary import gate_markdown, session_markdown
+from conformance.certificates.markdown import block, span
+from conformance.certificates.markdown_summary import gate_markdown, session_markdown
 from tests.certificates import Body, certificate, changed, ran, rule_of, written
 
 HOSTILE = [

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from conformance.claims import Claims
-from conformance.oracle import compare
-from conformance.run import Run
-from conformance.scenario import DTYPES
+from conformance.judging.oracles.mean import compare
+from conformance.records.run import Run
+from conformance.scenarios.hook import DTYPES
+from conformance.subjects.claims import Claims
 from tests.made_runs import made_run
 
 Sum = Callable[[list[torch.Tensor]], torch.Tensor]

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.pool import Pool
-from conformance.scenario import SUBGROUPS, Param, Scenario
+from conformance.hosts.pool import Pool
+from conformance.scenarios.hook import SUBGROUPS
+from conformance.scenarios.model import Param, Scenario
 from tests.hooks_ref.algorithms import run_hook
 
 WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), level=0.0)

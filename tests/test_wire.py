@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance.nodes.wire import LINE_LIMIT, RECORDS, ConnectionLost, Stream
-from conformance.run_folder import EVENTS, STATE
+from conformance.hosts.remote.wire import LINE_LIMIT, RECORDS, ConnectionLost, Stream
+from conformance.records.files import EVENTS, STATE
 
 Pair = tuple[Stream, Stream]
 

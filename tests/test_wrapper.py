@@ -5,14 +5,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from conformance.claims import default_claims, parse_claims
-from conformance.engine import make_engine
 from conformance.errors import TargetError, UsageError
-from conformance.pool import Pool
-from conformance.rulebook import MUST, Rule
-from conformance.rules.section_19_wrappers import CLOSE, _apart, _prefix
-from conformance.sources import LocalSource
-from conformance.subject import parse_other
+from conformance.hosts.pool import Pool
+from conformance.judging.oracles.wrapper import CLOSE, _apart, _prefix
+from conformance.judging.rule import MUST, Rule
+from conformance.session.engine import make_engine
+from conformance.session.run_sources import LocalSource
+from conformance.subjects.claims import default_claims, parse_claims
+from conformance.subjects.spec import parse_other
 from tests.cases import Case, Judgements
 
 TORCHS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"

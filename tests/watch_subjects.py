@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import hooks_ref
 from conformance import Case, Drift, Watcher, watch
 from conformance.errors import UsageError
-from conformance.resolve import call_with_names, make_hook, resolve
-from conformance.subject import SubjectSpec
+from conformance.ranks.resolve import call_with_names, make_hook, resolve
+from conformance.subjects.spec import SubjectSpec
 
 CAP = 256 / 2**20  # several buckets
 
@@ -294,7 +294,7 @@ def fails(process_group: Any, rank: int, *, where: str) -> Case:
     """The kit's own code raises on rank 1, where it is called from backward or when that is over: the training goes on."""
 
     def check() -> None:
-        from conformance.passive import sampling, watcher
+        from conformance.watching import sampling, watcher
 
         ddp, told = model_with(process_group, "hooks_ref:allreduce_hook"), list[Any]()
         look = watch(ddp, 1, on_failure=told.append, timeout=20.0)

@@ -1,13 +1,12 @@
 """Section 10: how the hook communicates."""
 
-from conformance.claims import LOCAL, Claims
-from conformance.fingerprint import changed_order, disagreement, order_of_groups
-from conformance.rulebook import SHOULD, rule
-from conformance.rules.section_2_equivalence import require_steps
-from conformance.rules.section_3_replicas import require_same
-from conformance.run import Run
-from conformance.scenario import BUCKETS, ORDERED, RAW, SCHEDULES
-from conformance.verdict import Found
+from conformance.judging.collective_order import changed_order, disagreement, order_of_groups
+from conformance.judging.requirements import require_same, require_steps
+from conformance.judging.rule import SHOULD, rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.hook import BUCKETS, ORDERED, RAW, SCHEDULES
+from conformance.subjects.claims import LOCAL, Claims
 
 
 @rule(

@@ -2,15 +2,13 @@
 
 from dataclasses import replace
 
-from conformance.claims import Claims
-from conformance.record import RankRecord
-from conformance.rulebook import SHOULD, rule
-from conformance.rules.section_2_equivalence import require_steps
-from conformance.rules.section_3_replicas import require_same
-from conformance.rules.section_13_lossy import require_optimizer
-from conformance.run import Run
-from conformance.scenario import RESUMED, RESUMED_ONE, SAVED, SAVED_ONE, TWO_MODELS, VALUES
-from conformance.verdict import Found
+from conformance.judging.requirements import require_optimizer, require_same, require_steps
+from conformance.judging.rule import SHOULD, rule
+from conformance.judging.verdict import Found
+from conformance.records.rank_record import RankRecord
+from conformance.records.run import Run
+from conformance.scenarios.hook import RESUMED, RESUMED_ONE, SAVED, SAVED_ONE, TWO_MODELS, VALUES
+from conformance.subjects.claims import Claims
 
 
 @rule(

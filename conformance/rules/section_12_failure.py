@@ -1,11 +1,11 @@
 """Section 12: a failure surfaces as an error, and a local gradient is never passed off as a mean."""
 
-from conformance.claims import LOCAL, Claims
-from conformance.rulebook import rule
-from conformance.run import Run
-from conformance.run_folder import PEER_DIED
-from conformance.scenario import COLLECTIVE_RAISES, PEER_DIES, PEER_DIES_LATER, PEER_SILENT
-from conformance.verdict import Found
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.files import PEER_DIED
+from conformance.records.run import Run
+from conformance.scenarios.hook import COLLECTIVE_RAISES, PEER_DIES, PEER_DIES_LATER, PEER_SILENT
+from conformance.subjects.claims import LOCAL, Claims
 
 
 def _require_raised(run: Run, rank: int, what: str, found: Found) -> None:

@@ -1,19 +1,17 @@
 """Section 13: what a hook must do whose result is not the mean, or is more than that."""
 
-import ast
 from itertools import combinations
-from typing import Any
 
 import torch
 
-from conformance import lossy, oracle
-from conformance.claims import CONTRACTION, DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims
-from conformance.probe import lay_out
-from conformance.rulebook import rule
-from conformance.rules.section_2_equivalence import require_steps
-from conformance.run import Run
-from conformance.scenario import ACCUMULATED, BUCKETS, DTYPES, LIKE, ORDERED, SHAPES, SMALL_GRADIENTS, SUBGROUPS, VALUES
-from conformance.verdict import Found
+from conformance.judging.oracles import lossy
+from conformance.judging.oracles import mean as oracle
+from conformance.judging.requirements import require_optimizer, require_steps
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.hook import ACCUMULATED, BUCKETS, DTYPES, LIKE, ORDERED, SHAPES, SMALL_GRADIENTS, SUBGROUPS, VALUES
+from conformance.subjects.claims import CONTRACTION, DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims
 
 CONTRACT = ("1.1", "1.2", "1.5", "1.9")
 
@@ -144,33 +142,6 @@ def fused(run: Run, claims: Claims, found: Found) -> None:
     require_optimizer(run, claims, found)
 
 
-def require_optimizer(run: Run, claims: Claims, found: Found) -> None:
-    """Compare the parameters after every step with what the optimizer of ``claims.fused`` makes of the run's gradients."""
-    for rank in range(run.world):
-        for index, spec in enumerate(run.scenario.params):
-            parameter = torch.nn.Parameter(lay_out(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)), spec.layout))
-            optimizer, moved = _optimizer(claims.fused, parameter), torch.zeros(())
-            for step in range(len(run.scenario.steps)):
-                got, before = run.got(rank, step, index), parameter.detach().clone()
-                if got is None:
-                    break  # 2.1 says so
-                if step >= claims.after:
-                    parameter.grad = got.to(parameter.dtype).reshape(spec.shape)
-                    optimizer.step()
-                moved = moved + (parameter.detach() - before).abs()
-                now = run.ranks[rank].tensors[f"{step}/parameter/{run.parameter_name(index)}"]
-                right = parameter.detach()
-                near = (now - right).abs() <= 64 * torch.finfo(parameter.dtype).eps * moved
-                wrong = ~(near | (now == right) | (now.isnan() & right.isnan()))  # Adam divides 0 by 0 where float16 has lost its epsilon
-                where = f"rank {rank}, step {step}, parameter {run.parameter_name(index)}"
-                said = _first(wrong, parameter.detach(), now)
-                if not found.require(
-                    not wrong.any(), f"as {claims.fused} leaves it", f"{where}: {said}", _fused_cause(run, rank, step, index)
-                ):
-                    return
-                found.checked(now.numel())
-
-
 @rule(
     "13.7",
     "it sends no more than it says",
@@ -283,25 +254,3 @@ def frees_gradients(run: Run, claims: Claims, found: Found) -> None:
 def small_gradients(run: Run, claims: Claims, found: Found) -> None:
     """Under a lossy claim, what holds of random gradients (13.1, 13.2, 13.3, 13.5) holds of those a thousandth as large too."""
     lossy.require(run, claims, found)
-
-
-def _optimizer(text: str, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-    call = ast.parse(text, mode="eval").body
-    assert isinstance(call, ast.Call)
-    assert isinstance(call.func, ast.Name)
-    options: dict[str, Any] = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    made: torch.optim.Optimizer = getattr(torch.optim, call.func.id)([parameter], **options)
-    return made
-
-
-def _first(wrong: torch.Tensor, expected: torch.Tensor, now: torch.Tensor) -> str:
-    if not wrong.any():
-        return ""
-    at = int(wrong.reshape(-1).nonzero()[0])
-    values = f"{now.reshape(-1)[at].item():.9g} instead of {expected.reshape(-1)[at].item():.9g}"
-    return f"{values}; {int(wrong.sum())} of {wrong.numel()} elements are wrong"
-
-
-def _fused_cause(run: Run, rank: int, step: int, index: int) -> str:
-    now = run.ranks[rank].tensors[f"{step}/parameter/{run.parameter_name(index)}"]
-    return "it was not stepped at all" if now.numel() and not now.any() else ""

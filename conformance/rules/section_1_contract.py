@@ -3,13 +3,13 @@
 from itertools import combinations
 from typing import Any
 
-from conformance import oracle
-from conformance.claims import Claims
-from conformance.rulebook import SHOULD, rule
-from conformance.rules.section_2_equivalence import require_steps
-from conformance.run import Run
-from conformance.scenario import AS_IS, BUCKETS, DTYPES, LONG, ORDERED, SHAPES, VALUES, VIEWS
-from conformance.verdict import Found
+from conformance.judging.oracles import mean as oracle
+from conformance.judging.requirements import require_steps
+from conformance.judging.rule import SHOULD, rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.hook import AS_IS, BUCKETS, DTYPES, LONG, ORDERED, SHAPES, VALUES, VIEWS
+from conformance.subjects.claims import Claims
 
 DOC = "torch documentation, DistributedDataParallel.register_comm_hook"
 

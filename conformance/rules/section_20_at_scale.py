@@ -10,12 +10,12 @@ import math
 
 import torch
 
-from conformance.claims import Claims
-from conformance.inputs import at_scale
-from conformance.rulebook import SHOULD, rule
-from conformance.run import Run
-from conformance.scenario import AT_SCALE, SCALE_NUMEL, SCALES
-from conformance.verdict import Found
+from conformance.judging.rule import SHOULD, rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.gradients import at_scale
+from conformance.scenarios.hook import AT_SCALE, SCALE_NUMEL, SCALES
+from conformance.subjects.claims import Claims
 
 LIMITS = {None: 2**-10, "float16": 1 / 16, "bfloat16": 1 / 16}  # by the dtype that is rounded to; of the largest gradient
 

@@ -4,14 +4,14 @@ from itertools import pairwise, product, takewhile
 
 import torch
 
-from conformance.claims import Claims
-from conformance.lossy import LIMIT
-from conformance.profiles import CUDA
-from conformance.rulebook import SHOULD, rule
-from conformance.rules.section_2_equivalence import lossy_instead, require_steps
-from conformance.run import Run
-from conformance.scenario import BUCKETS, GRAPH, LONG, STREAMS, VALUES
-from conformance.verdict import Found
+from conformance.judging.oracles.lossy import LIMIT
+from conformance.judging.requirements import lossy_instead, require_steps
+from conformance.judging.rule import SHOULD, rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.hook import BUCKETS, GRAPH, LONG, STREAMS, VALUES
+from conformance.scenarios.profiles import CUDA
+from conformance.subjects.claims import Claims
 
 SEMANTICS = "torch documentation, CUDA semantics"
 MEASURED = 7  # of the last steps: growth is what lies between them

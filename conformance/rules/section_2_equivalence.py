@@ -2,57 +2,17 @@
 
 import torch
 
-from conformance import lossy, oracle
-from conformance.claims import LOCAL, Claims
-from conformance.diagnosis import diagnose, norm_ratios
-from conformance.rulebook import rule
-from conformance.run import Run
-from conformance.scenario import AS_IS, COMPLEX, DTYPES, FEWER, LARGE, SHAPES, SIZES, SPARSE, SUBGROUPS, VALUES
-from conformance.verdict import Found
+from conformance.judging.likely_causes import norm_ratios
+from conformance.judging.oracles import lossy
+from conformance.judging.oracles import mean as oracle
+from conformance.judging.requirements import lossy_instead, require_steps
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.hook import AS_IS, COMPLEX, DTYPES, FEWER, LARGE, SHAPES, SIZES, SPARSE, SUBGROUPS, VALUES
+from conformance.subjects.claims import LOCAL, Claims
 
 DOC = "torch documentation, DDP Communication Hooks"
-
-
-def require_steps(run: Run, claims: Claims, found: Found, steps: list[int]) -> bool:
-    """Require every gradient of ``steps`` to be right; report the first that is not. Returns whether all are.
-
-    Of a lossy result no one step says whether it is right: all steps of the run are judged together, as its claim says.
-    """
-    if claims.lossy:
-        before = len(found.failures)
-        lossy.require(run, claims, found)
-        return len(found.failures) == before
-    for step in steps:
-        comparison = oracle.compare(run, step, claims)
-        found.checked(comparison.checked, comparison.margin)
-        if comparison.mismatch:
-            expected, actual = describe(run, comparison.mismatch, claims)
-            found.require(False, expected, actual, diagnose(run, step, claims))
-            return False
-    return True
-
-
-def lossy_instead(claims: Claims, found: Found, rules: str) -> bool:
-    """Where the claims are lossy, say which rules hold the result to account instead. Returns whether they are."""
-    if claims.lossy:
-        found.does_not_apply(f"under {claims} {rules}")
-    return bool(claims.lossy)
-
-
-def describe(run: Run, wrong: oracle.Mismatch, claims: Claims) -> tuple[str, str]:
-    """Say what a mismatch should have been and what it was, with its place."""
-    spec = run.scenario.params[wrong.parameter]
-    bucket = run.bucket_of(wrong.rank, wrong.step, wrong.parameter)
-    what = "sum" if claims.sum else "mean"
-    within = f" within {wrong.bound:.3g}" if wrong.bound else ", bit for bit"
-    actual = "no gradient" if wrong.missing else f"{wrong.actual:.9g}"
-    place = run.place(wrong.parameter, wrong.index)
-    where = f"rank {wrong.rank}, step {wrong.step}" + ("" if bucket is None else f", bucket {bucket}")
-    return (
-        f"{what} {wrong.expected:.9g}{within}",
-        f"{actual} on {where}, parameter {run.parameter_name(wrong.parameter)} ({spec.dtype}), index {place}; "
-        f"{wrong.wrong} of {wrong.total} elements of the step are wrong",
-    )
 
 
 @rule(

@@ -1,47 +1,11 @@
 """Section 3: replicas stay replicas."""
 
-from collections.abc import Callable
-
-import torch
-
-from conformance.claims import LOCAL, Claims
-from conformance.rulebook import rule
-from conformance.run import Run
-from conformance.scenario import TRAINING, VALUES, VALUES_AGAIN
-from conformance.verdict import Found
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _step_and_name(name: str) -> tuple[int, str]:
-    step, _, what = name.partition("/")
-    return (int(step), what) if step.isdigit() else (-1, name)
-
-
-def _element(name: str, at: int) -> str:
-    return f"element {at}"
-
-
-def require_same(
-    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], who: str, found: Found, element: Callable[[str, int], str] = _element
-) -> None:
-    """Require two sets of tensors to have the same names and bits; report the first that differs, an ``element`` as that says."""
-    found.require(one.keys() == other.keys(), "the same gradients", f"{who}: only one has {sorted(one.keys() ^ other.keys())[:3]}")
-    for name in sorted(one.keys() & other.keys(), key=_step_and_name):
-        a, b = one[name], other[name]
-        if not torch.equal(_bits(a), _bits(b)):
-            at = int((a.reshape(-1) != b.reshape(-1)).nonzero()[:1].sum())
-            step, _, what = name.partition("/")
-            where = element(name, at)
-            found.require(
-                False,
-                "the same bits",
-                f"{who} differ at step {step}, {what}, {where}: {a.reshape(-1)[at].item():.9g} and {b.reshape(-1)[at].item():.9g}",
-            )
-            return
-        found.checked(a.numel())
+from conformance.judging.requirements import require_same
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.hook import TRAINING, VALUES, VALUES_AGAIN
+from conformance.subjects.claims import LOCAL, Claims
 
 
 @rule(

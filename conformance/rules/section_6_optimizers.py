@@ -1,12 +1,12 @@
 """Section 6: models train under the hook as they do under vanilla DDP, whatever steps them."""
 
-from conformance import lossy
-from conformance.claims import LOCAL, Claims
-from conformance.rulebook import rule
-from conformance.rules.section_3_replicas import require_same
-from conformance.run import Run
-from conformance.scenario import OPTIMIZERS
-from conformance.verdict import Found
+from conformance.judging.oracles import lossy
+from conformance.judging.requirements import require_same
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.hook import OPTIMIZERS
+from conformance.subjects.claims import LOCAL, Claims
 
 
 def _require_parity(runs: dict[str, Run], found: Found, steps: range) -> None:

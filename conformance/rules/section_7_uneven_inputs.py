@@ -1,11 +1,11 @@
 """Section 7: ranks with different numbers of inputs."""
 
-from conformance.claims import Claims
-from conformance.rulebook import rule
-from conformance.rules.section_2_equivalence import require_steps
-from conformance.run import Run
-from conformance.scenario import UNEVEN
-from conformance.verdict import Found
+from conformance.judging.requirements import require_steps
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.hook import UNEVEN
+from conformance.subjects.claims import Claims
 
 
 @rule(

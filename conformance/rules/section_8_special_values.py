@@ -4,13 +4,13 @@ from itertools import product
 
 import torch
 
-from conformance import lossy
-from conformance.claims import CONTRACTION, LOCAL, UNBIASED, Claims
-from conformance.rulebook import SHOULD, rule
-from conformance.rules.section_2_equivalence import lossy_instead, require_steps
-from conformance.run import Run
-from conformance.scenario import SPECIAL
-from conformance.verdict import Found
+from conformance.judging.oracles import lossy
+from conformance.judging.requirements import lossy_instead, require_steps
+from conformance.judging.rule import SHOULD, rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.hook import SPECIAL
+from conformance.subjects.claims import CONTRACTION, LOCAL, UNBIASED, Claims
 
 SOURCE = "torch documentation, torch.amp.GradScaler: an overflow must be seen by every rank"
 

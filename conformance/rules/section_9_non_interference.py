@@ -2,12 +2,12 @@
 
 from itertools import pairwise
 
-from conformance.claims import Claims
-from conformance.profiles import CUDA
-from conformance.rulebook import SHOULD, rule
-from conformance.run import Run
-from conformance.scenario import BUCKETS, LONG, VALUES
-from conformance.verdict import Found
+from conformance.judging.rule import SHOULD, rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.hook import BUCKETS, LONG, VALUES
+from conformance.scenarios.profiles import CUDA
+from conformance.subjects.claims import Claims
 
 # Importing half of PyPI adds a filter or a variable; what counts is what happens after that.
 _SET_BY_IMPORTS = ("warnings filters", "environment")

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.breakage import breakage
-from conformance.pool import Pool
-from conformance.probe import lay_out
-from conformance.run import Run, load_run
-from conformance.scenario import Param, Scenario
-from conformance.subject import SubjectSpec
+from conformance.hosts.pool import Pool
+from conformance.judging.run_failures import breakage
+from conformance.records.run import Run, load_run
+from conformance.scenarios.gradients import lay_out
+from conformance.scenarios.model import Param, Scenario
+from conformance.subjects.spec import SubjectSpec
 
 # Matrices worth compressing and not, a vector, a scalar, a matrix in channels_last and one transposed: 8 buckets after the rebuild.
 PARAMS = (

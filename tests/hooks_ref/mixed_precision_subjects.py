@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from conformance.subject import Case
+from conformance.subjects.spec import Case
 from hooks_ref.mixed_precision import MixedPrecisionState, allreduce_and_upcast_hook
 
 

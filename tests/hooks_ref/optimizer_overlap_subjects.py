@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import hooks_ref
-from conformance.probe import training_loss
-from conformance.subject import Case
+from conformance.ranks.models.probe import training_loss
+from conformance.subjects.spec import Case
 from hooks_ref.default_hooks import Hook
 from hooks_ref.optimizer_overlap import OptimizerHookState, apply_optim_in_backward_hook, functional, hook_then_optimizer
 

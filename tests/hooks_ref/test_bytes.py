@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from conformance.pool import Pool
+from conformance.hosts.pool import Pool
 from tests.hooks_ref.algorithms import PARAMS, run_hook, scenario
 
 NUMELS = [math.prod(spec.shape) for spec in PARAMS]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 import hooks_ref
-from conformance.claims import LOCAL, parse_claims
-from conformance.kinds import HOOK, KINDS
-from conformance.rulebook import AT_SCALE, Rule, book
+from conformance.judging.rule import AT_SCALE, Rule
+from conformance.rules import book
+from conformance.subjects.claims import LOCAL, parse_claims
+from conformance.subjects.kinds import HOOK, KINDS
 from tests.cases import Case, Judgements, refusals
 from tests.right import ARITHMETIC, COMPRESSORS, OBJECTS
 

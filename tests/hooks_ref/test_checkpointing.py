@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import hooks_ref
-from conformance.pool import Pool
-from conformance.scenario import Param, Scenario
+from conformance.hosts.pool import Pool
+from conformance.scenarios.model import Param, Scenario
 from tests.hooks_ref.algorithms import run_hook
 from tests.hooks_ref.checkpointing_subjects import WRAPPERS, Block, network
 

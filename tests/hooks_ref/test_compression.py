@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.pool import Pool
-from conformance.probe import lay_out
-from conformance.run import Run
-from conformance.scenario import Param
+from conformance.hosts.pool import Pool
+from conformance.records.run import Run
+from conformance.scenarios.gradients import lay_out
+from conformance.scenarios.model import Param
 from hooks_ref._state import HookState
 from hooks_ref.compression import CompressionState, Compressor
 from hooks_ref.sign import OneBit, ScaledSign

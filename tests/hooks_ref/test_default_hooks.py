@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.pool import Pool
-from conformance.run import Run, load_run
-from conformance.run_folder import OUTCOME
-from conformance.scenario import TRAINING, VALUES, Scenario
-from conformance.subject import SubjectSpec
+from conformance.hosts.pool import Pool
+from conformance.records.files import OUTCOME
+from conformance.records.run import Run, load_run
+from conformance.scenarios.hook import TRAINING, VALUES
+from conformance.scenarios.model import Scenario
+from conformance.subjects.spec import SubjectSpec
 
 SAME = {
     "hooks_ref:allreduce_hook": "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook",

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.breakage import breakage
-from conformance.pool import Pool
-from conformance.run import Run
-from conformance.scenario import COLLECTIVE_RAISES, PEER_DIES, Param, Scenario
+from conformance.hosts.pool import Pool
+from conformance.judging.run_failures import breakage
+from conformance.records.run import Run
+from conformance.scenarios.hook import COLLECTIVE_RAISES, PEER_DIES
+from conformance.scenarios.model import Param, Scenario
 from hooks_ref.gossip import GossipGraDState
 from tests.hooks_ref.algorithms import (
     ONE_BUCKET,

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import hooks_ref
-from conformance.pool import Pool
-from conformance.scenario import SUBGROUPS, Param, Scenario
+from conformance.hosts.pool import Pool
+from conformance.scenarios.hook import SUBGROUPS
+from conformance.scenarios.model import Param, Scenario
 from tests.hooks_ref.algorithms import run_hook
 
 SUBJECTS = "tests.hooks_ref.join_subjects"

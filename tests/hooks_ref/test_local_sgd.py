@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torchs
 
-from conformance.pool import Pool
-from conformance.run import Run
-from conformance.scenario import COLLECTIVE_RAISES, PEER_DIES, TRAINING, Param, Scenario
+from conformance.hosts.pool import Pool
+from conformance.records.run import Run
+from conformance.scenarios.hook import COLLECTIVE_RAISES, PEER_DIES, TRAINING
+from conformance.scenarios.model import Param, Scenario
 from hooks_ref import local_sgd
 from hooks_ref.local_sgd import PostLocalSGDState
 from tests.hooks_ref.algorithms import (

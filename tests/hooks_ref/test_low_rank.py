@@ -9,10 +9,10 @@ import numpy
 import pytest
 import torch
 
-from conformance.pool import Pool
-from conformance.probe import lay_out
-from conformance.run import Run
-from conformance.scenario import Param
+from conformance.hosts.pool import Pool
+from conformance.records.run import Run
+from conformance.scenarios.gradients import lay_out
+from conformance.scenarios.model import Param
 from hooks_ref import PowerSGDState, batched_powerSGD_hook, powerSGD_hook  # noqa: F401 - a saved state is loaded
 from tests.hooks_ref.algorithms import (
     ONE_BUCKET,

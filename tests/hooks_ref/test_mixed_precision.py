@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.pool import Pool
-from conformance.run import Run
-from conformance.scenario import COLLECTIVE_RAISES, SPARSE, TRAINING, Param, Scenario
+from conformance.hosts.pool import Pool
+from conformance.records.run import Run
+from conformance.scenarios.hook import COLLECTIVE_RAISES, SPARSE, TRAINING
+from conformance.scenarios.model import Param, Scenario
 from hooks_ref.mixed_precision import MixedPrecisionState
 from tests.hooks_ref.algorithms import PARAMS, every, gradients, require_same_bits, result, run_hook, scenario, torchs_own_fails, try_hook
 

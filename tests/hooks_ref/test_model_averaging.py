@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import hooks_ref
-from conformance.pool import Pool
-from conformance.run import Run
-from conformance.scenario import SUBGROUPS, Param, Scenario
+from conformance.hosts.pool import Pool
+from conformance.records.run import Run
+from conformance.scenarios.hook import SUBGROUPS
+from conformance.scenarios.model import Param, Scenario
 from tests.hooks_ref.algorithms import ONE_BUCKET, PARAMS, gradients, require_same_bits, result, run_hook, scenario, torchs_own_fails
 
 SUBJECT = "tests.hooks_ref.averaging_subjects:averaged"

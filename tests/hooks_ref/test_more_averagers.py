@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import hooks_ref
-from conformance.pool import Pool
-from conformance.run import Run
+from conformance.hosts.pool import Pool
+from conformance.records.run import Run
 from hooks_ref.gossip import GossipGraDState
 from tests.hooks_ref.algorithms import ONE_BUCKET, gradients, require_same_bits, result, scenario
 from tests.hooks_ref.test_model_averaging import run

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.pool import Pool
-from conformance.run import Run
-from conformance.scenario import COLLECTIVE_RAISES, SPARSE, TRAINING, Param, Scenario
+from conformance.hosts.pool import Pool
+from conformance.records.run import Run
+from conformance.scenarios.hook import COLLECTIVE_RAISES, SPARSE, TRAINING
+from conformance.scenarios.model import Param, Scenario
 from hooks_ref.optimizer_overlap import OptimizerHookState, functional, hook_then_optimizer
 from tests.hooks_ref.algorithms import PARAMS, every, gradients, require_same_bits, result, run_hook, scenario, torchs_own_fails, try_hook
 

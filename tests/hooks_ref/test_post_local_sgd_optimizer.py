@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import hooks_ref
-from conformance.pool import Pool
-from conformance.run import Run
+from conformance.hosts.pool import Pool
+from conformance.records.run import Run
 from tests.hooks_ref.algorithms import PARAMS, gradients, require_same_bits, result, run_hook, scenario
 
 SUBJECTS = "tests.hooks_ref.averaging_subjects"

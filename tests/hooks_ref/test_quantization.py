@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.pool import Pool
-from conformance.run import Run
-from conformance.scenario import Param, Scenario
+from conformance.hosts.pool import Pool
+from conformance.records.run import Run
+from conformance.scenarios.model import Param, Scenario
 from hooks_ref._buckets import in_rows
 from hooks_ref.quantization import _quantize, quantization_perchannel_hook
 from tests.hooks_ref.algorithms import PARAMS, every, gradients, memory_order, result, run_hook, scenario, torchs_own_fails, try_hook

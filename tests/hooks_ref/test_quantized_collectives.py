@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 import hooks_ref
-from conformance.pool import Pool
-from conformance.scenario import SUBGROUPS, Param, Scenario
+from conformance.hosts.pool import Pool
+from conformance.scenarios.hook import SUBGROUPS
+from conformance.scenarios.model import Param, Scenario
 from hooks_ref.quantized_collectives import BLOCK, dequantize, quantize
 from tests.hooks_ref.algorithms import run_hook
 

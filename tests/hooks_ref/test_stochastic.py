@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.pool import Pool
-from conformance.scenario import Param
+from conformance.hosts.pool import Pool
+from conformance.scenarios.model import Param
 from examples import states
 from hooks_ref.compression import CompressionState
 from hooks_ref.stochastic import QSGD, TernGrad, _pack, _unpack

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import hooks_ref
-from conformance.breakage import breakage
-from conformance.pool import Pool
-from conformance.run import Run
-from conformance.scenario import SUBGROUPS, Param, Scenario
+from conformance.hosts.pool import Pool
+from conformance.judging.run_failures import breakage
+from conformance.records.run import Run
+from conformance.scenarios.hook import SUBGROUPS
+from conformance.scenarios.model import Param, Scenario
 from tests.hooks_ref.algorithms import run_hook, try_hook
 from tests.hooks_ref.sync_subjects import USES, gradient
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.pool import Pool
-from conformance.run import Run
-from conformance.scenario import PEER_SILENT, SPARSE, SUBGROUPS, TRAINING, Param, Scenario
+from conformance.hosts.pool import Pool
+from conformance.records.run import Run
+from conformance.scenarios.hook import PEER_SILENT, SPARSE, SUBGROUPS, TRAINING
+from conformance.scenarios.model import Param, Scenario
 from tests.hooks_ref.algorithms import PARAMS, every, gradients, require_same_bits, result, run_hook, scenario, torchs_own_fails, try_hook
 
 SUBJECT, VANILLA = "tests.hooks_ref.zero_overlap_subjects:zero", "tests.hooks_ref.optimizer_overlap_subjects:vanilla"

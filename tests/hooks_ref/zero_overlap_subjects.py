@@ -11,7 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hooks_ref
-from conformance.subject import Case
+from conformance.subjects.spec import Case
 from hooks_ref import zero_overlap
 from hooks_ref.default_hooks import Hook
 from tests.hooks_ref.optimizer_overlap_subjects import INNER, case

@@ -175,7 +175,7 @@ def average_hook(state: Any, bucket: Bucket) -> Result:
 
 def frees_gradients(process_group: dist.ProcessGroup) -> Any:
     """A set-up that frees the gradients when backward is over, as if its hook had stepped the parameters."""
-    from conformance.subject import Case
+    from conformance.subjects.spec import Case
 
     parameters: set[torch.nn.Parameter] = set()
 

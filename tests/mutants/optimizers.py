@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from conformance.subject import Case
+from conformance.subjects.spec import Case
 from tests.mutants import Mutant
 from tests.mutants._helpers import Bucket, Result, average, call_number, completed, group_of, is_dense, kept, pieces_of, step_number
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conformance.subject import Case
+from conformance.subjects.spec import Case
 from tests.mutants import Mutant
 from tests.mutants._helpers import Bucket, Result, average, average_hook, change_mean, group_of, is_dense, sum_of
 

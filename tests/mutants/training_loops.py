@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from conformance.subject import Case
+from conformance.subjects.spec import Case
 from tests.mutants import Mutant
 from tests.mutants._helpers import Bucket, Result, average, change_gradient, change_mean, is_dense, pieces_of, step_number
 

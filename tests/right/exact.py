@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from conformance.subject import Case
+from conformance.subjects.spec import Case
 from tests.right import ARITHMETIC, OBJECTS, SENDS, Right
 from tests.right._common import Bucket, Group, Result, completed, dense, gather
 

@@ -1,0 +1,155 @@
+"""Rules: their numbers, words and functions; and the golden list that a certificate needs.
+
+A rule is a function of records. Its docstring's first paragraph is the requirement, the rest the
+intent. The files of ``conformance/rules`` hold one section each; importing them fills the book.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from conformance.scenarios.model import Scenario
+from conformance.subjects.kinds import HOOK, kind_of
+
+MUST, SHOULD = "MUST", "SHOULD"
+SECTIONS = {
+    "1": "Contract with DDP",
+    "2": "Equivalence with vanilla allreduce",
+    "3": "Replicas",
+    "4": "Buckets and DDP's options",
+    "5": "Accumulation",
+    "6": "Optimizer parity",
+    "7": "Uneven inputs",
+    "8": "Special values",
+    "9": "Non-interference",
+    "10": "Collectives",
+    "11": "State",
+    "12": "Failure",
+    "13": "Lossy, local and fused claims",
+    "14": "Averagers",
+    "15": "Optimizer wrappers",
+    "16": "Sync strategies",
+    "17": "Joins",
+    "18": "Quantized collectives",
+    "19": "Activation checkpointing",
+    "20": "At scale, simulated",
+    "21": "CUDA",
+}
+AT_SCALE = "20"
+OF_DEVICES = {"21": "cuda"}  # sections that speak of what one type of device has, and no other
+GOLDEN = Path(__file__).parent.parent / "golden.txt"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One numbered requirement.
+
+    Attributes:
+        number: ``section.place``.
+        title: a few words.
+        level: MUST decides the certificate, SHOULD is reported beside it.
+        since: the version of the rule book that has it.
+        on: the scenarios whose records it reads.
+        owns: those of them whose breaking is its failure; for other rules such a run is "not run".
+        needs: rules without which this one would say nothing new; it runs only where they hold.
+        across: whether it reads all its runs at once instead of one after another.
+        may_refuse: whether an exception of the hook, on every rank, is an answer too.
+        claimed: the claim (an attribute of ``Claims``) without which it does not apply, and nothing is run for it; '' is none.
+        beside: what else is run in the same scenario, and read after the subject's own run: ``vanilla`` is DDP without a hook,
+            ``like`` are the references that the claim of that name says; '' is nothing.
+        worlds: ``all`` of the profile, or the ``primary`` one, or the ``others``; ``fewer`` are those below
+            what the claim min_world_size says, which no other rule is judged at.
+        source: torch documentation, paper or issue number.
+        remedy: where to look when it fails.
+        check: the function, ``(run, claims, found)``, or ``(runs, claims, found)`` if ``across``.
+    """
+
+    number: str
+    title: str
+    level: str
+    since: str
+    on: tuple[Scenario, ...]
+    owns: tuple[Scenario, ...]
+    needs: tuple[str, ...]
+    across: bool
+    may_refuse: bool
+    claimed: str
+    beside: str
+    worlds: str
+    source: str
+    remedy: str
+    check: Callable[..., None]
+
+    @property
+    def section(self) -> str:
+        return self.number.partition(".")[0]
+
+    @property
+    def kind(self) -> str:
+        """The kind of subject that it speaks of."""
+        return kind_of(self.section)
+
+    @property
+    def device(self) -> str:
+        """The type of device that it speaks of; '' is every one."""
+        return OF_DEVICES.get(self.section, "")
+
+    @property
+    def requirement(self) -> str:
+        return _paragraphs(self.check)[0]
+
+    @property
+    def intent(self) -> str:
+        return " ".join(_paragraphs(self.check)[1:])
+
+    @property
+    def order(self) -> tuple[int, int]:
+        section, place = self.number.split(".")
+        return int(section), int(place)
+
+
+_BOOK: dict[str, Rule] = {}
+
+
+def rule(
+    number: str,
+    title: str,
+    *,
+    on: tuple[Scenario, ...],
+    remedy: str,
+    source: str,
+    owns: tuple[Scenario, ...] = (),
+    needs: tuple[str, ...] = (),
+    level: str = MUST,
+    since: str = "1.0",
+    across: bool = False,
+    may_refuse: bool = False,
+    claimed: str = "",
+    beside: str = "",
+    worlds: str = "all",
+) -> Callable[[Callable[..., None]], Rule]:
+    """Make a rule of a function and enter it in the book."""
+
+    def enter(check: Callable[..., None]) -> Rule:
+        if number in _BOOK:
+            raise ValueError(f"rule {number} is in the book twice")
+        _BOOK[number] = Rule(
+            number, title, level, since, on, owns, needs, across, may_refuse, claimed, beside, worlds, source, remedy, check
+        )
+        return _BOOK[number]
+
+    return enter
+
+
+def golden_list(kind: str = HOOK, device: str = "cpu") -> list[str]:
+    """Return the numbers of the MUST rules that a certificate for such a subject, on such a device, needs: as kept under version
+    control."""
+    numbers = [line.split()[0] for line in GOLDEN.read_text().splitlines() if line and not line.startswith("#")]
+    sections = {number: number.partition(".")[0] for number in numbers}
+    return [n for n in numbers if kind_of(sections[n]) == kind and OF_DEVICES.get(sections[n], device) == device]
+
+
+def _paragraphs(function: Callable[..., None]) -> list[str]:
+    text = inspect.getdoc(function) or ""
+    return [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]

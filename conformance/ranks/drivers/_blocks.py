@@ -1,0 +1,224 @@
+"""Networks with blocks to wrap, and a watch that says what goes on inside of them. Runs in ranks only.
+
+They compute in float64, where what another order of operations rounds otherwise is far below any mistake; but for autocast, which
+takes float32. Sums of gradients have at most two terms wherever a wrapper puts them together in another order by right: one that
+changes nothing else gives the same bits.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from conformance.scenarios.gradients import gradient
+
+BATCH, WIDTH = 6, 8
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+class Planned(Exception):
+    """An error that a block raises because it is told to."""
+
+
+class Watch:
+    """What goes on inside of blocks, all of one process.
+
+    It is an object of the module, no attribute of blocks: a block that is copied or saved has nothing in it that a user's has not.
+
+    Attributes:
+        phase: what the trainer does.
+        runs: by phase, how often each block's forward began.
+        autocast: by phase, in which dtypes autocast had them compute.
+        raises: the block that is to raise an error; '' is none.
+    """
+
+    def __init__(self) -> None:
+        self.phase, self.raises = "", ""
+        self.runs: dict[str, Counter[str]] = {}
+        self.autocast: dict[str, list[str]] = {}
+        self._seen: list[tuple[str, StorageWeakRef, int]] = []
+
+    def begin(self) -> None:
+        """Forget what was seen so far."""
+        self.runs, self.autocast, self._seen = {}, {}, []
+
+    def enters(self, block: str, device: str) -> None:
+        """Note that a block's forward begins on a type of device."""
+        self.runs.setdefault(self.phase, Counter())[block] += 1
+        dtype = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "none"
+        self.autocast[self.phase] = sorted({*self.autocast.get(self.phase, ()), dtype})
+        if self.raises == block:
+            raise Planned(f"{block} was told to")
+
+    def sees(self, block: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Note what a block has computed on the way, which is neither its input nor its output."""
+        storage = tensor.untyped_storage()
+        self._seen.append((block, StorageWeakRef(storage), storage.nbytes()))
+        return tensor
+
+    def alive(self) -> dict[str, int]:
+        """Return by block how many bytes there are still of what it computed on the way."""
+        storages = {ref.cdata: (block, size) for block, ref, size in self._seen if not ref.expired()}
+        found: Counter[str] = Counter()
+        for block, size in storages.values():
+            found[block] += size
+        return dict(found)
+
+
+WATCH = Watch()
+
+
+class Block(nn.Module):
+    """A residual block of two layers."""
+
+    def __init__(self, called: str, drops: float = 0.0, batch: bool = False) -> None:
+        super().__init__()
+        self.called, self.width = called, WIDTH
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH, bias=not batch)  # before batch norm its gradient is zero, and all roundings
+        self.outer = nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(2 * WIDTH) if batch else nn.LayerNorm(2 * WIDTH)
+        self.dropout = nn.Dropout(drops)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        WATCH.enters(self.called, x.device.type)
+        inside = self.inner(x)
+        for layer in (self.norm, nn.functional.gelu, self.dropout):
+            inside = layer(WATCH.sees(self.called, inside))
+        return x + self.outer(inside)
+
+
+class Joins(nn.Module):
+    """A block that is called in many ways, with a part that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.frozen = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(
+        self, left: torch.Tensor, right: torch.Tensor, how: str, *, scale: torch.Tensor, sizes: tuple[int, ...], also: None, flip: bool
+    ) -> tuple[torch.Tensor, str, torch.Tensor]:
+        assert also is None
+        both = self.left(left) * scale + self.frozen(self.right(right))
+        both = both.flip(1) if flip else both
+        return nn.functional.gelu(both), how, both.view(sizes).sum(1)
+
+
+class Takes(nn.Module):
+    """A block whose tensors come and go in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: dict[str, Any]) -> dict[str, Any]:
+        left, (right,) = given["left"], given["rest"]
+        return {"left": nn.functional.gelu(self.left(left)), "rest": [self.right(right).tanh()]}
+
+
+class Nest(nn.Module):
+    """A block with a block inside that is wrapped too."""
+
+    def __init__(self, called: str) -> None:
+        super().__init__()
+        self.linear, self.block = nn.Linear(WIDTH, WIDTH), Block(f"{called}.block")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.linear(x).tanh())
+
+
+class Stack(nn.Module):
+    """A layer, blocks, a layer."""
+
+    def __init__(self, blocks: list[nn.Module], stem: bool = True) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH) if stem else nn.Identity()
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(WIDTH, WIDTH)
+
+    def wrap(self, wrap: Wrap) -> None:
+        """Put something in the place of each block."""
+        for index, block in enumerate(self.blocks):
+            self.blocks[index] = wrap(block)
+
+    def forward(self, x: torch.Tensor, used: tuple[bool, ...] = ()) -> torch.Tensor:
+        """Leave out the blocks that are not ``used``."""
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x) if not used or used[index] else x
+        return self.head(x)
+
+
+class Twice(Stack):
+    """A block that is used twice, and has a weight in common with a layer outside."""
+
+    def __init__(self) -> None:
+        super().__init__([Block("block")])
+        self.shares = nn.Linear(WIDTH, 2 * WIDTH)
+        self.shares.weight = self.blocks[0].inner.weight
+
+    def forward(self, x: torch.Tensor, used: tuple[bool, ...] = ()) -> torch.Tensor:
+        x = self.blocks[0](self.blocks[0](self.stem(x)).tanh())
+        return self.head(self.shares(x)[:, :WIDTH])
+
+
+class Calls(Stack):
+    """Blocks that are called in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__([Joins(), Nest("nest")])
+        self.other, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    def wrap(self, wrap: Wrap) -> None:
+        self.blocks[1].block = wrap(self.blocks[1].block)
+        super().wrap(wrap)
+
+    def forward(self, x: torch.Tensor, used: tuple[bool, ...] = ()) -> torch.Tensor:
+        joined, how, summed = self.blocks[0](
+            self.stem(x), self.other(x), "sum", scale=self.scale * 2, sizes=(len(x), 2, WIDTH // 2), also=None, flip=True
+        )
+        assert how == "sum"
+        return self.head(self.blocks[1](joined)) + summed.repeat(1, 2)
+
+
+class Containers(Stack):
+    """A block with dicts and lists for its input and output."""
+
+    def __init__(self) -> None:
+        super().__init__([Takes()])
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, used: tuple[bool, ...] = ()) -> torch.Tensor:
+        made = self.blocks[0]({"left": self.stem(x), "rest": [self.other(x)]})
+        return self.head(made["left"] + made["rest"][0])
+
+
+def network(case: str) -> Any:
+    """Return the network of a case, its weights fixed without any random state."""
+    made: Stack
+    if case == "random":
+        made = Stack([Block(f"block {index}", drops=0.25, batch=True) for index in range(3)])
+    elif case == "first":
+        made = Stack([Block("block")], stem=False)
+    elif case == "unused":
+        made = Stack([Block(f"block {index}") for index in range(5)])
+    elif case == "module":
+        made = Stack([Block("block", drops=0.25, batch=True), nn.Sequential(Block("first"), Block("second")), Nest("nest")])
+    elif case in ("twice", "calls", "containers"):
+        made = {"twice": Twice, "calls": Calls, "containers": Containers}[case]()
+    else:
+        made = Stack([Block(f"block {index}") for index in range(3)])
+    filled(made, 0)
+    return made if case in ("autocast", "module") else made.double()
+
+
+@torch.no_grad()
+def filled(module: nn.Module, which: int) -> nn.Module:
+    """Give all parameters values that are known; others for each ``which``."""
+    for index, parameter in enumerate(module.parameters()):
+        values = gradient("normal", tuple(parameter.shape), torch.float32, world=1, rank=99, step=which, param=index)
+        parameter.copy_(values / math.sqrt(WIDTH) + (1.0 if parameter.dim() == 1 else 0.0))
+    return module

@@ -1,0 +1,159 @@
+"""TODO: conformance/scenarios/joinable.py."""
+
+from dataclasses import replace
+from typing import Any
+
+from conformance.scenarios.model import Param, Scenario
+
+JOINABLES = 3  # of the kit, in one context
+
+
+LEARNING_RATE = 0.5
+
+
+KEYWORDS: dict[str, Any] = {"factor": 5, "divide_by_initial_world_size": True, "names": ["a", "b"]}
+
+
+Lengths = tuple[int, ...]  # of inputs, by the place that a rank has in its group
+
+
+PLAIN = Scenario(
+    "joinable",
+    "as many inputs on all ranks, or none; three joinables",
+    (),
+    (),
+    kind="joinable",
+    case="even",
+    after="joinable",
+    recorded=True,
+)
+
+
+UNEVEN = replace(
+    PLAIN, name="joinable_uneven", what="one input more or less, one rank without any, very uneven", case="uneven", world_sizes=(2, 3, 4)
+)
+
+
+KEYWORD = replace(PLAIN, name="joinable_keywords", what="keyword arguments for several joinables", case="keywords", world_sizes=(2,))
+
+
+AGAIN = replace(
+    PLAIN,
+    name="joinable_again",
+    what="the same joinables in a second context, in another order, and in a third, with one less",
+    case="again",
+    world_sizes=(2, 3),
+)
+
+
+DISABLED = replace(PLAIN, name="joinable_disabled", what="enable=False, as many inputs on all ranks", case="disabled", world_sizes=(2,))
+
+
+THROWS = replace(
+    PLAIN, name="joinable_throws", what="throw_on_early_termination=True, even and uneven in turn", case="throws", world_sizes=(2, 3)
+)
+
+
+THROWS_DDP = replace(
+    THROWS,
+    name="joinable_throws_ddp",
+    what="the same with a DDP whose forward has a collective",
+    params=(Param((5, 3)),),
+    case="throws_ddp",
+    world_sizes=(2,),
+    after="joinable_throws",
+)
+
+
+RAISES = replace(
+    PLAIN, name="joinable_raises", what="each rank raises in the body, rank 0 before its peers", case="raises", world_sizes=(2,)
+)
+
+
+SUBGROUPS = replace(
+    PLAIN,
+    name="joinable_subgroups",
+    what="two contexts on two disjoint subgroups of WORLD; places in the group are not global ranks",
+    case="uneven",
+    groups=((1, 3), (0, 2)),
+)
+
+
+ORDERED = replace(
+    PLAIN, name="joinable_ordered", what="peers enter a context when rank 0 has left it, or waits for them", case="uneven",
+    world_sizes=(2,), order="rank0_first",
+)  # fmt: skip
+
+
+DDP = replace(
+    PLAIN,
+    name="joinable_ddp",
+    what="DDP with a buffer and several buckets, divided by all ranks, then by those that train",
+    params=(Param((5, 3)), Param((7,)), Param((2, 3, 4))),
+    steps=("crafted",) * 4,
+    case="ddp",
+    bucket_cap_mb=64 / 2**20,
+    level=0.0,
+    world_sizes=(2, 3),
+)
+
+
+ZERO = replace(
+    DDP,
+    name="joinable_zero",
+    what="DDP, what sets a joined rank's gradients, and ZeroRedundancyOptimizer",
+    case="zero",
+    world_sizes=(2,),
+    deadline=30.0,  # the module that it is in takes long to import
+)
+
+
+WRONG = replace(
+    PLAIN, name="joinable_wrong", what="no joinables, joinables on two groups, something that is none", case="wrong", world_sizes=(2,)
+)
+
+
+OUTSIDE = replace(
+    PLAIN,
+    name="joinable_outside",
+    what="steps before a context, and after it was left in three ways",
+    case="outside",
+    world_sizes=(2,),
+    params=(Param((5, 3)),),
+)
+
+
+SCENARIOS = (PLAIN, UNEVEN, KEYWORD, AGAIN, DISABLED, THROWS, THROWS_DDP, RAISES, SUBGROUPS, ORDERED, DDP, ZERO, WRONG, OUTSIDE)
+
+
+# Which of the kit's joinables are in a context, in order, where it is not all.
+_ORDERS: dict[str, list[tuple[int, ...]]] = {"again": [(0, 1, 2), (2, 0, 1), (1, 2)]}
+
+
+def order(scenario: Scenario, context: int) -> tuple[int, ...]:
+    """Return which of the kit's joinables are in a context, in their order."""
+    return _ORDERS[scenario.case][context] if scenario.case in _ORDERS else tuple(range(JOINABLES))
+
+
+def lengths(scenario: Scenario, group: tuple[int, ...]) -> list[Lengths]:
+    """Return how many inputs the ranks of a group have, context by context: of one group more than of the other."""
+    size = len(group)
+    more = scenario.groups.index(group) if scenario.groups else 0
+    falling = tuple(range(size, 0, -1))
+    by_case: dict[str, list[Lengths]] = {
+        "uneven": [
+            tuple(2 + (place == 0) for place in range(size)),
+            tuple(2 + (place != 0) for place in range(size)),
+            tuple(7 * place for place in range(size)),
+            tuple(4 * (place == 0) for place in range(size)),
+            falling,
+        ],
+        "again": [falling, falling[::-1], (2, *(1,) * (size - 1))],
+        "throws": [(2,) * size, falling, (1,) * size, tuple(range(size)), (3, *(2,) * (size - 1))],
+        "throws_ddp": [(2,) * size, falling],
+        "raises": [(1,) * size, (2,) * size],
+        "ddp": [falling, tuple(3 * (place % 2) for place in range(size))] * 2,
+        "zero": [falling, tuple(4 * (place % 2) for place in range(size))],
+    }
+    planned = by_case.get(scenario.case, [(2,) * size, (0,) * size, (1,) * size])
+    return [tuple(length + more for length in inputs) for inputs in planned]
