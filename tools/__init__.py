@@ -1,0 +1,1 @@
+"""Scripts that read the source of the repository, and import none of it."""
