@@ -14,15 +14,16 @@ import torch.distributed as dist
 import hooks_ref
 from conformance.errors import TargetError, UsageError
 from conformance.hosts.pool import Pool
+from conformance.judging.oracles import collective as oracle
 from conformance.judging.rule import MUST, Rule
 from conformance.judging.verdict import Verdict
 from conformance.ranks.drivers import collective
 from conformance.ranks.resolve import Factory
-from conformance.rules import section_18_quantized_collectives as section
 from conformance.scenarios import collective_messages as messages
 from conformance.scenarios.collective import CALLED, FORMS, PLAIN
+from conformance.scenarios.gradients import gradient
 from conformance.session.engine import Engine
-from conformance.session.plan import under
+from conformance.session.plan import adapt_scenario
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.claims import default_claims, parse_claims
 from conformance.subjects.spec import parse_other
@@ -208,7 +209,7 @@ def test_a_function_that_makes_one(function: Callable[..., Any]) -> None:
 
 
 def test_messages_differ_from_pair_to_pair() -> None:
-    scenario = under(PLAIN, parse_claims("collective(all_to_all), rounded(float16)", "collective"))
+    scenario = adapt_scenario(PLAIN, parse_claims("collective(all_to_all), rounded(float16)", "collective"))
     for step, index in itertools.product(range(3), range(2)):
         every = [messages.message(scenario, 4, step, index, source, to) for source in range(4) for to in range(4)]
         assert all(not torch.equal(a, b) for a, b in itertools.combinations(every, 2))
@@ -217,7 +218,7 @@ def test_messages_differ_from_pair_to_pair() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_uneven_splits_are_as_many_rows_as_even_ones(size: int) -> None:
     """So that what ignores them neither fails nor hangs, but gives wrong rows."""
-    scenario = under(CALLED, parse_claims("collective(all_to_all_single), rounded(float16)", "collective"))
+    scenario = adapt_scenario(CALLED, parse_claims("collective(all_to_all_single), rounded(float16)", "collective"))
     for index in (2, 3):
         rows = [[messages.shape_of(scenario, size, index, source, to)[0] for to in range(size)] for source in range(size)]
         totals = {sum(row) for row in rows} | {sum(column) for column in zip(*rows, strict=True)}
@@ -227,10 +228,8 @@ def test_uneven_splits_are_as_many_rows_as_even_ones(size: int) -> None:
 
 
 def test_what_bfloat16_may_be() -> None:
-    fed = torch.cat(
-        [messages.gradient("normal", (5000,), torch.float32, world=1, rank=0, step=0, param=0), torch.tensor([1.5, -0.0, 3e38])]
-    )
-    low, high = section._beside(fed, "bfloat16")
+    fed = torch.cat([gradient("normal", (5000,), torch.float32, world=1, rank=0, step=0, param=0), torch.tensor([1.5, -0.0, 3e38])])
+    low, high = oracle._beside(fed, "bfloat16")
     for one in (low, high):
         assert torch.equal(one.bfloat16().double(), one)
     nearest = fed.bfloat16().double()
@@ -243,10 +242,10 @@ def test_what_bfloat16_may_be() -> None:
 @pytest.mark.parametrize(("qtype", "claim"), [("INT8", "blocks(int8)"), ("FP8", "blocks(float8_e4m3fn)")])
 def test_the_bound_of_blocks_is_met_and_tight(qtype: str, claim: str) -> None:
     claims = parse_claims(f"collective(all_gather), {claim}", "collective")
-    scenario, kind = under(FORMS, claims), hooks_ref.DQuantType[qtype]
-    fed = messages.message(under(PLAIN, claims), 2, 2, 1, 1, 0).reshape(-1)
+    scenario, kind = adapt_scenario(FORMS, claims), hooks_ref.DQuantType[qtype]
+    fed = messages.message(adapt_scenario(PLAIN, claims), 2, 2, 1, 1, 0).reshape(-1)
     error = (dequantize(quantize(fed, kind), kind, fed) - fed).double().abs()
-    bound = section._claimed_bound(claims, fed.double(), torch.full((660,), math.inf, dtype=torch.float64)) * section.SLACK
-    assert scenario.said == ("all_gather",)
+    bound = oracle._claimed_bound(claims, fed.double(), torch.full((660,), math.inf, dtype=torch.float64)) * oracle.SLACK
+    assert scenario.options == ("all_gather",)
     assert (error <= bound).all()
     assert (error / bound).max() > 0.9

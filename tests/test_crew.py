@@ -11,7 +11,7 @@ import pytest
 
 from conformance.hosts.remote import run as crew
 from conformance.hosts.remote.rendezvous import Announcement
-from conformance.hosts.remote.run import Crew, Member
+from conformance.hosts.remote.run import Member, RemoteRun
 from conformance.hosts.remote.wire import ConnectionLost, Stream
 from conformance.judging.run_failures import breakage
 from conformance.records.files import OUTCOME, write_json
@@ -35,12 +35,12 @@ def outcome(rank: int, stopped: str = "ended", **more: Any) -> dict[str, Any]:
     return {"outcome": {"stopped": stopped, "left_processes": [], "ranks": [rank_said(rank, **more)]}}
 
 
-def carried_out(folder: Path, *hosts: Host, deadline: float = 60.0, grace: float = 0.0) -> tuple[dict[str, Any], Crew]:
+def carried_out(folder: Path, *hosts: Host, deadline: float = 60.0, grace: float = 0.0) -> tuple[dict[str, Any], RemoteRun]:
     """Have one host for each rank, on threads."""
     ends = [socket.socketpair() for _ in hosts]
     theirs = [Stream(end) for _, end in ends]
     threads = [threading.Thread(target=_serve, args=pair) for pair in zip(hosts, theirs, strict=True)]
-    team = Crew([Member(host_of(rank), Stream(end), (rank,), ahead=100.0) for rank, (end, _) in enumerate(ends)], folder)
+    team = RemoteRun([Member(host_of(rank), Stream(end), (rank,), ahead=100.0) for rank, (end, _) in enumerate(ends)], folder)
     for thread in threads:
         thread.start()
     team.begin({"op": "run"}, (), {str(rank): {"RANK": str(rank)} for rank in range(len(hosts))})
@@ -150,7 +150,7 @@ def test_a_host_without_a_rank_that_is_lost_stops_nothing(tmp_path: Path) -> Non
     ours, theirs = socket.socketpair()
     lane, end = socket.socketpair()
     beside, other = Stream(ours), Stream(end)
-    team = Crew([Member(host_of(0), Stream(lane), (0,))], tmp_path, [(host_of(3), beside)])
+    team = RemoteRun([Member(host_of(0), Stream(lane), (0,))], tmp_path, [(host_of(3), beside)])
     theirs.close()
 
     def late() -> None:

@@ -28,7 +28,7 @@ from conformance.hosts.pool import Pool
 from conformance.judging.rule import MUST, Rule
 from conformance.judging.verdict import Judgement, Verdict
 from conformance.rules import book
-from conformance.scenarios.profiles import CUDA, SHARED, Profile, asked_for, settled
+from conformance.scenarios.profiles import CUDA, SHARED, Profile, requested_profile, resolve_profile
 from conformance.session.engine import Engine, make_control
 from conformance.session.run_sources import LocalSource
 from tests.cases import Case, subject_and_claims
@@ -79,9 +79,9 @@ def devices() -> Iterator[Pool]:
 @pytest.fixture(params=BACKENDS, scope="module")
 def place(request: pytest.FixtureRequest, devices: Pool) -> Place:
     """CUDA over a backend, as far as this machine has it."""
-    asked = asked_for(request.param, CUDA)
+    asked = requested_profile(request.param, CUDA)
     try:
-        profile = settled(asked, devices.look(asked), WORLDS)
+        profile = resolve_profile(asked, devices.look(asked), WORLDS)
     except ProfileError as error:
         pytest.skip(str(error))
     return Place(profile, LocalSource(devices, profile=profile))

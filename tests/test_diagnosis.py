@@ -21,7 +21,7 @@ CASES = {
     "wrong sign": lambda run, r, s, i: -mean(run, r, s, i),
     "is zero": lambda run, r, s, i: mean(run, r, s, i) * 0,
     "1.5 times the mean": lambda run, r, s, i: mean(run, r, s, i) * 1.5,
-    "0.01 times what the parameters hold": lambda run, r, s, i: mean(run, r, s, i) + 0.01 * run.scenario.level,
+    "0.01 times what the parameters hold": lambda run, r, s, i: mean(run, r, s, i) + 0.01 * run.scenario.initial_value,
     "fraction cut off": lambda run, r, s, i: mean(run, r, s, i).trunc(),
     "wrong on rank 1": lambda run, r, s, i: mean(run, r, s, i) + (r == 1) * torch.arange(1.0, 1 + len(mean(run, r, s, i))),
 }

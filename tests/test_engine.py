@@ -84,7 +84,7 @@ def test_a_node_that_was_lost_is_nobodys_failure(rules: dict[str, Rule]) -> None
     assert "node 1 (bert), ranks 2, 3: no answer from its machine" in judgement.reason
     with pytest.raises(KitError, match=r"not fit to judge.*node 1 \(bert\)"):
         engine(rules, MadeSource(right, lost)).check_machine()
-    beside = next(rule for rule in rules.values() if rule.beside == "vanilla" and rule.kind == HOOK)
+    beside = next(rule for rule in rules.values() if rule.baseline == "vanilla" and rule.kind == HOOK)
 
     class WithoutVanilla(MadeSource):
         def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run:

@@ -7,8 +7,10 @@ import torch
 
 from conformance.errors import TargetError, UsageError
 from conformance.hosts.pool import Pool
+from conformance.judging.oracles import join as oracle
 from conformance.judging.rule import MUST, Rule
 from conformance.judging.verdict import Found
+from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.rules import book
 from conformance.rules import section_17_joins as section
@@ -70,13 +72,13 @@ def test_lengths_are_as_the_scenarios_say() -> None:
         for size in (2, 3, 4):
             group = scenario.groups[0] if scenario.groups else tuple(range(size))
             planned = lengths(scenario, group)
-            uneven = scenario.case not in ("even", "disabled", "keywords", "raises", "wrong", "outside")
+            uneven = scenario.variant not in ("even", "disabled", "keywords", "raises", "wrong", "outside")
             assert any(len(set(inputs)) > 1 for inputs in planned) == uneven, scenario.name
             assert (
                 not uneven
                 or scenario.groups
                 or any(0 in inputs and max(inputs) for inputs in planned)
-                or scenario.case in ("again", "throws_ddp")
+                or scenario.variant in ("again", "throws_ddp")
             )
     first, second = (lengths(SUBGROUPS, group) for group in SUBGROUPS.groups)
     assert all(sum(one) < sum(other) for one, other in zip(first, second, strict=True)), "or WORLD would do for both"
@@ -87,10 +89,10 @@ def test_every_order_of_operations_is_within_its_bound(size: int) -> None:
     """And exactly the same where none of them rounds."""
     run = Run(DDP, size, [])
     for number, inputs in enumerate(lengths(DDP, tuple(range(size)))):
-        at = section.At(_nobody(0), number, inputs, tuple(range(size)))
+        at = oracle.At(_nobody(0), number, inputs, tuple(range(size)))
         for step in range(at.most):
             for by_all in (True, False):
-                right, bound = section._gradient(run, at, step, 0, by_all)
+                right, bound = oracle._gradient(run, at, step, 0, by_all)
                 for got in _means(size, at.trains(step), step, size if by_all else len(at.trains(step))):
                     assert float((got.double() - right).abs().max()) <= bound
 
@@ -102,8 +104,8 @@ def _means(size: int, ranks: list[int], step: int, divisor: int) -> Iterator[tor
     yield torch.stack([values / divisor for values in fed[::-1]]).sum(0)
 
 
-def _nobody(rank: int) -> section.RankRecord:
-    return section.RankRecord(rank, exit=0)
+def _nobody(rank: int) -> RankRecord:
+    return RankRecord(rank, exit=0)
 
 
 def made(sums: Callable[[int, int], list[int]]) -> Run:

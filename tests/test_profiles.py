@@ -19,10 +19,19 @@ from conformance.judging.verdict import Verdict
 from conformance.ranks.placement import dispatch_key, take_place
 from conformance.scenarios.hook import BUCKETS, ORDERED, RAW, VALUES
 from conformance.scenarios.model import scenario_from_json
-from conformance.scenarios.profiles import GLOO_CPU, SHARED, Profile, asked_for, kept_profile, profile_from_json, require, settled
+from conformance.scenarios.profiles import (
+    GLOO_CPU,
+    SHARED,
+    Profile,
+    profile_from_json,
+    recorded_profile,
+    requested_profile,
+    require,
+    resolve_profile,
+)
 from conformance.session.engine import Engine, Source
 from conformance.session.options import Options
-from conformance.session.plan import under
+from conformance.session.plan import adapt_scenario
 from conformance.session.session import Session, select_rules
 from conformance.subjects.claims import default_claims, parse_claims
 from conformance.subjects.kinds import KINDS
@@ -30,7 +39,7 @@ from conformance.subjects.spec import REFERENCE
 from conformance.subjects.target import parse_target
 from tests.test_cuda import ROOT, gate
 
-NCCL, GLOO_CUDA = asked_for("nccl"), asked_for("gloo", "cuda")
+NCCL, GLOO_CUDA = requested_profile("nccl"), requested_profile("gloo", "cuda")
 
 
 @pytest.mark.parametrize(
@@ -47,14 +56,14 @@ NCCL, GLOO_CUDA = asked_for("nccl"), asked_for("gloo", "cuda")
     ],
 )
 def test_what_is_asked_for_has_a_name(backend: str, device: str | None, name: str) -> None:
-    asked = asked_for(backend, device)
+    asked = requested_profile(backend, device)
     assert asked.name == name
     assert profile_from_json({**vars(asked), "environment": [list(pair) for pair in asked.environment]}) == asked
 
 
 def test_the_default_is_gloo_on_the_cpu() -> None:
-    assert asked_for("gloo") == GLOO_CPU == Profile()
-    assert asked_for(Options().backend, Options().device, Options().backend_import) == GLOO_CPU
+    assert requested_profile("gloo") == GLOO_CPU == Profile()
+    assert requested_profile(Options().backend, Options().device, Options().backend_import) == GLOO_CPU
 
 
 @pytest.mark.parametrize(
@@ -68,7 +77,7 @@ def test_the_default_is_gloo_on_the_cpu() -> None:
 )
 def test_what_no_machine_can_run(given: tuple[str, str | None, str | None], error: type[Exception], said: str) -> None:
     with pytest.raises(error) as caught:
-        asked_for(*given)
+        requested_profile(*given)
     assert said in str(caught.value)
 
 
@@ -78,10 +87,20 @@ def test_what_no_machine_can_run(given: tuple[str, str | None, str | None], erro
         (NCCL, {"devices": 0}, (1,), "profile nccl: not run: no CUDA device"),
         (GLOO_CUDA, {"devices": 0}, (1,), "profile gloo-cuda: not run: no CUDA device"),
         (GLOO_CUDA, {"devices": 1, "fails": "no kernel"}, (2,), "profile gloo-cuda: not run: no kernel"),
-        (asked_for("mpi"), {"fails": "this torch was built without mpi"}, (2,), "profile mpi-cpu: not run: this torch was built without"),
-        (asked_for("mine"), {"unknown": "torch knows no backend 'mine'"}, (2,), "'mine'; --backend-import names a package"),
-        (asked_for("mine", None, "pkg"), {"error": "importing pkg raised"}, (2,), "profile mine-cpu: not run: importing pkg raised"),
-        (asked_for("xccl"), {"devices": 0}, (2,), "profile xccl-xpu: not run: no XPU device"),
+        (
+            requested_profile("mpi"),
+            {"fails": "this torch was built without mpi"},
+            (2,),
+            "profile mpi-cpu: not run: this torch was built without",
+        ),
+        (requested_profile("mine"), {"unknown": "torch knows no backend 'mine'"}, (2,), "'mine'; --backend-import names a package"),
+        (
+            requested_profile("mine", None, "pkg"),
+            {"error": "importing pkg raised"},
+            (2,),
+            "profile mine-cpu: not run: importing pkg raised",
+        ),
+        (requested_profile("xccl"), {"devices": 0}, (2,), "profile xccl-xpu: not run: no XPU device"),
         (
             NCCL,
             {"devices": 1, "nccl": [2, 28, 9]},
@@ -94,7 +113,7 @@ def test_what_no_machine_can_run(given: tuple[str, str | None, str | None], erro
 )
 def test_what_this_machine_cannot_run(asked: Profile, machine: Mapping[str, Any], worlds: tuple[int, ...], said: str) -> None:
     with pytest.raises(ProfileError) as caught:
-        settled(asked, machine, worlds)
+        resolve_profile(asked, machine, worlds)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 8
@@ -111,16 +130,16 @@ def test_what_this_machine_cannot_run(asked: Profile, machine: Mapping[str, Any]
     ],
 )
 def test_ranks_share_gpus_where_there_are_fewer(devices: int, worlds: tuple[int, ...], name: str, ctas: str | None) -> None:
-    profile = settled(NCCL, {"devices": devices, "nccl": [2, 30, 7]}, worlds)
+    profile = resolve_profile(NCCL, {"devices": devices, "nccl": [2, 30, 7]}, worlds)
     assert profile.name == name
     settings = dict(profile.environment)
     assert settings.get("NCCL_MAX_CTAS") == ctas
     assert ("NCCL_MULTI_RANK_GPU_ENABLE" in settings) == (name == SHARED)
-    assert settled(GLOO_CUDA, {"devices": 1}, (4,)) == GLOO_CUDA, "Gloo does not mind"
+    assert resolve_profile(GLOO_CUDA, {"devices": 1}, (4,)) == GLOO_CUDA, "Gloo does not mind"
 
 
 def test_another_profile_than_the_required_one_is_a_failure() -> None:
-    shared = settled(NCCL, {"devices": 1, "nccl": [2, 30, 7]}, (2,))
+    shared = resolve_profile(NCCL, {"devices": 1, "nccl": [2, 30, 7]}, (2,))
     require(SHARED, shared)
     require(None, shared)
     require(SHARED, NCCL, final=False)
@@ -132,10 +151,14 @@ def test_another_profile_than_the_required_one_is_a_failure() -> None:
 
 
 def test_a_certificate_names_the_profile() -> None:
-    assert [NCCL.called(False), GLOO_CPU.called(True), GLOO_CUDA.called(True)] == ["nccl", "gloo-serialised", "gloo-cuda-serialised"]
+    assert [NCCL.display_name(False), GLOO_CPU.display_name(True), GLOO_CUDA.display_name(True)] == [
+        "nccl",
+        "gloo-serialised",
+        "gloo-cuda-serialised",
+    ]
     assert [NCCL.where, GLOO_CPU.where] == ["nccl on cuda", "gloo on cpu"]
     for profile, serialised in ((GLOO_CPU, True), (GLOO_CPU, False), (GLOO_CUDA, True), (NCCL, False)):
-        kept = kept_profile({"name": profile.called(serialised), "backend": profile.backend, "device": profile.device})
+        kept = recorded_profile({"name": profile.display_name(serialised), "backend": profile.backend, "device": profile.device})
         assert replace(profile, environment=()) == kept
 
 
@@ -147,22 +170,22 @@ def test_a_subject_says_what_it_takes() -> None:
 
 
 def test_a_scenario_brings_its_profile_to_the_ranks() -> None:
-    scenario = under(VALUES, parse_claims("exact"), NCCL)
+    scenario = adapt_scenario(VALUES, parse_claims("exact"), NCCL)
     assert scenario.profile == NCCL
     assert scenario_from_json(scenario.to_json()) == scenario
     for kind in KINDS.values():
         claims = default_claims(kind.name, parse_target(kind.reference, "").kwargs)
-        assert under(kind.scenarios[0], claims, NCCL).profile == NCCL
+        assert adapt_scenario(kind.scenarios[0], claims, NCCL).profile == NCCL
 
 
 def test_on_a_stream_chained_collectives_run_as_they_come() -> None:
     claims = parse_claims("exact, chained")
-    here, there = under(ORDERED, claims), under(ORDERED, claims, NCCL)
+    here, there = adapt_scenario(ORDERED, claims), adapt_scenario(ORDERED, claims, NCCL)
     assert (here.serialised, here.order) == (True, "free")
     assert (there.serialised, there.order) == (False, "rank0_first")
-    assert under(BUCKETS, claims, NCCL).recorded, "by which 10.4 sees that callbacks start some"
-    assert under(BUCKETS, claims, GLOO_CUDA).serialised
-    assert not under(RAW, claims, GLOO_CUDA).serialised
+    assert adapt_scenario(BUCKETS, claims, NCCL).observe.collectives, "by which 10.4 sees that callbacks start some"
+    assert adapt_scenario(BUCKETS, claims, GLOO_CUDA).serialised
+    assert not adapt_scenario(RAW, claims, GLOO_CUDA).serialised
 
 
 def test_a_rank_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +212,7 @@ def test_devices_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_collectives_are_seen_on_the_device_of_the_profile() -> None:
     """By the key under which torch keeps its kernels; those of some devices come with a torch that was built for them."""
-    keys = [dispatch_key(asked_for("gloo", device)) for device in ("cpu", "cuda", "xpu", "npu")]
+    keys = [dispatch_key(requested_profile("gloo", device)) for device in ("cpu", "cuda", "xpu", "npu")]
     assert keys == ["CPU", "CUDA", "XPU", "PrivateUse1"]
     for key in ("CPU", "CUDA", "PrivateUse1"):
         assert torch.library.get_kernel("c10d::allreduce_", key), key

@@ -6,8 +6,10 @@ from pathlib import Path
 import expecttest
 import pytest
 
-from conformance.judging import rule as rulebook
+import conformance
 from conformance.judging.rule import MUST, SECTIONS, SHOULD, Rule, golden_list
+from conformance.judging.rule import rule as entered
+from conformance.rules import book
 from conformance.scenarios.hook import ALL, BY_NAME
 from conformance.session.engine import MACHINE_RULES
 from conformance.session.options import Options
@@ -15,7 +17,7 @@ from conformance.subjects.kinds import HOOK, KINDS
 from tests.mutants import catalogue
 
 EVERY = (*ALL, *(scenario for kind in KINDS.values() for scenario in kind.scenarios))
-PAGE = Path(rulebook.__file__).parent / "RULES.md"
+PAGE = Path(conformance.__file__).parent / "RULES.md"
 
 
 def test_numbers_belong_to_sections_without_gaps(rules: dict[str, Rule]) -> None:
@@ -84,7 +86,7 @@ def test_the_golden_list_is_the_must_rules(rules: dict[str, Rule]) -> None:
     """A rule leaves or enters the list by a change of golden.txt that somebody reads."""
     for kind in (HOOK, *KINDS):
         for device in ("cpu", "cuda", "xpu"):
-            must = [number for number, rule in rulebook.book(kind, device).items() if rule.level == MUST]
+            must = [number for number, one in book(kind, device).items() if one.level == MUST]
             assert golden_list(kind, device) == must
     assert {rule.device for rule in rules.values()} == {"", "cuda"}
 
@@ -110,7 +112,7 @@ def test_what_upstream_tests_is_judged_by_what_there_is(rules: dict[str, Rule]) 
 
 def test_a_number_cannot_be_used_twice(rules: dict[str, Rule]) -> None:
     with pytest.raises(ValueError, match=r"rule 2\.1 is in the book twice"):
-        rulebook.rule("2.1", "again", on=(), remedy="", source="")(lambda run, claims, found: None)
+        entered("2.1", "again", on=(), remedy="", source="")(lambda run, claims, found: None)
 
 
 INTRODUCTION = """# The rule book
@@ -184,10 +186,8 @@ def page(rules: dict[str, Rule]) -> str:
             if rule.intent:
                 parts.append(f"Intent: {rule.intent}\n")
             parts.append(f"- Source: {rule.source}")
-            worlds = {"all": "at every world size", "primary": "at the smallest world size above 1", "others": "at the other world sizes"}
-            worlds["fewer"] = "at world sizes below what it claims"
-            scenarios = "; ".join(f"`{scenario.name}` ({scenario.what})" for scenario in rule.on)
-            parts.append(f"- Judged on: {scenarios}; {worlds[rule.worlds]} that the scenario is meant for")
+            scenarios = "; ".join(f"`{scenario.name}` ({scenario.summary})" for scenario in rule.on)
+            parts.append(f"- Judged on: {scenarios}; {rule.worlds.value} that the scenario is meant for")
             if rule.needs:
                 parts.append(f"- Builds on: {', '.join(rule.needs)}")
             parts.append(f"- If this fails, look at: {rule.remedy}")

@@ -16,7 +16,7 @@ from conformance.ranks.drivers import cuda_graph as graphs
 from conformance.ranks.instruments import stream_delays as streams
 from conformance.records.run import Run
 from conformance.scenarios.hook import BUCKETS, GRAPH, LONG, ORDERED, STREAMS, VALUES
-from conformance.session.plan import under
+from conformance.session.plan import adapt_scenario
 from conformance.subjects.claims import parse_claims
 from tests.made_runs import event, made_run
 
@@ -54,7 +54,7 @@ def test_what_is_read_too_early_is_refused(rules: dict[str, Rule], claims: Any) 
 def test_lossy_runs_begin_alike(rules: dict[str, Rule], claims: str) -> None:
     """With and without delays, beyond the warm-up: there is something to compare."""
     lossy = parse_claims(claims)
-    plain, delayed = under(BUCKETS, lossy), under(STREAMS, lossy)
+    plain, delayed = adapt_scenario(BUCKETS, lossy), adapt_scenario(STREAMS, lossy)
     assert len(delayed.steps) <= len(plain.steps) + 1
     alike = [one == other for one, other in zip(plain.steps, delayed.steps, strict=False)]
     assert all(alike[: lossy.warmup + 4])

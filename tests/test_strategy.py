@@ -26,7 +26,7 @@ from tests.made_runs import event
 OURS = "hooks_ref:ddp_sync_context,sync_strategy="
 SINGLE = Case(f"{OURS}single_auto_sync", worlds=(2,), kind="strategy")
 MULTI = Case(f"{OURS}multi_auto_sync", worlds=(2,), rules=("16.16", "16.18"), kind="strategy")
-DENSE = [s for s in STRATEGY.scenarios if s.case not in ("no_ddp",) and s.name != "strategy_sparse"]
+DENSE = [s for s in STRATEGY.scenarios if s.variant not in ("no_ddp",) and s.name != "strategy_sparse"]
 
 
 @pytest.mark.parametrize("case", [SINGLE], ids=str)

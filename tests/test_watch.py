@@ -11,7 +11,7 @@ from conformance.scenarios.hook import SUBGROUPS
 from conformance.scenarios.model import Param, Scenario
 from tests.hooks_ref.algorithms import run_hook
 
-WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), level=0.0)
+WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), initial_value=0.0)
 GROUPS = replace(WHAT, groups=SUBGROUPS.groups)
 AVERAGE, TORCHS, MUTANTS = "hooks_ref:allreduce_hook", "torch.distributed.algorithms.ddp_comm_hooks", "tests.mutants"
 SUBJECTS, POWER, LATER = "tests.watch_subjects", "examples.states:power_sgd", "compressed, warmup(2)"
@@ -47,7 +47,7 @@ def run(pool: Pool, name: str, world: int = 2, what: Scenario = WHAT, **given: A
         *((3, {"hook": f"tests.right.exact:{name}"}) for name in ("another_thread", "reduce_scatter", "point_to_point", "blocking")),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_right_hooks(pool: Pool, world: int, given: dict[str, Any]) -> None:
     run(pool, "trains", world, **given)
 
@@ -78,7 +78,7 @@ def test_right_hooks(pool: Pool, world: int, given: dict[str, Any]) -> None:
         ("collectives:logs_in_two_dtypes", ("10.2",), {}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_mutants_that_drift(pool: Pool, name: str, finds: tuple[str, ...], given: dict[str, Any]) -> None:
     """Each is found by rules that it breaks in live records; none of them crashes."""
     run(pool, "trains", given.pop("world", 2), hook=f"{MUTANTS}.{name}", finds=finds, **given)

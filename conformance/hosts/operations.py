@@ -43,7 +43,7 @@ def run_here(command: dict[str, Any], controller: Controller) -> dict[str, Any]:
         return function
 
     functions = {rank: rank_function(rank) for rank in ranks}
-    grace = command["deadline"] if scenario.fault != "none" else GRACE
+    grace = command["deadline"] if scenario.fault.kind != "none" else GRACE
     outcome = supervise(functions, folder, command["deadline"], grace, controller)
     for rank in outcome["ranks"]:
         for name in ("stacks.txt", "flight.json"):

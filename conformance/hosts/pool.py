@@ -148,8 +148,8 @@ class Pool:
         Raises:
             KitError: the run could not be carried out for want of disk or processes, or the pool was closed.
         """
-        if scenario.elsewhere:
-            return self._pool_elsewhere().run(replace(scenario, elsewhere=False), world, subject, name)
+        if scenario.other_hash_seed:
+            return self._pool_elsewhere().run(replace(scenario, other_hash_seed=False), world, subject, name)
         folder = self._new_folder(name)
         command = {"op": "run", "scenario": scenario.to_json(), "world": world, "subject": subject.to_json() if subject else None}
         try:

@@ -51,11 +51,11 @@ def _patterns(run: Run, step: int, claims: Claims) -> Iterator[tuple[str, "Patte
             "equal to the sum over the group divided by the size of WORLD: the divisor ignores the group",
             lambda r, i: right(r, i) * len(group(r)) / run.world,
         )
-    for share in set(run.scenario.shares) - {1}:
-        last = share == run.scenario.shares[-1]
+    for share in set(run.scenario.microbatch_weights) - {1}:
+        last = share == run.scenario.microbatch_weights[-1]
         which = "the last micro-batch" if last else "one of the first micro-batches"
         yield f"equal to the mean of {which} alone: gradients did not accumulate", functools.partial(multiple, share)
-    if run.scenario.find_unused or run.scenario.uneven:
+    if run.scenario.ddp.find_unused_parameters or run.scenario.uneven:
         yield (
             "equal to the mean over the ranks that have a gradient: the zeros of the others count too",
             lambda r, i: right(r, i) * len(group(r)) / max(1, sum(run.feeds(other, step, i) for other in group(r))),
@@ -126,7 +126,7 @@ def _ratio(run: Run, step: int, got: dict[tuple[int, int], torch.Tensor]) -> str
 def _offset(run: Run, step: int, got: dict[tuple[int, int], torch.Tensor]) -> str:
     """One difference between result and mean, when there is one: all parameters hold the same."""
     means = [mean(run, r, step, i) for r, i in got]
-    off, level = torch.cat([value - right for value, right in zip(got.values(), means, strict=True)]), run.scenario.level
+    off, level = torch.cat([value - right for value, right in zip(got.values(), means, strict=True)]), run.scenario.initial_value
     first = float(off[0]) if len(off) else 0.0
     if (
         not level

@@ -97,7 +97,7 @@ def describe(run: Run, wrong: oracle.Mismatch, claims: Claims) -> tuple[str, str
     what = "sum" if claims.sum else "mean"
     within = f" within {wrong.bound:.3g}" if wrong.bound else ", bit for bit"
     actual = "no gradient" if wrong.missing else f"{wrong.actual:.9g}"
-    place = run.place(wrong.parameter, wrong.index)
+    place = run.element_index(wrong.parameter, wrong.index)
     where = f"rank {wrong.rank}, step {wrong.step}" + ("" if bucket is None else f", bucket {bucket}")
     return (
         f"{what} {wrong.expected:.9g}{within}",

@@ -4,6 +4,7 @@ A rule is a function of records. Its docstring's first paragraph is the requirem
 intent. The files of ``conformance/rules`` hold one section each; importing them fills the book.
 """
 
+import enum
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,15 @@ OF_DEVICES = {"21": "cuda"}  # sections that speak of what one type of device ha
 GOLDEN = Path(__file__).parent.parent / "golden.txt"
 
 
+class WorldSizes(enum.Enum):
+    """The world sizes of the profile that a rule is judged at; each with the sentence of RULES.md."""
+
+    ALL = "at every world size"
+    PRIMARY = "at the smallest world size above 1"
+    OTHERS = "at the other world sizes"
+    BELOW_MINIMUM = "at world sizes below the claimed minimum"
+
+
 @dataclass(frozen=True)
 class Rule:
     """One numbered requirement.
@@ -53,13 +63,12 @@ class Rule:
         on: the scenarios whose records it reads.
         owns: those of them whose breaking is its failure; for other rules such a run is "not run".
         needs: rules without which this one would say nothing new; it runs only where they hold.
-        across: whether it reads all its runs at once instead of one after another.
+        reads_all_runs: whether it reads all its runs at once instead of one after another.
         may_refuse: whether an exception of the hook, on every rank, is an answer too.
         claimed: the claim (an attribute of ``Claims``) without which it does not apply, and nothing is run for it; '' is none.
-        beside: what else is run in the same scenario, and read after the subject's own run: ``vanilla`` is DDP without a hook,
+        baseline: what else is run in the same scenario, and read after the subject's own run: ``vanilla`` is DDP without a hook,
             ``like`` are the references that the claim of that name says; '' is nothing.
-        worlds: ``all`` of the profile, or the ``primary`` one, or the ``others``; ``fewer`` are those below
-            what the claim min_world_size says, which no other rule is judged at.
+        worlds: the world sizes it is judged at.
         source: torch documentation, paper or issue number.
         remedy: where to look when it fails.
         check: the function, ``(run, claims, found)``, or ``(runs, claims, found)`` if ``across``.
@@ -72,11 +81,11 @@ class Rule:
     on: tuple[Scenario, ...]
     owns: tuple[Scenario, ...]
     needs: tuple[str, ...]
-    across: bool
+    reads_all_runs: bool
     may_refuse: bool
     claimed: str
-    beside: str
-    worlds: str
+    baseline: str
+    worlds: WorldSizes
     source: str
     remedy: str
     check: Callable[..., None]
@@ -123,11 +132,11 @@ def rule(
     needs: tuple[str, ...] = (),
     level: str = MUST,
     since: str = "1.0",
-    across: bool = False,
+    reads_all_runs: bool = False,
     may_refuse: bool = False,
     claimed: str = "",
-    beside: str = "",
-    worlds: str = "all",
+    baseline: str = "",
+    worlds: WorldSizes = WorldSizes.ALL,
 ) -> Callable[[Callable[..., None]], Rule]:
     """Make a rule of a function and enter it in the book."""
 
@@ -135,7 +144,7 @@ def rule(
         if number in _BOOK:
             raise ValueError(f"rule {number} is in the book twice")
         _BOOK[number] = Rule(
-            number, title, level, since, on, owns, needs, across, may_refuse, claimed, beside, worlds, source, remedy, check
+            number, title, level, since, on, owns, needs, reads_all_runs, may_refuse, claimed, baseline, worlds, source, remedy, check
         )
         return _BOOK[number]
 

@@ -26,8 +26,8 @@ def make_groups(scenario: Scenario, rank: int, world: int, folder: Path, timeout
     if device.type != "cpu":  # devices take their time to start, which is to count for no group's timeout
         torch.zeros(1, device=device)
         everybody(signals, "device", rank, world, timeout)
-    limit = datetime.timedelta(seconds=scenario.group_timeout or timeout)
-    if scenario.group_timeout:  # a group that the subject makes without a timeout has this one
+    limit = datetime.timedelta(seconds=scenario.fault.group_timeout or timeout)
+    if scenario.fault.group_timeout:  # a group that the subject makes without a timeout has this one
         dist.distributed_c10d.default_pg_timeout = limit
     dist.init_process_group(scenario.profile.backend, store=store, rank=rank, world_size=world, timeout=limit)
     groups = [dist.new_group(list(ranks)) for ranks in scenario.groups]

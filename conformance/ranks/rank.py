@@ -9,8 +9,8 @@ import contextlib
 import sys
 from pathlib import Path
 
-from conformance.ranks.drivers.base import Stage
-from conformance.ranks.drivers.hook import _Run
+from conformance.ranks.drivers.base import RankDriver
+from conformance.ranks.drivers.hook import HookDriver
 from conformance.ranks.process import prepare_process
 from conformance.records.files import DONE, KIT_FAILED, RAISED
 from conformance.records.recorder import Recorder
@@ -35,11 +35,11 @@ def run_rank(scenario: Scenario, spec: SubjectSpec | None, rank: int, world: int
     except OSError as error:
         print(f"conformance: rank {rank} cannot write its record: {error}", file=sys.stderr)
         return KIT_FAILED
-    run: _Run | Stage
+    run: HookDriver | RankDriver
     if scenario.kind != HOOK:
-        run = Stage(scenario, spec, rank, world, folder, timeout, recorder)
+        run = RankDriver(scenario, spec, rank, world, folder, timeout, recorder)
     else:
-        run = _Run(scenario, spec, rank, world, folder, timeout, recorder)
+        run = HookDriver(scenario, spec, rank, world, folder, timeout, recorder)
     try:
         run.execute()
         recorder.close()

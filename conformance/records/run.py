@@ -44,7 +44,7 @@ class Run:
     def finished(self) -> bool:
         if self.stopped != "ended" or not self.ranks:
             return False
-        killed_by_kit = {1: PEER_DIED} if self.scenario.fault in ("peer_dies", "peer_dies_later") else {}
+        killed_by_kit = {1: PEER_DIED} if self.scenario.fault.kind in ("peer_dies", "peer_dies_later") else {}
         return all(rank.finished or rank.exit == killed_by_kit.get(rank.rank) for rank in self.ranks)
 
     def group(self, rank: int) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class Run:
     def parameter_name(self, index: int) -> str:
         return f"p{index}.weight" if self.scenario.params[index].layout == "sparse" else f"p{index}"
 
-    def place(self, index: int, element: int) -> tuple[int, ...]:
+    def element_index(self, index: int, element: int) -> tuple[int, ...]:
         """Return the index within a parameter of an element of what :meth:`got` returns."""
         spec = self.scenario.params[index]
         shape = (*spec.shape, 2) if spec.dtype.startswith("complex") else spec.shape
@@ -98,7 +98,7 @@ class Run:
         """Whether ``rank`` has an input at ``step``, and its forward uses the parameter; if not, zeros are its part of the mean."""
         group = self.group(rank)
         number = step + self.scenario.first_step
-        used = not self.scenario.find_unused or uses(len(group), group.index(rank), number, index)
+        used = not self.scenario.ddp.find_unused_parameters or uses(len(group), group.index(rank), number, index)
         return step < self.scenario.inputs_of(rank, self.world) and used and not self.scenario.params[index].frozen
 
     def receives(self, rank: int, step: int, index: int) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from conformance.judging.requirements import require_optimizer, require_same, require_steps
-from conformance.judging.rule import SHOULD, rule
+from conformance.judging.rule import SHOULD, WorldSizes, rule
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
@@ -16,8 +16,8 @@ from conformance.subjects.claims import Claims
     "two models do not share what is kept",
     on=(VALUES, TWO_MODELS),
     owns=(TWO_MODELS,),
-    across=True,
-    worlds="primary",
+    reads_all_runs=True,
+    worlds=WorldSizes.PRIMARY,
     needs=("3.3",),
     since="1.2",
     source="bugs in the wild: residuals and step counts in a module's dictionary, by the bucket's number",
@@ -45,7 +45,7 @@ def two_models(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     on=(SAVED_ONE, RESUMED_ONE),
     owns=(SAVED_ONE, RESUMED_ONE),
     claimed="checkpointable",
-    across=True,
+    reads_all_runs=True,
     needs=("2.1", "3.3"),
     since="1.2",
     source="torch documentation, DDP Communication Hooks: How to Checkpoint Communication Hook State",
@@ -58,7 +58,7 @@ def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """
     saved, resumed = runs.values()
     for one, other in zip(saved.ranks, resumed.ranks, strict=True):
-        after = _steps_of(one, range(saved.scenario.saves_at, len(saved.scenario.steps)))
+        after = _steps_of(one, range(saved.scenario.resume.saves_at, len(saved.scenario.steps)))
         require_same(after.tensors, other.tensors, f"going on and resuming on rank {one.rank}", found)
 
 
@@ -68,7 +68,7 @@ def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     on=(SAVED, RESUMED),
     owns=(SAVED, RESUMED),
     claimed="checkpointable",
-    across=True,
+    reads_all_runs=True,
     needs=("11.2",),
     since="1.2",
     source="torch documentation, DistributedDataParallel: buckets are rebuilt after the first step, and a new process starts over",
@@ -81,7 +81,7 @@ def by_parameter(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     has rebuilt it.
     """
     saved, resumed = runs.values()
-    at, end = saved.scenario.saves_at, len(saved.scenario.steps)
+    at, end = saved.scenario.resume.saves_at, len(saved.scenario.steps)
     ranks = [_steps_of(one, range(at), other, range(at, end)) for one, other in zip(saved.ranks, resumed.ranks, strict=True)]
     joined = Run(saved.scenario, saved.world, ranks)
     require_steps(joined, claims, found, joined.steps("crafted"))

@@ -7,7 +7,7 @@ import torch
 from conformance.judging.oracles import lossy
 from conformance.judging.oracles import mean as oracle
 from conformance.judging.requirements import require_optimizer, require_steps
-from conformance.judging.rule import rule
+from conformance.judging.rule import WorldSizes, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.hook import ACCUMULATED, BUCKETS, DTYPES, LIKE, ORDERED, SHAPES, SMALL_GRADIENTS, SUBGROUPS, VALUES
@@ -28,7 +28,7 @@ def _judge(run: Run, claims: Claims, found: Found, *kinds: str) -> None:
     "what compression holds back comes out later",
     on=(VALUES,),
     needs=CONTRACT,
-    worlds="primary",
+    worlds=WorldSizes.PRIMARY,
     source="Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019; Stich et al., Sparsified SGD with Memory, NeurIPS 2018; "
     "Richtarik et al., EF21, NeurIPS 2021",
     remedy="the residual: gradient plus residual, minus what was sent and not what arrived; kept per parameter, across buckets; "
@@ -49,7 +49,7 @@ def held_back_comes_out(run: Run, claims: Claims, found: Found) -> None:
     "what compression loses is bounded",
     on=(VALUES,),
     needs=CONTRACT,
-    worlds="primary",
+    worlds=WorldSizes.PRIMARY,
     source="Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, assumption A: a delta-compressor",
     remedy="scales and zero points, the range of a quantizer, the divisor; if the loss is meant, claim a smaller delta",
 )
@@ -67,7 +67,7 @@ def contraction(run: Run, claims: Claims, found: Found) -> None:
     "random results have the mean as their expectation",
     on=(VALUES,),
     needs=CONTRACT,
-    worlds="primary",
+    worlds=WorldSizes.PRIMARY,
     source="Alistarh et al., QSGD, NeurIPS 2017; Wen et al., TernGrad, NeurIPS 2017",
     remedy="rounding to nearest, a draw that is reused, a scale that is left out; what is biased needs feedback",
 )
@@ -85,7 +85,7 @@ def unbiased(run: Run, claims: Claims, found: Found) -> None:
     "the warm-up ends at exactly its step",
     on=(VALUES, BUCKETS),
     needs=CONTRACT,
-    worlds="primary",
+    worlds=WorldSizes.PRIMARY,
     source="torch documentation, PowerSGDState: start_powerSGD_iter; PostLocalSGDState: start_localSGD_iter",
     remedy="a comparison that is off by one; a count of buckets instead of steps",
 )
@@ -111,7 +111,7 @@ def warm_up(run: Run, claims: Claims, found: Found) -> None:
     "a local result is a weighted mean",
     on=(VALUES,),
     needs=CONTRACT,
-    worlds="primary",
+    worlds=WorldSizes.PRIMARY,
     source="Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020; Daily et al., GossipGraD, 2018; Lian et al., "
     "Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017 (doubly stochastic weights)",
     remedy="a division that is left out, a partner that is written over, a partner that not every rank agrees on",
@@ -176,10 +176,10 @@ def bytes_sent(run: Run, claims: Claims, found: Found) -> None:
     on=(LIKE,),
     owns=(LIKE,),
     claimed="like",
-    beside="like",
-    across=True,
+    baseline="like",
+    reads_all_runs=True,
     needs=CONTRACT,
-    worlds="primary",
+    worlds=WorldSizes.PRIMARY,
     since="1.3",
     source="hooks_ref, and the papers that its docstrings name",
     remedy="another rank, ratio, block or scale than the claim says; feedback that is left out, or taken too early",

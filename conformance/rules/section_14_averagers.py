@@ -3,7 +3,7 @@
 import torch
 
 from conformance.judging.oracles.averager import LIKE, _as_alike, _calls, _changed, _got, _means, _never, due
-from conformance.judging.rule import SHOULD, rule
+from conformance.judging.rule import SHOULD, WorldSizes, rule
 from conformance.judging.side_effects import left_behind
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -222,9 +222,9 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
     "14.12",
     "As the reference that it is like",
     on=(PLAIN, FORMS, UNUSED, SUBGROUPS, SAVED, RESUMED),
-    across=True,
+    reads_all_runs=True,
     claimed="like",
-    beside="like",
+    baseline="like",
     source="the reference's own definition, in hooks_ref",
     remedy="the reference's module: its first lines say what it computes",
 )
@@ -259,7 +259,7 @@ def like_reference(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "14.13",
     "Smaller groups than it says are refused",
     on=(PLAIN,),
-    worlds="fewer",
+    worlds=WorldSizes.BELOW_MINIMUM,
     claimed="min_world_size",
     source="torch documentation, HierarchicalModelAverager: raises if the group sizes do not fit",
     remedy="check the group's size where the averager is made, or in its first call, and raise on every rank",

@@ -8,7 +8,7 @@ shorter, but a subject that changes torch's would change what it is compared wit
 import torch
 
 from conformance.judging.oracles.optimizer import _averages, _got, _is_due, _Local, _made, _require_asked, _require_right, _steps
-from conformance.judging.rule import SHOULD, rule
+from conformance.judging.rule import SHOULD, WorldSizes, rule
 from conformance.judging.side_effects import left_behind
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -53,7 +53,7 @@ def local_steps(run: Run, claims: Claims, found: Found) -> None:
     optimizer on all parameters, on gradients that are the same on all ranks. SGD with momentum, bit for bit; Adam on random
     gradients up to the roundings of its operations.
     """
-    if run.scenario.case == "adam" and not _made(run)["takes_any"]:
+    if run.scenario.variant == "adam" and not _made(run)["takes_any"]:
         found.does_not_apply("it takes no optimizer, nor a class of optimizers: it is one of its own")
         return
     averaged = [event["step"] for rank in run.ranks for event in rank.all("asked", averages=True)]
@@ -308,7 +308,7 @@ def consolidated(run: Run, claims: Claims, found: Found) -> None:
         return
     if not found.require(said["form"], "a dict with state and param_groups", "rank 0: state_dict() returned something else"):
         return
-    step, options = run.scenario.saves_at - 1, _made(run)["options"]
+    step, options = run.scenario.resume.saves_at - 1, _made(run)["options"]
     groups = [{"lr": options["lr"], "momentum": options.get("momentum", 0.0), "params": list(range(len(run.scenario.params)))}]
     found.require(said["groups"] == groups, f"param_groups {groups}", f"rank 0, step {step}: {said['groups']}")
     local = _Local(run, 0)
@@ -402,7 +402,7 @@ def leaves_no_trace(run: Run, claims: Claims, found: Found) -> None:
     "15.20",
     "Smaller groups than it says are refused",
     on=(PLAIN,),
-    worlds="fewer",
+    worlds=WorldSizes.BELOW_MINIMUM,
     claimed="min_world_size",
     source="the same as 2.11 of hooks",
     remedy="check the group's size where the optimizer is made, or in its first step, and raise on every rank",

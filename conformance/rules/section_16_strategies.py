@@ -3,7 +3,7 @@
 import torch
 
 from conformance.judging.oracles.strategy import NO_GRADIENT, _as_before, _got, _means, _said, _steps
-from conformance.judging.rule import SHOULD, rule
+from conformance.judging.rule import SHOULD, WorldSizes, rule
 from conformance.judging.side_effects import left_behind
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -343,7 +343,7 @@ def claimed(run: Run, claims: Claims, found: Found) -> None:
     "16.17",
     "Smaller groups than it says are refused",
     on=(PLAIN,),
-    worlds="fewer",
+    worlds=WorldSizes.BELOW_MINIMUM,
     claimed="min_world_size",
     source="the claim min_world_size, without which 16.1 asks it of every group",
     remedy="check the size of the model's process_group where the context is made, and raise on every rank",

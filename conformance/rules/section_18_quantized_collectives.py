@@ -17,7 +17,7 @@ from conformance.judging.oracles.collective import (
     _tensor,
     _wide,
 )
-from conformance.judging.rule import SHOULD, rule
+from conformance.judging.rule import SHOULD, WorldSizes, rule
 from conformance.judging.side_effects import left_behind
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -72,7 +72,7 @@ def round_trip(run: Run, claims: Claims, found: Found) -> None:
 )
 def divided(run: Run, claims: Claims, found: Found) -> None:
     """What arrives is divided by the factor that is claimed, whichever collective and format it is."""
-    loss, actual = claims.said["divided"]["loss"], _loss(run, claims)
+    loss, actual = claims.options["divided"]["loss"], _loss(run, claims)
     found.require(actual == loss, f"what was fed, divided by {loss:g}", "what was fed, not divided", "the factor is ignored")
 
 
@@ -90,7 +90,7 @@ def shapes(run: Run, claims: Claims, found: Found) -> None:
 
     Where it claims to take tensors of so many dimensions alone, others are refused with an error.
     """
-    taken = int(claims.said["dimensions"]["name"]) if claims.has("dimensions") else 0
+    taken = int(claims.options["dimensions"]["name"]) if claims.has("dimensions") else 0
     for call in _calls(run):
         spec = run.scenario.params[call.index]
         if spec.dtype != "float32" or spec.layout != "contiguous":
@@ -250,8 +250,8 @@ def splits(run: Run, claims: Claims, found: Found) -> None:
 
     Ranks send as many rows in all as they would without: what ignores the sizes goes on with the rows of others.
     """
-    if run.scenario.said[0] != "all_to_all_single":
-        found.does_not_apply(f"{run.scenario.said[0]} has no split sizes")
+    if run.scenario.options[0] != "all_to_all_single":
+        found.does_not_apply(f"{run.scenario.options[0]} has no split sizes")
         return
     _hold(run, claims, found, may_refuse=True, forms=("splits", "positional_splits"))
 
@@ -370,7 +370,7 @@ def leaves_no_trace(run: Run, claims: Claims, found: Found) -> None:
     "18.18",
     "Smaller groups than it says are refused",
     on=(PLAIN,),
-    worlds="fewer",
+    worlds=WorldSizes.BELOW_MINIMUM,
     claimed="min_world_size",
     source="the same as 2.11 of hooks",
     remedy="check the group's size where it is called, and raise on every rank",
@@ -407,8 +407,8 @@ def can_wait(run: Run, claims: Claims, found: Found) -> None:
 )
 def replicas(run: Run, claims: Claims, found: Found) -> None:
     """After an all_gather all ranks of the group hold the same bits, their own part too."""
-    if run.scenario.said[0] != "all_gather":
-        found.does_not_apply(f"of {run.scenario.said[0]} each rank gets its own")
+    if run.scenario.options[0] != "all_gather":
+        found.does_not_apply(f"of {run.scenario.options[0]} each rank gets its own")
         return
     for call in _calls(run):
         first = next(other for other in _calls(run) if (other.step, other.index) == (call.step, call.index))

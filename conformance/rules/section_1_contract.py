@@ -5,7 +5,7 @@ from typing import Any
 
 from conformance.judging.oracles import mean as oracle
 from conformance.judging.requirements import require_steps
-from conformance.judging.rule import SHOULD, rule
+from conformance.judging.rule import SHOULD, WorldSizes, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.hook import AS_IS, BUCKETS, DTYPES, LONG, ORDERED, SHAPES, VALUES, VIEWS
@@ -19,7 +19,7 @@ DOC = "torch documentation, DistributedDataParallel.register_comm_hook"
     "registers as it is",
     on=(AS_IS, VALUES),
     owns=(AS_IS,),
-    worlds="primary",
+    worlds=WorldSizes.PRIMARY,
     source=DOC + "; torch.nn.parallel.distributed looks the hook's parameters up by name",
     remedy="the second parameter must be called bucket; annotations must be absent or exactly dist.GradBucket and "
     "torch.futures.Future[torch.Tensor]; `from __future__ import annotations` turns them into strings, which DDP refuses",
@@ -38,7 +38,7 @@ def registers(run: Run, claims: Claims, found: Found) -> None:
     "1.2",
     "returns a future of one tensor",
     on=(VALUES,),
-    worlds="primary",
+    worlds=WorldSizes.PRIMARY,
     source=DOC + "; DDP segfaults on None",
     remedy="a forgotten return; get_future() without .then(lambda fut: fut.value()[0]); a callback that returns a future",
 )
@@ -89,7 +89,7 @@ def dtype_and_device(run: Run, claims: Claims, found: Found) -> None:
     "every call comes to an end",
     on=(VALUES,),
     owns=(VALUES,),
-    worlds="primary",
+    worlds=WorldSizes.PRIMARY,
     source=DOC + "; DDP waits for the future without a timeout, and Ctrl-C does not reach it",
     remedy="a path that completes no future; a wait inside .then; a collective that not every rank issues; exceptions",
 )
@@ -183,8 +183,8 @@ def several_buckets(run: Run, claims: Claims, found: Found) -> None:
     "1.9",
     "is registered on every rank",
     on=(VALUES,),
-    across=True,
-    worlds="primary",
+    reads_all_runs=True,
+    worlds=WorldSizes.PRIMARY,
     source="upstream behaviour: a hook on rank 0 alone is accepted",
     remedy="a set-up function that registers under `if rank == 0`",
 )
@@ -204,8 +204,8 @@ def on_every_rank(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     on=(VALUES, VIEWS),
     owns=(VIEWS,),
     needs=("1.5",),
-    across=True,
-    worlds="primary",
+    reads_all_runs=True,
+    worlds=WorldSizes.PRIMARY,
     source="pytorch#61637",
     remedy="read and write bucket.buffer() or bucket.gradients(); p.grad is something else unless gradient_as_bucket_view=True",
 )
@@ -217,7 +217,7 @@ def bucket_not_grad(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     right = {}
     for run in runs.values():
         steps = run.steps("crafted")[:3]
-        right[run.scenario.view] = all(oracle.compare(run, step, claims).mismatch is None for step in steps)
+        right[run.scenario.ddp.gradient_as_bucket_view] = all(oracle.compare(run, step, claims).mismatch is None for step in steps)
     if right.get(True) or right.get(False):
         found.require(
             right == {True: True, False: True},
@@ -247,7 +247,7 @@ def _require_alike(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     on=(VALUES,),
     needs=("1.1",),
     level=SHOULD,
-    worlds="primary",
+    worlds=WorldSizes.PRIMARY,
     source="DDP reads hook.__name__ and hook.__qualname__: AttributeError on a functools.partial or a callable object",
     remedy="functools.update_wrapper(partial, partial.func), or __name__ and __qualname__ attributes on the object",
 )

@@ -22,7 +22,7 @@ MEASURED = 7  # of the last steps: growth is what lies between them
     "the result is right on the stream that reads it",
     on=(BUCKETS, STREAMS),
     owns=(STREAMS,),
-    across=True,
+    reads_all_runs=True,
     needs=("1.8",),
     since="1.5",
     source="torch documentation, torch.futures.Future: wait() and then() synchronise streams, value() and set_result() on a future "

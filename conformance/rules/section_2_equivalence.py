@@ -6,7 +6,7 @@ from conformance.judging.likely_causes import norm_ratios
 from conformance.judging.oracles import lossy
 from conformance.judging.oracles import mean as oracle
 from conformance.judging.requirements import lossy_instead, require_steps
-from conformance.judging.rule import rule
+from conformance.judging.rule import WorldSizes, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.hook import AS_IS, COMPLEX, DTYPES, FEWER, LARGE, SHAPES, SIZES, SPARSE, SUBGROUPS, VALUES
@@ -20,7 +20,7 @@ DOC = "torch documentation, DDP Communication Hooks"
     "crafted gradients give the exact mean",
     on=(VALUES, AS_IS),
     needs=("1.1", "1.2", "1.5", "1.9"),
-    worlds="primary",
+    worlds=WorldSizes.PRIMARY,
     source=DOC,
     remedy="what the hook divides by, and whether every element of the bucket takes part in the collective; "
     "if the result is not meant to be the mean, claim what it is: compressed, unbiased, local, with warmup(k)",
@@ -32,7 +32,7 @@ def crafted(run: Run, claims: Claims, found: Found) -> None:
     """
     if lossy_instead(claims, found, "rules 13.1 to 13.5 say what is right"):
         return
-    if claims.fused and not run.scenario.observed and all(run.got(rank.rank, 0, 0) is None for rank in run.ranks):
+    if claims.fused and not run.scenario.observe.hook and all(run.got(rank.rank, 0, 0) is None for rank in run.ranks):
         found.does_not_apply("the hook frees the gradients, and unobserved it shows no others")
         return
     if not require_steps(run, claims, found, run.steps("crafted")):
@@ -113,7 +113,7 @@ def shapes(run: Run, claims: Claims, found: Found) -> None:
     on=(VALUES,),
     owns=(VALUES,),
     needs=("2.1",),
-    worlds="others",
+    worlds=WorldSizes.OTHERS,
     source="fairscale#132, hivemind#440: equal on two ranks, different on more; wrong on one",
     remedy="constants that are right for two ranks only; tails where numel is not divisible by the world size; a ring for powers of two",
 )
@@ -218,7 +218,7 @@ def sparse_gradients(run: Run, claims: Claims, found: Found) -> None:
     "the claim is true",
     on=(VALUES,),
     needs=("2.2",),
-    across=True,
+    reads_all_runs=True,
     source="the rule book: no claim switches a rule off without its mirror",
     remedy="claim what the hook does: an exact hook needs no rounded(), a mean is no sum",
 )
@@ -257,7 +257,7 @@ def claim_is_true(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     owns=(FEWER,),
     needs=("2.1",),
     claimed="min_world_size",
-    worlds="fewer",
+    worlds=WorldSizes.BELOW_MINIMUM,
     since="1.4",
     source="hivemind#440, hivemind#450: where a rank is alone it gets zeros, and nothing says so",
     remedy="compare the group's size when the state is made or the hook is called, and raise an error that says what it takes",

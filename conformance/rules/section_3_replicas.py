@@ -1,7 +1,7 @@
 """Section 3: replicas stay replicas."""
 
 from conformance.judging.requirements import require_same
-from conformance.judging.rule import rule
+from conformance.judging.rule import WorldSizes, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.hook import TRAINING, VALUES, VALUES_AGAIN
@@ -51,8 +51,8 @@ def identical_models(run: Run, claims: Claims, found: Found) -> None:
     on=(VALUES, VALUES_AGAIN),
     owns=(VALUES_AGAIN,),
     needs=("2.2",),
-    across=True,
-    worlds="primary",
+    reads_all_runs=True,
+    worlds=WorldSizes.PRIMARY,
     source="torch documentation, Reproducibility",
     remedy="time, process ids, addresses, unseeded generators, the order in which messages happen to arrive",
 )

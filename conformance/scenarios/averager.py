@@ -16,27 +16,27 @@ PLAIN = Scenario(
     _PARAMS,
     ("crafted",) * STEPS,
     kind="averager",
-    after="averager",
+    prerequisite="averager",
 )
 
 
-RANDOM = replace(PLAIN, name="averager_random", what="the same with random values", steps=("normal",) * STEPS, world_sizes=(3, 4))
+RANDOM = replace(PLAIN, name="averager_random", summary="the same with random values", steps=("normal",) * STEPS, world_sizes=(3, 4))
 
 
 FORMS = replace(
     PLAIN,
     name="averager_forms",
-    what="in turn a list, an iterator, parameter groups and groups that share a parameter; one parameter is frozen",
+    summary="in turn a list, an iterator, parameter groups and groups that share a parameter; one parameter is frozen",
     params=(*_PARAMS, Param((4, 4), frozen=True)),
     world_sizes=(2,),
-    case="forms",
+    variant="forms",
 )
 
 
 DTYPES = replace(
     PLAIN,
     name="averager_dtypes",
-    what="four dtypes in one model; 0-d, empty and one-element parameters",
+    summary="four dtypes in one model; 0-d, empty and one-element parameters",
     params=(
         *(Param(shape, dtype) for dtype in ("float32", "float64", "float16", "bfloat16") for shape in ((11,), (3, 5))),
         *(Param(()), Param((0,)), Param((1,), "float64")),
@@ -49,17 +49,17 @@ DTYPES = replace(
 UNUSED = replace(
     PLAIN,
     name="averager_unused",
-    what="in each step some ranks, or all, have no gradient for some parameters",
+    summary="in each step some ranks, or all, have no gradient for some parameters",
     params=(*_PARAMS, Param((11,)), Param((2, 3))),
     world_sizes=(2, 3),
-    case="unused",
+    variant="unused",
 )
 
 
 SUBGROUPS = replace(
     PLAIN,
     name="averager_subgroups",
-    what="two averagers on two disjoint subgroups of WORLD; places in the group are not global ranks",
+    summary="two averagers on two disjoint subgroups of WORLD; places in the group are not global ranks",
     groups=((1, 3), (0, 2)),
 )
 
@@ -67,13 +67,21 @@ SUBGROUPS = replace(
 ORDERED = replace(
     PLAIN,
     name="averager_ordered",
-    what="peers enter each call when rank 0 has left it, or waits for them",
+    summary="peers enter each call when rank 0 has left it, or waits for them",
     world_sizes=(2,),
     order="rank0_first",
 )
 
 
-SAVED = replace(PLAIN, name="averager_saved", what="its state is saved after 13 steps", world_sizes=(2,), saves_at=13)
+SAVED = replace(
+    PLAIN, name="averager_saved", summary="its state is saved after 13 steps", world_sizes=(2,), resume=replace(PLAIN.resume, saves_at=13)
+)
 
 
-RESUMED = replace(SAVED, name="averager_resumed", what="new processes go on from there", after="averager_saved", resumes=True)
+RESUMED = replace(
+    SAVED,
+    name="averager_resumed",
+    summary="new processes go on from there",
+    prerequisite="averager_saved",
+    resume=replace(SAVED.resume, resumes=True),
+)

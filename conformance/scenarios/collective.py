@@ -25,14 +25,14 @@ PLAIN = Scenario(
     (Param((5, 3)), Param((20, 33))),
     ("crafted", "normal", "uneven"),
     kind="collective",
-    after="collective",
+    prerequisite="collective",
 )
 
 
 SUBGROUPS = replace(
     PLAIN,
     name="collective_subgroups",
-    what="on two disjoint subgroups of WORLD; places in the group are not global ranks",
+    summary="on two disjoint subgroups of WORLD; places in the group are not global ranks",
     groups=((1, 3), (0, 2)),
 )
 
@@ -41,7 +41,7 @@ SUBGROUPS = replace(
 ORDERED = replace(
     PLAIN,
     name="collective_ordered",
-    what="peers enter each call when rank 0 has left it, or waits for them; what is sent is on record",
+    summary="peers enter each call when rank 0 has left it, or waits for them; what is sent is on record",
     world_sizes=(2,),
     order="rank0_first",
 )
@@ -50,7 +50,7 @@ ORDERED = replace(
 FORMS = replace(
     ORDERED,
     name="collective_forms",
-    what="tensors of one to four dimensions, empty, of one element, not contiguous, of other dtypes",
+    summary="tensors of one to four dimensions, empty, of one element, not contiguous, of other dtypes",
     params=(
         *(Param(shape) for shape in ((7,), (131,), (1,), (0,), (0, 3), (1, 1), (2, 3, 4), (2, 3, 2, 5))),
         *(Param((6, 5), layout="transposed"), Param((4, 3, 2, 5), layout="channels_last")),
@@ -64,7 +64,7 @@ FORMS = replace(
 CALLED = replace(
     ORDERED,
     name="collective_calls",
-    what="on subgroups, its arguments by position, by keyword, and those that few use",
+    summary="on subgroups, its arguments by position, by keyword, and those that few use",
     params=(Param((4, 3)),) * 4,
     steps=("crafted",),
     groups=((1, 3), (0, 2)),
@@ -74,20 +74,28 @@ CALLED = replace(
 WAITED = replace(
     ORDERED,
     name="collective_waited",
-    what="async_op=True, two calls at a time, waited for in the opposite order",
+    summary="async_op=True, two calls at a time, waited for in the opposite order",
     steps=("crafted", "normal"),
     world_sizes=(2, 3),
-    case="waited",
+    variant="waited",
 )
 
 
 SPECIAL = replace(
-    PLAIN, name="collective_special", what="NaN, infinities, zeros, ties, subnormals, the largest values", params=(Param((5, 6)),),
-    steps=("special",), world_sizes=(2,),
-)  # fmt: skip
+    PLAIN,
+    name="collective_special",
+    summary="NaN, infinities, zeros, ties, subnormals, the largest values",
+    params=(Param((5, 6)),),
+    steps=("special",),
+    world_sizes=(2,),
+)
 
 
 REPEATED = replace(
-    PLAIN, name="collective_repeated", what="the same values again and again", params=(Param((20, 33)),), steps=("constant",) * 24,
+    PLAIN,
+    name="collective_repeated",
+    summary="the same values again and again",
+    params=(Param((20, 33)),),
+    steps=("constant",) * 24,
     world_sizes=(2,),
-)  # fmt: skip
+)

@@ -27,12 +27,12 @@ _SPECIAL = (
 
 def form_of(scenario: Scenario, index: int) -> str:
     """Return how the call for a parameter is made: one of ``CALLS``, or '' as it mostly is."""
-    return CALLS[scenario.said[0]][index] if scenario.name == CALLED.name else ""
+    return CALLS[scenario.options[0]][index] if scenario.name == CALLED.name else ""
 
 
 def indices(scenario: Scenario) -> range:
     """Return the parameters that there are calls for."""
-    forms = len(CALLS[scenario.said[0]]) if scenario.name == CALLED.name else len(scenario.params)
+    forms = len(CALLS[scenario.options[0]]) if scenario.name == CALLED.name else len(scenario.params)
     return range(min(forms, len(scenario.params)))
 
 
@@ -43,7 +43,7 @@ def source_of(scenario: Scenario, size: int, step: int, index: int) -> int:
 
 def sent(scenario: Scenario, size: int, place: int, step: int, index: int) -> list[tuple[int, int]]:
     """Return the messages that a rank hands in, as places (from, to), in their order; one goes to all, where all get the same."""
-    collective = scenario.said[0]
+    collective = scenario.options[0]
     if collective == "all_gather":
         return [(place, 0)]
     if collective == "scatter" and place != source_of(scenario, size, step, index):
@@ -53,7 +53,7 @@ def sent(scenario: Scenario, size: int, place: int, step: int, index: int) -> li
 
 def received(scenario: Scenario, size: int, place: int, step: int, index: int) -> list[tuple[int, int]]:
     """Return the messages that arrive at a rank, in their order."""
-    collective = scenario.said[0]
+    collective = scenario.options[0]
     if collective == "scatter":
         return [(source_of(scenario, size, step, index), place)]
     return [(source, 0 if collective == "all_gather" else place) for source in range(size)]

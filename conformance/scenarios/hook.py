@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.model import DDPOptions, Param, Scenario
 
 SCALES, SCALE_NUMEL = ("random", "large", "small"), 32  # kinds of gradient at scale, and how many elements each has
 
@@ -27,20 +27,36 @@ VALUES = Scenario(
 )
 
 
-FEWER = replace(VALUES, name="fewer", what="fewer ranks than it takes", steps=("crafted",) * 2)
+FEWER = replace(VALUES, name="fewer", summary="fewer ranks than it takes", steps=("crafted",) * 2)
 
 
 VALUES_AGAIN = replace(
-    VALUES, name="values_again", what="the same once more, where strings hash otherwise", repeat=1, world_sizes=(2,), elsewhere=True
+    VALUES,
+    name="values_again",
+    summary="the same once more, where strings hash otherwise",
+    repeat=1,
+    world_sizes=(2,),
+    other_hash_seed=True,
 )
 
 
 AS_IS = replace(
-    VALUES, name="as_is", what="the hook registered as it is, unobserved", observed=False, steps=("crafted",) * 3, world_sizes=(2,)
+    VALUES,
+    name="as_is",
+    summary="the hook registered as it is, unobserved",
+    observe=replace(VALUES.observe, hook=False),
+    steps=("crafted",) * 3,
+    world_sizes=(2,),
 )
 
 
-VIEWS = replace(AS_IS, name="views", what="gradients are views of the buckets", view=True, observed=True)
+VIEWS = replace(
+    AS_IS,
+    name="views",
+    summary="gradients are views of the buckets",
+    ddp=replace(AS_IS.ddp, gradient_as_bucket_view=True),
+    observe=replace(AS_IS.observe, hook=True),
+)
 
 
 _SEVERAL_BUCKETS = Scenario(
@@ -49,15 +65,19 @@ _SEVERAL_BUCKETS = Scenario(
     _SEVERAL,
     ("crafted",) * 4,
     world_sizes=(2,),
-    bucket_cap_mb=_CAP,
+    ddp=DDPOptions(bucket_cap_mb=_CAP),
 )
 
 
-BUCKETS = replace(_SEVERAL_BUCKETS, outside=True)
+BUCKETS = replace(_SEVERAL_BUCKETS, observe=replace(_SEVERAL_BUCKETS.observe, other_gradients=True))
 
 
 ORDERED = replace(
-    _SEVERAL_BUCKETS, name="ordered", what="rank 0 leaves each hook call before its peers enter", order="rank0_first", after="buckets"
+    _SEVERAL_BUCKETS,
+    name="ordered",
+    summary="rank 0 leaves each hook call before its peers enter",
+    order="rank0_first",
+    prerequisite="buckets",
 )
 
 
@@ -65,15 +85,15 @@ SCHEDULES = tuple(
     replace(
         _SEVERAL_BUCKETS,
         name=f"schedule_{seed}",
-        what="ranks enter the hook in an order that a seed draws, and callbacks run in one; every collective is on record"
+        summary="ranks enter the hook in an order that a seed draws, and callbacks run in one; every collective is on record"
         + ("; strings hash otherwise" if elsewhere else ""),
         steps=("crafted", "crafted", "normal", "normal"),
         world_sizes=(3,),
         order="seeded",
         seed=seed,
-        recorded=True,
-        after="buckets",
-        elsewhere=elsewhere,
+        observe=replace(_SEVERAL_BUCKETS.observe, collectives=True),
+        prerequisite="buckets",
+        other_hash_seed=elsewhere,
     )
     for seed, elsewhere in ((1, False), (2, True))
 )
@@ -82,16 +102,21 @@ SCHEDULES = tuple(
 RAW = replace(
     _SEVERAL_BUCKETS,
     name="raw",
-    what="several buckets, for a hook that is judged serialised elsewhere: collectives come as they come",
+    summary="several buckets, for a hook that is judged serialised elsewhere: collectives come as they come",
     steps=("crafted",) * 6,
     world_sizes=(3,),
-    after="buckets",
+    prerequisite="buckets",
     deadline=5.0,
 )
 
 
 LONG = replace(
-    _SEVERAL_BUCKETS, name="long", what="twelve steps; memory is measured", steps=("crafted",) * 12, bucket_cap_mb=25.0, growth=True
+    _SEVERAL_BUCKETS,
+    name="long",
+    summary="twelve steps; memory is measured",
+    steps=("crafted",) * 12,
+    ddp=replace(_SEVERAL_BUCKETS.ddp, bucket_cap_mb=25.0),
+    observe=replace(_SEVERAL_BUCKETS.observe, memory=True),
 )
 
 
@@ -113,7 +138,7 @@ SHAPES = Scenario(
     ),
     ("crafted",) * 3,
     world_sizes=(2, 3, 4),
-    bucket_cap_mb=_CAP,
+    ddp=DDPOptions(bucket_cap_mb=_CAP),
 )
 
 
@@ -123,7 +148,7 @@ SIZES = Scenario(
     tuple(Param((size,)) for size in range(1, 34)),
     ("crafted",) * 2,
     world_sizes=(2,),
-    bucket_cap_mb=1 / 2**20,
+    ddp=DDPOptions(bucket_cap_mb=1 / 2**20),
 )
 
 
@@ -145,9 +170,12 @@ COMPLEX = Scenario(
 
 
 SPARSE = Scenario(
-    "sparse", "a sparse embedding beside a dense parameter", (Param((10, 3), layout="sparse"), Param((7,))), ("crafted",) * 3,
+    "sparse",
+    "a sparse embedding beside a dense parameter",
+    (Param((10, 3), layout="sparse"), Param((7,))),
+    ("crafted",) * 3,
     world_sizes=(2,),
-)  # fmt: skip
+)
 
 
 SPECIAL = Scenario(
@@ -160,9 +188,13 @@ SPECIAL = Scenario(
 
 
 TRAINING = Scenario(
-    "training", "a small network with batch norm under SGD with momentum, several buckets", (), ("normal",) * 6,
-    world_sizes=(2, 3), bucket_cap_mb=_CAP,
-)  # fmt: skip
+    "training",
+    "a small network with batch norm under SGD with momentum, several buckets",
+    (),
+    ("normal",) * 6,
+    world_sizes=(2, 3),
+    ddp=DDPOptions(bucket_cap_mb=_CAP),
+)
 
 
 OPTIMIZERS = Scenario(
@@ -171,10 +203,9 @@ OPTIMIZERS = Scenario(
     tuple(Param(shape) for shape in ((5, 3), (7,), (2, 3, 4), (11,)) for _ in range(3)),
     ("crafted", "crafted", "crafted", "inf", "crafted", "crafted"),
     world_sizes=(2,),
-    bucket_cap_mb=_CAP,
-    view=True,
-    level=0.0,
-    recipe=True,
+    ddp=DDPOptions(bucket_cap_mb=_CAP, gradient_as_bucket_view=True),
+    initial_value=0.0,
+    training_loop=True,
 )
 
 
@@ -184,7 +215,7 @@ AT_SCALE = Scenario(
     (Param((3 * SCALE_NUMEL,)),),
     (),
     world_sizes=(1,),
-    after="ordered",
+    prerequisite="ordered",
     simulated=(2, 8, 64, 1024),
     deadline=30.0,
 )
@@ -193,8 +224,8 @@ AT_SCALE = Scenario(
 UNUSED = replace(
     _SEVERAL_BUCKETS,
     name="unused",
-    what="find_unused_parameters: some ranks, or all, leave some parameters out, other ones in every step",
-    find_unused=True,
+    summary="find_unused_parameters: some ranks, or all, leave some parameters out, other ones in every step",
+    ddp=replace(_SEVERAL_BUCKETS.ddp, find_unused_parameters=True),
 )
 
 
@@ -208,19 +239,22 @@ FROZEN = Scenario(
 
 
 STATIC = replace(
-    _SEVERAL_BUCKETS, name="static", what="static_graph=True: the first step's buckets come when backward is over", static_graph=True
+    _SEVERAL_BUCKETS,
+    name="static",
+    summary="static_graph=True: the first step's buckets come when backward is over",
+    ddp=replace(_SEVERAL_BUCKETS.ddp, static_graph=True),
 )
 
 
 ACCUMULATED = replace(
-    _SEVERAL_BUCKETS, name="accumulated", what="three micro-batches a step, the first two under no_sync", shares=(2, -3, 2)
+    _SEVERAL_BUCKETS, name="accumulated", summary="three micro-batches a step, the first two under no_sync", microbatch_weights=(2, -3, 2)
 )
 
 
 LIKE = replace(
     VALUES,
     name="like",
-    what="random gradients, then the same again and again",
+    summary="random gradients, then the same again and again",
     steps=("normal",) * 12 + ("constant",) * 12,
     world_sizes=(2,),
 )
@@ -229,64 +263,87 @@ LIKE = replace(
 COMBINED = replace(
     UNUSED,
     name="combined",
-    what="gradients are views, micro-batches accumulate, and some ranks leave some parameters out",
-    view=True,
-    shares=(2, -3, 2),
-    after="accumulated",
+    summary="gradients are views, micro-batches accumulate, and some ranks leave some parameters out",
+    ddp=replace(UNUSED.ddp, gradient_as_bucket_view=True),
+    microbatch_weights=(2, -3, 2),
+    prerequisite="accumulated",
 )
 
 
 UNEVEN = replace(
     _SEVERAL_BUCKETS,
     name="uneven",
-    what="under Join, ranks run out of inputs one after another, one has none at all",
+    summary="under Join, ranks run out of inputs one after another, one has none at all",
     steps=("crafted",) * 5,
     world_sizes=(3,),
     uneven=True,
 )
 
 
-TWO_MODELS = replace(VALUES, name="two_models", what="another model with the same subject trains in between", world_sizes=(2,), twin=True)
+TWO_MODELS = replace(
+    VALUES, name="two_models", summary="another model with the same subject trains in between", world_sizes=(2,), twin=True
+)
 
 
 SAVED = replace(
-    VALUES, name="saved", what="the state is saved after three steps", steps=("crafted", "crafted", "normal", "crafted", "normal"),
-    world_sizes=(2,), saves_at=3,
-)  # fmt: skip
+    VALUES,
+    name="saved",
+    summary="the state is saved after three steps",
+    steps=("crafted", "crafted", "normal", "crafted", "normal"),
+    world_sizes=(2,),
+    resume=replace(VALUES.resume, saves_at=3),
+)
 
 
-RESUMED = replace(SAVED, name="resumed", what="new processes go on from there", after="saved", resumes=True)
+RESUMED = replace(
+    SAVED, name="resumed", summary="new processes go on from there", prerequisite="saved", resume=replace(SAVED.resume, resumes=True)
+)
 
 
-SAVED_ONE = replace(SAVED, name="saved_one", what="the same with one parameter", params=(Param((20_011,)),))
+SAVED_ONE = replace(SAVED, name="saved_one", summary="the same with one parameter", params=(Param((20_011,)),))
 
 
-RESUMED_ONE = replace(SAVED_ONE, name="resumed_one", what="new processes go on from there", after="saved_one", resumes=True)
+RESUMED_ONE = replace(
+    SAVED_ONE,
+    name="resumed_one",
+    summary="new processes go on from there",
+    prerequisite="saved_one",
+    resume=replace(SAVED_ONE.resume, resumes=True),
+)
 
 
 PEER_DIES = replace(
-    VALUES, name="peer_dies", what="rank 1 dies as it enters the hook at step 2", steps=("crafted",) * 3, fault="peer_dies",
+    VALUES,
+    name="peer_dies",
+    summary="rank 1 dies as it enters the hook at step 2",
+    steps=("crafted",) * 3,
+    fault=replace(VALUES.fault, kind="peer_dies"),
     world_sizes=(2,),
-)  # fmt: skip
+)
 
 
 PEER_DIES_LATER = replace(
-    PEER_DIES, name="peer_dies_later", what="rank 1 dies as it starts the last collective of step 3", steps=("crafted",) * 4,
-    fault="peer_dies_later", fault_step=3,
-)  # fmt: skip
+    PEER_DIES,
+    name="peer_dies_later",
+    summary="rank 1 dies as it starts the last collective of step 3",
+    steps=("crafted",) * 4,
+    fault=replace(PEER_DIES.fault, kind="peer_dies_later", step=3),
+)
 
 
 COLLECTIVE_RAISES = replace(
-    PEER_DIES, name="collective_raises", what="the first collective of step 2 raises on rank 1", fault="collective_raises"
+    PEER_DIES,
+    name="collective_raises",
+    summary="the first collective of step 2 raises on rank 1",
+    fault=replace(PEER_DIES.fault, kind="collective_raises"),
 )
 
 
 PEER_SILENT = replace(
     PEER_DIES,
     name="peer_silent",
-    what="rank 1 never enters the hook at step 2; the group's timeout expires",
-    fault="peer_silent",
-    group_timeout=0.5,
+    summary="rank 1 never enters the hook at step 2; the group's timeout expires",
+    fault=replace(PEER_DIES.fault, kind="peer_silent", group_timeout=0.5),
 )
 
 
@@ -294,18 +351,20 @@ PEER_SILENT = replace(
 STREAMS = replace(
     _SEVERAL_BUCKETS,
     name="streams",
-    what="several buckets; in turn a rank's gradients are late, and what it puts on streams beside them is",
+    summary="several buckets; in turn a rank's gradients are late, and what it puts on streams beside them is",
     steps=("crafted",) * 5,
     delayed=True,
-    after="buckets",
+    prerequisite="buckets",
 )
 
 
-GRAPH = replace(_SEVERAL_BUCKETS, name="graph", what="a step is captured in a CUDA graph, and replayed", captured=True, after="buckets")
+GRAPH = replace(
+    _SEVERAL_BUCKETS, name="graph", summary="a step is captured in a CUDA graph, and replayed", captured=True, prerequisite="buckets"
+)
 
 
 # Under lossy claims alone, which make it longer: see lossy.py.
-SMALL_GRADIENTS = replace(VALUES, name="small", what="random gradients, a thousandth as large", steps=("small",) * 6, world_sizes=(2,))
+SMALL_GRADIENTS = replace(VALUES, name="small", summary="random gradients, a thousandth as large", steps=("small",) * 6, world_sizes=(2,))
 
 
 # In the order in which they run: the plainest first, since a hook that breaks it is judged no further.
@@ -320,7 +379,7 @@ BY_NAME = {scenario.name: scenario for scenario in ALL}
 
 
 # Not of the plan: asked for where claims are to be proposed.
-NORMAL = replace(VALUES, name="normal", what="random gradients", steps=("normal",) * 8)
+NORMAL = replace(VALUES, name="normal", summary="random gradients", steps=("normal",) * 8)
 
 
 def explained(scenario: Scenario) -> Scenario:
@@ -328,4 +387,4 @@ def explained(scenario: Scenario) -> Scenario:
 
     It is not waited for long: it only explains.
     """
-    return replace(scenario, name=f"{scenario.name}_explained", recorded=True, deadline=3.0)
+    return replace(scenario, name=f"{scenario.name}_explained", observe=replace(scenario.observe, collectives=True), deadline=3.0)

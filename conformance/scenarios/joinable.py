@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.model import Observation, Param, Scenario
 
 JOINABLES = 3  # of the kit, in one context
 
@@ -23,77 +23,87 @@ PLAIN = Scenario(
     (),
     (),
     kind="joinable",
-    case="even",
-    after="joinable",
-    recorded=True,
+    variant="even",
+    prerequisite="joinable",
+    observe=Observation(collectives=True),
 )
 
 
 UNEVEN = replace(
-    PLAIN, name="joinable_uneven", what="one input more or less, one rank without any, very uneven", case="uneven", world_sizes=(2, 3, 4)
+    PLAIN,
+    name="joinable_uneven",
+    summary="one input more or less, one rank without any, very uneven",
+    variant="uneven",
+    world_sizes=(2, 3, 4),
 )
 
 
-KEYWORD = replace(PLAIN, name="joinable_keywords", what="keyword arguments for several joinables", case="keywords", world_sizes=(2,))
+KEYWORD = replace(PLAIN, name="joinable_keywords", summary="keyword arguments for several joinables", variant="keywords", world_sizes=(2,))
 
 
 AGAIN = replace(
     PLAIN,
     name="joinable_again",
-    what="the same joinables in a second context, in another order, and in a third, with one less",
-    case="again",
+    summary="the same joinables in a second context, in another order, and in a third, with one less",
+    variant="again",
     world_sizes=(2, 3),
 )
 
 
-DISABLED = replace(PLAIN, name="joinable_disabled", what="enable=False, as many inputs on all ranks", case="disabled", world_sizes=(2,))
+DISABLED = replace(
+    PLAIN, name="joinable_disabled", summary="enable=False, as many inputs on all ranks", variant="disabled", world_sizes=(2,)
+)
 
 
 THROWS = replace(
-    PLAIN, name="joinable_throws", what="throw_on_early_termination=True, even and uneven in turn", case="throws", world_sizes=(2, 3)
+    PLAIN, name="joinable_throws", summary="throw_on_early_termination=True, even and uneven in turn", variant="throws", world_sizes=(2, 3)
 )
 
 
 THROWS_DDP = replace(
     THROWS,
     name="joinable_throws_ddp",
-    what="the same with a DDP whose forward has a collective",
+    summary="the same with a DDP whose forward has a collective",
     params=(Param((5, 3)),),
-    case="throws_ddp",
+    variant="throws_ddp",
     world_sizes=(2,),
-    after="joinable_throws",
+    prerequisite="joinable_throws",
 )
 
 
 RAISES = replace(
-    PLAIN, name="joinable_raises", what="each rank raises in the body, rank 0 before its peers", case="raises", world_sizes=(2,)
+    PLAIN, name="joinable_raises", summary="each rank raises in the body, rank 0 before its peers", variant="raises", world_sizes=(2,)
 )
 
 
 SUBGROUPS = replace(
     PLAIN,
     name="joinable_subgroups",
-    what="two contexts on two disjoint subgroups of WORLD; places in the group are not global ranks",
-    case="uneven",
+    summary="two contexts on two disjoint subgroups of WORLD; places in the group are not global ranks",
+    variant="uneven",
     groups=((1, 3), (0, 2)),
 )
 
 
 ORDERED = replace(
-    PLAIN, name="joinable_ordered", what="peers enter a context when rank 0 has left it, or waits for them", case="uneven",
-    world_sizes=(2,), order="rank0_first",
-)  # fmt: skip
+    PLAIN,
+    name="joinable_ordered",
+    summary="peers enter a context when rank 0 has left it, or waits for them",
+    variant="uneven",
+    world_sizes=(2,),
+    order="rank0_first",
+)
 
 
 DDP = replace(
     PLAIN,
     name="joinable_ddp",
-    what="DDP with a buffer and several buckets, divided by all ranks, then by those that train",
+    summary="DDP with a buffer and several buckets, divided by all ranks, then by those that train",
     params=(Param((5, 3)), Param((7,)), Param((2, 3, 4))),
     steps=("crafted",) * 4,
-    case="ddp",
-    bucket_cap_mb=64 / 2**20,
-    level=0.0,
+    variant="ddp",
+    ddp=replace(PLAIN.ddp, bucket_cap_mb=64 / 2**20),
+    initial_value=0.0,
     world_sizes=(2, 3),
 )
 
@@ -101,23 +111,23 @@ DDP = replace(
 ZERO = replace(
     DDP,
     name="joinable_zero",
-    what="DDP, what sets a joined rank's gradients, and ZeroRedundancyOptimizer",
-    case="zero",
+    summary="DDP, what sets a joined rank's gradients, and ZeroRedundancyOptimizer",
+    variant="zero",
     world_sizes=(2,),
-    deadline=30.0,  # the module that it is in takes long to import
+    deadline=30.0,
 )
 
 
 WRONG = replace(
-    PLAIN, name="joinable_wrong", what="no joinables, joinables on two groups, something that is none", case="wrong", world_sizes=(2,)
+    PLAIN, name="joinable_wrong", summary="no joinables, joinables on two groups, something that is none", variant="wrong", world_sizes=(2,)
 )
 
 
 OUTSIDE = replace(
     PLAIN,
     name="joinable_outside",
-    what="steps before a context, and after it was left in three ways",
-    case="outside",
+    summary="steps before a context, and after it was left in three ways",
+    variant="outside",
     world_sizes=(2,),
     params=(Param((5, 3)),),
 )
@@ -132,7 +142,7 @@ _ORDERS: dict[str, list[tuple[int, ...]]] = {"again": [(0, 1, 2), (2, 0, 1), (1,
 
 def order(scenario: Scenario, context: int) -> tuple[int, ...]:
     """Return which of the kit's joinables are in a context, in their order."""
-    return _ORDERS[scenario.case][context] if scenario.case in _ORDERS else tuple(range(JOINABLES))
+    return _ORDERS[scenario.variant][context] if scenario.variant in _ORDERS else tuple(range(JOINABLES))
 
 
 def lengths(scenario: Scenario, group: tuple[int, ...]) -> list[Lengths]:
@@ -155,5 +165,5 @@ def lengths(scenario: Scenario, group: tuple[int, ...]) -> list[Lengths]:
         "ddp": [falling, tuple(3 * (place % 2) for place in range(size))] * 2,
         "zero": [falling, tuple(4 * (place % 2) for place in range(size))],
     }
-    planned = by_case.get(scenario.case, [(2,) * size, (0,) * size, (1,) * size])
+    planned = by_case.get(scenario.variant, [(2,) * size, (0,) * size, (1,) * size])
     return [tuple(length + more for length in inputs) for inputs in planned]

@@ -30,104 +30,153 @@ class Param:
 
 
 @dataclass(frozen=True)
+class DDPOptions:
+    """DistributedDataParallel's arguments.
+
+    Attributes:
+        bucket_cap_mb: the largest size of a bucket, in MiB.
+        gradient_as_bucket_view: gradients are views of the buckets.
+        find_unused_parameters: some ranks leave some parameters out of the forward
+            (``gradients.uses``).
+        static_graph: the graph is the same in every step.
+    """
+
+    bucket_cap_mb: float = 25.0
+    gradient_as_bucket_view: bool = False
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What is recorded beside the gradients of every step.
+
+    Attributes:
+        hook: the hook is registered inside an observer; if false, exactly as it was given.
+        memory: memory is measured after every step.
+        other_gradients: around every call of the hook, the gradients outside its bucket are compared.
+        bytes_sent: the sizes of the tensors that the subject gives to collectives.
+        collectives: every collective, before it begins.
+        process: the state that every library in the process shares: settings, generators, threads,
+            files, replaced functions. The first scenario of each kind always records it.
+    """
+
+    hook: bool = True
+    memory: bool = False
+    other_gradients: bool = False
+    bytes_sent: bool = False
+    collectives: bool = False
+    process: bool = False
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A failure that the kit causes.
+
+    Attributes:
+        kind: ``none``, ``peer_dies``, ``peer_dies_later``, ``collective_raises`` or ``peer_silent``.
+        step: the step in which it happens.
+        group_timeout: the process group's own timeout in seconds, if it is to expire; else 0.
+    """
+
+    kind: str = "none"
+    step: int = 2
+    group_timeout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Saving a state, and going on from it in new processes.
+
+    Attributes:
+        saves_at: the number of steps after which the subject's state is saved; 0 for never.
+        resumes: start from the state that the run of the prerequisite saved.
+        saved_in: the folder of that run; '' before it is known.
+    """
+
+    saves_at: int = 0
+    resumes: bool = False
+    saved_in: str = ""
+
+
+@dataclass(frozen=True)
 class Scenario:
     """One experiment.
 
     Attributes:
-        name: what its runs are called: ``name@world_size``.
-        what: one line for people.
+        name: runs of the scenario are called ``name@world_size``.
+        summary: one line for people.
         params: the probe model's parameters; empty for the real network of ``training``.
-        steps: the kind of gradient (``inputs.KINDS``) that each step feeds.
-        world_sizes: the world sizes it is meant for; () means every one of the profile.
-        bucket_cap_mb: DDP's, in MiB.
-        view: DDP's ``gradient_as_bucket_view``.
-        find_unused: DDP's ``find_unused_parameters``; some ranks then leave some parameters out (``inputs.uses``).
-        static_graph: DDP's.
-        shares: one for each micro-batch of a step, all but the last under ``no_sync``: what its gradient is a multiple of the
-            step's by; integers that sum to 1.
+        steps: the kind of gradient (``gradients.KINDS``) that each step feeds.
+        world_sizes: the world sizes it is meant for; () for every size of the profile.
+        ddp: the arguments of DistributedDataParallel.
+        microbatch_weights: one integer for each micro-batch of a step; its gradient is the step's
+            gradient times that integer, and they sum to 1. All but the last run under ``no_sync``.
         uneven: ranks have different numbers of inputs (``inputs_of``), and train under ``Join``.
-        groups: disjoint groups of global ranks that each train their own model; () means WORLD.
-        observed: the hook is registered inside an observer; if false, exactly as it was given.
-        order: in which order ranks enter the hook, and callbacks run: ``free``, or one of ``schedule.py``.
-        seed: of that order.
-        fault: what the kit does to the run at ``fault_step``: ``none``, ``peer_dies``, ``peer_dies_later``,
-            ``collective_raises`` or ``peer_silent``.
-        group_timeout: the process group's own timeout, in seconds, where it is to expire; 0 means that it is not.
-        growth: measure memory after every step.
-        outside: around every call of the hook, the gradients that are not in its bucket are compared.
-        after: the scenario without whose end this one is not tried: it would only say the same again.
-        first_step: the number that the first step has to the inputs, where a run continues another.
-        repeat: distinguishes runs that are the same experiment.
-        counted: what the subject gives to collectives is on record at the fault.
+        groups: disjoint groups of global ranks, each with a model of its own; () for WORLD.
+        observe: what is recorded.
+        order: the order in which ranks enter the hook and callbacks run: ``free``, or an order of
+            ``ranks/instruments/schedule.py``.
+        seed: the seed of that order.
+        fault: the failure that the kit causes.
+        prerequisite: a scenario; if its run breaks, this one is skipped, since it would break too.
+        first_step: the number of the first step for the inputs, if a run continues another.
+        repeat: distinguishes runs of the same experiment.
+        initial_value: the parameters' first value. It is far from zero, so that a hook that mixes
+            parameters into gradients shows; it is zero if parameters are stepped, since small steps
+            would be lost in the roundings of a large value.
+        simulated: numbers of ranks to simulate in one process (``simulated_ranks.py``); nothing else
+            is run then.
+        training_loop: train by ``models/training_loop.py``, which also scales the loss; parameters
+            are recorded after every step.
+        poststep: the trainer makes a call after backward (``DDPModel.register``).
+        call: the name of that call, or '' if the set-up brings its own.
+        serialised: each collective ends before the next one begins, as on a single stream.
+        fused: parameters are recorded after every step, and results too if the hook frees gradients.
         twin: another model with the same subject trains in between, on other inputs.
-        saves_at: the number of steps after which the subject's state is saved; 0 means that it is not.
-        resumes: goes on from what the run of ``after`` has saved, in new processes.
-        saved_in: the folder of that run.
-        recorded: every collective is on record, before it begins.
-        elsewhere: in processes where Python hashes strings otherwise than in those of the other scenarios.
-        deadline: seconds until it is taken to hang; 0 means the pool's.
-        level: what parameters hold at first: far from zero, so that it shows where a hook mixes them into gradients; zero where
-            they are stepped, since small steps would be lost in its roundings.
-        simulated: numbers of ranks that are simulated in one process, see ``simulate.py``; nothing else is run then.
-        recipe: trains by ``recipe.py``, by which gradients are scaled too; parameters are on record after every step.
-        poststep: the trainer makes a call when backward is over, see ``Trainee.register``.
-        call: its name, or '' where the set-up says what it is.
-        serialised: a collective is over before the next one begins, as if all were on one stream.
-        kind: of the subject, see ``kinds``; what follows from it are the steps and what ``drive`` makes of them.
-        case: which of the experiments of its kind it is, where there are several.
-        said: what ranks have to know of what the subject says.
-        delayed: work that takes its time lies in front of gradients, and of collectives, see ``streams.py``.
-        captured: a step is captured in a CUDA graph and replayed, see ``graphs.py``.
-        watched: what its process has that every library in it shares is watched (settings, generators, threads, files, functions that
-            were replaced), as in the plainest scenario of each kind.
-        profile: where it is run, which the engine says.
-        fused: parameters are on record after every step, and results too where the hook has freed the gradients.
+        other_hash_seed: run in processes with another PYTHONHASHSEED than the other scenarios.
+        deadline: seconds after which the run counts as hanging; 0 for the pool's own deadline.
+        kind: the kind of subject (``subjects/kinds``); it decides how ``steps`` are read and which
+            driver runs.
+        variant: which experiment of its kind this is, if there are several.
+        options: the parts of the subject's claims that ranks need.
+        delayed: slow kernels precede gradients and collectives (``instruments/stream_delays.py``).
+        captured: a step is captured in a CUDA graph and replayed (``drivers/cuda_graph.py``).
+        profile: the backend and the device; set by the engine.
     """
 
     name: str
-    what: str
+    summary: str
     params: tuple[Param, ...]
     steps: tuple[str, ...]
     world_sizes: tuple[int, ...] = ()
-    bucket_cap_mb: float = 25.0
-    view: bool = False
-    find_unused: bool = False
-    static_graph: bool = False
-    shares: tuple[int, ...] = (1,)
+    ddp: DDPOptions = DDPOptions()
+    microbatch_weights: tuple[int, ...] = (1,)
     uneven: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
-    observed: bool = True
+    observe: Observation = Observation()
     order: str = "free"
     seed: int = 0
-    fault: str = "none"
-    fault_step: int = 2
-    group_timeout: float = 0.0
-    growth: bool = False
-    outside: bool = False
-    after: str = "values"
+    fault: Fault = Fault()
+    resume: Resume = Resume()
+    prerequisite: str = "values"
     first_step: int = 0
     repeat: int = 0
-    level: float = 1024.0
+    initial_value: float = 1024.0
     simulated: tuple[int, ...] = ()
-    recipe: bool = False
+    training_loop: bool = False
     poststep: bool = False
     call: str = ""
     serialised: bool = False
     fused: bool = False
-    counted: bool = False
     twin: bool = False
-    saves_at: int = 0
-    resumes: bool = False
-    saved_in: str = ""
-    recorded: bool = False
-    elsewhere: bool = False
+    other_hash_seed: bool = False
     deadline: float = 0.0
     kind: str = "hook"
-    case: str = ""
-    said: tuple[str, ...] = ()
+    variant: str = ""
+    options: tuple[str, ...] = ()
     delayed: bool = False
     captured: bool = False
-    watched: bool = False
     profile: Profile = GLOO_CPU
 
     def to_json(self) -> dict[str, Any]:
@@ -137,13 +186,14 @@ class Scenario:
     def watches_process(self) -> bool:
         """Whether the process is watched: in the plainest scenario of each kind, and in those that say so. In others a rule finds nothing
         of it on record."""
-        return self.watched or self.name == self.after
+        return self.observe.process or self.name == self.prerequisite
 
     @property
     def intercepts(self) -> bool:
         """Whether collectives pass through the kit."""
-        faulty = self.fault in ("collective_raises", "peer_dies_later")
-        return self.order != "free" or faulty or self.counted or self.recorded or self.serialised
+        faulty = self.fault.kind in ("collective_raises", "peer_dies_later")
+        records = self.observe.bytes_sent or self.observe.collectives
+        return self.order != "free" or faulty or records or self.serialised
 
     def group_of(self, rank: int, world: int) -> tuple[int, ...]:
         """Return the global ranks of the group that ``rank`` trains in."""
@@ -172,5 +222,14 @@ def scenario_from_json(data: dict[str, Any]) -> Scenario:
     """Rebuild a scenario that travelled as JSON."""
     params = tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in data["params"])
     groups = tuple(tuple(group) for group in data["groups"])
-    plain = {name: tuple(data[name]) for name in ("steps", "world_sizes", "shares", "simulated", "said")}
-    return Scenario(**{**data, **plain, "params": params, "groups": groups, "profile": profile_from_json(data["profile"])})
+    tuples = {name: tuple(data[name]) for name in ("steps", "world_sizes", "microbatch_weights", "simulated", "options")}
+    nested = {
+        "params": params,
+        "groups": groups,
+        "ddp": DDPOptions(**data["ddp"]),
+        "observe": Observation(**data["observe"]),
+        "fault": Fault(**data["fault"]),
+        "resume": Resume(**data["resume"]),
+        "profile": profile_from_json(data["profile"]),
+    }
+    return Scenario(**{**data, **tuples, **nested})

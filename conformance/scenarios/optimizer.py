@@ -20,77 +20,79 @@ PLAIN = Scenario(
     _PARAMS,
     ("crafted",) * STEPS,
     kind="optimizer",
-    after="optimizer",
+    prerequisite="optimizer",
 )
 
 
-ADAM = replace(PLAIN, name="optimizer_adam", what="Adam, on random gradients", steps=("normal",) * 8, world_sizes=(2,), case="adam")
+ADAM = replace(PLAIN, name="optimizer_adam", summary="Adam, on random gradients", steps=("normal",) * 8, world_sizes=(2,), variant="adam")
 
 
-RANDOM = replace(PLAIN, name="optimizer_random", what="SGD on random gradients", steps=("normal",) * 8, world_sizes=(3,), case="random")
+RANDOM = replace(
+    PLAIN, name="optimizer_random", summary="SGD on random gradients", steps=("normal",) * 8, world_sizes=(3,), variant="random"
+)
 
 
 GROUPS = replace(
     PLAIN,
     name="optimizer_groups",
-    what="parameter groups with options of their own; one is added before step 2",
+    summary="parameter groups with options of their own; one is added before step 2",
     steps=("crafted",) * 4,
     world_sizes=(3,),
-    case="groups",
+    variant="groups",
 )
 
 
 SCHEDULED = replace(
     PLAIN,
     name="optimizer_scheduled",
-    what="the learning rate is written to param_groups before each step",
+    summary="the learning rate is written to param_groups before each step",
     steps=("crafted",) * 6,
     world_sizes=(2,),
-    case="scheduled",
+    variant="scheduled",
 )
 
 
 CLOSURE = replace(
-    PLAIN, name="optimizer_closure", what="steps are given a closure", steps=("crafted",) * 6, world_sizes=(2,), case="closure"
+    PLAIN, name="optimizer_closure", summary="steps are given a closure", steps=("crafted",) * 6, world_sizes=(2,), variant="closure"
 )
 
 
 ZEROED = replace(
     PLAIN,
     name="optimizer_zeroed",
-    what="gradients add up unless zero_grad() forgets them, or zero_grad(set_to_none=False) fills them with zeros",
+    summary="gradients add up unless zero_grad() forgets them, or zero_grad(set_to_none=False) fills them with zeros",
     steps=("crafted",) * 6,
     world_sizes=(2,),
-    case="zeroed",
+    variant="zeroed",
 )
 
 
 UNUSED = replace(
     PLAIN,
     name="optimizer_unused",
-    what="in each step there is no gradient for some parameters, on some ranks or on all",
+    summary="in each step there is no gradient for some parameters, on some ranks or on all",
     params=(*_PARAMS, Param((11,)), Param((2, 3))),
     steps=("crafted",) * 8,
     world_sizes=(3,),
-    case="unused",
+    variant="unused",
 )
 
 
 DTYPES = replace(
     PLAIN,
     name="optimizer_dtypes",
-    what="four dtypes in one model, and a parameter without elements",
+    summary="four dtypes in one model, and a parameter without elements",
     params=(*(Param((11,), dtype) for dtype in ("float32", "float64", "float16", "bfloat16")), Param((0,))),
     steps=("crafted", "zero_all"),
     world_sizes=(2,),
-    case="dtypes",
+    variant="dtypes",
 )
 
 
 SUBGROUPS = replace(
     PLAIN,
     name="optimizer_subgroups",
-    what="two optimizers on two disjoint subgroups of WORLD; places in the group are not global ranks",
+    summary="two optimizers on two disjoint subgroups of WORLD; places in the group are not global ranks",
     groups=((1, 3), (0, 2)),
 )
 
@@ -98,50 +100,64 @@ SUBGROUPS = replace(
 ORDERED = replace(
     PLAIN,
     name="optimizer_ordered",
-    what="peers enter each step when rank 0 has left it, or waits for them",
+    summary="peers enter each step when rank 0 has left it, or waits for them",
     steps=("crafted",) * 6,
     world_sizes=(2,),
     order="rank0_first",
-    case="ordered",
+    variant="ordered",
 )
 
 
-SAVED = replace(PLAIN, name="optimizer_saved", what="its state is saved after 13 steps", world_sizes=(3,), saves_at=13)
+SAVED = replace(
+    PLAIN, name="optimizer_saved", summary="its state is saved after 13 steps", world_sizes=(3,), resume=replace(PLAIN.resume, saves_at=13)
+)
 
 
-RESUMED = replace(SAVED, name="optimizer_resumed", what="new processes go on from there", after="optimizer_saved", resumes=True)
+RESUMED = replace(
+    SAVED,
+    name="optimizer_resumed",
+    summary="new processes go on from there",
+    prerequisite="optimizer_saved",
+    resume=replace(SAVED.resume, resumes=True),
+)
 
 
 RELOADED = replace(
     PLAIN,
     name="optimizer_reloaded",
-    what="before step 5 model and optimizer are put back to where they were after step 1; then a schedule begins",
+    summary="before step 5 model and optimizer are put back to where they were after step 1; then a schedule begins",
     steps=("crafted",) * 9,
     world_sizes=(2,),
-    case="reloaded",
+    variant="reloaded",
 )
 
 
 DDP = replace(
     PLAIN,
     name="optimizer_ddp",
-    what="under DDP, which averages gradients; where there is an averager only in its warm-up",
+    summary="under DDP, which averages gradients; where there is an averager only in its warm-up",
     world_sizes=(3,),
-    case="ddp",
+    variant="ddp",
 )
 
 
-DDP_VIEWS = replace(DDP, name="optimizer_ddp_views", what="the same, and gradients are views of DDP's buckets", world_sizes=(2,), view=True)
+DDP_VIEWS = replace(
+    DDP,
+    name="optimizer_ddp_views",
+    summary="the same, and gradients are views of DDP's buckets",
+    world_sizes=(2,),
+    ddp=replace(DDP.ddp, gradient_as_bucket_view=True),
+)
 
 
 UNEVEN = replace(
     PLAIN,
     name="optimizer_uneven",
-    what="under Join together with DDP ranks run out of inputs one after another, one has none at all",
+    summary="under Join together with DDP ranks run out of inputs one after another, one has none at all",
     steps=("crafted",) * 5,
     world_sizes=(3,),
     uneven=True,
-    case="uneven",
+    variant="uneven",
 )
 
 
@@ -187,4 +203,4 @@ _SETTINGS = {
 
 def setting(scenario: Scenario) -> Setting:
     """Return how the optimizer of a scenario is made."""
-    return _SETTINGS.get(scenario.case, Setting())
+    return _SETTINGS.get(scenario.variant, Setting())

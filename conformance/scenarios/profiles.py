@@ -1,8 +1,8 @@
 """Profiles: the backend and the device that ranks run on. Imports no torch.
 
 A profile is data: it travels with every scenario to the ranks, and with their records to the rules. Which one a command line
-asks for is known at once (:func:`asked_for`); whether the machine can run it only once a rank has tried (``machine.py``), and
-:func:`settled` weighs what that rank has seen. What cannot be run is refused with its reason, and never passes for anything else.
+asks for is known at once (:func:`requested_profile`); whether the machine can run it only once a rank has tried (``machine.py``), and
+:func:`resolve_profile` weighs what that rank has seen. What cannot be run is refused with its reason, and never passes for anything else.
 
 gloo-cpu            the default
 gloo-cuda           CUDA tensors over Gloo; several ranks share a GPU, since Gloo does not mind
@@ -69,7 +69,7 @@ class Profile:
         shared = ", ranks share GPUs" if self.name == SHARED else ""
         return f"{self.backend} on {self.device}{shared}"
 
-    def called(self, serialised: bool) -> str:
+    def display_name(self, serialised: bool) -> str:
         """Return its name on a certificate; another where one collective at a time was judged."""
         if not serialised:
             return self.name
@@ -88,7 +88,7 @@ def profile_from_json(data: Mapping[str, Any]) -> Profile:
     return Profile(**{**data, "environment": tuple((name, value) for name, value in data["environment"])})
 
 
-def asked_for(backend: str, device: str | None = None, imports: str | None = None) -> Profile:
+def requested_profile(backend: str, device: str | None = None, imports: str | None = None) -> Profile:
     """Return the profile that a command line asks for, before anything is known of the machine.
 
     Raises:
@@ -107,7 +107,7 @@ def asked_for(backend: str, device: str | None = None, imports: str | None = Non
     return Profile(name, backend, device, imports or "", _SETTINGS if device == CUDA else ())
 
 
-def settled(asked: Profile, machine: Mapping[str, Any], worlds: Sequence[int]) -> Profile:
+def resolve_profile(asked: Profile, machine: Mapping[str, Any], worlds: Sequence[int]) -> Profile:
     """Return the profile that this machine runs, of what was asked for.
 
     Args:
@@ -141,7 +141,7 @@ def settled(asked: Profile, machine: Mapping[str, Any], worlds: Sequence[int]) -
     return Profile(SHARED, asked.backend, asked.device, asked.imports, (*asked.environment, *environment.items()))
 
 
-def kept_profile(header: Mapping[str, Any]) -> Profile:
+def recorded_profile(header: Mapping[str, Any]) -> Profile:
     """Return the profile of records that were kept, from what their session's header says."""
     name = str(header["name"]).removesuffix("-serialised")
     return Profile("gloo-cpu" if name == "gloo" else name, header["backend"], header["device"])

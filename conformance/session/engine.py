@@ -15,14 +15,14 @@ from typing import Any
 from conformance.errors import KitError, TargetError, UsageError
 from conformance.judging.collective_order import disagreement
 from conformance.judging.oracles.mean import compare
-from conformance.judging.rule import Rule
+from conformance.judging.rule import Rule, WorldSizes
 from conformance.judging.run_failures import Breakage, breakage, refused
 from conformance.judging.verdict import NOT_CLAIMED, Failure, Found, Judgement, Verdict
 from conformance.records.run import Run
 from conformance.scenarios.hook import BY_NAME, NORMAL, VALUES, explained
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.profiles import GLOO_CPU, Profile
-from conformance.session.plan import under
+from conformance.session.plan import adapt_scenario
 from conformance.subjects.claims import ROUNDED_DTYPES, Claims, default_claims
 from conformance.subjects.kinds import HOOK, KINDS
 from conformance.subjects.references import like_other, subjects
@@ -122,10 +122,10 @@ class Engine:
             judgement = self.control.judge(number)
             if not judgement.verdict.holds and not (number == "2.6" and len(self.worlds) == 1):
                 detail = judgement.failures[0].actual if judgement.failures else judgement.reason
-                raise KitError(f"this machine is not fit to judge: {self.control.called} fails rule {number}: {detail}")
+                raise KitError(f"this machine is not fit to judge: {self.control.display_name} fails rule {number}: {detail}")
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """What a control is called."""
         return "the reference allreduce" if self.subject == REFERENCE else f"the reference ({self.subject.name})"
 
@@ -162,7 +162,7 @@ class Engine:
             finished = [run for run in runs if isinstance(run, Run) and run.finished]
             if not finished and number in ("2.1", "2.2"):
                 return False
-            for records in [{run.name: run for run in finished}] if rule.across and finished else finished:
+            for records in [{run.name: run for run in finished}] if rule.reads_all_runs and finished else finished:
                 found = Found()
                 rule.check(records, claims, found)
                 if found.failures:
@@ -186,7 +186,7 @@ class Engine:
         if judgement.verdict is Verdict.FAIL and self.control:
             control = self.control.judge(rule.number)
             if not control.verdict.holds:
-                reason = f"{self.control.called} does not pass it on this machine either ({control.reason or control.verdict})"
+                reason = f"{self.control.display_name} does not pass it on this machine either ({control.reason or control.verdict})"
                 return Judgement(rule.number, Verdict.KIT_ERROR, reason, judgement.failures, judgement.runs)
         return judgement
 
@@ -208,14 +208,14 @@ class Engine:
 
     def _under(self, scenario: Scenario) -> Scenario:
         """Return a scenario as it is run here for this subject."""
-        return under(scenario, self.claims, self.source.profile)
+        return adapt_scenario(scenario, self.claims, self.source.profile)
 
     def _not_here(self, rule: Rule) -> str:
         """Return why what a rule asks is no question to a subject on this backend; '' where it is one."""
         profile = self.source.profile
         if all(scenario.captured for scenario in rule.on) and not profile.ordered:
             return f"{profile.backend}'s collectives cannot be captured"
-        if not profile.ordered or not all(scenario.fault in NOTICED_BY_FUTURES for scenario in rule.on):
+        if not profile.ordered or not all(scenario.fault.kind in NOTICED_BY_FUTURES for scenario in rule.on):
             return ""
         return (
             f"on {profile.backend} a future is complete once its collective is enqueued: that it failed is noticed by the backend's "
@@ -233,9 +233,9 @@ class Engine:
 
     def _judge_runs(self, rule: Rule) -> Judgement:
         wanted = self._wanted(rule)
-        if not wanted and self._fewer and rule.worlds == "others":
+        if not wanted and self._fewer and rule.worlds is WorldSizes.OTHERS:
             return Judgement(rule.number, Verdict.NOT_APPLICABLE, f"under {self.claims} {self.worlds[0]} is the only size of this profile")
-        if not wanted or (rule.across and {scenario.name for scenario, _ in wanted} < {scenario.name for scenario in rule.on}):
+        if not wanted or (rule.reads_all_runs and {scenario.name for scenario, _ in wanted} < {scenario.name for scenario in rule.on}):
             return Judgement(rule.number, Verdict.NOT_RUN, "no world size of this profile runs it")
         judgement = Judgement(rule.number, Verdict.PASS)
         usable: dict[str, Run] = {}
@@ -248,15 +248,15 @@ class Engine:
                 self._note(judgement, f"{scenario.name}@{world}", Verdict.NOT_RUN, reason=run)
             elif broken := self._breakage(run):
                 self._note_broken(rule, run, broken, judgement)
-            elif rule.across:
+            elif rule.reads_all_runs:
                 try:
-                    beside |= self._beside(rule.beside, scenario, world)
+                    beside |= self._beside(rule.baseline, scenario, world)
                     usable[run.name] = run
                 except _NodeLost as error:
                     self._note(judgement, run.name, Verdict.NOT_RUN, reason=str(error))
             else:
                 self._note_found(judgement, run.name, self._ask(rule, run))
-        if rule.across and len(usable) == len(wanted):
+        if rule.reads_all_runs and len(usable) == len(wanted):
             names = list(usable) if len(usable) < 4 else [*list(usable)[:2], f"{len(usable) - 2} more"]
             self._note_found(judgement, " and ".join(names), self._ask(rule, {**usable, **beside}))
         return judgement
@@ -287,12 +287,12 @@ class Engine:
         return runs
 
     def _wanted(self, rule: Rule) -> list[tuple[Scenario, int]]:
-        if rule.worlds == "fewer":
+        if rule.worlds is WorldSizes.BELOW_MINIMUM:
             return [(self._under(plain), world) for plain in rule.on for world in self._fewer]
         pairs = [(scenario, world) for plain in rule.on for scenario in [self._under(plain)] for world in scenario.fits(self.worlds)]
-        if rule.worlds == "primary":
+        if rule.worlds is WorldSizes.PRIMARY:
             return [(s, w) for s, w in pairs if w == self.primary]
-        if rule.worlds == "others":
+        if rule.worlds is WorldSizes.OTHERS:
             return [(s, w) for s, w in pairs if w != self.primary]
         return pairs
 
@@ -313,16 +313,16 @@ class Engine:
 
     def _coming(self) -> list[tuple[Scenario, int]]:
         rules = [self._rules[number] for number in self._expected if self._applies(self._rules[number])]
-        wanted = [pair for rule in rules for pair in self._wanted(rule) if not pair[0].resumes]
+        wanted = [pair for rule in rules for pair in self._wanted(rule) if not pair[0].resume.resumes]
         return [(scenario, world) for scenario, world in dict.fromkeys(wanted) if (scenario.name, world) not in self._runs]
 
     def _new_run(self, scenario: Scenario, world: int) -> Run:
         """Run it. Where a group's timeout is to expire it can do so too early on a loaded machine: tried again, longer."""
         for _ in range(3):
             run = self.source.run(scenario, world, self.subject, f"{scenario.name}@{world}")
-            if not scenario.group_timeout or all(rank.first("step", step=scenario.fault_step) for rank in run.ranks):
+            if not scenario.fault.group_timeout or all(rank.first("step", step=scenario.fault.step) for rank in run.ranks):
                 break
-            scenario = replace(scenario, group_timeout=4 * scenario.group_timeout)
+            scenario = replace(scenario, fault=replace(scenario.fault, group_timeout=4 * scenario.fault.group_timeout))
         return run
 
     def _why_not(self, scenario: Scenario, world: int) -> str:
@@ -330,7 +330,7 @@ class Engine:
             return f"not tried: it hung in {hung}"
         if len(self._hangs) >= HANGS:
             return f"not tried: it hung in {', '.join(self._hangs)}"
-        before = self._by_name[scenario.after]
+        before = self._by_name[scenario.prerequisite]
         for plainer in (self._under(self._plain), self._under(before)) if scenario.name != self._plain.name else ():
             if world in plainer.fits(self.worlds):
                 plain = self._run(plainer, world)
@@ -361,7 +361,7 @@ class Engine:
         blamed = self._blamed(run, broken)
         if broken.kind == "node":
             self._note(judgement, run.name, Verdict.NOT_RUN, reason=broken.line)
-        elif rule.worlds == "fewer" and refused(run):
+        elif rule.worlds is WorldSizes.BELOW_MINIMUM and refused(run):
             self._note(judgement, run.name, Verdict.PASS, reason=broken.line, checks=1)
         elif self._does_not_take(run) and refused(run) and len(rule.on) > 1 and not self._owns(rule, run):
             return  # said of it by the run's owner; judged on the others
@@ -386,7 +386,12 @@ class Engine:
 
     def _explain(self, run: Run, broken: Breakage) -> str:
         """Repeat a run that broke where collectives may be the reason, with those on record: where do ranks disagree?"""
-        if broken.kind not in ("hang", "died", "raised") or run.world == 1 or run.scenario.fault != "none" or run.scenario.resumes:
+        if (
+            broken.kind not in ("hang", "died", "raised")
+            or run.world == 1
+            or run.scenario.fault.kind != "none"
+            or run.scenario.resume.resumes
+        ):
             return ""
         scenario = explained(run.scenario)
         try:

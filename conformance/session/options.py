@@ -11,7 +11,7 @@ TEXT_OPTIONS = {
     "hook": "what to certify: module:attribute[,key=value...]",
     "state": "the hook's state: module:factory[,key=value...], or pg for the model's process group",
     "setup": "instead of --hook: module:function, called with the DDP module, that registers or returns (state, hook)",
-    **{name: f"instead of --hook: {kind.what}: module:attribute[,key=value...]" for name, kind in KINDS.items()},
+    **{name: f"instead of --hook: {kind.summary}: module:attribute[,key=value...]" for name, kind in KINDS.items()},
     "claims": 'what the subject says of itself, e.g. "rounded(float16), world_only"; auto proposes some; default: exact',
     "certificate": "where to write the certificate; default: conformance-results/<subject>/certificate.json",
     "records": "folder in which the records of all runs are kept",

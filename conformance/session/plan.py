@@ -15,21 +15,25 @@ from conformance.subjects.kinds import HOOK, KINDS
 _WIDER = {(5, 3): (24, 32), (3, 5): (24, 32), (6, 5): (32, 24), (4, 3, 2, 5): (24, 3, 2, 5), (20_011,): (91, 225)}
 
 
-def under(scenario: Scenario, claims: Claims, profile: Profile = GLOO_CPU) -> Scenario:
+def adapt_scenario(scenario: Scenario, claims: Claims, profile: Profile = GLOO_CPU) -> Scenario:
     """Return the scenario as it is run in a profile for a subject with these claims: longer, with
     matrices that are worth compressing, and without what the claims make meaningless."""
     scenario = replace(scenario, profile=profile)
     if scenario.kind != HOOK:
-        return KINDS[scenario.kind].under(scenario, claims.said)
+        return KINDS[scenario.kind].adapt(scenario, claims.options)
     if claims.poststep:
         scenario = replace(scenario, poststep=True, call=claims.call)
     if claims.chained and profile.ordered:
-        scenario = replace(scenario, recorded=scenario.recorded or scenario.name == BUCKETS.name)
-    elif claims.chained and scenario.name != RAW.name and not scenario.growth:  # which has one bucket, and looks at what is kept
+        scenario = replace(
+            scenario, observe=replace(scenario.observe, collectives=scenario.observe.collectives or scenario.name == BUCKETS.name)
+        )
+    elif claims.chained and scenario.name != RAW.name and not scenario.observe.memory:  # which has one bucket, and looks at what is kept
         # A rank that waits for each of its collectives cannot leave the hook before its peers have entered.
         free = scenario.order == "rank0_first"
-        recorded = scenario.recorded or scenario.name == BUCKETS.name
-        scenario = replace(scenario, serialised=True, recorded=recorded, order="free" if free else scenario.order)
+        recorded = scenario.observe.collectives or scenario.name == BUCKETS.name
+        scenario = replace(
+            scenario, serialised=True, observe=replace(scenario.observe, collectives=recorded), order="free" if free else scenario.order
+        )
     if claims.dtypes and scenario.name != "dtypes":
         params = tuple(spec for spec in scenario.params if spec.dtype in claims.dtypes)
         scenario = replace(scenario, params=params or scenario.params)
@@ -38,7 +42,9 @@ def under(scenario: Scenario, claims: Claims, profile: Profile = GLOO_CPU) -> Sc
     if scenario.simulated:
         scenario = replace(scenario, simulated=tuple(max(size, claims.min_world_size) for size in scenario.simulated))
     if claims.fused and scenario.params:
-        scenario = replace(scenario, fused=True, level=0.0, recipe=False, steps=tuple(kind for kind in scenario.steps if kind != "wide"))
+        scenario = replace(
+            scenario, fused=True, initial_value=0.0, training_loop=False, steps=tuple(kind for kind in scenario.steps if kind != "wide")
+        )
     if not claims.lossy or not scenario.params:
         return scenario
     special = "inf" in scenario.steps
@@ -67,9 +73,9 @@ def under(scenario: Scenario, claims: Claims, profile: Profile = GLOO_CPU) -> Sc
         world_sizes=(2,) if scenario.name in _ONE_WORLD and longer else scenario.world_sizes,
         params=params,
         steps=("crafted",) * claims.warmup + steps,
-        fault_step=scenario.fault_step + claims.warmup,
-        saves_at=scenario.saves_at and scenario.saves_at + claims.warmup,
-        counted=claims.lossy == LOCAL and scenario.fault != "none",
+        fault=replace(scenario.fault, step=scenario.fault.step + claims.warmup),
+        resume=replace(scenario.resume, saves_at=scenario.resume.saves_at and scenario.resume.saves_at + claims.warmup),
+        observe=replace(scenario.observe, bytes_sent=claims.lossy == LOCAL and scenario.fault.kind != "none"),
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from conformance.errors import ProfileError, RequiredProfileError, UsageError
 from conformance.hosts.remote.rendezvous import parse_endpoint
-from conformance.scenarios.profiles import Profile, asked_for, require
+from conformance.scenarios.profiles import Profile, requested_profile, require
 from conformance.session.options import Options
 from conformance.subjects.claims import AUTO, parse_claims
 from conformance.subjects.kinds import HOOK, KINDS
@@ -43,7 +43,7 @@ def profile_asked(options: Options) -> Profile:
         ProfileError: no machine can run it.
     """
     with required(options):
-        asked = asked_for(options.backend, options.device, options.backend_import)
+        asked = requested_profile(options.backend, options.device, options.backend_import)
     if not options.replay:
         require(options.require_profile, asked, final=False)
     return asked

@@ -52,9 +52,9 @@ class LocalSource(Source):
         self._ahead = {name: future for name, future in self._ahead.items() if not future.cancel()}
 
     def _run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, folder_name: str) -> Run:
-        if scenario.resumes:
-            before = self._saved[folder_name.replace(f"{scenario.name}@", f"{scenario.after}@")]
-            scenario = replace(scenario, saved_in=str(before))
+        if scenario.resume.resumes:
+            before = self._saved[folder_name.replace(f"{scenario.name}@", f"{scenario.prerequisite}@")]
+            scenario = replace(scenario, resume=replace(scenario.resume, saved_in=str(before)))
         folder = self._pool.run(scenario, world, subject, folder_name)
         try:
             return load_run(folder, scenario, world)
@@ -62,7 +62,7 @@ class LocalSource(Source):
             if self._keep:
                 _keep(folder, self._keep)
             done = folder
-            if scenario.saves_at and not scenario.resumes:
+            if scenario.resume.saves_at and not scenario.resume.resumes:
                 done, self._saved[folder_name] = self._saved.get(folder_name, Path()), folder
             if done != Path():
                 shutil.rmtree(done, ignore_errors=True)

@@ -17,7 +17,7 @@ from conformance.judging.rule import Rule
 from conformance.judging.verdict import Judgement
 from conformance.records.files import write_json
 from conformance.rules import book
-from conformance.scenarios.profiles import GLOO_CPU, kept_profile, require, settled
+from conformance.scenarios.profiles import GLOO_CPU, recorded_profile, require, resolve_profile
 from conformance.session.claim_search import Tried, propose
 from conformance.session.engine import Engine, Source, make_engine
 from conformance.session.options import Options
@@ -58,7 +58,7 @@ class Session:
             )
         check(options)
         self.subject: SubjectSpec = subject_of(options)
-        self.profile = kept_profile(self._kept["profile"]) if self._kept else profile_asked(options)
+        self.profile = recorded_profile(self._kept["profile"]) if self._kept else profile_asked(options)
         self.selected = select_rules(self.rules, options.rule, self.subject.kind, self.profile.device)
         self.worlds = parse_worlds(options.world_size)
         self.folder = results_folder(self.subject)
@@ -102,7 +102,7 @@ class Session:
             "subject": {**self.subject.to_json(), **{key: described.get(key) for key in ("module", "distribution", "sha256")}},
             "claims": {"text": str(claims), "said by": said_by},
             "profile": {
-                "name": profile.called(claims.chained and not profile.ordered),
+                "name": profile.display_name(claims.chained and not profile.ordered),
                 "backend": profile.backend,
                 "device": profile.device,
                 "world sizes": list(self.worlds),
@@ -187,7 +187,7 @@ class Session:
                 raise ProfileError("profile gloo-cpu: not run: this torch was built without gloo")
         else:
             seen = pool.look(self.profile)
-            self.profile = settled(self.profile, seen, self.worlds)
+            self.profile = resolve_profile(self.profile, seen, self.worlds)
             said: dict[str, Any] = {name: seen[name] for name in ("devices", "names", "nccl", "nccl of torch") if name in seen}
             settings = {"environment": dict(self.profile.environment)} if self.profile.environment else {}
             machine = {**machine, **said, **settings, **({"imports": self.profile.imports} if self.profile.imports else {})}

@@ -77,7 +77,7 @@ class Claims:
         call: the name of that call, or '' where the set-up's Case has it.
         chained: callbacks start collectives.
         kind: of the subject.
-        said: by the name of each claim of that kind, what it says; of a hook, nothing.
+        options: by the name of each claim of that kind, what it says; of a hook, nothing.
         ratio: the largest share of the gradients' bytes that a rank sends after the warm-up, or None.
         warmup: steps before the first lossy one.
         fused: the optimizer that the hook steps, as an expression ``SGD(lr=0.1)``, or ''.
@@ -109,11 +109,11 @@ class Claims:
     call: str = ""
     chained: bool = False
     kind: str = HOOK
-    said: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
 
     def has(self, name: str) -> bool:
         """Whether this is claimed."""
-        return name in self.said or bool(getattr(self, name, False))
+        return name in self.options or bool(getattr(self, name, False))
 
     def __str__(self) -> str:
         if self.kind != HOOK:
@@ -148,7 +148,7 @@ class Claims:
     def _in_words(self) -> str:
         """What a subject of another kind says, as one would write it."""
         parts = []
-        for name, said in self.said.items():
+        for name, said in self.options.items():
             options = {**said, **said.get("options", {})}
             inside = [options.pop("name", ""), *(f"{key}={value!r}" for key, value in options.items() if key != "options")]
             parts.append(f"{name}({', '.join(filter(None, inside))})" if any(inside) else name)
@@ -194,7 +194,7 @@ def default_claims(kind: str, arguments: Mapping[str, Any]) -> Claims:
         UsageError: nothing can be told from them, where its kind has to know.
     """
     try:
-        text = KINDS[kind].default(arguments)
+        text = KINDS[kind].default_claims(arguments)
     except ValueError as error:
         raise UsageError(f"--{kind}: {error}") from error
     return parse_claims(text, kind) if text else Claims(kind=kind)
@@ -220,9 +220,9 @@ def _parse_others(text: str, kind: str) -> Claims:
         else:
             known = ", ".join([*readers, "min_world_size"])
             raise UsageError(f"--claims: {name!r} is no claim of a subject of this kind ({kind}); known: {known}")
-    if wrong := KINDS[kind].wrong(said):
+    if wrong := KINDS[kind].contradiction(said):
         raise UsageError(f"--claims: {text!r}: {wrong}")
-    return Claims(kind=kind, said=said, min_world_size=smallest)
+    return Claims(kind=kind, options=said, min_world_size=smallest)
 
 
 def _read_flag(name: str, args: list[str], options: dict[str, Any]) -> dict[str, Any]:

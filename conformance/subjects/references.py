@@ -37,7 +37,7 @@ def subjects(like: str) -> list[SubjectSpec]:
 
 def like_other(claims: Any) -> SubjectSpec:
     """Return the reference of another kind than hook that a subject claims to be like."""
-    said = claims.said["like"]
+    said = claims.options["like"]
     options = "".join(f",{name}={value!r}" for name, value in said["options"].items())
     return SubjectSpec(kind=claims.kind, target=f"hooks_ref:{said['name']}{options}")
 

@@ -22,7 +22,7 @@ from conformance.rules.section_3_replicas import identical_models, identical_res
 from conformance.rules.section_8_special_values import control_flow, nan
 from conformance.rules.section_9_non_interference import parameters as untouched
 from conformance.rules.section_10_collectives import agree
-from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.model import DDPOptions, Param, Scenario
 from conformance.subjects.claims import LOCAL, Claims
 from conformance.watching.replicas import place
 from conformance.watching.sampling import Gathered, Layout
@@ -77,7 +77,9 @@ class LiveRun(Run):
         self, layout: Layout, index: Indices, gathered: Gathered, step: int, *, joined: set[int], find_unused: bool, fused: bool
     ) -> None:
         params = tuple(Param(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in layout.parameters)
-        scenario = Scenario("live", "a step of a training run", params, _Always(), find_unused=find_unused, level=0.0)
+        scenario = Scenario(
+            "live", "a step of a training run", params, _Always(), ddp=DDPOptions(find_unused_parameters=find_unused), initial_value=0.0
+        )
         super().__init__(scenario, len(gathered.words), [RankRecord(rank) for rank in range(len(gathered.words))])
         self.layout, self.index, self.gathered, self.step = layout, index, gathered, step
         self.joined, self.fused = joined, fused

@@ -14,7 +14,7 @@ from conformance.hosts.pool import Pool
 from conformance.judging.run_failures import breakage
 from conformance.records.run import Run, load_run
 from conformance.scenarios.gradients import lay_out
-from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.model import DDPOptions, Param, Scenario
 from conformance.subjects.spec import SubjectSpec
 
 # Matrices worth compressing and not, a vector, a scalar, a matrix in channels_last and one transposed: 8 buckets after the rebuild.
@@ -36,7 +36,13 @@ def scenario(
 ) -> Scenario:
     """Return a scenario of scripted gradients of one kind; several buckets from the second step on, unless said otherwise."""
     return Scenario(
-        "algorithm", "scripted gradients", params, (kind,) * steps, bucket_cap_mb=bucket_cap_mb, first_step=first_step, level=0.0
+        "algorithm",
+        "scripted gradients",
+        params,
+        (kind,) * steps,
+        ddp=DDPOptions(bucket_cap_mb=bucket_cap_mb),
+        first_step=first_step,
+        initial_value=0.0,
     )
 
 

@@ -12,7 +12,7 @@ from conformance.scenarios.model import Param, Scenario
 from tests.hooks_ref.algorithms import run_hook
 from tests.hooks_ref.checkpointing_subjects import WRAPPERS, Block, network
 
-WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), level=0.0)
+WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), initial_value=0.0)
 
 
 @pytest.mark.parametrize("name", WRAPPERS)

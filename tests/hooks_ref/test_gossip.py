@@ -129,7 +129,7 @@ def test_resumes_among_the_same_partners(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_leaves_the_generators_alone(pool: Pool) -> None:
-    run = run_hook(pool, replace(scenario(6), watched=True), 3, setup=f"{SUBJECTS}:gossips")
+    run = run_hook(pool, replace(scenario(6), observe=replace(scenario(6).observe, process=True)), 3, setup=f"{SUBJECTS}:gossips")
     assert [event["rng_changed"] for rank in run.ranks for event in rank.all("stepped")] == [[]] * 18
 
 

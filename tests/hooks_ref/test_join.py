@@ -12,7 +12,7 @@ from conformance.scenarios.model import Param, Scenario
 from tests.hooks_ref.algorithms import run_hook
 
 SUBJECTS = "tests.hooks_ref.join_subjects"
-WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), level=0.0)
+WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), initial_value=0.0)
 
 
 def run(pool: Pool, name: str, world: int, what: Scenario = WHAT, **given: Any) -> None:
@@ -28,7 +28,7 @@ def test_who_trains(pool: Pool, lengths: tuple[int, ...], joinables: int) -> Non
 
 def test_on_subgroups(pool: Pool) -> None:
     """A rank is told its place in its group; the groups know nothing of each other."""
-    what = Scenario("algorithm", "two groups", WHAT.params, ("crafted",), groups=SUBGROUPS.groups, level=0.0)
+    what = Scenario("algorithm", "two groups", WHAT.params, ("crafted",), groups=SUBGROUPS.groups, initial_value=0.0)
     run(pool, "counts", 4, what, lengths=(1, 4), joinables=2)
 
 

@@ -88,7 +88,7 @@ def test_one_rank_without_a_gradient(pool: Pool) -> None:
 
 def test_on_subgroups(pool: Pool) -> None:
     """Where a rank's place in its group is not its global rank."""
-    what = Scenario("algorithm", "two groups", PARAMS[:3], ("normal",) * 6, groups=SUBGROUPS.groups, level=0.0)
+    what = Scenario("algorithm", "two groups", PARAMS[:3], ("normal",) * 6, groups=SUBGROUPS.groups, initial_value=0.0)
     mine = run(pool, 4, "PeriodicModelAverager", what, period=2, warmup_steps=1)
     require_definition(mine, periodic(2, 1, *SUBGROUPS.groups))
     mine = run(pool, 4, "HierarchicalModelAverager", what, period_group_size_dict={3: 2})
@@ -97,7 +97,7 @@ def test_on_subgroups(pool: Pool) -> None:
 
 def test_dtypes(pool: Pool) -> None:
     params = tuple(Param((5, 3), dtype) for dtype in ("float32", "float64", "bfloat16", "complex64"))
-    mine = run(pool, 2, "PeriodicModelAverager", Scenario("algorithm", "dtypes", params, ("crafted",) * 4, level=0.0), period=2)
+    mine = run(pool, 2, "PeriodicModelAverager", Scenario("algorithm", "dtypes", params, ("crafted",) * 4, initial_value=0.0), period=2)
     require_definition(mine, periodic(2, 0, (0, 1)))
 
 

@@ -98,14 +98,16 @@ def test_any_hook_accumulation_and_schedules(pool: Pool, kwargs: dict[str, Any])
 
 
 def test_training_with_gradients_as_views_of_buckets(pool: Pool) -> None:
-    one, other = (train(pool, replace(TEN_STEPS, view=True), name, 3) for name in ("ours", "vanilla"))
+    one, other = (
+        train(pool, replace(TEN_STEPS, ddp=replace(TEN_STEPS.ddp, gradient_as_bucket_view=True)), name, 3) for name in ("ours", "vanilla")
+    )
     require_replicas(one)
     require_same_tensors(one, other)
 
 
 @pytest.mark.parametrize(("world", "view"), [(2, False), (3, True)], ids=["copies", "views"])
 def test_frees_gradients_in_backward(pool: Pool, world: int, view: bool) -> None:
-    what = replace(TEN_STEPS, view=view)
+    what = replace(TEN_STEPS, ddp=replace(TEN_STEPS.ddp, gradient_as_bucket_view=view))
     one = train(pool, what, "ours", world, in_backward=True, algorithm="Adam", options={"lr": 0.01})  # requires None after backward
     require_same_tensors(one, train(pool, what, "vanilla", world, algorithm="Adam", options={"lr": 0.01}))
 
@@ -168,7 +170,9 @@ def test_leaves_gradients_to_ddp(pool: Pool) -> None:
     """After backward every gradient is the mean, as without an optimizer in the hook."""
     plain = run_hook(pool, scenario(4), hook="hooks_ref:allreduce_hook")
     for view in (False, True):
-        require_same_bits(train(pool, replace(scenario(4), view=view), "ours", shown=False), plain)
+        require_same_bits(
+            train(pool, replace(scenario(4), ddp=replace(scenario(4).ddp, gradient_as_bucket_view=view)), "ours", shown=False), plain
+        )
 
 
 @pytest.mark.parametrize("algorithm", ["SGD", "Adam"])

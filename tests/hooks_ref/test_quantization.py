@@ -211,7 +211,7 @@ def test_averages_over_the_group_it_is_given(pool: Pool, hook: str) -> None:
 @pytest.mark.parametrize("fault", ["collective_raises", "peer_dies"])
 @pytest.mark.parametrize("hook", list(WIDTHS)[:2])
 def test_failures_surface(pool: Pool, hook: str, fault: str) -> None:
-    what: Scenario = replace(scenario(3, kind="crafted"), fault=fault)
+    what: Scenario = replace(scenario(3, kind="crafted"), fault=replace(scenario(3, kind="crafted").fault, kind=fault))
     run = try_hook(pool, what, hook=hook)
     faults = run.ranks[1 if fault == "collective_raises" else 0].all("fault")
     assert [(found["unused"], found["raised"]) for found in faults] == [(False, True)]

@@ -15,7 +15,7 @@ from hooks_ref.quantized_collectives import BLOCK, dequantize, quantize
 from tests.hooks_ref.algorithms import run_hook
 
 SUBJECTS = "tests.hooks_ref.quantized_subjects"
-WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), level=0.0)
+WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), initial_value=0.0)
 KINDS = [kind.name for kind in hooks_ref.DQuantType]
 COLLECTIVES = ["all_gather", "all_to_all", "all_to_all_single", "scatter"]
 
@@ -33,7 +33,7 @@ def test_is_the_collective_of_quantized_values(pool: Pool, name: str, kind: str)
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_on_subgroups(pool: Pool, name: str) -> None:
-    what = Scenario("algorithm", "two groups", WHAT.params, ("crafted",), groups=SUBGROUPS.groups, level=0.0)
+    what = Scenario("algorithm", "two groups", WHAT.params, ("crafted",), groups=SUBGROUPS.groups, initial_value=0.0)
     run(pool, "equals", 4, what, of=name, qtype="INT8")
 
 

@@ -15,7 +15,7 @@ from tests.hooks_ref.sync_subjects import USES, gradient
 SUBJECTS = "tests.hooks_ref.sync_subjects"
 ALL = [strategy.value for strategy in hooks_ref.DDPSyncStrategy]
 FORCED = ["forced_sync", "overlapped_sync"]
-WHAT = Scenario("algorithm", "three steps", (Param((3,)), Param((2, 2)), Param((5,))), ("crafted",) * 3, level=0.0)
+WHAT = Scenario("algorithm", "three steps", (Param((3,)), Param((2, 2)), Param((5,))), ("crafted",) * 3, initial_value=0.0)
 
 
 def run(pool: Pool, world: int, strategy: str, what: Scenario = WHAT, **given: object) -> Run:
@@ -57,7 +57,7 @@ def test_whatever_is_used(pool: Pool, strategy: str, find_unused: bool, uses: st
 def test_single_auto_sync_loses_a_sync(pool: Pool) -> None:
     """Of what the last micro-batch does not use, each rank keeps its own; DDP notices in the next step. With find_unused_parameters
     it keeps account of what the others have used."""
-    one_step = Scenario("algorithm", "one step", WHAT.params, ("crafted",), level=0.0)
+    one_step = Scenario("algorithm", "one step", WHAT.params, ("crafted",), initial_value=0.0)
     require_mean(run(pool, 2, "single_auto_sync", one_step, uses="differ", find_unused=True), "differ", 2)
     single = run(pool, 2, "single_auto_sync", one_step, uses="differ")
     assert [float(single.got(rank, 0, 0)[0]) for rank in range(2)] == [gradient(0, rank, 0) for rank in range(2)]  # type: ignore[index]
@@ -71,7 +71,7 @@ def test_two_optimizers_that_share_a_parameter(pool: Pool, strategy: str) -> Non
 
 @pytest.mark.parametrize("strategy", ALL)
 def test_views_and_subgroups(pool: Pool, strategy: str) -> None:
-    what = Scenario("algorithm", "two groups", WHAT.params, ("crafted",) * 2, groups=SUBGROUPS.groups, level=0.0)
+    what = Scenario("algorithm", "two groups", WHAT.params, ("crafted",) * 2, groups=SUBGROUPS.groups, initial_value=0.0)
     require_mean(run(pool, 4, strategy, what, view=True), "same", 2, SUBGROUPS.groups)
 
 

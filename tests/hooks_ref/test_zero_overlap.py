@@ -114,7 +114,7 @@ def test_sparse_gradients(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize(("name", "view"), list(zip(NAMES, [False, True], strict=True)))
 def test_leaves_gradients_to_ddp(pool: Pool, name: str, view: bool) -> None:
-    what = replace(scenario(5), view=view)
+    what = replace(scenario(5), ddp=replace(scenario(5).ddp, gradient_as_bucket_view=view))
     require_same_bits(overlapped(pool, what, name, shown=False, **SGD), run_hook(pool, scenario(5), hook="hooks_ref:allreduce_hook"))
 
 
@@ -132,7 +132,7 @@ def test_on_subgroups(pool: Pool, name: str, shard: bool) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_failed_collective_surfaces(pool: Pool, name: str) -> None:
     """The peer stays out of the first step in which parameters are updated."""
-    assert PEER_SILENT.fault_step == VACUOUS
+    assert PEER_SILENT.fault.step == VACUOUS
     run = try_hook(pool, PEER_SILENT, setup=setup(SUBJECT, name=name, shown=False, **SGD))
     assert run.ranks[0].first("fault", raised=True) is not None
 

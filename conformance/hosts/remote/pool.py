@@ -22,7 +22,7 @@ from typing import Any
 from conformance.errors import KitError, ProfileError, TargetError
 from conformance.hosts.environment import fast_folder, in_words
 from conformance.hosts.remote.rendezvous import PATIENCE, Announcement, NobodyThere, find, kit_digest, parse_endpoint
-from conformance.hosts.remote.run import ANSWER, Crew, Member
+from conformance.hosts.remote.run import ANSWER, Member, RemoteRun
 from conformance.hosts.remote.wire import ENDED, SAVED, SILENT, ConnectionLost, Stream, who_am_i
 from conformance.hosts.supervisor import GRACE
 from conformance.records.files import OUTCOME, write_json
@@ -213,12 +213,12 @@ class AttachedPool:
             "deadline": deadline + _LATER,
             "meeting": {"host": store[0], "port": store[1], "run": f"conformance/{self._id}/{next(self._runs)}"},
         }
-        saved = Path(scenario.saved_in)
-        files = [(rank, saved / str(rank) / name) for rank in range(world) for name in SAVED] if scenario.saved_in else []
-        crew = Crew(members, folder, [(host.said, host.control) for host in self._hosts if host.said not in hosts])
+        saved = Path(scenario.resume.saved_in)
+        files = [(rank, saved / str(rank) / name) for rank in range(world) for name in SAVED] if scenario.resume.saved_in else []
+        crew = RemoteRun(members, folder, [(host.said, host.control) for host in self._hosts if host.said not in hosts])
         try:
             crew.begin(command, files, environments(hosts))
-            outcome = crew.carry_out(deadline, deadline if scenario.fault != "none" else GRACE)
+            outcome = crew.carry_out(deadline, deadline if scenario.fault.kind != "none" else GRACE)
         except OSError as error:
             raise KitError(f"cannot keep the records of {folder.name}: {error.strerror}") from error
         if failed := next((member for member in members if member.kit_error), None):

@@ -50,7 +50,7 @@ class Member:
         return self.state in ("done", "lost")
 
 
-class Crew:
+class RemoteRun:
     """The hosts of one run.
 
     Args:

@@ -26,10 +26,10 @@ def _as_alike(run: Run, reference: Run, found: Found) -> None:
 def due(run: Run, rank: int, step: int, claims: Claims) -> tuple[int, ...]:
     """Return the global ranks that ``rank`` is averaged with at ``step``; () where it is with none."""
     group = run.group(rank)
-    if said := claims.said.get("periodic"):
+    if said := claims.options.get("periodic"):
         since = step - said["warmup_steps"]
         return group if since >= 0 and since % said["period"] == 0 else ()
-    if said := claims.said.get("hierarchical"):
+    if said := claims.options.get("hierarchical"):
         sizes = [min(size, len(group)) for period, size in said["period_group_size_dict"].items() if step % period == 0]
         size = max(sizes, default=0) if step >= said["warmup_steps"] else 0
         first = group.index(rank) // size * size if size else 0
@@ -101,7 +101,7 @@ def _calls(run: Run) -> Iterator[tuple[int, int]]:
 def _fed(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     """Return what a rank's parameter was set to; what no rank has a gradient for is what the group's first rank is fed."""
     spec, group = run.scenario.params[index], run.group(rank)
-    used = run.scenario.case != "unused" or any(uses(len(group), place, step, index) for place in range(len(group)))
+    used = run.scenario.variant != "unused" or any(uses(len(group), place, step, index) for place in range(len(group)))
     of = rank if used and not spec.frozen else group[0]
     return fed(run.scenario.steps[step], spec, len(group), of, 0 if spec.frozen else step, index)
 
@@ -111,7 +111,7 @@ def _has_gradient(run: Run, ranks: tuple[int, ...], step: int, index: int) -> bo
     if run.scenario.params[index].frozen:
         return False
     places = [(run.group(rank), rank) for rank in ranks]
-    return run.scenario.case != "unused" or any(uses(len(group), group.index(rank), step, index) for group, rank in places)
+    return run.scenario.variant != "unused" or any(uses(len(group), group.index(rank), step, index) for group, rank in places)
 
 
 def _got(run: Run, rank: int, step: int, index: int) -> torch.Tensor:

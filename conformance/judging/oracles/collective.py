@@ -194,7 +194,7 @@ def _cause(run: Run, claims: Claims, arrival: _Arrival, at: int) -> str:
         other = _right(run, claims, call, source, to, step)
         if len(got) > 1 and len(other.exact) == len(got) and not other.wrong(got).any():
             of = "" if step == call.step else f" in step {step}"
-            return f"it is what rank {group[source]} sends{'' if run.scenario.said[0] == 'all_gather' else f' rank {group[to]}'}{of}"
+            return f"it is what rank {group[source]} sends{'' if run.scenario.options[0] == 'all_gather' else f' rank {group[to]}'}{of}"
     if right.grid and torch.equal(got.sort().values, right.low.sort().values):
         return "these are its elements in another order"
     error = (got - right.exact).abs()
@@ -254,7 +254,7 @@ def _right(run: Run, claims: Claims, call: _Call, source: int, to: int, step: in
         else (0.0, 0.0)
     )
     if claims.has("rounded"):
-        name = claims.said["rounded"]["name"]
+        name = claims.options["rounded"]["name"]
         low, high = _beside(fed, name)
         bound = sent.abs() * 2.0**-11 + 2.0**-25 if name == "float16" else sent.abs() * 2.0**-7 + 2.0**-133
         rounding = (0.0, 0.0) if loss == 1.0 else (epsilon, smallest)
@@ -289,11 +289,11 @@ def _bound(run: Run, claims: Claims, call: _Call, sent: torch.Tensor, source: in
 
 def _claimed_bound(claims: Claims, sent: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Return the bound that is claimed for a message; ``whole`` is the largest magnitude of all that a rank sends in a call."""
-    if said := claims.said.get("blocks"):
+    if said := claims.options.get("blocks"):
         top, relative, smallest = NARROW[said["name"]]
         largest = _largest(sent, said["size"])
         return torch.maximum(sent.abs() * relative, largest / top * smallest)
-    said = claims.said["bounded"]
+    said = claims.options["bounded"]
     if "block" in said:
         return said["relative"] * _largest(sent, said["block"])
     return said["relative"] * whole
@@ -307,7 +307,7 @@ def _largest(sent: torch.Tensor, block: int) -> torch.Tensor:
 
 def _loss(run: Run, claims: Claims) -> float:
     """Return what has arrived is divided by: the factor that is claimed, or 1 where it is ignored, which is 18.3's to say."""
-    loss = float(claims.said["divided"]["loss"]) if claims.has("divided") else 1.0
+    loss = float(claims.options["divided"]["loss"]) if claims.has("divided") else 1.0
     first = next((call for call in _calls(run) if not call.refused), None)
     got = None if first is None or loss == 1.0 else _tensor(run, first, 0)
     if first is None or got is None:
@@ -325,13 +325,13 @@ def _loss(run: Run, claims: Claims) -> float:
 def _share(claims: Claims) -> float:
     """Return how many bytes of float32's are sent at most."""
     if claims.has("bounded"):
-        return float(claims.said["bounded"]["ratio"])
-    return 0.5 if claims.has("rounded") else (1 + FLOAT32 / claims.said["blocks"]["size"]) / FLOAT32
+        return float(claims.options["bounded"]["ratio"])
+    return 0.5 if claims.has("rounded") else (1 + FLOAT32 / claims.options["blocks"]["size"]) / FLOAT32
 
 
 def _padding(claims: Claims) -> int:
     """Return how many bytes more a message has, where its last block is not full."""
-    said = claims.said.get("blocks")
+    said = claims.options.get("blocks")
     return said["size"] + FLOAT32 if said else 0
 
 

@@ -27,7 +27,7 @@ class _Local:
 
     def __post_init__(self) -> None:
         run, group = self.run, self.run.group(self.rank)
-        kind = "zero_all" if run.scenario.case == "dtypes" else "crafted"
+        kind = "zero_all" if run.scenario.variant == "dtypes" else "crafted"
         self.values = [fed(kind, spec, len(group), group[0], START, index).clone() for index, spec in enumerate(run.scenario.params)]
         self.momenta = [torch.zeros_like(value) for value in self.values]
         self.squares = [torch.zeros_like(value) for value in self.values]
@@ -43,7 +43,7 @@ class _Local:
             grad = _gradient(self.run, self.rank, number, index)
             if options is None or grad is None:
                 continue
-            if self.run.scenario.case == "adam":
+            if self.run.scenario.variant == "adam":
                 self._adam(index, grad, options["lr"], number + 1)
                 continue
             grad = grad + options.get("weight_decay", 0.0) * value
@@ -136,7 +136,7 @@ def _bound(run: Run, value: torch.Tensor, dtype: str, step: int) -> torch.Tensor
     epsilons of the rate are generous, with a bias correction that is computed in any way. Adding it rounds relative to the value,
     which may be larger before than it is now, by a rate for each step.
     """
-    if run.scenario.case != "adam":
+    if run.scenario.variant != "adam":
         return torch.zeros_like(value)
     eps, rate, steps = torch.finfo(getattr(torch, dtype)).eps, _made(run)["options"]["lr"], step + 1
     return eps * steps * (value.abs() + (32 + 2 * steps) * rate)
@@ -224,11 +224,11 @@ def _gradient(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None
         having = [other for other in group if step < scenario.inputs_of(other, run.world)]
         total = torch.stack([fed(kind, spec, len(group), other, step, index) for other in having]).sum(0)
         return total / run.world
-    if scenario.case == "ddp" and not (averages and step >= plan.warmup):
+    if scenario.variant == "ddp" and not (averages and step >= plan.warmup):
         return torch.stack([fed(kind, spec, len(group), other, step, index) for other in group]).mean(0)
-    own = averages or scenario.case == "ddp"
+    own = averages or scenario.variant == "ddp"
     places = (group.index(rank),) if own else range(len(group))
-    if scenario.case == "unused" and not any(uses(len(group), place, step, index) for place in places):
+    if scenario.variant == "unused" and not any(uses(len(group), place, step, index) for place in places):
         return None
     return fed(kind, spec, len(group), rank if own else group[0], step, index)
 

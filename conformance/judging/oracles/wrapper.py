@@ -20,7 +20,7 @@ WORDS = {"gradient": "the gradient of ", "input": "the gradient of input ", "par
 # Of a tensor's largest element. Networks are ten operations deep and compute in float64, with sums of at most 48 terms: three
 # steps lose less than 2**-40 to another order of summation, as where what is saved comes back with other strides; and float32
 # anywhere on the way costs more than 2**-25. With autocast the first operation rounds to 2**-9 already, and a few are to follow.
-CLOSE = {"": 2.0**-30, AUTOCAST.case: 2.0**-4}
+CLOSE = {"": 2.0**-30, AUTOCAST.variant: 2.0**-4}
 
 
 def _pairs(runs: dict[str, Run]) -> Iterator[tuple[str, Run, Run]]:
@@ -37,7 +37,7 @@ def _same(runs: dict[str, Run], found: Found, only: tuple[str, ...] = (), steps:
     """Require what the same network has without the wrapper; of each rank, the first difference is kept."""
     for name, run, plain in _pairs(runs):
         for rank, other in zip(run.ranks, plain.ranks, strict=True):
-            place, within = f"rank {rank.rank} of {name}", CLOSE.get(run.scenario.case, CLOSE[""]) if close is None else close
+            place, within = f"rank {rank.rank} of {name}", CLOSE.get(run.scenario.variant, CLOSE[""]) if close is None else close
             refused = rank.first("refused")
             last = refused["step"] if refused else len(run.scenario.steps)
             keys = [key for key in _in_order({**other.tensors, **rank.tensors}, only) if _step(key) < (steps or last)]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from conformance.ranks.drivers.base import Stage
+from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.models.probe import Probe
 from conformance.scenarios.joinable import JOINABLES
 
@@ -43,7 +43,7 @@ class Counter(OfGroup):
         group: another one than the stage's.
     """
 
-    def __init__(self, stage: Stage, index: int, notify: Callable[[Any], Any], group: Any = None) -> None:
+    def __init__(self, stage: RankDriver, index: int, notify: Callable[[Any], Any], group: Any = None) -> None:
         super().__init__(group or stage.group, stage.device)
         self.stage, self.index, self.notify = stage, index, notify
 
@@ -57,7 +57,7 @@ class Counter(OfGroup):
     def sum(self, slot: int) -> None:
         """Put this rank's bit in a slot, and write down who did so in which: first the slots of steps, then those of shadows."""
         said = torch.zeros(2 * JOINABLES, dtype=torch.int64, device=self.device)
-        said[slot] = 1 << self.stage.place
+        said[slot] = 1 << self.stage.group_rank
         self.note("sums")
         dist.all_reduce(said, group=self.group)
         self.note("summed", sums=said.tolist())
@@ -92,9 +92,9 @@ class Setter(OfGroup):
         lengths: how many inputs each place of the group has.
     """
 
-    def __init__(self, stage: Stage, params: list[torch.nn.Parameter], lengths: tuple[int, ...]) -> None:
+    def __init__(self, stage: RankDriver, params: list[torch.nn.Parameter], lengths: tuple[int, ...]) -> None:
         super().__init__(stage.group, stage.device)
-        self.stage, self.params, self.lengths, self.at = stage, params, lengths, lengths[stage.place]
+        self.stage, self.params, self.lengths, self.at = stage, params, lengths, lengths[stage.group_rank]
 
     def join_hook(self, **_: Any) -> JoinHook:
         setter = self
@@ -125,9 +125,9 @@ class Model(torch.nn.Module):
 
     steps: torch.Tensor
 
-    def __init__(self, stage: Stage, has_collective: bool = False) -> None:
+    def __init__(self, stage: RankDriver, has_collective: bool = False) -> None:
         super().__init__()
-        self.probe = Probe(stage.scenario.params, stage.scenario.level, stage.rank)
+        self.probe = Probe(stage.scenario.params, stage.scenario.initial_value, stage.rank)
         self.register_buffer("steps", torch.zeros(()))
         self.group = stage.group if has_collective else None
         self.to(stage.device)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from conformance.errors import TargetError
-from conformance.ranks.drivers.base import Stage
+from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.hook_observer import digest
 from conformance.ranks.models.probe import Probe
 from conformance.scenarios.gradients import lay_out, uses
@@ -14,7 +14,7 @@ from conformance.scenarios.gradients import lay_out, uses
 Parameters = list[torch.nn.Parameter]
 
 
-def play(stage: Stage) -> None:
+def play(stage: RankDriver) -> None:
     """Run the scenario's steps."""
     scenario = stage.scenario
     params = Probe(scenario.params, 0.0, stage.rank).to(stage.device).tensors
@@ -24,14 +24,14 @@ def play(stage: Stage) -> None:
     if stage.saved:
         _load(averager, stage)
     for step, kind in enumerate(scenario.steps):
-        if step < scenario.saves_at and scenario.resumes:
+        if step < scenario.resume.saves_at and scenario.resume.resumes:
             continue
         stage.begin_step(step, kind)
         _set(stage, params, step, kind)
         grads = [None if p.grad is None else digest(p.grad) for p in params]
         strides, storages = [p.stride() for p in params], [p.data_ptr() for p in params]
         with stage.inside("average_parameters"):
-            averager.average_parameters(_given(scenario.case, step, params))
+            averager.average_parameters(_given(scenario.variant, step, params))
         for index, parameter in enumerate(params):
             stage.keep(f"parameter/p{index}", lay_out(parameter, "contiguous"))
         stage.recorder.event(
@@ -42,12 +42,12 @@ def play(stage: Stage) -> None:
             asks_for_gradients=[i for i, p in enumerate(params) if p.requires_grad == scenario.params[i].frozen],
         )
         _keep_evaluated(stage, averager, params)
-        if step == scenario.saves_at - 1 and not scenario.resumes:
+        if step == scenario.resume.saves_at - 1 and not scenario.resume.resumes:
             _save(averager, stage)
 
 
 @torch.no_grad()
-def _set(stage: Stage, params: Parameters, step: int, kind: str) -> None:
+def _set(stage: RankDriver, params: Parameters, step: int, kind: str) -> None:
     """Give the parameters this step's values, and gradients where they have any. What has none anywhere is the same on all ranks,
     and what is frozen at all steps."""
     ranks = torch.distributed.get_process_group_ranks(stage.group)
@@ -55,14 +55,14 @@ def _set(stage: Stage, params: Parameters, step: int, kind: str) -> None:
         users = [place for place in range(stage.size) if has_gradient(stage.scenario, stage.size, place, step, index)]
         frozen = stage.scenario.params[index].frozen
         parameter.copy_(stage.values(kind, 0 if frozen else step, index, None if users else ranks[0]))
-        parameter.grad = torch.ones_like(parameter) if stage.place in users else None
+        parameter.grad = torch.ones_like(parameter) if stage.group_rank in users else None
 
 
 def has_gradient(scenario: Any, size: int, place: int, step: int, index: int) -> bool:
     """Whether the rank in a place of its group has a gradient for a parameter."""
     if scenario.params[index].frozen:
         return False
-    return scenario.case != "unused" or uses(size, place, step, index)
+    return scenario.variant != "unused" or uses(size, place, step, index)
 
 
 def _given(case: str, step: int, params: Parameters) -> Iterable[Any]:
@@ -79,7 +79,7 @@ def _given(case: str, step: int, params: Parameters) -> Iterable[Any]:
     return forms[(step // 4 + step) % len(forms)]()  # all four in turn at steps 10, 14, 18, ... too
 
 
-def _keep_evaluated(stage: Stage, averager: Any, params: Parameters) -> None:
+def _keep_evaluated(stage: RankDriver, averager: Any, params: Parameters) -> None:
     """Put on record what an averager would have a model evaluated with, where it has such a thing."""
     applied = getattr(averager, "applied", None)
     if not callable(applied) or not getattr(averager, "average", None):
@@ -91,7 +91,7 @@ def _keep_evaluated(stage: Stage, averager: Any, params: Parameters) -> None:
     stage.where = "kit"
 
 
-def _save(averager: Any, stage: Stage) -> None:
+def _save(averager: Any, stage: RankDriver) -> None:
     stage.where = "state_dict"
     if hasattr(averager, "state_dict"):
         stage.save(averager.state_dict())
@@ -103,7 +103,7 @@ def _save(averager: Any, stage: Stage) -> None:
     stage.recorder.event("saved", nothing=not (hasattr(averager, "state_dict") or hasattr(averager, "step")))
 
 
-def _load(averager: Any, stage: Stage) -> None:
+def _load(averager: Any, stage: RankDriver) -> None:
     stage.where = "load_state_dict"
     saved = stage.load()
     stage.recorder.event("loaded", nothing=saved is None)

@@ -30,15 +30,15 @@ from conformance.subjects.kinds import KINDS
 from conformance.subjects.spec import SubjectSpec
 
 
-class Stage:
+class RankDriver:
     """One rank of one scenario of such a kind.
 
     Attributes:
         scenario, rank, world: what is run, and which of how many processes this is.
         device: where its tensors are.
-        group, place, size: the group that this rank works in, its place in there (not its global rank), and how many it has.
+        group, group_rank, size: the group that this rank works in, its place in there (not its global rank), and how many it has.
         recorder: what rules will see.
-        bare: whether ranks do the same without any subject, for rules to compare with.
+        without_subject: whether ranks do the same without any subject, for rules to compare with.
         saved: the folder that another process of this rank has saved into, where it is to go on from there; or None.
     """
 
@@ -47,17 +47,17 @@ class Stage:
     ) -> None:
         self.scenario, self.rank, self.world, self.recorder = scenario, rank, world, recorder
         self._folder, self._timeout = folder, timeout
-        self.bare, self._spec = spec is None, spec or SubjectSpec(kind=scenario.kind)
-        self.saved = Path(scenario.saved_in) / str(rank) if scenario.saved_in else None
+        self.without_subject, self._spec = spec is None, spec or SubjectSpec(kind=scenario.kind)
+        self.saved = Path(scenario.resume.saved_in) / str(rank) if scenario.resume.saved_in else None
         self.where = "kit"
         self._inside, self._calls, self._met = 0, 0, 0
-        self.collectives = CollectiveRecorder(self._issued if scenario.recorded else None, key=dispatch_key(scenario.profile))
+        self.collectives = CollectiveRecorder(self._issued if scenario.observe.collectives else None, key=dispatch_key(scenario.profile))
 
     def execute(self) -> None:
         """Work with the subject, and write down what it leaves behind."""
         self.device = take_place(self.scenario.profile, place_on_machine(self._folder, self.rank), str(self._folder / str(self.rank)))
         self.signals, self.group = make_groups(self.scenario, self.rank, self.world, self._folder, self._timeout, self.device)
-        self.place, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.group_rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._meet()
         self._schedule = Schedule(self.scenario, self.rank, self.world, self.signals, self._is_inside, lambda: None, self._stuck)
         if self.scenario.intercepts:
@@ -106,7 +106,7 @@ class Stage:
         """What the signature of any subject may name."""
         return {
             "process_group": lambda: self.group,
-            "rank": lambda: self.place,
+            "rank": lambda: self.group_rank,
             "world_size": lambda: self.size,
             "device": lambda: self.device,
         }
@@ -152,7 +152,7 @@ class Stage:
         self.recorder.event("leaves", what=what, **changed)
         self._schedule.left(call, is_last=True)
 
-    def called(self, function: Callable[..., Any], context: dict[str, Callable[[], Any]], **kwargs: Any) -> Any:
+    def call(self, function: Callable[..., Any], context: dict[str, Callable[[], Any]], **kwargs: Any) -> Any:
         """Call a function of the subject with what its signature names of ``context``, and with ``kwargs``."""
         return call_with_names(function, kwargs, context)
 

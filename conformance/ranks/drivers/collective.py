@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.errors import TargetError
-from conformance.ranks.drivers.base import Stage
+from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.enum_arguments import with_members
 from conformance.ranks.instruments.hook_observer import digest
 from conformance.ranks.resolve import Factory
@@ -19,17 +19,17 @@ from conformance.scenarios.gradients import lay_out
 from conformance.subjects.spec import CONTEXT_NAMES
 
 
-def play(stage: Stage) -> None:
+def play(stage: RankDriver) -> None:
     """Make the scenario's calls."""
     made: dict[tuple[int, int], Any] = {}
     again = "constant" in stage.scenario.steps
     for step, kind in enumerate(stage.scenario.steps):
         stage.begin_step(step, kind)
         calls = [_Call(stage, step, index) for index in messages.indices(stage.scenario)]
-        for together in [calls] if stage.scenario.case == "waited" else [[call] for call in calls]:
+        for together in [calls] if stage.scenario.variant == "waited" else [[call] for call in calls]:
             for call in together:
                 # What a call makes up for is known only where the same is sent again and again: elsewhere each has a new one.
-                key = (0 if again else step, call.index) if "feedback" in stage.scenario.said else (0, 0)
+                key = (0 if again else step, call.index) if "feedback" in stage.scenario.options else (0, 0)
                 if key not in made:
                     made[key] = _make(stage)
                 call.function = made[key]
@@ -39,17 +39,17 @@ def play(stage: Stage) -> None:
 class _Call:
     """One call: what is handed in, and what has arrived."""
 
-    def __init__(self, stage: Stage, step: int, index: int) -> None:
+    def __init__(self, stage: RankDriver, step: int, index: int) -> None:
         scenario, spec = stage.scenario, stage.scenario.params[index]
         self.stage, self.step, self.index, self.form = stage, step, index, messages.form_of(scenario, index)
         self.function: Callable[..., Any] = dist.all_gather
-        place, size, dtype = stage.place, stage.size, getattr(torch, spec.dtype)
+        place, size, dtype = stage.group_rank, stage.size, getattr(torch, spec.dtype)
         self.fill = math.nan if dtype.is_floating_point else -7  # so that it shows where nothing is written
         sent, received = (pairs(scenario, size, place, step, index) for pairs in (messages.sent, messages.received))
         self.inputs = [lay_out(messages.message(scenario, size, step, index, *pair).clone(), spec.layout).to(stage.device) for pair in sent]
         shapes = [messages.shape_of(scenario, size, index, *pair) for pair in received]
         self.rows = [[part[0] for part in parts] for parts in (shapes, [tensor.shape for tensor in self.inputs])]
-        if scenario.said[0] == "all_to_all_single":
+        if scenario.options[0] == "all_to_all_single":
             self.inputs = [lay_out(torch.cat(self.inputs), spec.layout)]
             shapes = [(sum(self.rows[0]), *shapes[0][1:])]
         self.outputs = [lay_out(torch.full(shape, self.fill, dtype=dtype, device=stage.device), spec.layout) for shape in shapes]
@@ -60,12 +60,12 @@ class _Call:
 
     def begin(self) -> None:
         """Call it, as users do."""
-        asked = {"async_op": True} if self.stage.scenario.case == "waited" else {}
+        asked = {"async_op": True} if self.stage.scenario.variant == "waited" else {}
         self.returned = self.function(*self.positional, **self.named, **asked)
 
     def wait(self) -> None:
         """Wait for it, where it was begun."""
-        if self.stage.scenario.case == "waited" and callable(getattr(self.returned, "wait", None)):
+        if self.stage.scenario.variant == "waited" and callable(getattr(self.returned, "wait", None)):
             self.returned.wait()
 
     def keep(self) -> None:
@@ -82,7 +82,7 @@ class _Call:
             sent=self.stage.collectives.take_sent(),
         )
         outputs = [out for out in self.outputs if isinstance(out, torch.Tensor)]
-        if self.stage.scenario.said[0] == "all_to_all_single":
+        if self.stage.scenario.options[0] == "all_to_all_single":
             outputs = list(outputs[0].split(self.rows[0]))
         for k, out in enumerate(outputs):
             self.stage.keep(f"arrived/p{self.index}/{k}", lay_out(out, "contiguous"))
@@ -92,7 +92,7 @@ class _Call:
         scenario, group = self.stage.scenario, self.stage.group
         ranks = dist.get_process_group_ranks(group)
         source = messages.source_of(scenario, self.stage.size, self.step, self.index)
-        collective, tensors = scenario.said[0], (self.outputs, self.inputs)
+        collective, tensors = scenario.options[0], (self.outputs, self.inputs)
         names = {
             "all_gather": ("tensor_list", "tensor"),
             "all_to_all": ("output_tensor_list", "input_tensor_list"),
@@ -120,12 +120,12 @@ def _same(out: Any, handed: torch.Tensor) -> bool:
     return out is handed or (isinstance(out, torch.Tensor) and out.dtype == handed.dtype and digest(out) == digest(handed))
 
 
-def _play(stage: Stage, calls: list[_Call]) -> None:
+def _play(stage: RankDriver, calls: list[_Call]) -> None:
     """Make some calls, and then wait for them in the opposite order, where they are to be waited for.
 
     Where rank 0 goes first, an error is an answer too; its peers would wait for it in vain, and are not asked.
     """
-    collective, first = stage.scenario.said[0], stage.scenario.order == "rank0_first"
+    collective, first = stage.scenario.options[0], stage.scenario.order == "rank0_first"
     key = f"refused/{stage.recorder.step}/{calls[0].index}"
     with stage.inside(collective):
         try:
@@ -150,7 +150,7 @@ class _NotAsked(Exception):
     """A rank has not made a call."""
 
 
-def _make(stage: Stage) -> Callable[..., Any]:
+def _make(stage: RankDriver) -> Callable[..., Any]:
     """Return the collective: what the target makes, or the target itself."""
     made = stage.make(_understood)
     if not callable(made):

@@ -23,7 +23,7 @@ from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.instruments import process_state
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
 from conformance.ranks.instruments.hook_observer import Observer, digest, line_of_subject
-from conformance.ranks.instruments.peer_death import Departure
+from conformance.ranks.instruments.peer_death import PeerDeath
 from conformance.ranks.instruments.schedule import Schedule
 from conformance.ranks.instruments.stream_delays import Streams
 from conformance.ranks.models.ddp_model import Trainee
@@ -45,7 +45,7 @@ class Injected(RuntimeError):
     """An error that the kit put into a collective."""
 
 
-class _Run:
+class HookDriver:
     """The state of one rank while it runs; ``where`` names what it is doing, for its record of an error."""
 
     def __init__(
@@ -55,13 +55,13 @@ class _Run:
         self.recorder, self.folder, self.timeout = recorder, folder, timeout
         self.group_ranks = scenario.group_of(rank, world)
         self.collectives = CollectiveRecorder(
-            self._issued if scenario.recorded or scenario.fault == "peer_dies_later" else None,
+            self._issued if scenario.observe.collectives or scenario.fault.kind == "peer_dies_later" else None,
             self._wait_for if scenario.serialised else None,
             dispatch_key(scenario.profile),
-            scenario.recorded and (scenario.serialised or scenario.profile.ordered),
+            scenario.observe.collectives and (scenario.serialised or scenario.profile.ordered),
         )
         self.registrations: list[Any] = []
-        self.departure: Departure | None = None
+        self.departure: PeerDeath | None = None
         self.where = "kit"
 
     def failed(self, error: BaseException) -> None:
@@ -80,11 +80,11 @@ class _Run:
         self._everybody("begin")  # whoever is refused by the subject and leaves now breaks no connection that a peer still needs
         self.ddp, self.parameters = self.trainee.ddp, self.trainee.parameters
         self.schedule = Schedule(self.scenario, self.rank, self.world, self.signals, self._is_inside, self._waits, self._stuck)
-        self.observer = Observer(self.recorder, self.parameters, self._before_hook, self._after_hook, self.scenario.outside)
+        self.observer = Observer(self.recorder, self.parameters, self._before_hook, self._after_hook, self.scenario.observe.other_gradients)
         sizes = [parameter.numel() for parameter in self.parameters.values()]
         self.streams = Streams(self.rank, self.device, sizes, self._waited_for_device) if self.scenario.delayed else None
-        if self.scenario.fault == "peer_dies_later":
-            self.departure = Departure(self.rank, self.world, self.signals, self.collectives.settle, self.timeout)
+        if self.scenario.fault.kind == "peer_dies_later":
+            self.departure = PeerDeath(self.rank, self.world, self.signals, self.collectives.settle, self.timeout)
         if self.scenario.intercepts:
             self.collectives.install()
         self.schedule.install()
@@ -98,8 +98,8 @@ class _Run:
         if self.scenario.watches_process:
             self.recorder.event("state", at="registered", process=process_state.snapshot(), rng=process_state.rng())
         steps = list(enumerate(self.scenario.steps[: self.scenario.inputs_of(self.rank, self.world)]))
-        if self.scenario.saved_in:
-            steps = steps[self.scenario.saves_at :]
+        if self.scenario.resume.saved_in:
+            steps = steps[self.scenario.resume.saves_at :]
         if self.scenario.simulated:
             self._simulate()
         elif self.scenario.captured:
@@ -139,7 +139,7 @@ class _Run:
         self._watch_registrations()
         self.where = "load"
         resolved, option = resolve(self.spec), f"--hook {self.spec.hook}"
-        saved = Path(self.scenario.saved_in) / str(self.rank) if self.scenario.saved_in else None
+        saved = Path(self.scenario.resume.saved_in) / str(self.rank) if self.scenario.resume.saved_in else None
         self.trainee.register(resolved, option, self._at, saved)
         if saved:
             self.recorder.event("loaded", weights_only=not self.trainee.loaded, why=self.trainee.loaded)
@@ -158,7 +158,7 @@ class _Run:
     def _watch_registrations(self) -> None:
         """Put the observer between DDP and every hook that is registered in this process."""
         register = DistributedDataParallel.register_comm_hook
-        seen, observed = self.registrations, self.scenario.observed
+        seen, observed = self.registrations, self.scenario.observe.hook
 
         def register_comm_hook(ddp: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
             # DDP checks the hook that it is given: the raw one first, so that its refusal is on record.
@@ -182,14 +182,14 @@ class _Run:
             self.where = "on_step"
             self.trainee.case.on_step(step)
         self.where = "forward"
-        for share in self.scenario.shares[:-1]:
+        for share in self.scenario.microbatch_weights[:-1]:
             with self.ddp.no_sync():
                 self._loss(step, kind, share).backward()
-        loss = self._loss(step, kind, self.scenario.shares[-1] * self.trainee.scale)
-        faulty = self.scenario.fault != "none" and step == self.scenario.fault_step
+        loss = self._loss(step, kind, self.scenario.microbatch_weights[-1] * self.trainee.scale)
+        faulty = self.scenario.fault.kind != "none" and step == self.scenario.fault.step
         if self.departure:
             self.departure.start_step(dies=faulty)
-        if faulty and self.scenario.fault == "collective_raises" and self.rank == 1:
+        if faulty and self.scenario.fault.kind == "collective_raises" and self.rank == 1:
             self.collectives.raise_next = lambda: Injected("injected by the conformance kit: this collective failed")
         if self.streams:
             self.streams.before_backward(step)
@@ -207,7 +207,7 @@ class _Run:
         self._after_backward()
         self.where = "kit"
         self._record_step(step, rng, parameters)
-        if self.scenario.recipe or not self.scenario.params:
+        if self.scenario.training_loop or not self.scenario.params:
             self.where = "optimizer"
             self.trainee.step()
             self.where = "kit"
@@ -218,11 +218,11 @@ class _Run:
             self.recorder.event("sent", collectives=self.collectives.take_sent())
             self._everybody(f"drained/{step}")
         self.observer.at_rest()
-        if step == self.scenario.saves_at - 1:
+        if step == self.scenario.resume.saves_at - 1:
             self.where = "save_state"
             self.trainee.save(self.folder / str(self.rank))
             self.where = "kit"
-        if self.scenario.growth:
+        if self.scenario.observe.memory:
             del loss
             memory = process_state.live_memory()
             on_host = {name: memory.pop(name) - self.recorder.held for name in ("tensors", "allocated")}
@@ -292,7 +292,7 @@ class _Run:
         return self.ddp(grads if share == 1 else [grad if grad is None else grad * share for grad in grads])
 
     def _scripted(self, step: int, kind: str) -> list[torch.Tensor | None]:
-        size, leaves_out = len(self.group_ranks), self.scenario.find_unused
+        size, leaves_out = len(self.group_ranks), self.scenario.ddp.find_unused_parameters
         return scripted_gradients(self.scenario.params, kind, size, self.rank, step, self.device, leaves_out=leaves_out)
 
     def _faulty_backward(self, loss: torch.Tensor) -> bool:
@@ -309,7 +309,7 @@ class _Run:
         if self.departure:
             unused = not self.departure.reached
             self.departure.end()
-        self.recorder.event("fault", fault=self.scenario.fault, unused=unused, started=started, **outcome)
+        self.recorder.event("fault", fault=self.scenario.fault.kind, unused=unused, started=started, **outcome)
         # Where collectives lie on a stream, to read a gradient is to wait for a peer that may never come.
         for name, parameter in () if self.scenario.profile.ordered else self.parameters.items():
             if parameter.grad is not None:
@@ -353,9 +353,9 @@ class _Run:
         if self.scenario.watches_process:
             patches = _UNPATCHED.found() if self.spec else []
             self.recorder.event("state", at="end", **process_state.left_behind(), patches=patches)
-        if self.scenario.growth:
+        if self.scenario.observe.memory:
             self._let_go()
-        if self.scenario.fault == "none":
+        if self.scenario.fault.kind == "none":
             self._everybody("end")
             end_groups()
 
@@ -397,10 +397,10 @@ class _Run:
             work.wait()
 
     def _before_hook(self, call: int) -> None:
-        faulty = self.recorder.step == self.scenario.fault_step
-        if faulty and self.rank == 1 and self.scenario.fault == "peer_dies":
+        faulty = self.recorder.step == self.scenario.fault.step
+        if faulty and self.rank == 1 and self.scenario.fault.kind == "peer_dies":
             os._exit(PEER_DIED)
-        if faulty and self.rank == 1 and self.scenario.fault == "peer_silent":
+        if faulty and self.rank == 1 and self.scenario.fault.kind == "peer_silent":
             self.signals.wait(["fault over/0"], datetime.timedelta(seconds=self.timeout))
             raise Injected("injected by the conformance kit: this rank stayed out of the hook")
         self.schedule.enter(call)

@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._joinables import Counter, Model, Setter
-from conformance.ranks.drivers.base import Stage
+from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.resolve import Factory
 from conformance.scenarios.joinable import JOINABLES, KEYWORDS, LEARNING_RATE, lengths, order
 
 Steps = Sequence[Callable[[], object]]  # what the joinables of a context do in each step
 
 
-def play(stage: Stage) -> None:
+def play(stage: RankDriver) -> None:
     """Run the scenario's contexts."""
     subject = stage.make()
     function: Any = subject.func if isinstance(subject, functools.partial) else subject
@@ -38,14 +38,14 @@ def play(stage: Stage) -> None:
             return
         context = _Context(stage, made, made.notify_join_context)
     stage.recorder.event("subject", is_context=True)
-    getattr(context, stage.scenario.case)()
+    getattr(context, stage.scenario.variant)()
 
 
 def _is_context(value: Any) -> bool:
     return hasattr(value, "notify_join_context") and not hasattr(value, "join_hook")
 
 
-def _made(stage: Stage, function: Any, arguments: dict[str, Any]) -> Any:
+def _made(stage: RankDriver, function: Any, arguments: dict[str, Any]) -> Any:
     """Return what the target makes, or what it is."""
     if not callable(function) or (hasattr(function, "join_hook") and not isinstance(function, type)):
         return function
@@ -55,14 +55,14 @@ def _made(stage: Stage, function: Any, arguments: dict[str, Any]) -> Any:
     return made
 
 
-def _of_a_joinable(stage: Stage, made: Any, make: Callable[[], Any]) -> None:
+def _of_a_joinable(stage: RankDriver, made: Any, make: Callable[[], Any]) -> None:
     if not hasattr(made, "join_hook"):
         name = getattr(made, "__name__", type(made).__name__)
         raise TargetError(f"a join context has notify_join_context, a joinable has join_hook; {name} has neither")
     if not callable(made) and not callable(getattr(made, "step", None)):
         raise TargetError(f"a joinable can be called, or has step(), which is one step of it; {type(made).__name__} has neither")
     stage.recorder.event("subject", is_context=False)
-    case = getattr(_Joinable(stage, made, make), stage.scenario.case, None)
+    case = getattr(_Joinable(stage, made, make), stage.scenario.variant, None)
     if case and stage.scenario.order == "free":
         case()
 
@@ -76,7 +76,7 @@ class _Contexts:
         notify: says in one that this rank still trains.
     """
 
-    def __init__(self, stage: Stage, join: Callable[..., Any], notify: Callable[[Any], Any]) -> None:
+    def __init__(self, stage: RankDriver, join: Callable[..., Any], notify: Callable[[Any], Any]) -> None:
         self.stage, self.join, self.notify, self._contexts = stage, join, notify, 0
         self.lengths = lengths(stage.scenario, stage.scenario.group_of(stage.rank, stage.world))
 
@@ -140,35 +140,35 @@ class _Context(_Contexts):
     def even(self) -> None:
         """With new joinables in each context; so in the others too."""
         for inputs in self.lengths:
-            self.count(self.counters(), inputs[self.stage.place])
+            self.count(self.counters(), inputs[self.stage.group_rank])
 
     uneven = even
 
     def keywords(self) -> None:
         for inputs in self.lengths:
-            self.count(self.counters(), inputs[self.stage.place], **KEYWORDS)
+            self.count(self.counters(), inputs[self.stage.group_rank], **KEYWORDS)
 
     def again(self) -> None:
         counters = self.counters()
         for number, inputs in enumerate(self.lengths):
-            self.count([counters[index] for index in order(self.stage.scenario, number)], inputs[self.stage.place])
+            self.count([counters[index] for index in order(self.stage.scenario, number)], inputs[self.stage.group_rank])
 
     def disabled(self) -> None:
         counters = self.counters()
         for inputs in self.lengths:
-            self.count(counters, inputs[self.stage.place], enable=False)
+            self.count(counters, inputs[self.stage.group_rank], enable=False)
 
     def throws(self) -> None:
         counters = self.counters()
         steps: Steps = [counter.step for counter in counters]
         for inputs in self.lengths:
-            self.run_to_its_error(counters, inputs[self.stage.place], steps, throw_on_early_termination=True)
+            self.run_to_its_error(counters, inputs[self.stage.group_rank], steps, throw_on_early_termination=True)
 
     def throws_ddp(self) -> None:
         for inputs in self.lengths:
             ddp = self._ddp(Model(self.stage, has_collective=True))
             trains: Steps = [self._trains(ddp, step_too=False)]
-            self.run_to_its_error([ddp], inputs[self.stage.place], trains, throw_on_early_termination=True)
+            self.run_to_its_error([ddp], inputs[self.stage.group_rank], trains, throw_on_early_termination=True)
 
     def raises(self) -> None:
         """Rank 0's exception is out before its peers raise theirs; then a context that nobody raises in."""
@@ -176,15 +176,15 @@ class _Context(_Contexts):
         error = ArithmeticError(f"rank {self.stage.rank} raises this")
 
         def raising() -> None:
-            if self.stage.place:
+            if self.stage.group_rank:
                 self.stage.barrier("rank 0 is out")
             raise error
 
         steps: Steps = [counter.step for counter in counters]
-        self.run_to_its_error(counters, self.lengths[0][self.stage.place], steps, raising, error)
-        if not self.stage.place:
+        self.run_to_its_error(counters, self.lengths[0][self.stage.group_rank], steps, raising, error)
+        if not self.stage.group_rank:
             self.stage.barrier("rank 0 is out")
-        self.count(counters, self.lengths[1][self.stage.place])
+        self.count(counters, self.lengths[1][self.stage.group_rank])
 
     def ddp(self) -> None:
         """Two contexts in which all ranks divide, and two in which those do that have inputs."""
@@ -193,7 +193,7 @@ class _Context(_Contexts):
             model = Model(self.stage)
             ddp = self._ddp(model)
             options = {} if number < half else {"divide_by_initial_world_size": False}
-            self.run([ddp], inputs[self.stage.place], [self._trains(ddp, step_too=True)], **options)
+            self.run([ddp], inputs[self.stage.group_rank], [self._trains(ddp, step_too=True)], **options)
             self._keep(model)
 
     def zero(self) -> None:
@@ -205,7 +205,7 @@ class _Context(_Contexts):
             ddp, params = self._ddp(model), list(model.parameters())
             zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, process_group=self.stage.group, lr=LEARNING_RATE)
             joinables = [ddp, Setter(self.stage, params, inputs), zero]
-            self.run(joinables, inputs[self.stage.place], [self._trains(ddp, step_too=False), zero.step])
+            self.run(joinables, inputs[self.stage.group_rank], [self._trains(ddp, step_too=False), zero.step])
             self._keep(model)
 
     def wrong(self) -> None:
@@ -236,7 +236,7 @@ class _Context(_Contexts):
             ("DistributedDataParallel", [ddp], [trains]),
         ):
             self._outside(name, "before", steps)
-            self.run(joinables, self.lengths[0][self.stage.place], steps)
+            self.run(joinables, self.lengths[0][self.stage.group_rank], steps)
             self._outside(name, "after a context", steps)
             self.run_to_its_error(joinables, 1, steps, raising, error)
             self._outside(name, "after an exception in one", steps)
@@ -250,7 +250,7 @@ class _Context(_Contexts):
         self.note("outside", name=name, when=when, at="end")
 
     def _ddp(self, model: Model) -> DistributedDataParallel:
-        return self.stage.data_parallel(model, bucket_cap_mb=self.stage.scenario.bucket_cap_mb)
+        return self.stage.data_parallel(model, bucket_cap_mb=self.stage.scenario.ddp.bucket_cap_mb)
 
     def _trains(self, ddp: DistributedDataParallel, step_too: bool) -> Callable[[], None]:
         """Return what DDP does in a step: its backward leaves crafted gradients; they are on record, and stepped by."""
@@ -284,7 +284,7 @@ class _Joinable(_Contexts):
         make: makes more.
     """
 
-    def __init__(self, stage: Stage, made: Any, make: Callable[[], Any]) -> None:
+    def __init__(self, stage: RankDriver, made: Any, make: Callable[[], Any]) -> None:
         says = TorchsJoin.notify_join_context
 
         def notify(joinable: Any) -> Any:
@@ -310,7 +310,7 @@ class _Joinable(_Contexts):
         """By itself; a new one in each context."""
         for number, inputs in enumerate(self.lengths):
             self.subject = self._make() if number else self.subject
-            self.run([self.subject], inputs[self.stage.place], [self._step])
+            self.run([self.subject], inputs[self.stage.group_rank], [self._step])
 
     uneven = even
 
@@ -327,13 +327,13 @@ class _Joinable(_Contexts):
     def throws(self) -> None:
         for number, inputs in enumerate(self.lengths):
             self.subject = self._make() if number else self.subject
-            self.run_to_its_error([self.subject], inputs[self.stage.place], [self._step], throw_on_early_termination=True)
+            self.run_to_its_error([self.subject], inputs[self.stage.group_rank], [self._step], throw_on_early_termination=True)
 
     def _beside(self, counter: Counter, inputs: tuple[int, ...], is_first: bool = True, **options: Any) -> None:
         joinables: list[Any] = [self.subject, counter]
         steps: Steps = [self._step, counter.step]
         turn = 1 if is_first else -1
-        self.run(joinables[::turn], inputs[self.stage.place], steps[::turn], **options)
+        self.run(joinables[::turn], inputs[self.stage.group_rank], steps[::turn], **options)
 
     def _step(self) -> None:
         self.note("takes")

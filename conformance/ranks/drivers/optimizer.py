@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
 from conformance.errors import TargetError
-from conformance.ranks.drivers.base import Stage
+from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.models.probe import Probe
 from conformance.scenarios.gradients import lay_out, uses
@@ -22,11 +22,11 @@ from conformance.scenarios.optimizer import PLAIN, START, setting
 _GIVEN = ("lr", "momentum", "weight_decay")  # options that are the kit's to choose: what is right depends on them
 
 
-def play(stage: Stage) -> None:
+def play(stage: RankDriver) -> None:
     """Run the scenario's steps."""
     scenario = stage.scenario
     training = _Training(stage)
-    steps = list(enumerate(scenario.steps))[scenario.saves_at if scenario.resumes else 0 :]
+    steps = list(enumerate(scenario.steps))[scenario.resume.saves_at if scenario.resume.resumes else 0 :]
     if scenario.uneven:
         training.train_unevenly(steps[: scenario.inputs_of(stage.rank, stage.world)])
         return
@@ -39,7 +39,7 @@ def play(stage: Stage) -> None:
 class _Training:
     """A model with an optimizer, which is the subject's."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: RankDriver) -> None:
         self.stage, self.scenario, self.setting = stage, stage.scenario, setting(stage.scenario)
         self.ranks = dist.get_process_group_ranks(stage.group)
         self.model = Probe(stage.scenario.params, 0.0, stage.rank).to(stage.device)
@@ -47,9 +47,11 @@ class _Training:
         self.saved = stage.load() if stage.saved else None
         self._fill(self.saved["parameters"] if self.saved else _start(stage))
         self.ddp = None
-        if self.scenario.uneven or self.scenario.case == "ddp":
+        if self.scenario.uneven or self.scenario.variant == "ddp":
             group = stage.group if self.scenario.groups else None
-            self.ddp = stage.data_parallel(self.model, process_group=group, gradient_as_bucket_view=self.scenario.view)
+            self.ddp = stage.data_parallel(
+                self.model, process_group=group, gradient_as_bucket_view=self.scenario.ddp.gradient_as_bucket_view
+            )
         names = _names(stage)
         self.averager = Averager(stage, self.params, self.setting.warmup, self.setting.period) if "averager" in names else None
         self.optimizer = self._make(names)
@@ -60,7 +62,7 @@ class _Training:
 
     def step(self, number: int, kind: str) -> None:
         """Train one step."""
-        stage, case = self.stage, self.scenario.case
+        stage, case = self.stage, self.scenario.variant
         stage.begin_step(number, kind)
         if number == self.setting.back[0]:
             self._put_back()
@@ -84,7 +86,7 @@ class _Training:
             self._zero_gradients(number)
         if number == self.setting.back[1]:
             self._back = [parameter.detach().clone() for parameter in self.params], self._state_of_all()
-        if number == self.scenario.saves_at - 1 and not self.scenario.resumes:
+        if number == self.scenario.resume.saves_at - 1 and not self.scenario.resume.resumes:
             self._save()
 
     def train_unevenly(self, steps: list[tuple[int, str]]) -> None:
@@ -128,7 +130,7 @@ class _Training:
     def _make(self, names: set[str]) -> Any:
         """Return the subject's optimizer, and put on record which of the options it has taken."""
         stage, options = self.stage, dict(self.setting.options)
-        whole = torch.optim.Adam if self.scenario.case == "adam" else torch.optim.SGD
+        whole = torch.optim.Adam if self.scenario.variant == "adam" else torch.optim.SGD
         beside = options if "optimizer_class" in names and "**" in names else {}
         taken = options if beside or "optim" in names else {name: value for name, value in options.items() if name in names}
         grouped = bool(self.setting.groups)
@@ -165,7 +167,7 @@ class _Training:
 
     def _backward(self, number: int, kind: str) -> None:
         """Leave this step's gradients on the parameters."""
-        if self.scenario.case != "zeroed":
+        if self.scenario.variant != "zeroed":
             self._forget()
         if self.ddp is not None:
             local = self.averager is not None and number >= self.setting.warmup
@@ -179,7 +181,7 @@ class _Training:
     def _gradient(self, number: int, kind: str, index: int) -> torch.Tensor | None:
         """Return what this rank has: its own, where ranks are averaged later, be it by DDP; else what all have."""
         own = self.averager is not None or self.ddp is not None
-        if not has_gradient(self.scenario, self.stage.size, self.stage.place if own else None, number, index):
+        if not has_gradient(self.scenario, self.stage.size, self.stage.group_rank if own else None, number, index):
             return None
         return self._laid_out(index, self.stage.values(kind, number, index, None if own else self.ranks[0]))
 
@@ -213,7 +215,7 @@ class _Training:
 
     def _save(self) -> None:
         state = self._state(0)
-        if self.consolidates and self.stage.place == 0:
+        if self.consolidates and self.stage.group_rank == 0:
             self._keep_consolidated(state)
         self.stage.save({"parameters": [parameter.detach() for parameter in self.params], "state": state})
 
@@ -222,7 +224,7 @@ class _Training:
         self.stage.where = "state_dict"
         if self.consolidates:
             self.optimizer.consolidate_state_dict(to)
-        has_it = not self.consolidates or self.stage.place == to
+        has_it = not self.consolidates or self.stage.group_rank == to
         state = copy.deepcopy(self.optimizer.state_dict()) if has_it else None
         self.stage.where = "kit"
         return state
@@ -274,7 +276,7 @@ class Averager(ModelAverager):
     It puts on record each time that it is asked. Means are taken in float64, in the order of ranks, the same on all of them.
     """
 
-    def __init__(self, stage: Stage, params: list[torch.nn.Parameter], warmup: int, period: int) -> None:
+    def __init__(self, stage: RankDriver, params: list[torch.nn.Parameter], warmup: int, period: int) -> None:
         super().__init__(stage.group)
         self._stage, self._params, self._before = stage, params, [parameter.detach().clone() for parameter in params]
         self.warmup_steps, self.period = warmup, period
@@ -315,26 +317,26 @@ class Averager(ModelAverager):
 
 def has_gradient(scenario: Scenario, size: int, place: int | None, step: int, index: int) -> bool:
     """Whether the rank in a place of its group has a gradient for a parameter; ``None`` asks whether any has."""
-    if scenario.case != "unused":
+    if scenario.variant != "unused":
         return True
     return any(uses(size, other, step, index) for other in (range(size) if place is None else (place,)))
 
 
-def mean_of_inputs(stage: Stage, step: int, index: int) -> torch.Tensor:
+def mean_of_inputs(stage: RankDriver, step: int, index: int) -> torch.Tensor:
     """Return the mean gradient of a step to which ranks that have run out of inputs contribute zeros."""
     ranks = [rank for rank in range(stage.world) if step < stage.scenario.inputs_of(rank, stage.world)]
     values = [stage.values(stage.scenario.steps[step], step, index, rank) for rank in ranks]
     return sum(values[1:], values[0]) / stage.world
 
 
-def _start(stage: Stage) -> list[torch.Tensor]:
+def _start(stage: RankDriver) -> list[torch.Tensor]:
     """Return what parameters begin with, on all ranks: zeros where dtypes differ, so that steps are exact in all of them."""
-    kind = "zero_all" if stage.scenario.case == "dtypes" else "crafted"
+    kind = "zero_all" if stage.scenario.variant == "dtypes" else "crafted"
     first = dist.get_process_group_ranks(stage.group)[0]
     return [stage.values(kind, START, index, first) for index in range(len(stage.scenario.params))]
 
 
-def _names(stage: Stage) -> set[str]:
+def _names(stage: RankDriver) -> set[str]:
     """Return what the target's signature names and it has not been given: ``**`` where it takes any."""
     target = stage.target()
     if chosen := [name for name in (*_GIVEN, "params", "optim", "optimizer_class", "averager") if name in target.kwargs]:

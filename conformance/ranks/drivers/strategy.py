@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.errors import TargetError
-from conformance.ranks.drivers.base import Stage
+from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.models.probe import Probe, scripted_gradients
 from conformance.ranks.resolve import asks_for
 from conformance.scenarios.strategy import batches, by_itself, clears, multiple, raises_in, uses
@@ -19,7 +19,7 @@ class _OfTheTrainer(Exception):
     """What a micro-batch fails with."""
 
 
-def play(stage: Stage) -> None:
+def play(stage: RankDriver) -> None:
     """Run the scenario's steps."""
     strategy = stage.make()
     if not callable(strategy):
@@ -35,24 +35,24 @@ def play(stage: Stage) -> None:
 class _Trainer:
     """A model, its optimizers, and the strategy that it is trained with."""
 
-    def __init__(self, stage: Stage, strategy: Callable[..., Any]) -> None:
+    def __init__(self, stage: RankDriver, strategy: Callable[..., Any]) -> None:
         scenario = stage.scenario
         self._stage, self._strategy = stage, strategy
-        self._probe = Probe(scenario.params, scenario.level, stage.rank).to(stage.device)
+        self._probe = Probe(scenario.params, scenario.initial_value, stage.rank).to(stage.device)
         self._params = self._probe.tensors
         self._model: torch.nn.Module = self._probe
-        if scenario.case != "no_ddp":
+        if scenario.variant != "no_ddp":
             self._model = stage.data_parallel(
                 self._probe,
                 process_group=stage.group if scenario.groups else None,
-                bucket_cap_mb=scenario.bucket_cap_mb,
-                gradient_as_bucket_view=scenario.view,
-                find_unused_parameters=scenario.find_unused,
+                bucket_cap_mb=scenario.ddp.bucket_cap_mb,
+                gradient_as_bucket_view=scenario.ddp.gradient_as_bucket_view,
+                find_unused_parameters=scenario.ddp.find_unused_parameters,
             )
         self._optimizers = self._made_optimizers()
 
     def _made_optimizers(self) -> list[torch.optim.Optimizer]:
-        if self._stage.scenario.case != "shared":
+        if self._stage.scenario.variant != "shared":
             return [torch.optim.SGD(self._params, lr=0.0)]
         first, second, third, *rest = reversed(self._params)
         groups = [{"params": [second]}, {"params": [first, third]}]
@@ -123,13 +123,13 @@ class _Trainer:
             "optimizers": lambda: list(self._optimizers),
             "state": lambda: SimpleNamespace(model=self._model, optimizers=list(self._optimizers)),
             "process_group": lambda: stage.group,
-            "rank": lambda: stage.place,
+            "rank": lambda: stage.group_rank,
             "world_size": lambda: stage.size,
             "device": lambda: stage.device,
         }
         if unknown := asks_for(self._strategy, names):
             raise TargetError(f"the strategy asks for {', '.join(unknown)}; a micro-batch has {', '.join(names)}")
-        context = stage.called(self._strategy, names)
+        context = stage.call(self._strategy, names)
         if not (hasattr(context, "__enter__") and hasattr(context, "__exit__")):
             raise TargetError(f"a sync strategy returns a context manager; this one returned {_named(context)}")
         return context
@@ -144,7 +144,7 @@ class _Trainer:
         factor = multiple(stage.size, number, batch)
         every = scripted_gradients(stage.scenario.params, kind, stage.size, stage.rank, step, stage.device)
         return [
-            grad * factor if grad is not None and uses(stage.scenario, stage.size, stage.place, step, batch, index) else None
+            grad * factor if grad is not None and uses(stage.scenario, stage.size, stage.group_rank, step, batch, index) else None
             for index, grad in enumerate(every)
         ]
 

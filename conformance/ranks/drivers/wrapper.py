@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._blocks import BATCH, WATCH, WIDTH, Block, Planned, Wrap, filled, network
-from conformance.ranks.drivers.base import Stage
+from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.enum_arguments import with_members
 from conformance.ranks.instruments import process_state
 from conformance.scenarios.gradients import gradient, uses
@@ -30,29 +30,31 @@ LR = 0.05
 _INPUT, _TARGET = 70, 80  # of the first micro-batch: numbers that no parameter has
 
 
-def play(stage: Stage) -> None:
+def play(stage: RankDriver) -> None:
     """Run the scenario's steps, or look at wrapped modules without any."""
-    if stage.scenario.case == "module":
+    if stage.scenario.variant == "module":
         _look(stage)
         return
-    net = network(stage.scenario.case).to(stage.device)
+    net = network(stage.scenario.variant).to(stage.device)
     parameters, buffers = dict(net.named_parameters()), dict(net.named_buffers())
-    hooks = _Hooks(net) if stage.scenario.case == "hooked" else None
+    hooks = _Hooks(net) if stage.scenario.variant == "hooked" else None
     net.wrap(_wrap(stage))
     if hooks:
         hooks.register("wrapper", net.blocks[0])
     with stage.inside("DistributedDataParallel"):
-        ddp = stage.data_parallel(net, find_unused_parameters=stage.scenario.find_unused, static_graph=stage.scenario.static_graph)
+        ddp = stage.data_parallel(
+            net, find_unused_parameters=stage.scenario.ddp.find_unused_parameters, static_graph=stage.scenario.ddp.static_graph
+        )
         ddp.register_comm_hook(stage.group, _mean_in_order)
     for step, kind in enumerate(stage.scenario.steps):
         stage.begin_step(step, kind)
         torch.manual_seed(1000 * step + stage.rank)
-        if stage.scenario.case == "raises" and step == 1:
+        if stage.scenario.variant == "raises" and step == 1:
             _raise_inside(stage, ddp)
         try:
             _train(stage, ddp)
         except Exception as error:
-            if stage.scenario.name not in {scenario.name for scenario in LIMITED} or stage.bare:
+            if stage.scenario.name not in {scenario.name for scenario in LIMITED} or stage.without_subject:
                 raise
             stage.where = "kit"
             stage.recorder.event("refused", error=f"{type(error).__name__}: {error}".splitlines()[0][:300], lacks=[])
@@ -62,28 +64,28 @@ def play(stage: Stage) -> None:
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 stage.keep(f"gradient/{name}", parameter.grad)
-        if lacking and not stage.scenario.find_unused:
+        if lacking and not stage.scenario.ddp.find_unused_parameters:
             stage.recorder.event("refused", error=f"{len(lacking)} parameters have no gradient, such as {lacking[0]}", lacks=lacking)
             return
         _descend(parameters.values())
         for what, tensors in (("parameter", parameters), ("buffer", buffers)):
             for name, tensor in tensors.items():
                 stage.keep(f"{what}/{name}", tensor)
-        if stage.scenario.case == "modes":
+        if stage.scenario.variant == "modes":
             _evaluate(stage, net)
         if hooks:
             hooks.write(stage)
 
 
-def _train(stage: Stage, ddp: DistributedDataParallel) -> None:
+def _train(stage: RankDriver, ddp: DistributedDataParallel) -> None:
     """Forward and backward of one step, in as many micro-batches as it has shares."""
     scenario, step = stage.scenario, stage.recorder.step
-    for number, share in enumerate(scenario.shares):
+    for number, share in enumerate(scenario.microbatch_weights):
         WATCH.begin()
         x, target = _fed(stage, _INPUT + number), _fed(stage, _TARGET + number)
-        x.requires_grad_(scenario.case != "first")
-        used = tuple(uses(stage.size, stage.place, step, index) for index in range(5)) if scenario.case == "unused" else ()
-        syncs = nullcontext() if number == len(scenario.shares) - 1 else ddp.no_sync()
+        x.requires_grad_(scenario.variant != "first")
+        used = tuple(uses(stage.size, stage.group_rank, step, index) for index in range(5)) if scenario.variant == "unused" else ()
+        syncs = nullcontext() if number == len(scenario.microbatch_weights) - 1 else ddp.no_sync()
         with syncs:
             WATCH.phase = "forward"
             with stage.inside("the forward"), _autocast(stage):
@@ -102,8 +104,8 @@ def _train(stage: Stage, ddp: DistributedDataParallel) -> None:
         stage.recorder.event("ran", micro=number, kept=kept, left=_left(), autocast=WATCH.autocast, **WATCH.runs)
 
 
-def _autocast(stage: Stage) -> AbstractContextManager[Any]:
-    return torch.autocast(stage.device.type, dtype=torch.bfloat16) if stage.scenario.case == "autocast" else nullcontext()
+def _autocast(stage: RankDriver) -> AbstractContextManager[Any]:
+    return torch.autocast(stage.device.type, dtype=torch.bfloat16) if stage.scenario.variant == "autocast" else nullcontext()
 
 
 def _left() -> dict[str, int]:
@@ -114,9 +116,9 @@ def _left() -> dict[str, int]:
     return WATCH.alive()
 
 
-def _fed(stage: Stage, param: int) -> torch.Tensor:
+def _fed(stage: RankDriver, param: int) -> torch.Tensor:
     step = stage.recorder.step
-    dtype = torch.float32 if stage.scenario.case in ("autocast", "module") else torch.float64
+    dtype = torch.float32 if stage.scenario.variant in ("autocast", "module") else torch.float64
     return gradient("normal", (BATCH, WIDTH), dtype, world=stage.size, rank=stage.rank, step=step, param=param).to(stage.device)
 
 
@@ -158,7 +160,7 @@ def _mean_in_order(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[
     return dist.all_gather(parts, buffer, group=group, async_op=True).get_future().then(mean)
 
 
-def _raise_inside(stage: Stage, ddp: DistributedDataParallel) -> None:
+def _raise_inside(stage: RankDriver, ddp: DistributedDataParallel) -> None:
     """Have a block raise an error; the step is made after it."""
     came = None
     WATCH.raises = "block 1"
@@ -173,7 +175,7 @@ def _raise_inside(stage: Stage, ddp: DistributedDataParallel) -> None:
     _compared(stage, "error", lambda: f"{type(came).__name__}: {came}", f"{Planned.__name__}: block 1 was told to")
 
 
-def _evaluate(stage: Stage, net: Any) -> None:
+def _evaluate(stage: RankDriver, net: Any) -> None:
     """Run the network where there is nothing to go back for."""
     x = _fed(stage, _INPUT)
     for name, trains, grad in (("evaluation", False, False), ("no_grad", True, False), ("evaluation with gradients", False, True)):
@@ -212,7 +214,7 @@ class _Hooks:
 
         return count
 
-    def write(self, stage: Stage) -> None:
+    def write(self, stage: RankDriver) -> None:
         """Write down what a hook has fired, but forward hooks that fire again where the forward runs again."""
         again = ("forward pre-hook in the backward", "forward hook in the backward")
         fired = {name: often for name, often in self._fired.items() if not name.endswith(again)}
@@ -220,9 +222,9 @@ class _Hooks:
         self._fired.clear()
 
 
-def _wrap(stage: Stage) -> Wrap:
+def _wrap(stage: RankDriver) -> Wrap:
     """Return what puts a wrapper around a module: nothing, where there is no subject."""
-    if stage.bare:
+    if stage.without_subject:
         return lambda module: module
     made = stage.make(lambda target: replace(target, kwargs=with_members(target.function, target.kwargs, enums=("checkpoint_impl",))))
     stage.where = "make"
@@ -253,7 +255,7 @@ def _takes_one(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _compared(stage: Stage, what: str, got: Callable[[], Any], wanted: Any) -> None:
+def _compared(stage: RankDriver, what: str, got: Callable[[], Any], wanted: Any) -> None:
     """Put on record what something is, or the error that it raised, beside what it is to be."""
     try:
         value = got()
@@ -262,7 +264,7 @@ def _compared(stage: Stage, what: str, got: Callable[[], Any], wanted: Any) -> N
     stage.recorder.event("compared", what=what, got=value, wanted=wanted)
 
 
-def _look(stage: Stage) -> None:
+def _look(stage: RankDriver) -> None:
     """Compare wrapped modules with what they wrap: alone, and in a network."""
     wrap = _wrap(stage)
     stage.begin_step(0, "none")
@@ -290,7 +292,7 @@ def _wrap_nested(net: Any, wrap: Wrap) -> None:
     net.wrap(wrap)
 
 
-def _compare_names(stage: Stage, where: str, module: torch.nn.Module, bare: torch.nn.Module) -> None:
+def _compare_names(stage: RankDriver, where: str, module: torch.nn.Module, bare: torch.nn.Module) -> None:
     def names(named: Iterable[tuple[str, Any]]) -> list[str]:
         return [name for name, _ in named]
 
@@ -300,7 +302,7 @@ def _compare_names(stage: Stage, where: str, module: torch.nn.Module, bare: torc
     _compared(stage, f"buffer names: {where}", lambda: names(module.named_buffers()), names(bare.named_buffers()))
 
 
-def _compare_states(stage: Stage, where: str, module: torch.nn.Module, bare: torch.nn.Module) -> None:
+def _compare_states(stage: RankDriver, where: str, module: torch.nn.Module, bare: torch.nn.Module) -> None:
     """Load what the one has saved into the other, strictly."""
 
     def loaded(source: torch.nn.Module, target: torch.nn.Module, which: int) -> list[str]:
@@ -315,7 +317,7 @@ def _compare_states(stage: Stage, where: str, module: torch.nn.Module, bare: tor
     _compared(stage, f"load: saved and loaded with the wrapper: {where}", lambda: loaded(module, module, 3), [])
 
 
-def _compare_modes(stage: Stage, wrapped: torch.nn.Module, inside: torch.nn.Module) -> None:
+def _compare_modes(stage: RankDriver, wrapped: torch.nn.Module, inside: torch.nn.Module) -> None:
     """Do to the wrapper what is done to modules, and look at the module inside."""
 
     def all_in(module: torch.nn.Module) -> list[bool]:
@@ -337,7 +339,7 @@ def _compare_modes(stage: Stage, wrapped: torch.nn.Module, inside: torch.nn.Modu
     )
 
 
-def _compare_copies(stage: Stage, wrap: Wrap) -> None:
+def _compare_copies(stage: RankDriver, wrap: Wrap) -> None:
     """A copy is a module of its own; a state that went through a file is the same."""
     wrapped = wrap(filled(Block("block"), 4).to(stage.device))
     x = _fed(stage, _INPUT).requires_grad_()

@@ -17,7 +17,7 @@ from conformance.records.files import PEER_DIED
 LEAVES = 1  # the rank that dies
 
 
-class Departure:
+class PeerDeath:
     """Counts the collectives that a rank starts together with all others, and ends the process of rank 1 at the last one of a step.
 
     Args:

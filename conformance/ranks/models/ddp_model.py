@@ -34,19 +34,19 @@ class Trainee:
 
     def __init__(self, scenario: Scenario, group: dist.ProcessGroup, device: torch.device) -> None:
         self._scenario, self._group, self._device = scenario, group, device
-        self.model = (Probe(scenario.params, scenario.level, dist.get_rank()) if scenario.params else training_network()).to(device)
+        self.model = (Probe(scenario.params, scenario.initial_value, dist.get_rank()) if scenario.params else training_network()).to(device)
         self.ddp = DistributedDataParallel(
             self.model,
             process_group=group if scenario.groups else None,
-            bucket_cap_mb=scenario.bucket_cap_mb,
-            gradient_as_bucket_view=scenario.view,
-            find_unused_parameters=scenario.find_unused,
-            static_graph=scenario.static_graph,
+            bucket_cap_mb=scenario.ddp.bucket_cap_mb,
+            gradient_as_bucket_view=scenario.ddp.gradient_as_bucket_view,
+            find_unused_parameters=scenario.ddp.find_unused_parameters,
+            static_graph=scenario.ddp.static_graph,
         )
         self.parameters = dict(self.model.named_parameters())
         lr, momentum = (0.0, 0.0) if scenario.params else (0.1, 0.9)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
-        self.recipe = Recipe(list(self.model.parameters()), device.type) if scenario.recipe else None
+        self.recipe = Recipe(list(self.model.parameters()), device.type) if scenario.training_loop else None
         self.case = Case()
         self.nameless, self.loaded = "", ""
 

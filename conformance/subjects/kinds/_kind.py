@@ -16,28 +16,28 @@ class Kind:
 
     Attributes:
         name: also of its option, ``--averager``, and of the module of ``drive`` that has ranks work with such a subject.
-        what: one line for people.
+        summary: one line for people.
         section: of the rule book, all of which it is judged by, and by no other.
         reference: the target that is judged beside every subject, as its control.
         machine: the rules that the reference has to hold before a subject is judged.
         scenarios: in which ranks work with it; the first is the plainest, and one that breaks it is judged in no other.
         claims: what it can say of itself, by name; each with what reads its arguments.
-        default: from the arguments in the target, what it says where nobody says anything: '' if nothing can be told from them.
-        wrong: what is missing from what it says, or contradicts itself; '' if nothing.
-        under: a scenario as it is run for a subject that says so.
+        default_claims: from the arguments in the target, what it says where nobody says anything: '' if nothing can be told from them.
+        contradiction: what is missing from what it says, or contradicts itself; '' if nothing.
+        adapt: a scenario as it is run for a subject that says so.
         bound: it is a function that the kit calls again and again, rather than what makes an object on each rank.
     """
 
     name: str
-    what: str
+    summary: str
     section: str
     reference: str
     machine: tuple[str, ...]
     scenarios: tuple[Scenario, ...]
     claims: Mapping[str, Reader]
-    default: Callable[[Mapping[str, Any]], str]
-    wrong: Callable[[Mapping[str, Any]], str] = lambda said: ""
-    under: Callable[[Scenario, Mapping[str, Any]], Scenario] = lambda scenario, said: scenario
+    default_claims: Callable[[Mapping[str, Any]], str]
+    contradiction: Callable[[Mapping[str, Any]], str] = lambda said: ""
+    adapt: Callable[[Scenario, Mapping[str, Any]], Scenario] = lambda scenario, said: scenario
     bound: bool = False
 
 

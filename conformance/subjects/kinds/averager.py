@@ -51,5 +51,5 @@ AVERAGER = Kind(
     machine=("14.1", "14.2"),
     scenarios=(PLAIN, RANDOM, FORMS, DTYPES, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
     claims={"periodic": _periodic, "hierarchical": _hierarchical, "like": like(*_REFERENCES)},
-    default=_default,
+    default_claims=_default,
 )

@@ -95,7 +95,7 @@ def _under(scenario: Scenario, said: Mapping[str, Any]) -> Scenario:
         dimensions = int(said["dimensions"]["name"])
         flat = tuple(replace(spec, shape=spec.shape if dimensions == 2 else (math.prod(spec.shape),)) for spec in scenario.params)
         scenario = replace(scenario, params=flat)
-    return replace(scenario, said=(said["collective"]["name"], *(["feedback"] if "feedback" in said else [])))
+    return replace(scenario, options=(said["collective"]["name"], *(["feedback"] if "feedback" in said else [])))
 
 
 def _default(arguments: Mapping[str, Any]) -> str:
@@ -121,7 +121,7 @@ COLLECTIVE = Kind(
         **{"collective": _named(COLLECTIVES), "rounded": _named(ROUNDED), "blocks": _blocks, "bounded": _bounded},
         **{"divided": _divided, "feedback": flag, "dimensions": _dimensions},
     },
-    default=_default,
-    wrong=_wrong,
-    under=_under,
+    default_claims=_default,
+    contradiction=_wrong,
+    adapt=_under,
 )

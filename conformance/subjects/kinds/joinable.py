@@ -21,6 +21,6 @@ JOINABLE = Kind(
     machine=("17.1", "17.3"),
     scenarios=SCENARIOS,
     claims={},
-    default=lambda arguments: "",
+    default_claims=lambda arguments: "",
     bound=True,
 )

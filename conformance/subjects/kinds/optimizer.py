@@ -39,5 +39,5 @@ OPTIMIZER = Kind(
         *(DDP, DDP_VIEWS, UNEVEN),
     ),
     claims={},
-    default=lambda arguments: "",
+    default_claims=lambda arguments: "",
 )

@@ -38,16 +38,16 @@ from conformance.scenarios.strategy import (
 )
 from conformance.subjects.kinds._kind import Kind, flag
 
-CLAIM = replace(MICROBATCHES, name="strategy_claim", what="the same with DDP as it is by default", world_sizes=(2,), case="claim")
+CLAIM = replace(MICROBATCHES, name="strategy_claim", summary="the same with DDP as it is by default", world_sizes=(2,), variant="claim")
 
 
 def _under(scenario: Scenario, said: Collection[str]) -> Scenario:
     """Return the scenario as it is run for a subject that says this."""
-    if scenario.case == "claim":
+    if scenario.variant == "claim":
         return scenario
-    if "all_used" in said and scenario.case in _DIFFERENT:
-        scenario = replace(scenario, case="four" if scenario.case == "microbatches" else "two")
-    return replace(scenario, find_unused=True) if "find_unused" in said else scenario
+    if "all_used" in said and scenario.variant in _DIFFERENT:
+        scenario = replace(scenario, variant="four" if scenario.variant == "microbatches" else "two")
+    return replace(scenario, ddp=replace(scenario.ddp, find_unused_parameters=True)) if "find_unused" in said else scenario
 
 
 def _default(arguments: Mapping[str, Any]) -> str:
@@ -65,7 +65,7 @@ STRATEGY = Kind(
         *(RAISES, WITHOUT, NO_DDP, COUNTED, CLAIM),
     ),
     claims={"find_unused": flag, "all_used": flag},
-    default=_default,
+    default_claims=_default,
     bound=True,
-    under=_under,
+    adapt=_under,
 )

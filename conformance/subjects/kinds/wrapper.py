@@ -56,6 +56,6 @@ WRAPPER = Kind(
         *(HOOKED, MODULE),
     ),
     claims={"recomputes": flag, "reentrant": flag, "draws_anew": flag},
-    default=_default,
+    default_claims=_default,
     bound=True,
 )
