@@ -103,7 +103,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 KILLED_BUSY = """
 import os, signal, threading
 from conformance.hosts.pool import Pool
-from conformance.scenarios.model import VALUES
+from conformance.scenarios.hook import VALUES
 from conformance.subjects.spec import SubjectSpec
 pool = Pool(100.0)
 pool.greeting()
@@ -193,7 +193,7 @@ IGNORED = """
 import signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 from conformance.hosts.pool import Pool
-from conformance.scenarios.model import VALUES
+from conformance.scenarios.hook import VALUES
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.spec import REFERENCE
 with Pool(30.0) as pool:

@@ -48,7 +48,7 @@ class WorldSizes(enum.Enum):
     ALL = "at every world size"
     PRIMARY = "at the smallest world size above 1"
     OTHERS = "at the other world sizes"
-    BELOW_MINIMUM = "at world sizes below the claimed minimum"
+    BELOW_MINIMUM = "at world sizes below what it claims"
 
 
 @dataclass(frozen=True)
