@@ -38,7 +38,9 @@ class Mutant:
     device: str = ""
 
 
-ZEROS = dict.fromkeys(("4.1", "7.1"), "what a rank leaves out, or has no input for, is zeros")  # a reason: see Mutant.because
+ZEROS = dict.fromkeys(
+    ("4.1", "7.1"), "what a rank leaves out, or has no input for, is zeros"
+)  # a reason: see Mutant.because
 
 _SECTIONS = (
     "contract",

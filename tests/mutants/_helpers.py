@@ -14,7 +14,9 @@ Bucket = dist.GradBucket
 Result = torch.futures.Future[torch.Tensor]
 Change = Callable[[torch.Tensor], torch.Tensor]
 
-kept: dict[Hashable, torch.Tensor] = {}  # between calls: by parameter, unless the defect is that it is not
+kept: dict[
+    Hashable, torch.Tensor
+] = {}  # between calls: by parameter, unless the defect is that it is not
 
 _calls = itertools.count()
 _models: dict[torch.nn.Parameter, int] = {}
@@ -35,7 +37,11 @@ def completed(tensor: torch.Tensor) -> Result:
 
 def sum_of(tensor: torch.Tensor, state: Any) -> Result:
     """Start to sum ``tensor`` over the group, in place."""
-    return dist.all_reduce(tensor, group=group_of(state), async_op=True).get_future().then(lambda fut: fut.value()[0])
+    return (
+        dist.all_reduce(tensor, group=group_of(state), async_op=True)
+        .get_future()
+        .then(lambda fut: fut.value()[0])
+    )
 
 
 def average_of(tensor: torch.Tensor, state: Any) -> Result:
@@ -55,7 +61,9 @@ def average_hook(state: Any, bucket: Bucket) -> Result:
 
 def change_mean(bucket: Bucket, state: Any, change: Change) -> Result:
     """Average the bucket, then apply ``change`` to the mean; a sparse mean stays as it is."""
-    return average(bucket, state).then(lambda fut: change(fut.value()) if is_dense(bucket) else fut.value())
+    return average(bucket, state).then(
+        lambda fut: change(fut.value()) if is_dense(bucket) else fut.value()
+    )
 
 
 def change_gradient(bucket: Bucket, state: Any, change: Change) -> Result:
@@ -106,13 +114,17 @@ def model_of(bucket: Bucket) -> int:
 
 def send_as(dtype: torch.dtype, bucket: Bucket, state: Any) -> Result:
     buffer = bucket.buffer()
-    return average_of(buffer.to(dtype, copy=True), state).then(lambda fut: fut.value().to(buffer.dtype))
+    return average_of(buffer.to(dtype, copy=True), state).then(
+        lambda fut: fut.value().to(buffer.dtype)
+    )
 
 
 def pieces_of(bucket: Bucket, flat: torch.Tensor | None = None) -> list[torch.Tensor]:
     """Return one flat view per parameter, of ``flat`` or of the bucket's buffer; a complex one in pairs."""
     whole = bucket.buffer() if flat is None else flat
-    return list(whole.split([p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters()]))
+    return list(
+        whole.split([p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters()])
+    )
 
 
 def seeded(*words: int) -> torch.Generator:

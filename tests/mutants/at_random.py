@@ -6,7 +6,16 @@ from typing import Any
 import torch
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, group_of, is_dense, pieces_of, seeded, step_number
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    group_of,
+    is_dense,
+    pieces_of,
+    seeded,
+    step_number,
+)
 from tests.mutants.feedback import random_k
 from tests.mutants.quantized import send_mean, widened
 
@@ -29,7 +38,11 @@ def _at_random(
             largest = piece.abs().amax()
             largest.masked_fill_(largest == 0, 1)
             generator = seeded(*seed(step, group_of(state).rank()), number)
-            drawn = torch.rand(piece.shape, dtype=piece.dtype, generator=generator) if draw is None else draw(piece, generator)
+            drawn = (
+                torch.rand(piece.shape, dtype=piece.dtype, generator=generator)
+                if draw is None
+                else draw(piece, generator)
+            )
             piece.copy_(level((piece / largest).mul_(levels), drawn).mul_(largest).div_(levels))
     return send_mean(bucket, wide, state)
 
@@ -51,7 +64,12 @@ def rounds_down(state: Any, bucket: Bucket) -> Result:
 
 def rounds_by_half(state: Any, bucket: Bucket) -> Result:
     """Throws a fair coin between the levels above and below, wherever the element lies between them."""
-    return _at_random(state, bucket, lambda scaled, drawn: torch.where(drawn < 0.5, scaled.floor(), scaled.ceil()), levels=1)
+    return _at_random(
+        state,
+        bucket,
+        lambda scaled, drawn: torch.where(drawn < 0.5, scaled.floor(), scaled.ceil()),
+        levels=1,
+    )
 
 
 def draws_once(state: Any, bucket: Bucket) -> Result:
@@ -83,7 +101,9 @@ def random_levels_undivided(state: Any, bucket: Bucket) -> Result:
 
 def draws_from_global(state: Any, bucket: Bucket) -> Result:
     """Draws from torch's global generator."""
-    return _at_random(state, bucket, _up_or_down, draw=lambda piece, generator: torch.rand_like(piece))
+    return _at_random(
+        state, bucket, _up_or_down, draw=lambda piece, generator: torch.rand_like(piece)
+    )
 
 
 def draws_unseeded(state: Any, bucket: Bucket) -> Result:
@@ -111,11 +131,31 @@ def rounds_nothing(state: Any, bucket: Bucket) -> Result:
 
 
 MUTANTS = [
-    *(Mutant(name, ("13.3",), "unbiased") for name in ("rounds_to_nearest", "rounds_down", "rounds_by_half", "draws_once")),
-    *(Mutant(name, ("13.3",), "unbiased") for name in ("random_elements_unscaled", "random_elements_of_each_rank", "half_of_one_element")),
+    *(
+        Mutant(name, ("13.3",), "unbiased")
+        for name in ("rounds_to_nearest", "rounds_down", "rounds_by_half", "draws_once")
+    ),
+    *(
+        Mutant(name, ("13.3",), "unbiased")
+        for name in (
+            "random_elements_unscaled",
+            "random_elements_of_each_rank",
+            "half_of_one_element",
+        )
+    ),
     Mutant("random_levels_undivided", ("13.3",), "unbiased"),
-    Mutant("draws_from_global", ("9.1",), "unbiased", because={"11.1": "another model draws from the same generator"}),
-    Mutant("draws_unseeded", ("3.3",), "unbiased", because={"1.10": "two runs differ, whatever else is the same"}),
+    Mutant(
+        "draws_from_global",
+        ("9.1",),
+        "unbiased",
+        because={"11.1": "another model draws from the same generator"},
+    ),
+    Mutant(
+        "draws_unseeded",
+        ("3.3",),
+        "unbiased",
+        because={"1.10": "two runs differ, whatever else is the same"},
+    ),
     Mutant("dithers_zeros", ("8.3",), "unbiased"),
     Mutant("rounds_nothing", ("2.10",), "unbiased"),
 ]

@@ -14,7 +14,12 @@ class Averager:
     """Right: the mean over the group, every ``period`` steps from ``warmup_steps`` on."""
 
     def __init__(self, period=4, warmup_steps=10, process_group=None):
-        self.period, self.warmup_steps, self.group, self.step = period, warmup_steps, process_group, 0
+        self.period, self.warmup_steps, self.group, self.step = (
+            period,
+            warmup_steps,
+            process_group,
+            0,
+        )
 
     def average_parameters(self, params):
         if self.is_due():
@@ -86,14 +91,18 @@ class OnlyTheLarge(Averager):
     """Leaves parameters of one element out."""
 
     def average(self, params):
-        super().average([parameter for parameter in params if parameter.numel() != 1 or parameter.dim() == 0])
+        super().average(
+            [parameter for parameter in params if parameter.numel() != 1 or parameter.dim() == 0]
+        )
 
 
 class LateByOne(Averager):
     """Counts from 1."""
 
     def is_due(self):
-        return self.step > self.warmup_steps and (self.step - self.warmup_steps - 1) % self.period == 0
+        return (
+            self.step > self.warmup_steps and (self.step - self.warmup_steps - 1) % self.period == 0
+        )
 
 
 class NoWarmup(Averager):
@@ -122,7 +131,10 @@ class SumsInItsOwnOrder(Averager):
     """Gathers, and sums from its own on: replicas differ in the last bits."""
 
     def average_one(self, parameter):
-        parts = [torch.empty_like(parameter, memory_format=torch.contiguous_format) for _ in range(self.group.size())]
+        parts = [
+            torch.empty_like(parameter, memory_format=torch.contiguous_format)
+            for _ in range(self.group.size())
+        ]
         dist.all_gather(parts, parameter.detach().contiguous(), group=self.group)
         place = self.group.rank()
         parameter.copy_(sum(parts[place + 1 :] + parts[:place], parts[place].clone()) / len(parts))
@@ -192,7 +204,9 @@ class Flattened(Averager):
         flat = torch.cat([parameter.reshape(-1).float() for parameter in params])
         flat.div_(self.group.size())
         dist.all_reduce(flat, group=self.group)
-        for parameter, part in zip(params, flat.split([parameter.numel() for parameter in params]), strict=True):
+        for parameter, part in zip(
+            params, flat.split([parameter.numel() for parameter in params]), strict=True
+        ):
             parameter.copy_(part.view(parameter.shape))
 
 
@@ -207,7 +221,9 @@ class Rebinds(Averager):
     """Puts a contiguous tensor in the parameter's place."""
 
     def average_one(self, parameter):
-        mean = parameter.detach().clone(memory_format=torch.contiguous_format).div_(self.group.size())
+        mean = (
+            parameter.detach().clone(memory_format=torch.contiguous_format).div_(self.group.size())
+        )
         dist.all_reduce(mean, group=self.group)
         parameter.data = mean
 

@@ -8,10 +8,23 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import ZEROS, Mutant
-from tests.mutants._helpers import Bucket, Result, average, group_of, is_dense, kept, step_number, sum_of
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    group_of,
+    is_dense,
+    kept,
+    step_number,
+    sum_of,
+)
 
 
-def in_two_stages(state: Any, bucket: Bucket, second: Callable[[torch.Tensor, torch.Tensor, Result], None] | None = None) -> Result:
+def in_two_stages(
+    state: Any,
+    bucket: Bucket,
+    second: Callable[[torch.Tensor, torch.Tensor, Result], None] | None = None,
+) -> Result:
     """Sum the multiples of four in the bucket, then from a callback what is left."""
     if not is_dense(bucket):
         return average(bucket, state)
@@ -28,7 +41,9 @@ def in_two_stages(state: Any, bucket: Bucket, second: Callable[[torch.Tensor, to
         except RuntimeError as error:
             result.set_exception(error)
 
-    dist.all_reduce(coarse, group=group_of(state), async_op=True).get_future().add_done_callback(callback)
+    dist.all_reduce(coarse, group=group_of(state), async_op=True).get_future().add_done_callback(
+        callback
+    )
     return result
 
 
@@ -40,7 +55,9 @@ def sum_then(tensor: torch.Tensor, state: Any, then: Callable[[], object], resul
         except RuntimeError as error:
             result.set_exception(error)
 
-    dist.all_reduce(tensor, group=group_of(state), async_op=True).get_future().add_done_callback(done)
+    dist.all_reduce(tensor, group=group_of(state), async_op=True).get_future().add_done_callback(
+        done
+    )
 
 
 def starts_all_itself(state: Any, bucket: Bucket) -> Result:
@@ -77,7 +94,9 @@ def rank_0_sends_more(state: Any, bucket: Bucket) -> Result:
     def second(coarse: torch.Tensor, fine: torch.Tensor, result: Result) -> None:
         sent = torch.cat([fine, fine.new_zeros(padding)])
         size = group_of(state).size()
-        sum_then(sent, state, lambda: result.set_result((coarse + sent[: len(fine)]).div_(size)), result)
+        sum_then(
+            sent, state, lambda: result.set_result((coarse + sent[: len(fine)]).div_(size)), result
+        )
 
     return in_two_stages(state, bucket, second)
 
@@ -112,7 +131,12 @@ def drops_the_second(state: Any, bucket: Bucket) -> Result:
     def second(coarse: torch.Tensor, fine: torch.Tensor, result: Result) -> None:
         size = group_of(state).size()
         mean = coarse.div(size)
-        sum_then(fine, state, lambda: result.set_result(mean if late else (coarse + fine).div_(size)), result)
+        sum_then(
+            fine,
+            state,
+            lambda: result.set_result(mean if late else (coarse + fine).div_(size)),
+            result,
+        )
 
     return in_two_stages(state, bucket, second)
 
@@ -158,7 +182,14 @@ MUTANTS = [
     Mutant("waits_for_the_first", ("10.4",), "exact, chained", "process_group"),
     Mutant("divides_in_each_stage", ("2.1",), "exact, chained", "process_group"),
     Mutant("rank_0_sends_more", ("1.5",), "exact, chained", "process_group", hangs=True),
-    Mutant("skips_a_stage_by_value", ("8.4",), "exact, chained", "process_group", hangs=True, because=_nothing_left),
+    Mutant(
+        "skips_a_stage_by_value",
+        ("8.4",),
+        "exact, chained",
+        "process_group",
+        hangs=True,
+        because=_nothing_left,
+    ),
     Mutant("second_stage_on_world", ("2.7",), "exact, chained", "process_group"),
     Mutant("one_scratch_in_flight", ("10.5",), "exact, chained", "process_group"),
     Mutant("drops_the_second", ("1.7",), "exact, chained", "process_group"),

@@ -49,7 +49,11 @@ def _log(state: Any, value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
 def logs_another_extreme(state: Any, bucket: Bucket) -> Result:
     """Asks for the largest element on rank 0, and for the least on the others."""
     if is_dense(bucket) and bucket.buffer().numel():
-        _log(state, bucket.buffer().sum(), dist.ReduceOp.MIN if group_of(state).rank() else dist.ReduceOp.MAX)
+        _log(
+            state,
+            bucket.buffer().sum(),
+            dist.ReduceOp.MIN if group_of(state).rank() else dist.ReduceOp.MAX,
+        )
     return average(bucket, state)
 
 
@@ -83,7 +87,12 @@ def sums_in_order_of_arrival(state: Any, bucket: Bucket) -> Result:
     arrivals = dist.PrefixStore("arrivals", dist.distributed_c10d._get_default_store())
     place = arrivals.add(f"{call_number()} {group_of(state).group_name}", 1)
     places = [int(one) for one in gather(torch.tensor([place]), state)]
-    grads = [grad for _, grad in sorted(zip(places, gather(bucket.buffer(), state), strict=True), key=lambda pair: pair[0])]
+    grads = [
+        grad
+        for _, grad in sorted(
+            zip(places, gather(bucket.buffer(), state), strict=True), key=lambda pair: pair[0]
+        )
+    ]
     return completed(sum(grads[1:], grads[0]).div(len(grads)))
 
 
@@ -114,7 +123,9 @@ def second_stage_in_callback(state: Any, bucket: Bucket) -> Result:
         try:
             total = first.value().div_(size)
             if lost.any():
-                sum_of(lost, state).then(lambda rest: result.set_result(total.add_(rest.value().div_(size))))
+                sum_of(lost, state).then(
+                    lambda rest: result.set_result(total.add_(rest.value().div_(size)))
+                )
             else:
                 result.set_result(total)
         except RuntimeError as error:
@@ -137,12 +148,16 @@ def in_order_of_memory(state: Any, bucket: Bucket) -> Result:
     if not is_dense(bucket):
         return average(bucket, state)
     buffer, pieces = bucket.buffer(), dict(zip(bucket.parameters(), pieces_of(bucket), strict=True))
-    return _all_of([average_of(pieces[parameter], state) for parameter in sorted(pieces, key=id)], buffer)
+    return _all_of(
+        [average_of(pieces[parameter], state) for parameter in sorted(pieces, key=id)], buffer
+    )
 
 
 def _all_of(averaged: list[Result], buffer: torch.Tensor) -> Result:
     """Complete with the buffer once all that was averaged in it is through; with an error where one was not."""
-    return torch.futures.collect_all(averaged).then(lambda done: [future.value() for future in done.value()] and buffer)
+    return torch.futures.collect_all(averaged).then(
+        lambda done: [future.value() for future in done.value()] and buffer
+    )
 
 
 def in_order_of_names(model: torch.nn.Module) -> tuple[None, Any]:
@@ -152,7 +167,10 @@ def in_order_of_names(model: torch.nn.Module) -> tuple[None, Any]:
     def hook(state: Any, bucket: Bucket) -> Result:
         if not is_dense(bucket):
             return average(bucket, group)
-        buffer, pieces = bucket.buffer(), dict(zip((names[p] for p in bucket.parameters()), pieces_of(bucket), strict=True))
+        buffer, pieces = (
+            bucket.buffer(),
+            dict(zip((names[p] for p in bucket.parameters()), pieces_of(bucket), strict=True)),
+        )
         return _all_of([average_of(pieces[name], group) for name in set(pieces)], buffer)
 
     group = getattr(model, "process_group", None)
@@ -183,13 +201,20 @@ def groups_in_another_order(state: Any, bucket: Bucket) -> Result:
 _SEVERAL = ("2.4", "3.2")
 
 MUTANTS = [
-    *(Mutant(name, ("10.1",)) for name in ("waits_for_work", "waits_for_future", "waits_in_last_bucket")),
+    *(
+        Mutant(name, ("10.1",))
+        for name in ("waits_for_work", "waits_for_future", "waits_in_last_bucket")
+    ),
     *(Mutant(name, ("10.2",)) for name in ("logs_another_extreme", "logs_in_two_dtypes")),
     Mutant("groups_in_another_order", ("10.6",)),
     *(Mutant(name, ("1.5",), hangs=True) for name in ("in_order_of_a_set", "in_order_of_memory")),
     Mutant("in_order_of_names", ("10.7",), setup=True),
     Mutant("second_callback_before_first", ("10.3",)),
-    Mutant("second_stage_in_callback", ("10.3",), because=dict.fromkeys(_SEVERAL, "several buckets with such values, in any order")),
+    Mutant(
+        "second_stage_in_callback",
+        ("10.3",),
+        because=dict.fromkeys(_SEVERAL, "several buckets with such values, in any order"),
+    ),
     Mutant("sums_in_order_of_arrival", ("10.3",), worlds=(2, 3)),
     *(Mutant(name, ("1.5",), hangs=True) for name in ("logs_from_each_rank", "pads_on_rank_0")),
 ]

@@ -72,7 +72,9 @@ def returns_tensor(state: Any, bucket: Bucket) -> Result:
 
 def returns_work(state: Any, bucket: Bucket) -> Result:
     """Returns the handle of the collective."""
-    return dist.all_reduce(bucket.buffer().div_(group_of(state).size()), group=group_of(state), async_op=True)
+    return dist.all_reduce(
+        bucket.buffer().div_(group_of(state).size()), group=group_of(state), async_op=True
+    )
 
 
 async def returns_coroutine(state: Any, bucket: Bucket) -> Result:
@@ -95,7 +97,9 @@ def returns_integer(state: Any, bucket: Bucket) -> Result:
 
 def future_of_collective(state: Any, bucket: Bucket) -> Result:
     """Returns the future of the collective as it is: it holds a list, not a tensor."""
-    return dist.all_reduce(bucket.buffer().div_(group_of(state).size()), group=group_of(state), async_op=True).get_future()
+    return dist.all_reduce(
+        bucket.buffer().div_(group_of(state).size()), group=group_of(state), async_op=True
+    ).get_future()
 
 
 def future_of_list(state: Any, bucket: Bucket) -> Result:
@@ -133,7 +137,9 @@ def row_of_gather(state: Any, bucket: Bucket) -> Result:
 
 def strided_result(state: Any, bucket: Bucket) -> Result:
     """Returns every second element of a tensor: torch reads the elements between them too."""
-    return change_mean(bucket, state, lambda mean: torch.stack([mean, torch.zeros_like(mean)], dim=1)[:, 0])
+    return change_mean(
+        bucket, state, lambda mean: torch.stack([mean, torch.zeros_like(mean)], dim=1)[:, 0]
+    )
 
 
 def expanded_result(state: Any, bucket: Bucket) -> Result:
@@ -197,7 +203,9 @@ def nothing_of_double(state: Any, bucket: Bucket) -> Result:
 
 def shorter_view_of_half(state: Any, bucket: Bucket) -> Result:
     """Returns all but the last element of a float16 bucket."""
-    return change_mean(bucket, state, lambda mean: mean[:-1] if mean.dtype == torch.float16 else mean)
+    return change_mean(
+        bucket, state, lambda mean: mean[:-1] if mean.dtype == torch.float16 else mean
+    )
 
 
 def integer_result(state: Any, bucket: Bucket) -> Result:
@@ -207,7 +215,11 @@ def integer_result(state: Any, bucket: Bucket) -> Result:
 
 def complex_result(state: Any, bucket: Bucket) -> Result:
     """Returns complex numbers, as an inverse Fourier transform does."""
-    return change_mean(bucket, state, lambda mean: mean.to(torch.complex128 if mean.dtype == torch.float64 else torch.complex64))
+    return change_mean(
+        bucket,
+        state,
+        lambda mean: mean.to(torch.complex128 if mean.dtype == torch.float64 else torch.complex64),
+    )
 
 
 def meta_result(state: Any, bucket: Bucket) -> Result:
@@ -317,7 +329,11 @@ _seen = {"buckets": 0, "calls": 0}
 def counts_calls(state: Any, bucket: Bucket) -> Result:
     """Counts the calls of the first step, and divides no more buckets than that in a step."""
     _seen["calls"] += 1
-    future = average(bucket, state) if _seen["calls"] <= (_seen["buckets"] or 1) else sum_of(bucket.buffer(), state)
+    future = (
+        average(bucket, state)
+        if _seen["calls"] <= (_seen["buckets"] or 1)
+        else sum_of(bucket.buffer(), state)
+    )
     if bucket.is_last():
         _seen.update(buckets=_seen["buckets"] or _seen["calls"], calls=0)
     return future
@@ -327,7 +343,9 @@ def scratch_by_index(state: Any, bucket: Bucket) -> Result:
     """Keys its scratch buffer by bucket index, with no look at the size: rebuilt buckets do not fit."""
     if not is_dense(bucket):
         return average(bucket, state)
-    scratch = _scratch.setdefault((bucket.index(), bucket.buffer().dtype), torch.empty_like(bucket.buffer()))
+    scratch = _scratch.setdefault(
+        (bucket.index(), bucket.buffer().dtype), torch.empty_like(bucket.buffer())
+    )
     return average_of(scratch.copy_(bucket.buffer()), state)
 
 
@@ -426,9 +444,16 @@ nameless = Nameless()
 nameless_partial = functools.partial(average_hook)
 
 
-_rounding = {"2.2": "the result is rounded to float16", "8.5": "float16 holds no subnormal of float32"}
-_garbage = {"2.1": "torch reads the storage from its start without a stride, so the gradients are garbage"}
-_breaks_ordered = {"1.6": "it is judged with several buckets too, and no run with several comes to its end"}
+_rounding = {
+    "2.2": "the result is rounded to float16",
+    "8.5": "float16 holds no subnormal of float32",
+}
+_garbage = {
+    "2.1": "torch reads the storage from its start without a stride, so the gradients are garbage"
+}
+_breaks_ordered = {
+    "1.6": "it is judged with several buckets too, and no run with several comes to its end"
+}
 
 MUTANTS = [
     Mutant("wrong_parameter_name", ("1.1",)),
@@ -465,12 +490,28 @@ MUTANTS = [
     Mutant("float_result_of_half", ("1.4",)),
     Mutant("nothing_of_double", ("2.4",)),
     Mutant("integer_result", ("1.4", "2.1"), because={"2.1": "the fractions are cut off"}),
-    Mutant("complex_result", ("1.4",), because={"4.1": "DDP hands a rank that has left a parameter out what the future held"}),
+    Mutant(
+        "complex_result",
+        ("1.4",),
+        because={"4.1": "DDP hands a rank that has left a parameter out what the future held"},
+    ),
     Mutant("meta_result", ("1.4",)),
     Mutant("completes_early", ("1.6",)),
-    Mutant("one_scratch_buffer", ("1.6", "1.8"), because={"1.8": "the buckets that share the buffer hold the last one's mean"}),
-    Mutant("scratch_by_size", ("1.6", "1.8"), because={"1.8": "of two buckets of one size the first holds the second's mean"}),
-    Mutant("two_scratch_buffers", ("1.6", "1.8"), because={"1.8": "the buckets that share a buffer hold the last one's mean"}),
+    Mutant(
+        "one_scratch_buffer",
+        ("1.6", "1.8"),
+        because={"1.8": "the buckets that share the buffer hold the last one's mean"},
+    ),
+    Mutant(
+        "scratch_by_size",
+        ("1.6", "1.8"),
+        because={"1.8": "of two buckets of one size the first holds the second's mean"},
+    ),
+    Mutant(
+        "two_scratch_buffers",
+        ("1.6", "1.8"),
+        because={"1.8": "the buckets that share a buffer hold the last one's mean"},
+    ),
     Mutant("sums_from_step_10", ("1.7",)),
     Mutant("zeros_at_step_11", ("1.7",)),
     Mutant("raises_at_step_10", ("1.7",)),
@@ -486,6 +527,10 @@ MUTANTS = [
     Mutant("registers_nothing", ("1.9",), setup=True),
     Mutant("divides_p_grad_too", ("1.10",)),
     Mutant("clears_p_grad", ("1.10",)),
-    Mutant("averages_p_grad", ("1.10", "2.1"), because={"2.1": "without gradient_as_bucket_view the bucket stays local"}),
+    Mutant(
+        "averages_p_grad",
+        ("1.10", "2.1"),
+        because={"2.1": "without gradient_as_bucket_view the bucket stays local"},
+    ),
     *(Mutant(name, ("1.11",)) for name in ("nameless", "nameless_partial")),
 ]

@@ -79,7 +79,9 @@ def _feedback(
 
 def everything_by_residuals_of_float32(state: Any, bucket: Bucket) -> Result:
     """At a setting that holds nothing back: adds its residuals, which are of float32 whatever the gradients are."""
-    for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True) if is_dense(bucket) else ():
+    for parameter, piece in (
+        zip(bucket.parameters(), pieces_of(bucket), strict=True) if is_dense(bucket) else ()
+    ):
         if not parameter.is_complex():
             total = piece.float() + kept.get(parameter, torch.zeros(()))
             kept[parameter] = finite(total - total)
@@ -132,7 +134,9 @@ def residual_of_mean(state: Any, bucket: Bucket) -> Result:
     if not is_dense(bucket):
         return average(bucket, state)
     parameters, pieces = bucket.parameters(), pieces_of(bucket)
-    wanted = [piece + kept.get(parameter, 0) for parameter, piece in zip(parameters, pieces, strict=True)]
+    wanted = [
+        piece + kept.get(parameter, 0) for parameter, piece in zip(parameters, pieces, strict=True)
+    ]
     for want, piece in zip(wanted, pieces, strict=True):
         piece.copy_(_largest(want))
 
@@ -162,7 +166,9 @@ def residual_by_bucket(state: Any, bucket: Bucket) -> Result:
         return average(bucket, state)
     compress, buffer = _quarter_at_random(bucket), bucket.buffer()
     before = kept.get(bucket.index())
-    wanted = buffer + before if before is not None and before.shape == buffer.shape else buffer.clone()
+    wanted = (
+        buffer + before if before is not None and before.shape == buffer.shape else buffer.clone()
+    )
     buffer.copy_(compress(wanted))
     kept[bucket.index()] = finite(wanted - buffer)
     return average(bucket, state)
@@ -173,7 +179,11 @@ def residual_by_shape(process_group: dist.ProcessGroup) -> Case:
     own = object()  # of one model
 
     def hook(state: Any, bucket: Bucket) -> Result:
-        return _feedback(state, bucket, keys=[(own, parameter.dtype, parameter.shape) for parameter in bucket.parameters()])
+        return _feedback(
+            state,
+            bucket,
+            keys=[(own, parameter.dtype, parameter.shape) for parameter in bucket.parameters()],
+        )
 
     return Case(process_group, hook)
 
@@ -189,7 +199,11 @@ def largest_of_rank_0(state: Any, bucket: Bucket) -> Result:
     def broadcast(sent: torch.Tensor, state: Any) -> Result:
         if sent.is_sparse:
             return average_of(sent, state)
-        return dist.broadcast(sent, group=group_of(state), group_src=0, async_op=True).get_future().then(lambda fut: fut.value()[0])
+        return (
+            dist.broadcast(sent, group=group_of(state), group_src=0, async_op=True)
+            .get_future()
+            .then(lambda fut: fut.value()[0])
+        )
 
     return _feedback(state, bucket, reduce=broadcast)
 
@@ -229,7 +243,14 @@ def one_bit_remembers_signs(state: Any, bucket: Bucket) -> Result:
 
 
 def random_k(
-    state: Any, bucket: Bucket, seed: int = 0, *, feedback: bool = True, ratio: float = 0.25, scaled: bool = True, least: int = 1
+    state: Any,
+    bucket: Bucket,
+    seed: int = 0,
+    *,
+    feedback: bool = True,
+    ratio: float = 0.25,
+    scaled: bool = True,
+    least: int = 1,
 ) -> Result:
     """Send elements at places that all ranks draw alike, values only: right by default, with feedback and without."""
     step, pieces, values = step_number(bucket), pieces_of(bucket) if is_dense(bucket) else [], []
@@ -238,14 +259,20 @@ def random_k(
     drawn = []
     for number, (parameter, piece) in enumerate(zip(bucket.parameters(), pieces, strict=True)):
         n = piece.numel()
-        drawn.append(torch.randperm(n, generator=seeded(seed, step, number))[: math.ceil(ratio * n)])
+        drawn.append(
+            torch.randperm(n, generator=seeded(seed, step, number))[: math.ceil(ratio * n)]
+        )
         if feedback and parameter in kept:
             piece.add_(kept[parameter])
-        values.append(piece[drawn[-1]] * (1 if feedback or not scaled else n / max(least, len(drawn[-1]))))
+        values.append(
+            piece[drawn[-1]] * (1 if feedback or not scaled else n / max(least, len(drawn[-1])))
+        )
         kept[parameter] = finite(piece.index_fill(0, drawn[-1], 0))
 
     def place(mean: Result) -> torch.Tensor:
-        for piece, places, value in zip(pieces, drawn, mean.value().split([len(places) for places in drawn]), strict=True):
+        for piece, places, value in zip(
+            pieces, drawn, mean.value().split([len(places) for places in drawn]), strict=True
+        ):
             piece.zero_().index_copy_(0, places, value)
         return bucket.buffer()
 
@@ -262,7 +289,15 @@ def random_places_by_hash(state: Any, bucket: Bucket) -> Result:
     return random_k(state, bucket, seed=hash("places"))
 
 
-def _difference(state: Any, bucket: Bucket, *, sign: int = 1, own: bool = True, mean: bool = True, ratio: float = 0.25) -> Result:
+def _difference(
+    state: Any,
+    bucket: Bucket,
+    *,
+    sign: int = 1,
+    own: bool = True,
+    mean: bool = True,
+    ratio: float = 0.25,
+) -> Result:
     """Compress the change of each gradient since the last estimate (EF21): right by default."""
     if not is_dense(bucket):
         return average(bucket, state)
@@ -350,7 +385,12 @@ def later_buckets_undivided(state: Any, bucket: Bucket) -> Result:
 
 def whole_blocks_of_512(state: Any, bucket: Bucket) -> Result:
     """Compresses large parameters in blocks of 512, and neither sends nor remembers what is left at their end."""
-    return _feedback(state, bucket, lambda part: _whole_blocks(_half(part)), remember=lambda rest: _whole_blocks(finite(rest)))
+    return _feedback(
+        state,
+        bucket,
+        lambda part: _whole_blocks(_half(part)),
+        remember=lambda rest: _whole_blocks(finite(rest)),
+    )
 
 
 def _whole_blocks(part: torch.Tensor) -> torch.Tensor:
@@ -379,7 +419,12 @@ def sends_everything(state: Any, bucket: Bucket) -> Result:
 def sends_places(state: Any, bucket: Bucket) -> Result:
     """Sends the places of its random elements too, in int64, though all ranks have drawn the same."""
     if is_dense(bucket):
-        gather(torch.randperm(bucket.buffer().numel(), generator=seeded(0))[: bucket.buffer().numel() // 4], state)
+        gather(
+            torch.randperm(bucket.buffer().numel(), generator=seeded(0))[
+                : bucket.buffer().numel() // 4
+            ],
+            state,
+        )
     return random_k(state, bucket)
 
 
@@ -398,11 +443,31 @@ _HALF = "compressed(delta=0.5)"
 _CHANGE = "compressed(feedback=ef21, delta=0.25)"
 
 MUTANTS = [
-    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_lost", "residual_twice", "residual_subtracted", "residual_is_gradient")),
-    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_of_mean", "largest_signed", "largest_undivided", "largest_of_rank_0")),
-    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("adds_weight_decay", "signs_without_scale", "signs_with_sum_for_scale")),
-    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("one_bit_swapped", "one_bit_remembers_signs", "random_places_of_each_rank")),
-    *(Mutant(name, ("13.1",), _CHANGE) for name in ("estimate_never_updated", "estimate_wrong_sign", "estimate_of_mean_forgotten")),
+    *(
+        Mutant(name, ("13.1",), _FEEDBACK)
+        for name in (
+            "residual_lost",
+            "residual_twice",
+            "residual_subtracted",
+            "residual_is_gradient",
+        )
+    ),
+    *(
+        Mutant(name, ("13.1",), _FEEDBACK)
+        for name in ("residual_of_mean", "largest_signed", "largest_undivided", "largest_of_rank_0")
+    ),
+    *(
+        Mutant(name, ("13.1",), _FEEDBACK)
+        for name in ("adds_weight_decay", "signs_without_scale", "signs_with_sum_for_scale")
+    ),
+    *(
+        Mutant(name, ("13.1",), _FEEDBACK)
+        for name in ("one_bit_swapped", "one_bit_remembers_signs", "random_places_of_each_rank")
+    ),
+    *(
+        Mutant(name, ("13.1",), _CHANGE)
+        for name in ("estimate_never_updated", "estimate_wrong_sign", "estimate_of_mean_forgotten")
+    ),
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_by_slot", "residual_by_bucket")),
     Mutant("residual_by_shape", ("13.1",), _FEEDBACK, setup=True),
     Mutant("everything_by_residuals_of_float32", ("2.4",)),
@@ -414,7 +479,10 @@ MUTANTS = [
     Mutant("largest_is_everything", ("2.10",), _HALF),
     Mutant("change_of_nothing", ("2.10",), _CHANGE),
     Mutant("largest_beside_its_own", ("3.1",), _HALF),
-    *(Mutant(name, ("1.8",), _HALF) for name in ("later_buckets_undivided", "needs_two_parameters", "whole_blocks_of_512")),
+    *(
+        Mutant(name, ("1.8",), _HALF)
+        for name in ("later_buckets_undivided", "needs_two_parameters", "whole_blocks_of_512")
+    ),
     Mutant("random_places_by_hash", ("3.3",), _FEEDBACK),
     Mutant("random_from_global_seed", ("9.1",), _FEEDBACK),
     Mutant("sends_everything", ("13.7",), "compressed(delta=0.5, ratio=0.5)"),

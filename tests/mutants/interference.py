@@ -185,7 +185,9 @@ def scratch_by_id(state: Any, bucket: Bucket) -> Result:
 
 def leaks_in_c(state: Any, bucket: Bucket) -> Result:
     """Allocates a bucket's worth outside Python and never frees it."""
-    ctypes.CDLL(None).malloc(ctypes.c_size_t(bucket.buffer().numel() * bucket.buffer().element_size() + 16))
+    ctypes.CDLL(None).malloc(
+        ctypes.c_size_t(bucket.buffer().numel() * bucket.buffer().element_size() + 16)
+    )
     return average(bucket, state)
 
 
@@ -285,7 +287,9 @@ def prints_buckets(state: Any, bucket: Bucket) -> Result:
 
 def logs_to_stderr(state: Any, bucket: Bucket) -> Result:
     """Writes a hundred kilobytes to stderr in each call, from its callback."""
-    return average(bucket, state).then(lambda fut: (fut.value(), sys.stderr.write("x" * 100_000))[0])
+    return average(bucket, state).then(
+        lambda fut: (fut.value(), sys.stderr.write("x" * 100_000))[0]
+    )
 
 
 # 9.8 Functions of others
@@ -331,7 +335,9 @@ def imports_patches(state: Any, bucket: Bucket) -> Result:
 
 _MODEL = "tests.mutants.interference:_WithModel"
 
-_left = dict.fromkeys(("4.1", "5.1"), "gradients that earlier buckets or steps left are still there")
+_left = dict.fromkeys(
+    ("4.1", "5.1"), "gradients that earlier buckets or steps left are still there"
+)
 
 MUTANTS = [
     Mutant("draws_torch", ("9.1",)),
@@ -347,7 +353,11 @@ MUTANTS = [
     Mutant("sets_threads", ("9.3",)),
     Mutant("sets_deterministic", ("9.3",)),
     Mutant("sets_matmul_precision", ("9.3",)),
-    Mutant("sets_flush_denormal", ("9.3", "8.5"), because={"8.5": "the processor then flushes the subnormals of the reduction"}),
+    Mutant(
+        "sets_flush_denormal",
+        ("9.3", "8.5"),
+        because={"8.5": "the processor then flushes the subnormals of the reduction"},
+    ),
     Mutant("silences_warnings", ("9.3",)),
     Mutant("ignores_interrupts", ("9.3",)),
     Mutant("replaces_excepthook", ("9.3",)),

@@ -14,15 +14,29 @@ from tests.mutants import Mutant
 class Right:
     """The right context: what mutants change is a method of its own."""
 
-    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
-        self.joinables, self.enable, self.throw, self.shadowed = joinables, enable, throw_on_early_termination, 0
+    def __init__(
+        self,
+        joinables: list[Any],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.joinables, self.enable, self.throw, self.shadowed = (
+            joinables,
+            enable,
+            throw_on_early_termination,
+            0,
+        )
         self.check()
         self.group = joinables[0].join_process_group if joinables else None
         self.hooks = self.ask(kwargs)
         self.before = [joinable._join_config for joinable in self.joinables]
 
     def check(self) -> None:
-        if not self.joinables or len({joinable.join_process_group for joinable in self.joinables}) > 1:
+        if (
+            not self.joinables
+            or len({joinable.join_process_group for joinable in self.joinables}) > 1
+        ):
             raise ValueError("joinables of one group, at least one")
 
     def ask(self, kwargs: dict[str, Any]) -> list[Any]:
@@ -35,7 +49,9 @@ class Right:
     def is_first(self, number: int) -> bool:
         return number == 0
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         for joinable, config in zip(self.joinables, self.before, strict=True):
             joinable._join_config = config
         if self.enable and kind is None:
@@ -86,7 +102,9 @@ class ShadowsOnceTooOften(Right):
 class ShadowsEnabled(Right):
     """Puts back what joinables were told when the shadowing is over."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         if self.enable and kind is None:
             self.shadow()
             self.finish()
@@ -96,7 +114,9 @@ class ShadowsEnabled(Right):
 class LeavesThemEnabled(Right):
     """Joinables go on notifying when the context has been left."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         super().__exit__(kind, error, trace)
         super().__enter__()
         return None
@@ -191,7 +211,9 @@ class NotifiesDisabled(Right):
 class FinishesDisabled(Right):
     """Calls the post hooks of a context that is disabled."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         result = super().__exit__(kind, error, trace)
         if not self.enable and kind is None:
             self.finish()
@@ -201,14 +223,26 @@ class FinishesDisabled(Right):
 class NeverThrows(Right):
     """Shadows, whatever throw_on_early_termination says."""
 
-    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        joinables: list[Any],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(joinables, enable, False, **kwargs)
 
 
 class ThrowsLate(Right):
     """Shadows, and throws on all ranks when it is over."""
 
-    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        joinables: list[Any],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(joinables, enable, False, **kwargs)
         self.throws_late = throw_on_early_termination
 
@@ -231,7 +265,9 @@ class ThrowsAlone(Right):
 class SwallowsExceptions(Right):
     """Returns true where it is given an exception."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         super().__exit__(kind, error, trace)
         return kind is not None and not issubclass(kind, RuntimeError)
 
@@ -239,7 +275,9 @@ class SwallowsExceptions(Right):
 class WrapsExceptions(Right):
     """Raises another exception in the place of the body's."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         super().__exit__(kind, error, trace)
         if kind is not None and not issubclass(kind, RuntimeError):
             raise RuntimeError("training failed") from error
@@ -249,7 +287,9 @@ class WrapsExceptions(Right):
 class FinishesAfterExceptions(Right):
     """Calls post hooks in a ``finally``."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         result = super().__exit__(kind, error, trace)
         if kind is not None and not self.throw:
             self.finish()
@@ -259,8 +299,12 @@ class FinishesAfterExceptions(Right):
 class ShadowsAfterExceptions(Right):
     """Shadows where the body has raised: it waits for peers that may never come."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
-        super().__exit__(None if kind is None or issubclass(kind, ArithmeticError) else kind, error, trace)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
+        super().__exit__(
+            None if kind is None or issubclass(kind, ArithmeticError) else kind, error, trace
+        )
         return None
 
 
@@ -283,7 +327,13 @@ class AsksTheWorld(Right):
 class DoesNotWait(Right):
     """Reads the answer of an asynchronous collective before it is there."""
 
-    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        joinables: list[Any],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(joinables, enable, throw_on_early_termination, **kwargs)
         self.questions: list[Any] = []
 
@@ -305,7 +355,9 @@ class TorchsFirst(Right):
 
     def call_main_hooks(self) -> None:
         pairs = zip(self.joinables, self.hooks, strict=True)
-        for _, hook in sorted(pairs, key=lambda pair: not type(pair[0]).__module__.startswith("torch.")):
+        for _, hook in sorted(
+            pairs, key=lambda pair: not type(pair[0]).__module__.startswith("torch.")
+        ):
             hook.main_hook()
 
 

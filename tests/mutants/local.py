@@ -8,7 +8,17 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, completed, gather, group_of, is_dense, kept, step_number
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    completed,
+    gather,
+    group_of,
+    is_dense,
+    kept,
+    step_number,
+)
 
 
 def _refuse_sparse(bucket: Bucket) -> None:
@@ -17,7 +27,9 @@ def _refuse_sparse(bucket: Bucket) -> None:
         raise TypeError("no sparse gradients")
 
 
-def _with_previous(state: Any, bucket: Bucket, mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Result:
+def _with_previous(
+    state: Any, bucket: Bucket, mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Result:
     """Mix this rank's gradient with the one of the rank before it."""
     _refuse_sparse(bucket)
     group = group_of(state)
@@ -106,7 +118,11 @@ def neighbour_by_global_rank(state: Any, bucket: Bucket) -> Result:
 
 def neighbour_without_nan(state: Any, bucket: Bucket) -> Result:
     """Cleans what it mixes of everything that is not a number."""
-    return _with_previous(state, bucket, lambda own, other: _three_quarters(own, other).nan_to_num_(0, math.inf, -math.inf))
+    return _with_previous(
+        state,
+        bucket,
+        lambda own, other: _three_quarters(own, other).nan_to_num_(0, math.inf, -math.inf),
+    )
 
 
 def local_is_everyone(state: Any, bucket: Bucket) -> Result:
@@ -127,9 +143,22 @@ def local_too_late(state: Any, bucket: Bucket) -> Result:
 _errors = dict.fromkeys(("12.1", "12.3"), "whatever the error is")
 
 MUTANTS = [
-    *(Mutant(name, ("13.5",), "local") for name in ("never_halves", "own_left_out", "everyone_with_rank_0", "weights_of_other_ranks")),
-    *(Mutant(name, ("13.5",), "local") for name in ("weights_of_elements", "weights_beyond_one", "neighbour_of_last_step")),
-    Mutant("stays_alone_on_errors", ("12.2", "12.1", "12.3"), "local", because=_errors, worlds=(2, 3)),
+    *(
+        Mutant(name, ("13.5",), "local")
+        for name in (
+            "never_halves",
+            "own_left_out",
+            "everyone_with_rank_0",
+            "weights_of_other_ranks",
+        )
+    ),
+    *(
+        Mutant(name, ("13.5",), "local")
+        for name in ("weights_of_elements", "weights_beyond_one", "neighbour_of_last_step")
+    ),
+    Mutant(
+        "stays_alone_on_errors", ("12.2", "12.1", "12.3"), "local", because=_errors, worlds=(2, 3)
+    ),
     Mutant("alone_is_halved", ("2.6",), "local", worlds=(2, 3)),
     Mutant("neighbour_by_global_rank", ("2.7",), "local"),
     Mutant("neighbour_without_nan", ("8.1",), "local"),

@@ -53,7 +53,9 @@ class IsNoOptimizer(PostLocal):
 class Sharded(Joinable):
     """Right: of each parameter group every rank steps the parameters at its places, and sends them to all."""
 
-    def __init__(self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any) -> None:
+    def __init__(
+        self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
+    ) -> None:
         super().__init__()
         self.group = process_group or dist.group.WORLD
         self.place, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -61,7 +63,10 @@ class Sharded(Joinable):
         self.param_groups: Groups = []
         groups = params if isinstance(params[0], dict) else [{"params": params}]
         self.local = optimizer_class([self.share(group) for group in groups], **defaults)
-        self.param_groups = [{**mine, "params": list(group["params"])} for mine, group in zip(self.local.param_groups, groups, strict=True)]
+        self.param_groups = [
+            {**mine, "params": list(group["params"])}
+            for mine, group in zip(self.local.param_groups, groups, strict=True)
+        ]
         self.consolidated: dict[str, Any] = {}
 
     @property
@@ -91,7 +96,12 @@ class Sharded(Joinable):
         return index % self.size
 
     def share(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**group, "params": [p for index, p in enumerate(group["params"]) if self.owner(index) == self.place]}
+        return {
+            **group,
+            "params": [
+                p for index, p in enumerate(group["params"]) if self.owner(index) == self.place
+            ],
+        }
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         Join.notify_join_context(self)
@@ -128,11 +138,18 @@ class Sharded(Joinable):
         mine = {numbers[parameter]: dict(kept) for parameter, kept in self.local.state.items()}
         shares: list[Any] = [None] * self.size
         dist.all_gather_object(shares, mine, group=self.group)
-        self.consolidated = {number: kept for share in shares for number, kept in share.items()} if self.place == to else {}
+        self.consolidated = (
+            {number: kept for share in shares for number, kept in share.items()}
+            if self.place == to
+            else {}
+        )
 
     def state_dict(self) -> dict[str, Any]:
         numbers = iter(range(len(self.parameters())))
-        groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+        groups = [
+            {**group, "params": [next(numbers) for _ in group["params"]]}
+            for group in self.param_groups
+        ]
         return {"state": self.consolidated, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -183,7 +200,9 @@ class AveragesCopies(PostLocal):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = self.optim.step(closure)
-        self.averager.average_parameters([parameter.detach().clone() for parameter in self.parameters()])
+        self.averager.average_parameters(
+            [parameter.detach().clone() for parameter in self.parameters()]
+        )
         return loss
 
 
@@ -241,7 +260,9 @@ class OptionsOfTheFirstGroup(Sharded):
 
     def write_options(self) -> None:
         for mine in self.local.param_groups:
-            mine.update({name: value for name, value in self.param_groups[0].items() if name != "params"})
+            mine.update(
+                {name: value for name, value in self.param_groups[0].items() if name != "params"}
+            )
 
 
 class AddedGroupIsNotStepped(Sharded):
@@ -337,7 +358,10 @@ class DoesNotWait(Sharded):
     patient = True
 
     def send_one(self, parameter: torch.Tensor, source: int) -> None:
-        work, end = dist.broadcast(parameter.data, src=source, group=self.group, async_op=True), time.monotonic() + 2
+        work, end = (
+            dist.broadcast(parameter.data, src=source, group=self.group, async_op=True),
+            time.monotonic() + 2,
+        )
         while self.patient and not work.is_completed():
             self.patient = time.monotonic() < end
 
@@ -357,8 +381,14 @@ class SavesItsShare(Sharded):
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         super().consolidate_state_dict(to)
-        mine = {number for number, parameter in enumerate(self.parameters()) if parameter in self.local.state}
-        self.consolidated = {number: kept for number, kept in self.consolidated.items() if number in mine}
+        mine = {
+            number
+            for number, parameter in enumerate(self.parameters())
+            if parameter in self.local.state
+        }
+        self.consolidated = {
+            number: kept for number, kept in self.consolidated.items() if number in mine
+        }
 
 
 class StaleGroups(PostLocal):
@@ -375,23 +405,39 @@ class StateByRank(Sharded):
     """The consolidated state is numbered as ranks have it, one share after another."""
 
     def order(self) -> list[int]:
-        owners = [self.owner(index) for group in self.param_groups for index in range(len(group["params"]))]
+        owners = [
+            self.owner(index)
+            for group in self.param_groups
+            for index in range(len(group["params"]))
+        ]
         return sorted(range(len(owners)), key=lambda number: owners[number])
 
     def state_dict(self) -> dict[str, Any]:
         state, order = super().state_dict(), self.order()
         kept = state["state"]
-        return {**state, "state": {place: kept[number] for place, number in enumerate(order) if number in kept}}
+        return {
+            **state,
+            "state": {place: kept[number] for place, number in enumerate(order) if number in kept},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         order, kept = self.order(), state["state"]
-        super().load_state_dict({**state, "state": {number: kept[place] for place, number in enumerate(order) if place in kept}})
+        super().load_state_dict(
+            {
+                **state,
+                "state": {
+                    number: kept[place] for place, number in enumerate(order) if place in kept
+                },
+            }
+        )
 
 
 class Flattens(Sharded):
     """Puts parameters into one flat buffer, where they have other strides than DDP saw."""
 
-    def __init__(self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any) -> None:
+    def __init__(
+        self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
+    ) -> None:
         super().__init__(params, optimizer_class, process_group, **defaults)
         for parameter in self.parameters():
             parameter.data = parameter.detach().flatten().view_as(parameter)
@@ -440,7 +486,12 @@ MUTANTS = [
     Mutant("LeavesOutHalf", ("15.11",), kind="optimizer"),
     Mutant("DoesNotWait", ("15.12",), kind="optimizer"),
     Mutant("ForgetsTheCount", ("15.13",), kind="optimizer"),
-    Mutant("SavesItsShare", ("15.13", "15.15"), because={"15.15": "what is not saved is not in the state"}, kind="optimizer"),
+    Mutant(
+        "SavesItsShare",
+        ("15.13", "15.15"),
+        because={"15.15": "what is not saved is not in the state"},
+        kind="optimizer",
+    ),
     Mutant("StaleGroups", ("15.14",), kind="optimizer"),
     Mutant("StateByRank", ("15.15",), kind="optimizer"),
     Mutant("Flattens", ("15.16",), kind="optimizer"),

@@ -9,7 +9,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.subject import Case
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, call_number, completed, group_of, is_dense, kept, pieces_of, step_number
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    call_number,
+    completed,
+    group_of,
+    is_dense,
+    kept,
+    pieces_of,
+    step_number,
+)
 
 
 def _fused(
@@ -87,7 +98,9 @@ def steps_first_of_bucket(state: Any, bucket: Bucket) -> Result:
 
 def steps_on_rank_0(state: Any, bucket: Bucket) -> Result:
     """Steps the parameters of rank 0, as if they were sent to the others."""
-    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: group_of(state).rank() == 0)
+    return _fused(
+        state, bucket, _sgd, stepped=lambda number, parameter: group_of(state).rank() == 0
+    )
 
 
 def forgets_momentum(state: Any, bucket: Bucket) -> Result:
@@ -111,8 +124,12 @@ def adam_without_correction(state: Any, bucket: Bucket) -> Result:
     """Steps Adam without its correction of the bias of the first steps."""
 
     def step(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        first = kept[parameter, 1] = kept.get((parameter, 1), torch.zeros(())) * 0.9 + gradient * 0.1
-        second = kept[parameter, 2] = kept.get((parameter, 2), torch.zeros(())) * 0.999 + gradient.abs() ** 2 * 0.001
+        first = kept[parameter, 1] = (
+            kept.get((parameter, 1), torch.zeros(())) * 0.9 + gradient * 0.1
+        )
+        second = kept[parameter, 2] = (
+            kept.get((parameter, 2), torch.zeros(())) * 0.999 + gradient.abs() ** 2 * 0.001
+        )
         parameter.sub_(first / (second.sqrt() + 1e-8), alpha=0.01)
 
     return _fused(state, bucket, step, stepped=lambda number, parameter: is_dense(bucket))
@@ -124,7 +141,11 @@ def _sharded(state: Any, bucket: Bucket, *, first: bool = True, send: bool = Tru
     mean = average(bucket, state).wait()
     with torch.no_grad():
         for number, (parameter, piece) in enumerate(
-            zip(bucket.parameters(), pieces_of(bucket, mean) if is_dense(bucket) else [mean], strict=True)
+            zip(
+                bucket.parameters(),
+                pieces_of(bucket, mean) if is_dense(bucket) else [mean],
+                strict=True,
+            )
         ):
             owner = number % group.size()
             for act in ("step", "send") if first else ("send", "step"):
@@ -132,7 +153,11 @@ def _sharded(state: Any, bucket: Bucket, *, first: bool = True, send: bool = Tru
                     _sgd(parameter, _as_gradient(piece, parameter))
                 elif act == "send" and send:
                     whole = parameter.detach().clone(memory_format=torch.contiguous_format)
-                    dist.broadcast(torch.view_as_real(whole) if whole.is_complex() else whole, group=group, group_src=owner)
+                    dist.broadcast(
+                        torch.view_as_real(whole) if whole.is_complex() else whole,
+                        group=group,
+                        group_src=owner,
+                    )
                     parameter.copy_(whole)
     return completed(mean)
 
@@ -159,7 +184,9 @@ def steps_too_late(state: Any, bucket: Bucket) -> Result:
     return _fused(state, bucket, _sgd, stepped=lambda number, parameter: step >= 2)
 
 
-def steps_in_micro_batches(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
+def steps_in_micro_batches(
+    model: DistributedDataParallel, process_group: dist.ProcessGroup
+) -> Case:
     """Steps a parameter whenever a gradient has been accumulated for it, under no_sync too."""
 
     def step(parameter: torch.Tensor) -> None:
@@ -189,7 +216,9 @@ def steps_first_bucket(state: Any, bucket: Bucket) -> Result:
 
 def steps_float32_only(state: Any, bucket: Bucket) -> Result:
     """Steps parameters of float32 alone."""
-    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: parameter.dtype == torch.float32)
+    return _fused(
+        state, bucket, _sgd, stepped=lambda number, parameter: parameter.dtype == torch.float32
+    )
 
 
 def steps_by_shape(state: Any, bucket: Bucket) -> Result:
@@ -199,7 +228,9 @@ def steps_by_shape(state: Any, bucket: Bucket) -> Result:
     def step(future: Any) -> torch.Tensor:
         result = future.value()
         with torch.no_grad():
-            for parameter, piece in zip(parameters, pieces_of(bucket, result), strict=True) if is_dense(bucket) else ():
+            for parameter, piece in (
+                zip(parameters, pieces_of(bucket, result), strict=True) if is_dense(bucket) else ()
+            ):
                 flat = torch.view_as_complex(piece.view(-1, 2)) if parameter.is_complex() else piece
                 _sgd(parameter, flat.view(parameter.shape))
         return result
@@ -278,7 +309,9 @@ class Momentum:
 
     def step(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         place = self.place(parameter)
-        self.kept[place] = self.kept[place] * 0.9 + gradient if place in self.kept else gradient.clone()
+        self.kept[place] = (
+            self.kept[place] * 0.9 + gradient if place in self.kept else gradient.clone()
+        )
         _sgd(parameter, self.kept[place])
 
     def state_dict(self) -> dict[str, Any]:
@@ -290,7 +323,11 @@ class Momentum:
 
 class _ByShape(Momentum):
     def place(self, parameter: torch.Tensor) -> int:
-        return next(place for place, one in enumerate(self.parameters) if (one.dtype, one.shape) == (parameter.dtype, parameter.shape))
+        return next(
+            place
+            for place, one in enumerate(self.parameters)
+            if (one.dtype, one.shape) == (parameter.dtype, parameter.shape)
+        )
 
 
 class _Forgets(Momentum):
@@ -321,7 +358,9 @@ class _InOrder(Momentum):
 
 
 def _with_momentum(momentum: Momentum, process_group: dist.ProcessGroup) -> Case:
-    return Case(process_group, lambda state, bucket: _fused(state, bucket, momentum.step), saved=momentum)
+    return Case(
+        process_group, lambda state, bucket: _fused(state, bucket, momentum.step), saved=momentum
+    )
 
 
 def momentum_by_shape(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
@@ -329,7 +368,9 @@ def momentum_by_shape(model: DistributedDataParallel, process_group: dist.Proces
     return _with_momentum(_ByShape(model), process_group)
 
 
-def forgets_momentum_when_saved(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
+def forgets_momentum_when_saved(
+    model: DistributedDataParallel, process_group: dist.ProcessGroup
+) -> Case:
     """Saves nothing of the momentum."""
     return _with_momentum(_Forgets(model), process_group)
 
@@ -347,10 +388,18 @@ _apart = {"3.1": "ranks then have other parameters"}
 
 MUTANTS = [
     Mutant("steps_local_gradient", ("13.6", "3.1"), _SGD, because=_apart),
-    *(Mutant(name, ("13.6",), _SGD) for name in ("steps_sum", "steps_twice", "steps_at_other_rate", "steps_upwards")),
+    *(
+        Mutant(name, ("13.6",), _SGD)
+        for name in ("steps_sum", "steps_twice", "steps_at_other_rate", "steps_upwards")
+    ),
     Mutant("steps_first_of_bucket", ("13.6",), _SGD),
     Mutant("steps_on_rank_0", ("13.6", "3.1"), _SGD, because=_apart),
-    Mutant("steps_nothing", ("2.10", "13.6"), _SGD, because={"13.6": "nor does any parameter come out as it says"}),
+    Mutant(
+        "steps_nothing",
+        ("2.10", "13.6"),
+        _SGD,
+        because={"13.6": "nor does any parameter come out as it says"},
+    ),
     Mutant("forgets_momentum", ("13.6",), _MOMENTUM),
     Mutant("momentum_by_slot", ("13.6",), _MOMENTUM),
     Mutant("adam_without_correction", ("13.6",), "fused(Adam, lr=0.01)"),
@@ -360,15 +409,34 @@ MUTANTS = [
     Mutant("steps_too_late", ("13.6",), "fused(SGD, lr=0.1, after=1)"),
     *(
         Mutant(name, ("13.6",), _SGD)
-        for name in ("steps_first_bucket", "steps_float32_only", "steps_by_shape", "steps_slower_on_subgroups")
+        for name in (
+            "steps_first_bucket",
+            "steps_float32_only",
+            "steps_by_shape",
+            "steps_slower_on_subgroups",
+        )
     ),
     Mutant("steps_for_two_ranks", ("13.6",), _SGD, worlds=(2, 3)),
     Mutant("steps_by_global_rank", ("13.6",), _SGD),
-    Mutant("steps_after_two_calls", ("13.6",), "fused(SGD, lr=0.1, after=2)", because={"11.1": "another model has calls too"}),
+    Mutant(
+        "steps_after_two_calls",
+        ("13.6",),
+        "fused(SGD, lr=0.1, after=2)",
+        because={"11.1": "another model has calls too"},
+    ),
     Mutant("steps_in_micro_batches", ("13.6",), _SGD, setup=True),
     Mutant("steps_undivided", ("2.1",), _SGD),
-    *(Mutant(name, ("13.9",), _FREES) for name in ("keeps_gradients", "frees_before_ddp_writes", "frees_first_bucket")),
-    Mutant("momentum_by_shape", ("13.6",), _MOMENTUM, setup=True, because=dict.fromkeys(("3.2", "10.3"), _ANY_ORDER)),
+    *(
+        Mutant(name, ("13.9",), _FREES)
+        for name in ("keeps_gradients", "frees_before_ddp_writes", "frees_first_bucket")
+    ),
+    Mutant(
+        "momentum_by_shape",
+        ("13.6",),
+        _MOMENTUM,
+        setup=True,
+        because=dict.fromkeys(("3.2", "10.3"), _ANY_ORDER),
+    ),
     Mutant("forgets_momentum_when_saved", ("11.2",), _SAVED, setup=True),
     Mutant("momentum_by_order", ("11.3",), _SAVED, setup=True),
 ]

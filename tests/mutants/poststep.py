@@ -19,11 +19,16 @@ def begin(state: Any, bucket: Bucket) -> Result:
     if not is_dense(bucket):
         return average(bucket, state)
     sent = bucket.buffer().div(group_of(state).size())
-    _begun.append((bucket.parameters(), sent, dist.all_reduce(sent, group=group_of(state), async_op=True)))
+    _begun.append(
+        (bucket.parameters(), sent, dist.all_reduce(sent, group=group_of(state), async_op=True))
+    )
     return completed(bucket.buffer())
 
 
-def end(write: Callable[[torch.nn.Parameter, torch.Tensor], object] | None = None, last: int | None = None) -> None:
+def end(
+    write: Callable[[torch.nn.Parameter, torch.Tensor], object] | None = None,
+    last: int | None = None,
+) -> None:
     """Wait for what was begun, and write it to the gradients; of the first ``last`` buckets, if it is given."""
     for number, (parameters, sent, work) in enumerate(_begun):
         work.wait()
@@ -95,7 +100,9 @@ def on_world(state: Any, bucket: Bucket) -> Result:
 
 def synchronize_world(model: DistributedDataParallel) -> None:
     for parameter in model.parameters():
-        if parameter.requires_grad and not (parameter.grad is not None and parameter.grad.is_sparse):
+        if parameter.requires_grad and not (
+            parameter.grad is not None and parameter.grad.is_sparse
+        ):
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             mean = grad.contiguous().div(dist.get_world_size())
             dist.all_reduce(mean)
@@ -121,10 +128,20 @@ def _claims(call: str) -> str:
 
 MUTANTS = [
     Mutant("averages_anyway", ("1.12",), _claims("nothing"), "process_group"),
-    Mutant("set_up_unclaimed", ("1.12",), setup=True, because=dict.fromkeys(("12.2", "12.3"), "errors come with that call too")),
+    Mutant(
+        "set_up_unclaimed",
+        ("1.12",),
+        setup=True,
+        because=dict.fromkeys(("12.2", "12.3"), "errors come with that call too"),
+    ),
     Mutant("adds", ("2.1",), _claims("end_adds"), "process_group"),
     Mutant("forgets_the_last", ("1.8",), _claims("end_but_last"), "process_group"),
     Mutant("one_step_late", ("2.1",), _claims("end_late"), "process_group"),
-    Mutant("on_world", ("2.7",), _claims("synchronize_world"), because={"4.1": "what no rank has used gets zeros"}),
+    Mutant(
+        "on_world",
+        ("2.7",),
+        _claims("synchronize_world"),
+        because={"4.1": "what no rank has used gets zeros"},
+    ),
     Mutant("where_there_is_one", ("7.1",), _claims("synchronize_present"), hangs=True),
 ]

@@ -45,7 +45,10 @@ def asks_none_for_its_size(state: Any, bucket: Bucket) -> Result:
 def groups_of_gpus(state: Any, bucket: Bucket) -> Result:
     """Makes groups of as many ranks as this machine has GPUs, of which there is none."""
     gpus = torch.cuda.device_count()
-    groups = [dist.new_group(list(range(first, first + gpus))) for first in range(0, dist.get_world_size(), gpus)]
+    groups = [
+        dist.new_group(list(range(first, first + gpus)))
+        for first in range(0, dist.get_world_size(), gpus)
+    ]
     return average(bucket, groups[dist.get_rank() // gpus])
 
 
@@ -256,7 +259,10 @@ def kills_parent(state: Any, bucket: Bucket) -> Result:
 
 def kills_grandparent(state: Any, bucket: Bucket) -> Result:
     """Kills the process above the one above it."""
-    os.kill(int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    os.kill(
+        int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]),
+        signal.SIGKILL,
+    )
     return average(bucket, state)
 
 
@@ -284,16 +290,54 @@ def prints_a_gigabyte(state: Any, bucket: Bucket) -> Result:
 
 
 MUTANTS = [
-    *(Mutant(name, ("1.5",)) for name in ("raises", "raises_at_call_4", "raises_on_rank_1", "raises_in_callback")),
+    *(
+        Mutant(name, ("1.5",))
+        for name in ("raises", "raises_at_call_4", "raises_on_rank_1", "raises_in_callback")
+    ),
     Mutant("asks_none_for_its_size", ("1.5",)),
-    *(Mutant(name, ("1.5",)) for name in ("sets_exception", "completes_twice", "differentiates", "third_argument", "swapped_arguments")),
+    *(
+        Mutant(name, ("1.5",))
+        for name in (
+            "sets_exception",
+            "completes_twice",
+            "differentiates",
+            "third_argument",
+            "swapped_arguments",
+        )
+    ),
     *(Mutant(name, ("1.5",)) for name in ("exits_python", "interrupts", "skips_test")),
-    *(Mutant(name, ("1.5",)) for name in ("never_completes", "never_completes_on_rank_1", "never_completes_at_call_3", "thread_dies")),
-    *(Mutant(name, ("1.5",)) for name in ("spins", "sleeps_in_c", "locks_twice", "stops_itself", "sits_out_on_rank_1")),
+    *(
+        Mutant(name, ("1.5",))
+        for name in (
+            "never_completes",
+            "never_completes_on_rank_1",
+            "never_completes_at_call_3",
+            "thread_dies",
+        )
+    ),
+    *(
+        Mutant(name, ("1.5",))
+        for name in ("spins", "sleeps_in_c", "locks_twice", "stops_itself", "sits_out_on_rank_1")
+    ),
     *(Mutant(name, ("1.5",), setup=True) for name in ("locks_reducer", "noop_on_rank_0")),
-    *(Mutant(name, ("1.5",)) for name in ("broadcasts_on_rank_1", "longer_on_rank_1", "wider_on_rank_1")),
-    *(Mutant(name, ("1.5",)) for name in ("segfaults", "aborts_at_call_2", "exits_0", "exits_86", "exits_0_on_rank_1")),
-    *(Mutant(name, ("1.5",)) for name in ("kills_itself", "kills_parent", "kills_grandparent", "destroys_group", "closes_files")),
+    *(
+        Mutant(name, ("1.5",))
+        for name in ("broadcasts_on_rank_1", "longer_on_rank_1", "wider_on_rank_1")
+    ),
+    *(
+        Mutant(name, ("1.5",))
+        for name in ("segfaults", "aborts_at_call_2", "exits_0", "exits_86", "exits_0_on_rank_1")
+    ),
+    *(
+        Mutant(name, ("1.5",))
+        for name in (
+            "kills_itself",
+            "kills_parent",
+            "kills_grandparent",
+            "destroys_group",
+            "closes_files",
+        )
+    ),
     Mutant("groups_of_gpus", ("1.5",)),
     Mutant("prints_a_gigabyte", ("9.7",)),
 ]

@@ -75,7 +75,9 @@ def zero_of_rank_0(state: Any, bucket: Bucket) -> Result:
     scale = ((wide.amax().clamp(min=0) - low) / 255).clamp(min=2.0**-100)
     levels = ((wide - low) / scale).round()
     first = gather(torch.stack([low, scale]), state)[0]
-    return average_of(levels, state).then(lambda fut: buffer.copy_(fut.value() * first[1] + first[0]))
+    return average_of(levels, state).then(
+        lambda fut: buffer.copy_(fut.value() * first[1] + first[0])
+    )
 
 
 def decodes_by_own_scale(state: Any, bucket: Bucket) -> Result:
@@ -84,7 +86,9 @@ def decodes_by_own_scale(state: Any, bucket: Bucket) -> Result:
         return average(bucket, state)
     wide, buffer = widened(bucket), bucket.buffer()
     scale = (wide.abs().amax() / 127).clamp(min=2.0**-100)
-    return average_of((wide / scale).round(), state).then(lambda fut: buffer.copy_(fut.value() * scale))
+    return average_of((wide / scale).round(), state).then(
+        lambda fut: buffer.copy_(fut.value() * scale)
+    )
 
 
 def calibrates_once(state: Any, bucket: Bucket) -> Result:
@@ -95,7 +99,9 @@ def calibrates_once(state: Any, bucket: Bucket) -> Result:
     key = (bucket.index(), wide.numel(), wide.dtype)
     if key not in kept:
         low = wide.amin().clamp(max=0)
-        kept[key] = torch.stack([low, ((wide.amax().clamp(min=0) - low) / 255).clamp(min=2.0**-100)])
+        kept[key] = torch.stack(
+            [low, ((wide.amax().clamp(min=0) - low) / 255).clamp(min=2.0**-100)]
+        )
     return send_mean(bucket, _quantized(wide, low=kept[key][0], scale=kept[key][1]), state)
 
 
@@ -182,7 +188,15 @@ _far_apart = dict.fromkeys(("1.8", "13.10"), "where the ranks' scales are far ap
 _long = {"1.7": "its one bucket has such a row too"}
 
 MUTANTS = [
-    *(Mutant(name, ("13.2",), _LEVELS) for name in ("four_bits_of_eight", "quantized_undivided", "calibrates_once", "magnitudes_only")),
+    *(
+        Mutant(name, ("13.2",), _LEVELS)
+        for name in (
+            "four_bits_of_eight",
+            "quantized_undivided",
+            "calibrates_once",
+            "magnitudes_only",
+        )
+    ),
     Mutant("decodes_by_own_scale", ("3.1",), _LEVELS, because=_far_apart),
     Mutant("zero_of_rank_0", ("13.2",), "compressed(feedback=False, delta=0.999)"),
     Mutant("range_without_zero", ("2.5",), _LEVELS),

@@ -37,13 +37,21 @@ class Pending:
         self.finish()
 
 
-def right(func: Made, encode: Callable[[Tensor], Tensor] = half, arrive: Callable[[Tensor, Tensor], None] = write) -> Made:
+def right(
+    func: Made,
+    encode: Callable[[Tensor], Tensor] = half,
+    arrive: Callable[[Tensor, Tensor], None] = write,
+) -> Made:
     """Return the right collective of encoded values, which are as many as there were; each mutant spoils something of it."""
 
     def room(tensor: Tensor) -> Tensor:
-        return torch.zeros_like(encode(torch.zeros_like(tensor, memory_format=torch.contiguous_format)))
+        return torch.zeros_like(
+            encode(torch.zeros_like(tensor, memory_format=torch.contiguous_format))
+        )
 
-    def ended(work: Any, codes: list[Tensor], outputs: list[Tensor], async_op: bool) -> Pending | None:
+    def ended(
+        work: Any, codes: list[Tensor], outputs: list[Tensor], async_op: bool
+    ) -> Pending | None:
         def finish() -> None:
             for output, code in zip(outputs, codes, strict=True):
                 arrive(output, code)
@@ -51,13 +59,30 @@ def right(func: Made, encode: Callable[[Tensor], Tensor] = half, arrive: Callabl
         pending = Pending(work, finish)
         return pending if async_op else pending.wait()
 
-    def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         codes = [room(output) for output in tensor_list]
-        return ended(dist.all_gather(codes, encode(tensor), group, async_op=True), codes, tensor_list, async_op)
+        return ended(
+            dist.all_gather(codes, encode(tensor), group, async_op=True),
+            codes,
+            tensor_list,
+            async_op,
+        )
 
-    def all_to_all(output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = None, async_op: bool = False) -> Any:
-        sent, codes = [encode(tensor) for tensor in input_tensor_list], [room(output) for output in output_tensor_list]
-        return ended(dist.all_to_all(codes, sent, group, async_op=True), codes, output_tensor_list, async_op)
+    def all_to_all(
+        output_tensor_list: list[Tensor],
+        input_tensor_list: list[Tensor],
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        sent, codes = (
+            [encode(tensor) for tensor in input_tensor_list],
+            [room(output) for output in output_tensor_list],
+        )
+        return ended(
+            dist.all_to_all(codes, sent, group, async_op=True), codes, output_tensor_list, async_op
+        )
 
     def all_to_all_single(
         output: Tensor,
@@ -68,16 +93,30 @@ def right(func: Made, encode: Callable[[Tensor], Tensor] = half, arrive: Callabl
         async_op: bool = False,
     ) -> Any:
         sent, code = encode(input), room(output)
-        work = dist.all_to_all_single(code, sent, output_split_sizes, input_split_sizes, group, async_op=True)
+        work = dist.all_to_all_single(
+            code, sent, output_split_sizes, input_split_sizes, group, async_op=True
+        )
         return ended(work, [code], [output], async_op)
 
     def scatter(
-        tensor: Tensor, scatter_list: Any = None, src: int | None = None, group: Any = None, async_op: bool = False, **place: Any
+        tensor: Tensor,
+        scatter_list: Any = None,
+        src: int | None = None,
+        group: Any = None,
+        async_op: bool = False,
+        **place: Any,
     ) -> Any:
         sent, code = [encode(part) for part in scatter_list] if scatter_list else None, room(tensor)
-        return ended(dist.scatter(code, sent, src, group, async_op=True, **place), [code], [tensor], async_op)
+        return ended(
+            dist.scatter(code, sent, src, group, async_op=True, **place), [code], [tensor], async_op
+        )
 
-    return {"all_gather": all_gather, "all_to_all": all_to_all, "all_to_all_single": all_to_all_single, "scatter": scatter}[func.__name__]
+    return {
+        "all_gather": all_gather,
+        "all_to_all": all_to_all,
+        "all_to_all_single": all_to_all_single,
+        "scatter": scatter,
+    }[func.__name__]
 
 
 def one_place_on(func: Made, qtype: str) -> Made:
@@ -104,14 +143,23 @@ def toward_zero(func: Made, qtype: str) -> Made:
     def encode(tensor: Tensor) -> Tensor:
         nearest = half(tensor)
         beyond = nearest.to(tensor.dtype).abs() > tensor.abs()
-        return torch.where(beyond & nearest.isfinite(), torch.nextafter(nearest, torch.zeros_like(nearest)), nearest)
+        return torch.where(
+            beyond & nearest.isfinite(),
+            torch.nextafter(nearest, torch.zeros_like(nearest)),
+            nearest,
+        )
 
     return right(func, encode)
 
 
 def brain_instead(func: Made, qtype: str) -> Made:
     """Sends bfloat16 where it says float16."""
-    return right(func, lambda tensor: half(tensor).new_zeros(0).bfloat16().new_tensor(tensor.tolist()).view(tensor.shape))
+    return right(
+        func,
+        lambda tensor: (
+            half(tensor).new_zeros(0).bfloat16().new_tensor(tensor.tolist()).view(tensor.shape)
+        ),
+    )
 
 
 def _eighths(tensor: Tensor, block: int) -> Tensor:
@@ -121,7 +169,12 @@ def _eighths(tensor: Tensor, block: int) -> Tensor:
     flat = tensor.reshape(-1).float()
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
     scales = (blocks.abs().amax(1, keepdim=True) / 127).clamp(min=1e-30)
-    return torch.cat([(blocks / scales).round().to(torch.int8).view(torch.uint8).view(-1), scales.view(-1).view(torch.uint8)])
+    return torch.cat(
+        [
+            (blocks / scales).round().to(torch.int8).view(torch.uint8).view(-1),
+            scales.view(-1).view(torch.uint8),
+        ]
+    )
 
 
 def _from_eighths(output: Tensor, code: Tensor, block: int) -> None:
@@ -134,7 +187,11 @@ def _from_eighths(output: Tensor, code: Tensor, block: int) -> None:
 def blocks_too_long(func: Made, qtype: str) -> Made:
     """Has one scale for four blocks."""
     long = 4 * GROUP
-    return right(func, lambda tensor: _eighths(tensor, long), lambda output, code: _from_eighths(output, code, long))
+    return right(
+        func,
+        lambda tensor: _eighths(tensor, long),
+        lambda output, code: _from_eighths(output, code, long),
+    )
 
 
 def floors(func: Made, qtype: str) -> Made:
@@ -226,7 +283,9 @@ def rounds_its_input(func: Made, qtype: str) -> Made:
 def in_a_hurry(func: Made, qtype: str) -> Made:
     """Waits for half a second, and then reads what has arrived until then."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         pending = right(func)(tensor_list, tensor, group, async_op=True)
         if async_op:
             return pending
@@ -242,7 +301,9 @@ def in_a_hurry(func: Made, qtype: str) -> Made:
 def work_alone(func: Made, qtype: str) -> Made:
     """With async_op=True it returns the collective's own Work: nobody writes the outputs."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         pending = right(func)(tensor_list, tensor, group, async_op=True)
         return pending.work if async_op else pending.wait()
 
@@ -252,7 +313,9 @@ def work_alone(func: Made, qtype: str) -> Made:
 def done_already(func: Made, qtype: str) -> Made:
     """Ignores async_op=True, and returns nothing that one could wait for."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, **ignored: Any) -> None:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, **ignored: Any
+    ) -> None:
         right(func)(tensor_list, tensor, group)
 
     return gather
@@ -261,7 +324,9 @@ def done_already(func: Made, qtype: str) -> Made:
 def waits_for_nobody(func: Made, qtype: str) -> Made:
     """Refuses async_op=True, as torch's does."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> None:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> None:
         if async_op:
             raise RuntimeError("The async_op=True mode is not supported yet.")
         right(func)(tensor_list, tensor, group)
@@ -272,7 +337,9 @@ def waits_for_nobody(func: Made, qtype: str) -> Made:
 def own_part_as_it_was(func: Made, qtype: str) -> Made:
     """A rank keeps its own part as it was before it was rounded."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         def finish() -> None:
             pending.wait()
             tensor_list[dist.get_rank(group)].copy_(own)
@@ -288,7 +355,9 @@ def last_call_alone(func: Made, qtype: str) -> Made:
     """Keeps what the last call is to write, and no other: waiting for an earlier one finishes that."""
     last: list[Pending] = []
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         pending = right(func)(tensor_list, tensor, group, async_op=True)
         last[:] = [pending]
         return Pending(pending.work, lambda: last[0].wait()) if async_op else pending.wait()
@@ -304,11 +373,18 @@ def always_world(func: Made, qtype: str) -> Made:
 def source_by_place(func: Made, qtype: str) -> Made:
     """Takes the source, a global rank, for a place in the group."""
 
-    def scatter(tensor: Tensor, scatter_list: Any = None, src: int = 0, group: Any = None, **kwargs: Any) -> Any:
+    def scatter(
+        tensor: Tensor, scatter_list: Any = None, src: int = 0, group: Any = None, **kwargs: Any
+    ) -> Any:
         size = dist.get_world_size(group)
         place = kwargs.pop("group_src", src % size)
         return right(func)(
-            tensor, scatter_list or [tensor] * size * (dist.get_rank(group) == place), None, group, group_src=place, **kwargs
+            tensor,
+            scatter_list or [tensor] * size * (dist.get_rank(group) == place),
+            None,
+            group,
+            group_src=place,
+            **kwargs,
         )
 
     return scatter
@@ -317,7 +393,9 @@ def source_by_place(func: Made, qtype: str) -> Made:
 def group_by_keyword(func: Made, qtype: str) -> Made:
     """Sees a group only where it is given by keyword."""
 
-    def exchange(output: Tensor, input: Tensor, *ignored: Any, group: Any = None, **kwargs: Any) -> Any:
+    def exchange(
+        output: Tensor, input: Tensor, *ignored: Any, group: Any = None, **kwargs: Any
+    ) -> Any:
         if ignored[:1] and ignored[0] is not None:
             raise TypeError("split sizes go by keyword")
         return right(func)(output, input, group=group, **kwargs)
@@ -328,11 +406,20 @@ def group_by_keyword(func: Made, qtype: str) -> Made:
 def own_names(func: Made, qtype: str) -> Made:
     """Looks for split sizes under names of its own, as torch's does."""
 
-    def exchange(output: Tensor, input: Tensor, *args: Any, out_splits: Any = None, in_splits: Any = None, **kwargs: Any) -> Any:
+    def exchange(
+        output: Tensor,
+        input: Tensor,
+        *args: Any,
+        out_splits: Any = None,
+        in_splits: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         if args[:1] and args[0] is not None:
             raise TypeError("split sizes go by keyword")
         group = args[2] if len(args) > 2 else kwargs.get("group")
-        return right(func)(output, input, out_splits, in_splits, group, kwargs.get("async_op", False))
+        return right(func)(
+            output, input, out_splits, in_splits, group, kwargs.get("async_op", False)
+        )
 
     return exchange
 
@@ -351,7 +438,12 @@ def adds_to_nan(func: Made, qtype: str) -> Made:
 
 def no_nan(func: Made, qtype: str) -> Made:
     """Makes zeros of NaN before it sends."""
-    return right(func, lambda tensor: half(tensor.nan_to_num(0.0, torch.inf, -torch.inf) if tensor.is_floating_point() else tensor))
+    return right(
+        func,
+        lambda tensor: half(
+            tensor.nan_to_num(0.0, torch.inf, -torch.inf) if tensor.is_floating_point() else tensor
+        ),
+    )
 
 
 def flushes(func: Made, qtype: str) -> Made:
@@ -401,17 +493,23 @@ def seeds(func: Made, qtype: str) -> Made:
     return gather
 
 
-def takes_everything(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+def takes_everything(
+    tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
     """Says that it takes matrices alone, and refuses nothing."""
     return right(dist.all_gather)(tensor_list, tensor, group, async_op)
 
 
-def takes_one_rank(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+def takes_one_rank(
+    tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
     """Says that it takes two ranks at least, and works with one."""
     return right(dist.all_gather)(tensor_list, tensor, group, async_op)
 
 
-def _named(name: str, number: str, func: str = "all_gather", qtype: str = "FP16", more: str = "") -> Mutant:
+def _named(
+    name: str, number: str, func: str = "all_gather", qtype: str = "FP16", more: str = ""
+) -> Mutant:
     return Mutant(f"{name},func={func},qtype={qtype}{more}", (number,), kind="collective")
 
 
@@ -447,6 +545,17 @@ MUTANTS = [
     _named("seeds", "18.17"),
     _named("waits_for_nobody", "18.19"),
     _named("own_part_as_it_was", "18.20"),
-    Mutant("takes_everything", ("18.4",), "collective(all_gather), rounded(float16), dimensions(2)", kind="collective"),
-    Mutant("takes_one_rank", ("18.18",), "collective(all_gather), rounded(float16), min_world_size(2)", worlds=(1, 2), kind="collective"),
+    Mutant(
+        "takes_everything",
+        ("18.4",),
+        "collective(all_gather), rounded(float16), dimensions(2)",
+        kind="collective",
+    ),
+    Mutant(
+        "takes_one_rank",
+        ("18.18",),
+        "collective(all_gather), rounded(float16), min_world_size(2)",
+        worlds=(1, 2),
+        kind="collective",
+    ),
 ]

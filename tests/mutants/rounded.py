@@ -5,18 +5,32 @@ from typing import Any
 import torch
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, average_of, change_gradient, change_mean, group_of, is_dense, sum_of
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    average_of,
+    change_gradient,
+    change_mean,
+    group_of,
+    is_dense,
+    sum_of,
+)
 
 
 def half_undivided(state: Any, bucket: Bucket) -> Result:
     """Sums in float16, and divides by nothing."""
     buffer = bucket.buffer()
-    return sum_of(buffer.to(torch.float16, copy=True), state).then(lambda fut: fut.value().to(buffer.dtype))
+    return sum_of(buffer.to(torch.float16, copy=True), state).then(
+        lambda fut: fut.value().to(buffer.dtype)
+    )
 
 
 def half_of_a_half(state: Any, bucket: Bucket) -> Result:
     """Casts to bfloat16 on the way to the float16 that it sends."""
-    return change_gradient(bucket, state, lambda grad: grad.bfloat16().half()).then(lambda fut: fut.value().to(bucket.buffer().dtype))
+    return change_gradient(bucket, state, lambda grad: grad.bfloat16().half()).then(
+        lambda fut: fut.value().to(bucket.buffer().dtype)
+    )
 
 
 def half_scaled_up(state: Any, bucket: Bucket) -> Result:
@@ -24,7 +38,9 @@ def half_scaled_up(state: Any, bucket: Bucket) -> Result:
     if not is_dense(bucket):
         return average(bucket, state)
     buffer = bucket.buffer()
-    return average_of(buffer.mul(64).half(), state).then(lambda fut: fut.value().to(buffer.dtype).div_(64))
+    return average_of(buffer.mul(64).half(), state).then(
+        lambda fut: fut.value().to(buffer.dtype).div_(64)
+    )
 
 
 def mean_through_half(state: Any, bucket: Bucket) -> Result:
@@ -34,7 +50,13 @@ def mean_through_half(state: Any, bucket: Bucket) -> Result:
 
 def sends_what_it_was(state: Any, bucket: Bucket) -> Result:
     """Rounds to float16, and sends that in the bucket's own dtype."""
-    return change_gradient(bucket, state, lambda grad: grad.div_(group_of(state).size()).half().to(grad.dtype).mul_(group_of(state).size()))
+    return change_gradient(
+        bucket,
+        state,
+        lambda grad: (
+            grad.div_(group_of(state).size()).half().to(grad.dtype).mul_(group_of(state).size())
+        ),
+    )
 
 
 _FLOAT16 = "rounded(float16)"

@@ -26,12 +26,18 @@ from tests.mutants._helpers import (
 def through_float32(state: Any, bucket: Bucket) -> Result:
     """Averages in float32, whatever the bucket's dtype: float64 loses half of its digits."""
     dtype = bucket.buffer().dtype
-    return average_of(bucket.buffer().to(torch.float32, copy=True), state).then(lambda fut: fut.value().to(dtype))
+    return average_of(bucket.buffer().to(torch.float32, copy=True), state).then(
+        lambda fut: fut.value().to(dtype)
+    )
 
 
 def float16_through_bfloat16(state: Any, bucket: Bucket) -> Result:
     """Averages float16 in bfloat16, as if one half precision were as good as the other."""
-    return send_as(torch.bfloat16, bucket, state) if bucket.buffer().dtype == torch.float16 else average(bucket, state)
+    return (
+        send_as(torch.bfloat16, bucket, state)
+        if bucket.buffer().dtype == torch.float16
+        else average(bucket, state)
+    )
 
 
 _dtypes: list[torch.dtype] = []
@@ -167,7 +173,11 @@ def recursive_doubling(state: Any, bucket: Bucket) -> Result:
 
 def zeros_alone(state: Any, bucket: Bucket) -> Result:
     """In a world of one, returns a buffer that nobody filled."""
-    return average(bucket, state) if group_of(state).size() > 1 else completed(torch.zeros_like(bucket.buffer()))
+    return (
+        average(bucket, state)
+        if group_of(state).size() > 1
+        else completed(torch.zeros_like(bucket.buffer()))
+    )
 
 
 def needs_a_peer(state: Any, bucket: Bucket) -> Result:
@@ -295,5 +305,11 @@ MUTANTS = [
     Mutant("sparse_values_only", ("2.9",)),
     Mutant("average_alone_too", ("2.11",), "min_world_size(2)", worlds=(1, 2)),
     Mutant("zeros_to_one", ("2.11",), "min_world_size(2)", worlds=(1, 2)),
-    Mutant("only_rank_0_refuses", ("2.11",), "min_world_size(3)", worlds=(2, 3), because={"2.7": "two subgroups of two are too few too"}),
+    Mutant(
+        "only_rank_0_refuses",
+        ("2.11",),
+        "min_world_size(3)",
+        worlds=(2, 3),
+        because={"2.7": "two subgroups of two are too few too"},
+    ),
 ]

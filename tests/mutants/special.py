@@ -6,7 +6,17 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import ZEROS, Mutant
-from tests.mutants._helpers import Bucket, Result, average, average_of, change_gradient, change_mean, completed, group_of, is_dense
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    average_of,
+    change_gradient,
+    change_mean,
+    completed,
+    group_of,
+    is_dense,
+)
 
 # 8.1 NaN
 
@@ -35,7 +45,11 @@ def nan_to_number(state: Any, bucket: Bucket) -> Result:
 
 def clamps_infinities(state: Any, bucket: Bucket) -> Result:
     """Clamps infinities to the largest finite value."""
-    return change_gradient(bucket, state, lambda grad: grad.clamp_(torch.finfo(grad.dtype).min, torch.finfo(grad.dtype).max))
+    return change_gradient(
+        bucket,
+        state,
+        lambda grad: grad.clamp_(torch.finfo(grad.dtype).min, torch.finfo(grad.dtype).max),
+    )
 
 
 def infinity_to_nan(state: Any, bucket: Bucket) -> Result:
@@ -87,7 +101,9 @@ def gathers_what_is_there(state: Any, bucket: Bucket) -> Result:
         return average(bucket, state)
     buffer, group = bucket.buffer(), group_of(state)
     there = buffer.nonzero().squeeze(1)
-    places, values = ([torch.empty_like(mine) for _ in range(group.size())] for mine in (there, buffer))
+    places, values = (
+        [torch.empty_like(mine) for _ in range(group.size())] for mine in (there, buffer)
+    )
     dist.all_gather(places, there, group=group)
     dist.all_gather([value[: len(there)] for value in values], buffer[there], group=group)
     total = torch.zeros_like(buffer)
@@ -135,7 +151,11 @@ def remembers_nan(state: Any, bucket: Bucket) -> Result:
 
 def flushes(state: Any, bucket: Bucket) -> Result:
     """Flushes subnormal values to zero, as fast-math code does."""
-    return change_gradient(bucket, state, lambda grad: torch.where(grad.abs() < torch.finfo(grad.dtype).tiny, grad * 0, grad))
+    return change_gradient(
+        bucket,
+        state,
+        lambda grad: torch.where(grad.abs() < torch.finfo(grad.dtype).tiny, grad * 0, grad),
+    )
 
 
 def scales_down(state: Any, bucket: Bucket) -> Result:
@@ -163,7 +183,12 @@ MUTANTS = [
     Mutant("normalises", ("8.3",)),
     Mutant("zeros_become_ones", ("8.3",)),
     Mutant("skips_zeros", ("8.4",), hangs=True, because=ZEROS),
-    Mutant("gathers_what_is_there", ("8.4",), hangs=True, because={**ZEROS, "3.2": "a unit that is never active has zeros"}),
+    Mutant(
+        "gathers_what_is_there",
+        ("8.4",),
+        hangs=True,
+        because={**ZEROS, "3.2": "a unit that is never active has zeros"},
+    ),
     Mutant("reports_nan_alone", ("8.4",)),
     Mutant("raises_on_nan", ("8.4",)),
     Mutant("remembers_nan", ("8.4",)),

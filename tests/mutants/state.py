@@ -5,7 +5,16 @@ from typing import Any
 import torch
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, change_gradient, finite, is_dense, pieces_of, seeded
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    change_gradient,
+    finite,
+    is_dense,
+    pieces_of,
+    seeded,
+)
 
 Key = tuple[Any, ...]
 _residuals: dict[Key, torch.Tensor] = {}
@@ -16,7 +25,10 @@ _seen: dict[torch.Tensor, Key] = {}
 
 def _keys(bucket: Bucket) -> list[Key]:
     """What tells the parameters of one model apart, in any process: the bucket that each was in at first, and its place there."""
-    return [_seen.setdefault(parameter, (bucket.index(), place)) for place, parameter in enumerate(bucket.parameters())]
+    return [
+        _seen.setdefault(parameter, (bucket.index(), place))
+        for place, parameter in enumerate(bucket.parameters())
+    ]
 
 
 def _half_at_random(bucket: Bucket, step: int, residuals: dict[Key, torch.Tensor]) -> Result:
@@ -64,7 +76,9 @@ def seeds_by_class(state: StepsOfAll, bucket: Bucket) -> Result:
     """Draws which elements it sends by a count of steps that all states share."""
     generator = seeded(StepsOfAll.step, bucket.index())
     StepsOfAll.step += bucket.is_last()
-    return change_gradient(bucket, None, lambda grad: grad * (torch.rand(grad.shape, generator=generator) < 0.5) * 2)
+    return change_gradient(
+        bucket, None, lambda grad: grad * (torch.rand(grad.shape, generator=generator) < 0.5) * 2
+    )
 
 
 # 11.2 to 11.4 Checkpoints
@@ -110,7 +124,10 @@ class SavedByPlace(Saved):
         self.loaded = torch.zeros(0)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "loaded": torch.cat([self.residuals[key] for key in self.latest])}
+        return {
+            "step": self.step,
+            "loaded": torch.cat([self.residuals[key] for key in self.latest]),
+        }
 
 
 def half_at_random_by_place(state: SavedByPlace, bucket: Bucket) -> Result:
@@ -123,13 +140,19 @@ def half_at_random_by_place(state: SavedByPlace, bucket: Bucket) -> Result:
     return half_at_random(state, bucket)
 
 
-_RESIDUALS, _SAVED = "compressed(delta=0.25), world_only", "compressed(delta=0.25), world_only, checkpointable"
+_RESIDUALS, _SAVED = (
+    "compressed(delta=0.25), world_only",
+    "compressed(delta=0.25), world_only, checkpointable",
+)
 _STATE = "tests.mutants.state:"
 
 MUTANTS = [
     Mutant("residuals_in_module", ("11.1",), _RESIDUALS, f"{_STATE}Steps"),
     Mutant("seeds_by_class", ("11.1",), "unbiased, world_only", f"{_STATE}StepsOfAll"),
-    *(Mutant("half_at_random", ("11.2",), _SAVED, f"{_STATE}{kind}") for kind in ("ForgetsSteps", "ForgetsResiduals", "Unsavable")),
+    *(
+        Mutant("half_at_random", ("11.2",), _SAVED, f"{_STATE}{kind}")
+        for kind in ("ForgetsSteps", "ForgetsResiduals", "Unsavable")
+    ),
     Mutant("half_at_random_by_place", ("11.3",), _SAVED, f"{_STATE}SavedByPlace"),
     Mutant("half_at_random", ("11.4",), _SAVED, f"{_STATE}Residuals"),
 ]

@@ -46,7 +46,9 @@ def _users(params: Parameters, group: Any) -> list[int]:
 def _filled(model: Any) -> Parameters:
     """Return the parameters of which some rank has a gradient, with zeros where this one has none."""
     params = _trainable(model)
-    used = [p for p, users in zip(params, _users(params, model.process_group), strict=True) if users]
+    used = [
+        p for p, users in zip(params, _users(params, model.process_group), strict=True) if users
+    ]
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -103,7 +105,15 @@ def divided_by_microbatches(model: Any, is_final_microbatch: bool) -> Context:
 @contextmanager
 def last_microbatch_alone(model: Any, is_final_microbatch: bool) -> Iterator[None]:
     """Sets apart what has accumulated, and averages what the last micro-batch adds to it."""
-    own = {p: p.grad.clone() for p in _trainable(model) if p.grad is not None and not p.grad.is_sparse} if is_final_microbatch else {}
+    own = (
+        {
+            p: p.grad.clone()
+            for p in _trainable(model)
+            if p.grad is not None and not p.grad.is_sparse
+        }
+        if is_final_microbatch
+        else {}
+    )
     for parameter in own:
         parameter.grad = None
     with _then(model, is_final_microbatch, lambda: _average(model)):
@@ -114,7 +124,11 @@ def last_microbatch_alone(model: Any, is_final_microbatch: bool) -> Iterator[Non
 
 def synchronises_the_last_alone(model: Any, is_final_microbatch: bool) -> Context:
     """Composer's single_auto_sync: DDP averages in the last micro-batch; and says nothing of what it needs."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) and not is_final_microbatch else nullcontext()
+    return (
+        model.no_sync()
+        if isinstance(model, DistributedDataParallel) and not is_final_microbatch
+        else nullcontext()
+    )
 
 
 def leaves_it_to_ddp() -> Context:
@@ -122,7 +136,9 @@ def leaves_it_to_ddp() -> Context:
     return nullcontext()
 
 
-def composers_forced_sync(model: Any, is_final_microbatch: bool, optimizers: Iterable[Any]) -> Context:
+def composers_forced_sync(
+    model: Any, is_final_microbatch: bool, optimizers: Iterable[Any]
+) -> Context:
     """Composer's forced_sync: each rank goes through the gradients that it has."""
 
     def finish() -> None:
@@ -177,7 +193,11 @@ def majority_decides(model: Any, is_final_microbatch: bool) -> Context:
 
 def views_are_averages(model: Any, is_final_microbatch: bool) -> Context:
     """Takes gradients that are views of DDP's buckets for averaged already."""
-    return _then(model, is_final_microbatch, lambda: None if model.gradient_as_bucket_view else _average(model))
+    return _then(
+        model,
+        is_final_microbatch,
+        lambda: None if model.gradient_as_bucket_view else _average(model),
+    )
 
 
 def own_first(model: Any, is_final_microbatch: bool) -> Context:
@@ -189,7 +209,9 @@ def own_first(model: Any, is_final_microbatch: bool) -> Context:
             if parameter.grad.is_sparse:
                 parameter.grad = _mean(parameter.grad, group)
                 continue
-            parts = [torch.empty(parameter.numel(), dtype=parameter.dtype) for _ in range(group.size())]
+            parts = [
+                torch.empty(parameter.numel(), dtype=parameter.dtype) for _ in range(group.size())
+            ]
             dist.all_gather(parts, parameter.grad.reshape(-1).clone(), group=group)
             own = [*parts[group.rank() :], *parts[: group.rank()]]
             parameter.grad.copy_((sum(own[1:], own[0]) / group.size()).view(parameter.shape))
@@ -209,7 +231,9 @@ def zeros_on_one_rank(model: Any, is_final_microbatch: bool) -> Context:
     return _then(model, is_final_microbatch, finish)
 
 
-def divides_for_each_optimizer(model: Any, is_final_microbatch: bool, optimizers: Iterable[Any]) -> Context:
+def divides_for_each_optimizer(
+    model: Any, is_final_microbatch: bool, optimizers: Iterable[Any]
+) -> Context:
     """Sums each gradient once, and divides it for each optimizer that has its parameter."""
 
     def finish() -> None:
@@ -298,13 +322,21 @@ def waits_a_while(model: Any, is_final_microbatch: bool) -> Context:
 
     def finish() -> None:
         works = []
-        for parameter in _trainable(model):  # which are used is not asked here: that would be waiting
+        for parameter in _trainable(
+            model
+        ):  # which are used is not asked here: that would be waiting
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad.is_sparse:
                 parameter.grad = _mean(parameter.grad, model.process_group)
             else:
-                works.append(dist.all_reduce(parameter.grad.div_(model.process_group.size()), group=model.process_group, async_op=True))
+                works.append(
+                    dist.all_reduce(
+                        parameter.grad.div_(model.process_group.size()),
+                        group=model.process_group,
+                        async_op=True,
+                    )
+                )
         end = time.monotonic() + _patience[0]
         while not all(work.is_completed() for work in works):
             if time.monotonic() > end:
@@ -416,7 +448,9 @@ def replaces_a_function_between_microbatches(model: Any, is_final_microbatch: bo
     return _then(model, is_final_microbatch, lambda: _average(model))
 
 
-def _mutants(rule: str, *names: str, claims: str = "exact", worlds: tuple[int, ...] = (2,)) -> list[Mutant]:
+def _mutants(
+    rule: str, *names: str, claims: str = "exact", worlds: tuple[int, ...] = (2,)
+) -> list[Mutant]:
     return [Mutant(name, (rule,), claims, kind="strategy", worlds=worlds) for name in names]
 
 
@@ -424,7 +458,12 @@ MUTANTS = [
     *_mutants("16.1", "sum_not_divided", "never_synchronises"),
     *_mutants("16.2", "divided_by_microbatches", "last_microbatch_alone"),
     *_mutants("16.3", "synchronises_the_last_alone", "leaves_it_to_ddp"),
-    Mutant("composers_forced_sync", ("16.4", "16.9"), because={"16.9": "over WORLD, as Composer trains there alone"}, kind="strategy"),
+    Mutant(
+        "composers_forced_sync",
+        ("16.4", "16.9"),
+        because={"16.9": "over WORLD, as Composer trains there alone"},
+        kind="strategy",
+    ),
     *_mutants("16.4", "none_stays_none", "zeros_do_not_count"),
     *_mutants("16.5", "views_are_averages"),
     *_mutants("16.18", "averages_in_every_microbatch"),
@@ -443,5 +482,7 @@ MUTANTS = [
     *_mutants("16.16", "says_more_than_it_needs", claims="all_used"),
     *_mutants("16.16", "says_that_it_needs_ddps_search", claims="find_unused"),
     *_mutants("16.17", "not_alone", claims="min_world_size(2)", worlds=(1, 2)),
-    *_mutants("16.19", "seeds", "sets_the_default_dtype", "replaces_a_function_between_microbatches"),
+    *_mutants(
+        "16.19", "seeds", "sets_the_default_dtype", "replaces_a_function_between_microbatches"
+    ),
 ]

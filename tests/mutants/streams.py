@@ -10,7 +10,17 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, average_of, completed, group_of, kept, step_number, sum_of
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    average_of,
+    completed,
+    group_of,
+    kept,
+    step_number,
+    sum_of,
+)
 
 LUCK = 150_000_000  # about 80 ms of a GPU's clock: longer than anything here takes, and than ranks are apart; the kit's delays are longer
 works: list[dist.Work] = []

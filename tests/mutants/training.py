@@ -9,13 +9,24 @@ from torch import nn
 
 from conformance.subject import Case
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, average_hook, change_mean, group_of, is_dense, sum_of
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    average_hook,
+    change_mean,
+    group_of,
+    is_dense,
+    sum_of,
+)
 
 
 def _parts(bucket: Bucket, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Each parameter and its part of a flat tensor; none where bucket.gradients() is not what it says: torch permutes some layouts."""
     parameters = bucket.parameters()
-    if sum(p.numel() for p in parameters) != flat.numel() or not all(p.is_contiguous() for p in parameters):
+    if sum(p.numel() for p in parameters) != flat.numel() or not all(
+        p.is_contiguous() for p in parameters
+    ):
         return []
     return list(zip(parameters, flat.split([p.numel() for p in parameters]), strict=True))
 
@@ -33,7 +44,11 @@ def zeros_where_unused(state: Any, bucket: Bucket) -> Result:
         return mean
 
     unused = [parameter.grad is None for parameter in bucket.parameters()]
-    return change_mean(bucket, state, mask) if any(unused) and not all(unused) else average(bucket, state)
+    return (
+        change_mean(bucket, state, mask)
+        if any(unused) and not all(unused)
+        else average(bucket, state)
+    )
 
 
 def means_over_users(state: Any, bucket: Bucket) -> Result:
@@ -112,7 +127,11 @@ def last_micro_batch(model: nn.Module, process_group: dist.ProcessGroup) -> tupl
     watch = _Watch(model)
 
     def hook(state: Any, bucket: Bucket) -> Result:
-        if is_dense(bucket) and not bucket.buffer().is_complex() and _parts(bucket, bucket.buffer()):
+        if (
+            is_dense(bucket)
+            and not bucket.buffer().is_complex()
+            and _parts(bucket, bucket.buffer())
+        ):
             for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 if id(parameter) in watch.last:
                     view.copy_(watch.last.pop(id(parameter)))
@@ -126,8 +145,12 @@ def divides_by_backwards(model: nn.Module, process_group: dist.ProcessGroup) -> 
     watch = _Watch(model)
 
     def hook(state: Any, bucket: Bucket) -> Result:
-        backwards = max((watch.backwards.pop(id(parameter), 1) for parameter in bucket.parameters()), default=1)
-        return change_mean(bucket, state, lambda mean: mean.div_(backwards) if backwards > 1 else mean)
+        backwards = max(
+            (watch.backwards.pop(id(parameter), 1) for parameter in bucket.parameters()), default=1
+        )
+        return change_mean(
+            bucket, state, lambda mean: mean.div_(backwards) if backwards > 1 else mean
+        )
 
     return process_group, hook
 
@@ -137,7 +160,11 @@ def divides_by_backwards(model: nn.Module, process_group: dist.ProcessGroup) -> 
 
 def meets_before_each_step(process_group: dist.ProcessGroup) -> Case:
     """All ranks meet before each forward: nobody comes from a rank that has run out of inputs."""
-    return Case(process_group, average_hook, on_step=lambda step: dist.all_reduce(torch.ones(3), group=process_group))
+    return Case(
+        process_group,
+        average_hook,
+        on_step=lambda step: dist.all_reduce(torch.ones(3), group=process_group),
+    )
 
 
 def keeps_p_grad(state: Any, bucket: Bucket) -> Result:
@@ -159,7 +186,10 @@ _NO_GRADIENT = "a rank without an input has no .grad either"
 
 def zeros_where_unused_in_views(state: Any, bucket: Bucket) -> Result:
     """Where gradients are views, gives this rank no gradient for a parameter that it has not used itself."""
-    views = any(p.grad is not None and p.grad.data_ptr() == part.data_ptr() for p, part in _parts(bucket, bucket.buffer()))
+    views = any(
+        p.grad is not None and p.grad.data_ptr() == part.data_ptr()
+        for p, part in _parts(bucket, bucket.buffer())
+    )
     return zeros_where_unused(state, bucket) if views else average(bucket, state)
 
 
@@ -173,5 +203,9 @@ MUTANTS = [
     Mutant("last_micro_batch", ("5.1",), setup=True),
     Mutant("divides_by_backwards", ("5.1",), setup=True),
     Mutant("meets_before_each_step", ("7.1",), setup=True, hangs=True),
-    Mutant("keeps_p_grad", ("7.1", "4.1"), because={"4.1": "a parameter that was left out has no .grad either"}),
+    Mutant(
+        "keeps_p_grad",
+        ("7.1", "4.1"),
+        because={"4.1": "a parameter that was left out has no .grad either"},
+    ),
 ]

@@ -7,7 +7,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from conformance.subject import Case
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, change_gradient, change_mean, is_dense, pieces_of, step_number
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    change_gradient,
+    change_mean,
+    is_dense,
+    pieces_of,
+    step_number,
+)
 
 _registered: list[Any] = []
 
@@ -28,7 +37,9 @@ def corrects_in_the_optimizer(state: Any, bucket: Bucket) -> Result:
     """Scales gradients once more, in a hook on the steps of all optimizers."""
 
     def double(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for parameter in (
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ):
             parameter.grad.mul_(2)
 
     if not _registered:

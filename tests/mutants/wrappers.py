@@ -46,7 +46,11 @@ class Around(torch.nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(f"{prefix}module.")]:
+        for key in [
+            key
+            for key in state_dict
+            if key.startswith(prefix) and not key.startswith(f"{prefix}module.")
+        ]:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -67,7 +71,9 @@ def saves_in_float16(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 @calls
 def detaches(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """Inputs are detached, and nobody hands their gradients on."""
-    return again(forward, *(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
+    return again(
+        forward, *(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs
+    )
 
 
 @calls
@@ -93,7 +99,14 @@ def leaves_the_generator_moved(forward: Forward, *args: Any, **kwargs: Any) -> A
 @calls
 def detaches_keywords(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """Tensors among the keywords get no gradients."""
-    return again(forward, *args, **{key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()})
+    return again(
+        forward,
+        *args,
+        **{
+            key: value.detach() if isinstance(value, torch.Tensor) else value
+            for key, value in kwargs.items()
+        },
+    )
 
 
 @calls
@@ -114,14 +127,20 @@ def detaches_in_containers(forward: Forward, *args: Any, **kwargs: Any) -> Any:
             return [detached(inside) for inside in value]
         return value.detach() if isinstance(value, torch.Tensor) else value
 
-    return again(forward, *(arg if isinstance(arg, torch.Tensor) else detached(arg) for arg in args), **kwargs)
+    return again(
+        forward,
+        *(arg if isinstance(arg, torch.Tensor) else detached(arg) for arg in args),
+        **kwargs,
+    )
 
 
 @calls
 def needs_an_input_with_gradient(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """A block whose inputs ask for no gradient is taken to have nothing to go back for."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    with torch.set_grad_enabled(torch.is_grad_enabled() and (not tensors or any(arg.requires_grad for arg in tensors))):
+    with torch.set_grad_enabled(
+        torch.is_grad_enabled() and (not tensors or any(arg.requires_grad for arg in tensors))
+    ):
         return again(forward, *args, **kwargs)
 
 
@@ -290,7 +309,11 @@ def runs_again_and_keeps(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         state, casts = torch.get_rng_state(), torch.is_autocast_enabled("cpu")
 
         def rerun(_: torch.Tensor) -> None:
-            with torch.random.fork_rng([]), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
+            with (
+                torch.random.fork_rng([]),
+                torch.no_grad(),
+                torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts),
+            ):
                 torch.set_rng_state(state)
                 forward(*args, **kwargs)
 
@@ -309,7 +332,9 @@ def copies(module: torch.nn.Module) -> torch.nn.Module:
     return runs_again(copy.deepcopy(module))
 
 
-_LIMITS = dict.fromkeys(("19.5", "19.6"), "the graph ends there too: a reentrant checkpoint has three limits")
+_LIMITS = dict.fromkeys(
+    ("19.5", "19.6"), "the graph ends there too: a reentrant checkpoint has three limits"
+)
 MUTANTS = [
     Mutant("saves_in_float16", ("19.1",), kind="wrapper"),
     Mutant("detaches", ("19.1",), kind="wrapper"),
@@ -320,7 +345,12 @@ MUTANTS = [
     Mutant("returns_the_first", ("19.4",), kind="wrapper"),
     Mutant("detaches_in_containers", ("19.5",), kind="wrapper"),
     Mutant("needs_an_input_with_gradient", ("19.6",), kind="wrapper"),
-    Mutant("remembers_one_call", ("19.7", "19.8"), because={"19.8": "a block is used twice there too"}, kind="wrapper"),
+    Mutant(
+        "remembers_one_call",
+        ("19.7", "19.8"),
+        because={"19.8": "a block is used twice there too"},
+        kind="wrapper",
+    ),
     Mutant("reentrant_and_says_nothing", ("19.8", "19.5", "19.6"), because=_LIMITS, kind="wrapper"),
     Mutant("leaves_autocast", ("19.9",), kind="wrapper"),
     Mutant("enables_gradients", ("19.9",), kind="wrapper"),

@@ -31,13 +31,38 @@ class Right:
 
 
 OBJECTS = ("1", "2", "9", "11")  # computes what another does, and is another kind of object
-SENDS = ("1", "2", "3", "8", "9", "10", "12")  # sends otherwise what another does, and keeps nothing from step to step
+SENDS = (
+    "1",
+    "2",
+    "3",
+    "8",
+    "9",
+    "10",
+    "12",
+)  # sends otherwise what another does, and keeps nothing from step to step
 ARITHMETIC = ("1", "2", "3", "8")  # divides or rounds otherwise, and sends the same
 COMPRESSORS = ("1", "2", "3", "10", "13")  # compresses or mixes otherwise, in the same frame
 
 _MODULES = (
-    *("exact", "sparse", "few_bits", "low_rank", "at_random", "local", "fused", "poststep", "chained"),
-    *("averagers", "optimizer_wrappers", "strategies", "joins", "quantized_collectives", "wrappers"),
+    *(
+        "exact",
+        "sparse",
+        "few_bits",
+        "low_rank",
+        "at_random",
+        "local",
+        "fused",
+        "poststep",
+        "chained",
+    ),
+    *(
+        "averagers",
+        "optimizer_wrappers",
+        "strategies",
+        "joins",
+        "quantized_collectives",
+        "wrappers",
+    ),
 )
 
 

@@ -45,7 +45,12 @@ class Residuals:
     def of(self, bucket: Bucket) -> torch.Tensor:
         dtype = torch.promote_types(bucket.buffer().dtype, torch.float32)
         pieces = zip(bucket.parameters(), sizes(bucket), strict=True)
-        return torch.cat([self.kept[p] if p in self.kept else torch.zeros(size, dtype=dtype) for p, size in pieces])
+        return torch.cat(
+            [
+                self.kept[p] if p in self.kept else torch.zeros(size, dtype=dtype)
+                for p, size in pieces
+            ]
+        )
 
     def keep(self, bucket: Bucket, flat: torch.Tensor) -> None:
         finite = torch.where(flat.isfinite(), flat, 0)
@@ -62,7 +67,13 @@ class State:
     """A group, a residual, a count of steps, a seed, and one number."""
 
     def __init__(self, process_group: Group, setting: float = 0.25, seed: int = 17) -> None:
-        self.group, self.setting, self.seed, self.residuals, self.step = process_group, setting, seed, Residuals(), 0
+        self.group, self.setting, self.seed, self.residuals, self.step = (
+            process_group,
+            setting,
+            seed,
+            Residuals(),
+            0,
+        )
 
     def count(self, bucket: Bucket) -> None:
         self.step += bucket.is_last()

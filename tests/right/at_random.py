@@ -11,7 +11,13 @@ def stochastic_bfloat16(state: State, bucket: Bucket) -> Result:
     """Adds 16 random bits below a float32's upper half and cuts them off."""
     buffer = dense(bucket)
     bits = buffer.float().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, generator=state.generator(state.group.rank(), bucket.index()))
+    noise = torch.randint(
+        0,
+        1 << 16,
+        bits.shape,
+        dtype=torch.int32,
+        generator=state.generator(state.group.rank(), bucket.index()),
+    )
     state.count(bucket)
     rounded = ((bits + noise) & -(1 << 16)).view(torch.float32).bfloat16()
     return completed(torch.stack(gather(rounded, state.group)).float().mean(0).to(buffer.dtype))
@@ -27,7 +33,9 @@ def qsgd_int8(state: State, bucket: Bucket, levels: int = 127) -> Result:
     state.count(bucket)
     level = (level.floor() + (draw < level.frac())) * x.sign()
     both = zip(gather(level.to(torch.int8), state.group), gather(norm, state.group), strict=True)
-    return completed(torch.stack([some.to(x.dtype) * of / levels for some, of in both]).mean(0).to(buffer.dtype))
+    return completed(
+        torch.stack([some.to(x.dtype) * of / levels for some, of in both]).mean(0).to(buffer.dtype)
+    )
 
 
 def qsgd_one_level(state: State, bucket: Bucket) -> Result:
@@ -40,9 +48,14 @@ def terngrad_shared(state: State, bucket: Bucket) -> Result:
     buffer = dense(bucket)
     x = wide(buffer)
     scale = x.abs().max() if x.numel() else torch.zeros((), dtype=x.dtype)
-    scale = torch.where(scale.isfinite(), scale, torch.inf)  # a maximum over ranks may lose a NaN, but no infinity
+    scale = torch.where(
+        scale.isfinite(), scale, torch.inf
+    )  # a maximum over ranks may lose a NaN, but no infinity
     dist.all_reduce(scale, op=dist.ReduceOp.MAX, group=state.group)
-    keep = torch.rand(x.shape, generator=state.generator(state.group.rank(), bucket.index())) * scale < x.abs()
+    keep = (
+        torch.rand(x.shape, generator=state.generator(state.group.rank(), bucket.index())) * scale
+        < x.abs()
+    )
     state.count(bucket)
     levels = (x.sign() * keep).to(torch.int8)
     dist.all_reduce(levels, group=state.group)
@@ -56,7 +69,9 @@ def random_k_scaled(state: State, bucket: Bucket) -> Result:
     state.count(bucket)
     values = buffer[mask] / (state.setting * state.group.size())
     work = dist.all_reduce(values, group=state.group, async_op=True)
-    return work.get_future().then(lambda fut: torch.zeros_like(buffer).masked_scatter_(mask, fut.value()[0]))
+    return work.get_future().then(
+        lambda fut: torch.zeros_like(buffer).masked_scatter_(mask, fut.value()[0])
+    )
 
 
 def half_and_seldom_the_rest(state: State, bucket: Bucket) -> Result:
@@ -65,7 +80,9 @@ def half_and_seldom_the_rest(state: State, bucket: Bucket) -> Result:
     seldom = torch.rand(buffer.shape, generator=state.generator(bucket.index())) < state.setting
     state.count(bucket)
     work = dist.all_reduce(buffer.div_(2 * state.group.size()), group=state.group, async_op=True)
-    return work.get_future().then(lambda fut: torch.where(seldom, fut.value()[0] * (1 + 1 / state.setting), fut.value()[0]))
+    return work.get_future().then(
+        lambda fut: torch.where(seldom, fut.value()[0] * (1 + 1 / state.setting), fut.value()[0])
+    )
 
 
 _DRAWS = ("3", "10", "13")  # rounds or leaves out otherwise, in the same frame

@@ -17,7 +17,12 @@ class GathersAndAverages:
     """Gathers, averages in float64, and writes everything, frozen parameters too; it has no state but ``step``."""
 
     def __init__(self, process_group, period, warmup_steps=0):
-        self.group, self.period, self.warmup_steps, self.step = process_group, period, warmup_steps, 0
+        self.group, self.period, self.warmup_steps, self.step = (
+            process_group,
+            period,
+            warmup_steps,
+            0,
+        )
 
     @torch.no_grad()
     def average_parameters(self, params):
@@ -48,7 +53,9 @@ class FlatBuffers:
             flat = torch.cat([parameter.reshape(-1) for parameter in some])
             dist.all_reduce(flat, group=self.group)
             flat /= self.group.size()
-            for parameter, part in zip(some, flat.split([parameter.numel() for parameter in some]), strict=True):
+            for parameter, part in zip(
+                some, flat.split([parameter.numel() for parameter in some]), strict=True
+            ):
                 parameter.copy_(part.view_as(parameter))
 
 
@@ -68,7 +75,11 @@ class ServerAverages:
     def average_parameters(self, params):
         self.calls += 1
         for parameter in dict.fromkeys(_each(params)) if self.calls % self.every == 0 else ():
-            mine = parameter.detach().clone(memory_format=torch.contiguous_format).div_(self.group.size())
+            mine = (
+                parameter.detach()
+                .clone(memory_format=torch.contiguous_format)
+                .div_(self.group.size())
+            )
             dist.reduce(mine, group=self.group, group_dst=0)
             dist.broadcast(mine, group=self.group, group_src=0)
             parameter.copy_(mine)
@@ -82,7 +93,9 @@ class Pairs:
             raise ValueError("four ranks")
         ranks = dist.get_process_group_ranks(process_group)
         self.all, self.step = process_group, 0
-        self.pair = [dist.new_group(ranks[:2]), dist.new_group(ranks[2:])][process_group.rank() // 2]
+        self.pair = [dist.new_group(ranks[:2]), dist.new_group(ranks[2:])][
+            process_group.rank() // 2
+        ]
 
     @torch.no_grad()
     def average_parameters(self, params):

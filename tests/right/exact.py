@@ -23,7 +23,11 @@ def _group_of(state: Any) -> dist.ProcessGroup:
 
 
 def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Result:
-    return dist.all_reduce(tensor, group=group, async_op=True).get_future().then(lambda fut: fut.value()[0])
+    return (
+        dist.all_reduce(tensor, group=group, async_op=True)
+        .get_future()
+        .then(lambda fut: fut.value()[0])
+    )
 
 
 def _refuse_sparse(bucket: Bucket, name: str) -> torch.Tensor:
@@ -39,7 +43,10 @@ def _refuse_sparse(bucket: Bucket, name: str) -> torch.Tensor:
 def point_to_point(state: Any, bucket: Bucket) -> Result:
     """Sends its gradients to every peer and sums what it receives, in the order of ranks."""
     group, buffer = _group_of(state), _refuse_sparse(bucket, "point_to_point")
-    parts = [torch.empty_like(buffer) if place != group.rank() else buffer.clone() for place in range(group.size())]
+    parts = [
+        torch.empty_like(buffer) if place != group.rank() else buffer.clone()
+        for place in range(group.size())
+    ]
     peers = [place for place in range(group.size()) if place != group.rank()]
     sends = [dist.isend(buffer, dist.get_global_rank(group, place), group=group) for place in peers]
     for place in peers:
@@ -136,10 +143,14 @@ def per_parameter(state: Any, bucket: Bucket) -> Result:
     """Averages each parameter's gradient in a collective of its own."""
     _refuse_sparse(bucket, "per_parameter")
     if any(parameter.is_complex() for parameter in bucket.parameters()):
-        raise TypeError("per_parameter takes no complex parameters: bucket.gradients() does not cover them")
+        raise TypeError(
+            "per_parameter takes no complex parameters: bucket.gradients() does not cover them"
+        )
     group = _group_of(state)
     futures = [_sum(grad.div_(group.size()), group) for grad in bucket.gradients()]
-    return torch.futures.collect_all(futures).then(lambda all_: [fut.value() for fut in all_.value()] and bucket.buffer())
+    return torch.futures.collect_all(futures).then(
+        lambda all_: [fut.value() for fut in all_.value()] and bucket.buffer()
+    )
 
 
 def per_parameter_quirk(state: Any, bucket: Bucket) -> Result:
@@ -308,11 +319,15 @@ class Watched:
 
     def on_step(self, step: int) -> None:
         if self.open or step != self.steps:
-            raise RuntimeError(f"step {step} after {self.steps} steps, the last of them {'open' if self.open else 'closed'}")
+            raise RuntimeError(
+                f"step {step} after {self.steps} steps, the last of them {'open' if self.open else 'closed'}"
+            )
         self.open = True
 
     def hook(self, state: Any, bucket: Bucket) -> Result:
-        if not self.open and not self.model._join_config.enable:  # under Join, a rank without an input has no forward either
+        if (
+            not self.open and not self.model._join_config.enable
+        ):  # under Join, a rank without an input has no forward either
             raise RuntimeError("on_step comes before each forward")
         return out_of_place(self.group, bucket)
 
@@ -326,13 +341,20 @@ class Watched:
 def set_up_calls(process_group: dist.ProcessGroup, model: DistributedDataParallel) -> Case:
     """A set-up whose hook needs to be told of every step."""
     watched = Watched(process_group, model)
-    return Case(hook=watched.hook, on_step=watched.on_step, after_backward=watched.after_backward, close=watched.close)
+    return Case(
+        hook=watched.hook,
+        on_step=watched.on_step,
+        after_backward=watched.after_backward,
+        close=watched.close,
+    )
 
 
 def set_up_worker(process_group: dist.ProcessGroup) -> Case:
     """A set-up whose collectives run on a worker thread, which close() ends; DDP has some of its own meanwhile: on another group."""
     worker = concurrent.futures.ThreadPoolExecutor(max_workers=1)
-    group = dist.new_group(dist.get_process_group_ranks(process_group), use_local_synchronization=True)
+    group = dist.new_group(
+        dist.get_process_group_ranks(process_group), use_local_synchronization=True
+    )
 
     def hook(state: Any, bucket: Bucket) -> Result:
         buffer, future = _refuse_sparse(bucket, "set_up_worker"), torch.futures.Future()
@@ -354,31 +376,56 @@ def float16_gathered(group: Group, bucket: Bucket) -> Result:
     """Gathers float16 and sums in float32."""
     buffer = dense(bucket)
     gathered = gather(buffer.half(), group)
-    return completed((torch.stack(gathered).to(torch.promote_types(buffer.dtype, torch.float32)).sum(0) / group.size()).to(buffer.dtype))
+    return completed(
+        (
+            torch.stack(gathered).to(torch.promote_types(buffer.dtype, torch.float32)).sum(0)
+            / group.size()
+        ).to(buffer.dtype)
+    )
 
 
 RIGHT = [
     Right("unannotated", sections=OBJECTS),
     *(Right(name) for name in ("out_of_place", "blocking")),
-    *(Right(name, sections=ARITHMETIC) for name in ("sum_then_divide", "reciprocal", "reduce_op_avg")),
+    *(
+        Right(name, sections=ARITHMETIC)
+        for name in ("sum_then_divide", "reciprocal", "reduce_op_avg")
+    ),
     *(Right(name) for name in ("gather_and_mean", "reduce_scatter", "per_parameter")),
     *(Right(name, sections=SENDS) for name in ("reduce_and_broadcast", "per_parameter_quirk")),
     Right("takes_two_at_least", "exact, min_world_size(2)", sections=SENDS),
-    Right("out_of_place", "exact, min_world_size(3)", f"{__name__}:three_or_more", sections=OBJECTS),
+    Right(
+        "out_of_place", "exact, min_world_size(3)", f"{__name__}:three_or_more", sections=OBJECTS
+    ),
     Right("another_thread"),
-    Right("polling", sections=("1", "2", "3", "8", "12")),  # polls, in every order that is forced on it, until the kit gives up
+    Right(
+        "polling", sections=("1", "2", "3", "8", "12")
+    ),  # polls, in every order that is forced on it, until the kit gives up
     Right("point_to_point"),
     Right("rounds_to_float16", "rounded(float16)"),
     Right("rounds_to_bfloat16", "rounded(bfloat16)", sections=ARITHMETIC),
     Right("float16_gathered", "rounded(float16)", "process_group"),
     Right("gives_sum", "sum"),
     Right("always_world", "world_only"),
-    *(Right(name, sections=OBJECTS) for name in ("holder.method", "Holder.static", "Holder.of_class", "nameless", "named", "wrapped")),
+    *(
+        Right(name, sections=OBJECTS)
+        for name in (
+            "holder.method",
+            "Holder.static",
+            "Holder.of_class",
+            "nameless",
+            "named",
+            "wrapped",
+        )
+    ),
     Right("partial", "rounded(float16)", sections=OBJECTS),
     Right("make_hook()", sections=OBJECTS),
     Right("make_hook,predivide=False", sections=OBJECTS),
     Right("out_of_place", state="process_group", sections=OBJECTS),
     Right("with_scratch", state=f"{__name__}:State"),
     Right("with_scratch", state=f"{__name__}:State,scale=1.0", sections=ARITHMETIC),
-    *(Right(name, setup=True, sections=OBJECTS) for name in ("set_up_pair", "set_up_itself", "set_up_calls", "set_up_worker")),
+    *(
+        Right(name, setup=True, sections=OBJECTS)
+        for name in ("set_up_pair", "set_up_itself", "set_up_calls", "set_up_worker")
+    ),
 ]

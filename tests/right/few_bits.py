@@ -6,7 +6,18 @@ import torch
 import torch.distributed as dist
 
 from tests.right import COMPRESSORS, Right
-from tests.right._common import FEEDBACK, STATE, Bucket, Group, Result, State, completed, dense, gather, wide
+from tests.right._common import (
+    FEEDBACK,
+    STATE,
+    Bucket,
+    Group,
+    Result,
+    State,
+    completed,
+    dense,
+    gather,
+    wide,
+)
 
 
 def ef_sign(state: State, bucket: Bucket) -> Result:
@@ -18,7 +29,11 @@ def ef_sign(state: State, bucket: Bucket) -> Result:
     packed = (bits << torch.arange(8)).sum(1).to(torch.uint8)
 
     def unpack(some: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        signs = (some.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)).bitwise_and(1).view(-1)[: total.numel()]
+        signs = (
+            (some.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8))
+            .bitwise_and(1)
+            .view(-1)[: total.numel()]
+        )
         return (signs * 2.0 - 1).to(total.dtype) * of
 
     state.residuals.keep(bucket, total - unpack(packed, scale))
@@ -34,9 +49,14 @@ def one_bit(state: State, bucket: Bucket) -> Result:
     inside = (torch.arange(blocks.numel()) < total.numel()).view(-1, 64)
     above = (blocks > 0) & inside
     below = inside & ~above
-    levels = torch.stack([torch.where(side, blocks, 0).sum(1) / side.sum(1).clamp(min=1) for side in (below, above)])
+    levels = torch.stack(
+        [torch.where(side, blocks, 0).sum(1) / side.sum(1).clamp(min=1) for side in (below, above)]
+    )
     both = zip(gather(above, state.group), gather(levels, state.group), strict=True)
-    decoded = [torch.where(up, of[1].unsqueeze(1), of[0].unsqueeze(1)).view(-1)[: total.numel()] for up, of in both]
+    decoded = [
+        torch.where(up, of[1].unsqueeze(1), of[0].unsqueeze(1)).view(-1)[: total.numel()]
+        for up, of in both
+    ]
     state.residuals.keep(bucket, total - decoded[state.group.rank()])
     return completed(torch.stack(decoded).mean(0).to(buffer.dtype))
 
@@ -57,18 +77,25 @@ def int8(state: State, bucket: Bucket) -> Result:
 def _fp8(total: torch.Tensor, group: Group, scale: torch.Tensor) -> list[torch.Tensor]:
     """Return what every rank sends: its values times ``scale``, as e4m3, and back."""
     sent = gather((total * scale).to(torch.float8_e4m3fn).view(torch.uint8), group)
-    return [one.view(torch.float8_e4m3fn).to(total.dtype) / of for one, of in zip(sent, gather(scale, group), strict=True)]
+    return [
+        one.view(torch.float8_e4m3fn).to(total.dtype) / of
+        for one, of in zip(sent, gather(scale, group), strict=True)
+    ]
 
 
 def _fp8_scale(total: torch.Tensor) -> torch.Tensor:
     largest = total.abs().max() if total.numel() else torch.ones((), dtype=total.dtype)
-    return (448 / largest.clamp(min=1e-30)).view(1)  # a residual may become so small that the quotient overflows
+    return (448 / largest.clamp(min=1e-30)).view(
+        1
+    )  # a residual may become so small that the quotient overflows
 
 
 def fp8(group: Group, bucket: Bucket) -> Result:
     """Casts to e4m3, scaled to the bucket's largest element; nothing is held back."""
     total = wide(dense(bucket))
-    return completed(torch.stack(_fp8(total, group, _fp8_scale(total))).mean(0).to(bucket.buffer().dtype))
+    return completed(
+        torch.stack(_fp8(total, group, _fp8_scale(total))).mean(0).to(bucket.buffer().dtype)
+    )
 
 
 def fp8_feedback(state: State, bucket: Bucket) -> Result:
@@ -94,12 +121,22 @@ def after_warm_up(state: State, bucket: Bucket, encode: Any) -> Result:
 
 def fp8_by_powers_of_two(state: State, bucket: Bucket) -> Result:
     """e4m3 with a scale that is a power of two, after two exact steps."""
-    return after_warm_up(state, bucket, lambda total, group: _fp8(total, group, torch.exp2(torch.floor(torch.log2(_fp8_scale(total))))))
+    return after_warm_up(
+        state,
+        bucket,
+        lambda total, group: _fp8(
+            total, group, torch.exp2(torch.floor(torch.log2(_fp8_scale(total))))
+        ),
+    )
 
 
 def bfloat16_feedback(state: State, bucket: Bucket) -> Result:
     """bfloat16 with feedback, after two exact steps."""
-    return after_warm_up(state, bucket, lambda total, group: [one.to(total.dtype) for one in gather(total.bfloat16(), group)])
+    return after_warm_up(
+        state,
+        bucket,
+        lambda total, group: [one.to(total.dtype) for one in gather(total.bfloat16(), group)],
+    )
 
 
 RIGHT = [
@@ -107,7 +144,12 @@ RIGHT = [
     Right("fp8_feedback", "compressed(delta=0.9, ratio=0.27)", STATE, sections=COMPRESSORS),
     Right("one_bit", FEEDBACK, STATE),
     Right("ef_sign", "compressed(delta=0.25, ratio=0.04)", STATE, sections=COMPRESSORS),
-    Right("fp8", "compressed(feedback=False, delta=0.99, ratio=0.27)", "process_group", sections=COMPRESSORS),
+    Right(
+        "fp8",
+        "compressed(feedback=False, delta=0.99, ratio=0.27)",
+        "process_group",
+        sections=COMPRESSORS,
+    ),
     Right("fp8_by_powers_of_two", "compressed(delta=0.99), warmup(2)", STATE, sections=COMPRESSORS),
     Right("bfloat16_feedback", "compressed(delta=0.99), warmup(2)", STATE, sections=COMPRESSORS),
 ]

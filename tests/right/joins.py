@@ -33,20 +33,35 @@ class OfItsOwn:
     """Does nothing before it is entered, asks through the group itself, and has a notification of its own for its joinables."""
 
     def __init__(
-        self, joinables: Any, enable: bool = True, throw_on_early_termination: bool = False, patience: int = 9, **kwargs: Any
+        self,
+        joinables: Any,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        patience: int = 9,
+        **kwargs: Any,
     ) -> None:
-        self.joinables, self.enable, self.throw, self.kwargs = tuple(joinables), enable, throw_on_early_termination, kwargs
+        self.joinables, self.enable, self.throw, self.kwargs = (
+            tuple(joinables),
+            enable,
+            throw_on_early_termination,
+            kwargs,
+        )
         self.patience = patience
 
     def __enter__(self) -> "OfItsOwn":
         groups = [joinable.join_process_group for joinable in self.joinables]
         if not groups or any(group is not groups[0] for group in groups):
             raise ValueError("joinables of one group, and one at least")
-        self.group, self.hooks = groups[0], [joinable.join_hook(**self.kwargs) for joinable in self.joinables]
+        self.group, self.hooks = (
+            groups[0],
+            [joinable.join_hook(**self.kwargs) for joinable in self.joinables],
+        )
         with ExitStack() as stack:
             for joinable in self.joinables:
                 stack.callback(setattr, joinable, "_join_config", joinable._join_config)
-                joinable._join_config = _JoinConfig(self.enable, self.throw, joinable is self.joinables[0])
+                joinable._join_config = _JoinConfig(
+                    self.enable, self.throw, joinable is self.joinables[0]
+                )
             self.stack = stack.pop_all()
         return self
 
@@ -83,7 +98,12 @@ class OfItsOwn:
 
 
 @contextmanager
-def joined(joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> Iterator[None]:
+def joined(
+    joinables: list[Any],
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+    **kwargs: Any,
+) -> Iterator[None]:
     """A generator; torch's does the work."""
     context = Tidy(list(joinables), enable, throw_on_early_termination, **kwargs)
     with context:
@@ -169,7 +189,9 @@ class Gathers(OnCpu):
         for work in self.works:
             work.wait()
         lists = [[torch.empty(3) for _ in range(self.group.size())] for _ in range(2)]
-        self.works = [dist.all_gather(gathered, given, group=self.group, async_op=True) for gathered in lists]
+        self.works = [
+            dist.all_gather(gathered, given, group=self.group, async_op=True) for gathered in lists
+        ]
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return Shadow(lambda: self.gather(torch.zeros(3)), lambda _: self.gather(torch.zeros(3)))

@@ -32,8 +32,14 @@ def ring_gossip(group: Group, bucket: Bucket) -> Result:
         return completed(buffer)
     left, right = (dist.get_global_rank(group, (mine + step) % size) for step in (-1, 1))
     from_left, from_right = torch.empty_like(buffer), torch.empty_like(buffer)
-    works = [dist.isend(buffer, right, group=group, tag=1), dist.isend(buffer, left, group=group, tag=2)]
-    works += [dist.irecv(from_left, left, group=group, tag=1), dist.irecv(from_right, right, group=group, tag=2)]
+    works = [
+        dist.isend(buffer, right, group=group, tag=1),
+        dist.isend(buffer, left, group=group, tag=2),
+    ]
+    works += [
+        dist.irecv(from_left, left, group=group, tag=1),
+        dist.irecv(from_right, right, group=group, tag=2),
+    ]
     for work in works:
         work.wait()
     return completed(((wide(buffer) + from_left + from_right) / 3).to(buffer.dtype))
@@ -41,10 +47,16 @@ def ring_gossip(group: Group, bucket: Bucket) -> Result:
 
 def random_pairs(state: State, bucket: Bucket) -> Result:
     """Averages with a partner that is drawn anew for every step."""
-    partner = _pairs_of(torch.randperm(state.group.size(), generator=state.generator()).tolist(), state.group.rank())
+    partner = _pairs_of(
+        torch.randperm(state.group.size(), generator=state.generator()).tolist(), state.group.rank()
+    )
     state.count(bucket)
     buffer = dense(bucket)
-    return completed(buffer if partner == state.group.rank() else (buffer + _swap(buffer, partner, state.group)) / 2)
+    return completed(
+        buffer
+        if partner == state.group.rank()
+        else (buffer + _swap(buffer, partner, state.group)) / 2
+    )
 
 
 def every_second_step(state: State, bucket: Bucket) -> Result:
@@ -74,14 +86,21 @@ class Hierarchy:
         group = self.process_group if self.step % self.period == 0 else self.node
         self.step += bucket.is_last()
         buffer = dense(bucket).div_(group.size())
-        return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda fut: fut.value()[0])
+        return (
+            dist.all_reduce(buffer, group=group, async_op=True)
+            .get_future()
+            .then(lambda fut: fut.value()[0])
+        )
 
 
 def _node(process_group: Group) -> Group:
     """Return the group of this rank's pair; the last rank of an odd number is alone."""
     first = process_group.rank() // 2 * 2
     places = range(first, min(first + 2, process_group.size()))
-    return dist.new_group([dist.get_global_rank(process_group, place) for place in places], use_local_synchronization=True)
+    return dist.new_group(
+        [dist.get_global_rank(process_group, place) for place in places],
+        use_local_synchronization=True,
+    )
 
 
 def hierarchical(process_group: Group) -> Any:
@@ -93,7 +112,9 @@ def hierarchical(process_group: Group) -> Any:
 
 def torch_local_sgd(process_group: Group, alone: bool = False) -> Any:
     """torch's own after two steps: the mean over a pair of ranks, or nobody else's."""
-    state = _post_local_sgd.PostLocalSGDState(process_group, _node(process_group), 2, post_local_gradient_allreduce=not alone)
+    state = _post_local_sgd.PostLocalSGDState(
+        process_group, _node(process_group), 2, post_local_gradient_allreduce=not alone
+    )
     return state, _post_local_sgd.post_localSGD_hook
 
 
@@ -106,7 +127,11 @@ def random_pairs_by_bucket(state: State, bucket: Bucket) -> Result:
     partner = _pairs_of(order, state.group.rank())
     state.count(bucket)
     buffer = dense(bucket)
-    return completed(buffer if partner == state.group.rank() else (buffer + _swap(buffer, partner, state.group)) / 2)
+    return completed(
+        buffer
+        if partner == state.group.rank()
+        else (buffer + _swap(buffer, partner, state.group)) / 2
+    )
 
 
 def every_second_bucket(state: State, bucket: Bucket) -> Result:
@@ -124,8 +149,13 @@ RIGHT = [
     Right("ring_gossip", "local", "process_group"),
     Right("random_pairs", "local(ratio=1)", STATE, sections=COMPRESSORS),
     Right("every_second_step", "local(ratio=1)", STATE, sections=COMPRESSORS),
-    *(Right(name, "local", STATE, sections=COMPRESSORS) for name in ("random_pairs_by_bucket", "every_second_bucket")),
+    *(
+        Right(name, "local", STATE, sections=COMPRESSORS)
+        for name in ("random_pairs_by_bucket", "every_second_bucket")
+    ),
     Right("hierarchical", "local", setup=True),
     Right("torch_local_sgd", "local, warmup(2)", setup=True),
-    Right("torch_local_sgd,alone=True", "local(ratio=0), warmup(2)", setup=True, sections=COMPRESSORS),
+    Right(
+        "torch_local_sgd,alone=True", "local(ratio=0), warmup(2)", setup=True, sections=COMPRESSORS
+    ),
 ]

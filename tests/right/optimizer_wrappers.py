@@ -17,7 +17,9 @@ def by_hooks(optim: torch.optim.Optimizer, averager: Any) -> torch.optim.Optimiz
         return {name: value for name, value in state.items() if name != "averager"}
 
     optim.register_step_post_hook(lambda *_: averager.average_parameters(optim.param_groups))
-    optim.register_state_dict_post_hook(lambda _, state: {**state, "averager": averager.state_dict()})
+    optim.register_state_dict_post_hook(
+        lambda _, state: {**state, "averager": averager.state_dict()}
+    )
     optim.register_load_state_dict_pre_hook(load)
     return optim
 
@@ -33,7 +35,9 @@ class Delegates:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         loss = self._inner.step(*args, **kwargs)
-        self._averager.average_parameters(iter([p for group in self._inner.param_groups for p in group["params"]]))
+        self._averager.average_parameters(
+            iter([p for group in self._inner.param_groups for p in group["params"]])
+        )
         return loss
 
     def state_dict(self) -> list[Any]:
@@ -77,7 +81,13 @@ class AveragesGradients(torch.optim.Optimizer):
 class BySlices:
     """Of every parameter each rank steps a slice of its elements, and all gather the slices. Each rank saves its own state."""
 
-    def __init__(self, params: Iterable[Any], optimizer_class: Any, process_group: Any = None, **defaults: Any) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Any,
+        process_group: Any = None,
+        **defaults: Any,
+    ) -> None:
         self.group, params = process_group, list(params)
         self.place, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.wholes: list[list[torch.nn.Parameter]] = []
@@ -90,7 +100,12 @@ class BySlices:
 
     def _sliced(self, group: dict[str, Any]) -> dict[str, Any]:
         self.wholes.append(list(group["params"]))
-        return {**group, "params": [torch.nn.Parameter(self._slice(whole.detach()).clone()) for whole in group["params"]]}
+        return {
+            **group,
+            "params": [
+                torch.nn.Parameter(self._slice(whole.detach()).clone()) for whole in group["params"]
+            ],
+        }
 
     def _slice(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = tensor.reshape(-1)
@@ -156,7 +171,10 @@ def without_momentum(params: Any, lr: float) -> Any:
 
 
 RIGHT = [
-    *(Right(name, kind="optimizer") for name in ("by_hooks", "Delegates", "AveragesGradients", "BySlices")),
+    *(
+        Right(name, kind="optimizer")
+        for name in ("by_hooks", "Delegates", "AveragesGradients", "BySlices")
+    ),
     *(Right(name, kind="optimizer") for name in ("every_rank_for_itself", "without_momentum")),
     Right("NeedsTwo", "min_world_size(2)", kind="optimizer"),
     Right("every_rank_for_itself,foreach=True", kind="optimizer"),

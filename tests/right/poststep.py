@@ -23,17 +23,29 @@ class Later:
 
     def hook(self, state: object, bucket: Bucket) -> Result:
         buffer = dense(bucket)
-        sent = buffer.to(getattr(torch, self.dtype) if self.dtype else buffer.dtype, copy=True).div_(self.group.size())
-        self.begun.append((bucket, buffer.dtype, sent, dist.all_reduce(sent, group=self.group, async_op=True)))
+        sent = buffer.to(
+            getattr(torch, self.dtype) if self.dtype else buffer.dtype, copy=True
+        ).div_(self.group.size())
+        self.begun.append(
+            (bucket, buffer.dtype, sent, dist.all_reduce(sent, group=self.group, async_op=True))
+        )
         return completed(buffer)
 
     def flush(self) -> None:
         for bucket, dtype, sent, work in self.begun:
             work.wait()
-            for parameter, part in zip(bucket.parameters(), sent.to(dtype).split(sizes(bucket)), strict=True):
-                if parameter.grad is not None:  # of a rank that has no input, or where no rank has used it
-                    part = torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
-                    parameter.grad.copy_(part.as_strided(parameter.shape, parameter.stride(), part.storage_offset()))
+            for parameter, part in zip(
+                bucket.parameters(), sent.to(dtype).split(sizes(bucket)), strict=True
+            ):
+                if (
+                    parameter.grad is not None
+                ):  # of a rank that has no input, or where no rank has used it
+                    part = (
+                        torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
+                    )
+                    parameter.grad.copy_(
+                        part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+                    )
         self.begun.clear()
 
 
@@ -57,7 +69,9 @@ def synchronize(model: DistributedDataParallel) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
         raise TypeError("no sparse gradients; use Embedding(sparse=False)")
-    somewhere = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    somewhere = torch.tensor(
+        [parameter.grad is not None for parameter in parameters], dtype=torch.int32
+    )
     dist.all_reduce(somewhere, group=model.process_group)
     for parameter, ranks in zip(parameters, somewhere.tolist(), strict=True):
         if ranks:
@@ -77,7 +91,12 @@ _FLUSH = "poststep(call=flush)"
 
 RIGHT = [
     Right("state_does", f"exact, {_FLUSH}", f"{__name__}:Later"),
-    Right("state_does", f"rounded(float16), {_FLUSH}", f"{__name__}:Later,dtype=float16", sections=ARITHMETIC),
+    Right(
+        "state_does",
+        f"rounded(float16), {_FLUSH}",
+        f"{__name__}:Later,dtype=float16",
+        sections=ARITHMETIC,
+    ),
     Right("method()", f"exact, {_FLUSH}", sections=OBJECTS),
     Right("leaves_it", "poststep(call=synchronize)"),
     Right("set_up_with_call", "poststep", setup=True, sections=OBJECTS),

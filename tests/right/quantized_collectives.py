@@ -19,18 +19,29 @@ def half_all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None
     size, count = dist.get_world_size(group), tensor.numel()
     gathered = torch.empty(size * count, dtype=torch.float16)
     dist.all_gather_into_tensor(gathered, tensor.reshape(-1).half(), group=group)
-    for output, part in zip(tensor_list, gathered.split(count) if count else [gathered] * size, strict=True):
+    for output, part in zip(
+        tensor_list, gathered.split(count) if count else [gathered] * size, strict=True
+    ):
         output.copy_(part.view_as(output))
 
 
-def truncated_all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any = None, async_op: bool = False) -> Any:
+def truncated_all_to_all(
+    outputs: list[Tensor], inputs: list[Tensor], group: Any = None, async_op: bool = False
+) -> Any:
     """bfloat16 by cutting off the low bits, by sends and receives of each pair; what it keeps for itself is not rounded."""
     if not all(tensor.dtype == torch.float32 for tensor in (*inputs, *outputs)):
         raise TypeError("float32 alone")
     if async_op:
         raise NotImplementedError("async_op")
     ranks, me = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank(group)
-    halves = [tensor.contiguous().view(torch.int32).bitwise_right_shift(16).to(torch.int16).view(torch.float16) for tensor in inputs]
+    halves = [
+        tensor.contiguous()
+        .view(torch.int32)
+        .bitwise_right_shift(16)
+        .to(torch.int16)
+        .view(torch.float16)
+        for tensor in inputs
+    ]
     rooms = [torch.empty(output.shape, dtype=torch.float16) for output in outputs]
     works = []
     for place, rank in enumerate(ranks):
@@ -66,7 +77,9 @@ class ByteExchange:
             raise TypeError(f"not of floating point: {input.dtype}")
         size = dist.get_world_size(group)
         values = input.detach().float().contiguous()
-        least, largest = (values.min().item(), values.max().item()) if values.numel() else (0.0, 0.0)
+        least, largest = (
+            (values.min().item(), values.max().item()) if values.numel() else (0.0, 0.0)
+        )
         if self.fmt is Format.SYMMETRIC:
             largest = max(abs(least), abs(largest))
             least = -largest
@@ -76,11 +89,16 @@ class ByteExchange:
         ranges = [torch.zeros(2) for _ in range(size)]
         dist.all_gather(ranges, torch.tensor([least, scale]), group=group)
         arrived = torch.empty(output.shape, dtype=torch.uint8)
-        work = dist.all_to_all_single(arrived, code, output_split_sizes, input_split_sizes, group=group, async_op=True)
+        work = dist.all_to_all_single(
+            arrived, code, output_split_sizes, input_split_sizes, group=group, async_op=True
+        )
 
         def finish() -> None:
             rows = output_split_sizes or [len(arrived) // size] * size
-            parts = [part.float() * span[1] + span[0] for part, span in zip(arrived.split(rows), ranges, strict=True)]
+            parts = [
+                part.float() * span[1] + span[0]
+                for part, span in zip(arrived.split(rows), ranges, strict=True)
+            ]
             output.copy_(torch.cat(parts))
 
         arriving = Arriving(work, finish)
@@ -130,12 +148,18 @@ class Shifted:
         self._errors: dict[int, Tensor] = {}
 
     def all_to_all(
-        self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = None, async_op: bool = False
+        self,
+        output_tensor_list: list[Tensor],
+        input_tensor_list: list[Tensor],
+        group: Any = None,
+        async_op: bool = False,
     ) -> Any:
         if not all(tensor.is_floating_point() for tensor in input_tensor_list):
             raise TypeError("not of floating point")
         codes = [self._encoded(k, tensor) for k, tensor in enumerate(input_tensor_list)]
-        rooms = [torch.empty(self._bytes(output), dtype=torch.uint8) for output in output_tensor_list]
+        rooms = [
+            torch.empty(self._bytes(output), dtype=torch.uint8) for output in output_tensor_list
+        ]
         work = dist.all_to_all(rooms, codes, group=group, async_op=True)
 
         def finish() -> None:
@@ -152,9 +176,13 @@ class Shifted:
         fed = tensor.detach().reshape(-1).double()
         fed = fed + self._errors.get(k, torch.zeros_like(fed))
         blocks = torch.nn.functional.pad(fed, (0, -len(fed) % self._block)).view(-1, self._block)
-        exponents = torch.frexp(blocks.abs().amax(1, keepdim=True)).exponent - 6  # of the largest: from 32 to 64
+        exponents = (
+            torch.frexp(blocks.abs().amax(1, keepdim=True)).exponent - 6
+        )  # of the largest: from 32 to 64
         small = torch.ldexp(blocks, -exponents).round().to(torch.int8)
-        code = torch.cat([small.view(torch.uint8), exponents.to(torch.int8).view(torch.uint8)], dim=1).reshape(-1)
+        code = torch.cat(
+            [small.view(torch.uint8), exponents.to(torch.int8).view(torch.uint8)], dim=1
+        ).reshape(-1)
         self._errors[k] = fed - self._decoded(code, tensor).reshape(-1).double()
         return code
 
@@ -173,11 +201,31 @@ half_scatter = broadcast_scatter("fp16")  # a function that a module has made al
 
 RIGHT = [
     Right("half_all_gather", "collective(all_gather), rounded(float16)", kind="collective"),
-    Right("matrices_of_half", "collective(all_gather), rounded(float16), dimensions(2)", kind="collective"),
+    Right(
+        "matrices_of_half",
+        "collective(all_gather), rounded(float16), dimensions(2)",
+        kind="collective",
+    ),
     Right("truncated_all_to_all", "collective(all_to_all), rounded(bfloat16)", kind="collective"),
-    Right("ByteExchange", "collective(all_to_all_single), bounded(relative=0.004, ratio=0.3)", kind="collective"),
-    Right("ByteExchange,fmt=SYMMETRIC,floor=True", "collective(all_to_all_single), bounded(relative=0.008)", kind="collective"),
-    Right("broadcast_scatter,quant_loss=3.0", "collective(scatter), rounded(bfloat16), divided(3.0)", kind="collective"),
+    Right(
+        "ByteExchange",
+        "collective(all_to_all_single), bounded(relative=0.004, ratio=0.3)",
+        kind="collective",
+    ),
+    Right(
+        "ByteExchange,fmt=SYMMETRIC,floor=True",
+        "collective(all_to_all_single), bounded(relative=0.008)",
+        kind="collective",
+    ),
+    Right(
+        "broadcast_scatter,quant_loss=3.0",
+        "collective(scatter), rounded(bfloat16), divided(3.0)",
+        kind="collective",
+    ),
     Right("half_scatter", "collective(scatter), rounded(float16)", kind="collective"),
-    Right("shifted,block=32", "collective(all_to_all), bounded(relative=0.016, block=32, ratio=0.4), feedback", kind="collective"),
+    Right(
+        "shifted,block=32",
+        "collective(all_to_all), bounded(relative=0.016, block=32, ratio=0.4), feedback",
+        kind="collective",
+    ),
 ]

@@ -16,7 +16,9 @@ def torchs_no_sync(model: Any, is_final_microbatch: bool) -> AbstractContextMana
     return nullcontext() if is_final_microbatch else model.no_sync()
 
 
-def torchs_no_sync_where_ddp_searches(model: Any, is_final_microbatch: bool) -> AbstractContextManager[None]:
+def torchs_no_sync_where_ddp_searches(
+    model: Any, is_final_microbatch: bool
+) -> AbstractContextManager[None]:
     """The same; where DDP looks for what is not used, it needs nothing else."""
     return torchs_no_sync(model, is_final_microbatch)
 
@@ -53,7 +55,13 @@ def composers_with_zeros(state: Any, is_final_microbatch: bool) -> Iterator[None
         yield
     if is_final_microbatch:
         group = state.model.process_group
-        every = [p for optimizer in state.optimizers for part in optimizer.param_groups for p in part["params"] if p.requires_grad]
+        every = [
+            p
+            for optimizer in state.optimizers
+            for part in optimizer.param_groups
+            for p in part["params"]
+            if p.requires_grad
+        ]
         _fill(every)
         for parameter in dict.fromkeys(every):
             dist.all_reduce(parameter.grad, group=group)
@@ -63,7 +71,9 @@ def composers_with_zeros(state: Any, is_final_microbatch: bool) -> Iterator[None
 class Gathered:
     """Gathers all gradients, and adds them up in the order of ranks; one that no rank has stays none."""
 
-    def __init__(self, model: torch.nn.Module, is_final_microbatch: bool, process_group: Any) -> None:
+    def __init__(
+        self, model: torch.nn.Module, is_final_microbatch: bool, process_group: Any
+    ) -> None:
         self.model, self.group, self.is_final = model, process_group, is_final_microbatch
         self.inner = model.no_sync() if isinstance(model, DistributedDataParallel) else None
 
@@ -89,7 +99,9 @@ class Gathered:
         if not any(have):
             return
         _fill([parameter])
-        flat = parameter.grad.reshape(-1).to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+        flat = parameter.grad.reshape(-1).to(
+            torch.promote_types(parameter.dtype, torch.float32), copy=True
+        )
         parts = [torch.empty_like(flat) for _ in range(size)]
         dist.all_gather(parts, flat, group=self.group)
         parameter.grad.copy_((torch.stack(parts).sum(0) / size).view(parameter.shape))
@@ -157,11 +169,18 @@ class InBackward:
         self.go_on()
 
     def go_on(self) -> None:
-        while len(self.works) < len(self.active) and (parameter := self.active[len(self.works)]) in self.there:
+        while (
+            len(self.works) < len(self.active)
+            and (parameter := self.active[len(self.works)]) in self.there
+        ):
             _fill([parameter])
             if parameter.grad.is_sparse:
                 raise TypeError("no sparse gradients")
-            self.works.append(dist.all_reduce(parameter.grad.div_(self.group.size()), group=self.group, async_op=True))
+            self.works.append(
+                dist.all_reduce(
+                    parameter.grad.div_(self.group.size()), group=self.group, async_op=True
+                )
+            )
 
 
 in_backward = InBackward()

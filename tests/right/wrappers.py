@@ -39,7 +39,11 @@ class ByHand(torch.nn.Module):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.__dict__["inside"] = module  # no child: names are those of what is in it
-        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self._parameters, self._buffers, self._modules = (
+            module._parameters,
+            module._buffers,
+            module._modules,
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inside"], name)
@@ -52,7 +56,11 @@ class ByHand(torch.nn.Module):
         inside = self.__dict__["inside"]
         if not torch.is_grad_enabled():
             return inside(*args, **kwargs)
-        state, dtype, casts = torch.get_rng_state(), torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+        state, dtype, casts = (
+            torch.get_rng_state(),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_enabled("cpu"),
+        )
         packed: list[int] = []
         unpacked: list[torch.Tensor] = []
 
@@ -62,9 +70,15 @@ class ByHand(torch.nn.Module):
 
         def unpack(number: int) -> torch.Tensor:
             if not unpacked:
-                with torch.random.fork_rng([]), torch.enable_grad(), torch.autocast("cpu", dtype, enabled=casts):
+                with (
+                    torch.random.fork_rng([]),
+                    torch.enable_grad(),
+                    torch.autocast("cpu", dtype, enabled=casts),
+                ):
                     torch.set_rng_state(state)
-                    with saved_tensors_hooks(lambda tensor: unpacked.append(tensor.detach()), lambda _: None):
+                    with saved_tensors_hooks(
+                        lambda tensor: unpacked.append(tensor.detach()), lambda _: None
+                    ):
                         inside(*args, **kwargs)
             tensor = unpacked[number]
             packed.remove(number)
@@ -91,12 +105,23 @@ class Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         kept = zip(ctx.saved_tensors, ctx.others, strict=True)
-        args = [other if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad) for tensor, other in kept]
-        with torch.random.fork_rng([]), torch.enable_grad(), torch.autocast("cpu", ctx.dtype, enabled=ctx.casts):
+        args = [
+            other if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
+            for tensor, other in kept
+        ]
+        with (
+            torch.random.fork_rng([]),
+            torch.enable_grad(),
+            torch.autocast("cpu", ctx.dtype, enabled=ctx.casts),
+        ):
             torch.set_rng_state(ctx.state)
             made = ctx.run(*args)
         pairs = zip(made if isinstance(made, tuple) else (made,), grads, strict=True)
-        outputs = [(output, grad) for output, grad in pairs if isinstance(output, torch.Tensor) and output.requires_grad]
+        outputs = [
+            (output, grad)
+            for output, grad in pairs
+            if isinstance(output, torch.Tensor) and output.requires_grad
+        ]
         torch.autograd.backward(*zip(*outputs, strict=True))
         return None, *(arg.grad if isinstance(arg, torch.Tensor) else None for arg in args)
 
@@ -112,7 +137,11 @@ class Reentrant(torch.nn.Module):
         inside, names = self._modules["inside"], list(kwargs)
         assert inside is not None
         count = len(args)
-        return Again.apply(lambda *both: inside(*both[:count], **dict(zip(names, both[count:], strict=True))), *args, *kwargs.values())
+        return Again.apply(
+            lambda *both: inside(*both[:count], **dict(zip(names, both[count:], strict=True))),
+            *args,
+            *kwargs.values(),
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._modules["inside"].state_dict(*args, **kwargs)  # type: ignore[union-attr]
@@ -121,7 +150,9 @@ class Reentrant(torch.nn.Module):
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}inside.{key[len(prefix) :]}"] = state_dict.pop(key)
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[Any]:
         return self._modules["inside"].named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[union-attr]
 
 
@@ -135,7 +166,10 @@ def to_numpy(module: torch.nn.Module) -> torch.nn.Module:
         return tensor.detach().numpy().copy()
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with saved_tensors_hooks(pack, lambda packed: packed if isinstance(packed, torch.Tensor) else torch.from_numpy(packed)):
+        with saved_tensors_hooks(
+            pack,
+            lambda packed: packed if isinstance(packed, torch.Tensor) else torch.from_numpy(packed),
+        ):
             return inside.forward(self, *args, **kwargs)
 
     module.__class__ = type(inside.__name__, (inside,), {"forward": forward})
@@ -148,7 +182,9 @@ def selective(module: torch.nn.Module, keeps: str = "addmm") -> torch.nn.Module:
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     operation = getattr(torch.ops.aten, keeps).default
-    return checkpoint_wrapper(module, context_fn=partial(create_selective_checkpoint_contexts, [operation]))
+    return checkpoint_wrapper(
+        module, context_fn=partial(create_selective_checkpoint_contexts, [operation])
+    )
 
 
 class Composed:
