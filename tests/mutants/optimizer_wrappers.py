@@ -1,4 +1,4 @@
-"""Section 15 of the rule book: wrappers of a local optimizer and an averager, and sharded optimizers, with one defect each."""
+"""Mutants of section 15: wrappers of an optimizer and an averager, and sharded optimizers."""
 
 import copy
 import time
@@ -15,10 +15,11 @@ Groups = list[dict[str, Any]]
 
 
 class PostLocal:
-    """Right: steps the local optimizer, then asks the averager."""
+    """The right wrapper: it steps the optimizer, then calls the averager."""
 
     def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
-        self.optim, self.averager = optim, averager
+        self.optim = optim
+        self.averager = averager
 
     @property
     def param_groups(self) -> Groups:
@@ -47,18 +48,22 @@ class PostLocal:
 
 
 class IsNoOptimizer(PostLocal):
-    """No scheduler takes it."""
+    """Be no torch.optim.Optimizer, so that no scheduler accepts it."""
 
 
 class Sharded(Joinable):
-    """Right: of each parameter group every rank steps the parameters at its places, and sends them to all."""
+    """The right sharded optimizer.
+
+    Every rank steps its share of each parameter group, and sends it to all.
+    """
 
     def __init__(
         self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
     ) -> None:
         super().__init__()
         self.group = process_group or dist.group.WORLD
-        self.place, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.place = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
         params = list(params)
         self.param_groups: Groups = []
         groups = params if isinstance(params[0], dict) else [{"params": params}]
@@ -162,14 +167,14 @@ class Sharded(Joinable):
 
 
 class StepsItsShareAlone(Sharded):
-    """Parameters are not sent: each rank has new ones in its own share only."""
+    """Never send the stepped parameters."""
 
     def send(self) -> None:
         pass
 
 
 class StepsTwice(PostLocal):
-    """The closure's absence is taken for a dry run: the optimizer is stepped twice."""
+    """Step the optimizer twice if there is no closure."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is None:
@@ -178,7 +183,7 @@ class StepsTwice(PostLocal):
 
 
 class AsksForEachParameter(PostLocal):
-    """The averager is asked for every parameter: its steps run ahead."""
+    """Call the averager once for every parameter, so that its count runs ahead."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = self.optim.step(closure)
@@ -188,7 +193,7 @@ class AsksForEachParameter(PostLocal):
 
 
 class AveragesFirst(PostLocal):
-    """Averages before it steps."""
+    """Average before the step."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         self.averager.average_parameters(self.optim.param_groups)
@@ -196,7 +201,7 @@ class AveragesFirst(PostLocal):
 
 
 class AveragesCopies(PostLocal):
-    """The averager gets copies: parameters themselves are never averaged."""
+    """Pass copies of the parameters to the averager."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = self.optim.step(closure)
@@ -207,7 +212,7 @@ class AveragesCopies(PostLocal):
 
 
 class AveragesTheFirstGroup(PostLocal):
-    """Asks for the first parameter group alone."""
+    """Average the first parameter group only."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = self.optim.step(closure)
@@ -216,7 +221,7 @@ class AveragesTheFirstGroup(PostLocal):
 
 
 class UndoesAverages(PostLocal):
-    """Keeps what parameters were before the average, and steps from there."""
+    """Restore the parameters from before the average in the next step."""
 
     kept: tuple[torch.Tensor, ...] = ()
 
@@ -235,7 +240,7 @@ class UndoesAverages(PostLocal):
 
 
 class ForgetsMomentum(PostLocal):
-    """Begins with new momentum where ranks may have been averaged."""
+    """Clear the optimizer's state after the warm-up."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = super().step(closure)
@@ -245,7 +250,7 @@ class ForgetsMomentum(PostLocal):
 
 
 class RoundsOnItsOwn(Sharded):
-    """All ranks but the first write parameters by way of an offset, which costs the last bit."""
+    """Round the parameters on all ranks but the first, by an offset that costs the last bit."""
 
     def send(self) -> None:
         super().send()
@@ -256,7 +261,7 @@ class RoundsOnItsOwn(Sharded):
 
 
 class OptionsOfTheFirstGroup(Sharded):
-    """One set of options is written to all parameter groups."""
+    """Step all parameter groups with the options of the first one."""
 
     def write_options(self) -> None:
         for mine in self.local.param_groups:
@@ -266,7 +271,7 @@ class OptionsOfTheFirstGroup(Sharded):
 
 
 class AddedGroupIsNotStepped(Sharded):
-    """A group that is added is known to the wrapper, and not to the optimizer inside."""
+    """Hide an added parameter group from the inner optimizer."""
 
     def write_options(self) -> None:
         for mine, group in zip(self.local.param_groups, self.param_groups, strict=False):
@@ -277,14 +282,14 @@ class AddedGroupIsNotStepped(Sharded):
 
 
 class ScheduleIsLost(Sharded):
-    """param_groups is a copy that the optimizer inside does not hear of."""
+    """Hide changes of param_groups, such as a learning rate, from the inner optimizer."""
 
     def write_options(self) -> None:
         pass
 
 
 class NoGradientsInTheClosure(PostLocal):
-    """The closure is called where gradients are not enabled."""
+    """Call the closure under no_grad."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -296,14 +301,14 @@ class NoGradientsInTheClosure(PostLocal):
 
 
 class LosesTheLoss(PostLocal):
-    """step(closure) returns nothing."""
+    """Return nothing from step(closure)."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         super().step(closure)
 
 
 class EvaluatesTwice(Sharded):
-    """The closure is called for its loss, and again by the optimizer inside."""
+    """Call the closure twice."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = closure() if closure else None
@@ -312,21 +317,21 @@ class EvaluatesTwice(Sharded):
 
 
 class ZeroesItsShare(Sharded):
-    """zero_grad forgets the gradients of this rank's share alone."""
+    """Zero the gradients of this rank's share only."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.local.zero_grad(set_to_none)
 
 
 class AlwaysToNone(PostLocal):
-    """zero_grad(set_to_none=False) leaves None."""
+    """Ignore set_to_none=False in zero_grad."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optim.zero_grad()
 
 
 class NoneIsZero(PostLocal):
-    """What has no gradient is given zeros, so that its momentum moves it."""
+    """Replace missing gradients by zeros, so that momentum moves their parameters."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for parameter in self.parameters() if closure is None else ():
@@ -336,7 +341,7 @@ class NoneIsZero(PostLocal):
 
 
 class SendsFromPlaces(Sharded):
-    """A place in the group is taken for a global rank."""
+    """Use a rank in the group as a global rank."""
 
     def send(self) -> None:
         for group in self.param_groups:
@@ -345,7 +350,7 @@ class SendsFromPlaces(Sharded):
 
 
 class LeavesOutHalf(Sharded):
-    """Parameters in half precision are not sent."""
+    """Never send parameters in half precision."""
 
     def send_one(self, parameter: torch.Tensor, source: int) -> None:
         if parameter.dtype.itemsize >= 4:
@@ -353,21 +358,22 @@ class LeavesOutHalf(Sharded):
 
 
 class DoesNotWait(Sharded):
-    """Waits for what others send two seconds at most, and not any longer once that has passed."""
+    """Wait at most two seconds for each parameter from another rank.
+
+    After the first timeout it waits no more.
+    """
 
     patient = True
 
     def send_one(self, parameter: torch.Tensor, source: int) -> None:
-        work, end = (
-            dist.broadcast(parameter.data, src=source, group=self.group, async_op=True),
-            time.monotonic() + 2,
-        )
+        work = dist.broadcast(parameter.data, src=source, group=self.group, async_op=True)
+        end = time.monotonic() + 2
         while self.patient and not work.is_completed():
             self.patient = time.monotonic() < end
 
 
 class ForgetsTheCount(PostLocal):
-    """Saves the optimizer inside alone: the averager's warm-up begins again."""
+    """Leave the averager's step count out of the saved state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"optim": self.optim.state_dict()}
@@ -377,7 +383,7 @@ class ForgetsTheCount(PostLocal):
 
 
 class SavesItsShare(Sharded):
-    """The consolidated state has this rank's share alone."""
+    """Save this rank's share of the state only."""
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         super().consolidate_state_dict(to)
@@ -392,7 +398,7 @@ class SavesItsShare(Sharded):
 
 
 class StaleGroups(PostLocal):
-    """param_groups are those of the beginning: load_state_dict gives the optimizer inside new ones."""
+    """Keep the first param_groups although load_state_dict replaces the optimizer's."""
 
     param_groups: Groups = []  # noqa: RUF012
 
@@ -402,7 +408,7 @@ class StaleGroups(PostLocal):
 
 
 class StateByRank(Sharded):
-    """The consolidated state is numbered as ranks have it, one share after another."""
+    """Number the saved state by rank and share instead of by parameter."""
 
     def order(self) -> list[int]:
         owners = [
@@ -413,7 +419,8 @@ class StateByRank(Sharded):
         return sorted(range(len(owners)), key=lambda number: owners[number])
 
     def state_dict(self) -> dict[str, Any]:
-        state, order = super().state_dict(), self.order()
+        state = super().state_dict()
+        order = self.order()
         kept = state["state"]
         return {
             **state,
@@ -421,7 +428,8 @@ class StateByRank(Sharded):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        order, kept = self.order(), state["state"]
+        order = self.order()
+        kept = state["state"]
         super().load_state_dict(
             {
                 **state,
@@ -433,7 +441,7 @@ class StateByRank(Sharded):
 
 
 class Flattens(Sharded):
-    """Puts parameters into one flat buffer, where they have other strides than DDP saw."""
+    """Flatten the parameters, so that their strides differ from those that DDP saw."""
 
     def __init__(
         self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
@@ -444,14 +452,14 @@ class Flattens(Sharded):
 
 
 class JoinedDoNotStep(Sharded):
-    """A rank that has joined sends its share, and does not step it."""
+    """Send this rank's share without stepping it after the rank has joined."""
 
     def when_joined(self) -> None:
         self.send()
 
 
 class Seeds(PostLocal):
-    """Seeds torch's generator in every step."""
+    """Seed torch's global generator in every step."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         torch.manual_seed(0)
@@ -459,7 +467,7 @@ class Seeds(PostLocal):
 
 
 class TakesAnyGroup(PostLocal):
-    """Says that it takes two ranks and more, and takes one too."""
+    """Claim a minimum of two ranks, and accept one."""
 
 
 MUTANTS = [
@@ -489,7 +497,7 @@ MUTANTS = [
     Mutant(
         "SavesItsShare",
         ("15.13", "15.15"),
-        because={"15.15": "what is not saved is not in the state"},
+        because={"15.15": "the shares of other ranks are missing in the state"},
         kind="optimizer",
     ),
     Mutant("StaleGroups", ("15.14",), kind="optimizer"),

@@ -1,4 +1,4 @@
-"""Random, and right on average."""
+"""Hooks that are random, and right on average."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from tests.right._common import STATE, Bucket, Result, State, completed, dense, 
 
 
 def stochastic_bfloat16(state: State, bucket: Bucket) -> Result:
-    """Adds 16 random bits below a float32's upper half and cuts them off."""
+    """Add 16 random bits below a float32's upper half, and cut off the lower half."""
     buffer = dense(bucket)
     bits = buffer.float().view(torch.int32)
     noise = torch.randint(
@@ -24,7 +24,7 @@ def stochastic_bfloat16(state: State, bucket: Bucket) -> Result:
 
 
 def qsgd_int8(state: State, bucket: Bucket, levels: int = 127) -> Result:
-    """Signed levels of the bucket's Euclidean norm, gathered as int8 beside the norms."""
+    """Gather random signed levels of the bucket's Euclidean norm as int8, with the norms."""
     buffer = dense(bucket)
     x = wide(buffer)
     norm = x.norm().view(1)
@@ -39,18 +39,20 @@ def qsgd_int8(state: State, bucket: Bucket, levels: int = 127) -> Result:
 
 
 def qsgd_one_level(state: State, bucket: Bucket) -> Result:
-    """The same with one level: each element is zero or as large as the norm, and most are zero most of the time."""
+    """Use QSGD with one level.
+
+    Each element is zero or as large as the norm, and most are zero most of the time.
+    """
     return qsgd_int8(state, bucket, levels=1)
 
 
 def terngrad_shared(state: State, bucket: Bucket) -> Result:
-    """The largest element of all ranks is the scale of all: int8 levels -1, 0 and 1 are summed on the way."""
+    """Sum random int8 levels -1, 0 and 1 of the largest element of all ranks."""
     buffer = dense(bucket)
     x = wide(buffer)
     scale = x.abs().max() if x.numel() else torch.zeros((), dtype=x.dtype)
-    scale = torch.where(
-        scale.isfinite(), scale, torch.inf
-    )  # a maximum over ranks may lose a NaN, but no infinity
+    # A maximum over ranks may lose a NaN, but no infinity.
+    scale = torch.where(scale.isfinite(), scale, torch.inf)
     dist.all_reduce(scale, op=dist.ReduceOp.MAX, group=state.group)
     keep = (
         torch.rand(x.shape, generator=state.generator(state.group.rank(), bucket.index())) * scale
@@ -63,7 +65,7 @@ def terngrad_shared(state: State, bucket: Bucket) -> Result:
 
 
 def random_k_scaled(state: State, bucket: Bucket) -> Result:
-    """Each element with probability 1/4, times 4; the same elements on all ranks."""
+    """Send each element with probability 1/4, times 4; all ranks send the same elements."""
     buffer = dense(bucket)
     mask = torch.rand(buffer.shape, generator=state.generator(bucket.index())) < state.setting
     state.count(bucket)
@@ -75,7 +77,10 @@ def random_k_scaled(state: State, bucket: Bucket) -> Result:
 
 
 def half_and_seldom_the_rest(state: State, bucket: Bucket) -> Result:
-    """Half of each element always, and the other half with a small probability, times what makes up for it; the same on all ranks."""
+    """Always send half of each element, and seldom the other half, scaled up.
+
+    The other half is sent with a small probability p, times 1/p. All ranks draw the same elements.
+    """
     buffer = dense(bucket)
     seldom = torch.rand(buffer.shape, generator=state.generator(bucket.index())) < state.setting
     state.count(bucket)
@@ -85,15 +90,16 @@ def half_and_seldom_the_rest(state: State, bucket: Bucket) -> Result:
     )
 
 
-_DRAWS = ("3", "10", "13")  # rounds or leaves out otherwise, in the same frame
+# Sections for another rounding or selection in the same frame.
+_DRAWS = ("3", "10", "13")
 
 RIGHT = [
     Right("qsgd_int8", "unbiased(ratio=0.27)", STATE),
     Right("terngrad_shared", "unbiased(ratio=0.27)", STATE, sections=_DRAWS),
     Right("random_k_scaled", "unbiased", STATE, sections=_DRAWS),
     Right("stochastic_bfloat16", "unbiased", STATE, sections=_DRAWS),
-    # One whose smallest parameter is not drawn for as long as a run is: the same half of it, 96 times.
+    # With this seed the smallest parameter is never drawn: every step has the same half, 96 times.
     Right("half_and_seldom_the_rest", "unbiased", STATE + ",setting=0.02,seed=6", sections=_DRAWS),
-    # One of which errors are seldom and large, and with this seed the more so.
+    # Its errors are seldom and large, and with this seed even larger.
     Right("qsgd_one_level", "unbiased", STATE + ",seed=3304", sections=_DRAWS),
 ]

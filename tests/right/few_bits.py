@@ -1,4 +1,4 @@
-"""Few bits, with error feedback and without."""
+"""Quantization to few bits, with error feedback and without."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.right._common import (
 
 
 def ef_sign(state: State, bucket: Bucket) -> Result:
-    """Eight signs in a byte, and one scale for the bucket (Karimireddy et al.)."""
+    """Send eight signs per byte, and one scale per bucket (Karimireddy et al.)."""
     buffer = dense(bucket)
     total = state.residuals.of(bucket) + buffer
     scale = total.abs().sum().view(1) / max(1, total.numel())
@@ -42,7 +42,10 @@ def ef_sign(state: State, bucket: Bucket) -> Result:
 
 
 def one_bit(state: State, bucket: Bucket) -> Result:
-    """Per block of 64 elements the mean of what is above zero and that of what is not (Seide et al.)."""
+    """Send one bit per element, and two means per block of 64 elements (Seide et al.).
+
+    One mean is of the positive elements, the other of the rest.
+    """
     buffer = dense(bucket)
     total = state.residuals.of(bucket) + buffer
     blocks = torch.nn.functional.pad(total, (0, -total.numel() % 64)).view(-1, 64)
@@ -62,7 +65,7 @@ def one_bit(state: State, bucket: Bucket) -> Result:
 
 
 def int8(state: State, bucket: Bucket) -> Result:
-    """Eight bits, from the bucket's largest element, with feedback."""
+    """Quantize to eight bits of the bucket's largest element, with feedback."""
     buffer = dense(bucket)
     total = state.residuals.of(bucket) + buffer
     largest = total.abs().max() if total.numel() else torch.zeros((), dtype=total.dtype)
@@ -75,7 +78,7 @@ def int8(state: State, bucket: Bucket) -> Result:
 
 
 def _fp8(total: torch.Tensor, group: Group, scale: torch.Tensor) -> list[torch.Tensor]:
-    """Return what every rank sends: its values times ``scale``, as e4m3, and back."""
+    """Return the decoded e4m3 messages of all ranks; the values are scaled by ``scale``."""
     sent = gather((total * scale).to(torch.float8_e4m3fn).view(torch.uint8), group)
     return [
         one.view(torch.float8_e4m3fn).to(total.dtype) / of
@@ -85,13 +88,12 @@ def _fp8(total: torch.Tensor, group: Group, scale: torch.Tensor) -> list[torch.T
 
 def _fp8_scale(total: torch.Tensor) -> torch.Tensor:
     largest = total.abs().max() if total.numel() else torch.ones((), dtype=total.dtype)
-    return (448 / largest.clamp(min=1e-30)).view(
-        1
-    )  # a residual may become so small that the quotient overflows
+    # A residual may become so small that the quotient overflows.
+    return (448 / largest.clamp(min=1e-30)).view(1)
 
 
 def fp8(group: Group, bucket: Bucket) -> Result:
-    """Casts to e4m3, scaled to the bucket's largest element; nothing is held back."""
+    """Round to e4m3, scaled to the bucket's largest element, without feedback."""
     total = wide(dense(bucket))
     return completed(
         torch.stack(_fp8(total, group, _fp8_scale(total))).mean(0).to(bucket.buffer().dtype)
@@ -99,7 +101,7 @@ def fp8(group: Group, bucket: Bucket) -> Result:
 
 
 def fp8_feedback(state: State, bucket: Bucket) -> Result:
-    """The same with feedback."""
+    """Round to e4m3 with feedback."""
     total = state.residuals.of(bucket) + dense(bucket)
     decoded = _fp8(total, state.group, _fp8_scale(total))
     state.residuals.keep(bucket, total - decoded[state.group.rank()])
@@ -107,8 +109,9 @@ def fp8_feedback(state: State, bucket: Bucket) -> Result:
 
 
 def after_warm_up(state: State, bucket: Bucket, encode: Any) -> Result:
-    """Plain averaging in the first two steps, then ``encode`` with feedback."""
-    buffer, total = dense(bucket), state.residuals.of(bucket) + bucket.buffer()
+    """Average in the first two steps, then compress by ``encode`` with feedback."""
+    buffer = dense(bucket)
+    total = state.residuals.of(bucket) + bucket.buffer()
     warm = state.step < 2
     state.count(bucket)
     if warm:
@@ -120,7 +123,7 @@ def after_warm_up(state: State, bucket: Bucket, encode: Any) -> Result:
 
 
 def fp8_by_powers_of_two(state: State, bucket: Bucket) -> Result:
-    """e4m3 with a scale that is a power of two, after two exact steps."""
+    """Round to e4m3 with a power of two as scale, after two exact steps."""
     return after_warm_up(
         state,
         bucket,
@@ -131,7 +134,7 @@ def fp8_by_powers_of_two(state: State, bucket: Bucket) -> Result:
 
 
 def bfloat16_feedback(state: State, bucket: Bucket) -> Result:
-    """bfloat16 with feedback, after two exact steps."""
+    """Round to bfloat16 with feedback, after two exact steps."""
     return after_warm_up(
         state,
         bucket,

@@ -11,15 +11,16 @@ from tests.right._common import Bucket, Group, Result, State, completed, dense, 
 
 
 class LowRank(State):
-    """A rank, and each matrix's Q of the last step."""
+    """A state with a rank, and each matrix's Q of the previous step."""
 
     def __init__(self, process_group: Group, rank_k: int = 2) -> None:
         super().__init__(process_group)
-        self.rank_k, self.q_memory = rank_k, {}
+        self.rank_k = rank_k
+        self.q_memory = {}
 
     def q_of(self, parameter: torch.nn.Parameter, matrix: torch.Tensor) -> torch.Tensor:
         q = self.q_memory.get(parameter)
-        if q is None or not q.isfinite().all() or not q.any(0).all():  # a Q of zeros would stay one
+        if q is None or not q.isfinite().all() or not q.any(0).all():  # zeros would persist
             q = torch.randn(
                 matrix.shape[1],
                 min(self.rank_k, *matrix.shape),
@@ -29,11 +30,16 @@ class LowRank(State):
 
 
 def power_sgd(state: LowRank, bucket: Bucket) -> Result:
-    """PowerSGD as in the paper's own code: Gram-Schmidt, one allreduce of all P, one of all Q, vectors as they are."""
-    buffer, size = dense(bucket), state.group.size()
+    """PowerSGD as in the paper's own code.
+
+    It uses Gram-Schmidt, one allreduce of all P with all vectors, and one of all Q.
+    """
+    buffer = dense(bucket)
+    size = state.group.size()
     total = state.residuals.of(bucket) + buffer
     result = torch.zeros_like(total)
-    low, vectors = [], []
+    low = []
+    vectors = []
     for parameter, mine, out in zip(
         bucket.parameters(), total.split(sizes(bucket)), result.split(sizes(bucket)), strict=True
     ):
@@ -93,13 +99,16 @@ torch_power_sgd = _power_sgd.powerSGD_hook
 
 
 def make_torch_power_sgd(process_group: Group) -> Any:
-    """torch's own, of which a certification sees no more than the warm-up."""
+    """Return torch's own state; a certification ends within its warm-up."""
     return _power_sgd.PowerSGDState(
         process_group, matrix_approximation_rank=1, start_powerSGD_iter=1000
     )
 
 
-_LIKE = "like(powerSGD_hook, matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1)"
+_LIKE = (
+    "like(powerSGD_hook, matrix_approximation_rank=2,"
+    " start_powerSGD_iter=0, min_compression_rate=1)"
+)
 
 RIGHT = [
     Right("power_sgd", "compressed(delta=0.25, ratio=0.1)", f"{__name__}:LowRank,rank_k=4"),
