@@ -1,8 +1,8 @@
-"""Hooks, and subjects of the other kinds, with one defect each. Every module is one section of the rule book, or a part of one;
-:func:`catalogue` lists them all.
+"""Broken subjects, each with one defect.
 
-The modules import torch alone, so that a rank imports a mutant in no time. Each function's docstring
-says what is wrong with it; each module ends with ``MUTANTS``, which says the rule that refuses it.
+Every module covers one section of the rule book, or a part of one, and ends with ``MUTANTS``: its
+mutants and the rules that must refuse them. :func:`catalogue` lists all of them. The modules import
+little beyond torch, so that a rank loads a mutant quickly. A mutant's docstring names its defect.
 """
 
 import importlib
@@ -14,16 +14,21 @@ class Mutant:
     """One broken subject and the rules that must refuse it.
 
     Attributes:
-        name: attribute of its module.
-        breaks: the MUST rules that fail; the first is the one that it was written for. No other MUST rule may fail.
-        claims: what it claims of itself.
-        state: as in ``--state``.
+        name: the attribute of its module, with arguments if it is a factory.
+        breaks: the rules that always fail; the mutant was written for the first of them. No MUST
+            rule fails that is neither in ``breaks`` nor in ``because``.
+        claims: the claims of the subject.
+        state: the value of ``--state``.
         setup: whether the attribute is a set-up function.
-        because: why a further rule fails too: always, if it is in ``breaks``; else it may.
-        worlds: world sizes of the profile that it is tried in.
-        kind: of the subject; one of another kind than hook claims what its target's arguments say, unless it claims more.
-        device: the type that it needs; '' is any. Others than those are judged by ``test_mutants.py``.
-        hangs: it hangs where it is broken, and is judged with a short deadline, as are all of ``process``.
+        because: the reason why a further rule fails. A rule that is also in ``breaks`` always
+            fails; any other may fail.
+        worlds: the world sizes of the profile.
+        hangs: whether the mutant hangs, so that a short deadline is enough. All mutants of
+            ``process`` are judged with a short deadline.
+        kind: the kind of subject. Any kind but the hook takes its claims from the target's
+            arguments, unless ``claims`` adds more.
+        device: the device type that the mutant needs, or '' for any. ``test_mutants.py`` judges
+            the mutants that run on any device.
     """
 
     name: str
@@ -38,7 +43,10 @@ class Mutant:
     device: str = ""
 
 
-ZEROS = dict.fromkeys(("4.1", "7.1"), "what a rank leaves out, or has no input for, is zeros")  # a reason: see Mutant.because
+# Reasons for Mutant.because.
+ZEROS = dict.fromkeys(
+    ("4.1", "7.1"), "a rank that leaves a parameter out, or has no input, adds zeros"
+)
 
 _SECTIONS = (
     "contract",
@@ -74,6 +82,6 @@ _SECTIONS = (
 
 
 def catalogue() -> list[tuple[str, Mutant]]:
-    """Return (module name, mutant) for every mutant; the modules are imported only when this is called."""
+    """Return (module name, mutant) for every mutant; import the modules on this call only."""
     modules = [importlib.import_module(f"{__name__}.{section}") for section in _SECTIONS]
     return [(module.__name__, mutant) for module in modules for mutant in module.MUTANTS]

@@ -1,6 +1,6 @@
-"""What a right averaging hook is made of, so that each mutant shows its defect and nothing else.
+"""Parts of a right averaging hook, so that each mutant shows its defect and nothing else.
 
-A rank is a process of its own that runs one mutant: what a module keeps between calls is that mutant's.
+Each rank is a process that runs one mutant, so module-level state belongs to that mutant alone.
 """
 
 import itertools
@@ -14,20 +14,21 @@ Bucket = dist.GradBucket
 Result = torch.futures.Future[torch.Tensor]
 Change = Callable[[torch.Tensor], torch.Tensor]
 
-kept: dict[Hashable, torch.Tensor] = {}  # between calls: by parameter, unless the defect is that it is not
+# Tensors kept between calls, by parameter unless another key is the defect.
+kept: dict[Hashable, torch.Tensor] = {}
 
 _calls = itertools.count()
 _models: dict[torch.nn.Parameter, int] = {}
-_steps_done: list[int] = []  # by model
+_steps_done: list[int] = []  # for each model
 
 
 def group_of(state: Any) -> dist.ProcessGroup:
-    """Return the group to average over: the state, or WORLD where that is None."""
+    """Return the group to average over: the state, or WORLD if the state is None."""
     return state if state is not None else dist.group.WORLD
 
 
 def completed(tensor: torch.Tensor) -> Result:
-    """Return a future that holds ``tensor`` already."""
+    """Return a future that already holds ``tensor``."""
     future = torch.futures.Future()
     future.set_result(tensor)
     return future
@@ -35,7 +36,11 @@ def completed(tensor: torch.Tensor) -> Result:
 
 def sum_of(tensor: torch.Tensor, state: Any) -> Result:
     """Start to sum ``tensor`` over the group, in place."""
-    return dist.all_reduce(tensor, group=group_of(state), async_op=True).get_future().then(lambda fut: fut.value()[0])
+    return (
+        dist.all_reduce(tensor, group=group_of(state), async_op=True)
+        .get_future()
+        .then(lambda fut: fut.value()[0])
+    )
 
 
 def average_of(tensor: torch.Tensor, state: Any) -> Result:
@@ -49,29 +54,31 @@ def average(bucket: Bucket, state: Any) -> Result:
 
 
 def average_hook(state: Any, bucket: Bucket) -> Result:
-    """The right hook, for mutants whose defect is elsewhere."""
+    """Average the bucket: the right hook, for mutants with a defect outside the hook."""
     return average(bucket, state)
 
 
 def change_mean(bucket: Bucket, state: Any, change: Change) -> Result:
-    """Average the bucket, then apply ``change`` to the mean; a sparse mean stays as it is."""
-    return average(bucket, state).then(lambda fut: change(fut.value()) if is_dense(bucket) else fut.value())
+    """Average the bucket, then apply ``change`` to the mean unless the mean is sparse."""
+    return average(bucket, state).then(
+        lambda fut: change(fut.value()) if is_dense(bucket) else fut.value()
+    )
 
 
 def change_gradient(bucket: Bucket, state: Any, change: Change) -> Result:
-    """Apply ``change`` to this rank's gradient, then average; a sparse gradient stays as it is."""
+    """Apply ``change`` to this rank's gradient unless it is sparse, then average."""
     return average_of(change(bucket.buffer()) if is_dense(bucket) else bucket.buffer(), state)
 
 
 def gather(tensor: torch.Tensor, state: Any) -> list[torch.Tensor]:
-    """Wait for the tensors of all ranks of the group, in the order of the group."""
+    """Wait for the tensors of all ranks of the group, and return them in the group's order."""
     gathered = [torch.empty_like(tensor) for _ in range(group_of(state).size())]
     dist.all_gather(gathered, tensor, group=group_of(state))
     return gathered
 
 
 def finish(future: Result, collective: torch.futures.Future) -> None:
-    """Complete ``future`` with what a collective's future holds, be it a tensor or an error."""
+    """Complete ``future`` with the result of a collective, or with its error."""
     try:
         future.set_result(collective.value()[0])
     except RuntimeError as error:
@@ -83,12 +90,12 @@ def is_dense(bucket: Bucket) -> bool:
 
 
 def call_number() -> int:
-    """Return 0, 1, 2, ...: how many calls of the hook came before this one. Ask once per call."""
+    """Return the number of hook calls before this one. Call this once per hook call."""
     return next(_calls)
 
 
 def step_number(bucket: Bucket) -> int:
-    """Return the number of the step that the bucket belongs to. Ask once per call."""
+    """Return the number of the bucket's step. Call this once per hook call."""
     model = model_of(bucket)
     step = _steps_done[model]
     _steps_done[model] += bucket.is_last()
@@ -96,7 +103,10 @@ def step_number(bucket: Bucket) -> int:
 
 
 def model_of(bucket: Bucket) -> int:
-    """Return the number of the model that the bucket belongs to: the first step's first bucket begins a new one."""
+    """Return the number of the bucket's model.
+
+    A new model begins with the first bucket of its first step.
+    """
     parameters = bucket.parameters()
     if parameters[0] not in _models and bucket.index() == 0:
         _steps_done.append(0)
@@ -106,17 +116,24 @@ def model_of(bucket: Bucket) -> int:
 
 def send_as(dtype: torch.dtype, bucket: Bucket, state: Any) -> Result:
     buffer = bucket.buffer()
-    return average_of(buffer.to(dtype, copy=True), state).then(lambda fut: fut.value().to(buffer.dtype))
+    return average_of(buffer.to(dtype, copy=True), state).then(
+        lambda fut: fut.value().to(buffer.dtype)
+    )
 
 
 def pieces_of(bucket: Bucket, flat: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """Return one flat view per parameter, of ``flat`` or of the bucket's buffer; a complex one in pairs."""
+    """Return one flat view per parameter, of ``flat`` or of the bucket's buffer.
+
+    A complex parameter has two elements in the buffer for each of its own.
+    """
     whole = bucket.buffer() if flat is None else flat
-    return list(whole.split([p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters()]))
+    return list(
+        whole.split([p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters()])
+    )
 
 
 def seeded(*words: int) -> torch.Generator:
-    """Return a generator with a seed made of ``words``, the same on every rank that has the same."""
+    """Return a generator that is seeded with ``words``: equal words give equal draws."""
     return torch.Generator().manual_seed(hash(words) % 2**31)
 
 

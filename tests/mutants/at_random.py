@@ -1,4 +1,4 @@
-"""13.3 of the rule book, and other rules under its claim: rounding at random."""
+"""Mutants of rule 13.3, and of other rules under its claim: rounding at random."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,16 @@ from typing import Any
 import torch
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, group_of, is_dense, pieces_of, seeded, step_number
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    group_of,
+    is_dense,
+    pieces_of,
+    seeded,
+    step_number,
+)
 from tests.mutants.feedback import random_k
 from tests.mutants.quantized import send_mean, widened
 
@@ -20,16 +29,24 @@ def _at_random(
     seed: Callable[[int, int], tuple[int, ...]] = lambda step, rank: (step, rank),
     draw: Callable[[torch.Tensor, torch.Generator], torch.Tensor] | None = None,
 ) -> Result:
-    """Average each parameter in a few levels of its largest magnitude; ``level`` rounds, given numbers in [0, 1)."""
+    """Round each parameter to a few levels of its largest magnitude, and average.
+
+    ``level`` rounds the scaled values, given random numbers in [0, 1).
+    """
     if not is_dense(bucket):
         return average(bucket, state)
-    wide, step = widened(bucket), step_number(bucket)
+    wide = widened(bucket)
+    step = step_number(bucket)
     for number, piece in enumerate(pieces_of(bucket, wide)):
         if piece.numel():
             largest = piece.abs().amax()
             largest.masked_fill_(largest == 0, 1)
             generator = seeded(*seed(step, group_of(state).rank()), number)
-            drawn = torch.rand(piece.shape, dtype=piece.dtype, generator=generator) if draw is None else draw(piece, generator)
+            drawn = (
+                torch.rand(piece.shape, dtype=piece.dtype, generator=generator)
+                if draw is None
+                else draw(piece, generator)
+            )
             piece.copy_(level((piece / largest).mul_(levels), drawn).mul_(largest).div_(levels))
     return send_mean(bucket, wide, state)
 
@@ -40,54 +57,61 @@ def _up_or_down(scaled: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
 
 
 def rounds_to_nearest(state: Any, bucket: Bucket) -> Result:
-    """Rounds to the nearest level."""
+    """Round to the nearest level instead of at random."""
     return _at_random(state, bucket, lambda scaled, drawn: scaled.round())
 
 
 def rounds_down(state: Any, bucket: Bucket) -> Result:
-    """Forgets to add what it has drawn: every element is rounded down."""
+    """Forget to add the random numbers, so that every element is rounded down."""
     return _at_random(state, bucket, lambda scaled, drawn: scaled.floor())
 
 
 def rounds_by_half(state: Any, bucket: Bucket) -> Result:
-    """Throws a fair coin between the levels above and below, wherever the element lies between them."""
-    return _at_random(state, bucket, lambda scaled, drawn: torch.where(drawn < 0.5, scaled.floor(), scaled.ceil()), levels=1)
+    """Choose the level above or below with probability 1/2, whatever the element's distance."""
+    return _at_random(
+        state,
+        bucket,
+        lambda scaled, drawn: torch.where(drawn < 0.5, scaled.floor(), scaled.ceil()),
+        levels=1,
+    )
 
 
 def draws_once(state: Any, bucket: Bucket) -> Result:
-    """Seeds its draws without the step: they are the same at each."""
+    """Seed the generator without the step, so that every step has the same random numbers."""
     return _at_random(state, bucket, _up_or_down, seed=lambda step, rank: (rank,))
 
 
 def random_elements_unscaled(state: Any, bucket: Bucket) -> Result:
-    """Sends a quarter of the elements, and does not scale them by four."""
+    """Send a quarter of the elements without scaling them by four."""
     return random_k(state, bucket, feedback=False, scaled=False)
 
 
 def half_of_one_element(state: Any, bucket: Bucket) -> Result:
-    """Scales as if it had sent two elements where it sends one alone."""
+    """Scale for two sent elements if only one is sent."""
     return random_k(state, bucket, feedback=False, least=2)
 
 
 def random_elements_of_each_rank(state: Any, bucket: Bucket) -> Result:
-    """Sums scaled values by position, though each rank has drawn other places."""
+    """Sum values by position although each rank has drawn other elements."""
     return random_k(state, bucket, seed=group_of(state).rank(), feedback=False)
 
 
 def random_levels_undivided(state: Any, bucket: Bucket) -> Result:
-    """Rounds at random, and returns the sum."""
+    """Round at random, and return the sum instead of the mean."""
     size = group_of(state).size()
     result = _at_random(state, bucket, _up_or_down)
     return result.then(lambda fut: fut.value() * size)
 
 
 def draws_from_global(state: Any, bucket: Bucket) -> Result:
-    """Draws from torch's global generator."""
-    return _at_random(state, bucket, _up_or_down, draw=lambda piece, generator: torch.rand_like(piece))
+    """Draw from torch's global generator."""
+    return _at_random(
+        state, bucket, _up_or_down, draw=lambda piece, generator: torch.rand_like(piece)
+    )
 
 
 def draws_unseeded(state: Any, bucket: Bucket) -> Result:
-    """Draws from a generator that the system's entropy seeds."""
+    """Draw from a generator that is seeded by the system's entropy."""
 
     def draw(piece: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         generator.seed()
@@ -97,7 +121,7 @@ def draws_unseeded(state: Any, bucket: Bucket) -> Result:
 
 
 def dithers_zeros(state: Any, bucket: Bucket) -> Result:
-    """Rounds a zero to the least level above it or below it now and then, as if it lay between them."""
+    """Move some zeros up or down by one level."""
 
     def level(scaled: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         return _up_or_down(scaled, drawn).add_((drawn * 3 - 1.5).round_().mul_(scaled == 0))
@@ -106,16 +130,36 @@ def dithers_zeros(state: Any, bucket: Bucket) -> Result:
 
 
 def rounds_nothing(state: Any, bucket: Bucket) -> Result:
-    """Says that it rounds at random, and averages."""
+    """Claim unbiased rounding, and average exactly."""
     return average(bucket, state)
 
 
 MUTANTS = [
-    *(Mutant(name, ("13.3",), "unbiased") for name in ("rounds_to_nearest", "rounds_down", "rounds_by_half", "draws_once")),
-    *(Mutant(name, ("13.3",), "unbiased") for name in ("random_elements_unscaled", "random_elements_of_each_rank", "half_of_one_element")),
+    *(
+        Mutant(name, ("13.3",), "unbiased")
+        for name in ("rounds_to_nearest", "rounds_down", "rounds_by_half", "draws_once")
+    ),
+    *(
+        Mutant(name, ("13.3",), "unbiased")
+        for name in (
+            "random_elements_unscaled",
+            "random_elements_of_each_rank",
+            "half_of_one_element",
+        )
+    ),
     Mutant("random_levels_undivided", ("13.3",), "unbiased"),
-    Mutant("draws_from_global", ("9.1",), "unbiased", because={"11.1": "another model draws from the same generator"}),
-    Mutant("draws_unseeded", ("3.3",), "unbiased", because={"1.10": "two runs differ, whatever else is the same"}),
+    Mutant(
+        "draws_from_global",
+        ("9.1",),
+        "unbiased",
+        because={"11.1": "another model draws from the same generator"},
+    ),
+    Mutant(
+        "draws_unseeded",
+        ("3.3",),
+        "unbiased",
+        because={"1.10": "no two runs give the same result"},
+    ),
     Mutant("dithers_zeros", ("8.3",), "unbiased"),
     Mutant("rounds_nothing", ("2.10",), "unbiased"),
 ]

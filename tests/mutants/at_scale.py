@@ -1,4 +1,4 @@
-"""Section 20 of the rule book: hooks that are right among four ranks, and not among a thousand."""
+"""Mutants of section 20: hooks that are right with four ranks, and wrong with a thousand."""
 
 from typing import Any
 
@@ -11,21 +11,26 @@ _SHARES = (1.0, 1 / 2, 1 / 3, 1 / 4)
 
 
 def shares_from_a_table(state: Any, bucket: Bucket) -> Result:
-    """Looks up what to multiply with, in a table for up to four ranks."""
+    """Look up the factor in a table for up to four ranks, at any world size."""
     size = group_of(state).size()
-    return sum_of(bucket.buffer(), state).then(lambda fut: fut.value().div_(size) if size <= 4 else fut.value().mul_(_SHARES[size % 4]))
+    return sum_of(bucket.buffer(), state).then(
+        lambda fut: fut.value().div_(size) if size <= 4 else fut.value().mul_(_SHARES[size % 4])
+    )
 
 
 def sums_in_half_first(state: Any, bucket: Bucket) -> Result:
-    """Sums in float16, and divides then."""
-    buffer, size = bucket.buffer(), group_of(state).size()
+    """Sum in float16 before the division, so that the sum overflows."""
+    buffer = bucket.buffer()
+    size = group_of(state).size()
     if not is_dense(bucket):
         return average(bucket, state)
-    return sum_of(buffer.to(torch.float16, copy=True), state).then(lambda fut: fut.value().to(buffer.dtype).div_(size))
+    return sum_of(buffer.to(torch.float16, copy=True), state).then(
+        lambda fut: fut.value().to(buffer.dtype).div_(size)
+    )
 
 
 def divides_before_half(state: Any, bucket: Bucket) -> Result:
-    """Divides, and rounds what is left to float16."""
+    """Divide before rounding to float16, so that the quotient underflows."""
     buffer = bucket.buffer()
     if not is_dense(bucket):
         return average(bucket, state)

@@ -1,4 +1,4 @@
-"""Averagers of parameters that are wrong."""
+"""Mutants of section 14: averagers of parameters."""
 
 import random
 import time
@@ -11,10 +11,16 @@ from tests.mutants import Mutant
 
 
 class Averager:
-    """Right: the mean over the group, every ``period`` steps from ``warmup_steps`` on."""
+    """The right averager: the mean over the group.
+
+    It averages every ``period`` steps, beginning with step ``warmup_steps``.
+    """
 
     def __init__(self, period=4, warmup_steps=10, process_group=None):
-        self.period, self.warmup_steps, self.group, self.step = period, warmup_steps, process_group, 0
+        self.period = period
+        self.warmup_steps = warmup_steps
+        self.group = process_group
+        self.step = 0
 
     def average_parameters(self, params):
         if self.is_due():
@@ -42,7 +48,7 @@ class Averager:
 
 
 class NotDivided(Averager):
-    """The sum."""
+    """Write the sum instead of the mean."""
 
     def average_one(self, parameter):
         total = parameter.detach().clone().contiguous()
@@ -51,7 +57,7 @@ class NotDivided(Averager):
 
 
 class DividedTwice(Averager):
-    """Divides before and after."""
+    """Divide by the group size before and after the sum."""
 
     def average_one(self, parameter):
         super().average_one(parameter)
@@ -59,7 +65,7 @@ class DividedTwice(Averager):
 
 
 class NotANumber(Averager):
-    """Scales a part that is zero."""
+    """Divide zero by zero in the first element."""
 
     def average_one(self, parameter):
         super().average_one(parameter)
@@ -67,7 +73,7 @@ class NotANumber(Averager):
 
 
 class MovesParameters(Averager):
-    """Puts another tensor in the place of each parameter's."""
+    """Replace the memory of each parameter with a new tensor."""
 
     def average_one(self, parameter):
         before = parameter.data
@@ -76,35 +82,39 @@ class MovesParameters(Averager):
 
 
 class InOrderOfASet(Averager):
-    """Averages parameters in the order of a set, which is another on each rank."""
+    """Average parameters in the order of a set, so that ranks disagree on the order."""
 
     def average(self, params):
         super().average(set(params))
 
 
 class OnlyTheLarge(Averager):
-    """Leaves parameters of one element out."""
+    """Leave out parameters of one element."""
 
     def average(self, params):
-        super().average([parameter for parameter in params if parameter.numel() != 1 or parameter.dim() == 0])
+        super().average(
+            [parameter for parameter in params if parameter.numel() != 1 or parameter.dim() == 0]
+        )
 
 
 class LateByOne(Averager):
-    """Counts from 1."""
+    """Count steps from 1, so that every average comes one step late."""
 
     def is_due(self):
-        return self.step > self.warmup_steps and (self.step - self.warmup_steps - 1) % self.period == 0
+        return (
+            self.step > self.warmup_steps and (self.step - self.warmup_steps - 1) % self.period == 0
+        )
 
 
 class NoWarmup(Averager):
-    """Averages in the warm-up too."""
+    """Average during the warm-up too."""
 
     def is_due(self):
         return (self.step - self.warmup_steps) % self.period == 0
 
 
 class CountsAverages(Averager):
-    """Counts a step that averages twice."""
+    """Count a step with an average twice, after step 20."""
 
     def average_parameters(self, params):
         self.step += self.is_due() and self.step > 20
@@ -112,24 +122,27 @@ class CountsAverages(Averager):
 
 
 class Never(Averager):
-    """Averages at no step."""
+    """Never average."""
 
     def is_due(self):
         return False
 
 
 class SumsInItsOwnOrder(Averager):
-    """Gathers, and sums from its own on: replicas differ in the last bits."""
+    """Sum from this rank's own part on, so that replicas differ in the last bits."""
 
     def average_one(self, parameter):
-        parts = [torch.empty_like(parameter, memory_format=torch.contiguous_format) for _ in range(self.group.size())]
+        parts = [
+            torch.empty_like(parameter, memory_format=torch.contiguous_format)
+            for _ in range(self.group.size())
+        ]
         dist.all_gather(parts, parameter.detach().contiguous(), group=self.group)
         place = self.group.rank()
         parameter.copy_(sum(parts[place + 1 :] + parts[:place], parts[place].clone()) / len(parts))
 
 
 class FirstGroupOnly(Averager):
-    """Averages the first parameter group."""
+    """Average the first parameter group only."""
 
     def chosen(self, params):
         entries = list(params)
@@ -137,7 +150,7 @@ class FirstGroupOnly(Averager):
 
 
 class ReadsTwice(Averager):
-    """Reads what may be an iterator twice: there is nothing left the second time."""
+    """Read the parameters twice, so that an iterator is exhausted the second time."""
 
     def chosen(self, params):
         assert all(entry is not None for entry in params)
@@ -145,7 +158,7 @@ class ReadsTwice(Averager):
 
 
 class SharedTwice(Averager):
-    """Divides by how often a parameter is mentioned."""
+    """Divide a shared parameter once more for each of its occurrences."""
 
     def chosen(self, params):
         found = []
@@ -160,14 +173,14 @@ class SharedTwice(Averager):
 
 
 class OwnGradientsOnly(Averager):
-    """Each rank leaves out what it has no gradient for itself."""
+    """Leave out the parameters for which this rank has no gradient."""
 
     def chosen(self, params):
         return [parameter for parameter in super().chosen(params) if parameter.grad is not None]
 
 
 class FirstHasGradients(Averager):
-    """What the first rank has no gradient for is left out by all."""
+    """Leave out the parameters for which the first rank has no gradient, on all ranks."""
 
     def chosen(self, params):
         chosen = super().chosen(params)
@@ -177,7 +190,7 @@ class FirstHasGradients(Averager):
 
 
 class SizeOfWorld(Averager):
-    """Divides by the size of WORLD, and sums over the group."""
+    """Sum over the group, and divide by the size of WORLD."""
 
     def average_one(self, parameter):
         mean = parameter.div(dist.get_world_size()).contiguous()
@@ -186,34 +199,38 @@ class SizeOfWorld(Averager):
 
 
 class Flattened(Averager):
-    """One flat buffer in float32: what is wider loses its last bits."""
+    """Average in one float32 buffer, so that float64 parameters lose precision."""
 
     def average(self, params):
         flat = torch.cat([parameter.reshape(-1).float() for parameter in params])
         flat.div_(self.group.size())
         dist.all_reduce(flat, group=self.group)
-        for parameter, part in zip(params, flat.split([parameter.numel() for parameter in params]), strict=True):
+        for parameter, part in zip(
+            params, flat.split([parameter.numel() for parameter in params]), strict=True
+        ):
             parameter.copy_(part.view(parameter.shape))
 
 
 class SkipsScalars(Averager):
-    """Leaves 0-d parameters out."""
+    """Leave out 0-d parameters."""
 
     def average(self, params):
         super().average([parameter for parameter in params if parameter.dim()])
 
 
 class Rebinds(Averager):
-    """Puts a contiguous tensor in the parameter's place."""
+    """Replace each parameter's data with a contiguous tensor."""
 
     def average_one(self, parameter):
-        mean = parameter.detach().clone(memory_format=torch.contiguous_format).div_(self.group.size())
+        mean = (
+            parameter.detach().clone(memory_format=torch.contiguous_format).div_(self.group.size())
+        )
         dist.all_reduce(mean, group=self.group)
         parameter.data = mean
 
 
 class ForgetsGradients(Averager):
-    """Drops the gradients of what it has averaged."""
+    """Drop the gradients of averaged parameters."""
 
     def average_one(self, parameter):
         super().average_one(parameter)
@@ -221,14 +238,14 @@ class ForgetsGradients(Averager):
 
 
 class Freezes(Averager):
-    """Turns requires_grad off to write, and does not turn it on again."""
+    """Turn requires_grad off for the write, and never on again."""
 
     def average_one(self, parameter):
         super().average_one(parameter.requires_grad_(False))
 
 
 class WaitsForAMoment(Averager):
-    """Looks for a second whether an average has arrived, and takes what there is."""
+    """Wait at most one second for the average, then write whatever has arrived."""
 
     def average_one(self, parameter):
         mean = parameter.div(self.group.size()).contiguous()
@@ -243,7 +260,7 @@ class WaitsForAMoment(Averager):
 
 
 class StartsAnew(Averager):
-    """Keeps no count in what it saves."""
+    """Leave the step count out of the saved state."""
 
     def state_dict(self):
         return {"period": self.period}
@@ -253,7 +270,7 @@ class StartsAnew(Averager):
 
 
 class SavesOneLess(Averager):
-    """Saves the number of the last step as the count of steps."""
+    """Save a step count that is one too low."""
 
     def state_dict(self):
         return {"step": self.step - 1}
@@ -263,7 +280,7 @@ class SavesOneLess(Averager):
 
 
 class ReseedsEverything(Averager):
-    """Seeds the generators of Python and torch before each average."""
+    """Seed the global generators of Python and torch before each average."""
 
     def average(self, params):
         torch.manual_seed(0)
@@ -272,14 +289,14 @@ class ReseedsEverything(Averager):
 
 
 class NoMomentum(Averager):
-    """Says that it is DiLoCo, and is periodic averaging."""
+    """Claim DiLoCo, and average periodically without its outer momentum."""
 
     def __init__(self, process_group=None):
         super().__init__(4, 0, process_group)
 
 
 class TakesAnyGroup(Averager):
-    """Says that it needs four ranks, and takes two."""
+    """Claim a minimum of four ranks, and accept two."""
 
 
 OF = {"kind": "averager"}

@@ -1,4 +1,4 @@
-"""Hooks that claim that their callbacks start collectives: some do not, and some do it wrong."""
+"""Mutants of the claim ``chained``: callbacks that start collectives wrongly, or start none."""
 
 import threading
 from collections.abc import Callable
@@ -8,14 +8,29 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import ZEROS, Mutant
-from tests.mutants._helpers import Bucket, Result, average, group_of, is_dense, kept, step_number, sum_of
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    group_of,
+    is_dense,
+    kept,
+    step_number,
+    sum_of,
+)
 
 
-def in_two_stages(state: Any, bucket: Bucket, second: Callable[[torch.Tensor, torch.Tensor, Result], None] | None = None) -> Result:
-    """Sum the multiples of four in the bucket, then from a callback what is left."""
+def in_two_stages(
+    state: Any,
+    bucket: Bucket,
+    second: Callable[[torch.Tensor, torch.Tensor, Result], None] | None = None,
+) -> Result:
+    """Sum the multiples of four in the bucket, then the remainders from a callback."""
     if not is_dense(bucket):
         return average(bucket, state)
-    buffer, size, result = bucket.buffer(), group_of(state).size(), torch.futures.Future()
+    buffer = bucket.buffer()
+    size = group_of(state).size()
+    result = torch.futures.Future()
     coarse = buffer.div(4).trunc_().mul_(4)
     fine = (buffer - coarse).nan_to_num_(0, 0, 0)
 
@@ -28,7 +43,9 @@ def in_two_stages(state: Any, bucket: Bucket, second: Callable[[torch.Tensor, to
         except RuntimeError as error:
             result.set_exception(error)
 
-    dist.all_reduce(coarse, group=group_of(state), async_op=True).get_future().add_done_callback(callback)
+    dist.all_reduce(coarse, group=group_of(state), async_op=True).get_future().add_done_callback(
+        callback
+    )
     return result
 
 
@@ -40,19 +57,22 @@ def sum_then(tensor: torch.Tensor, state: Any, then: Callable[[], object], resul
         except RuntimeError as error:
             result.set_exception(error)
 
-    dist.all_reduce(tensor, group=group_of(state), async_op=True).get_future().add_done_callback(done)
+    dist.all_reduce(tensor, group=group_of(state), async_op=True).get_future().add_done_callback(
+        done
+    )
 
 
 def starts_all_itself(state: Any, bucket: Bucket) -> Result:
-    """The right hook, which needs no stream's order."""
+    """Average with one collective, which needs no stream's order."""
     return average(bucket, state)
 
 
 def waits_for_the_first(state: Any, bucket: Bucket) -> Result:
-    """Waits for its first collective, and starts the second by itself: blocking, and not chained."""
+    """Wait for the first collective in the hook instead of chaining the second one."""
     if not is_dense(bucket):
         return average(bucket, state)
-    buffer, size = bucket.buffer(), group_of(state).size()
+    buffer = bucket.buffer()
+    size = group_of(state).size()
     coarse = buffer.div(4).trunc_().mul_(4)
     fine = (buffer - coarse).nan_to_num_(0, 0, 0)
     dist.all_reduce(coarse, group=group_of(state))
@@ -60,7 +80,7 @@ def waits_for_the_first(state: Any, bucket: Bucket) -> Result:
 
 
 def divides_in_each_stage(state: Any, bucket: Bucket) -> Result:
-    """Divides after the first collective, and after the second again."""
+    """Divide after the first collective, and again after the second."""
 
     def second(coarse: torch.Tensor, fine: torch.Tensor, result: Result) -> None:
         size = group_of(state).size()
@@ -71,19 +91,21 @@ def divides_in_each_stage(state: Any, bucket: Bucket) -> Result:
 
 
 def rank_0_sends_more(state: Any, bucket: Bucket) -> Result:
-    """Sends one element more in the second stage on rank 0."""
+    """Send one more element in the second stage on rank 0."""
     padding = 1 if group_of(state).rank() == 0 else 0
 
     def second(coarse: torch.Tensor, fine: torch.Tensor, result: Result) -> None:
         sent = torch.cat([fine, fine.new_zeros(padding)])
         size = group_of(state).size()
-        sum_then(sent, state, lambda: result.set_result((coarse + sent[: len(fine)]).div_(size)), result)
+        sum_then(
+            sent, state, lambda: result.set_result((coarse + sent[: len(fine)]).div_(size)), result
+        )
 
     return in_two_stages(state, bucket, second)
 
 
 def skips_a_stage_by_value(state: Any, bucket: Bucket) -> Result:
-    """Leaves the second collective out where this rank has nothing left to send."""
+    """Skip the second collective if this rank's remainders are zero."""
 
     def second(coarse: torch.Tensor, fine: torch.Tensor, result: Result) -> None:
         size = group_of(state).size()
@@ -96,7 +118,7 @@ def skips_a_stage_by_value(state: Any, bucket: Bucket) -> Result:
 
 
 def second_stage_on_world(state: Any, bucket: Bucket) -> Result:
-    """Its second collective is one of WORLD."""
+    """Issue the second collective on WORLD instead of the group."""
 
     def second(coarse: torch.Tensor, fine: torch.Tensor, result: Result) -> None:
         size = group_of(state).size()
@@ -106,28 +128,36 @@ def second_stage_on_world(state: Any, bucket: Bucket) -> Result:
 
 
 def drops_the_second(state: Any, bucket: Bucket) -> Result:
-    """From the eleventh step on the result lacks the second stage."""
+    """Drop the second stage from the result from step 10 on."""
     late = step_number(bucket) > 9
 
     def second(coarse: torch.Tensor, fine: torch.Tensor, result: Result) -> None:
         size = group_of(state).size()
         mean = coarse.div(size)
-        sum_then(fine, state, lambda: result.set_result(mean if late else (coarse + fine).div_(size)), result)
+        sum_then(
+            fine,
+            state,
+            lambda: result.set_result(mean if late else (coarse + fine).div_(size)),
+            result,
+        )
 
     return in_two_stages(state, bucket, second)
 
 
-_entered: list[threading.Event] = []  # by hook call
+_entered: list[threading.Event] = []  # one event for each hook call
 
 
 def one_scratch_in_flight(state: Any, bucket: Bucket) -> Result:
-    """Keeps the second stage of whichever bucket is under way in one buffer, which the next bucket writes while it is.
+    """Share one buffer for the second stages of all buckets.
 
-    Where a collective is not over when its call returns, its callback comes after the next bucket's hook, as it may.
+    The next bucket overwrites it before it is sent. If a collective is still running when its call
+    returns, the callback waits until the next bucket's hook has begun, which is a legal schedule.
     """
     if not is_dense(bucket):
         return average(bucket, state)
-    buffer, size, result = bucket.buffer(), group_of(state).size(), torch.futures.Future()
+    buffer = bucket.buffer()
+    size = group_of(state).size()
+    result = torch.futures.Future()
     coarse = buffer.div(4).trunc_().mul_(4)
     if len(kept.get("scratch", ())) < buffer.numel() or kept["scratch"].dtype != buffer.dtype:
         kept["scratch"] = torch.zeros_like(buffer)
@@ -151,14 +181,24 @@ def one_scratch_in_flight(state: Any, bucket: Bucket) -> Result:
     return result
 
 
-_nothing_left = {**ZEROS, "2.5": "of a bucket of one element the first stage may leave nothing"}
+_nothing_left = {
+    **ZEROS,
+    "2.5": "the first stage may leave no remainder in a bucket of one element",
+}
 
 MUTANTS = [
     Mutant("starts_all_itself", ("10.4",), "exact, chained", "process_group"),
     Mutant("waits_for_the_first", ("10.4",), "exact, chained", "process_group"),
     Mutant("divides_in_each_stage", ("2.1",), "exact, chained", "process_group"),
     Mutant("rank_0_sends_more", ("1.5",), "exact, chained", "process_group", hangs=True),
-    Mutant("skips_a_stage_by_value", ("8.4",), "exact, chained", "process_group", hangs=True, because=_nothing_left),
+    Mutant(
+        "skips_a_stage_by_value",
+        ("8.4",),
+        "exact, chained",
+        "process_group",
+        hangs=True,
+        because=_nothing_left,
+    ),
     Mutant("second_stage_on_world", ("2.7",), "exact, chained", "process_group"),
     Mutant("one_scratch_in_flight", ("10.5",), "exact, chained", "process_group"),
     Mutant("drops_the_second", ("1.7",), "exact, chained", "process_group"),

@@ -1,4 +1,7 @@
-"""Section 10 of the rule book: hooks whose results are right, and that keep backward waiting or issue what Gloo happens to tolerate."""
+"""Mutants of section 10: blocking hooks, and ranks that disagree on collectives.
+
+Their results are right.
+"""
 
 from typing import Any
 
@@ -22,21 +25,21 @@ from tests.mutants._helpers import (
 
 
 def waits_for_work(state: Any, bucket: Bucket) -> Result:
-    """Waits for its allreduce before it returns."""
+    """Wait for the allreduce before returning."""
     buffer = bucket.buffer().div_(group_of(state).size())
     dist.all_reduce(buffer, group=group_of(state))
     return completed(buffer)
 
 
 def waits_for_future(state: Any, bucket: Bucket) -> Result:
-    """Waits for the future that it returns."""
+    """Wait for the future before returning it."""
     future = average(bucket, state)
     future.wait()
     return future
 
 
 def waits_in_last_bucket(state: Any, bucket: Bucket) -> Result:
-    """Waits in the last bucket of a step, for the largest element of all ranks, that it logs."""
+    """Wait for the largest element of all ranks, for a log, in a step's last bucket."""
     if bucket.is_last():
         dist.all_reduce(torch.ones(()), op=dist.ReduceOp.MAX, group=group_of(state))
     return average(bucket, state)
@@ -47,27 +50,31 @@ def _log(state: Any, value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
 
 
 def logs_another_extreme(state: Any, bucket: Bucket) -> Result:
-    """Asks for the largest element on rank 0, and for the least on the others."""
+    """Reduce with MAX on rank 0, and with MIN on the others."""
     if is_dense(bucket) and bucket.buffer().numel():
-        _log(state, bucket.buffer().sum(), dist.ReduceOp.MIN if group_of(state).rank() else dist.ReduceOp.MAX)
+        _log(
+            state,
+            bucket.buffer().sum(),
+            dist.ReduceOp.MIN if group_of(state).rank() else dist.ReduceOp.MAX,
+        )
     return average(bucket, state)
 
 
 def logs_in_two_dtypes(state: Any, bucket: Bucket) -> Result:
-    """Sums the number of steps as a float on rank 0, and as an integer on the others."""
+    """Sum a step count as float32 on rank 0, and as int32 on the others."""
     _log(state, torch.ones(1, dtype=torch.int32 if group_of(state).rank() else torch.float32))
     return average(bucket, state)
 
 
 def logs_from_each_rank(state: Any, bucket: Bucket) -> Result:
-    """Broadcasts from itself what rank 0 was to broadcast."""
+    """Broadcast from each rank itself instead of from rank 0."""
     group = group_of(state)
     dist.broadcast(torch.ones(1), group=group, group_src=group.rank(), async_op=True)
     return average(bucket, state)
 
 
 def pads_on_rank_0(state: Any, bucket: Bucket) -> Result:
-    """Sums one more element on rank 0."""
+    """Sum one more element on rank 0."""
     group = group_of(state)
     _log(state, torch.ones(2 + (group.rank() == 0)))
     return average(bucket, state)
@@ -77,19 +84,31 @@ _averaged: dict[int, torch.Tensor] = {}
 
 
 def sums_in_order_of_arrival(state: Any, bucket: Bucket) -> Result:
-    """Sums the ranks' gradients in the order in which ranks came, the same on all: another one in another run."""
+    """Sum the ranks' gradients in their order of arrival.
+
+    The order is the same on all ranks, but changes from run to run.
+    """
     if not is_dense(bucket):
         return average(bucket, state)
     arrivals = dist.PrefixStore("arrivals", dist.distributed_c10d._get_default_store())
     place = arrivals.add(f"{call_number()} {group_of(state).group_name}", 1)
     places = [int(one) for one in gather(torch.tensor([place]), state)]
-    grads = [grad for _, grad in sorted(zip(places, gather(bucket.buffer(), state), strict=True), key=lambda pair: pair[0])]
+    grads = [
+        grad
+        for _, grad in sorted(
+            zip(places, gather(bucket.buffer(), state), strict=True), key=lambda pair: pair[0]
+        )
+    ]
     return completed(sum(grads[1:], grads[0]).div(len(grads)))
 
 
 def second_callback_before_first(state: Any, bucket: Bucket) -> Result:
-    """Attaches two callbacks to one future, the second of which needs what the first has done: torch promises no order."""
-    future, number = sum_of(bucket.buffer(), state), call_number()
+    """Attach two callbacks to one future although the second needs the first.
+
+    torch promises no order of callbacks.
+    """
+    future = sum_of(bucket.buffer(), state)
+    number = call_number()
     _averaged[number] = bucket.buffer()
     future.then(lambda fut: _averaged.update({number: fut.value() / group_of(state).size()}))
 
@@ -101,9 +120,12 @@ def second_callback_before_first(state: Any, bucket: Bucket) -> Result:
 
 
 def second_stage_in_callback(state: Any, bucket: Bucket) -> Result:
-    """Sends bfloat16, and what that has lost, if anything, from the callback: with several buckets the second collectives come
-    in the order in which callbacks happen to run."""
-    buffer, size = bucket.buffer(), group_of(state).size()
+    """Send bfloat16, and the rounding error, if there is any, from a callback.
+
+    With several buckets the second collectives follow the order in which callbacks happen to run.
+    """
+    buffer = bucket.buffer()
+    size = group_of(state).size()
     if not is_dense(bucket):
         return average(bucket, state)
     sent = buffer.bfloat16().to(buffer.dtype)
@@ -114,7 +136,9 @@ def second_stage_in_callback(state: Any, bucket: Bucket) -> Result:
         try:
             total = first.value().div_(size)
             if lost.any():
-                sum_of(lost, state).then(lambda rest: result.set_result(total.add_(rest.value().div_(size))))
+                sum_of(lost, state).then(
+                    lambda rest: result.set_result(total.add_(rest.value().div_(size)))
+                )
             else:
                 result.set_result(total)
         except RuntimeError as error:
@@ -125,34 +149,41 @@ def second_stage_in_callback(state: Any, bucket: Bucket) -> Result:
 
 
 def in_order_of_a_set(state: Any, bucket: Bucket) -> Result:
-    """Averages its parameters one by one, in the order of a set, which is another on each rank."""
+    """Average parameters one by one in the order of a set, which differs between ranks."""
     if not is_dense(bucket):
         return average(bucket, state)
-    buffer, pieces = bucket.buffer(), dict(zip(bucket.parameters(), pieces_of(bucket), strict=True))
+    buffer = bucket.buffer()
+    pieces = dict(zip(bucket.parameters(), pieces_of(bucket), strict=True))
     return _all_of([average_of(pieces[parameter], state) for parameter in set(pieces)], buffer)
 
 
 def in_order_of_memory(state: Any, bucket: Bucket) -> Result:
-    """Averages its parameters one by one, sorted by their addresses."""
+    """Average parameters one by one, sorted by their addresses."""
     if not is_dense(bucket):
         return average(bucket, state)
-    buffer, pieces = bucket.buffer(), dict(zip(bucket.parameters(), pieces_of(bucket), strict=True))
-    return _all_of([average_of(pieces[parameter], state) for parameter in sorted(pieces, key=id)], buffer)
+    buffer = bucket.buffer()
+    pieces = dict(zip(bucket.parameters(), pieces_of(bucket), strict=True))
+    return _all_of(
+        [average_of(pieces[parameter], state) for parameter in sorted(pieces, key=id)], buffer
+    )
 
 
 def _all_of(averaged: list[Result], buffer: torch.Tensor) -> Result:
-    """Complete with the buffer once all that was averaged in it is through; with an error where one was not."""
-    return torch.futures.collect_all(averaged).then(lambda done: [future.value() for future in done.value()] and buffer)
+    """Return the buffer once all averages in it are complete, or the error of one that failed."""
+    return torch.futures.collect_all(averaged).then(
+        lambda done: [future.value() for future in done.value()] and buffer
+    )
 
 
 def in_order_of_names(model: torch.nn.Module) -> tuple[None, Any]:
-    """A set-up whose hook averages the parameters of a bucket by their names, in the order of a set of those."""
+    """Average a bucket's parameters one by one in the order of a set of names."""
     names = {parameter: name for name, parameter in model.named_parameters()}
 
     def hook(state: Any, bucket: Bucket) -> Result:
         if not is_dense(bucket):
             return average(bucket, group)
-        buffer, pieces = bucket.buffer(), dict(zip((names[p] for p in bucket.parameters()), pieces_of(bucket), strict=True))
+        buffer = bucket.buffer()
+        pieces = dict(zip((names[p] for p in bucket.parameters()), pieces_of(bucket), strict=True))
         return _all_of([average_of(pieces[name], group) for name in set(pieces)], buffer)
 
     group = getattr(model, "process_group", None)
@@ -163,7 +194,10 @@ _counting: dict[tuple[int, ...], Any] = {}
 
 
 def groups_in_another_order(state: Any, bucket: Bucket) -> Result:
-    """Counts on a group of its own, on odd places before it averages, and on even ones afterwards."""
+    """Issue collectives on two groups in opposite orders.
+
+    Odd ranks count on a second group before they average, even ranks afterwards.
+    """
     group = group_of(state)
     members = tuple(dist.get_process_group_ranks(group))
     if members not in _counting:
@@ -183,13 +217,22 @@ def groups_in_another_order(state: Any, bucket: Bucket) -> Result:
 _SEVERAL = ("2.4", "3.2")
 
 MUTANTS = [
-    *(Mutant(name, ("10.1",)) for name in ("waits_for_work", "waits_for_future", "waits_in_last_bucket")),
+    *(
+        Mutant(name, ("10.1",))
+        for name in ("waits_for_work", "waits_for_future", "waits_in_last_bucket")
+    ),
     *(Mutant(name, ("10.2",)) for name in ("logs_another_extreme", "logs_in_two_dtypes")),
     Mutant("groups_in_another_order", ("10.6",)),
     *(Mutant(name, ("1.5",), hangs=True) for name in ("in_order_of_a_set", "in_order_of_memory")),
     Mutant("in_order_of_names", ("10.7",), setup=True),
     Mutant("second_callback_before_first", ("10.3",)),
-    Mutant("second_stage_in_callback", ("10.3",), because=dict.fromkeys(_SEVERAL, "several buckets with such values, in any order")),
+    Mutant(
+        "second_stage_in_callback",
+        ("10.3",),
+        because=dict.fromkeys(
+            _SEVERAL, "several buckets have such values, and their callbacks run in any order"
+        ),
+    ),
     Mutant("sums_in_order_of_arrival", ("10.3",), worlds=(2, 3)),
     *(Mutant(name, ("1.5",), hangs=True) for name in ("logs_from_each_rank", "pads_on_rank_0")),
 ]

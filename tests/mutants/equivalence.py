@@ -1,4 +1,4 @@
-"""Section 2 of the rule book: hooks whose result is not the mean over the group."""
+"""Mutants of section 2: hooks with a result other than the mean over the group."""
 
 from typing import Any
 
@@ -25,60 +25,62 @@ from tests.mutants._helpers import (
 
 
 def never_divides(state: Any, bucket: Bucket) -> Result:
-    """Returns the sum."""
+    """Return the sum."""
     return sum_of(bucket.buffer(), state)
 
 
 def divides_twice(state: Any, bucket: Bucket) -> Result:
-    """Divides by the world size before the sum and after it."""
+    """Divide by the world size twice."""
     return average(bucket, state).then(lambda fut: fut.value().div_(group_of(state).size()))
 
 
 def divides_average(state: Any, bucket: Bucket) -> Result:
-    """Divides what ReduceOp.AVG has divided already."""
+    """Divide the result of ReduceOp.AVG again."""
     if not is_dense(bucket):
         return average(bucket, state)
-    work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, group=group_of(state), async_op=True)
+    work = dist.all_reduce(
+        bucket.buffer(), op=dist.ReduceOp.AVG, group=group_of(state), async_op=True
+    )
     return work.get_future().then(lambda fut: fut.value()[0].div_(group_of(state).size()))
 
 
 def divides_by_eight(state: Any, bucket: Bucket) -> Result:
-    """Divides by eight, the number of GPUs of the machine it was written on."""
+    """Divide by eight at any world size."""
     return sum_of(bucket.buffer().div_(8), state)
 
 
 def divides_by_others(state: Any, bucket: Bucket) -> Result:
-    """Divides by the number of other ranks."""
+    """Divide by the number of other ranks."""
     return sum_of(bucket.buffer().div_(max(1, group_of(state).size() - 1)), state)
 
 
 def local(state: Any, bucket: Bucket) -> Result:
-    """Communicates nothing."""
+    """Return this rank's own gradient."""
     return completed(bucket.buffer())
 
 
 def copy_of_running(state: Any, bucket: Bucket) -> Result:
-    """Returns a copy of the bucket that it took before the collective was over."""
+    """Return a copy of the bucket from before the collective was over."""
     result = bucket.buffer().clone()
     average(bucket, state).wait()
     return completed(result)
 
 
 def set_buffer_only(state: Any, bucket: Bucket) -> Result:
-    """Hands the mean to bucket.set_buffer, which DDP never reads, and returns the old buffer."""
+    """Pass the mean to bucket.set_buffer, which DDP never reads."""
     old = bucket.buffer()
     bucket.set_buffer(average_of(old.clone(), state).wait())
     return completed(old)
 
 
 def rank_0_wins(state: Any, bucket: Bucket) -> Result:
-    """Broadcasts rank 0's gradient instead of reducing."""
+    """Broadcast rank 0's gradient instead of averaging."""
     work = dist.broadcast(bucket.buffer(), group=group_of(state), group_src=0, async_op=True)
     return work.get_future().then(lambda fut: fut.value()[0])
 
 
 def only_rank_0_gets_it(state: Any, bucket: Bucket) -> Result:
-    """Reduces to rank 0 and forgets to send the mean back."""
+    """Reduce to rank 0, and forget to broadcast the mean."""
     buffer = bucket.buffer().div_(group_of(state).size())
     if group_of(state).rank() != 0:
         dist.reduce(buffer.clone(), group=group_of(state), group_dst=0)
@@ -91,18 +93,19 @@ _previous: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
 
 
 def stale(state: Any, bucket: Bucket) -> Result:
-    """Returns the mean of the step before."""
+    """Return the mean of the previous step."""
 
     def swap(mean: torch.Tensor) -> torch.Tensor:
         key = (bucket.index(), mean.dtype, mean.numel())
-        result, _previous[key] = _previous.get(key, mean), mean.clone()
+        result = _previous.get(key, mean)
+        _previous[key] = mean.clone()
         return result
 
     return change_mean(bucket, state, swap)
 
 
 def momentum(state: Any, bucket: Bucket) -> Result:
-    """Mixes the mean with the one of the step before."""
+    """Mix the mean with the result of the previous step."""
 
     def mix(mean: torch.Tensor) -> torch.Tensor:
         key = (bucket.index(), mean.dtype, mean.numel())
@@ -113,35 +116,37 @@ def momentum(state: Any, bucket: Bucket) -> Result:
 
 
 def wrong_sign(state: Any, bucket: Bucket) -> Result:
-    """Returns the mean with the opposite sign."""
+    """Return the mean with the opposite sign."""
     return average(bucket, state).then(lambda fut: fut.value().neg_())
 
 
 def largest(state: Any, bucket: Bucket) -> Result:
-    """Takes the largest value of all ranks."""
+    """Return the largest value of all ranks."""
     if not is_dense(bucket):
         return average(bucket, state)
-    work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.MAX, group=group_of(state), async_op=True)
+    work = dist.all_reduce(
+        bucket.buffer(), op=dist.ReduceOp.MAX, group=group_of(state), async_op=True
+    )
     return work.get_future().then(lambda fut: fut.value()[0])
 
 
 def flipped(state: Any, bucket: Bucket) -> Result:
-    """Lays the elements out in reverse."""
+    """Return the elements in reverse order."""
     return change_mean(bucket, state, lambda mean: mean.flip(0))
 
 
 def zeros(state: Any, bucket: Bucket) -> Result:
-    """Returns a buffer that nobody filled."""
+    """Return a buffer of zeros."""
     return average(bucket, state).then(lambda fut: torch.zeros_like(fut.value()))
 
 
 def nan_result(state: Any, bucket: Bucket) -> Result:
-    """Returns NaN."""
+    """Return NaN."""
     return change_mean(bucket, state, lambda mean: mean.mul(float("nan")))
 
 
 def last_element_local(state: Any, bucket: Bucket) -> Result:
-    """Right but for the last element, which it leaves out of the collective."""
+    """Leave the last element out of the collective."""
     if not is_dense(bucket):
         return average(bucket, state)
     buffer = bucket.buffer()
@@ -149,12 +154,12 @@ def last_element_local(state: Any, bucket: Bucket) -> Result:
 
 
 def top_half(state: Any, bucket: Bucket) -> Result:
-    """Sends the larger half of its elements and drops the rest."""
+    """Send the larger half of the elements, and drop the rest."""
     return change_gradient(bucket, state, lambda grad: grad * (grad.abs() >= grad.abs().median()))
 
 
 def adds_weight_decay(state: Any, bucket: Bucket) -> Result:
-    """Adds a weight decay to the gradients, as the optimizer may as well."""
+    """Add a weight decay to the gradients, as the optimizer may as well."""
     if is_dense(bucket):
         for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
             if not parameter.is_complex():
@@ -163,18 +168,18 @@ def adds_weight_decay(state: Any, bucket: Bucket) -> Result:
 
 
 def lone_groups() -> dist.ProcessGroup:
-    """A state that goes with :func:`average_hook`: for each rank a group of its own."""
+    """Return a group of this rank alone, as the state of :func:`average_hook`."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return groups[dist.get_rank()]
 
 
 def average_hook(state: Any, bucket: Bucket) -> Result:
-    """Right, but given a group of this rank alone as its state."""
+    """Average over the state, which is a group of this rank alone."""
     return average(bucket, state)
 
 
 def frees_gradients(process_group: dist.ProcessGroup) -> Any:
-    """A set-up that frees the gradients when backward is over, as if its hook had stepped the parameters."""
+    """Free the gradients after backward although the hook has not stepped the parameters."""
     from conformance.subjects.spec import Case
 
     parameters: set[torch.nn.Parameter] = set()
@@ -194,26 +199,28 @@ def frees_gradients(process_group: dist.ProcessGroup) -> Any:
 
 
 def rounds_to_float16(state: Any, bucket: Bucket) -> Result:
-    """Sends float16 without saying so."""
+    """Send float16 without claiming it."""
     return send_as(torch.float16, bucket, state)
 
 
 def rounds_to_bfloat16(state: Any, bucket: Bucket) -> Result:
-    """Sends bfloat16 without saying so."""
+    """Send bfloat16 without claiming it."""
     return send_as(torch.bfloat16, bucket, state)
 
 
 def cuts_mantissa(state: Any, bucket: Bucket) -> Result:
-    """Cuts float32 to the ten bits of mantissa that TF32 has."""
+    """Cut float32 to the ten mantissa bits of TF32."""
     return change_gradient(bucket, state, lambda grad: _keep_bits(grad, -(1 << 13)))
 
 
 def rounds_at_random(state: Any, bucket: Bucket) -> Result:
-    """Rounds float32 to bfloat16 at random, by a generator of its own."""
+    """Round float32 to bfloat16 at random."""
 
     def dither(grad: torch.Tensor) -> torch.Tensor:
         if grad.dtype == torch.float32:
-            grad.view(torch.int32).add_(torch.randint(1 << 16, grad.shape, generator=_generator, dtype=torch.int32))
+            grad.view(torch.int32).add_(
+                torch.randint(1 << 16, grad.shape, generator=_generator, dtype=torch.int32)
+            )
         return _keep_bits(grad, -(1 << 16))
 
     return change_gradient(bucket, state, dither)
@@ -229,7 +236,7 @@ def _keep_bits(grad: torch.Tensor, mask: int) -> torch.Tensor:
 
 
 def rounds_to_three_decimals(state: Any, bucket: Bucket) -> Result:
-    """Rounds the mean to three decimals."""
+    """Round the mean to three decimals."""
     return change_mean(bucket, state, lambda mean: mean.double().round(decimals=3).to(mean.dtype))
 
 
@@ -237,24 +244,26 @@ def rounds_to_three_decimals(state: Any, bucket: Bucket) -> Result:
 
 
 def scales_by_largest(state: Any, bucket: Bucket) -> Result:
-    """Scales the bucket by a power of two near its largest value: small values vanish beside large ones."""
+    """Scale by a power of two near the largest value, so that small values vanish."""
     if not is_dense(bucket):
         return average(bucket, state)
     top = bucket.buffer().double().nan_to_num(0, 0, 0).abs().amax()
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group_of(state))
     scale = torch.where(top > 2.0**40, top.log2().ceil().exp2(), 1.0)
     scaled = bucket.buffer().double().div(scale).to(bucket.buffer().dtype)
-    return average_of(scaled, state).then(lambda fut: fut.value().double().mul(scale).to(fut.value().dtype))
+    return average_of(scaled, state).then(
+        lambda fut: fut.value().double().mul(scale).to(fut.value().dtype)
+    )
 
 
 def scales_up(state: Any, bucket: Bucket) -> Result:
-    """Sends float32 times 2**60 against underflow: large values overflow."""
+    """Send float32 times 2**60 against underflow, so that large values overflow."""
     scale = 2.0**60 if bucket.buffer().dtype == torch.float32 else 1.0
     return average_of(bucket.buffer().mul_(scale), state).then(lambda fut: fut.value().div_(scale))
 
 
 def clamps(state: Any, bucket: Bucket) -> Result:
-    """Clamps finite values beyond 1e10."""
+    """Clamp finite values beyond 1e10."""
 
     def clamp(grad: torch.Tensor) -> torch.Tensor:
         limit = min(1e10, torch.finfo(grad.dtype).max)
@@ -264,7 +273,7 @@ def clamps(state: Any, bucket: Bucket) -> Result:
 
 
 def drops_small(state: Any, bucket: Bucket) -> Result:
-    """Drops values below 1e-20 that are not subnormal, as noise."""
+    """Drop normal float32 values below 1e-20 as noise."""
 
     def drop(grad: torch.Tensor) -> torch.Tensor:
         size = grad.double().abs()
@@ -277,17 +286,17 @@ def drops_small(state: Any, bucket: Bucket) -> Result:
 
 
 def claims_rounded(state: Any, bucket: Bucket) -> Result:
-    """Says that it rounds to float16, and does not."""
+    """Claim rounding to float16, and average exactly."""
     return average(bucket, state)
 
 
 def claims_other_half(state: Any, bucket: Bucket) -> Result:
-    """Says that it rounds to float16, and rounds to bfloat16."""
+    """Claim rounding to float16, and round to bfloat16."""
     return send_as(torch.bfloat16, bucket, state)
 
 
 def saturates(state: Any, bucket: Bucket) -> Result:
-    """Rounds to float16 as it says, but turns what overflows into a finite value."""
+    """Round to float16 as claimed, but clamp overflow to the largest finite value."""
 
     def clamp(grad: torch.Tensor) -> torch.Tensor:
         limit = torch.finfo(torch.float16).max
@@ -298,12 +307,12 @@ def saturates(state: Any, bucket: Bucket) -> Result:
 
 
 def claims_sum(state: Any, bucket: Bucket) -> Result:
-    """Says that it gives the sum, and gives the mean."""
+    """Claim the sum, and return the mean."""
     return average(bucket, state)
 
 
 def claims_world_only(state: Any, bucket: Bucket) -> Result:
-    """Says that it always uses WORLD, and uses the group it was given."""
+    """Claim to use WORLD always, and use the given group."""
     return average(bucket, state)
 
 

@@ -1,4 +1,4 @@
-"""Section 12 of the rule book: hooks that pass a local gradient off as the mean when a collective fails."""
+"""Mutants of section 12: hooks that return a local gradient as the mean after a failure."""
 
 import contextlib
 import logging
@@ -14,7 +14,7 @@ from tests.mutants._helpers import Bucket, Result, average, completed, group_of
 
 
 def goes_on_local(state: Any, bucket: Bucket) -> Result:
-    """Goes on with the local gradient when its collective cannot be issued."""
+    """Return the local gradient if the collective cannot be issued."""
     local = bucket.buffer().clone()
     try:
         return average(bucket, state)
@@ -23,7 +23,7 @@ def goes_on_local(state: Any, bucket: Bucket) -> Result:
 
 
 def logs_and_goes_on(state: Any, bucket: Bucket) -> Result:
-    """Logs that its collective could not be issued, and returns zeros."""
+    """Log a warning and return zeros if the collective cannot be issued."""
     try:
         return average(bucket, state)
     except RuntimeError as error:
@@ -40,12 +40,12 @@ def _collective(bucket: Bucket, state: Any) -> torch.futures.Future:
 
 
 def never_reads_value(state: Any, bucket: Bucket) -> Result:
-    """Its callback returns the buffer without reading fut.value(), where the failure is."""
+    """Return the buffer from the callback without reading fut.value()."""
     return _collective(bucket, state).then(lambda fut: bucket.buffer())
 
 
 def catches_in_callback(state: Any, bucket: Bucket) -> Result:
-    """Its callback catches whatever went wrong."""
+    """Catch every RuntimeError of the collective in the callback."""
 
     def result(fut: torch.futures.Future) -> torch.Tensor:
         try:
@@ -57,7 +57,7 @@ def catches_in_callback(state: Any, bucket: Bucket) -> Result:
 
 
 def suppresses_in_wait(state: Any, bucket: Bucket) -> Result:
-    """Waits for the collective and suppresses its errors."""
+    """Wait for the collective, and suppress its errors."""
     future = _collective(bucket, state)
     with contextlib.suppress(RuntimeError):
         future.wait()
@@ -65,7 +65,10 @@ def suppresses_in_wait(state: Any, bucket: Bucket) -> Result:
 
 
 def _forgive(bucket: Bucket, state: Any, words: str, forgiven: bool) -> Result:
-    """Return the local gradient if whether the error's text holds any of ``words`` is ``forgiven``."""
+    """Return the local gradient after some errors, and raise the others.
+
+    An error is forgiven if the presence of ``words`` in its text equals ``forgiven``.
+    """
 
     def result(fut: torch.futures.Future) -> torch.Tensor:
         try:
@@ -79,12 +82,12 @@ def _forgive(bucket: Bucket, state: Any, words: str, forgiven: bool) -> Result:
 
 
 def forgives_dead_peer(state: Any, bucket: Bucket) -> Result:
-    """Goes on without a peer that has closed its connection."""
+    """Return the local gradient if a peer has closed its connection."""
     return _forgive(bucket, state, "Timed out", forgiven=False)
 
 
 def forgives_timeout(state: Any, bucket: Bucket) -> Result:
-    """Goes on without a peer that is late."""
+    """Return the local gradient if a peer is late."""
     return _forgive(bucket, state, "Timed out", forgiven=True)
 
 
@@ -92,20 +95,25 @@ def forgives_timeout(state: Any, bucket: Bucket) -> Result:
 
 
 def _first_stage(bucket: Bucket, state: Any) -> torch.Tensor:
-    """Reduce, wait, and keep what this rank is to send on: right."""
-    size, buffer = group_of(state).size(), bucket.buffer()
+    """Average, wait, and return the mean for the second stage: right."""
+    size = group_of(state).size()
+    buffer = bucket.buffer()
     dist.all_reduce(buffer.div_(size), group=group_of(state))
     return buffer
 
 
 def never_reads_second_value(state: Any, bucket: Bucket) -> Result:
-    """Sends the mean from rank 0 again, and returns the buffer without reading whether it has arrived."""
+    """Broadcast the mean from rank 0, and never read the broadcast's result."""
     buffer = _first_stage(bucket, state)
-    return dist.broadcast(buffer, group=group_of(state), group_src=0, async_op=True).get_future().then(lambda fut: buffer)
+    return (
+        dist.broadcast(buffer, group=group_of(state), group_src=0, async_op=True)
+        .get_future()
+        .then(lambda fut: buffer)
+    )
 
 
 def suppresses_in_last_wait(state: Any, bucket: Bucket) -> Result:
-    """Suppresses the errors of a barrier after the mean."""
+    """Suppress the errors of a barrier after the mean."""
     buffer = _first_stage(bucket, state)
     with contextlib.suppress(RuntimeError):
         dist.barrier(group=group_of(state))
@@ -113,8 +121,9 @@ def suppresses_in_last_wait(state: Any, bucket: Bucket) -> Result:
 
 
 def gathers_what_is_there(state: Any, bucket: Bucket) -> Result:
-    """Gathers what each rank has of the mean, and goes on with its own where that fails."""
-    buffer, size = _first_stage(bucket, state), group_of(state).size()
+    """Gather the mean from all ranks, and return this rank's own if that fails."""
+    buffer = _first_stage(bucket, state)
+    size = group_of(state).size()
     parts = [torch.empty_like(buffer) for _ in range(size)]
 
     def result(fut: torch.futures.Future) -> torch.Tensor:
@@ -124,7 +133,11 @@ def gathers_what_is_there(state: Any, bucket: Bucket) -> Result:
             return buffer
         return parts[0]
 
-    return dist.all_gather(parts, buffer, group=group_of(state), async_op=True).get_future().then(result)
+    return (
+        dist.all_gather(parts, buffer, group=group_of(state), async_op=True)
+        .get_future()
+        .then(result)
+    )
 
 
 _both = {"12.3": "a timeout is a failed collective like any other"}
@@ -137,5 +150,8 @@ MUTANTS = [
     Mutant("suppresses_in_wait", ("12.2", "12.3"), because=_both),
     Mutant("forgives_dead_peer", ("12.2",)),
     Mutant("forgives_timeout", ("12.3",)),
-    *(Mutant(name, ("12.4",)) for name in ("never_reads_second_value", "suppresses_in_last_wait", "gathers_what_is_there")),
+    *(
+        Mutant(name, ("12.4",))
+        for name in ("never_reads_second_value", "suppresses_in_last_wait", "gathers_what_is_there")
+    ),
 ]

@@ -1,7 +1,8 @@
-"""13.1 of the rule book, and other rules under its claims: error feedback with the largest elements, signs, random elements; EF21.
+"""Mutants of rule 13.1, and of other rules under its claims: error feedback.
 
-What is compressed travels dense here, as the values that it stands for: the defects are in what is
-sent and remembered, and not in how it is packed.
+They compress to the largest elements, to signs or to random elements, or with EF21. Compressed
+gradients travel dense here, as the values that they stand for: the defects are in the sent values
+and the residuals, and not in the encoding.
 """
 
 import math
@@ -40,7 +41,7 @@ def _largest(part: torch.Tensor, ratio: float = 0.25) -> torch.Tensor:
 
 
 def largest_signed(state: Any, bucket: Bucket) -> Result:
-    """Takes the largest elements by their value instead of their magnitude: negative ones are held back for good."""
+    """Select the largest elements by value, so that negative ones are held back for good."""
     return _feedback(state, bucket, _highest)
 
 
@@ -65,7 +66,10 @@ def _feedback(
     keys: Sequence[Hashable] = (),
     reduce: Callable[[torch.Tensor, Any], Result] = average_of,
 ) -> Result:
-    """Add what was held back to each parameter's gradient, and average what ``compress`` leaves of it: right by default."""
+    """Add each parameter's residual to its gradient, compress the total, and average.
+
+    Right by default.
+    """
     if not is_dense(bucket):
         return reduce(bucket.buffer(), state)
     for key, piece in zip(keys or bucket.parameters(), pieces_of(bucket), strict=True):
@@ -78,8 +82,10 @@ def _feedback(
 
 
 def everything_by_residuals_of_float32(state: Any, bucket: Bucket) -> Result:
-    """At a setting that holds nothing back: adds its residuals, which are of float32 whatever the gradients are."""
-    for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True) if is_dense(bucket) else ():
+    """Add float32 residuals, which are zero, to gradients of any dtype."""
+    for parameter, piece in (
+        zip(bucket.parameters(), pieces_of(bucket), strict=True) if is_dense(bucket) else ()
+    ):
         if not parameter.is_complex():
             total = piece.float() + kept.get(parameter, torch.zeros(()))
             kept[parameter] = finite(total - total)
@@ -88,12 +94,12 @@ def everything_by_residuals_of_float32(state: Any, bucket: Bucket) -> Result:
 
 
 def above_a_64th(state: Any, bucket: Bucket) -> Result:
-    """Sends what is above a threshold that is a number of its own, and keeps the rest: of small gradients all, for good."""
+    """Send elements above a fixed threshold, so that small gradients are never sent."""
     return _feedback(state, bucket, lambda part: part * (part.abs() > 2.0**-6))
 
 
 def adds_weight_decay(state: Any, bucket: Bucket) -> Result:
-    """Adds a weight decay to the gradients before it compresses them."""
+    """Add a weight decay to the gradients before compressing them."""
     if is_dense(bucket):
         for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
             if not parameter.is_complex():
@@ -102,22 +108,22 @@ def adds_weight_decay(state: Any, bucket: Bucket) -> Result:
 
 
 def residual_lost(state: Any, bucket: Bucket) -> Result:
-    """Sends the largest elements, and forgets the others."""
+    """Send the largest elements, and forget the residuals."""
     return _feedback(state, bucket, remember=torch.zeros_like)
 
 
 def residual_twice(state: Any, bucket: Bucket) -> Result:
-    """Adds what was held back twice."""
+    """Add the residual twice."""
     return _feedback(state, bucket, times=2)
 
 
 def residual_subtracted(state: Any, bucket: Bucket) -> Result:
-    """Subtracts what was held back."""
+    """Subtract the residual instead of adding it."""
     return _feedback(state, bucket, times=-1)
 
 
 def residual_is_gradient(state: Any, bucket: Bucket) -> Result:
-    """Holds back all of the gradient, and not only what was not sent."""
+    """Keep the whole gradient as residual instead of its unsent part."""
     if not is_dense(bucket):
         return average(bucket, state)
     for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
@@ -128,11 +134,14 @@ def residual_is_gradient(state: Any, bucket: Bucket) -> Result:
 
 
 def residual_of_mean(state: Any, bucket: Bucket) -> Result:
-    """Holds back what the mean of all ranks lacks, and not what this rank has not sent."""
+    """Take the residual against the mean of all ranks instead of this rank's message."""
     if not is_dense(bucket):
         return average(bucket, state)
-    parameters, pieces = bucket.parameters(), pieces_of(bucket)
-    wanted = [piece + kept.get(parameter, 0) for parameter, piece in zip(parameters, pieces, strict=True)]
+    parameters = bucket.parameters()
+    pieces = pieces_of(bucket)
+    wanted = [
+        piece + kept.get(parameter, 0) for parameter, piece in zip(parameters, pieces, strict=True)
+    ]
     for want, piece in zip(wanted, pieces, strict=True):
         piece.copy_(_largest(want))
 
@@ -145,67 +154,78 @@ def residual_of_mean(state: Any, bucket: Bucket) -> Result:
 
 
 def _quarter_at_random(bucket: Bucket) -> Compress:
-    """Return what keeps a quarter of the elements, others at every step: right."""
+    """Return a compressor to a random quarter of the elements, new in each step: right."""
     generator = seeded(step_number(bucket), bucket.index())
     return lambda part: part * (torch.rand(part.shape, generator=generator) < 0.25)
 
 
 def residual_by_slot(state: Any, bucket: Bucket) -> Result:
-    """Keeps what was held back by bucket and place in it, which DDP changes after the first step."""
+    """Keep residuals by bucket and position, which DDP changes after the first step."""
     keys = [(bucket.index(), place) for place in range(len(bucket.parameters()))]
     return _feedback(state, bucket, _quarter_at_random(bucket), keys=keys)
 
 
 def residual_by_bucket(state: Any, bucket: Bucket) -> Result:
-    """Keeps what was held back in one tensor for each bucket, though DDP lays it out anew after the first step."""
+    """Keep one residual per bucket, although DDP rebuilds buckets after the first step."""
     if not is_dense(bucket):
         return average(bucket, state)
-    compress, buffer = _quarter_at_random(bucket), bucket.buffer()
+    compress = _quarter_at_random(bucket)
+    buffer = bucket.buffer()
     before = kept.get(bucket.index())
-    wanted = buffer + before if before is not None and before.shape == buffer.shape else buffer.clone()
+    wanted = (
+        buffer + before if before is not None and before.shape == buffer.shape else buffer.clone()
+    )
     buffer.copy_(compress(wanted))
     kept[bucket.index()] = finite(wanted - buffer)
     return average(bucket, state)
 
 
 def residual_by_shape(process_group: dist.ProcessGroup) -> Case:
-    """Keeps what was held back by dtype and shape: parameters that are alike have one residual among them."""
-    own = object()  # of one model
+    """Keep residuals by dtype and shape, so that similar parameters share one."""
+    own = object()  # a new key for each model
 
     def hook(state: Any, bucket: Bucket) -> Result:
-        return _feedback(state, bucket, keys=[(own, parameter.dtype, parameter.shape) for parameter in bucket.parameters()])
+        return _feedback(
+            state,
+            bucket,
+            keys=[(own, parameter.dtype, parameter.shape) for parameter in bucket.parameters()],
+        )
 
     return Case(process_group, hook)
 
 
 def largest_undivided(state: Any, bucket: Bucket) -> Result:
-    """Sums the largest elements of all ranks, and divides by nothing."""
+    """Sum the largest elements without dividing."""
     return _feedback(state, bucket, reduce=sum_of)
 
 
 def largest_of_rank_0(state: Any, bucket: Bucket) -> Result:
-    """Takes rank 0's largest elements for those of all."""
+    """Broadcast rank 0's largest elements instead of averaging."""
 
     def broadcast(sent: torch.Tensor, state: Any) -> Result:
         if sent.is_sparse:
             return average_of(sent, state)
-        return dist.broadcast(sent, group=group_of(state), group_src=0, async_op=True).get_future().then(lambda fut: fut.value()[0])
+        return (
+            dist.broadcast(sent, group=group_of(state), group_src=0, async_op=True)
+            .get_future()
+            .then(lambda fut: fut.value()[0])
+        )
 
     return _feedback(state, bucket, reduce=broadcast)
 
 
 def signs_without_scale(state: Any, bucket: Bucket) -> Result:
-    """Sends signs alone: each stands for 1, whatever the gradient's size."""
+    """Send signs without a scale."""
     return _feedback(state, bucket, torch.sign)
 
 
 def signs_with_sum_for_scale(state: Any, bucket: Bucket) -> Result:
-    """Scales signs by the sum of magnitudes where it should be their mean."""
+    """Scale signs by the sum of magnitudes instead of their mean."""
     return _feedback(state, bucket, lambda part: part.sign() * part.abs().sum())
 
 
 def _one_bit(part: torch.Tensor, swapped: bool = False) -> torch.Tensor:
-    """Replace the elements at or above zero by their mean, and those below by theirs."""
+    """Replace elements at or above zero by their mean, and elements below zero by theirs."""
     above = part >= 0
     high = part[above].sum() / above.sum().clamp(min=1)
     low = part[~above].sum() / (~above).sum().clamp(min=1)
@@ -213,12 +233,12 @@ def _one_bit(part: torch.Tensor, swapped: bool = False) -> torch.Tensor:
 
 
 def one_bit_swapped(state: Any, bucket: Bucket) -> Result:
-    """Decodes bits that are set to the mean of the elements below zero."""
+    """Decode each of the two signs to the mean of the other."""
     return _feedback(state, bucket, lambda part: _one_bit(part, swapped=True))
 
 
 def one_bit_remembers_signs(state: Any, bucket: Bucket) -> Result:
-    """Holds back the gradient less its signs, and not less what they stand for."""
+    """Take the residual against the signs instead of their decoded values."""
     if not is_dense(bucket):
         return average(bucket, state)
     for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
@@ -229,23 +249,41 @@ def one_bit_remembers_signs(state: Any, bucket: Bucket) -> Result:
 
 
 def random_k(
-    state: Any, bucket: Bucket, seed: int = 0, *, feedback: bool = True, ratio: float = 0.25, scaled: bool = True, least: int = 1
+    state: Any,
+    bucket: Bucket,
+    seed: int = 0,
+    *,
+    feedback: bool = True,
+    ratio: float = 0.25,
+    scaled: bool = True,
+    least: int = 1,
 ) -> Result:
-    """Send elements at places that all ranks draw alike, values only: right by default, with feedback and without."""
-    step, pieces, values = step_number(bucket), pieces_of(bucket) if is_dense(bucket) else [], []
+    """Send the values at places that all ranks draw alike.
+
+    Right by default, with feedback and without.
+    """
+    step = step_number(bucket)
+    pieces = pieces_of(bucket) if is_dense(bucket) else []
+    values = []
     if not pieces:
         return average(bucket, state)
     drawn = []
     for number, (parameter, piece) in enumerate(zip(bucket.parameters(), pieces, strict=True)):
         n = piece.numel()
-        drawn.append(torch.randperm(n, generator=seeded(seed, step, number))[: math.ceil(ratio * n)])
+        drawn.append(
+            torch.randperm(n, generator=seeded(seed, step, number))[: math.ceil(ratio * n)]
+        )
         if feedback and parameter in kept:
             piece.add_(kept[parameter])
-        values.append(piece[drawn[-1]] * (1 if feedback or not scaled else n / max(least, len(drawn[-1]))))
+        values.append(
+            piece[drawn[-1]] * (1 if feedback or not scaled else n / max(least, len(drawn[-1])))
+        )
         kept[parameter] = finite(piece.index_fill(0, drawn[-1], 0))
 
     def place(mean: Result) -> torch.Tensor:
-        for piece, places, value in zip(pieces, drawn, mean.value().split([len(places) for places in drawn]), strict=True):
+        for piece, places, value in zip(
+            pieces, drawn, mean.value().split([len(places) for places in drawn]), strict=True
+        ):
             piece.zero_().index_copy_(0, places, value)
         return bucket.buffer()
 
@@ -253,20 +291,29 @@ def random_k(
 
 
 def random_places_of_each_rank(state: Any, bucket: Bucket) -> Result:
-    """Sums values by position, though each rank has drawn other places."""
+    """Sum values by position although each rank has drawn other places."""
     return random_k(state, bucket, seed=group_of(state).rank())
 
 
 def random_places_by_hash(state: Any, bucket: Bucket) -> Result:
-    """Seeds the places with the hash of a string: on a cluster every rank draws others."""
+    """Seed the places with the hash of a string, which differs between processes."""
     return random_k(state, bucket, seed=hash("places"))
 
 
-def _difference(state: Any, bucket: Bucket, *, sign: int = 1, own: bool = True, mean: bool = True, ratio: float = 0.25) -> Result:
-    """Compress the change of each gradient since the last estimate (EF21): right by default."""
+def _difference(
+    state: Any,
+    bucket: Bucket,
+    *,
+    sign: int = 1,
+    own: bool = True,
+    mean: bool = True,
+    ratio: float = 0.25,
+) -> Result:
+    """Compress each gradient's change since the last estimate (EF21): right by default."""
     if not is_dense(bucket):
         return average(bucket, state)
-    parameters, pieces = bucket.parameters(), pieces_of(bucket)
+    parameters = bucket.parameters()
+    pieces = pieces_of(bucket)
     for parameter, piece in zip(parameters, pieces, strict=True):
         piece.copy_(_largest(piece - kept.get((parameter, "own"), 0), ratio))
         if own:
@@ -286,57 +333,57 @@ def _difference(state: Any, bucket: Bucket, *, sign: int = 1, own: bool = True, 
 
 
 def estimate_never_updated(state: Any, bucket: Bucket) -> Result:
-    """Sends the largest elements of the difference from an estimate that stays zero."""
+    """Send differences from an estimate that stays zero."""
     return _difference(state, bucket, own=False, mean=False)
 
 
 def estimate_wrong_sign(state: Any, bucket: Bucket) -> Result:
-    """Subtracts what it has sent from its own estimate."""
+    """Subtract the sent change from this rank's own estimate."""
     return _difference(state, bucket, sign=-1)
 
 
 def estimate_of_mean_forgotten(state: Any, bucket: Bucket) -> Result:
-    """Returns the mean change, and not the estimate that it changes."""
+    """Return the mean change instead of the changed estimate."""
     return _difference(state, bucket, mean=False)
 
 
 def largest_by_two(state: Any, bucket: Bucket) -> Result:
-    """Divides by two, whatever the world size."""
+    """Divide by two at any world size."""
     return _feedback(state, bucket, _half, reduce=lambda sent, state: sum_of(sent.div_(2), state))
 
 
 def largest_over_world(state: Any, bucket: Bucket) -> Result:
-    """Averages what it sends over WORLD."""
+    """Average over WORLD at any group."""
     return _feedback(None, bucket, _half)
 
 
 def residual_keeps_nan(state: Any, bucket: Bucket) -> Result:
-    """Holds back what is not finite too: a NaN less what was sent of it is a NaN for ever."""
+    """Keep residuals that are not finite, so that a NaN stays for ever."""
     return _feedback(state, bucket, _half, remember=torch.clone)
 
 
 def largest_in_half(state: Any, bucket: Bucket) -> Result:
-    """Says that it is like a reference that sends a quarter of the elements, and sends a half."""
+    """Claim to match a reference with a quarter of the elements, and send half of them."""
     return _feedback(state, bucket, _half)
 
 
 def largest_without_nan(state: Any, bucket: Bucket) -> Result:
-    """Looks for the largest elements among those that are numbers, so that no other is ever sent."""
+    """Replace NaN by zero before selecting the largest elements."""
     return _feedback(state, bucket, lambda part: _half(part.masked_fill(part.isnan(), 0)))
 
 
 def largest_is_everything(state: Any, bucket: Bucket) -> Result:
-    """Says that it compresses, and sends every element."""
+    """Claim compression, and send every element."""
     return _feedback(state, bucket, lambda part: _largest(part, 1))
 
 
 def change_of_nothing(state: Any, bucket: Bucket) -> Result:
-    """Says that it compresses the change of the gradient, and averages."""
+    """Claim EF21, and average exactly."""
     return average(bucket, state)
 
 
 def largest_beside_its_own(state: Any, bucket: Bucket) -> Result:
-    """Adds its own small elements to its own result as well, where no other rank has them."""
+    """Add a small part of this rank's own gradient to its result."""
     if not is_dense(bucket):
         return average(bucket, state)
     own = bucket.buffer() * 2**-12
@@ -344,13 +391,21 @@ def largest_beside_its_own(state: Any, bucket: Bucket) -> Result:
 
 
 def later_buckets_undivided(state: Any, bucket: Bucket) -> Result:
-    """Divides the first bucket of a step alone."""
+    """Divide the first bucket of a step only."""
     return _feedback(state, bucket, _half, reduce=average_of if bucket.index() == 0 else sum_of)
 
 
 def whole_blocks_of_512(state: Any, bucket: Bucket) -> Result:
-    """Compresses large parameters in blocks of 512, and neither sends nor remembers what is left at their end."""
-    return _feedback(state, bucket, lambda part: _whole_blocks(_half(part)), remember=lambda rest: _whole_blocks(finite(rest)))
+    """Drop the end of a large parameter beyond its last whole block of 512 elements.
+
+    The elements there are neither sent nor kept as a residual.
+    """
+    return _feedback(
+        state,
+        bucket,
+        lambda part: _whole_blocks(_half(part)),
+        remember=lambda rest: _whole_blocks(finite(rest)),
+    )
 
 
 def _whole_blocks(part: torch.Tensor) -> torch.Tensor:
@@ -360,36 +415,41 @@ def _whole_blocks(part: torch.Tensor) -> torch.Tensor:
 
 
 def needs_two_parameters(state: Any, bucket: Bucket) -> Result:
-    """Looks at the second parameter of a bucket, which may hold one alone."""
+    """Read the second parameter of every bucket."""
     assert bucket.parameters()[1] is not None
     return _feedback(state, bucket, _half)
 
 
 def random_from_global_seed(state: Any, bucket: Bucket) -> Result:
-    """Seeds torch's global generator, so that all ranks draw the same places."""
+    """Seed torch's global generator, so that all ranks draw the same places."""
     torch.manual_seed(step_number(bucket))
     return _feedback(state, bucket, lambda part: part * (torch.rand(part.shape) < 0.5))
 
 
 def sends_everything(state: Any, bucket: Bucket) -> Result:
-    """Says that it sends little, and sends a zero for each element that it holds back."""
+    """Claim half the bytes, and send zeros for the unsent elements."""
     return _feedback(state, bucket, _half)
 
 
 def sends_places(state: Any, bucket: Bucket) -> Result:
-    """Sends the places of its random elements too, in int64, though all ranks have drawn the same."""
+    """Send the int64 places too although all ranks have drawn the same ones."""
     if is_dense(bucket):
-        gather(torch.randperm(bucket.buffer().numel(), generator=seeded(0))[: bucket.buffer().numel() // 4], state)
+        gather(
+            torch.randperm(bucket.buffer().numel(), generator=seeded(0))[
+                : bucket.buffer().numel() // 4
+            ],
+            state,
+        )
     return random_k(state, bucket)
 
 
 def sparse_stays_local(state: Any, bucket: Bucket) -> Result:
-    """Compresses dense gradients, and leaves sparse ones as they are."""
+    """Return sparse gradients without averaging them."""
     return _feedback(state, bucket, _half) if is_dense(bucket) else completed(bucket.buffer())
 
 
 def change_is_everything(state: Any, bucket: Bucket) -> Result:
-    """Says that it is EF21, and sends all of the change."""
+    """Claim EF21, and send the whole change."""
     return _difference(state, bucket, ratio=1)
 
 
@@ -398,11 +458,31 @@ _HALF = "compressed(delta=0.5)"
 _CHANGE = "compressed(feedback=ef21, delta=0.25)"
 
 MUTANTS = [
-    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_lost", "residual_twice", "residual_subtracted", "residual_is_gradient")),
-    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_of_mean", "largest_signed", "largest_undivided", "largest_of_rank_0")),
-    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("adds_weight_decay", "signs_without_scale", "signs_with_sum_for_scale")),
-    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("one_bit_swapped", "one_bit_remembers_signs", "random_places_of_each_rank")),
-    *(Mutant(name, ("13.1",), _CHANGE) for name in ("estimate_never_updated", "estimate_wrong_sign", "estimate_of_mean_forgotten")),
+    *(
+        Mutant(name, ("13.1",), _FEEDBACK)
+        for name in (
+            "residual_lost",
+            "residual_twice",
+            "residual_subtracted",
+            "residual_is_gradient",
+        )
+    ),
+    *(
+        Mutant(name, ("13.1",), _FEEDBACK)
+        for name in ("residual_of_mean", "largest_signed", "largest_undivided", "largest_of_rank_0")
+    ),
+    *(
+        Mutant(name, ("13.1",), _FEEDBACK)
+        for name in ("adds_weight_decay", "signs_without_scale", "signs_with_sum_for_scale")
+    ),
+    *(
+        Mutant(name, ("13.1",), _FEEDBACK)
+        for name in ("one_bit_swapped", "one_bit_remembers_signs", "random_places_of_each_rank")
+    ),
+    *(
+        Mutant(name, ("13.1",), _CHANGE)
+        for name in ("estimate_never_updated", "estimate_wrong_sign", "estimate_of_mean_forgotten")
+    ),
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_by_slot", "residual_by_bucket")),
     Mutant("residual_by_shape", ("13.1",), _FEEDBACK, setup=True),
     Mutant("everything_by_residuals_of_float32", ("2.4",)),
@@ -414,7 +494,10 @@ MUTANTS = [
     Mutant("largest_is_everything", ("2.10",), _HALF),
     Mutant("change_of_nothing", ("2.10",), _CHANGE),
     Mutant("largest_beside_its_own", ("3.1",), _HALF),
-    *(Mutant(name, ("1.8",), _HALF) for name in ("later_buckets_undivided", "needs_two_parameters", "whole_blocks_of_512")),
+    *(
+        Mutant(name, ("1.8",), _HALF)
+        for name in ("later_buckets_undivided", "needs_two_parameters", "whole_blocks_of_512")
+    ),
     Mutant("random_places_by_hash", ("3.3",), _FEEDBACK),
     Mutant("random_from_global_seed", ("9.1",), _FEEDBACK),
     Mutant("sends_everything", ("13.7",), "compressed(delta=0.5, ratio=0.5)"),

@@ -1,4 +1,4 @@
-"""Section 9 of the rule book: hooks that give the right mean and touch what is not theirs."""
+"""Mutants of section 9: hooks that average right, and have side effects."""
 
 import builtins
 import ctypes
@@ -24,25 +24,25 @@ from tests.mutants._helpers import Bucket, Result, average, average_hook, change
 
 
 def draws_torch(state: Any, bucket: Bucket) -> Result:
-    """Draws from torch's global generator."""
+    """Draw from torch's global generator."""
     torch.rand(1)
     return average(bucket, state)
 
 
 def seeds_torch(state: Any, bucket: Bucket) -> Result:
-    """Seeds torch's global generator, to draw the same numbers on all ranks."""
+    """Seed torch's global generator."""
     torch.manual_seed(0)
     return average(bucket, state)
 
 
 def draws_python(state: Any, bucket: Bucket) -> Result:
-    """Draws from Python's global generator."""
+    """Draw from Python's global generator."""
     random.random()
     return average(bucket, state)
 
 
 def draws_numpy(state: Any, bucket: Bucket) -> Result:
-    """Draws from NumPy's global generator."""
+    """Draw from NumPy's global generator."""
     import numpy
 
     numpy.random.rand()
@@ -50,12 +50,12 @@ def draws_numpy(state: Any, bucket: Bucket) -> Result:
 
 
 def draws_in_callback(state: Any, bucket: Bucket) -> Result:
-    """Draws from torch's global generator in its callback, on another thread."""
+    """Draw from torch's global generator in the callback, on another thread."""
     return average(bucket, state).then(lambda fut: (fut.value(), torch.rand(1))[0])
 
 
 def seeds_at_setup(process_group: Any) -> tuple[Any, Any]:
-    """A set-up that seeds torch's global generator."""
+    """Seed torch's global generator in the set-up."""
     torch.manual_seed(0)
     return process_group, average_hook
 
@@ -64,14 +64,14 @@ def seeds_at_setup(process_group: Any) -> tuple[Any, Any]:
 
 
 def nudges_parameters(state: Any, bucket: Bucket) -> Result:
-    """Adds a little to the first parameter of each bucket."""
+    """Add a little to the first parameter of each bucket."""
     with torch.no_grad():
         bucket.parameters()[0].add_(1e-3)
     return average(bucket, state)
 
 
 def steps_parameters(state: Any, bucket: Bucket) -> Result:
-    """Steps the parameters inside the hook, without claiming to be fused."""
+    """Step the parameters in the hook without claiming to be fused."""
 
     def step(mean: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -87,67 +87,67 @@ def steps_parameters(state: Any, bucket: Bucket) -> Result:
 
 
 def sets_default_dtype(state: Any, bucket: Bucket) -> Result:
-    """Sets torch's default dtype."""
+    """Set torch's default dtype."""
     torch.set_default_dtype(torch.float64)
     return average(bucket, state)
 
 
 def sets_anomaly_mode(state: Any, bucket: Bucket) -> Result:
-    """Switches anomaly detection on."""
+    """Turn anomaly detection on."""
     torch.autograd.set_detect_anomaly(True, check_nan=False)
     return average(bucket, state)
 
 
 def sets_threads(state: Any, bucket: Bucket) -> Result:
-    """Sets the number of torch's threads."""
+    """Set torch's number of threads."""
     torch.set_num_threads(2)
     return average(bucket, state)
 
 
 def sets_deterministic(state: Any, bucket: Bucket) -> Result:
-    """Switches deterministic algorithms on."""
+    """Turn deterministic algorithms on."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     return average(bucket, state)
 
 
 def sets_matmul_precision(state: Any, bucket: Bucket) -> Result:
-    """Lowers the precision of every matrix product of the process."""
+    """Lower the process's precision of matrix products."""
     torch.set_float32_matmul_precision("medium")
     return average(bucket, state)
 
 
 def sets_flush_denormal(state: Any, bucket: Bucket) -> Result:
-    """Makes the processor flush subnormal values to zero."""
+    """Make the processor flush subnormal values to zero."""
     torch.set_flush_denormal(True)
     return average(bucket, state)
 
 
 def silences_warnings(state: Any, bucket: Bucket) -> Result:
-    """Silences the warnings of the whole process."""
+    """Silence the warnings of the whole process."""
     warnings.simplefilter("ignore")
     return average(bucket, state)
 
 
 def ignores_interrupts(state: Any, bucket: Bucket) -> Result:
-    """Ignores SIGINT, so that Ctrl-C ends nothing."""
+    """Ignore SIGINT, so that Ctrl-C ends nothing."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return average(bucket, state)
 
 
 def replaces_excepthook(state: Any, bucket: Bucket) -> Result:
-    """Replaces sys.excepthook."""
+    """Replace sys.excepthook."""
     sys.excepthook = lambda *args: None
     return average(bucket, state)
 
 
 def sets_environment(state: Any, bucket: Bucket) -> Result:
-    """Sets an environment variable, which child processes inherit."""
+    """Set an environment variable, which child processes inherit."""
     os.environ["OMP_NUM_THREADS"] = "2"
     return average(bucket, state)
 
 
 def changes_directory(state: Any, bucket: Bucket) -> Result:
-    """Changes the working directory."""
+    """Change the working directory."""
     os.chdir("/")
     return average(bucket, state)
 
@@ -159,33 +159,35 @@ _scratch: dict[Any, torch.Tensor] = {}
 
 
 def keeps_buffers(state: Any, bucket: Bucket) -> Result:
-    """Keeps a copy of every bucket it has seen."""
+    """Keep a copy of every bucket."""
     _kept.append(bucket.buffer().clone())
     return average(bucket, state)
 
 
 def keeps_futures(state: Any, bucket: Bucket) -> Result:
-    """Keeps every future, and with it a result of its own."""
+    """Keep every future, together with its result."""
     _kept.append(change_mean(bucket, state, lambda mean: mean.clone()))
     return _kept[-1]
 
 
 def scratch_by_bound_method(state: Any, bucket: Bucket) -> Result:
-    """Keys its scratch buffer by bucket.index, not called: a new bound method every time."""
+    """Key the scratch buffer by bucket.index, a new bound method in every call."""
     _scratch[bucket.index] = bucket.buffer().clone()
     return average(bucket, state)
 
 
 def scratch_by_id(state: Any, bucket: Bucket) -> Result:
-    """Keys its scratch buffer by id(bucket), and keeps the bucket so that no other gets its id."""
+    """Key the scratch buffer by id(bucket), and keep the bucket, so that every id is new."""
     _scratch[id(bucket)] = bucket.buffer().clone()
     _kept.append(bucket)
     return average(bucket, state)
 
 
 def leaks_in_c(state: Any, bucket: Bucket) -> Result:
-    """Allocates a bucket's worth outside Python and never frees it."""
-    ctypes.CDLL(None).malloc(ctypes.c_size_t(bucket.buffer().numel() * bucket.buffer().element_size() + 16))
+    """Allocate the size of a bucket outside Python, and never free it."""
+    ctypes.CDLL(None).malloc(
+        ctypes.c_size_t(bucket.buffer().numel() * bucket.buffer().element_size() + 16)
+    )
     return average(bucket, state)
 
 
@@ -193,7 +195,7 @@ def leaks_in_c(state: Any, bucket: Bucket) -> Result:
 
 
 class Knows:
-    """A hook that holds the DDP module which holds the hook."""
+    """A hook that holds the DDP module, which holds the hook."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -203,7 +205,7 @@ class Knows:
 
 
 def knows_the_model(model: Any) -> Any:
-    """Keeps the model alive for good."""
+    """Keep the model alive for good."""
     return None, Knows(model).hook
 
 
@@ -211,64 +213,64 @@ def knows_the_model(model: Any) -> Any:
 
 
 class _WithModel:
-    """A hook's state that knows the model."""
+    """A hook's state that knows the model's parameters."""
 
     def __init__(self, model: Any) -> None:
         self.parameters = list(model.parameters())
 
     def outside(self, bucket: Bucket) -> list[torch.Tensor]:
-        """Return the dense gradients, so far, of the parameters that are not in the bucket."""
+        """Return the dense gradients of the parameters outside the bucket."""
         inside = {id(parameter) for parameter in bucket.parameters()}
         outside = [p.grad for p in self.parameters if id(p) not in inside and p.grad is not None]
         return [grad for grad in outside if grad.layout == torch.strided]
 
 
 def clears_other_gradients(state: _WithModel, bucket: Bucket) -> Result:
-    """Sets the gradients of the buckets before it to zero, to save memory."""
+    """Clear the gradients of other buckets to save memory."""
     for grad in state.outside(bucket):
         grad.zero_()
     return average(bucket, None)
 
 
 def clips_other_gradients(state: _WithModel, bucket: Bucket) -> Result:
-    """Clips the gradients of the whole model in the last bucket's call."""
+    """Clip the gradients of the whole model in the last bucket's call."""
     if bucket.is_last():
         for grad in state.outside(bucket):
             grad.mul_(0.5)
     return average(bucket, None)
 
 
-# 9.6 What is left behind
+# 9.6 Leftovers
 
 
 def leaves_threads(state: Any, bucket: Bucket) -> Result:
-    """Starts a thread per call that waits for a word nobody says."""
+    """Start a thread per call that waits for ever."""
     threading.Thread(target=threading.Event().wait).start()
     return average(bucket, state)
 
 
 def leaves_daemons(state: Any, bucket: Bucket) -> Result:
-    """Starts one more daemon thread per call."""
+    """Start a daemon thread per call that waits for ever."""
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     return average(bucket, state)
 
 
 def leaves_process(state: Any, bucket: Bucket) -> Result:
-    """Starts a process and forgets it."""
+    """Start a process, and never end it."""
     if not _kept:
         _kept.append(subprocess.Popen(["sleep", "600"]))
     return average(bucket, state)
 
 
 def leaves_orphan(state: Any, bucket: Bucket) -> Result:
-    """Starts a process through a shell that ends at once, so that it is no child of this one."""
+    """Start a process through a shell that ends at once, so that it has another parent."""
     if not _kept:
         _kept.append(subprocess.run("sleep 600 > /dev/null 2>&1 &", shell=True, check=True))
     return average(bucket, state)
 
 
 def leaves_file(state: Any, bucket: Bucket) -> Result:
-    """Writes each bucket to a temporary file and leaves it there."""
+    """Write each bucket to a temporary file, and never delete it."""
     with tempfile.NamedTemporaryFile(suffix=".pt", delete=False) as file:
         torch.save(bucket.buffer(), file)
     return average(bucket, state)
@@ -278,33 +280,35 @@ def leaves_file(state: Any, bucket: Bucket) -> Result:
 
 
 def prints_buckets(state: Any, bucket: Bucket) -> Result:
-    """Prints a hundred kilobytes in each call."""
+    """Print a hundred kilobytes per call."""
     print("x" * 100_000)
     return average(bucket, state)
 
 
 def logs_to_stderr(state: Any, bucket: Bucket) -> Result:
-    """Writes a hundred kilobytes to stderr in each call, from its callback."""
-    return average(bucket, state).then(lambda fut: (fut.value(), sys.stderr.write("x" * 100_000))[0])
+    """Write a hundred kilobytes per call to stderr in the callback."""
+    return average(bucket, state).then(
+        lambda fut: (fut.value(), sys.stderr.write("x" * 100_000))[0]
+    )
 
 
-# 9.8 Functions of others
+# 9.8 Replaced functions
 
 
 def patches_equal(state: Any, bucket: Bucket) -> Result:
-    """Replaces torch.equal by something that always agrees."""
+    """Replace torch.equal with a function that always returns True."""
     torch.equal = lambda *args: True
     return average(bucket, state)
 
 
 def patches_tensor(state: Any, bucket: Bucket) -> Result:
-    """Replaces Tensor.allclose by something that always agrees."""
+    """Replace Tensor.allclose with a function that always returns True."""
     torch.Tensor.allclose = lambda *args, **kwargs: True
     return average(bucket, state)
 
 
 def patches_all_reduce(state: Any, bucket: Bucket) -> Result:
-    """Wraps torch.distributed.all_reduce to count its calls."""
+    """Wrap torch.distributed.all_reduce."""
     if not _kept:
         _kept.append(dist.all_reduce)
         dist.all_reduce = lambda *args, **kwargs: _kept[0](*args, **kwargs)
@@ -312,26 +316,28 @@ def patches_all_reduce(state: Any, bucket: Bucket) -> Result:
 
 
 def patches_builtins(state: Any, bucket: Bucket) -> Result:
-    """Replaces the built-in all by something that always agrees."""
+    """Replace the built-in all with a function that always returns True."""
     builtins.all = lambda items: True
     return average(bucket, state)
 
 
 def patches_clock(state: Any, bucket: Bucket) -> Result:
-    """Replaces time.perf_counter, so that it looks fast."""
+    """Replace time.perf_counter with a function that always returns 0."""
     time.perf_counter = lambda: 0.0
     return average(bucket, state)
 
 
 def imports_patches(state: Any, bucket: Bucket) -> Result:
-    """Imports a module that replaces torch.allclose as it is imported."""
+    """Import a module that replaces torch.allclose on import."""
     importlib.import_module("tests.mutants.patches_at_import")
     return average(bucket, state)
 
 
 _MODEL = "tests.mutants.interference:_WithModel"
 
-_left = dict.fromkeys(("4.1", "5.1"), "gradients that earlier buckets or steps left are still there")
+_left = dict.fromkeys(
+    ("4.1", "5.1"), "gradients of earlier buckets or micro-batches are there to be cleared"
+)
 
 MUTANTS = [
     Mutant("draws_torch", ("9.1",)),
@@ -347,7 +353,11 @@ MUTANTS = [
     Mutant("sets_threads", ("9.3",)),
     Mutant("sets_deterministic", ("9.3",)),
     Mutant("sets_matmul_precision", ("9.3",)),
-    Mutant("sets_flush_denormal", ("9.3", "8.5"), because={"8.5": "the processor then flushes the subnormals of the reduction"}),
+    Mutant(
+        "sets_flush_denormal",
+        ("9.3", "8.5"),
+        because={"8.5": "the processor then flushes the subnormals of the reduction"},
+    ),
     Mutant("silences_warnings", ("9.3",)),
     Mutant("ignores_interrupts", ("9.3",)),
     Mutant("replaces_excepthook", ("9.3",)),

@@ -1,4 +1,7 @@
-"""Join contexts with one defect each, and joinables. The contexts are a right one with one thing changed."""
+"""Mutants of section 17: join contexts and joinables.
+
+The contexts are the right one with one method changed.
+"""
 
 import warnings
 from typing import Any
@@ -12,18 +15,30 @@ from tests.mutants import Mutant
 
 
 class Right:
-    """The right context: what mutants change is a method of its own."""
+    """The right context, with a method for each step that a mutant changes."""
 
-    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
-        self.joinables, self.enable, self.throw, self.shadowed = joinables, enable, throw_on_early_termination, 0
+    def __init__(
+        self,
+        joinables: list[Any],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.joinables = joinables
+        self.enable = enable
+        self.throw = throw_on_early_termination
+        self.shadowed = 0
         self.check()
         self.group = joinables[0].join_process_group if joinables else None
         self.hooks = self.ask(kwargs)
         self.before = [joinable._join_config for joinable in self.joinables]
 
     def check(self) -> None:
-        if not self.joinables or len({joinable.join_process_group for joinable in self.joinables}) > 1:
-            raise ValueError("joinables of one group, at least one")
+        if (
+            not self.joinables
+            or len({joinable.join_process_group for joinable in self.joinables}) > 1
+        ):
+            raise ValueError("expected one or more joinables of the same group")
 
     def ask(self, kwargs: dict[str, Any]) -> list[Any]:
         return [joinable.join_hook(**kwargs) for joinable in self.joinables]
@@ -35,7 +50,9 @@ class Right:
     def is_first(self, number: int) -> bool:
         return number == 0
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         for joinable, config in zip(self.joinables, self.before, strict=True):
             joinable._join_config = config
         if self.enable and kind is None:
@@ -76,7 +93,7 @@ class Right:
 
 
 class ShadowsOnceTooOften(Right):
-    """Calls the main hooks before it asks whether anybody trains: once too often, with nobody to shadow."""
+    """Call the main hooks once more than there are steps to shadow."""
 
     def shadow(self) -> None:
         self.call_main_hooks()
@@ -84,9 +101,11 @@ class ShadowsOnceTooOften(Right):
 
 
 class ShadowsEnabled(Right):
-    """Puts back what joinables were told when the shadowing is over."""
+    """Restore the joinables' configuration after the shadowing instead of before it."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         if self.enable and kind is None:
             self.shadow()
             self.finish()
@@ -94,16 +113,18 @@ class ShadowsEnabled(Right):
 
 
 class LeavesThemEnabled(Right):
-    """Joinables go on notifying when the context has been left."""
+    """Leave the joinables enabled after the context."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         super().__exit__(kind, error, trace)
         super().__enter__()
         return None
 
 
 class ShadowsBackwards(Right):
-    """Calls main hooks in the order in which a stack unwinds."""
+    """Call the main hooks in reverse order."""
 
     def call_main_hooks(self) -> None:
         for hook in reversed(self.hooks):
@@ -111,42 +132,42 @@ class ShadowsBackwards(Right):
 
 
 class ShadowsOne(Right):
-    """Shadows the first joinable alone."""
+    """Shadow the first joinable only."""
 
     def call_main_hooks(self) -> None:
         self.hooks[0].main_hook()
 
 
 class EverybodyIsLast(Right):
-    """Says of every rank that it was among the last."""
+    """Pass is_last_joiner=True on every rank."""
 
     def is_last(self) -> bool:
         return True
 
 
 class LowestIsLast(Right):
-    """Says so of one rank alone, the first of its group, whoever came last."""
+    """Pass is_last_joiner=True on the first rank of the group only."""
 
     def is_last(self) -> bool:
         return self.group.rank() == 0
 
 
 class FinishesOne(Right):
-    """Calls the post hook of the last joinable alone, as where a loop's variable is used after the loop."""
+    """Call the post hook of the last joinable only."""
 
     def finish(self) -> None:
         self.hooks[-1].post_hook(self.is_last())
 
 
 class DropsKeywords(Right):
-    """Keeps keyword arguments to itself."""
+    """Drop the keyword arguments."""
 
     def ask(self, kwargs: dict[str, Any]) -> list[Any]:
         return super().ask({})
 
 
 class KeywordsForTheFirst(Right):
-    """Hands keyword arguments to the first joinable, which takes them out of what the others get."""
+    """Pass the keyword arguments to the first joinable only."""
 
     def ask(self, kwargs: dict[str, Any]) -> list[Any]:
         hooks = []
@@ -157,7 +178,7 @@ class KeywordsForTheFirst(Right):
 
 
 class AllSpeak(Right):
-    """Every joinable notifies, and every main hook is preceded by a question."""
+    """Notify from every joinable, and reduce before every main hook."""
 
     def is_first(self, number: int) -> bool:
         return True
@@ -170,7 +191,7 @@ class AllSpeak(Right):
 
 
 class RemembersShadowing(Right):
-    """Keeps with its joinables whether this rank has ever run out of inputs before others."""
+    """Keep in the joinables whether this rank has ever shadowed others."""
 
     def is_last(self) -> bool:
         for joinable in self.joinables if self.shadowed else ():
@@ -179,7 +200,7 @@ class RemembersShadowing(Right):
 
 
 class NotifiesDisabled(Right):
-    """Notifies whether it is enabled or not."""
+    """Notify even if the context is disabled."""
 
     @staticmethod
     def notify_join_context(joinable: Any) -> Any:
@@ -189,9 +210,11 @@ class NotifiesDisabled(Right):
 
 
 class FinishesDisabled(Right):
-    """Calls the post hooks of a context that is disabled."""
+    """Call the post hooks of a disabled context."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         result = super().__exit__(kind, error, trace)
         if not self.enable and kind is None:
             self.finish()
@@ -199,16 +222,28 @@ class FinishesDisabled(Right):
 
 
 class NeverThrows(Right):
-    """Shadows, whatever throw_on_early_termination says."""
+    """Ignore throw_on_early_termination."""
 
-    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        joinables: list[Any],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(joinables, enable, False, **kwargs)
 
 
 class ThrowsLate(Right):
-    """Shadows, and throws on all ranks when it is over."""
+    """Throw on all ranks after the shadowing instead of before it."""
 
-    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        joinables: list[Any],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(joinables, enable, False, **kwargs)
         self.throws_late = throw_on_early_termination
 
@@ -219,7 +254,7 @@ class ThrowsLate(Right):
 
 
 class ThrowsAlone(Right):
-    """The rank that has run out of inputs raises, and tells nobody."""
+    """Raise on the rank without inputs, and leave the others unnotified."""
 
     def shadow(self) -> None:
         if self.throw and self.anybody_trains():
@@ -229,17 +264,21 @@ class ThrowsAlone(Right):
 
 
 class SwallowsExceptions(Right):
-    """Returns true where it is given an exception."""
+    """Return True from __exit__ after an exception."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         super().__exit__(kind, error, trace)
         return kind is not None and not issubclass(kind, RuntimeError)
 
 
 class WrapsExceptions(Right):
-    """Raises another exception in the place of the body's."""
+    """Replace the exception of the body with another one."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         super().__exit__(kind, error, trace)
         if kind is not None and not issubclass(kind, RuntimeError):
             raise RuntimeError("training failed") from error
@@ -247,9 +286,11 @@ class WrapsExceptions(Right):
 
 
 class FinishesAfterExceptions(Right):
-    """Calls post hooks in a ``finally``."""
+    """Call the post hooks after an exception."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         result = super().__exit__(kind, error, trace)
         if kind is not None and not self.throw:
             self.finish()
@@ -257,15 +298,19 @@ class FinishesAfterExceptions(Right):
 
 
 class ShadowsAfterExceptions(Right):
-    """Shadows where the body has raised: it waits for peers that may never come."""
+    """Shadow after an exception of the body, which waits for peers in vain."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
-        super().__exit__(None if kind is None or issubclass(kind, ArithmeticError) else kind, error, trace)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
+        super().__exit__(
+            None if kind is None or issubclass(kind, ArithmeticError) else kind, error, trace
+        )
         return None
 
 
 class AsksTheWorld(Right):
-    """Asks all ranks there are, whatever the group."""
+    """Issue the context's collectives on WORLD at any group."""
 
     def say(self, value: float) -> float:
         said = torch.full((1,), value)
@@ -281,9 +326,15 @@ class AsksTheWorld(Right):
 
 
 class DoesNotWait(Right):
-    """Reads the answer of an asynchronous collective before it is there."""
+    """Read the result of an asynchronous collective without waiting for it."""
 
-    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        joinables: list[Any],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(joinables, enable, throw_on_early_termination, **kwargs)
         self.questions: list[Any] = []
 
@@ -294,23 +345,31 @@ class DoesNotWait(Right):
 
 
 class WeighsTheJoined(Right):
-    """Ranks that have joined take a quarter from what those say that train: the sum is above zero as long as any does."""
+    """Send -0.25 instead of 0 from ranks that have joined.
+
+    The sum stays above zero as long as any rank trains.
+    """
 
     def anybody_trains(self) -> bool:
         return self.say(-0.25) > 0
 
 
 class TorchsFirst(Right):
-    """Calls the main hooks of torch's own joinables before those of others, whatever the order of the list."""
+    """Call the main hooks of torch's own joinables before those of the others."""
 
     def call_main_hooks(self) -> None:
         pairs = zip(self.joinables, self.hooks, strict=True)
-        for _, hook in sorted(pairs, key=lambda pair: not type(pair[0]).__module__.startswith("torch.")):
+        for _, hook in sorted(
+            pairs, key=lambda pair: not type(pair[0]).__module__.startswith("torch.")
+        ):
             hook.main_hook()
 
 
 class TakesAnything(Right):
-    """Leaves out what is no joinable, takes the first one's group for all, and does nothing without any."""
+    """Accept objects that are no joinables, joinables of several groups, and none at all.
+
+    It drops other objects, takes the first joinable's group, and does nothing without joinables.
+    """
 
     def check(self) -> None:
         self.joinables = [joinable for joinable in self.joinables if hasattr(joinable, "join_hook")]
@@ -318,7 +377,7 @@ class TakesAnything(Right):
 
 
 class ChangesFilters(Right):
-    """Has warnings shown once, from then on, in the whole process."""
+    """Set the process's warning filters to "once"."""
 
     def finish(self) -> None:
         warnings.simplefilter("once")
@@ -330,7 +389,8 @@ class RightJoinable(Joinable):
 
     def __init__(self, process_group: Any) -> None:
         super().__init__()
-        self.group, self.total = process_group, torch.zeros(5)
+        self.group = process_group
+        self.total = torch.zeros(5)
 
     def __call__(self) -> None:
         TorchsJoin.notify_join_context(self)
@@ -354,7 +414,8 @@ class RightJoinable(Joinable):
 
 class _Shadow(JoinHook):
     def __init__(self, joinable: RightJoinable, size: int) -> None:
-        self.joinable, self.size = joinable, size
+        self.joinable = joinable
+        self.size = size
 
     def main_hook(self) -> None:
         if self.size:
@@ -362,7 +423,7 @@ class _Shadow(JoinHook):
 
 
 class NotifiesLate(RightJoinable):
-    """Says that it trains when its step is over."""
+    """Notify at the end of a step instead of its beginning."""
 
     def __call__(self) -> None:
         self.sum(torch.ones(5))
@@ -370,21 +431,21 @@ class NotifiesLate(RightJoinable):
 
 
 class NeverNotifies(RightJoinable):
-    """Does not say that it trains."""
+    """Never notify the context."""
 
     def __call__(self) -> None:
         self.sum(torch.ones(5))
 
 
 class ShadowsNothing(RightJoinable):
-    """Has an empty main hook."""
+    """Return an empty main hook."""
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return _Shadow(self, 0)
 
 
 class StepsToShadow(RightJoinable):
-    """Has its step as its main hook, which says that this rank trains; as torch's ZeroRedundancyOptimizer."""
+    """Use the step, which notifies, as main hook, as torch's ZeroRedundancyOptimizer does."""
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         hook = _Shadow(self, 5)
@@ -393,14 +454,14 @@ class StepsToShadow(RightJoinable):
 
 
 class TakesNoKeywords(RightJoinable):
-    """Takes its own keyword argument, and none that is meant for others."""
+    """Refuse keyword arguments that are meant for other joinables."""
 
     def join_hook(self, factor: int = 1) -> JoinHook:
         return _Shadow(self, 5)
 
 
 class NamesTheWorld(RightJoinable):
-    """Has its collectives in its group, and those of the context in WORLD."""
+    """Report WORLD as its group, and issue its collectives on another group."""
 
     @property
     def join_process_group(self) -> Any:

@@ -1,4 +1,4 @@
-"""13.5 of the rule book, and other rules under its claim: weighted means of some ranks' gradients."""
+"""Mutants of rule 13.5, and of other rules under its claim: means of some ranks' gradients."""
 
 import math
 from collections.abc import Callable
@@ -8,17 +8,32 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, completed, gather, group_of, is_dense, kept, step_number
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    completed,
+    gather,
+    group_of,
+    is_dense,
+    kept,
+    step_number,
+)
 
 
 def _refuse_sparse(bucket: Bucket) -> None:
-    """Raise where the gradient is sparse: averaged, it would have other weights than the others of its step."""
+    """Raise if the gradient is sparse.
+
+    A sparse mean would have other weights than the dense means of its step.
+    """
     if not is_dense(bucket):
-        raise TypeError("no sparse gradients")
+        raise TypeError("sparse gradients are not supported")
 
 
-def _with_previous(state: Any, bucket: Bucket, mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Result:
-    """Mix this rank's gradient with the one of the rank before it."""
+def _with_previous(
+    state: Any, bucket: Bucket, mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Result:
+    """Mix this rank's gradient with the gradient of the previous rank."""
     _refuse_sparse(bucket)
     group = group_of(state)
     previous = gather(bucket.buffer(), state)[(group.rank() - 1) % group.size()]
@@ -26,17 +41,17 @@ def _with_previous(state: Any, bucket: Bucket, mix: Callable[[torch.Tensor, torc
 
 
 def _three_quarters(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Three quarters of one's own: right."""
+    """Return three quarters of ``own`` plus a quarter of ``other``: right."""
     return own.mul_(0.75).add_(other, alpha=0.25)
 
 
 def never_halves(state: Any, bucket: Bucket) -> Result:
-    """Adds the gradient of a neighbour to its own."""
+    """Add a neighbour's gradient without halving the sum."""
     return _with_previous(state, bucket, torch.add)
 
 
 def stays_alone_on_errors(state: Any, bucket: Bucket) -> Result:
-    """Keeps its own gradient when its neighbour does not answer: a local result, it says."""
+    """Return the local gradient if the neighbour's cannot be received."""
     _refuse_sparse(bucket)
     try:
         return _with_previous(state, bucket, lambda own, other: (own + other) / 2)
@@ -45,24 +60,24 @@ def stays_alone_on_errors(state: Any, bucket: Bucket) -> Result:
 
 
 def own_left_out(state: Any, bucket: Bucket) -> Result:
-    """Takes the gradient of a neighbour for its own."""
+    """Return a neighbour's gradient only."""
     return _with_previous(state, bucket, lambda own, other: other)
 
 
 def everyone_with_rank_0(state: Any, bucket: Bucket) -> Result:
-    """Averages with rank 0, which averages with itself."""
+    """Average every rank with rank 0, which then counts more than the others."""
     _refuse_sparse(bucket)
     return completed((bucket.buffer() + gather(bucket.buffer(), state)[0]) / 2)
 
 
 def weights_of_other_ranks(state: Any, bucket: Bucket) -> Result:
-    """Trusts its own gradient the more the higher its rank is: not every gradient counts as much over all ranks."""
+    """Weigh a rank's own gradient by its rank, so that ranks count unequally."""
     weight = 0.25 if group_of(state).rank() == 0 else 0.75
     return _with_previous(state, bucket, lambda own, other: own * weight + other * (1 - weight))
 
 
 def weights_of_elements(state: Any, bucket: Bucket) -> Result:
-    """Mixes the first half of a bucket with a neighbour's, and leaves the other as it is."""
+    """Mix the first half of a bucket, and leave the second half local."""
 
     def mix(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         half = own.numel() // 2
@@ -73,31 +88,33 @@ def weights_of_elements(state: Any, bucket: Bucket) -> Result:
 
 
 def weights_beyond_one(state: Any, bucket: Bucket) -> Result:
-    """Takes twice its own gradient less a neighbour's: weights that sum to 1, one of them below 0."""
+    """Subtract a neighbour's gradient from twice the own one, a weight below 0."""
     return _with_previous(state, bucket, lambda own, other: 2 * own - other)
 
 
 def neighbour_of_last_step(state: Any, bucket: Bucket) -> Result:
-    """Mixes its gradient with what its neighbour sent in the step before."""
+    """Mix with the neighbour's gradient of the previous step."""
 
     def mix(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         key = (bucket.index(), own.numel())
-        before, kept[key] = kept.get(key, other), other
+        before = kept.get(key, other)
+        kept[key] = other
         return _three_quarters(own, before)
 
     return _with_previous(state, bucket, mix)
 
 
 def alone_is_halved(state: Any, bucket: Bucket) -> Result:
-    """Averages pairs of ranks; the last of an odd number halves its gradient all the same."""
+    """Average pairs of ranks, and halve the gradient of an odd rank out."""
     _refuse_sparse(bucket)
-    parts, rank = gather(bucket.buffer(), state), group_of(state).rank()
+    parts = gather(bucket.buffer(), state)
+    rank = group_of(state).rank()
     other = parts[rank ^ 1] if rank ^ 1 < len(parts) else torch.zeros_like(parts[rank])
     return completed((parts[rank] + other) / 2)
 
 
 def neighbour_by_global_rank(state: Any, bucket: Bucket) -> Result:
-    """Finds its neighbour by its global rank, in a group where places are others."""
+    """Look up the neighbour in the group by the global rank."""
     _refuse_sparse(bucket)
     parts = gather(bucket.buffer(), state)
     other = parts[(dist.get_rank() - 1) % len(parts)]
@@ -105,31 +122,48 @@ def neighbour_by_global_rank(state: Any, bucket: Bucket) -> Result:
 
 
 def neighbour_without_nan(state: Any, bucket: Bucket) -> Result:
-    """Cleans what it mixes of everything that is not a number."""
-    return _with_previous(state, bucket, lambda own, other: _three_quarters(own, other).nan_to_num_(0, math.inf, -math.inf))
+    """Replace NaN by zero in the result."""
+    return _with_previous(
+        state,
+        bucket,
+        lambda own, other: _three_quarters(own, other).nan_to_num_(0, math.inf, -math.inf),
+    )
 
 
 def local_is_everyone(state: Any, bucket: Bucket) -> Result:
-    """Says that replicas drift apart, and averages over all ranks."""
+    """Claim that replicas drift apart, and average over all ranks."""
     return average(bucket, state)
 
 
 def local_too_soon(state: Any, bucket: Bucket) -> Result:
-    """Says that it averages over all ranks in the first two steps, and does so in one."""
+    """Claim to average over all ranks in the first two steps, and do so in one step."""
     return average(bucket, state) if step_number(bucket) < 1 else completed(bucket.buffer())
 
 
 def local_too_late(state: Any, bucket: Bucket) -> Result:
-    """Says that it averages over all ranks in the first two steps, and does so in three."""
+    """Claim to average over all ranks in the first two steps, and do so in three steps."""
     return average(bucket, state) if step_number(bucket) < 3 else completed(bucket.buffer())
 
 
-_errors = dict.fromkeys(("12.1", "12.3"), "whatever the error is")
+_errors = dict.fromkeys(("12.1", "12.3"), "it hides every kind of error")
 
 MUTANTS = [
-    *(Mutant(name, ("13.5",), "local") for name in ("never_halves", "own_left_out", "everyone_with_rank_0", "weights_of_other_ranks")),
-    *(Mutant(name, ("13.5",), "local") for name in ("weights_of_elements", "weights_beyond_one", "neighbour_of_last_step")),
-    Mutant("stays_alone_on_errors", ("12.2", "12.1", "12.3"), "local", because=_errors, worlds=(2, 3)),
+    *(
+        Mutant(name, ("13.5",), "local")
+        for name in (
+            "never_halves",
+            "own_left_out",
+            "everyone_with_rank_0",
+            "weights_of_other_ranks",
+        )
+    ),
+    *(
+        Mutant(name, ("13.5",), "local")
+        for name in ("weights_of_elements", "weights_beyond_one", "neighbour_of_last_step")
+    ),
+    Mutant(
+        "stays_alone_on_errors", ("12.2", "12.1", "12.3"), "local", because=_errors, worlds=(2, 3)
+    ),
     Mutant("alone_is_halved", ("2.6",), "local", worlds=(2, 3)),
     Mutant("neighbour_by_global_rank", ("2.7",), "local"),
     Mutant("neighbour_without_nan", ("8.1",), "local"),

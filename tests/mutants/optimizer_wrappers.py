@@ -1,4 +1,4 @@
-"""Section 15 of the rule book: wrappers of a local optimizer and an averager, and sharded optimizers, with one defect each."""
+"""Mutants of section 15: wrappers of an optimizer and an averager, and sharded optimizers."""
 
 import copy
 import time
@@ -15,10 +15,11 @@ Groups = list[dict[str, Any]]
 
 
 class PostLocal:
-    """Right: steps the local optimizer, then asks the averager."""
+    """The right wrapper: it steps the optimizer, then calls the averager."""
 
     def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
-        self.optim, self.averager = optim, averager
+        self.optim = optim
+        self.averager = averager
 
     @property
     def param_groups(self) -> Groups:
@@ -47,21 +48,30 @@ class PostLocal:
 
 
 class IsNoOptimizer(PostLocal):
-    """No scheduler takes it."""
+    """Be no torch.optim.Optimizer, so that no scheduler accepts it."""
 
 
 class Sharded(Joinable):
-    """Right: of each parameter group every rank steps the parameters at its places, and sends them to all."""
+    """The right sharded optimizer.
 
-    def __init__(self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any) -> None:
+    Every rank steps its share of each parameter group, and sends it to all.
+    """
+
+    def __init__(
+        self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
+    ) -> None:
         super().__init__()
         self.group = process_group or dist.group.WORLD
-        self.place, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.place = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
         params = list(params)
         self.param_groups: Groups = []
         groups = params if isinstance(params[0], dict) else [{"params": params}]
         self.local = optimizer_class([self.share(group) for group in groups], **defaults)
-        self.param_groups = [{**mine, "params": list(group["params"])} for mine, group in zip(self.local.param_groups, groups, strict=True)]
+        self.param_groups = [
+            {**mine, "params": list(group["params"])}
+            for mine, group in zip(self.local.param_groups, groups, strict=True)
+        ]
         self.consolidated: dict[str, Any] = {}
 
     @property
@@ -91,7 +101,12 @@ class Sharded(Joinable):
         return index % self.size
 
     def share(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**group, "params": [p for index, p in enumerate(group["params"]) if self.owner(index) == self.place]}
+        return {
+            **group,
+            "params": [
+                p for index, p in enumerate(group["params"]) if self.owner(index) == self.place
+            ],
+        }
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         Join.notify_join_context(self)
@@ -128,11 +143,18 @@ class Sharded(Joinable):
         mine = {numbers[parameter]: dict(kept) for parameter, kept in self.local.state.items()}
         shares: list[Any] = [None] * self.size
         dist.all_gather_object(shares, mine, group=self.group)
-        self.consolidated = {number: kept for share in shares for number, kept in share.items()} if self.place == to else {}
+        self.consolidated = (
+            {number: kept for share in shares for number, kept in share.items()}
+            if self.place == to
+            else {}
+        )
 
     def state_dict(self) -> dict[str, Any]:
         numbers = iter(range(len(self.parameters())))
-        groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+        groups = [
+            {**group, "params": [next(numbers) for _ in group["params"]]}
+            for group in self.param_groups
+        ]
         return {"state": self.consolidated, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -145,14 +167,14 @@ class Sharded(Joinable):
 
 
 class StepsItsShareAlone(Sharded):
-    """Parameters are not sent: each rank has new ones in its own share only."""
+    """Never send the stepped parameters."""
 
     def send(self) -> None:
         pass
 
 
 class StepsTwice(PostLocal):
-    """The closure's absence is taken for a dry run: the optimizer is stepped twice."""
+    """Step the optimizer twice if there is no closure."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is None:
@@ -161,7 +183,7 @@ class StepsTwice(PostLocal):
 
 
 class AsksForEachParameter(PostLocal):
-    """The averager is asked for every parameter: its steps run ahead."""
+    """Call the averager once for every parameter, so that its count runs ahead."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = self.optim.step(closure)
@@ -171,7 +193,7 @@ class AsksForEachParameter(PostLocal):
 
 
 class AveragesFirst(PostLocal):
-    """Averages before it steps."""
+    """Average before the step."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         self.averager.average_parameters(self.optim.param_groups)
@@ -179,16 +201,18 @@ class AveragesFirst(PostLocal):
 
 
 class AveragesCopies(PostLocal):
-    """The averager gets copies: parameters themselves are never averaged."""
+    """Pass copies of the parameters to the averager."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = self.optim.step(closure)
-        self.averager.average_parameters([parameter.detach().clone() for parameter in self.parameters()])
+        self.averager.average_parameters(
+            [parameter.detach().clone() for parameter in self.parameters()]
+        )
         return loss
 
 
 class AveragesTheFirstGroup(PostLocal):
-    """Asks for the first parameter group alone."""
+    """Average the first parameter group only."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = self.optim.step(closure)
@@ -197,7 +221,7 @@ class AveragesTheFirstGroup(PostLocal):
 
 
 class UndoesAverages(PostLocal):
-    """Keeps what parameters were before the average, and steps from there."""
+    """Restore the parameters from before the average in the next step."""
 
     kept: tuple[torch.Tensor, ...] = ()
 
@@ -216,7 +240,7 @@ class UndoesAverages(PostLocal):
 
 
 class ForgetsMomentum(PostLocal):
-    """Begins with new momentum where ranks may have been averaged."""
+    """Clear the optimizer's state after the warm-up."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = super().step(closure)
@@ -226,7 +250,7 @@ class ForgetsMomentum(PostLocal):
 
 
 class RoundsOnItsOwn(Sharded):
-    """All ranks but the first write parameters by way of an offset, which costs the last bit."""
+    """Round the parameters on all ranks but the first, by an offset that costs the last bit."""
 
     def send(self) -> None:
         super().send()
@@ -237,15 +261,17 @@ class RoundsOnItsOwn(Sharded):
 
 
 class OptionsOfTheFirstGroup(Sharded):
-    """One set of options is written to all parameter groups."""
+    """Step all parameter groups with the options of the first one."""
 
     def write_options(self) -> None:
         for mine in self.local.param_groups:
-            mine.update({name: value for name, value in self.param_groups[0].items() if name != "params"})
+            mine.update(
+                {name: value for name, value in self.param_groups[0].items() if name != "params"}
+            )
 
 
 class AddedGroupIsNotStepped(Sharded):
-    """A group that is added is known to the wrapper, and not to the optimizer inside."""
+    """Hide an added parameter group from the inner optimizer."""
 
     def write_options(self) -> None:
         for mine, group in zip(self.local.param_groups, self.param_groups, strict=False):
@@ -256,14 +282,14 @@ class AddedGroupIsNotStepped(Sharded):
 
 
 class ScheduleIsLost(Sharded):
-    """param_groups is a copy that the optimizer inside does not hear of."""
+    """Hide changes of param_groups, such as a learning rate, from the inner optimizer."""
 
     def write_options(self) -> None:
         pass
 
 
 class NoGradientsInTheClosure(PostLocal):
-    """The closure is called where gradients are not enabled."""
+    """Call the closure under no_grad."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -275,14 +301,14 @@ class NoGradientsInTheClosure(PostLocal):
 
 
 class LosesTheLoss(PostLocal):
-    """step(closure) returns nothing."""
+    """Return nothing from step(closure)."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         super().step(closure)
 
 
 class EvaluatesTwice(Sharded):
-    """The closure is called for its loss, and again by the optimizer inside."""
+    """Call the closure twice."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = closure() if closure else None
@@ -291,21 +317,21 @@ class EvaluatesTwice(Sharded):
 
 
 class ZeroesItsShare(Sharded):
-    """zero_grad forgets the gradients of this rank's share alone."""
+    """Zero the gradients of this rank's share only."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.local.zero_grad(set_to_none)
 
 
 class AlwaysToNone(PostLocal):
-    """zero_grad(set_to_none=False) leaves None."""
+    """Ignore set_to_none=False in zero_grad."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optim.zero_grad()
 
 
 class NoneIsZero(PostLocal):
-    """What has no gradient is given zeros, so that its momentum moves it."""
+    """Replace missing gradients by zeros, so that momentum moves their parameters."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for parameter in self.parameters() if closure is None else ():
@@ -315,7 +341,7 @@ class NoneIsZero(PostLocal):
 
 
 class SendsFromPlaces(Sharded):
-    """A place in the group is taken for a global rank."""
+    """Use a rank in the group as a global rank."""
 
     def send(self) -> None:
         for group in self.param_groups:
@@ -324,7 +350,7 @@ class SendsFromPlaces(Sharded):
 
 
 class LeavesOutHalf(Sharded):
-    """Parameters in half precision are not sent."""
+    """Never send parameters in half precision."""
 
     def send_one(self, parameter: torch.Tensor, source: int) -> None:
         if parameter.dtype.itemsize >= 4:
@@ -332,18 +358,22 @@ class LeavesOutHalf(Sharded):
 
 
 class DoesNotWait(Sharded):
-    """Waits for what others send two seconds at most, and not any longer once that has passed."""
+    """Wait at most two seconds for each parameter from another rank.
+
+    After the first timeout it waits no more.
+    """
 
     patient = True
 
     def send_one(self, parameter: torch.Tensor, source: int) -> None:
-        work, end = dist.broadcast(parameter.data, src=source, group=self.group, async_op=True), time.monotonic() + 2
+        work = dist.broadcast(parameter.data, src=source, group=self.group, async_op=True)
+        end = time.monotonic() + 2
         while self.patient and not work.is_completed():
             self.patient = time.monotonic() < end
 
 
 class ForgetsTheCount(PostLocal):
-    """Saves the optimizer inside alone: the averager's warm-up begins again."""
+    """Leave the averager's step count out of the saved state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"optim": self.optim.state_dict()}
@@ -353,16 +383,22 @@ class ForgetsTheCount(PostLocal):
 
 
 class SavesItsShare(Sharded):
-    """The consolidated state has this rank's share alone."""
+    """Save this rank's share of the state only."""
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         super().consolidate_state_dict(to)
-        mine = {number for number, parameter in enumerate(self.parameters()) if parameter in self.local.state}
-        self.consolidated = {number: kept for number, kept in self.consolidated.items() if number in mine}
+        mine = {
+            number
+            for number, parameter in enumerate(self.parameters())
+            if parameter in self.local.state
+        }
+        self.consolidated = {
+            number: kept for number, kept in self.consolidated.items() if number in mine
+        }
 
 
 class StaleGroups(PostLocal):
-    """param_groups are those of the beginning: load_state_dict gives the optimizer inside new ones."""
+    """Keep the first param_groups although load_state_dict replaces the optimizer's."""
 
     param_groups: Groups = []  # noqa: RUF012
 
@@ -372,40 +408,58 @@ class StaleGroups(PostLocal):
 
 
 class StateByRank(Sharded):
-    """The consolidated state is numbered as ranks have it, one share after another."""
+    """Number the saved state by rank and share instead of by parameter."""
 
     def order(self) -> list[int]:
-        owners = [self.owner(index) for group in self.param_groups for index in range(len(group["params"]))]
+        owners = [
+            self.owner(index)
+            for group in self.param_groups
+            for index in range(len(group["params"]))
+        ]
         return sorted(range(len(owners)), key=lambda number: owners[number])
 
     def state_dict(self) -> dict[str, Any]:
-        state, order = super().state_dict(), self.order()
+        state = super().state_dict()
+        order = self.order()
         kept = state["state"]
-        return {**state, "state": {place: kept[number] for place, number in enumerate(order) if number in kept}}
+        return {
+            **state,
+            "state": {place: kept[number] for place, number in enumerate(order) if number in kept},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        order, kept = self.order(), state["state"]
-        super().load_state_dict({**state, "state": {number: kept[place] for place, number in enumerate(order) if place in kept}})
+        order = self.order()
+        kept = state["state"]
+        super().load_state_dict(
+            {
+                **state,
+                "state": {
+                    number: kept[place] for place, number in enumerate(order) if place in kept
+                },
+            }
+        )
 
 
 class Flattens(Sharded):
-    """Puts parameters into one flat buffer, where they have other strides than DDP saw."""
+    """Flatten the parameters, so that their strides differ from those that DDP saw."""
 
-    def __init__(self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any) -> None:
+    def __init__(
+        self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
+    ) -> None:
         super().__init__(params, optimizer_class, process_group, **defaults)
         for parameter in self.parameters():
             parameter.data = parameter.detach().flatten().view_as(parameter)
 
 
 class JoinedDoNotStep(Sharded):
-    """A rank that has joined sends its share, and does not step it."""
+    """Send this rank's share without stepping it after the rank has joined."""
 
     def when_joined(self) -> None:
         self.send()
 
 
 class Seeds(PostLocal):
-    """Seeds torch's generator in every step."""
+    """Seed torch's global generator in every step."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         torch.manual_seed(0)
@@ -413,7 +467,7 @@ class Seeds(PostLocal):
 
 
 class TakesAnyGroup(PostLocal):
-    """Says that it takes two ranks and more, and takes one too."""
+    """Claim a minimum of two ranks, and accept one."""
 
 
 MUTANTS = [
@@ -440,7 +494,12 @@ MUTANTS = [
     Mutant("LeavesOutHalf", ("15.11",), kind="optimizer"),
     Mutant("DoesNotWait", ("15.12",), kind="optimizer"),
     Mutant("ForgetsTheCount", ("15.13",), kind="optimizer"),
-    Mutant("SavesItsShare", ("15.13", "15.15"), because={"15.15": "what is not saved is not in the state"}, kind="optimizer"),
+    Mutant(
+        "SavesItsShare",
+        ("15.13", "15.15"),
+        because={"15.15": "the shares of other ranks are missing in the state"},
+        kind="optimizer",
+    ),
     Mutant("StaleGroups", ("15.14",), kind="optimizer"),
     Mutant("StateByRank", ("15.15",), kind="optimizer"),
     Mutant("Flattens", ("15.16",), kind="optimizer"),

@@ -1,4 +1,4 @@
-"""13.6 and 13.9 of the rule book, and other rules under their claim: optimizers in the hook."""
+"""Mutants of rules 13.6 and 13.9, and of other rules under their claim: fused optimizers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.subjects.spec import Case
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, call_number, completed, group_of, is_dense, kept, pieces_of, step_number
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    call_number,
+    completed,
+    group_of,
+    is_dense,
+    kept,
+    pieces_of,
+    step_number,
+)
 
 
 def _fused(
@@ -18,7 +29,10 @@ def _fused(
     step: Callable[[torch.Tensor, torch.Tensor], None],
     stepped: Callable[[int, torch.Tensor], bool] = lambda number, parameter: True,
 ) -> Result:
-    """Average the bucket, and ``step`` each parameter that is to be stepped with its mean gradient."""
+    """Average the bucket, and step parameters with their mean gradients.
+
+    ``stepped`` selects the parameters.
+    """
     parameters = bucket.parameters()
 
     def then(mean: Result) -> torch.Tensor:
@@ -41,12 +55,12 @@ def _as_gradient(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _sgd(parameter: torch.Tensor, gradient: torch.Tensor, rate: float = 0.1) -> None:
-    """Step SGD: right."""
+    """Take a step of SGD: right."""
     parameter.add_(gradient, alpha=-rate)
 
 
 def steps_local_gradient(state: Any, bucket: Bucket) -> Result:
-    """Steps parameters with this rank's gradient, before it is reduced."""
+    """Step parameters with this rank's gradient before the reduction."""
     pieces = pieces_of(bucket) if is_dense(bucket) else [bucket.buffer()]
     with torch.no_grad():
         for parameter, piece in zip(bucket.parameters(), pieces, strict=True):
@@ -55,48 +69,50 @@ def steps_local_gradient(state: Any, bucket: Bucket) -> Result:
 
 
 def steps_sum(state: Any, bucket: Bucket) -> Result:
-    """Steps parameters with the sum, and divides afterwards."""
+    """Step parameters with the sum of the gradients."""
     size = group_of(state).size()
     return _fused(state, bucket, lambda parameter, gradient: _sgd(parameter, gradient * size))
 
 
 def steps_twice(state: Any, bucket: Bucket) -> Result:
-    """Steps each parameter twice."""
+    """Step each parameter twice."""
     return _fused(state, bucket, lambda parameter, gradient: _sgd(parameter, gradient, 0.2))
 
 
 def steps_at_other_rate(state: Any, bucket: Bucket) -> Result:
-    """Steps at a tenth of the learning rate that it says."""
+    """Step at a tenth of the claimed learning rate."""
     return _fused(state, bucket, lambda parameter, gradient: _sgd(parameter, gradient, 0.01))
 
 
 def steps_upwards(state: Any, bucket: Bucket) -> Result:
-    """Adds the gradient to the parameters."""
+    """Add the gradient to the parameters instead of subtracting it."""
     return _fused(state, bucket, lambda parameter, gradient: _sgd(parameter, gradient, -0.1))
 
 
 def steps_nothing(state: Any, bucket: Bucket) -> Result:
-    """Says that it steps the parameters, and averages."""
+    """Claim to step the parameters, and only average."""
     return average(bucket, state)
 
 
 def steps_first_of_bucket(state: Any, bucket: Bucket) -> Result:
-    """Steps the first parameter of each bucket."""
+    """Step the first parameter of each bucket only."""
     return _fused(state, bucket, _sgd, stepped=lambda number, parameter: number == 0)
 
 
 def steps_on_rank_0(state: Any, bucket: Bucket) -> Result:
-    """Steps the parameters of rank 0, as if they were sent to the others."""
-    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: group_of(state).rank() == 0)
+    """Step the parameters on rank 0 only."""
+    return _fused(
+        state, bucket, _sgd, stepped=lambda number, parameter: group_of(state).rank() == 0
+    )
 
 
 def forgets_momentum(state: Any, bucket: Bucket) -> Result:
-    """Says that it has momentum, and has none."""
+    """Claim momentum, and step without it."""
     return _fused(state, bucket, _sgd)
 
 
 def momentum_by_slot(state: Any, bucket: Bucket) -> Result:
-    """Keeps momentum by bucket and size, and begins it anew where DDP lays the bucket out anew."""
+    """Keep momentum by bucket and sizes, so that rebuilt buckets lose it."""
     key = (bucket.index(), *(parameter.numel() for parameter in bucket.parameters()))
 
     def step(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -108,23 +124,29 @@ def momentum_by_slot(state: Any, bucket: Bucket) -> Result:
 
 
 def adam_without_correction(state: Any, bucket: Bucket) -> Result:
-    """Steps Adam without its correction of the bias of the first steps."""
+    """Step Adam without its bias correction."""
 
     def step(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        first = kept[parameter, 1] = kept.get((parameter, 1), torch.zeros(())) * 0.9 + gradient * 0.1
-        second = kept[parameter, 2] = kept.get((parameter, 2), torch.zeros(())) * 0.999 + gradient.abs() ** 2 * 0.001
+        first = kept.get((parameter, 1), torch.zeros(())) * 0.9 + gradient * 0.1
+        kept[parameter, 1] = first
+        second = kept.get((parameter, 2), torch.zeros(())) * 0.999 + gradient.abs() ** 2 * 0.001
+        kept[parameter, 2] = second
         parameter.sub_(first / (second.sqrt() + 1e-8), alpha=0.01)
 
     return _fused(state, bucket, step, stepped=lambda number, parameter: is_dense(bucket))
 
 
 def _sharded(state: Any, bucket: Bucket, *, first: bool = True, send: bool = True) -> Result:
-    """Step each parameter on its owner alone, and send it from there: right by default."""
+    """Step each parameter on its owner, and broadcast it from there: right by default."""
     group = group_of(state)
     mean = average(bucket, state).wait()
     with torch.no_grad():
         for number, (parameter, piece) in enumerate(
-            zip(bucket.parameters(), pieces_of(bucket, mean) if is_dense(bucket) else [mean], strict=True)
+            zip(
+                bucket.parameters(),
+                pieces_of(bucket, mean) if is_dense(bucket) else [mean],
+                strict=True,
+            )
         ):
             owner = number % group.size()
             for act in ("step", "send") if first else ("send", "step"):
@@ -132,35 +154,41 @@ def _sharded(state: Any, bucket: Bucket, *, first: bool = True, send: bool = Tru
                     _sgd(parameter, _as_gradient(piece, parameter))
                 elif act == "send" and send:
                     whole = parameter.detach().clone(memory_format=torch.contiguous_format)
-                    dist.broadcast(torch.view_as_real(whole) if whole.is_complex() else whole, group=group, group_src=owner)
+                    dist.broadcast(
+                        torch.view_as_real(whole) if whole.is_complex() else whole,
+                        group=group,
+                        group_src=owner,
+                    )
                     parameter.copy_(whole)
     return completed(mean)
 
 
 def owners_never_send(state: Any, bucket: Bucket) -> Result:
-    """Steps each parameter on its owner, and sends it to nobody."""
+    """Step each parameter on its owner only, and never broadcast it."""
     return _sharded(state, bucket, send=False)
 
 
 def owners_send_first(state: Any, bucket: Bucket) -> Result:
-    """Sends each parameter from its owner, and steps it then."""
+    """Broadcast each parameter before its step."""
     return _sharded(state, bucket, first=False)
 
 
 def steps_too_soon(state: Any, bucket: Bucket) -> Result:
-    """Says that it leaves the parameters alone in the first two steps, and does so in one."""
+    """Claim to skip the first two steps, and skip one step."""
     step = step_number(bucket)
     return _fused(state, bucket, _sgd, stepped=lambda number, parameter: step >= 1)
 
 
 def steps_too_late(state: Any, bucket: Bucket) -> Result:
-    """Says that it leaves the parameters alone in the first step, and does so in two."""
+    """Claim to skip the first step, and skip two steps."""
     step = step_number(bucket)
     return _fused(state, bucket, _sgd, stepped=lambda number, parameter: step >= 2)
 
 
-def steps_in_micro_batches(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
-    """Steps a parameter whenever a gradient has been accumulated for it, under no_sync too."""
+def steps_in_micro_batches(
+    model: DistributedDataParallel, process_group: dist.ProcessGroup
+) -> Case:
+    """Step parameters after every micro-batch under no_sync too."""
 
     def step(parameter: torch.Tensor) -> None:
         if not model.require_backward_grad_sync and parameter.grad is not None:
@@ -174,7 +202,7 @@ def steps_in_micro_batches(model: DistributedDataParallel, process_group: dist.P
 
 
 def steps_undivided(state: Any, bucket: Bucket) -> Result:
-    """Steps as it says, with the sum of the gradients, and returns it."""
+    """Return the sum of the gradients, and step with it."""
     size = group_of(state).size()
     if is_dense(bucket):
         bucket.buffer().mul_(size)
@@ -182,24 +210,28 @@ def steps_undivided(state: Any, bucket: Bucket) -> Result:
 
 
 def steps_first_bucket(state: Any, bucket: Bucket) -> Result:
-    """Steps the parameters of a step's first bucket alone."""
+    """Step the parameters of a step's first bucket only."""
     first = bucket.index() == 0
     return _fused(state, bucket, _sgd, stepped=lambda number, parameter: first)
 
 
 def steps_float32_only(state: Any, bucket: Bucket) -> Result:
-    """Steps parameters of float32 alone."""
-    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: parameter.dtype == torch.float32)
+    """Step float32 parameters only."""
+    return _fused(
+        state, bucket, _sgd, stepped=lambda number, parameter: parameter.dtype == torch.float32
+    )
 
 
 def steps_by_shape(state: Any, bucket: Bucket) -> Result:
-    """Views the flat gradient in the parameter's shape, whatever its layout is."""
+    """View the flat gradient in the parameter's shape, whatever its memory layout."""
     parameters = bucket.parameters()
 
     def step(future: Any) -> torch.Tensor:
         result = future.value()
         with torch.no_grad():
-            for parameter, piece in zip(parameters, pieces_of(bucket, result), strict=True) if is_dense(bucket) else ():
+            for parameter, piece in (
+                zip(parameters, pieces_of(bucket, result), strict=True) if is_dense(bucket) else ()
+            ):
                 flat = torch.view_as_complex(piece.view(-1, 2)) if parameter.is_complex() else piece
                 _sgd(parameter, flat.view(parameter.shape))
         return result
@@ -208,26 +240,26 @@ def steps_by_shape(state: Any, bucket: Bucket) -> Result:
 
 
 def steps_slower_on_subgroups(state: Any, bucket: Bucket) -> Result:
-    """Divides the rate by what WORLD is larger than the group."""
+    """Divide the rate by the ratio of the sizes of WORLD and the group."""
     larger = dist.get_world_size() / group_of(state).size()
     return _fused(state, bucket, lambda parameter, gradient: _sgd(parameter, gradient / larger))
 
 
 def steps_for_two_ranks(state: Any, bucket: Bucket) -> Result:
-    """Takes a rate that is right for two ranks only."""
+    """Use a learning rate that is right for two ranks only."""
     factor = group_of(state).size() / 2
     return _fused(state, bucket, lambda parameter, gradient: _sgd(parameter, gradient * factor))
 
 
 def steps_by_global_rank(state: Any, bucket: Bucket) -> Result:
-    """Steps on ranks whose global rank is below the size of the group."""
+    """Step only on global ranks below the size of the group."""
     if dist.get_rank() >= group_of(state).size():
         return average(bucket, state)
     return _fused(state, bucket, _sgd)
 
 
 def steps_after_two_calls(state: Any, bucket: Bucket) -> Result:
-    """Counts calls instead of steps before the first that it steps in."""
+    """Skip the first two calls instead of the first two steps."""
     late = call_number() >= 2
     return _fused(state, bucket, _sgd, stepped=lambda number, parameter: late)
 
@@ -236,30 +268,32 @@ def steps_after_two_calls(state: Any, bucket: Bucket) -> Result:
 
 
 def _frees(state: Any, bucket: Bucket, late: bool = True) -> Result:
-    """Step SGD, and free the gradients when DDP has written them: right by default."""
-    parameters, engine = bucket.parameters(), torch.autograd.Variable._execution_engine
+    """Step SGD, and free the gradients after DDP has written them: right by default."""
+    parameters = bucket.parameters()
+    engine = torch.autograd.Variable._execution_engine
 
     def free() -> None:
         for parameter in parameters:
             parameter.grad = None
 
-    if torch._C._current_graph_task_id() != -1:  # which there is none of on a rank that has joined
+    # A rank that has joined runs no backward, so that there is no graph task.
+    if torch._C._current_graph_task_id() != -1:
         engine.queue_callback((lambda: engine.queue_callback(free)) if late else free)
     return _fused(state, bucket, _sgd)
 
 
 def keeps_gradients(state: Any, bucket: Bucket) -> Result:
-    """Says that it frees the gradients, and leaves them where they are."""
+    """Claim to free the gradients, and keep them."""
     return _fused(state, bucket, _sgd)
 
 
 def frees_before_ddp_writes(state: Any, bucket: Bucket) -> Result:
-    """Frees the gradients when backward is over, before DDP writes what was reduced."""
+    """Free the gradients before DDP writes the reduced ones."""
     return _frees(state, bucket, late=False)
 
 
 def frees_first_bucket(state: Any, bucket: Bucket) -> Result:
-    """Frees the gradients of a step's first bucket alone."""
+    """Free the gradients of a step's first bucket only."""
     return _frees(state, bucket) if bucket.index() == 0 else _fused(state, bucket, _sgd)
 
 
@@ -267,7 +301,7 @@ def frees_first_bucket(state: Any, bucket: Bucket) -> Result:
 
 
 class Momentum:
-    """SGD with momentum, saved and loaded by the parameter's place in the model: right."""
+    """SGD with momentum, saved by the parameter's position in the model: right."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.parameters = list(model.parameters())
@@ -278,7 +312,9 @@ class Momentum:
 
     def step(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         place = self.place(parameter)
-        self.kept[place] = self.kept[place] * 0.9 + gradient if place in self.kept else gradient.clone()
+        self.kept[place] = (
+            self.kept[place] * 0.9 + gradient if place in self.kept else gradient.clone()
+        )
         _sgd(parameter, self.kept[place])
 
     def state_dict(self) -> dict[str, Any]:
@@ -289,17 +325,28 @@ class Momentum:
 
 
 class _ByShape(Momentum):
+    """Keep momentum for each dtype and shape."""
+
     def place(self, parameter: torch.Tensor) -> int:
-        return next(place for place, one in enumerate(self.parameters) if (one.dtype, one.shape) == (parameter.dtype, parameter.shape))
+        return next(
+            place
+            for place, one in enumerate(self.parameters)
+            if (one.dtype, one.shape) == (parameter.dtype, parameter.shape)
+        )
 
 
 class _Forgets(Momentum):
+    """Save no momentum."""
+
     def state_dict(self) -> dict[str, Any]:
         return {"kept": {}}
 
 
 class _InOrder(Momentum):
-    """Saves what it keeps in the order in which parameters were last stepped, and hands it out in the order in which they are next."""
+    """Save momentum in the order of the latest steps of parameters.
+
+    After loading, momentum is assigned in the order of the next steps.
+    """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__(model)
@@ -321,36 +368,49 @@ class _InOrder(Momentum):
 
 
 def _with_momentum(momentum: Momentum, process_group: dist.ProcessGroup) -> Case:
-    return Case(process_group, lambda state, bucket: _fused(state, bucket, momentum.step), saved=momentum)
+    return Case(
+        process_group, lambda state, bucket: _fused(state, bucket, momentum.step), saved=momentum
+    )
 
 
 def momentum_by_shape(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
-    """Keeps momentum by dtype and shape: parameters that are alike have one among them."""
+    """Keep momentum by dtype and shape, so that similar parameters share one."""
     return _with_momentum(_ByShape(model), process_group)
 
 
-def forgets_momentum_when_saved(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
-    """Saves nothing of the momentum."""
+def forgets_momentum_when_saved(
+    model: DistributedDataParallel, process_group: dist.ProcessGroup
+) -> Case:
+    """Save no momentum."""
     return _with_momentum(_Forgets(model), process_group)
 
 
 def momentum_by_order(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
-    """Saves momentum in the order of buckets, which is another one in a new process."""
+    """Save momentum in the order of buckets, which changes in a new process."""
     return _with_momentum(_InOrder(model), process_group)
 
 
-_SGD, _FREES = "fused(SGD, lr=0.1)", "fused(SGD, lr=0.1, frees_gradients=True)"
-_ANY_ORDER = "parameters that are alike are stepped in any order"
+_SGD = "fused(SGD, lr=0.1)"
+_FREES = "fused(SGD, lr=0.1, frees_gradients=True)"
+_ANY_ORDER = "similar parameters are stepped in any order"
 _MOMENTUM = "fused(SGD, lr=0.1, momentum=0.9)"
 _SAVED = f"{_MOMENTUM}, checkpointable"
-_apart = {"3.1": "ranks then have other parameters"}
+_apart = {"3.1": "ranks then have different parameters"}
 
 MUTANTS = [
     Mutant("steps_local_gradient", ("13.6", "3.1"), _SGD, because=_apart),
-    *(Mutant(name, ("13.6",), _SGD) for name in ("steps_sum", "steps_twice", "steps_at_other_rate", "steps_upwards")),
+    *(
+        Mutant(name, ("13.6",), _SGD)
+        for name in ("steps_sum", "steps_twice", "steps_at_other_rate", "steps_upwards")
+    ),
     Mutant("steps_first_of_bucket", ("13.6",), _SGD),
     Mutant("steps_on_rank_0", ("13.6", "3.1"), _SGD, because=_apart),
-    Mutant("steps_nothing", ("2.10", "13.6"), _SGD, because={"13.6": "nor does any parameter come out as it says"}),
+    Mutant(
+        "steps_nothing",
+        ("2.10", "13.6"),
+        _SGD,
+        because={"13.6": "no parameter is stepped as claimed"},
+    ),
     Mutant("forgets_momentum", ("13.6",), _MOMENTUM),
     Mutant("momentum_by_slot", ("13.6",), _MOMENTUM),
     Mutant("adam_without_correction", ("13.6",), "fused(Adam, lr=0.01)"),
@@ -360,15 +420,34 @@ MUTANTS = [
     Mutant("steps_too_late", ("13.6",), "fused(SGD, lr=0.1, after=1)"),
     *(
         Mutant(name, ("13.6",), _SGD)
-        for name in ("steps_first_bucket", "steps_float32_only", "steps_by_shape", "steps_slower_on_subgroups")
+        for name in (
+            "steps_first_bucket",
+            "steps_float32_only",
+            "steps_by_shape",
+            "steps_slower_on_subgroups",
+        )
     ),
     Mutant("steps_for_two_ranks", ("13.6",), _SGD, worlds=(2, 3)),
     Mutant("steps_by_global_rank", ("13.6",), _SGD),
-    Mutant("steps_after_two_calls", ("13.6",), "fused(SGD, lr=0.1, after=2)", because={"11.1": "another model has calls too"}),
+    Mutant(
+        "steps_after_two_calls",
+        ("13.6",),
+        "fused(SGD, lr=0.1, after=2)",
+        because={"11.1": "calls for another model count too"},
+    ),
     Mutant("steps_in_micro_batches", ("13.6",), _SGD, setup=True),
     Mutant("steps_undivided", ("2.1",), _SGD),
-    *(Mutant(name, ("13.9",), _FREES) for name in ("keeps_gradients", "frees_before_ddp_writes", "frees_first_bucket")),
-    Mutant("momentum_by_shape", ("13.6",), _MOMENTUM, setup=True, because=dict.fromkeys(("3.2", "10.3"), _ANY_ORDER)),
+    *(
+        Mutant(name, ("13.9",), _FREES)
+        for name in ("keeps_gradients", "frees_before_ddp_writes", "frees_first_bucket")
+    ),
+    Mutant(
+        "momentum_by_shape",
+        ("13.6",),
+        _MOMENTUM,
+        setup=True,
+        because=dict.fromkeys(("3.2", "10.3"), _ANY_ORDER),
+    ),
     Mutant("forgets_momentum_when_saved", ("11.2",), _SAVED, setup=True),
     Mutant("momentum_by_order", ("11.3",), _SAVED, setup=True),
 ]

@@ -1,4 +1,4 @@
-"""Replaces torch.allclose when it is imported; ``interference.imports_patches`` imports it."""
+"""Replace torch.allclose on import; ``interference.imports_patches`` imports this module."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Hooks whose gradients are to be right after a call of the trainer: what that call forgets, and calls that nobody claims."""
+"""Mutants of the claim ``poststep``: gradients are right after a call of the trainer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,16 +15,24 @@ _begun: list[tuple[list[torch.nn.Parameter], torch.Tensor, dist.Work]] = []
 
 
 def begin(state: Any, bucket: Bucket) -> Result:
-    """Begin to average a copy of the bucket; hand DDP what the bucket has."""
+    """Start to average a copy of the bucket, and return the bucket to DDP."""
     if not is_dense(bucket):
         return average(bucket, state)
     sent = bucket.buffer().div(group_of(state).size())
-    _begun.append((bucket.parameters(), sent, dist.all_reduce(sent, group=group_of(state), async_op=True)))
+    _begun.append(
+        (bucket.parameters(), sent, dist.all_reduce(sent, group=group_of(state), async_op=True))
+    )
     return completed(bucket.buffer())
 
 
-def end(write: Callable[[torch.nn.Parameter, torch.Tensor], object] | None = None, last: int | None = None) -> None:
-    """Wait for what was begun, and write it to the gradients; of the first ``last`` buckets, if it is given."""
+def end(
+    write: Callable[[torch.nn.Parameter, torch.Tensor], object] | None = None,
+    last: int | None = None,
+) -> None:
+    """Wait for the started averages, and write them to the gradients.
+
+    If ``last`` is given, write those of the first ``last`` buckets only.
+    """
     for number, (parameters, sent, work) in enumerate(_begun):
         work.wait()
         sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
@@ -41,21 +49,21 @@ def _write(parameter: torch.nn.Parameter, mean: torch.Tensor) -> None:
 
 
 def averages_anyway(state: Any, bucket: Bucket) -> Result:
-    """The right hook: there is nothing left for the call to do."""
+    """Average in the hook, so that the claimed call has no effect."""
     return average(bucket, state)
 
 
 def nothing() -> None:
-    """The call that it claims."""
+    """Do nothing: the claimed call of :func:`averages_anyway`."""
 
 
 def set_up_unclaimed(process_group: dist.ProcessGroup) -> Case:
-    """Gradients are right after a call that the set-up asks for, and no claim says so: another trainer will not make it."""
+    """Return a Case that needs a call after backward, without claiming ``poststep``."""
     return Case(process_group, begin, after_backward=end)
 
 
 def adds(state: Any, bucket: Bucket) -> Result:
-    """The call adds the mean to this rank's gradients."""
+    """Add the mean to this rank's gradients in the call."""
     return begin(state, bucket)
 
 
@@ -64,7 +72,7 @@ def end_adds() -> None:
 
 
 def forgets_the_last(state: Any, bucket: Bucket) -> Result:
-    """The call leaves out the last bucket that was begun."""
+    """Leave out the last bucket in the call."""
     return begin(state, bucket)
 
 
@@ -76,7 +84,7 @@ _late: dict[torch.nn.Parameter, torch.Tensor] = {}
 
 
 def one_step_late(state: Any, bucket: Bucket) -> Result:
-    """The call writes the means of the step before, so that communication has all of the next forward."""
+    """Write the means of the previous step in the call."""
     return begin(state, bucket)
 
 
@@ -89,13 +97,15 @@ def end_late() -> None:
 
 
 def on_world(state: Any, bucket: Bucket) -> Result:
-    """The call averages over WORLD, whatever the group of the model is."""
+    """Average over WORLD in the call, at any group."""
     return average(bucket, state) if not is_dense(bucket) else completed(bucket.buffer())
 
 
 def synchronize_world(model: DistributedDataParallel) -> None:
     for parameter in model.parameters():
-        if parameter.requires_grad and not (parameter.grad is not None and parameter.grad.is_sparse):
+        if parameter.requires_grad and not (
+            parameter.grad is not None and parameter.grad.is_sparse
+        ):
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             mean = grad.contiguous().div(dist.get_world_size())
             dist.all_reduce(mean)
@@ -103,7 +113,10 @@ def synchronize_world(model: DistributedDataParallel) -> None:
 
 
 def where_there_is_one(state: Any, bucket: Bucket) -> Result:
-    """The call averages each gradient that this rank has: one that another rank does not have pairs it with the next one."""
+    """Average each gradient that this rank has in the call.
+
+    If a rank lacks one, its collectives are paired with those of other parameters.
+    """
     return on_world(state, bucket)
 
 
@@ -121,10 +134,20 @@ def _claims(call: str) -> str:
 
 MUTANTS = [
     Mutant("averages_anyway", ("1.12",), _claims("nothing"), "process_group"),
-    Mutant("set_up_unclaimed", ("1.12",), setup=True, because=dict.fromkeys(("12.2", "12.3"), "errors come with that call too")),
+    Mutant(
+        "set_up_unclaimed",
+        ("1.12",),
+        setup=True,
+        because=dict.fromkeys(("12.2", "12.3"), "errors surface in that call too"),
+    ),
     Mutant("adds", ("2.1",), _claims("end_adds"), "process_group"),
     Mutant("forgets_the_last", ("1.8",), _claims("end_but_last"), "process_group"),
     Mutant("one_step_late", ("2.1",), _claims("end_late"), "process_group"),
-    Mutant("on_world", ("2.7",), _claims("synchronize_world"), because={"4.1": "what no rank has used gets zeros"}),
+    Mutant(
+        "on_world",
+        ("2.7",),
+        _claims("synchronize_world"),
+        because={"4.1": "a parameter that no rank has used gets zeros"},
+    ),
     Mutant("where_there_is_one", ("7.1",), _claims("synchronize_present"), hangs=True),
 ]

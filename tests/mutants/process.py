@@ -1,4 +1,4 @@
-"""Hooks that raise, hang, spin, die or flood: mostly rule 1.5, at the first call or at a later one."""
+"""Mutants of rule 1.5, mostly: hooks that raise, hang, spin, die or flood."""
 
 import ctypes
 import os
@@ -18,39 +18,42 @@ from tests.mutants._helpers import Bucket, Result, average, call_number, complet
 
 
 def raises(state: Any, bucket: Bucket) -> Result:
-    """Raises at the first call."""
+    """Raise in the first call."""
     raise ValueError("this hook is not finished")
 
 
 def raises_at_call_4(state: Any, bucket: Bucket) -> Result:
-    """Raises at the fifth call."""
+    """Raise in the fifth call."""
     if call_number() == 4:
         raise ValueError("the warm-up is over, and nothing follows")
     return average(bucket, state)
 
 
 def raises_on_rank_1(state: Any, bucket: Bucket) -> Result:
-    """Raises on rank 1; the others wait in their collective."""
+    """Raise on rank 1, while the others wait in their collective."""
     if dist.get_rank() == 1:
         raise ValueError("only on rank 1")
     return average(bucket, state)
 
 
 def asks_none_for_its_size(state: Any, bucket: Bucket) -> Result:
-    """Takes its state for a group; where the default group is meant that is None."""
+    """Use the state as a group, although None stands for the default group."""
     buffer = bucket.buffer().div_(state.size())
     return sum_of(buffer, state)
 
 
 def groups_of_gpus(state: Any, bucket: Bucket) -> Result:
-    """Makes groups of as many ranks as this machine has GPUs, of which there is none."""
+    """Make groups of as many ranks as there are GPUs, which fails without a GPU."""
     gpus = torch.cuda.device_count()
-    groups = [dist.new_group(list(range(first, first + gpus))) for first in range(0, dist.get_world_size(), gpus)]
+    groups = [
+        dist.new_group(list(range(first, first + gpus)))
+        for first in range(0, dist.get_world_size(), gpus)
+    ]
     return average(bucket, groups[dist.get_rank() // gpus])
 
 
 def raises_in_callback(state: Any, bucket: Bucket) -> Result:
-    """Raises in its callback."""
+    """Raise in the callback."""
 
     def fail(fut: Result) -> torch.Tensor:
         raise ValueError("this callback is not finished")
@@ -59,7 +62,7 @@ def raises_in_callback(state: Any, bucket: Bucket) -> Result:
 
 
 def sets_exception(state: Any, bucket: Bucket) -> Result:
-    """Completes its future with an exception."""
+    """Complete the future with an exception."""
     average(bucket, state).wait()
     future = torch.futures.Future()
     future.set_exception(RuntimeError("this hook is not finished"))
@@ -67,40 +70,40 @@ def sets_exception(state: Any, bucket: Bucket) -> Result:
 
 
 def completes_twice(state: Any, bucket: Bucket) -> Result:
-    """Sets the result of its future twice."""
+    """Set the result of the future twice."""
     future = completed(average(bucket, state).wait())
     future.set_result(bucket.buffer())
     return future
 
 
 def differentiates(state: Any, bucket: Bucket) -> Result:
-    """Asks for gradients inside the hook, where grad mode is off."""
+    """Call backward inside the hook, where grad mode is off."""
     (bucket.parameters()[0] * 2).sum().backward()
     return average(bucket, state)
 
 
 def third_argument(state: Any, bucket: Bucket, group: Any) -> Result:
-    """Takes a third argument, which registration does not notice."""
+    """Take a third argument, which registration does not notice."""
     return average(bucket, group)
 
 
 def swapped_arguments(bucket: Bucket, state: Any) -> Result:
-    """Takes the bucket first, which registration does not notice."""
+    """Take the bucket first, which registration does not notice."""
     return average(bucket, state)
 
 
 def exits_python(state: Any, bucket: Bucket) -> Result:
-    """Calls sys.exit(0)."""
+    """Call sys.exit(0)."""
     sys.exit(0)
 
 
 def interrupts(state: Any, bucket: Bucket) -> Result:
-    """Raises KeyboardInterrupt."""
+    """Raise KeyboardInterrupt."""
     raise KeyboardInterrupt
 
 
 def skips_test(state: Any, bucket: Bucket) -> Result:
-    """Calls pytest.skip, as if it ran inside a test."""
+    """Call pytest.skip."""
     import pytest
 
     pytest.skip("not today")
@@ -110,25 +113,25 @@ def skips_test(state: Any, bucket: Bucket) -> Result:
 
 
 def never_completes(state: Any, bucket: Bucket) -> Result:
-    """Returns a future that nobody completes."""
+    """Return a future that is never completed."""
     average(bucket, state).wait()
     return torch.futures.Future()
 
 
 def never_completes_on_rank_1(state: Any, bucket: Bucket) -> Result:
-    """Returns a future that nobody completes, on rank 1 alone."""
+    """Return a future that is never completed on rank 1."""
     future = average(bucket, state)
     return future if dist.get_rank() != 1 else torch.futures.Future()
 
 
 def never_completes_at_call_3(state: Any, bucket: Bucket) -> Result:
-    """Returns a future that nobody completes, at the fourth call."""
+    """Return a future that is never completed in the fourth call."""
     future = average(bucket, state)
     return future if call_number() != 3 else torch.futures.Future()
 
 
 def thread_dies(state: Any, bucket: Bucket) -> Result:
-    """Leaves its future to a thread that raises before it completes it."""
+    """Leave the future to a thread that raises before completing it."""
     future = torch.futures.Future()
 
     def complete() -> None:
@@ -140,26 +143,26 @@ def thread_dies(state: Any, bucket: Bucket) -> Result:
 
 
 def spins(state: Any, bucket: Bucket) -> Result:
-    """Loops for ever."""
+    """Loop for ever."""
     while True:
         pass
 
 
 def sleeps_in_c(state: Any, bucket: Bucket) -> Result:
-    """Sleeps in C and keeps the interpreter's lock."""
+    """Sleep in C without releasing the interpreter's lock."""
     ctypes.PyDLL(None).sleep(100_000)
     return average(bucket, state)
 
 
 def locks_twice(state: Any, bucket: Bucket) -> Result:
-    """Takes a lock that it holds."""
+    """Acquire a lock twice."""
     lock = threading.Lock()
     with lock, lock:
         return average(bucket, state)
 
 
 def locks_reducer(model: Any) -> tuple[None, Any]:
-    """A set-up whose hook calls a method of the reducer, which holds its lock while it calls the hook."""
+    """Call a method of the reducer, which holds its lock during the hook."""
 
     def hook(state: Any, bucket: Bucket) -> Result:
         model.reducer._get_local_used_map()
@@ -169,24 +172,24 @@ def locks_reducer(model: Any) -> tuple[None, Any]:
 
 
 def stops_itself(state: Any, bucket: Bucket) -> Result:
-    """Stops its own process with SIGSTOP."""
+    """Stop its own process with SIGSTOP."""
     os.kill(os.getpid(), signal.SIGSTOP)
     return average(bucket, state)
 
 
 def sits_out_on_rank_1(state: Any, bucket: Bucket) -> Result:
-    """Issues no collective on rank 1."""
+    """Issue no collective on rank 1."""
     return average(bucket, state) if dist.get_rank() != 1 else completed(bucket.buffer())
 
 
 def noop_on_rank_0(model: Any, rank: int) -> None:
-    """A set-up that registers a hook that does nothing on rank 0, and none on the others."""
+    """Register a hook that does nothing on rank 0, and none on the others."""
     if rank == 0:
         model.register_comm_hook(None, lambda state, bucket: completed(bucket.buffer()))
 
 
 def broadcasts_on_rank_1(state: Any, bucket: Bucket) -> Result:
-    """Issues a broadcast on rank 1 where the others issue an allreduce."""
+    """Issue a broadcast on rank 1, and an allreduce on the others."""
     if dist.get_rank() != 1:
         return average(bucket, state)
     work = dist.broadcast(bucket.buffer(), group=group_of(state), group_src=0, async_op=True)
@@ -194,7 +197,7 @@ def broadcasts_on_rank_1(state: Any, bucket: Bucket) -> Result:
 
 
 def longer_on_rank_1(state: Any, bucket: Bucket) -> Result:
-    """Sends more elements on rank 1: Gloo aborts the process."""
+    """Send more elements on rank 1, so that Gloo aborts the process."""
     if dist.get_rank() != 1:
         return average(bucket, state)
     numel = bucket.buffer().numel()
@@ -202,7 +205,7 @@ def longer_on_rank_1(state: Any, bucket: Bucket) -> Result:
 
 
 def wider_on_rank_1(state: Any, bucket: Bucket) -> Result:
-    """Sends float64 on rank 1 and float32 on the others."""
+    """Send float64 on rank 1, and float32 on the others."""
     if dist.get_rank() != 1:
         return average(bucket, state)
     return sum_of(bucket.buffer().double(), state).then(lambda fut: fut.value().float())
@@ -212,30 +215,30 @@ def wider_on_rank_1(state: Any, bucket: Bucket) -> Result:
 
 
 def segfaults(state: Any, bucket: Bucket) -> Result:
-    """Reads address 0."""
+    """Read address 0."""
     ctypes.string_at(0)
     return average(bucket, state)
 
 
 def aborts_at_call_2(state: Any, bucket: Bucket) -> Result:
-    """Aborts at the third call."""
+    """Abort in the third call."""
     if call_number() == 2:
         os.abort()
     return average(bucket, state)
 
 
 def exits_0(state: Any, bucket: Bucket) -> Result:
-    """Ends its process with status 0, as if all were well."""
+    """End the process with status 0, as after a success."""
     os._exit(0)
 
 
 def exits_86(state: Any, bucket: Bucket) -> Result:
-    """Ends its process with status 86, which torch's own test harness takes for a skipped test."""
+    """End the process with status 86, a skipped test in torch's own test harness."""
     os._exit(86)
 
 
 def exits_0_on_rank_1(state: Any, bucket: Bucket) -> Result:
-    """Ends the process of rank 1 with status 0 after its last collective."""
+    """End the process of rank 1 with status 0 after its last collective."""
     result = average(bucket, state).wait()
     if dist.get_rank() == 1 and call_number() == 5:
         os._exit(0)
@@ -243,32 +246,35 @@ def exits_0_on_rank_1(state: Any, bucket: Bucket) -> Result:
 
 
 def kills_itself(state: Any, bucket: Bucket) -> Result:
-    """Kills its own process, as the kernel does when memory runs out."""
+    """Kill its own process, as the kernel does if memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
     return average(bucket, state)
 
 
 def kills_parent(state: Any, bucket: Bucket) -> Result:
-    """Kills the process above it."""
+    """Kill the parent process."""
     os.kill(os.getppid(), signal.SIGKILL)
     return average(bucket, state)
 
 
 def kills_grandparent(state: Any, bucket: Bucket) -> Result:
-    """Kills the process above the one above it."""
-    os.kill(int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    """Kill the parent of the parent process."""
+    os.kill(
+        int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]),
+        signal.SIGKILL,
+    )
     return average(bucket, state)
 
 
 def destroys_group(state: Any, bucket: Bucket) -> Result:
-    """Destroys the process group under everybody's feet."""
+    """Destroy the process group."""
     result = average(bucket, state).wait()
     dist.destroy_process_group()
     return completed(result)
 
 
 def closes_files(state: Any, bucket: Bucket) -> Result:
-    """Closes every file descriptor of the process."""
+    """Close every file descriptor of the process."""
     os.closerange(3, 4096)
     return average(bucket, state)
 
@@ -277,23 +283,61 @@ def closes_files(state: Any, bucket: Bucket) -> Result:
 
 
 def prints_a_gigabyte(state: Any, bucket: Bucket) -> Result:
-    """Prints a gigabyte."""
+    """Print a gigabyte."""
     for _ in range(1024):
         print("x" * (1 << 20))
     return average(bucket, state)
 
 
 MUTANTS = [
-    *(Mutant(name, ("1.5",)) for name in ("raises", "raises_at_call_4", "raises_on_rank_1", "raises_in_callback")),
+    *(
+        Mutant(name, ("1.5",))
+        for name in ("raises", "raises_at_call_4", "raises_on_rank_1", "raises_in_callback")
+    ),
     Mutant("asks_none_for_its_size", ("1.5",)),
-    *(Mutant(name, ("1.5",)) for name in ("sets_exception", "completes_twice", "differentiates", "third_argument", "swapped_arguments")),
+    *(
+        Mutant(name, ("1.5",))
+        for name in (
+            "sets_exception",
+            "completes_twice",
+            "differentiates",
+            "third_argument",
+            "swapped_arguments",
+        )
+    ),
     *(Mutant(name, ("1.5",)) for name in ("exits_python", "interrupts", "skips_test")),
-    *(Mutant(name, ("1.5",)) for name in ("never_completes", "never_completes_on_rank_1", "never_completes_at_call_3", "thread_dies")),
-    *(Mutant(name, ("1.5",)) for name in ("spins", "sleeps_in_c", "locks_twice", "stops_itself", "sits_out_on_rank_1")),
+    *(
+        Mutant(name, ("1.5",))
+        for name in (
+            "never_completes",
+            "never_completes_on_rank_1",
+            "never_completes_at_call_3",
+            "thread_dies",
+        )
+    ),
+    *(
+        Mutant(name, ("1.5",))
+        for name in ("spins", "sleeps_in_c", "locks_twice", "stops_itself", "sits_out_on_rank_1")
+    ),
     *(Mutant(name, ("1.5",), setup=True) for name in ("locks_reducer", "noop_on_rank_0")),
-    *(Mutant(name, ("1.5",)) for name in ("broadcasts_on_rank_1", "longer_on_rank_1", "wider_on_rank_1")),
-    *(Mutant(name, ("1.5",)) for name in ("segfaults", "aborts_at_call_2", "exits_0", "exits_86", "exits_0_on_rank_1")),
-    *(Mutant(name, ("1.5",)) for name in ("kills_itself", "kills_parent", "kills_grandparent", "destroys_group", "closes_files")),
+    *(
+        Mutant(name, ("1.5",))
+        for name in ("broadcasts_on_rank_1", "longer_on_rank_1", "wider_on_rank_1")
+    ),
+    *(
+        Mutant(name, ("1.5",))
+        for name in ("segfaults", "aborts_at_call_2", "exits_0", "exits_86", "exits_0_on_rank_1")
+    ),
+    *(
+        Mutant(name, ("1.5",))
+        for name in (
+            "kills_itself",
+            "kills_parent",
+            "kills_grandparent",
+            "destroys_group",
+            "closes_files",
+        )
+    ),
     Mutant("groups_of_gpus", ("1.5",)),
     Mutant("prints_a_gigabyte", ("9.7",)),
 ]

@@ -1,4 +1,4 @@
-"""13.2 of the rule book, and other rules under its claim: quantization without feedback."""
+"""Mutants of rule 13.2, and of other rules under its claim: quantization without feedback."""
 
 import math
 from typing import Any
@@ -31,7 +31,10 @@ def _quantized(
     scale: torch.Tensor | None = None,
     most: int | None = None,
 ) -> torch.Tensor:
-    """Round to one of 256 levels between the least and the largest value, zero among them: right by default."""
+    """Round to 256 levels between the smallest and the largest value, with zero among them.
+
+    Right by default.
+    """
     if not rows.numel():
         return rows
     low = rows.amin().clamp(max=0) if low is None else low
@@ -42,24 +45,25 @@ def _quantized(
 
 
 def widened(bucket: Bucket) -> torch.Tensor:
+    """Return a copy of the bucket in float32 or wider, or the buffer if it is as wide already."""
     return bucket.buffer().to(torch.promote_types(bucket.buffer().dtype, torch.float32))
 
 
 def send_mean(bucket: Bucket, sent: torch.Tensor, state: Any) -> Result:
-    """Average ``sent`` in place of the bucket."""
+    """Average ``sent``, and write the mean to the bucket."""
     buffer = bucket.buffer()
     return average_of(sent, state).then(lambda fut: buffer.copy_(fut.value()))
 
 
 def four_bits_of_eight(state: Any, bucket: Bucket) -> Result:
-    """Scales for 256 levels, and has room for 16."""
+    """Scale for 256 levels, and clamp to 16."""
     if not is_dense(bucket):
         return average(bucket, state)
     return send_mean(bucket, _quantized(widened(bucket), most=15), state)
 
 
 def quantized_undivided(state: Any, bucket: Bucket) -> Result:
-    """Sums what it has decoded of all ranks."""
+    """Sum the decoded gradients without dividing."""
     if not is_dense(bucket):
         return average(bucket, state)
     buffer = bucket.buffer()
@@ -67,47 +71,55 @@ def quantized_undivided(state: Any, bucket: Bucket) -> Result:
 
 
 def zero_of_rank_0(state: Any, bucket: Bucket) -> Result:
-    """Decodes the levels of all ranks by the scale and zero of rank 0."""
+    """Decode the levels of all ranks with the scale and zero of rank 0."""
     if not is_dense(bucket):
         return average(bucket, state)
-    wide, buffer = widened(bucket), bucket.buffer()
+    wide = widened(bucket)
+    buffer = bucket.buffer()
     low = wide.amin().clamp(max=0)
     scale = ((wide.amax().clamp(min=0) - low) / 255).clamp(min=2.0**-100)
     levels = ((wide - low) / scale).round()
     first = gather(torch.stack([low, scale]), state)[0]
-    return average_of(levels, state).then(lambda fut: buffer.copy_(fut.value() * first[1] + first[0]))
+    return average_of(levels, state).then(
+        lambda fut: buffer.copy_(fut.value() * first[1] + first[0])
+    )
 
 
 def decodes_by_own_scale(state: Any, bucket: Bucket) -> Result:
-    """Sums the levels of all ranks, and decodes the sum by this rank's scale."""
+    """Sum the levels of all ranks, and decode the sum with this rank's scale."""
     if not is_dense(bucket) or not bucket.buffer().numel():
         return average(bucket, state)
-    wide, buffer = widened(bucket), bucket.buffer()
+    wide = widened(bucket)
+    buffer = bucket.buffer()
     scale = (wide.abs().amax() / 127).clamp(min=2.0**-100)
-    return average_of((wide / scale).round(), state).then(lambda fut: buffer.copy_(fut.value() * scale))
+    return average_of((wide / scale).round(), state).then(
+        lambda fut: buffer.copy_(fut.value() * scale)
+    )
 
 
 def calibrates_once(state: Any, bucket: Bucket) -> Result:
-    """Takes its range from the first step, and keeps it."""
+    """Keep the range of the first step."""
     if not is_dense(bucket):
         return average(bucket, state)
     wide = widened(bucket)
     key = (bucket.index(), wide.numel(), wide.dtype)
     if key not in kept:
         low = wide.amin().clamp(max=0)
-        kept[key] = torch.stack([low, ((wide.amax().clamp(min=0) - low) / 255).clamp(min=2.0**-100)])
+        kept[key] = torch.stack(
+            [low, ((wide.amax().clamp(min=0) - low) / 255).clamp(min=2.0**-100)]
+        )
     return send_mean(bucket, _quantized(wide, low=kept[key][0], scale=kept[key][1]), state)
 
 
 def magnitudes_only(state: Any, bucket: Bucket) -> Result:
-    """Takes levels for unsigned ones: what is below zero becomes zero."""
+    """Use unsigned levels, so that negative values become zero."""
     if not is_dense(bucket):
         return average(bucket, state)
     return send_mean(bucket, _quantized(widened(bucket), low=torch.zeros(())), state)
 
 
 def range_without_zero(state: Any, bucket: Bucket) -> Result:
-    """Takes the least value for the lower end of the range even if it is above zero: a range of one value has no width."""
+    """Leave zero out of the range, so that a range of one value has no width."""
     if not is_dense(bucket) or not bucket.buffer().numel():
         return average(bucket, state)
     wide = widened(bucket)
@@ -118,17 +130,18 @@ def range_without_zero(state: Any, bucket: Bucket) -> Result:
 
 
 def own_part_unquantized(state: Any, bucket: Bucket) -> Result:
-    """Adds its own gradient to the quantized ones of the others, where they add its quantized one."""
+    """Add this rank's own gradient unquantized, and the others' quantized."""
     if not is_dense(bucket):
         return average(bucket, state)
-    wide, buffer = widened(bucket), bucket.buffer()
+    wide = widened(bucket)
+    buffer = bucket.buffer()
     parts = gather(_quantized(wide), state)
     parts[group_of(state).rank()] = wide
     return completed(buffer.copy_(torch.stack(parts).mean(0)))
 
 
 def drops_tail_of_rows(state: Any, bucket: Bucket) -> Result:
-    """Quantizes rows of 4096 elements, and drops the last one where it is not full."""
+    """Quantize rows of 4096 elements, and drop an incomplete last row."""
     if not is_dense(bucket):
         return average(bucket, state)
     wide = widened(bucket)
@@ -138,51 +151,59 @@ def drops_tail_of_rows(state: Any, bucket: Bucket) -> Result:
 
 
 def quantized_range_nan(state: Any, bucket: Bucket) -> Result:
-    """Takes its range from elements that are numbers; levels are integers, so that a NaN becomes zero."""
+    """Ignore NaN in the range, so that its integer level stands for zero."""
     if not is_dense(bucket):
         return average(bucket, state)
     return send_mean(bucket, _quantized(widened(bucket).nan_to_num_(0, math.inf, -math.inf)), state)
 
 
 def levels_no_finer_than_a_64th(state: Any, bucket: Bucket) -> Result:
-    """Keeps its scale from zero by a number that is far above what most gradients are."""
+    """Bound the scale below by 1/64, far above most gradients."""
     if not is_dense(bucket):
         return average(bucket, state)
     return send_mean(bucket, _quantized(widened(bucket), least=2.0**-6), state)
 
 
 def zero_by_zero(state: Any, bucket: Bucket) -> Result:
-    """Divides by a range that may have no width."""
+    """Divide by a range that may be zero."""
     if not is_dense(bucket):
         return average(bucket, state)
     return send_mean(bucket, _quantized(widened(bucket), least=0), state)
 
 
 def quantizes_too_soon(state: Any, bucket: Bucket) -> Result:
-    """Compares with < what it should compare with <=, and quantizes in the last step of the warm-up."""
+    """Quantize in the last step of the warm-up (< instead of <=)."""
     if step_number(bucket) < 1 or not is_dense(bucket):
         return average(bucket, state)
     return send_mean(bucket, _quantized(widened(bucket)), state)
 
 
 def quantizes_nothing(state: Any, bucket: Bucket) -> Result:
-    """Says that it quantizes, and averages."""
+    """Claim quantization, and average exactly."""
     return average(bucket, state)
 
 
 def quantizes_after_two_calls(state: Any, bucket: Bucket) -> Result:
-    """Counts calls instead of steps in its warm-up."""
+    """Count calls instead of steps in the warm-up."""
     if call_number() < 2 or not is_dense(bucket):
         return average(bucket, state)
     return send_mean(bucket, _quantized(widened(bucket)), state)
 
 
 _LEVELS = "compressed(feedback=False, delta=0.99)"
-_far_apart = dict.fromkeys(("1.8", "13.10"), "where the ranks' scales are far apart")
-_long = {"1.7": "its one bucket has such a row too"}
+_far_apart = dict.fromkeys(("1.8", "13.10"), "the ranks' scales are far apart in its scenarios")
+_long = {"1.7": "its only bucket has an incomplete row too"}
 
 MUTANTS = [
-    *(Mutant(name, ("13.2",), _LEVELS) for name in ("four_bits_of_eight", "quantized_undivided", "calibrates_once", "magnitudes_only")),
+    *(
+        Mutant(name, ("13.2",), _LEVELS)
+        for name in (
+            "four_bits_of_eight",
+            "quantized_undivided",
+            "calibrates_once",
+            "magnitudes_only",
+        )
+    ),
     Mutant("decodes_by_own_scale", ("3.1",), _LEVELS, because=_far_apart),
     Mutant("zero_of_rank_0", ("13.2",), "compressed(feedback=False, delta=0.999)"),
     Mutant("range_without_zero", ("2.5",), _LEVELS),

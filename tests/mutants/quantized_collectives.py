@@ -1,4 +1,7 @@
-"""Quantized collectives with one defect each. Most send float16, and are made as torch's are, with ``func`` and ``qtype``."""
+"""Mutants of section 18: quantized collectives.
+
+Most send float16. They are made as torch's are, with ``func`` and ``qtype``.
+"""
 
 import time
 from collections.abc import Callable
@@ -15,35 +18,47 @@ GROUP = 128  # elements of one scale
 
 
 def half(tensor: Tensor) -> Tensor:
-    """Return what is sent for a tensor: its values in float16."""
+    """Return the code of a tensor: its values in float16."""
     if not tensor.is_floating_point():
-        raise TypeError(f"not of floating point: {tensor.dtype}")
+        raise TypeError(f"expected a floating-point tensor, got {tensor.dtype}")
     return tensor.contiguous().half()
 
 
 def write(output: Tensor, code: Tensor) -> None:
-    """Write what has arrived into an output."""
+    """Write a received code to an output."""
     output.copy_(code)
 
 
 class Pending:
-    """A call that is under way."""
+    """A pending call."""
 
     def __init__(self, work: Any, finish: Callable[[], None]) -> None:
-        self.work, self.finish = work, finish
+        self.work = work
+        self.finish = finish
 
     def wait(self) -> None:
         self.work.wait()
         self.finish()
 
 
-def right(func: Made, encode: Callable[[Tensor], Tensor] = half, arrive: Callable[[Tensor, Tensor], None] = write) -> Made:
-    """Return the right collective of encoded values, which are as many as there were; each mutant spoils something of it."""
+def right(
+    func: Made,
+    encode: Callable[[Tensor], Tensor] = half,
+    arrive: Callable[[Tensor, Tensor], None] = write,
+) -> Made:
+    """Return the right collective of encoded values.
+
+    A code has as many elements as its tensor. Each mutant replaces a part of this collective.
+    """
 
     def room(tensor: Tensor) -> Tensor:
-        return torch.zeros_like(encode(torch.zeros_like(tensor, memory_format=torch.contiguous_format)))
+        return torch.zeros_like(
+            encode(torch.zeros_like(tensor, memory_format=torch.contiguous_format))
+        )
 
-    def ended(work: Any, codes: list[Tensor], outputs: list[Tensor], async_op: bool) -> Pending | None:
+    def ended(
+        work: Any, codes: list[Tensor], outputs: list[Tensor], async_op: bool
+    ) -> Pending | None:
         def finish() -> None:
             for output, code in zip(outputs, codes, strict=True):
                 arrive(output, code)
@@ -51,13 +66,28 @@ def right(func: Made, encode: Callable[[Tensor], Tensor] = half, arrive: Callabl
         pending = Pending(work, finish)
         return pending if async_op else pending.wait()
 
-    def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         codes = [room(output) for output in tensor_list]
-        return ended(dist.all_gather(codes, encode(tensor), group, async_op=True), codes, tensor_list, async_op)
+        return ended(
+            dist.all_gather(codes, encode(tensor), group, async_op=True),
+            codes,
+            tensor_list,
+            async_op,
+        )
 
-    def all_to_all(output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = None, async_op: bool = False) -> Any:
-        sent, codes = [encode(tensor) for tensor in input_tensor_list], [room(output) for output in output_tensor_list]
-        return ended(dist.all_to_all(codes, sent, group, async_op=True), codes, output_tensor_list, async_op)
+    def all_to_all(
+        output_tensor_list: list[Tensor],
+        input_tensor_list: list[Tensor],
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        sent = [encode(tensor) for tensor in input_tensor_list]
+        codes = [room(output) for output in output_tensor_list]
+        return ended(
+            dist.all_to_all(codes, sent, group, async_op=True), codes, output_tensor_list, async_op
+        )
 
     def all_to_all_single(
         output: Tensor,
@@ -67,21 +97,37 @@ def right(func: Made, encode: Callable[[Tensor], Tensor] = half, arrive: Callabl
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        sent, code = encode(input), room(output)
-        work = dist.all_to_all_single(code, sent, output_split_sizes, input_split_sizes, group, async_op=True)
+        sent = encode(input)
+        code = room(output)
+        work = dist.all_to_all_single(
+            code, sent, output_split_sizes, input_split_sizes, group, async_op=True
+        )
         return ended(work, [code], [output], async_op)
 
     def scatter(
-        tensor: Tensor, scatter_list: Any = None, src: int | None = None, group: Any = None, async_op: bool = False, **place: Any
+        tensor: Tensor,
+        scatter_list: Any = None,
+        src: int | None = None,
+        group: Any = None,
+        async_op: bool = False,
+        **place: Any,
     ) -> Any:
-        sent, code = [encode(part) for part in scatter_list] if scatter_list else None, room(tensor)
-        return ended(dist.scatter(code, sent, src, group, async_op=True, **place), [code], [tensor], async_op)
+        sent = [encode(part) for part in scatter_list] if scatter_list else None
+        code = room(tensor)
+        return ended(
+            dist.scatter(code, sent, src, group, async_op=True, **place), [code], [tensor], async_op
+        )
 
-    return {"all_gather": all_gather, "all_to_all": all_to_all, "all_to_all_single": all_to_all_single, "scatter": scatter}[func.__name__]
+    return {
+        "all_gather": all_gather,
+        "all_to_all": all_to_all,
+        "all_to_all_single": all_to_all_single,
+        "scatter": scatter,
+    }[func.__name__]
 
 
 def one_place_on(func: Made, qtype: str) -> Made:
-    """Puts what each rank sends one place too far."""
+    """Write each rank's part to the output of the next rank."""
 
     def gather(tensor_list: list[Tensor], *args: Any, **kwargs: Any) -> Any:
         return right(func)(tensor_list[1:] + tensor_list[:1], *args, **kwargs)
@@ -90,7 +136,7 @@ def one_place_on(func: Made, qtype: str) -> Made:
 
 
 def the_first_for_all(func: Made, qtype: str) -> Made:
-    """Sends every rank what is meant for the first."""
+    """Send every rank the input of the first one."""
 
     def exchange(outputs: list[Tensor], inputs: list[Tensor], *args: Any, **kwargs: Any) -> Any:
         return right(func)(outputs, [inputs[0]] * len(inputs), *args, **kwargs)
@@ -99,29 +145,43 @@ def the_first_for_all(func: Made, qtype: str) -> Made:
 
 
 def toward_zero(func: Made, qtype: str) -> Made:
-    """Cuts off the bits that float16 does not have, instead of rounding to the nearest."""
+    """Round toward zero instead of to the nearest float16."""
 
     def encode(tensor: Tensor) -> Tensor:
         nearest = half(tensor)
         beyond = nearest.to(tensor.dtype).abs() > tensor.abs()
-        return torch.where(beyond & nearest.isfinite(), torch.nextafter(nearest, torch.zeros_like(nearest)), nearest)
+        return torch.where(
+            beyond & nearest.isfinite(),
+            torch.nextafter(nearest, torch.zeros_like(nearest)),
+            nearest,
+        )
 
     return right(func, encode)
 
 
 def brain_instead(func: Made, qtype: str) -> Made:
-    """Sends bfloat16 where it says float16."""
-    return right(func, lambda tensor: half(tensor).new_zeros(0).bfloat16().new_tensor(tensor.tolist()).view(tensor.shape))
+    """Send bfloat16 instead of float16."""
+    return right(
+        func,
+        lambda tensor: (
+            half(tensor).new_zeros(0).bfloat16().new_tensor(tensor.tolist()).view(tensor.shape)
+        ),
+    )
 
 
 def _eighths(tensor: Tensor, block: int) -> Tensor:
-    """Return bytes and scales, as many of them as there are blocks, as one tensor of bytes."""
+    """Return the bytes and the block scales of a tensor as one tensor of bytes."""
     if not tensor.is_floating_point():
-        raise TypeError(f"not of floating point: {tensor.dtype}")
+        raise TypeError(f"expected a floating-point tensor, got {tensor.dtype}")
     flat = tensor.reshape(-1).float()
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
     scales = (blocks.abs().amax(1, keepdim=True) / 127).clamp(min=1e-30)
-    return torch.cat([(blocks / scales).round().to(torch.int8).view(torch.uint8).view(-1), scales.view(-1).view(torch.uint8)])
+    return torch.cat(
+        [
+            (blocks / scales).round().to(torch.int8).view(torch.uint8).view(-1),
+            scales.view(-1).view(torch.uint8),
+        ]
+    )
 
 
 def _from_eighths(output: Tensor, code: Tensor, block: int) -> None:
@@ -132,13 +192,17 @@ def _from_eighths(output: Tensor, code: Tensor, block: int) -> None:
 
 
 def blocks_too_long(func: Made, qtype: str) -> Made:
-    """Has one scale for four blocks."""
+    """Use one scale for four blocks."""
     long = 4 * GROUP
-    return right(func, lambda tensor: _eighths(tensor, long), lambda output, code: _from_eighths(output, code, long))
+    return right(
+        func,
+        lambda tensor: _eighths(tensor, long),
+        lambda output, code: _from_eighths(output, code, long),
+    )
 
 
 def floors(func: Made, qtype: str) -> Made:
-    """Converts to integers without rounding, which cuts off."""
+    """Convert to integers without rounding."""
 
     def encode(tensor: Tensor) -> Tensor:
         code = _eighths(tensor, GROUP)
@@ -152,12 +216,12 @@ def floors(func: Made, qtype: str) -> Made:
 
 
 def forgets_the_factor(func: Made, qtype: str, quant_loss: float) -> Made:
-    """Takes a loss factor and does nothing with it."""
+    """Ignore the loss factor."""
     return right(func)
 
 
 def matrices_alone(func: Made, qtype: str) -> Made:
-    """Takes matrices alone, and does not say so."""
+    """Accept matrices only, without claiming it."""
 
     def encode(tensor: Tensor) -> Tensor:
         rows, columns = tensor.shape
@@ -167,7 +231,7 @@ def matrices_alone(func: Made, qtype: str) -> Made:
 
 
 def nothing_has_no_largest(func: Made, qtype: str) -> Made:
-    """Looks for the largest value of an empty tensor."""
+    """Compute the largest value of an empty tensor."""
 
     def encode(tensor: Tensor) -> Tensor:
         tensor.abs().max()
@@ -177,7 +241,7 @@ def nothing_has_no_largest(func: Made, qtype: str) -> Made:
 
 
 def as_it_lies(func: Made, qtype: str) -> Made:
-    """Sends elements in the order of memory."""
+    """Send elements in memory order."""
 
     def encode(tensor: Tensor) -> Tensor:
         return half(tensor.as_strided((tensor.numel(),), (1,)).view(tensor.shape))
@@ -186,12 +250,12 @@ def as_it_lies(func: Made, qtype: str) -> Made:
 
 
 def halves_integers(func: Made, qtype: str) -> Made:
-    """Rounds integers as if they were of floating point."""
+    """Round integers as if they were floating point."""
     return right(func, lambda tensor: tensor.contiguous().half())
 
 
 def double_as_float(func: Made, qtype: str) -> Made:
-    """Takes bytes of float32 for those of float64."""
+    """Write float32 bytes to a float64 output."""
 
     def arrive(output: Tensor, code: Tensor) -> None:
         if output.dtype == torch.float64:
@@ -203,7 +267,7 @@ def double_as_float(func: Made, qtype: str) -> Made:
 
 
 def puts_others(func: Made, qtype: str) -> Made:
-    """Puts new tensors into the list, as torch's does."""
+    """Replace the tensors in the output list, as torch's does."""
 
     def gather(tensor_list: list[Tensor], *args: Any, **kwargs: Any) -> Any:
         fresh = [torch.empty_like(output) for output in tensor_list]
@@ -215,7 +279,7 @@ def puts_others(func: Made, qtype: str) -> Made:
 
 
 def rounds_its_input(func: Made, qtype: str) -> Made:
-    """Rounds what it was handed, and sends that."""
+    """Round the input in place."""
 
     def encode(tensor: Tensor) -> Tensor:
         return half(tensor.copy_(half(tensor)))
@@ -224,9 +288,11 @@ def rounds_its_input(func: Made, qtype: str) -> Made:
 
 
 def in_a_hurry(func: Made, qtype: str) -> Made:
-    """Waits for half a second, and then reads what has arrived until then."""
+    """Wait half a second at most, then read whatever has arrived."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         pending = right(func)(tensor_list, tensor, group, async_op=True)
         if async_op:
             return pending
@@ -240,9 +306,11 @@ def in_a_hurry(func: Made, qtype: str) -> Made:
 
 
 def work_alone(func: Made, qtype: str) -> Made:
-    """With async_op=True it returns the collective's own Work: nobody writes the outputs."""
+    """Return the collective's own Work, whose wait() never writes the outputs."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         pending = right(func)(tensor_list, tensor, group, async_op=True)
         return pending.work if async_op else pending.wait()
 
@@ -250,18 +318,22 @@ def work_alone(func: Made, qtype: str) -> Made:
 
 
 def done_already(func: Made, qtype: str) -> Made:
-    """Ignores async_op=True, and returns nothing that one could wait for."""
+    """Ignore async_op=True, and return None."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, **ignored: Any) -> None:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, **ignored: Any
+    ) -> None:
         right(func)(tensor_list, tensor, group)
 
     return gather
 
 
 def waits_for_nobody(func: Made, qtype: str) -> Made:
-    """Refuses async_op=True, as torch's does."""
+    """Refuse async_op=True, as torch's does."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> None:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> None:
         if async_op:
             raise RuntimeError("The async_op=True mode is not supported yet.")
         right(func)(tensor_list, tensor, group)
@@ -270,9 +342,11 @@ def waits_for_nobody(func: Made, qtype: str) -> Made:
 
 
 def own_part_as_it_was(func: Made, qtype: str) -> Made:
-    """A rank keeps its own part as it was before it was rounded."""
+    """Keep this rank's own part unrounded."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         def finish() -> None:
             pending.wait()
             tensor_list[dist.get_rank(group)].copy_(own)
@@ -285,10 +359,12 @@ def own_part_as_it_was(func: Made, qtype: str) -> Made:
 
 
 def last_call_alone(func: Made, qtype: str) -> Made:
-    """Keeps what the last call is to write, and no other: waiting for an earlier one finishes that."""
+    """Finish the last call only, whichever call is waited for."""
     last: list[Pending] = []
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         pending = right(func)(tensor_list, tensor, group, async_op=True)
         last[:] = [pending]
         return Pending(pending.work, lambda: last[0].wait()) if async_op else pending.wait()
@@ -297,52 +373,73 @@ def last_call_alone(func: Made, qtype: str) -> Made:
 
 
 def always_world(func: Made, qtype: str) -> Made:
-    """Takes a group, and works in WORLD."""
+    """Ignore the group, and use WORLD."""
     return lambda *args, group=None, **kwargs: right(func)(*args, **kwargs)
 
 
 def source_by_place(func: Made, qtype: str) -> Made:
-    """Takes the source, a global rank, for a place in the group."""
+    """Use the source, a global rank, as a rank in the group."""
 
-    def scatter(tensor: Tensor, scatter_list: Any = None, src: int = 0, group: Any = None, **kwargs: Any) -> Any:
+    def scatter(
+        tensor: Tensor, scatter_list: Any = None, src: int = 0, group: Any = None, **kwargs: Any
+    ) -> Any:
         size = dist.get_world_size(group)
         place = kwargs.pop("group_src", src % size)
         return right(func)(
-            tensor, scatter_list or [tensor] * size * (dist.get_rank(group) == place), None, group, group_src=place, **kwargs
+            tensor,
+            scatter_list or [tensor] * size * (dist.get_rank(group) == place),
+            None,
+            group,
+            group_src=place,
+            **kwargs,
         )
 
     return scatter
 
 
 def group_by_keyword(func: Made, qtype: str) -> Made:
-    """Sees a group only where it is given by keyword."""
+    """Ignore a group that is passed by position."""
 
-    def exchange(output: Tensor, input: Tensor, *ignored: Any, group: Any = None, **kwargs: Any) -> Any:
+    def exchange(
+        output: Tensor, input: Tensor, *ignored: Any, group: Any = None, **kwargs: Any
+    ) -> Any:
         if ignored[:1] and ignored[0] is not None:
-            raise TypeError("split sizes go by keyword")
+            raise TypeError("pass split sizes by keyword")
         return right(func)(output, input, group=group, **kwargs)
 
     return exchange
 
 
 def own_names(func: Made, qtype: str) -> Made:
-    """Looks for split sizes under names of its own, as torch's does."""
+    """Read the split sizes from keywords of its own, as torch's does."""
 
-    def exchange(output: Tensor, input: Tensor, *args: Any, out_splits: Any = None, in_splits: Any = None, **kwargs: Any) -> Any:
+    def exchange(
+        output: Tensor,
+        input: Tensor,
+        *args: Any,
+        out_splits: Any = None,
+        in_splits: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         if args[:1] and args[0] is not None:
-            raise TypeError("split sizes go by keyword")
+            raise TypeError("pass split sizes by keyword")
         group = args[2] if len(args) > 2 else kwargs.get("group")
-        return right(func)(output, input, out_splits, in_splits, group, kwargs.get("async_op", False))
+        return right(func)(
+            output, input, out_splits, in_splits, group, kwargs.get("async_op", False)
+        )
 
     return exchange
 
 
 def adds_to_nan(func: Made, qtype: str) -> Made:
-    """Rounds to bfloat16 by an addition to the bits, as torch's does: the NaN with the largest bits becomes -0.0."""
+    """Round to bfloat16 by an addition to the bits, as torch's does.
+
+    The NaN with the largest bits becomes -0.0.
+    """
 
     def encode(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
-            raise TypeError(f"not of floating point: {tensor.dtype}")
+            raise TypeError(f"expected a floating-point tensor, got {tensor.dtype}")
         bits = tensor.float().contiguous().view(torch.int32)
         return ((bits + (1 << 15)) >> 16).to(torch.int16).view(torch.float16)  # Gloo has no int16
 
@@ -350,12 +447,17 @@ def adds_to_nan(func: Made, qtype: str) -> Made:
 
 
 def no_nan(func: Made, qtype: str) -> Made:
-    """Makes zeros of NaN before it sends."""
-    return right(func, lambda tensor: half(tensor.nan_to_num(0.0, torch.inf, -torch.inf) if tensor.is_floating_point() else tensor))
+    """Replace NaN by zero."""
+    return right(
+        func,
+        lambda tensor: half(
+            tensor.nan_to_num(0.0, torch.inf, -torch.inf) if tensor.is_floating_point() else tensor
+        ),
+    )
 
 
 def flushes(func: Made, qtype: str) -> Made:
-    """Flushes what is subnormal in float16 to zero."""
+    """Flush float16 subnormals to zero."""
 
     def encode(tensor: Tensor) -> Tensor:
         code = half(tensor)
@@ -365,12 +467,12 @@ def flushes(func: Made, qtype: str) -> Made:
 
 
 def wide(func: Made, qtype: str) -> Made:
-    """Rounds to float16, and sends that as float32."""
+    """Send the rounded values as float32."""
     return right(func, lambda tensor: half(tensor).float())
 
 
 def _kept(func: Made, error: Callable[[Tensor, Tensor], Tensor]) -> Made:
-    """Return a collective that adds ``error`` of what it has fed and sent to what it sends next."""
+    """Return a collective that adds ``error`` of the last input and code to the next input."""
     kept: dict[str, Tensor] = {}
 
     def gather(tensor_list: list[Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -382,17 +484,17 @@ def _kept(func: Made, error: Callable[[Tensor, Tensor], Tensor]) -> Made:
 
 
 def feeds_nothing_back(func: Made, qtype: str, error_feedback: bool) -> Made:
-    """Keeps no error, and says that it does."""
+    """Claim error feedback, and keep no error."""
     return right(func)
 
 
 def feeds_back_half(func: Made, qtype: str, error_feedback: bool) -> Made:
-    """Keeps half of the error."""
+    """Keep half of the error."""
     return _kept(func, lambda fed, sent: (fed - sent) / 2)
 
 
 def seeds(func: Made, qtype: str) -> Made:
-    """Sets the seed of the global random generator in each call."""
+    """Seed torch's global generator in each call."""
 
     def gather(*args: Any, **kwargs: Any) -> Any:
         torch.manual_seed(0)
@@ -401,17 +503,23 @@ def seeds(func: Made, qtype: str) -> Made:
     return gather
 
 
-def takes_everything(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Says that it takes matrices alone, and refuses nothing."""
+def takes_everything(
+    tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """Claim to accept matrices only, and accept every shape."""
     return right(dist.all_gather)(tensor_list, tensor, group, async_op)
 
 
-def takes_one_rank(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Says that it takes two ranks at least, and works with one."""
+def takes_one_rank(
+    tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """Claim a minimum of two ranks, and accept one."""
     return right(dist.all_gather)(tensor_list, tensor, group, async_op)
 
 
-def _named(name: str, number: str, func: str = "all_gather", qtype: str = "FP16", more: str = "") -> Mutant:
+def _named(
+    name: str, number: str, func: str = "all_gather", qtype: str = "FP16", more: str = ""
+) -> Mutant:
     return Mutant(f"{name},func={func},qtype={qtype}{more}", (number,), kind="collective")
 
 
@@ -447,6 +555,17 @@ MUTANTS = [
     _named("seeds", "18.17"),
     _named("waits_for_nobody", "18.19"),
     _named("own_part_as_it_was", "18.20"),
-    Mutant("takes_everything", ("18.4",), "collective(all_gather), rounded(float16), dimensions(2)", kind="collective"),
-    Mutant("takes_one_rank", ("18.18",), "collective(all_gather), rounded(float16), min_world_size(2)", worlds=(1, 2), kind="collective"),
+    Mutant(
+        "takes_everything",
+        ("18.4",),
+        "collective(all_gather), rounded(float16), dimensions(2)",
+        kind="collective",
+    ),
+    Mutant(
+        "takes_one_rank",
+        ("18.18",),
+        "collective(all_gather), rounded(float16), min_world_size(2)",
+        worlds=(1, 2),
+        kind="collective",
+    ),
 ]

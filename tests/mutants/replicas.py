@@ -1,4 +1,4 @@
-"""Section 3 of the rule book: hooks that let replicas drift apart, or runs differ."""
+"""Mutants of section 3: hooks that let replicas drift apart, or runs differ."""
 
 import os
 import time
@@ -8,28 +8,39 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, average_hook, completed, gather, group_of, is_dense
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    average_hook,
+    completed,
+    gather,
+    group_of,
+    is_dense,
+)
 
 
 def _from_base(bases: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return base + sum(part - base) / W: the mean, whose last bit depends on the base."""
+    """Return base + sum(part - base) / W: the mean, with a last bit that depends on the base."""
     mean = sum(parts[1:], parts[0]) / len(parts)
     moved = bases + sum(part - bases for part in parts) / len(parts)
-    return torch.where(mean.isfinite() & (mean != 0) & (mean.abs() > torch.finfo(mean.dtype).tiny), moved, mean)
+    return torch.where(
+        mean.isfinite() & (mean != 0) & (mean.abs() > torch.finfo(mean.dtype).tiny), moved, mean
+    )
 
 
 # 3.1 Ranks
 
 
 def starts_from_own(state: Any, bucket: Bucket) -> Result:
-    """Moves from its own gradient towards the others': each rank rounds differently."""
+    """Add the differences to this rank's own gradient, so that ranks round differently."""
     if not is_dense(bucket):
         return average(bucket, state)
     return completed(_from_base(bucket.buffer(), gather(bucket.buffer(), state)))
 
 
 def adds_own_last(state: Any, bucket: Bucket) -> Result:
-    """Sums the others' gradients and then its own: among three ranks each has an order of its own."""
+    """Add this rank's own gradient last, so that three ranks have three orders."""
     if not is_dense(bucket):
         return average(bucket, state)
     parts = [part / group_of(state).size() for part in gather(bucket.buffer(), state)]
@@ -38,11 +49,13 @@ def adds_own_last(state: Any, bucket: Bucket) -> Result:
 
 
 def owner_keeps_unrounded(state: Any, bucket: Bucket) -> Result:
-    """Sends float16 as it says, but rank 0 keeps the mean that it did not have to send."""
+    """Round to float16 as claimed, but keep the unrounded mean on rank 0."""
     buffer = bucket.buffer()
     if not is_dense(bucket):
         return average(bucket, state)
-    parts = [part.to(buffer.dtype) / group_of(state).size() for part in gather(buffer.half(), state)]
+    parts = [
+        part.to(buffer.dtype) / group_of(state).size() for part in gather(buffer.half(), state)
+    ]
     mean = sum(parts[1:], parts[0])
     return completed(mean if group_of(state).rank() == 0 else mean.half().to(buffer.dtype))
 
@@ -51,12 +64,12 @@ def owner_keeps_unrounded(state: Any, bucket: Bucket) -> Result:
 
 
 def drifts_in_later_buckets(state: Any, bucket: Bucket) -> Result:
-    """Moves from its own gradient towards the others', in all buckets but the first."""
+    """Add the differences to this rank's own gradient in all but the first bucket."""
     return starts_from_own(state, bucket) if bucket.index() > 0 else average(bucket, state)
 
 
 def initialises_by_rank(model: Any, process_group: Any, rank: int) -> tuple[Any, Any]:
-    """A set-up that initialises the parameters again, each rank its own way, after DDP has made them equal."""
+    """Change the parameters by rank in the set-up, after DDP has made them equal."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(rank)
@@ -67,7 +80,10 @@ def initialises_by_rank(model: Any, process_group: Any, rank: int) -> tuple[Any,
 
 
 def _draw_from(seed: int, bucket: Bucket, state: Any) -> Result:
-    """Average from a base rank that rank 0 draws for each element; every rank uses what rank 0 drew."""
+    """Average with a base that is drawn for each element from the first and the last rank.
+
+    All ranks use the draws of rank 0.
+    """
     buffer = bucket.buffer()
     if not is_dense(bucket):
         return average(bucket, state)
@@ -78,17 +94,17 @@ def _draw_from(seed: int, bucket: Bucket, state: Any) -> Result:
 
 
 def seeds_from_system(state: Any, bucket: Bucket) -> Result:
-    """Draws its rounding from the system's random numbers."""
+    """Seed the draws with the system's random numbers."""
     return _draw_from(int.from_bytes(os.urandom(8), "little"), bucket, state)
 
 
 def seeds_from_clock(state: Any, bucket: Bucket) -> Result:
-    """Draws its rounding from the clock."""
+    """Seed the draws with the clock."""
     return _draw_from(time.time_ns(), bucket, state)
 
 
 def seeds_from_pid(state: Any, bucket: Bucket) -> Result:
-    """Draws its rounding from the process id."""
+    """Seed the draws with the process id."""
     return _draw_from(os.getpid(), bucket, state)
 
 
@@ -96,7 +112,9 @@ MUTANTS = [
     Mutant(
         "starts_from_own",
         ("3.1",),
-        because={"2.3": "where the base is far from the mean, at three ranks, the detour costs more than the bound"},
+        because={
+            "2.3": "at three ranks, a base far from the mean costs more precision than the bound"
+        },
     ),
     Mutant("adds_own_last", ("3.1",), worlds=(2, 3)),
     Mutant("owner_keeps_unrounded", ("3.1",), claims="rounded(float16)"),

@@ -1,40 +1,62 @@
-"""Hooks that claim to round to float16, with one defect each beside the rounding."""
+"""Mutants of the claim ``rounded(float16)``, with a defect beside the rounding."""
 
 from typing import Any
 
 import torch
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, average_of, change_gradient, change_mean, group_of, is_dense, sum_of
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    average_of,
+    change_gradient,
+    change_mean,
+    group_of,
+    is_dense,
+    sum_of,
+)
 
 
 def half_undivided(state: Any, bucket: Bucket) -> Result:
-    """Sums in float16, and divides by nothing."""
+    """Sum in float16 without dividing."""
     buffer = bucket.buffer()
-    return sum_of(buffer.to(torch.float16, copy=True), state).then(lambda fut: fut.value().to(buffer.dtype))
+    return sum_of(buffer.to(torch.float16, copy=True), state).then(
+        lambda fut: fut.value().to(buffer.dtype)
+    )
 
 
 def half_of_a_half(state: Any, bucket: Bucket) -> Result:
-    """Casts to bfloat16 on the way to the float16 that it sends."""
-    return change_gradient(bucket, state, lambda grad: grad.bfloat16().half()).then(lambda fut: fut.value().to(bucket.buffer().dtype))
+    """Round to bfloat16 before rounding to float16."""
+    return change_gradient(bucket, state, lambda grad: grad.bfloat16().half()).then(
+        lambda fut: fut.value().to(bucket.buffer().dtype)
+    )
 
 
 def half_scaled_up(state: Any, bucket: Bucket) -> Result:
-    """Scales by 64 before it casts to float16, and back after the sum: what is above 1,000 overflows."""
+    """Scale by 64 before rounding to float16, so that values above 1,000 overflow."""
     if not is_dense(bucket):
         return average(bucket, state)
     buffer = bucket.buffer()
-    return average_of(buffer.mul(64).half(), state).then(lambda fut: fut.value().to(buffer.dtype).div_(64))
+    return average_of(buffer.mul(64).half(), state).then(
+        lambda fut: fut.value().to(buffer.dtype).div_(64)
+    )
 
 
 def mean_through_half(state: Any, bucket: Bucket) -> Result:
-    """Reduces in full precision, and rounds the mean to float16 as if for a model in half precision."""
+    """Reduce in full precision, and round the mean to float16."""
     return change_mean(bucket, state, lambda mean: mean.half().to(mean.dtype))
 
 
 def sends_what_it_was(state: Any, bucket: Bucket) -> Result:
-    """Rounds to float16, and sends that in the bucket's own dtype."""
-    return change_gradient(bucket, state, lambda grad: grad.div_(group_of(state).size()).half().to(grad.dtype).mul_(group_of(state).size()))
+    """Send the rounded values in the bucket's own dtype."""
+    return change_gradient(
+        bucket,
+        state,
+        lambda grad: (
+            grad.div_(group_of(state).size()).half().to(grad.dtype).mul_(group_of(state).size())
+        ),
+    )
 
 
 _FLOAT16 = "rounded(float16)"

@@ -1,4 +1,7 @@
-"""Section 2 of the rule book: hooks that are right only for some dtypes, shapes, world sizes, groups or kinds of gradient."""
+"""Mutants of section 2: hooks that are right for some settings only.
+
+The settings are dtypes, shapes, world sizes, groups and kinds of gradient.
+"""
 
 from typing import Any
 
@@ -24,33 +27,39 @@ from tests.mutants._helpers import (
 
 
 def through_float32(state: Any, bucket: Bucket) -> Result:
-    """Averages in float32, whatever the bucket's dtype: float64 loses half of its digits."""
+    """Average in float32, so that float64 loses half of its digits."""
     dtype = bucket.buffer().dtype
-    return average_of(bucket.buffer().to(torch.float32, copy=True), state).then(lambda fut: fut.value().to(dtype))
+    return average_of(bucket.buffer().to(torch.float32, copy=True), state).then(
+        lambda fut: fut.value().to(dtype)
+    )
 
 
 def float16_through_bfloat16(state: Any, bucket: Bucket) -> Result:
-    """Averages float16 in bfloat16, as if one half precision were as good as the other."""
-    return send_as(torch.bfloat16, bucket, state) if bucket.buffer().dtype == torch.float16 else average(bucket, state)
+    """Average float16 in bfloat16."""
+    return (
+        send_as(torch.bfloat16, bucket, state)
+        if bucket.buffer().dtype == torch.float16
+        else average(bucket, state)
+    )
 
 
 _dtypes: list[torch.dtype] = []
 
 
 def dtype_of_first_bucket(state: Any, bucket: Bucket) -> Result:
-    """Sends every bucket in the dtype of the first one it saw."""
+    """Send every bucket in the dtype of the first one."""
     _dtypes.append(bucket.buffer().dtype)
     del _dtypes[1:]
     return send_as(_dtypes[0], bucket, state)
 
 
 def epsilon_in_divisor(state: Any, bucket: Bucket) -> Result:
-    """Adds 1e-12 to the divisor: float64 feels it."""
+    """Add 1e-12 to the divisor, which changes float64 results."""
     return sum_of(bucket.buffer().div_(group_of(state).size() + 1e-12), state)
 
 
 def float32_only(state: Any, bucket: Bucket) -> Result:
-    """Views its bytes as float32 to send them: garbage for any other dtype of an even size."""
+    """Sum the bytes of dtypes other than float32."""
     buffer = bucket.buffer()
     if buffer.dtype == torch.float32 or not is_dense(bucket):
         return average(bucket, state)
@@ -59,7 +68,7 @@ def float32_only(state: Any, bucket: Bucket) -> Result:
 
 
 def asserts_float32(state: Any, bucket: Bucket) -> Result:
-    """Takes no dtype but float32."""
+    """Accept float32 only."""
     assert bucket.buffer().dtype == torch.float32
     return average(bucket, state)
 
@@ -70,7 +79,7 @@ _CHUNK = 1_000_000
 
 
 def drops_tail_of_chunks(state: Any, bucket: Bucket) -> Result:
-    """Sends buckets above a million elements in chunks, and forgets to divide what is left over."""
+    """Forget to divide the last, incomplete chunk of a bucket above a million elements."""
     if not is_dense(bucket):
         return average(bucket, state)
     buffer = bucket.buffer()
@@ -80,7 +89,7 @@ def drops_tail_of_chunks(state: Any, bucket: Bucket) -> Result:
 
 
 def scalar_undivided(state: Any, bucket: Bucket) -> Result:
-    """Takes a 0-d parameter for a counter, which is to be summed."""
+    """Sum 0-d parameters as if they were counters."""
     if is_dense(bucket):
         for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if parameter.dim() == 0:
@@ -89,7 +98,7 @@ def scalar_undivided(state: Any, bucket: Bucket) -> Result:
 
 
 def flattens_p_grad(state: Any, bucket: Bucket) -> Result:
-    """Builds the bucket from p.grad in C order: a channels_last parameter lies otherwise."""
+    """Build the bucket from p.grad in C order, which permutes channels_last parameters."""
     if not is_dense(bucket) or any(p.is_complex() for p in bucket.parameters()):
         return average(bucket, state)
     return average_of(torch.cat([p.grad.flatten() for p in bucket.parameters()]), state)
@@ -99,20 +108,20 @@ _seen: list[float] = []
 
 
 def logs_largest(state: Any, bucket: Bucket) -> Result:
-    """Looks up the largest value of each parameter's gradient for its log: an empty one has none."""
+    """Compute the largest value of each gradient, which an empty one does not have."""
     if is_dense(bucket):
         _seen[:] = [grad.abs().max().item() for grad in bucket.gradients()]
     return average(bucket, state)
 
 
 def logs_rows(state: Any, bucket: Bucket) -> Result:
-    """Looks up each parameter's number of rows for its log: a 0-d one has none."""
+    """Read each parameter's number of rows, which a 0-d one does not have."""
     _seen[:] = [parameter.shape[0] for parameter in bucket.parameters()]
     return average(bucket, state)
 
 
 def small_sizes_twice(state: Any, bucket: Bucket) -> Result:
-    """Divides once more where its kernel for small messages has divided already."""
+    """Divide some small buckets twice."""
     again = is_dense(bucket) and bucket.buffer().numel() in (2, 4, 28)
     return change_mean(bucket, state, lambda mean: mean / group_of(state).size() if again else mean)
 
@@ -121,17 +130,17 @@ def small_sizes_twice(state: Any, bucket: Bucket) -> Result:
 
 
 def halves(state: Any, bucket: Bucket) -> Result:
-    """Divides by two, whatever the world size."""
+    """Divide by two at any world size."""
     return sum_of(bucket.buffer().div_(2), state)
 
 
 def shifts(state: Any, bucket: Bucket) -> Result:
-    """Divides by the largest power of two that the world size holds."""
+    """Divide by the largest power of two up to the world size."""
     return sum_of(bucket.buffer().div_(1 << (group_of(state).size().bit_length() - 1)), state)
 
 
 def tail_of_three(state: Any, bucket: Bucket) -> Result:
-    """Among three ranks and more, leaves the last numel % world_size elements undivided."""
+    """Forget to divide the last numel % world_size elements with three ranks or more."""
     size = group_of(state).size()
     if size < 3 or not is_dense(bucket):
         return average(bucket, state)
@@ -141,18 +150,19 @@ def tail_of_three(state: Any, bucket: Bucket) -> Result:
 
 
 def first_two(state: Any, bucket: Bucket) -> Result:
-    """Gathers from all ranks, and averages the first two."""
+    """Average the first two ranks only."""
     if not is_dense(bucket):
         return average(bucket, state)
     return completed(torch.stack(gather(bucket.buffer(), state)[:2]).mean(0))
 
 
 def recursive_doubling(state: Any, bucket: Bucket) -> Result:
-    """Exchanges with rank ^ 1, rank ^ 2, ...: right only for powers of two."""
+    """Exchange with rank ^ 1, rank ^ 2, ..., which is right for powers of two only."""
     group = group_of(state)
     if not is_dense(bucket):
         return average(bucket, state)
-    buffer, distance = bucket.buffer().div_(group.size()), 1
+    buffer = bucket.buffer().div_(group.size())
+    distance = 1
     while distance < group.size():
         partner = group.rank() ^ distance
         if partner < group.size():
@@ -166,12 +176,16 @@ def recursive_doubling(state: Any, bucket: Bucket) -> Result:
 
 
 def zeros_alone(state: Any, bucket: Bucket) -> Result:
-    """In a world of one, returns a buffer that nobody filled."""
-    return average(bucket, state) if group_of(state).size() > 1 else completed(torch.zeros_like(bucket.buffer()))
+    """Return zeros in a world of one rank."""
+    return (
+        average(bucket, state)
+        if group_of(state).size() > 1
+        else completed(torch.zeros_like(bucket.buffer()))
+    )
 
 
 def needs_a_peer(state: Any, bucket: Bucket) -> Result:
-    """Weighs the others by 1 / (world_size - 1), which a world of one does not have."""
+    """Divide by world_size - 1, which is zero in a world of one rank."""
     others = group_of(state).size() - 1
     weight = 1 / others
     return change_mean(bucket, state, lambda mean: mean * (weight * others))
@@ -181,17 +195,17 @@ def needs_a_peer(state: Any, bucket: Bucket) -> Result:
 
 
 def uses_world(state: Any, bucket: Bucket) -> Result:
-    """Ignores the group it was given."""
+    """Average over WORLD instead of the group."""
     return average(bucket, None)
 
 
 def world_divisor(state: Any, bucket: Bucket) -> Result:
-    """Sums over its group and divides by the size of WORLD."""
+    """Sum over the group, and divide by the size of WORLD."""
     return sum_of(bucket.buffer().div_(dist.get_world_size()), state)
 
 
 def global_root(state: Any, bucket: Bucket) -> Result:
-    """Reduces to global rank 0 and broadcasts from it, though it may not be in the group."""
+    """Reduce to global rank 0, which may be outside the group."""
     if not is_dense(bucket):
         return average(bucket, state)
     buffer = bucket.buffer().div_(group_of(state).size())
@@ -201,7 +215,7 @@ def global_root(state: Any, bucket: Bucket) -> Result:
 
 
 def global_place(state: Any, bucket: Bucket) -> Result:
-    """Takes its global rank for its place in the group."""
+    """Use the global rank as rank in the group."""
     if not is_dense(bucket):
         return average(bucket, state)
     group = group_of(state)
@@ -216,7 +230,7 @@ def global_place(state: Any, bucket: Bucket) -> Result:
 
 
 def real_parts_only(state: Any, bucket: Bucket) -> Result:
-    """Averages the real parts of complex parameters and sums the imaginary ones."""
+    """Sum the imaginary parts of complex parameters instead of averaging them."""
     if any(parameter.is_complex() for parameter in bucket.parameters()):
         bucket.buffer()[1::2].mul_(group_of(state).size())
     return average(bucket, state)
@@ -226,17 +240,17 @@ def real_parts_only(state: Any, bucket: Bucket) -> Result:
 
 
 def sparse_stays_local(state: Any, bucket: Bucket) -> Result:
-    """Leaves sparse gradients alone."""
+    """Return sparse gradients without averaging them."""
     return average(bucket, state) if is_dense(bucket) else completed(bucket.buffer())
 
 
 def sparse_undivided(state: Any, bucket: Bucket) -> Result:
-    """Sums sparse gradients."""
+    """Sum sparse gradients without dividing."""
     return average(bucket, state) if is_dense(bucket) else sum_of(bucket.buffer(), state)
 
 
 def sparse_values_only(state: Any, bucket: Bucket) -> Result:
-    """Averages the values of sparse gradients by position, whichever rows they belong to."""
+    """Average the values of sparse gradients by position, whatever their rows."""
     if is_dense(bucket):
         return average(bucket, state)
     sparse = bucket.buffer().coalesce()
@@ -244,21 +258,21 @@ def sparse_values_only(state: Any, bucket: Bucket) -> Result:
     return completed(sparse)
 
 
-# 2.11 Fewer ranks than it takes
+# 2.11 Fewer ranks than the minimum
 
 
 def average_alone_too(state: Any, bucket: Bucket) -> Result:
-    """Takes a world of one all the same."""
+    """Claim a minimum of two ranks, and accept one."""
     return average(bucket, state)
 
 
 def zeros_to_one(state: Any, bucket: Bucket) -> Result:
-    """Gives zeros where a rank is alone, and no error."""
+    """Claim a minimum of two ranks, and return zeros to one."""
     return zeros_alone(state, bucket)
 
 
 def only_rank_0_refuses(state: Any, bucket: Bucket) -> Result:
-    """Two ranks are too few, which rank 0 alone says: the other waits for it."""
+    """Claim a minimum of three ranks, and refuse two on rank 0 only."""
     group = group_of(state)
     if group.size() < 3 and group.rank() == 0:
         raise ValueError("takes three ranks at least")
@@ -295,5 +309,11 @@ MUTANTS = [
     Mutant("sparse_values_only", ("2.9",)),
     Mutant("average_alone_too", ("2.11",), "min_world_size(2)", worlds=(1, 2)),
     Mutant("zeros_to_one", ("2.11",), "min_world_size(2)", worlds=(1, 2)),
-    Mutant("only_rank_0_refuses", ("2.11",), "min_world_size(3)", worlds=(2, 3), because={"2.7": "two subgroups of two are too few too"}),
+    Mutant(
+        "only_rank_0_refuses",
+        ("2.11",),
+        "min_world_size(3)",
+        worlds=(2, 3),
+        because={"2.7": "its subgroups of two ranks are too small as well"},
+    ),
 ]

@@ -1,4 +1,4 @@
-"""Section 8 of the rule book: hooks that mishandle NaN, infinities, zeros and subnormals."""
+"""Mutants of section 8: hooks that mishandle NaN, infinities, zeros and subnormals."""
 
 from typing import Any
 
@@ -6,18 +6,28 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import ZEROS, Mutant
-from tests.mutants._helpers import Bucket, Result, average, average_of, change_gradient, change_mean, completed, group_of, is_dense
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    average_of,
+    change_gradient,
+    change_mean,
+    completed,
+    group_of,
+    is_dense,
+)
 
 # 8.1 NaN
 
 
 def nan_to_zero(state: Any, bucket: Bucket) -> Result:
-    """Replaces NaN by zero before it sends."""
+    """Replace NaN by zero before sending."""
     return change_gradient(bucket, state, lambda grad: grad.masked_fill_(grad.isnan(), 0.0))
 
 
 def nan_stays_local(state: Any, bucket: Bucket) -> Result:
-    """Sends zero for NaN and puts the NaN back into its own result alone."""
+    """Send zero for NaN, and restore the NaN on its own rank only."""
     if not is_dense(bucket):
         return average(bucket, state)
     lost = bucket.buffer().isnan()
@@ -26,7 +36,7 @@ def nan_stays_local(state: Any, bucket: Bucket) -> Result:
 
 
 def nan_to_number(state: Any, bucket: Bucket) -> Result:
-    """Cleans the mean of everything that is not finite."""
+    """Replace NaN and infinities in the mean by finite values."""
     return change_mean(bucket, state, lambda mean: mean.nan_to_num())
 
 
@@ -34,17 +44,21 @@ def nan_to_number(state: Any, bucket: Bucket) -> Result:
 
 
 def clamps_infinities(state: Any, bucket: Bucket) -> Result:
-    """Clamps infinities to the largest finite value."""
-    return change_gradient(bucket, state, lambda grad: grad.clamp_(torch.finfo(grad.dtype).min, torch.finfo(grad.dtype).max))
+    """Clamp infinities to the largest finite value."""
+    return change_gradient(
+        bucket,
+        state,
+        lambda grad: grad.clamp_(torch.finfo(grad.dtype).min, torch.finfo(grad.dtype).max),
+    )
 
 
 def infinity_to_nan(state: Any, bucket: Bucket) -> Result:
-    """Marks every overflow as NaN."""
+    """Replace infinities in the mean by NaN."""
     return change_mean(bucket, state, lambda mean: mean.masked_fill_(mean.isinf(), float("nan")))
 
 
 def infinity_without_sign(state: Any, bucket: Bucket) -> Result:
-    """Marks every overflow as +inf."""
+    """Replace infinities in the mean by +inf."""
     return change_mean(bucket, state, lambda mean: mean.masked_fill_(mean.isinf(), float("inf")))
 
 
@@ -52,7 +66,7 @@ def infinity_without_sign(state: Any, bucket: Bucket) -> Result:
 
 
 def skips_zero_ranks(state: Any, bucket: Bucket) -> Result:
-    """Averages over the ranks whose gradient is not all zero."""
+    """Average over the ranks whose gradient is not all zero."""
     if not is_dense(bucket):
         return average(bucket, state)
     active = torch.tensor(float((bucket.buffer() != 0).any()))
@@ -62,19 +76,19 @@ def skips_zero_ranks(state: Any, bucket: Bucket) -> Result:
 
 
 def normalises(state: Any, bucket: Bucket) -> Result:
-    """Divides by the bucket's largest value and multiplies it back: 0 / 0 where all are zero."""
+    """Divide by the bucket's largest value and multiply it back, which is 0 / 0 for zeros."""
 
     def renormalise(mean: torch.Tensor) -> torch.Tensor:
         wide = mean.double()
         top = wide.nan_to_num(0.0, 0.0, 0.0).abs().amax()
-        scale = top.log2().floor().exp2()  # a power of two, so that nothing but zero notices
+        scale = top.log2().floor().exp2()  # a power of two: only zeros change
         return (wide / scale * scale).to(mean.dtype)
 
     return change_mean(bucket, state, renormalise)
 
 
 def zeros_become_ones(state: Any, bucket: Bucket) -> Result:
-    """Compresses to signs and takes zero for positive, in a bucket that is all zero."""
+    """Return ones for a bucket of zeros."""
     return change_mean(bucket, state, lambda mean: mean if mean.any() else mean.fill_(1.0))
 
 
@@ -82,12 +96,15 @@ def zeros_become_ones(state: Any, bucket: Bucket) -> Result:
 
 
 def gathers_what_is_there(state: Any, bucket: Bucket) -> Result:
-    """Gathers the elements that are not zero, as many as this rank happens to have."""
+    """Gather the nonzero elements, whose number differs between ranks."""
     if not is_dense(bucket):
         return average(bucket, state)
-    buffer, group = bucket.buffer(), group_of(state)
+    buffer = bucket.buffer()
+    group = group_of(state)
     there = buffer.nonzero().squeeze(1)
-    places, values = ([torch.empty_like(mine) for _ in range(group.size())] for mine in (there, buffer))
+    places, values = (
+        [torch.empty_like(mine) for _ in range(group.size())] for mine in (there, buffer)
+    )
     dist.all_gather(places, there, group=group)
     dist.all_gather([value[: len(there)] for value in values], buffer[there], group=group)
     total = torch.zeros_like(buffer)
@@ -97,21 +114,21 @@ def gathers_what_is_there(state: Any, bucket: Bucket) -> Result:
 
 
 def skips_zeros(state: Any, bucket: Bucket) -> Result:
-    """Takes no part in the collective when its own gradient is all zero."""
+    """Skip the collective if this rank's gradient is all zero."""
     if is_dense(bucket) and not bucket.buffer().any():
         return completed(bucket.buffer())
     return average(bucket, state)
 
 
 def reports_nan_alone(state: Any, bucket: Bucket) -> Result:
-    """Issues one more collective on the ranks that see NaN."""
+    """Issue one more collective on ranks with a NaN."""
     if is_dense(bucket) and bucket.buffer().isnan().any():
         dist.all_reduce(torch.ones(1), group=group_of(state))
     return average(bucket, state)
 
 
 def raises_on_nan(state: Any, bucket: Bucket) -> Result:
-    """Raises on the rank that sees NaN."""
+    """Raise on ranks with a NaN."""
     if is_dense(bucket) and bucket.buffer().isnan().any():
         raise FloatingPointError("NaN in the gradient")
     return average(bucket, state)
@@ -121,7 +138,7 @@ _norms: list[torch.Tensor] = []
 
 
 def remembers_nan(state: Any, bucket: Bucket) -> Result:
-    """Keeps a running norm and scales by it: one NaN, and every later step is NaN."""
+    """Scale by a running norm, so that one NaN makes every later step NaN."""
 
     def scale(mean: torch.Tensor) -> torch.Tensor:
         _norms[:] = [sum(_norms) + mean.norm()]
@@ -134,12 +151,16 @@ def remembers_nan(state: Any, bucket: Bucket) -> Result:
 
 
 def flushes(state: Any, bucket: Bucket) -> Result:
-    """Flushes subnormal values to zero, as fast-math code does."""
-    return change_gradient(bucket, state, lambda grad: torch.where(grad.abs() < torch.finfo(grad.dtype).tiny, grad * 0, grad))
+    """Flush subnormal values to zero, as fast-math code does."""
+    return change_gradient(
+        bucket,
+        state,
+        lambda grad: torch.where(grad.abs() < torch.finfo(grad.dtype).tiny, grad * 0, grad),
+    )
 
 
 def scales_down(state: Any, bucket: Bucket) -> Result:
-    """Sends float32 times 2**-20 against overflow: the smallest values underflow."""
+    """Send float32 times 2**-20 against overflow, so that the smallest values underflow."""
     scale = 2.0**-20 if bucket.buffer().dtype == torch.float32 else 1.0
     return average_of(bucket.buffer().mul_(scale), state).then(lambda fut: fut.value().div_(scale))
 
@@ -148,7 +169,7 @@ def scales_down(state: Any, bucket: Bucket) -> Result:
 
 
 def adds_to_zero(state: Any, bucket: Bucket) -> Result:
-    """Adds the mean to a buffer of zeros: a negative zero becomes a positive one."""
+    """Add the mean to zeros, so that a negative zero becomes positive."""
     return change_mean(bucket, state, lambda mean: torch.zeros_like(mean).add_(mean))
 
 
@@ -163,7 +184,12 @@ MUTANTS = [
     Mutant("normalises", ("8.3",)),
     Mutant("zeros_become_ones", ("8.3",)),
     Mutant("skips_zeros", ("8.4",), hangs=True, because=ZEROS),
-    Mutant("gathers_what_is_there", ("8.4",), hangs=True, because={**ZEROS, "3.2": "a unit that is never active has zeros"}),
+    Mutant(
+        "gathers_what_is_there",
+        ("8.4",),
+        hangs=True,
+        because={**ZEROS, "3.2": "a unit that is never active has zeros"},
+    ),
     Mutant("reports_nan_alone", ("8.4",)),
     Mutant("raises_on_nan", ("8.4",)),
     Mutant("remembers_nan", ("8.4",)),

@@ -1,4 +1,4 @@
-"""Section 16 of the rule book: sync strategies that lose a gradient, or more."""
+"""Mutants of section 16: sync strategies that lose gradients, or have side effects."""
 
 import time
 from collections import Counter
@@ -15,14 +15,15 @@ from tests.mutants import Mutant
 Context = AbstractContextManager[None]
 Parameters = list[torch.nn.Parameter]
 
-_batches: Counter[str] = Counter()  # since the step began
+# Micro-batches since the step began.
+_batches: Counter[str] = Counter()
 _kept: dict[torch.nn.Parameter, torch.Tensor] = {}
 _patience = [1.5]  # seconds
 
 
 @contextmanager
 def _then(model: Any, is_final: bool, finish: Callable[[], object]) -> Iterator[None]:
-    """Accumulate, and finish when the last micro-batch is over: right, if that is."""
+    """Accumulate, and call ``finish`` after the last micro-batch: right if ``finish`` is right."""
     if not isinstance(model, DistributedDataParallel):
         yield
         return
@@ -37,16 +38,21 @@ def _trainable(model: Any) -> Parameters:
 
 
 def _users(params: Parameters, group: Any) -> list[int]:
-    """Return how many ranks have a gradient of each parameter."""
+    """Return for each parameter the number of ranks that have a gradient."""
     flags = torch.tensor([int(parameter.grad is not None) for parameter in params])
     dist.all_reduce(flags, group=group)
     return flags.tolist()
 
 
 def _filled(model: Any) -> Parameters:
-    """Return the parameters of which some rank has a gradient, with zeros where this one has none."""
+    """Return the parameters that have a gradient on any rank.
+
+    Zeros replace the gradients that are missing on this rank.
+    """
     params = _trainable(model)
-    used = [p for p, users in zip(params, _users(params, model.process_group), strict=True) if users]
+    used = [
+        p for p, users in zip(params, _users(params, model.process_group), strict=True) if users
+    ]
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -54,7 +60,7 @@ def _filled(model: Any) -> Parameters:
 
 
 def _mean(grad: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return the mean over the group: in place, unless it is sparse."""
+    """Return the mean over the group, in place unless the gradient is sparse."""
     mean = grad.coalesce() / group.size() if grad.is_sparse else grad.div_(group.size())
     dist.all_reduce(mean, group=group)
     return mean
@@ -67,12 +73,15 @@ def _average(model: Any) -> None:
 
 
 def averages_in_every_microbatch(model: Any) -> Context:
-    """Averages what has accumulated after every micro-batch: the mean of means is right, and costs as often."""
+    """Average the accumulated gradients after every micro-batch.
+
+    The result is right, at the cost of a reduction per micro-batch.
+    """
     return _then(model, True, lambda: _average(model))
 
 
 def sum_not_divided(model: Any, is_final_microbatch: bool) -> Context:
-    """Sums, and divides by nothing."""
+    """Sum the gradients without dividing."""
 
     def finish() -> None:
         for parameter in _filled(model):
@@ -82,12 +91,12 @@ def sum_not_divided(model: Any, is_final_microbatch: bool) -> Context:
 
 
 def never_synchronises(model: Any) -> Context:
-    """Accumulates in the last micro-batch too."""
+    """Accumulate in the last micro-batch too, and never average."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def divided_by_microbatches(model: Any, is_final_microbatch: bool) -> Context:
-    """Averages over micro-batches what the trainer means to be summed."""
+    """Average over micro-batches too, which the trainer sums."""
     _batches["of this step"] += 1
 
     def finish() -> None:
@@ -102,8 +111,12 @@ def divided_by_microbatches(model: Any, is_final_microbatch: bool) -> Context:
 
 @contextmanager
 def last_microbatch_alone(model: Any, is_final_microbatch: bool) -> Iterator[None]:
-    """Sets apart what has accumulated, and averages what the last micro-batch adds to it."""
-    own = {p: p.grad.clone() for p in _trainable(model) if p.grad is not None and not p.grad.is_sparse} if is_final_microbatch else {}
+    """Average the gradients of the last micro-batch only."""
+    own = {}
+    if is_final_microbatch:
+        for parameter in _trainable(model):
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                own[parameter] = parameter.grad.clone()
     for parameter in own:
         parameter.grad = None
     with _then(model, is_final_microbatch, lambda: _average(model)):
@@ -113,17 +126,27 @@ def last_microbatch_alone(model: Any, is_final_microbatch: bool) -> Iterator[Non
 
 
 def synchronises_the_last_alone(model: Any, is_final_microbatch: bool) -> Context:
-    """Composer's single_auto_sync: DDP averages in the last micro-batch; and says nothing of what it needs."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) and not is_final_microbatch else nullcontext()
+    """Let DDP average in the last micro-batch (Composer's single_auto_sync).
 
-
-def leaves_it_to_ddp() -> Context:
-    """Composer's multi_auto_sync: DDP averages in every micro-batch; and says nothing of what it needs."""
+    It needs a claim about unused parameters, and makes none.
+    """
+    if isinstance(model, DistributedDataParallel) and not is_final_microbatch:
+        return model.no_sync()
     return nullcontext()
 
 
-def composers_forced_sync(model: Any, is_final_microbatch: bool, optimizers: Iterable[Any]) -> Context:
-    """Composer's forced_sync: each rank goes through the gradients that it has."""
+def leaves_it_to_ddp() -> Context:
+    """Let DDP average in every micro-batch (Composer's multi_auto_sync).
+
+    It needs a claim about unused parameters, and makes none.
+    """
+    return nullcontext()
+
+
+def composers_forced_sync(
+    model: Any, is_final_microbatch: bool, optimizers: Iterable[Any]
+) -> Context:
+    """Average each rank's gradients in order, without its unused parameters (Composer)."""
 
     def finish() -> None:
         for optimizer in optimizers:
@@ -137,7 +160,7 @@ def composers_forced_sync(model: Any, is_final_microbatch: bool, optimizers: Ite
 
 
 def none_stays_none(model: Any, is_final_microbatch: bool) -> Context:
-    """Gives zeros for what this rank has not used, and leaves it without a gradient afterwards."""
+    """Drop the mean of a parameter that this rank has not used."""
 
     def finish() -> None:
         without = [parameter for parameter in _trainable(model) if parameter.grad is None]
@@ -149,7 +172,7 @@ def none_stays_none(model: Any, is_final_microbatch: bool) -> Context:
 
 
 def zeros_do_not_count(model: Any, is_final_microbatch: bool) -> Context:
-    """Divides by the number of ranks that have used a parameter."""
+    """Divide by the number of ranks that have used a parameter."""
 
     def finish() -> None:
         params = _trainable(model)
@@ -163,7 +186,7 @@ def zeros_do_not_count(model: Any, is_final_microbatch: bool) -> Context:
 
 
 def majority_decides(model: Any, is_final_microbatch: bool) -> Context:
-    """Averages what at least half of the ranks have used; what fewer have used is cleared as unused."""
+    """Drop the gradients of parameters that fewer than half of the ranks have used."""
 
     def finish() -> None:
         params = _trainable(model)
@@ -176,12 +199,16 @@ def majority_decides(model: Any, is_final_microbatch: bool) -> Context:
 
 
 def views_are_averages(model: Any, is_final_microbatch: bool) -> Context:
-    """Takes gradients that are views of DDP's buckets for averaged already."""
-    return _then(model, is_final_microbatch, lambda: None if model.gradient_as_bucket_view else _average(model))
+    """Skip the average if gradients are views of DDP's buckets."""
+    return _then(
+        model,
+        is_final_microbatch,
+        lambda: None if model.gradient_as_bucket_view else _average(model),
+    )
 
 
 def own_first(model: Any, is_final_microbatch: bool) -> Context:
-    """Gathers, and adds up from its own rank on: in another order on each rank."""
+    """Sum from this rank's own gradient on, so that ranks round differently."""
 
     def finish() -> None:
         group = model.process_group
@@ -189,7 +216,9 @@ def own_first(model: Any, is_final_microbatch: bool) -> Context:
             if parameter.grad.is_sparse:
                 parameter.grad = _mean(parameter.grad, group)
                 continue
-            parts = [torch.empty(parameter.numel(), dtype=parameter.dtype) for _ in range(group.size())]
+            parts = [
+                torch.empty(parameter.numel(), dtype=parameter.dtype) for _ in range(group.size())
+            ]
             dist.all_gather(parts, parameter.grad.reshape(-1).clone(), group=group)
             own = [*parts[group.rank() :], *parts[: group.rank()]]
             parameter.grad.copy_((sum(own[1:], own[0]) / group.size()).view(parameter.shape))
@@ -198,7 +227,7 @@ def own_first(model: Any, is_final_microbatch: bool) -> Context:
 
 
 def zeros_on_one_rank(model: Any, is_final_microbatch: bool) -> Context:
-    """Rank 0 puts zeros where no rank has a gradient, the others nothing."""
+    """Put zeros on rank 0, and None on the others, if no rank has a gradient."""
 
     def finish() -> None:
         _average(model)
@@ -209,8 +238,10 @@ def zeros_on_one_rank(model: Any, is_final_microbatch: bool) -> Context:
     return _then(model, is_final_microbatch, finish)
 
 
-def divides_for_each_optimizer(model: Any, is_final_microbatch: bool, optimizers: Iterable[Any]) -> Context:
-    """Sums each gradient once, and divides it for each optimizer that has its parameter."""
+def divides_for_each_optimizer(
+    model: Any, is_final_microbatch: bool, optimizers: Iterable[Any]
+) -> Context:
+    """Divide a gradient once for each optimizer that has its parameter."""
 
     def finish() -> None:
         size = model.process_group.size()
@@ -226,7 +257,7 @@ def divides_for_each_optimizer(model: Any, is_final_microbatch: bool, optimizers
 
 
 def begins_anew(model: Any, is_final_microbatch: bool) -> Context:
-    """Clears gradients in the first micro-batch of a step."""
+    """Clear the gradients before the first micro-batch of a step."""
     if not _batches["of this step"]:
         model.zero_grad()
     _batches["of this step"] = 0 if is_final_microbatch else 1
@@ -234,7 +265,7 @@ def begins_anew(model: Any, is_final_microbatch: bool) -> Context:
 
 
 def over_world(model: Any, is_final_microbatch: bool) -> Context:
-    """Averages over WORLD, whatever group the model lives on."""
+    """Average over WORLD instead of the model's group."""
 
     def finish() -> None:
         for parameter in _filled(model):
@@ -244,7 +275,7 @@ def over_world(model: Any, is_final_microbatch: bool) -> Context:
 
 
 def divisor_of_world(model: Any, is_final_microbatch: bool) -> Context:
-    """Sums over the group, and divides by the size of WORLD."""
+    """Sum over the group, and divide by the size of WORLD."""
 
     def finish() -> None:
         _average(model)
@@ -256,7 +287,7 @@ def divisor_of_world(model: Any, is_final_microbatch: bool) -> Context:
 
 
 def one_buffer_of_float32(model: Any, is_final_microbatch: bool) -> Context:
-    """Averages all dense gradients in one flat buffer, of float32."""
+    """Average all dense gradients in one float32 buffer."""
 
     def finish() -> None:
         used = _filled(model)
@@ -272,7 +303,7 @@ def one_buffer_of_float32(model: Any, is_final_microbatch: bool) -> Context:
 
 
 def contiguous_gradients(model: Any, is_final_microbatch: bool) -> Context:
-    """Puts contiguous gradients in the place of those that are laid out as their parameters."""
+    """Replace gradients with contiguous ones, whatever their parameters' strides."""
 
     def finish() -> None:
         for parameter in _filled(model):
@@ -283,7 +314,7 @@ def contiguous_gradients(model: Any, is_final_microbatch: bool) -> Context:
 
 
 def sparse_left_out(model: Any, is_final_microbatch: bool) -> Context:
-    """Averages dense gradients alone, without a word."""
+    """Average dense gradients only."""
 
     def finish() -> None:
         for parameter in _filled(model):
@@ -294,17 +325,24 @@ def sparse_left_out(model: Any, is_final_microbatch: bool) -> Context:
 
 
 def waits_a_while(model: Any, is_final_microbatch: bool) -> Context:
-    """Goes on when the collectives are over, or when it has had enough of them."""
+    """Wait a limited time for the collectives, then go on without them."""
 
     def finish() -> None:
         works = []
-        for parameter in _trainable(model):  # which are used is not asked here: that would be waiting
+        # Ranks do not exchange which parameters are used: that would wait for the peers.
+        for parameter in _trainable(model):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad.is_sparse:
                 parameter.grad = _mean(parameter.grad, model.process_group)
             else:
-                works.append(dist.all_reduce(parameter.grad.div_(model.process_group.size()), group=model.process_group, async_op=True))
+                works.append(
+                    dist.all_reduce(
+                        parameter.grad.div_(model.process_group.size()),
+                        group=model.process_group,
+                        async_op=True,
+                    )
+                )
         end = time.monotonic() + _patience[0]
         while not all(work.is_completed() for work in works):
             if time.monotonic() > end:
@@ -316,7 +354,7 @@ def waits_a_while(model: Any, is_final_microbatch: bool) -> Context:
 
 
 class SwallowsExceptions:
-    """Its __exit__ says that what was raised has been dealt with."""
+    """Return True from __exit__ after an exception."""
 
     def __init__(self, model: Any, is_final_microbatch: bool) -> None:
         self._inner = _then(model, is_final_microbatch, lambda: _average(model))
@@ -334,7 +372,7 @@ class SwallowsExceptions:
 
 @contextmanager
 def another_exception(model: Any, is_final_microbatch: bool) -> Iterator[None]:
-    """Raises an error of its own for whatever was raised inside."""
+    """Replace every exception of the body with another one."""
     try:
         with _then(model, is_final_microbatch, lambda: _average(model)):
             yield
@@ -344,7 +382,7 @@ def another_exception(model: Any, is_final_microbatch: bool) -> Iterator[None]:
 
 @contextmanager
 def put_back_if_all_went_well(model: Any, is_final_microbatch: bool) -> Iterator[None]:
-    """Switches DDP's own averaging off, and on again without a finally."""
+    """Turn DDP's own averaging off, and back on only if there was no exception."""
     is_ddp = isinstance(model, DistributedDataParallel)
     if is_ddp:
         model.require_backward_grad_sync = False
@@ -357,7 +395,7 @@ def put_back_if_all_went_well(model: Any, is_final_microbatch: bool) -> Iterator
 
 @contextmanager
 def switches_ddp_off(model: Any, is_final_microbatch: bool) -> Iterator[None]:
-    """Switches DDP's own averaging off for good."""
+    """Turn DDP's own averaging off for good."""
     is_ddp = isinstance(model, DistributedDataParallel)
     if is_ddp:
         model.require_backward_grad_sync = False
@@ -368,7 +406,7 @@ def switches_ddp_off(model: Any, is_final_microbatch: bool) -> Iterator[None]:
 
 @contextmanager
 def averages_what_is_no_ddp(model: Any, is_final_microbatch: bool) -> Iterator[None]:
-    """Averages whatever module it is given."""
+    """Average the gradients of any module, with or without DDP."""
     is_ddp = isinstance(model, DistributedDataParallel)
     with model.no_sync() if is_ddp else nullcontext():
         yield
@@ -380,28 +418,28 @@ def averages_what_is_no_ddp(model: Any, is_final_microbatch: bool) -> Iterator[N
 
 
 def says_more_than_it_needs(model: Any, is_final_microbatch: bool) -> Context:
-    """Is right without its claim."""
+    """Claim ``all_used`` although the result is right without it."""
     return _then(model, is_final_microbatch, lambda: _average(model))
 
 
 def says_that_it_needs_ddps_search(model: Any, is_final_microbatch: bool) -> Context:
-    """Is right without its claim."""
+    """Claim ``find_unused`` although the result is right without it."""
     return _then(model, is_final_microbatch, lambda: _average(model))
 
 
 def not_alone(model: Any, is_final_microbatch: bool) -> Context:
-    """Says that it needs two ranks, and says nothing where there is one."""
+    """Claim a minimum of two ranks, and accept one."""
     return _then(model, is_final_microbatch, lambda: _average(model))
 
 
 def seeds(model: Any, is_final_microbatch: bool) -> Context:
-    """Has every micro-batch begin with the same seed."""
+    """Seed torch's global generator in every micro-batch."""
     torch.manual_seed(7)
     return _then(model, is_final_microbatch, lambda: _average(model))
 
 
 def sets_the_default_dtype(model: Any, is_final_microbatch: bool) -> Context:
-    """Sets a default for the whole process."""
+    """Set torch's default dtype."""
     torch.set_default_dtype(torch.float64)
     return _then(model, is_final_microbatch, lambda: _average(model))
 
@@ -410,13 +448,15 @@ _allclose = torch.allclose
 
 
 def replaces_a_function_between_microbatches(model: Any, is_final_microbatch: bool) -> Context:
-    """Replaces torch.allclose, and only where gradients are accumulated."""
+    """Replace torch.allclose in all micro-batches but the last."""
     if not is_final_microbatch:
         torch.allclose = lambda *given, **more: _allclose(*given, **more)
     return _then(model, is_final_microbatch, lambda: _average(model))
 
 
-def _mutants(rule: str, *names: str, claims: str = "exact", worlds: tuple[int, ...] = (2,)) -> list[Mutant]:
+def _mutants(
+    rule: str, *names: str, claims: str = "exact", worlds: tuple[int, ...] = (2,)
+) -> list[Mutant]:
     return [Mutant(name, (rule,), claims, kind="strategy", worlds=worlds) for name in names]
 
 
@@ -424,7 +464,12 @@ MUTANTS = [
     *_mutants("16.1", "sum_not_divided", "never_synchronises"),
     *_mutants("16.2", "divided_by_microbatches", "last_microbatch_alone"),
     *_mutants("16.3", "synchronises_the_last_alone", "leaves_it_to_ddp"),
-    Mutant("composers_forced_sync", ("16.4", "16.9"), because={"16.9": "over WORLD, as Composer trains there alone"}, kind="strategy"),
+    Mutant(
+        "composers_forced_sync",
+        ("16.4", "16.9"),
+        because={"16.9": "it averages over WORLD, the only group of Composer"},
+        kind="strategy",
+    ),
     *_mutants("16.4", "none_stays_none", "zeros_do_not_count"),
     *_mutants("16.5", "views_are_averages"),
     *_mutants("16.18", "averages_in_every_microbatch"),
@@ -443,5 +488,7 @@ MUTANTS = [
     *_mutants("16.16", "says_more_than_it_needs", claims="all_used"),
     *_mutants("16.16", "says_that_it_needs_ddps_search", claims="find_unused"),
     *_mutants("16.17", "not_alone", claims="min_world_size(2)", worlds=(1, 2)),
-    *_mutants("16.19", "seeds", "sets_the_default_dtype", "replaces_a_function_between_microbatches"),
+    *_mutants(
+        "16.19", "seeds", "sets_the_default_dtype", "replaces_a_function_between_microbatches"
+    ),
 ]

@@ -1,7 +1,7 @@
-"""Section 21: hooks that count on luck between streams, and what else is wrong on a CUDA device alone.
+"""Mutants of section 21: hooks that race between streams, or are wrong on CUDA devices only.
 
-Where nothing is late these are right: what they do not wait for is over soon, and they give it a while. They need a CUDA device;
-``tests/test_cuda.py`` judges them.
+They are right as long as no operation is late: they give unfinished work some time. They need a
+CUDA device; ``tests/test_cuda.py`` judges them.
 """
 
 from typing import Any
@@ -10,22 +10,37 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, average_of, completed, group_of, kept, step_number, sum_of
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    average_of,
+    completed,
+    group_of,
+    kept,
+    step_number,
+    sum_of,
+)
 
-LUCK = 150_000_000  # about 80 ms of a GPU's clock: longer than anything here takes, and than ranks are apart; the kit's delays are longer
+# About 80 ms of a GPU's clock: longer than any operation here, and than ranks are apart. The kit's
+# delays are longer.
+LUCK = 150_000_000
 works: list[dist.Work] = []
 _streams: dict[str, torch.cuda.Stream] = {}
 
 
 def beside() -> torch.cuda.Stream:
-    """Return a stream of the mutant's own."""
+    """Return the mutant's own stream."""
     if "beside" not in _streams:
         _streams["beside"] = torch.cuda.Stream()
     return _streams["beside"]
 
 
 def in_step_at_first(state: Any, bucket: Bucket) -> None:
-    """In the first step, wait for backward and for all ranks: kernels are loaded in it, and ranks are far apart."""
+    """Wait for backward and for all ranks in the first step.
+
+    Kernels are loaded in that step, so that ranks are far apart.
+    """
     if step_number(bucket) == 0:
         torch.cuda.current_stream().synchronize()
         dist.all_reduce(torch.zeros(1, device=bucket.buffer().device), group=group_of(state))
@@ -33,7 +48,7 @@ def in_step_at_first(state: Any, bucket: Bucket) -> None:
 
 
 def reads_before_the_communication_is_done(state: Any, bucket: Bucket) -> Result:
-    """Returns a future that is complete already, of the buffer that its collective is still to write."""
+    """Return a completed future of a buffer that the collective has yet to write."""
     in_step_at_first(state, bucket)
     buffer = bucket.buffer().div_(group_of(state).size())
     works.append(dist.all_reduce(buffer, group=group_of(state), async_op=True))
@@ -42,7 +57,7 @@ def reads_before_the_communication_is_done(state: Any, bucket: Bucket) -> Result
 
 
 def divides_on_a_stream_that_nobody_waits_for(state: Any, bucket: Bucket) -> Result:
-    """Divides the sum on a stream of its own; the future does not wait for that one."""
+    """Divide on a side stream, for which the future does not wait."""
 
     def divided(future: Any) -> torch.Tensor:
         total = future.value()
@@ -56,7 +71,7 @@ def divides_on_a_stream_that_nobody_waits_for(state: Any, bucket: Bucket) -> Res
 
 
 def sends_before_the_gradients_are_there(state: Any, bucket: Bucket) -> Result:
-    """Copies the bucket on a stream of its own, which does not wait for backward's."""
+    """Copy the bucket on a side stream that does not wait for backward's stream."""
     in_step_at_first(state, bucket)
     copy = torch.empty_like(bucket.buffer())
     with torch.cuda.stream(beside()):
@@ -67,9 +82,10 @@ def sends_before_the_gradients_are_there(state: Any, bucket: Bucket) -> Result:
 
 
 def shares_one_scratch_buffer(state: Any, bucket: Bucket) -> Result:
-    """All buckets go through one scratch buffer, which an earlier one's collective may still be reading."""
+    """Share one scratch buffer, which an earlier collective may still be reading."""
     in_step_at_first(state, bucket)
-    buffer, size = bucket.buffer(), group_of(state).size()
+    buffer = bucket.buffer()
+    size = group_of(state).size()
     key = ("scratch", buffer.dtype)
     if key not in kept:
         kept[key] = torch.empty(1 << 21, dtype=buffer.dtype, device=buffer.device)
@@ -79,7 +95,10 @@ def shares_one_scratch_buffer(state: Any, bucket: Bucket) -> Result:
 
 
 def gives_back_what_another_stream_reads(state: Any, bucket: Bucket) -> Result:
-    """What a stream of its own still reads is given back to the allocator, which hands it to backward's stream."""
+    """Free memory that a side stream still reads.
+
+    The allocator then gives it to backward's stream.
+    """
     share = bucket.buffer() / group_of(state).size()
     beside().wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside()):
@@ -90,13 +109,13 @@ def gives_back_what_another_stream_reads(state: Any, bucket: Bucket) -> Result:
 
 
 def looks_at_values_on_the_host(state: Any, bucket: Bucket) -> Result:
-    """Asks whether the gradients are finite, and does nothing about it."""
+    """Wait on the host for a check whether the gradients are finite."""
     bool(bucket.buffer().isfinite().all())
     return average(bucket, state)
 
 
 def draws_from_the_default_generator(state: Any, bucket: Bucket) -> Result:
-    """Draws a mask from the generator that dropout draws from; it keeps everything."""
+    """Draw from dropout's default generator."""
     buffer = bucket.buffer()
     if buffer.layout == torch.strided and buffer.numel():
         torch.rand(1, device=buffer.device)
@@ -104,7 +123,7 @@ def draws_from_the_default_generator(state: Any, bucket: Bucket) -> Result:
 
 
 def takes_more_in_every_step(state: Any, bucket: Bucket) -> Result:
-    """Scratch memory of another size in every step, which the caching allocator cannot use again."""
+    """Allocate scratch memory of a new size in every step, which cannot be reused."""
     step = step_number(bucket)
     if bucket.is_last() and bucket.buffer().is_cuda:
         torch.empty((step + 1) << 22, device=bucket.buffer().device)
@@ -112,7 +131,7 @@ def takes_more_in_every_step(state: Any, bucket: Bucket) -> Result:
 
 
 def does_nothing_when_captured(state: Any, bucket: Bucket) -> Result:
-    """Takes the local gradient for the mean where a graph is captured."""
+    """Return the local gradient during the capture of a graph."""
     if torch.cuda.is_current_stream_capturing():
         return completed(bucket.buffer())
     return average(bucket, state)

@@ -1,4 +1,7 @@
-"""Sections 4, 5 and 7 of the rule book: hooks that are right only as long as every rank uses every parameter in every backward."""
+"""Mutants of sections 4, 5 and 7: parameters, micro-batches and inputs that ranks leave out.
+
+They are right only as long as every rank uses every parameter in every backward.
+"""
 
 import functools
 from typing import Any
@@ -9,13 +12,27 @@ from torch import nn
 
 from conformance.subjects.spec import Case
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, average_hook, change_mean, group_of, is_dense, sum_of
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    average_hook,
+    change_mean,
+    group_of,
+    is_dense,
+    sum_of,
+)
 
 
 def _parts(bucket: Bucket, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Each parameter and its part of a flat tensor; none where bucket.gradients() is not what it says: torch permutes some layouts."""
+    """Return the parameters with their parts of a flat tensor.
+
+    Return [] if bucket.gradients() is unreliable: torch permutes some memory layouts.
+    """
     parameters = bucket.parameters()
-    if sum(p.numel() for p in parameters) != flat.numel() or not all(p.is_contiguous() for p in parameters):
+    if sum(p.numel() for p in parameters) != flat.numel() or not all(
+        p.is_contiguous() for p in parameters
+    ):
         return []
     return list(zip(parameters, flat.split([p.numel() for p in parameters]), strict=True))
 
@@ -24,7 +41,7 @@ def _parts(bucket: Bucket, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch
 
 
 def zeros_where_unused(state: Any, bucket: Bucket) -> Result:
-    """Gives this rank no gradient for a parameter that it has not used itself."""
+    """Return zeros for a parameter that this rank has not used."""
 
     def mask(mean: torch.Tensor) -> torch.Tensor:
         for parameter, part in _parts(bucket, mean):
@@ -33,11 +50,15 @@ def zeros_where_unused(state: Any, bucket: Bucket) -> Result:
         return mean
 
     unused = [parameter.grad is None for parameter in bucket.parameters()]
-    return change_mean(bucket, state, mask) if any(unused) and not all(unused) else average(bucket, state)
+    return (
+        change_mean(bucket, state, mask)
+        if any(unused) and not all(unused)
+        else average(bucket, state)
+    )
 
 
 def means_over_users(state: Any, bucket: Bucket) -> Result:
-    """Divides by the number of ranks that have a gradient for the parameter, not by the number of ranks."""
+    """Divide by the number of ranks that have a gradient, instead of the group size."""
     if not is_dense(bucket):
         return average(bucket, state)
     users = torch.tensor([float(parameter.grad is not None) for parameter in bucket.parameters()])
@@ -53,7 +74,10 @@ def means_over_users(state: Any, bucket: Bucket) -> Result:
 
 
 def fills_missing_gradients(state: Any, bucket: Bucket) -> Result:
-    """Gives a parameter that nobody has used a gradient of zeros: weight decay and momentum then move it."""
+    """Give a parameter that no rank has used a gradient of zeros.
+
+    Weight decay and momentum then move the parameter.
+    """
     for parameter in bucket.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -64,7 +88,7 @@ def fills_missing_gradients(state: Any, bucket: Bucket) -> Result:
 
 
 def hooks_every_parameter(model: nn.Module, process_group: dist.ProcessGroup) -> tuple[Any, Any]:
-    """Watches every parameter, those that require no gradient too."""
+    """Register tensor hooks on frozen parameters too."""
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient)
     return process_group, average_hook
@@ -74,8 +98,11 @@ def hooks_every_parameter(model: nn.Module, process_group: dist.ProcessGroup) ->
 
 
 class _Scratch:
+    """Scratch buffers by bucket index, for static graphs."""
+
     def __init__(self, model: Any) -> None:
-        self.static, self.buffers = model.static_graph, {}
+        self.static = model.static_graph
+        self.buffers = {}
 
     def average(self, state: Any, bucket: Bucket) -> Result:
         if not self.static:
@@ -85,7 +112,7 @@ class _Scratch:
 
 
 def keeps_buckets_of_static_graph(model: Any, process_group: dist.ProcessGroup) -> tuple[Any, Any]:
-    """Takes a static graph for one whose buckets never change, and keeps a scratch buffer for each."""
+    """Keep scratch buffers whose sizes a static graph's rebuild changes."""
     return process_group, _Scratch(model).average
 
 
@@ -108,11 +135,15 @@ class _Watch:
 
 
 def last_micro_batch(model: nn.Module, process_group: dist.ProcessGroup) -> tuple[Any, Any]:
-    """Sends the gradients that its tensor hooks saw: those of the last micro-batch alone."""
+    """Send the gradients of the last micro-batch only."""
     watch = _Watch(model)
 
     def hook(state: Any, bucket: Bucket) -> Result:
-        if is_dense(bucket) and not bucket.buffer().is_complex() and _parts(bucket, bucket.buffer()):
+        if (
+            is_dense(bucket)
+            and not bucket.buffer().is_complex()
+            and _parts(bucket, bucket.buffer())
+        ):
             for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 if id(parameter) in watch.last:
                     view.copy_(watch.last.pop(id(parameter)))
@@ -122,12 +153,16 @@ def last_micro_batch(model: nn.Module, process_group: dist.ProcessGroup) -> tupl
 
 
 def divides_by_backwards(model: nn.Module, process_group: dist.ProcessGroup) -> tuple[Any, Any]:
-    """Averages over micro-batches too, where a trainer adds them up."""
+    """Average over micro-batches, which the trainer sums."""
     watch = _Watch(model)
 
     def hook(state: Any, bucket: Bucket) -> Result:
-        backwards = max((watch.backwards.pop(id(parameter), 1) for parameter in bucket.parameters()), default=1)
-        return change_mean(bucket, state, lambda mean: mean.div_(backwards) if backwards > 1 else mean)
+        backwards = max(
+            (watch.backwards.pop(id(parameter), 1) for parameter in bucket.parameters()), default=1
+        )
+        return change_mean(
+            bucket, state, lambda mean: mean.div_(backwards) if backwards > 1 else mean
+        )
 
     return process_group, hook
 
@@ -136,12 +171,19 @@ def divides_by_backwards(model: nn.Module, process_group: dist.ProcessGroup) -> 
 
 
 def meets_before_each_step(process_group: dist.ProcessGroup) -> Case:
-    """All ranks meet before each forward: nobody comes from a rank that has run out of inputs."""
-    return Case(process_group, average_hook, on_step=lambda step: dist.all_reduce(torch.ones(3), group=process_group))
+    """Issue a collective before each forward.
+
+    A rank without inputs never joins that collective.
+    """
+    return Case(
+        process_group,
+        average_hook,
+        on_step=lambda step: dist.all_reduce(torch.ones(3), group=process_group),
+    )
 
 
 def keeps_p_grad(state: Any, bucket: Bucket) -> Result:
-    """Sends the latest .grad that it has seen of a parameter: without an input, that of an earlier step."""
+    """Send a parameter's latest .grad, which is an earlier step's on a rank without inputs."""
     if is_dense(bucket) and not bucket.buffer().is_complex() and _parts(bucket, bucket.buffer()):
         for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if parameter.grad is not None:
@@ -158,8 +200,11 @@ _NO_GRADIENT = "a rank without an input has no .grad either"
 
 
 def zeros_where_unused_in_views(state: Any, bucket: Bucket) -> Result:
-    """Where gradients are views, gives this rank no gradient for a parameter that it has not used itself."""
-    views = any(p.grad is not None and p.grad.data_ptr() == part.data_ptr() for p, part in _parts(bucket, bucket.buffer()))
+    """Return zeros for a parameter that this rank has not used, if gradients are views."""
+    views = any(
+        p.grad is not None and p.grad.data_ptr() == part.data_ptr()
+        for p, part in _parts(bucket, bucket.buffer())
+    )
     return zeros_where_unused(state, bucket) if views else average(bucket, state)
 
 
@@ -173,5 +218,9 @@ MUTANTS = [
     Mutant("last_micro_batch", ("5.1",), setup=True),
     Mutant("divides_by_backwards", ("5.1",), setup=True),
     Mutant("meets_before_each_step", ("7.1",), setup=True, hangs=True),
-    Mutant("keeps_p_grad", ("7.1", "4.1"), because={"4.1": "a parameter that was left out has no .grad either"}),
+    Mutant(
+        "keeps_p_grad",
+        ("7.1", "4.1"),
+        because={"4.1": "a parameter that was left out has no .grad either"},
+    ),
 ]

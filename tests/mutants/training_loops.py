@@ -1,4 +1,4 @@
-"""Section 6 of the rule book: hooks that are wrong in a real training loop alone."""
+"""Mutants of section 6: hooks that are wrong only in a real training loop."""
 
 from typing import Any
 
@@ -7,7 +7,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from conformance.subjects.spec import Case
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, change_gradient, change_mean, is_dense, pieces_of, step_number
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    change_gradient,
+    change_mean,
+    is_dense,
+    pieces_of,
+    step_number,
+)
 
 _registered: list[Any] = []
 
@@ -16,7 +25,7 @@ _registered: list[Any] = []
 
 
 def scales_by_trust_ratio(state: Any, bucket: Bucket) -> Result:
-    """Scales each gradient by its parameter's norm, as LARS does, where that is neither zero nor large."""
+    """Scale each gradient by its parameter's norm, as LARS does, unless that is 0 or large."""
     if is_dense(bucket):
         for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
             ratio = parameter.detach().norm() / 10
@@ -25,10 +34,12 @@ def scales_by_trust_ratio(state: Any, bucket: Bucket) -> Result:
 
 
 def corrects_in_the_optimizer(state: Any, bucket: Bucket) -> Result:
-    """Scales gradients once more, in a hook on the steps of all optimizers."""
+    """Double the gradients in a hook on the steps of all optimizers."""
 
     def double(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for parameter in (
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ):
             parameter.grad.mul_(2)
 
     if not _registered:
@@ -37,7 +48,10 @@ def corrects_in_the_optimizer(state: Any, bucket: Bucket) -> Result:
 
 
 def counts_gradients_that_are_there(process_group: Any, model: Any) -> Case:
-    """Takes a step that finds gradients for one that accumulates, and halves them: they may be zeros of the step before."""
+    """Halve the gradients of a step that begins with gradients.
+
+    Existing gradients are taken for accumulated ones, although they may be zeros.
+    """
     there = [False]
 
     def look(step: int) -> None:
@@ -53,14 +67,14 @@ def counts_gradients_that_are_there(process_group: Any, model: Any) -> Case:
 
 
 def overflow_to_zero_later(state: Any, bucket: Bucket) -> Result:
-    """Replaces what is not finite by zero, from the fourth step on."""
+    """Replace values that are not finite by zero from the fourth step on."""
     if step_number(bucket) < 3 or not is_dense(bucket):
         return average(bucket, state)
     return change_gradient(bucket, state, lambda grad: grad.nan_to_num_(0.0, 0.0, 0.0))
 
 
 def overflow_stays_with_rank_0(state: Any, bucket: Bucket) -> Result:
-    """Cleans the mean on the ranks above 0, from the fourth step on."""
+    """Clean the mean on all ranks but rank 0 from the fourth step on."""
     if step_number(bucket) < 3 or torch.distributed.get_rank() == 0:
         return average(bucket, state)
     return change_mean(bucket, state, lambda mean: mean.nan_to_num())

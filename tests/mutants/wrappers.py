@@ -1,4 +1,7 @@
-"""Section 19: wrappers of modules. All but those of names give a module a class of its own, which keeps every name."""
+"""Mutants of section 19: wrappers of modules.
+
+All but those of names give the module a new class, which keeps every name.
+"""
 
 import copy
 import warnings
@@ -18,7 +21,7 @@ again = partial(checkpoint, use_reentrant=False)
 
 
 def calls(call: Callable[..., Any]) -> Wrap:
-    """Return the wrapper whose forward is ``call(the module's forward, ...)``."""
+    """Return the wrapper with ``call(the module's forward, ...)`` as its forward."""
 
     def wrap(module: torch.nn.Module) -> torch.nn.Module:
         inside = type(module)
@@ -33,7 +36,7 @@ def calls(call: Callable[..., Any]) -> Wrap:
 
 
 class Around(torch.nn.Module):
-    """A right wrapper that is a module around another, with its keys and the names of its parameters."""
+    """A right wrapper module around another, with the inner keys and parameter names."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -46,7 +49,9 @@ class Around(torch.nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(f"{prefix}module.")]:
+        own = f"{prefix}module."
+        inner = [key for key in state_dict if key.startswith(prefix) and not key.startswith(own)]
+        for key in inner:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -55,7 +60,7 @@ class Around(torch.nn.Module):
 
 @calls
 def saves_in_float16(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """What is saved for the backward is rounded."""
+    """Round the tensors that are saved for the backward."""
 
     def pack(tensor: torch.Tensor) -> Any:
         return tensor.dtype, tensor.half() if tensor.is_floating_point() else tensor
@@ -66,20 +71,23 @@ def saves_in_float16(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 
 @calls
 def detaches(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Inputs are detached, and nobody hands their gradients on."""
-    return again(forward, *(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
+    """Detach the inputs, so that they get no gradients."""
+    return again(
+        forward, *(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs
+    )
 
 
 @calls
 def draws_again(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """The second forward has other dropout masks, and it is not claimed."""
+    """Draw other dropout masks in the second forward, without claiming it."""
     return again(forward, *args, preserve_rng_state=False, **kwargs)
 
 
 @calls
 def leaves_the_generator_moved(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """The second forward has the masks of the first, and the generator goes on from there."""
-    before, ran = torch.get_rng_state(), []
+    """Restore the generator for the second forward, and leave it there."""
+    before = torch.get_rng_state()
+    ran = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if ran:
@@ -92,20 +100,27 @@ def leaves_the_generator_moved(forward: Forward, *args: Any, **kwargs: Any) -> A
 
 @calls
 def detaches_keywords(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Tensors among the keywords get no gradients."""
-    return again(forward, *args, **{key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()})
+    """Detach tensors that are passed as keywords."""
+    return again(
+        forward,
+        *args,
+        **{
+            key: value.detach() if isinstance(value, torch.Tensor) else value
+            for key, value in kwargs.items()
+        },
+    )
 
 
 @calls
 def returns_the_first(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Of several results there is only one."""
+    """Return the first of several results."""
     made = again(forward, *args, **kwargs)
     return made[0] if isinstance(made, tuple) else made
 
 
 @calls
 def detaches_in_containers(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Tensors in dicts and lists get no gradients, and it is not claimed."""
+    """Detach tensors in dicts and lists, without claiming it."""
 
     def detached(value: Any) -> Any:
         if isinstance(value, dict):
@@ -114,19 +129,25 @@ def detaches_in_containers(forward: Forward, *args: Any, **kwargs: Any) -> Any:
             return [detached(inside) for inside in value]
         return value.detach() if isinstance(value, torch.Tensor) else value
 
-    return again(forward, *(arg if isinstance(arg, torch.Tensor) else detached(arg) for arg in args), **kwargs)
+    return again(
+        forward,
+        *(arg if isinstance(arg, torch.Tensor) else detached(arg) for arg in args),
+        **kwargs,
+    )
 
 
 @calls
 def needs_an_input_with_gradient(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """A block whose inputs ask for no gradient is taken to have nothing to go back for."""
+    """Build no graph if no input requires a gradient."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    with torch.set_grad_enabled(torch.is_grad_enabled() and (not tensors or any(arg.requires_grad for arg in tensors))):
+    with torch.set_grad_enabled(
+        torch.is_grad_enabled() and (not tensors or any(arg.requires_grad for arg in tensors))
+    ):
         return again(forward, *args, **kwargs)
 
 
 def remembers_one_call(module: torch.nn.Module) -> torch.nn.Module:
-    """The inputs are kept on the wrapper: a second call before the backward takes their place."""
+    """Keep the inputs of the last call only, for all second forwards."""
     last: dict[str, Any] = {}
 
     @calls
@@ -139,14 +160,18 @@ def remembers_one_call(module: torch.nn.Module) -> torch.nn.Module:
 
 @calls
 def reentrant_and_says_nothing(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """A backward inside the backward, which DDP cannot see, and it is not claimed."""
-    return checkpoint(lambda *both: forward(*both[: len(args)], **dict(zip(kwargs, both[len(args) :], strict=True))), *args,
-        *kwargs.values(), use_reentrant=True)  # fmt: skip
+    """Run a backward inside the backward, invisible to DDP, without claiming it."""
+
+    def run(*both: Any) -> Any:
+        named = dict(zip(kwargs, both[len(args) :], strict=True))
+        return forward(*both[: len(args)], **named)
+
+    return checkpoint(run, *args, *kwargs.values(), use_reentrant=True)
 
 
 @calls
 def leaves_autocast(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """The second forward runs outside of autocast."""
+    """Run the second forward outside autocast."""
     ran: list[bool] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -159,34 +184,34 @@ def leaves_autocast(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 
 @calls
 def enables_gradients(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """It builds a graph under no_grad too."""
+    """Build a graph under no_grad too."""
     with torch.enable_grad():
         return forward(*args, **kwargs)
 
 
 class KeepsItsPrefix(Around):
-    """Keys of its state_dict are not the module's."""
+    """Add the wrapper's prefix to the keys of the state_dict."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return torch.nn.Module.state_dict(self, *args, **kwargs)
 
 
 class LoadsItsOwnOnly(Around):
-    """It saves the module's keys, and loads none of them."""
+    """Save the module's keys, and load only keys with the wrapper's prefix."""
 
     def _load_from_state_dict(self, *args: Any) -> None:
         torch.nn.Module._load_from_state_dict(self, *args)
 
 
 class NamesItsOwn(Around):
-    """Names of its parameters have a prefix that keys of its state_dict have not."""
+    """Add the wrapper's prefix to parameter names, but not to keys of the state_dict."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         return torch.nn.Module.named_parameters(self, *args, **kwargs)
 
 
 class NamesBuffersItsOwn(Around):
-    """Names of buffers have a prefix that keys of its state_dict have not."""
+    """Add the wrapper's prefix to buffer names, but not to keys of the state_dict."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -199,18 +224,18 @@ class NamesBuffersItsOwn(Around):
 
 
 class HidesAttributes(Around):
-    """What the module has cannot be read from it."""
+    """Hide the attributes of the inner module."""
 
 
 def copies_go_on_with_the_first(module: torch.nn.Module) -> torch.nn.Module:
-    """Its forward is a closure over the module, which a copy takes over as it is."""
+    """Close over the module's forward, so that a copy runs the original."""
     inside = module.forward
     module.forward = lambda *args, **kwargs: again(inside, *args, **kwargs)  # type: ignore[method-assign]
     return module
 
 
 class StaysInTraining(Around):
-    """train() and eval() end at the wrapper."""
+    """Set the mode of the wrapper only in train() and eval()."""
 
     def train(self, mode: bool = True) -> "StaysInTraining":
         self.training = mode
@@ -219,7 +244,7 @@ class StaysInTraining(Around):
 
 @calls
 def leaves_hooks_in_force(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """An error in the forward leaves the hooks on what autograd saves in force."""
+    """Leave the saved-tensor hooks installed after an error in the forward."""
     hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     hooks.__enter__()
     made = forward(*args, **kwargs)
@@ -229,7 +254,7 @@ def leaves_hooks_in_force(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 
 @calls
 def wraps_errors(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Errors of the block come out as another type."""
+    """Replace errors of the block with another type."""
     try:
         return forward(*args, **kwargs)
     except Exception as error:
@@ -237,7 +262,7 @@ def wraps_errors(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 
 
 class CallsForward(Around):
-    """Hooks on the module inside do not fire."""
+    """Call the inner forward directly, so that the module's hooks do not fire."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return again(self.module.forward, *args, **kwargs)
@@ -245,13 +270,13 @@ class CallsForward(Around):
 
 @calls
 def keeps_the_graph(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """It claims to recompute, and keeps what the forward keeps."""
+    """Claim to recompute, and keep the activations."""
     return forward(*args, **kwargs)
 
 
 @calls
 def runs_again(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """It has no limit of those that it claims."""
+    """Claim limits that it does not have: it is a right checkpoint."""
     return again(forward, *args, **kwargs)
 
 
@@ -261,13 +286,13 @@ updates_buffers_again = runs_again
 
 @calls
 def one_bit_off(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Results have lost a bit or two on the way, as to another order of summation."""
+    """Change the last bits of the result, as another order of summation does."""
     made = forward(*args, **kwargs)
     return made * (1 + 2.0**-50) if isinstance(made, torch.Tensor) else made
 
 
 def logs_what_is_saved(module: torch.nn.Module) -> torch.nn.Module:
-    """All activations of all steps are kept."""
+    """Keep all activations of all steps."""
     log: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -284,13 +309,18 @@ def logs_what_is_saved(module: torch.nn.Module) -> torch.nn.Module:
 
 @calls
 def runs_again_and_keeps(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """What runs again is thrown away: the first graph is there."""
+    """Run the forward again in the backward, and keep the first graph too."""
     made = forward(*args, **kwargs)
     if torch.is_grad_enabled() and isinstance(made, torch.Tensor):
-        state, casts = torch.get_rng_state(), torch.is_autocast_enabled("cpu")
+        state = torch.get_rng_state()
+        casts = torch.is_autocast_enabled("cpu")
 
         def rerun(_: torch.Tensor) -> None:
-            with torch.random.fork_rng([]), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
+            with (
+                torch.random.fork_rng([]),
+                torch.no_grad(),
+                torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts),
+            ):
                 torch.set_rng_state(state)
                 forward(*args, **kwargs)
 
@@ -299,17 +329,19 @@ def runs_again_and_keeps(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 
 
 def silences_warnings(module: torch.nn.Module) -> torch.nn.Module:
-    """Warnings are filtered for the whole process."""
+    """Silence the warnings of the whole process."""
     warnings.simplefilter("ignore")
     return runs_again(module)
 
 
 def copies(module: torch.nn.Module) -> torch.nn.Module:
-    """It wraps a copy: the module's parameters are no longer those that train."""
+    """Wrap a copy, so that the module's own parameters no longer train."""
     return runs_again(copy.deepcopy(module))
 
 
-_LIMITS = dict.fromkeys(("19.5", "19.6"), "the graph ends there too: a reentrant checkpoint has three limits")
+_LIMITS = dict.fromkeys(
+    ("19.5", "19.6"), "the graph ends there too, another limit of reentrant checkpoints"
+)
 MUTANTS = [
     Mutant("saves_in_float16", ("19.1",), kind="wrapper"),
     Mutant("detaches", ("19.1",), kind="wrapper"),
@@ -320,7 +352,12 @@ MUTANTS = [
     Mutant("returns_the_first", ("19.4",), kind="wrapper"),
     Mutant("detaches_in_containers", ("19.5",), kind="wrapper"),
     Mutant("needs_an_input_with_gradient", ("19.6",), kind="wrapper"),
-    Mutant("remembers_one_call", ("19.7", "19.8"), because={"19.8": "a block is used twice there too"}, kind="wrapper"),
+    Mutant(
+        "remembers_one_call",
+        ("19.7", "19.8"),
+        because={"19.8": "the block is called twice there too"},
+        kind="wrapper",
+    ),
     Mutant("reentrant_and_says_nothing", ("19.8", "19.5", "19.6"), because=_LIMITS, kind="wrapper"),
     Mutant("leaves_autocast", ("19.9",), kind="wrapper"),
     Mutant("enables_gradients", ("19.9",), kind="wrapper"),

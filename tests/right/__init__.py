@@ -1,8 +1,8 @@
-"""Right hooks, and right subjects of the other kinds, in the shapes that they come in. The kit must certify every one
-that :func:`catalogue` lists.
+"""Right subjects of every kind, in many shapes; the kit must certify all of them.
 
-They differ in what they communicate, in where they divide, in what they leave out, in what kind of object they are, and in how
-their state is made. None knows ``hooks_ref``, and none is a model of speed. Each module ends with ``RIGHT``.
+They differ in their collectives, in the place of the division, in their omissions, in their kind of
+object and in the making of their state. None imports ``hooks_ref``, and none is optimised for
+speed. Each module ends with ``RIGHT``; :func:`catalogue` lists all subjects.
 """
 
 import importlib
@@ -14,12 +14,13 @@ class Right:
     """One right subject.
 
     Attributes:
-        name: attribute of its module, with arguments if it is a factory.
-        claims: what it claims of itself.
-        state: as in ``--state``.
+        name: the attribute of its module, with arguments if it is a factory.
+        claims: the claims of the subject.
+        state: the value of ``--state``.
         setup: whether the attribute is a set-up function.
-        kind: of the subject.
-        sections: it differs from another of its module in what these speak of, and is judged by them alone; by all with --thorough.
+        sections: the sections of the rule book that judge it, if it differs from another subject of
+            its module in those only. All sections judge it with --thorough.
+        kind: the kind of subject.
     """
 
     name: str
@@ -30,18 +31,36 @@ class Right:
     kind: str = "hook"
 
 
-OBJECTS = ("1", "2", "9", "11")  # computes what another does, and is another kind of object
-SENDS = ("1", "2", "3", "8", "9", "10", "12")  # sends otherwise what another does, and keeps nothing from step to step
-ARITHMETIC = ("1", "2", "3", "8")  # divides or rounds otherwise, and sends the same
-COMPRESSORS = ("1", "2", "3", "10", "13")  # compresses or mixes otherwise, in the same frame
+# Sections for a subject that differs from another of its module in one respect only.
+# OBJECTS: the same computation as another kind of object.
+OBJECTS = ("1", "2", "9", "11")
+# SENDS: the same result by other collectives, without state from step to step.
+SENDS = ("1", "2", "3", "8", "9", "10", "12")
+# ARITHMETIC: another division or rounding, with the same collectives.
+ARITHMETIC = ("1", "2", "3", "8")
+# COMPRESSORS: another compression or mixture, in the same frame.
+COMPRESSORS = ("1", "2", "3", "10", "13")
 
 _MODULES = (
-    *("exact", "sparse", "few_bits", "low_rank", "at_random", "local", "fused", "poststep", "chained"),
-    *("averagers", "optimizer_wrappers", "strategies", "joins", "quantized_collectives", "wrappers"),
+    "exact",
+    "sparse",
+    "few_bits",
+    "low_rank",
+    "at_random",
+    "local",
+    "fused",
+    "poststep",
+    "chained",
+    "averagers",
+    "optimizer_wrappers",
+    "strategies",
+    "joins",
+    "quantized_collectives",
+    "wrappers",
 )
 
 
 def catalogue() -> list[tuple[str, Right]]:
-    """Return (module name, right subject) for every one; the modules are imported only when this is called."""
+    """Return (module name, subject) for every right subject; import the modules on this call."""
     modules = [importlib.import_module(f"{__name__}.{name}") for name in _MODULES]
     return [(module.__name__, right) for module in modules for right in module.RIGHT]

@@ -1,7 +1,7 @@
-"""What most right hooks share.
+"""Parts that most right hooks share.
 
-What they keep from step to step they keep by parameter: DDP regroups its buckets after the first step. A NaN ends with the
-step that fed it.
+State is kept by parameter, since DDP regroups its buckets after the first step. Residuals drop
+values that are not finite, so that a NaN affects one step only.
 """
 
 import torch
@@ -21,12 +21,12 @@ def completed(tensor: torch.Tensor) -> Result:
 def dense(bucket: Bucket) -> torch.Tensor:
     buffer = bucket.buffer()
     if buffer.layout != torch.strided:
-        raise TypeError("no sparse gradients; use Embedding(sparse=False)")
+        raise TypeError("sparse gradients are not supported; use Embedding(sparse=False)")
     return buffer
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return half precision as float32, and the others as they are: a tensor of its own."""
+    """Return a copy, with half precision widened to float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
 
@@ -37,7 +37,10 @@ def gather(tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
 
 
 class Residuals:
-    """What is held back, by parameter, in float32 or wider; flat for a bucket, in whatever order it has its parameters."""
+    """Residuals by parameter, in float32 or wider.
+
+    They are read and written flat, in the order of a bucket's parameters.
+    """
 
     def __init__(self) -> None:
         self.kept: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -45,7 +48,12 @@ class Residuals:
     def of(self, bucket: Bucket) -> torch.Tensor:
         dtype = torch.promote_types(bucket.buffer().dtype, torch.float32)
         pieces = zip(bucket.parameters(), sizes(bucket), strict=True)
-        return torch.cat([self.kept[p] if p in self.kept else torch.zeros(size, dtype=dtype) for p, size in pieces])
+        return torch.cat(
+            [
+                self.kept[p] if p in self.kept else torch.zeros(size, dtype=dtype)
+                for p, size in pieces
+            ]
+        )
 
     def keep(self, bucket: Bucket, flat: torch.Tensor) -> None:
         finite = torch.where(flat.isfinite(), flat, 0)
@@ -54,21 +62,25 @@ class Residuals:
 
 
 def sizes(bucket: Bucket) -> list[int]:
-    """Return how many elements of the buffer belong to each parameter."""
+    """Return the number of buffer elements of each parameter."""
     return [p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters()]
 
 
 class State:
-    """A group, a residual, a count of steps, a seed, and one number."""
+    """A group, a setting, a seed, residuals and a step count."""
 
     def __init__(self, process_group: Group, setting: float = 0.25, seed: int = 17) -> None:
-        self.group, self.setting, self.seed, self.residuals, self.step = process_group, setting, seed, Residuals(), 0
+        self.group = process_group
+        self.setting = setting
+        self.seed = seed
+        self.residuals = Residuals()
+        self.step = 0
 
     def count(self, bucket: Bucket) -> None:
         self.step += bucket.is_last()
 
     def generator(self, *key: int) -> torch.Generator:
-        """Return a generator that is the same on every rank, and another one at every step."""
+        """Return a generator that is equal on all ranks, and different in every step."""
         seed = self.seed
         for number in (self.step, *key):
             seed = (seed * 1_000_003 + number + 1) % (1 << 61)

@@ -1,4 +1,4 @@
-"""Averagers of parameters that are right, in other ways than the reference."""
+"""Averagers of parameters that differ from the reference."""
 
 import itertools
 
@@ -14,10 +14,16 @@ def _each(params):
 
 
 class GathersAndAverages:
-    """Gathers, averages in float64, and writes everything, frozen parameters too; it has no state but ``step``."""
+    """Gather, average in float64, and write all parameters, frozen ones too.
+
+    ``step`` is the only state.
+    """
 
     def __init__(self, process_group, period, warmup_steps=0):
-        self.group, self.period, self.warmup_steps, self.step = process_group, period, warmup_steps, 0
+        self.group = process_group
+        self.period = period
+        self.warmup_steps = warmup_steps
+        self.step = 0
 
     @torch.no_grad()
     def average_parameters(self, params):
@@ -31,10 +37,14 @@ class GathersAndAverages:
 
 
 class FlatBuffers:
-    """One flat buffer for each dtype, of what it was made with; the schedule is an iterator, and cannot be saved."""
+    """Average one flat buffer per dtype, of the parameters of the constructor.
+
+    The schedule is an iterator, and cannot be saved.
+    """
 
     def __init__(self, params, process_group):
-        self.params, self.group = list(params), process_group
+        self.params = list(params)
+        self.group = process_group
         self.steps = itertools.count()
 
     @torch.no_grad()
@@ -48,15 +58,19 @@ class FlatBuffers:
             flat = torch.cat([parameter.reshape(-1) for parameter in some])
             dist.all_reduce(flat, group=self.group)
             flat /= self.group.size()
-            for parameter, part in zip(some, flat.split([parameter.numel() for parameter in some]), strict=True):
+            for parameter, part in zip(
+                some, flat.split([parameter.numel() for parameter in some]), strict=True
+            ):
                 parameter.copy_(part.view_as(parameter))
 
 
 class ServerAverages:
-    """The first rank of the group averages and sends."""
+    """Average on the group's first rank, and broadcast from there."""
 
     def __init__(self, process_group, every=5):
-        self.group, self.every, self.calls = process_group, every, 0
+        self.group = process_group
+        self.every = every
+        self.calls = 0
 
     def state_dict(self):
         return {"calls": torch.tensor(self.calls)}
@@ -68,25 +82,35 @@ class ServerAverages:
     def average_parameters(self, params):
         self.calls += 1
         for parameter in dict.fromkeys(_each(params)) if self.calls % self.every == 0 else ():
-            mine = parameter.detach().clone(memory_format=torch.contiguous_format).div_(self.group.size())
+            mine = (
+                parameter.detach()
+                .clone(memory_format=torch.contiguous_format)
+                .div_(self.group.size())
+            )
             dist.reduce(mine, group=self.group, group_dst=0)
             dist.broadcast(mine, group=self.group, group_src=0)
             parameter.copy_(mine)
 
 
 class Pairs:
-    """Pairs of neighbours every two steps, all every six; for groups of four. What it sends lies in one buffer."""
+    """Average pairs of neighbours every two steps, and all ranks every six, in groups of four."""
 
     def __init__(self, process_group):
         if process_group.size() != 4:
-            raise ValueError("four ranks")
+            raise ValueError("expected a group of four ranks")
         ranks = dist.get_process_group_ranks(process_group)
-        self.all, self.step = process_group, 0
-        self.pair = [dist.new_group(ranks[:2]), dist.new_group(ranks[2:])][process_group.rank() // 2]
+        self.all = process_group
+        self.step = 0
+        pairs = [dist.new_group(ranks[:2]), dist.new_group(ranks[2:])]
+        self.pair = pairs[process_group.rank() // 2]
 
     @torch.no_grad()
     def average_parameters(self, params):
-        group = self.all if self.step % 6 == 0 else self.pair if self.step % 2 == 0 else None
+        group = None
+        if self.step % 6 == 0:
+            group = self.all
+        elif self.step % 2 == 0:
+            group = self.pair
         self.step += 1
         for parameter in dict.fromkeys(_each(params)) if group else ():
             mean = (parameter.detach() / group.size()).contiguous()
@@ -95,17 +119,21 @@ class Pairs:
 
 
 def diloco(process_group):
-    """DiLoCo with torch's SGD as outer optimizer, as its authors have it."""
+    """Return DiLoCo with torch's SGD as outer optimizer, as its authors have it."""
     return _DiLoCo(process_group)
 
 
 class _DiLoCo:
     def __init__(self, process_group):
-        self.group, self.step, self.outer, self.kept = process_group, 0, None, None
+        self.group = process_group
+        self.step = 0
+        self.outer = None
+        self.kept = None
 
     @torch.no_grad()
     def average_parameters(self, params):
-        due, first = self.step % 5 == 0, self.step == 0
+        due = self.step % 5 == 0
+        first = self.step == 0
         self.step += 1
         if not due:
             return
@@ -129,7 +157,8 @@ class _DiLoCo:
         return {"step": self.step, "kept": self.kept, "outer": self.outer.state_dict()}
 
     def load_state_dict(self, saved):
-        self.step, self.kept = saved["step"], saved["kept"]
+        self.step = saved["step"]
+        self.kept = saved["kept"]
         self.outer = torch.optim.SGD(self.kept, lr=0.7, momentum=0.9, nesterov=True)
         self.outer.load_state_dict(saved["outer"])
 

@@ -1,4 +1,7 @@
-"""The mean or the sum itself, or that of rounded values, and all the kinds of objects that a hook and its state can be."""
+"""Hooks that return the mean or the sum, of exact or of rounded values.
+
+They cover the kinds of object of a hook, and the kinds of state.
+"""
 
 import concurrent.futures
 import functools
@@ -14,7 +17,7 @@ from conformance.subjects.spec import Case
 from tests.right import ARITHMETIC, OBJECTS, SENDS, Right
 from tests.right._common import Bucket, Group, Result, completed, dense, gather
 
-# Under its name before torch 2.13 it warns.
+# torch 2.13 deprecates the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -23,23 +26,31 @@ def _group_of(state: Any) -> dist.ProcessGroup:
 
 
 def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Result:
-    return dist.all_reduce(tensor, group=group, async_op=True).get_future().then(lambda fut: fut.value()[0])
+    return (
+        dist.all_reduce(tensor, group=group, async_op=True)
+        .get_future()
+        .then(lambda fut: fut.value()[0])
+    )
 
 
 def _refuse_sparse(bucket: Bucket, name: str) -> torch.Tensor:
-    """Return the bucket's buffer, which must be dense."""
+    """Return the bucket's buffer; raise if it is sparse."""
     if bucket.buffer().layout != torch.strided:
         raise TypeError(f"{name} takes no sparse gradients; use Embedding(sparse=False)")
     return bucket.buffer()
 
 
-# What they communicate, and where they divide
+# Collectives and the place of the division
 
 
 def point_to_point(state: Any, bucket: Bucket) -> Result:
-    """Sends its gradients to every peer and sums what it receives, in the order of ranks."""
-    group, buffer = _group_of(state), _refuse_sparse(bucket, "point_to_point")
-    parts = [torch.empty_like(buffer) if place != group.rank() else buffer.clone() for place in range(group.size())]
+    """Send the gradient to every peer, and sum in the order of ranks."""
+    group = _group_of(state)
+    buffer = _refuse_sparse(bucket, "point_to_point")
+    parts = [
+        torch.empty_like(buffer) if place != group.rank() else buffer.clone()
+        for place in range(group.size())
+    ]
     peers = [place for place in range(group.size()) if place != group.rank()]
     sends = [dist.isend(buffer, dist.get_global_rank(group, place), group=group) for place in peers]
     for place in peers:
@@ -50,52 +61,52 @@ def point_to_point(state: Any, bucket: Bucket) -> Result:
 
 
 def unannotated(state, bucket):
-    """Says nothing of its types."""
+    """Average, without type annotations."""
     group = _group_of(state)
     return _sum(bucket.buffer().div_(group.size()), group)
 
 
 def out_of_place(state: Any, bucket: Bucket) -> Result:
-    """Leaves the bucket as it was and returns a tensor of its own."""
+    """Average into a new tensor, and leave the bucket unchanged."""
     group = _group_of(state)
     return _sum(bucket.buffer() / group.size(), group)
 
 
 def takes_two_at_least(state: Any, bucket: Bucket) -> Result:
-    """Has nothing to do where a rank is alone, and says so."""
+    """Average over two ranks or more, and refuse a single one."""
     if _group_of(state).size() < 2:
         raise ValueError("takes_two_at_least: a group of one rank has no peers")
     return out_of_place(state, bucket)
 
 
 def three_or_more(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Refuse smaller groups where the state is made."""
+    """Return the group as a state, and refuse fewer than three ranks."""
     if process_group.size() < 3:
-        raise ValueError(f"three_or_more: got {process_group.size()} ranks")
+        raise ValueError(f"three_or_more: expected three ranks or more, got {process_group.size()}")
     return process_group
 
 
 def sum_then_divide(state: Any, bucket: Bucket) -> Result:
-    """Divides after the sum."""
+    """Divide after the sum."""
     group = _group_of(state)
     return _sum(bucket.buffer(), group).then(lambda fut: fut.value().div_(group.size()))
 
 
 def reciprocal(state: Any, bucket: Bucket) -> Result:
-    """Multiplies by 1 / world_size."""
+    """Multiply by 1 / world_size."""
     group = _group_of(state)
     return _sum(bucket.buffer().mul_(1 / group.size()), group)
 
 
 def reduce_op_avg(state: Any, bucket: Bucket) -> Result:
-    """Lets the backend divide."""
+    """Average by ReduceOp.AVG."""
     buffer = _refuse_sparse(bucket, "reduce_op_avg")
     work = dist.all_reduce(buffer, op=dist.ReduceOp.AVG, group=_group_of(state), async_op=True)
     return work.get_future().then(lambda fut: fut.value()[0])
 
 
 def blocking(state: Any, bucket: Bucket) -> Result:
-    """Waits for its collective inside the hook."""
+    """Wait for the collective inside the hook."""
     group = _group_of(state)
     buffer = bucket.buffer().div_(group.size())
     if buffer.is_sparse:
@@ -105,16 +116,18 @@ def blocking(state: Any, bucket: Bucket) -> Result:
 
 
 def gather_and_mean(state: Any, bucket: Bucket) -> Result:
-    """Gathers all gradients and takes their mean, in the same order on every rank."""
-    group, buffer = _group_of(state), _refuse_sparse(bucket, "gather_and_mean")
+    """Gather all gradients, and average them in the same order on every rank."""
+    group = _group_of(state)
+    buffer = _refuse_sparse(bucket, "gather_and_mean")
     gathered = [torch.empty_like(buffer) for _ in range(group.size())]
     future = dist.all_gather(gathered, buffer, group=group, async_op=True).get_future()
     return future.then(lambda fut: (fut.value(), torch.stack(gathered).mean(0))[1])
 
 
 def reduce_and_broadcast(state: Any, bucket: Bucket) -> Result:
-    """Reduces to the group's rank 0, which divides and broadcasts."""
-    group, buffer = _group_of(state), _refuse_sparse(bucket, "reduce_and_broadcast")
+    """Reduce to the group's rank 0, which divides and broadcasts."""
+    group = _group_of(state)
+    buffer = _refuse_sparse(bucket, "reduce_and_broadcast")
     dist.reduce(buffer, group_dst=0, group=group)
     buffer.div_(group.size())
     dist.broadcast(buffer, group_src=0, group=group)
@@ -122,9 +135,11 @@ def reduce_and_broadcast(state: Any, bucket: Bucket) -> Result:
 
 
 def reduce_scatter(state: Any, bucket: Bucket) -> Result:
-    """Exchanges padded shards, sums its own, and gathers the sums; cuts the padding off a copy."""
-    group, buffer = _group_of(state), _refuse_sparse(bucket, "reduce_scatter")
-    size, numel = group.size(), buffer.numel()
+    """Exchange padded shards, sum one per rank, gather the sums, and cut off the padding."""
+    group = _group_of(state)
+    buffer = _refuse_sparse(bucket, "reduce_scatter")
+    size = group.size()
+    numel = buffer.numel()
     padded = torch.nn.functional.pad(buffer / size, (0, -numel % size))
     received = torch.empty_like(padded)
     dist.all_to_all_single(received, padded, group=group)
@@ -133,17 +148,24 @@ def reduce_scatter(state: Any, bucket: Bucket) -> Result:
 
 
 def per_parameter(state: Any, bucket: Bucket) -> Result:
-    """Averages each parameter's gradient in a collective of its own."""
+    """Average each parameter's gradient in a collective of its own."""
     _refuse_sparse(bucket, "per_parameter")
     if any(parameter.is_complex() for parameter in bucket.parameters()):
-        raise TypeError("per_parameter takes no complex parameters: bucket.gradients() does not cover them")
+        raise TypeError(
+            "per_parameter takes no complex parameters: bucket.gradients() does not cover them"
+        )
     group = _group_of(state)
     futures = [_sum(grad.div_(group.size()), group) for grad in bucket.gradients()]
-    return torch.futures.collect_all(futures).then(lambda all_: [fut.value() for fut in all_.value()] and bucket.buffer())
+    return torch.futures.collect_all(futures).then(
+        lambda all_: [fut.value() for fut in all_.value()] and bucket.buffer()
+    )
 
 
 def per_parameter_quirk(state: Any, bucket: Bucket) -> Result:
-    """Averages each of bucket.gradients() and does not know what torch makes of complex parameters."""
+    """Average each of bucket.gradients(), even for complex parameters.
+
+    torch's bucket.gradients() covers complex parameters only in part.
+    """
     _refuse_sparse(bucket, "per_parameter_quirk")
     for grad in bucket.gradients():
         dist.all_reduce(grad.div_(_group_of(state).size()), group=_group_of(state))
@@ -151,7 +173,7 @@ def per_parameter_quirk(state: Any, bucket: Bucket) -> Result:
 
 
 def polling(state: Any, bucket: Bucket) -> Result:
-    """Asks again and again whether its future is done."""
+    """Poll the future until it is done."""
     size = _group_of(state).size()
     future = _sum(bucket.buffer(), _group_of(state)).then(lambda fut: fut.value().div_(size))
     while not future.done():
@@ -160,8 +182,9 @@ def polling(state: Any, bucket: Bucket) -> Result:
 
 
 def another_thread(state: Any, bucket: Bucket) -> Result:
-    """Has its future completed by a Python thread, which ends then."""
-    group, future = _group_of(state), torch.futures.Future()
+    """Complete the future in a Python thread, which then ends."""
+    group = _group_of(state)
+    future = torch.futures.Future()
     summed = _sum(bucket.buffer().div_(group.size()), group)
 
     def complete() -> None:
@@ -174,53 +197,54 @@ def another_thread(state: Any, bucket: Bucket) -> Result:
     return future
 
 
-# What they claim
+# Claims
 
 
 def rounds_to_float16(state: Any, bucket: Bucket) -> Result:
-    """Sends float16."""
+    """Send float16."""
     return _send_as(torch.float16, state, bucket)
 
 
 def rounds_to_bfloat16(state: Any, bucket: Bucket) -> Result:
-    """Sends bfloat16, and leaves it to DDP to widen the result."""
+    """Send bfloat16, and let DDP widen the result."""
     return _send_as(torch.bfloat16, state, bucket, cast_back=False)
 
 
 def _send_as(dtype: torch.dtype, state: Any, bucket: Bucket, cast_back: bool = True) -> Result:
-    group, buffer = _group_of(state), _refuse_sparse(bucket, "a rounding hook")
+    group = _group_of(state)
+    buffer = _refuse_sparse(bucket, "a rounding hook")
     summed = _sum(buffer.div(group.size()).to(dtype), group)
     return summed.then(lambda fut: buffer.copy_(fut.value())) if cast_back else summed
 
 
 def gives_sum(state: Any, bucket: Bucket) -> Result:
-    """Sums; the trainer divides."""
+    """Return the sum, which the trainer divides."""
     return _sum(bucket.buffer(), _group_of(state))
 
 
 def always_world(state: Any, bucket: Bucket) -> Result:
-    """Averages over WORLD, whatever it is given."""
+    """Average over WORLD at any group."""
     return _sum(bucket.buffer().div_(dist.get_world_size()), dist.group.WORLD)
 
 
-# What kind of object they are
+# Kinds of object
 
 
 class Holder:
     """Hooks as members of a class."""
 
     def method(self, state: Any, bucket: Bucket) -> Result:
-        """A bound method."""
+        """Average, as a bound method."""
         return out_of_place(state, bucket)
 
     @staticmethod
     def static(state: Any, bucket: Bucket) -> Result:
-        """A static method."""
+        """Average, as a static method."""
         return out_of_place(state, bucket)
 
     @classmethod
     def of_class(cls, state: Any, bucket: Bucket) -> Result:
-        """A class method."""
+        """Average, as a class method."""
         return out_of_place(state, bucket)
 
 
@@ -232,14 +256,16 @@ class Nameless:
 
 
 class Named(Nameless):
-    """A callable object with its names set by hand: DDP reads both."""
+    """A callable object with a __name__ and a __qualname__, which DDP reads."""
 
     def __init__(self) -> None:
-        self.__name__ = self.__qualname__ = "named_hook"
+        self.__name__ = "named_hook"
+        self.__qualname__ = "named_hook"
 
 
 holder = Holder()
-nameless, named = Nameless(), Named()
+nameless = Nameless()
+named = Named()
 partial = functools.partial(_send_as, torch.float16)
 
 
@@ -253,7 +279,7 @@ def make_hook(predivide: bool = True) -> Any:
 
 
 def wrap(hook: Any) -> Any:
-    """Return a hook that runs ``hook`` and returns a copy of its result."""
+    """Return a hook that runs ``hook`` and copies its result."""
 
     @functools.wraps(hook)
     def wrapped(state: Any, bucket: Bucket) -> Result:
@@ -265,77 +291,101 @@ def wrap(hook: Any) -> Any:
 wrapped = wrap(out_of_place)
 
 
-# How their state is made
+# Kinds of state
 
 
 class State:
-    """A group, a count of steps, and a scratch buffer for each bucket."""
+    """A group, a step count, and a scratch buffer for each bucket."""
 
     def __init__(self, process_group: dist.ProcessGroup, scale: float = 1.0) -> None:
-        self.group, self.scale, self.steps = process_group, scale, 0
+        self.group = process_group
+        self.scale = scale
+        self.steps = 0
         self.scratch: dict[int, torch.Tensor] = {}
 
     def scratch_for(self, bucket: Bucket) -> torch.Tensor:
-        """Return a copy of the bucket in the buffer that belongs to its index, made anew when the layout changed."""
-        buffer, kept = bucket.buffer(), self.scratch.get(bucket.index())
+        """Return a copy of the bucket in the scratch buffer of its index.
+
+        The buffer is replaced if the bucket's layout has changed.
+        """
+        buffer = bucket.buffer()
+        kept = self.scratch.get(bucket.index())
         if kept is None or kept.shape != buffer.shape or kept.dtype != buffer.dtype:
-            kept = self.scratch[bucket.index()] = torch.empty_like(buffer)
+            kept = torch.empty_like(buffer)
+            self.scratch[bucket.index()] = kept
         return kept.copy_(buffer)
 
 
 def with_scratch(state: State, bucket: Bucket) -> Result:
-    """Works in scratch buffers that it keeps from step to step, one for each bucket."""
+    """Average in scratch buffers that are kept from step to step."""
     _refuse_sparse(bucket, "with_scratch")
     state.steps += bucket.is_last()
     return _sum(state.scratch_for(bucket).mul_(state.scale / state.group.size()), state.group)
 
 
 def set_up_pair(process_group: dist.ProcessGroup) -> tuple[State, Any]:
-    """A set-up that returns (state, hook)."""
+    """Return (state, hook) from the set-up."""
     return State(process_group), with_scratch
 
 
 def set_up_itself(model: Any, process_group: dist.ProcessGroup) -> None:
-    """A set-up that registers its hook itself."""
+    """Register the hook in the set-up."""
     model.register_comm_hook(process_group, out_of_place)
 
 
 class Watched:
-    """A hook that is told when a step begins and when its backward is over."""
+    """A hook that checks the calls at the beginning of a step and after backward."""
 
     def __init__(self, process_group: dist.ProcessGroup, model: DistributedDataParallel) -> None:
-        self.group, self.model, self.steps, self.open = process_group, model, 0, False
+        self.group = process_group
+        self.model = model
+        self.steps = 0
+        self.open = False
 
     def on_step(self, step: int) -> None:
         if self.open or step != self.steps:
-            raise RuntimeError(f"step {step} after {self.steps} steps, the last of them {'open' if self.open else 'closed'}")
+            state = "open" if self.open else "closed"
+            raise RuntimeError(f"step {step} after {self.steps} steps; the last one is {state}")
         self.open = True
 
     def hook(self, state: Any, bucket: Bucket) -> Result:
-        if not self.open and not self.model._join_config.enable:  # under Join, a rank without an input has no forward either
+        # Under Join, a rank without an input has no forward either.
+        if not self.open and not self.model._join_config.enable:
             raise RuntimeError("on_step comes before each forward")
         return out_of_place(self.group, bucket)
 
     def after_backward(self) -> None:
-        self.steps, self.open = self.steps + 1, False
+        self.steps += 1
+        self.open = False
 
     def close(self) -> None:
         self.group = None
 
 
 def set_up_calls(process_group: dist.ProcessGroup, model: DistributedDataParallel) -> Case:
-    """A set-up whose hook needs to be told of every step."""
+    """Return a Case with a hook that needs both calls of every step."""
     watched = Watched(process_group, model)
-    return Case(hook=watched.hook, on_step=watched.on_step, after_backward=watched.after_backward, close=watched.close)
+    return Case(
+        hook=watched.hook,
+        on_step=watched.on_step,
+        after_backward=watched.after_backward,
+        close=watched.close,
+    )
 
 
 def set_up_worker(process_group: dist.ProcessGroup) -> Case:
-    """A set-up whose collectives run on a worker thread, which close() ends; DDP has some of its own meanwhile: on another group."""
+    """Return a Case with a hook that communicates in a worker thread, ended by close().
+
+    The thread needs a group of its own, since DDP communicates meanwhile.
+    """
     worker = concurrent.futures.ThreadPoolExecutor(max_workers=1)
-    group = dist.new_group(dist.get_process_group_ranks(process_group), use_local_synchronization=True)
+    group = dist.new_group(
+        dist.get_process_group_ranks(process_group), use_local_synchronization=True
+    )
 
     def hook(state: Any, bucket: Bucket) -> Result:
-        buffer, future = _refuse_sparse(bucket, "set_up_worker"), torch.futures.Future()
+        buffer = _refuse_sparse(bucket, "set_up_worker")
+        future = torch.futures.Future()
 
         def average() -> None:
             try:
@@ -351,34 +401,58 @@ def set_up_worker(process_group: dist.ProcessGroup) -> Case:
 
 
 def float16_gathered(group: Group, bucket: Bucket) -> Result:
-    """Gathers float16 and sums in float32."""
+    """Gather float16, and sum in float32."""
     buffer = dense(bucket)
     gathered = gather(buffer.half(), group)
-    return completed((torch.stack(gathered).to(torch.promote_types(buffer.dtype, torch.float32)).sum(0) / group.size()).to(buffer.dtype))
+    return completed(
+        (
+            torch.stack(gathered).to(torch.promote_types(buffer.dtype, torch.float32)).sum(0)
+            / group.size()
+        ).to(buffer.dtype)
+    )
 
 
 RIGHT = [
     Right("unannotated", sections=OBJECTS),
     *(Right(name) for name in ("out_of_place", "blocking")),
-    *(Right(name, sections=ARITHMETIC) for name in ("sum_then_divide", "reciprocal", "reduce_op_avg")),
+    *(
+        Right(name, sections=ARITHMETIC)
+        for name in ("sum_then_divide", "reciprocal", "reduce_op_avg")
+    ),
     *(Right(name) for name in ("gather_and_mean", "reduce_scatter", "per_parameter")),
     *(Right(name, sections=SENDS) for name in ("reduce_and_broadcast", "per_parameter_quirk")),
     Right("takes_two_at_least", "exact, min_world_size(2)", sections=SENDS),
-    Right("out_of_place", "exact, min_world_size(3)", f"{__name__}:three_or_more", sections=OBJECTS),
+    Right(
+        "out_of_place", "exact, min_world_size(3)", f"{__name__}:three_or_more", sections=OBJECTS
+    ),
     Right("another_thread"),
-    Right("polling", sections=("1", "2", "3", "8", "12")),  # polls, in every order that is forced on it, until the kit gives up
+    # Not section 10: it polls in every forced order, until the kit gives up.
+    Right("polling", sections=("1", "2", "3", "8", "12")),
     Right("point_to_point"),
     Right("rounds_to_float16", "rounded(float16)"),
     Right("rounds_to_bfloat16", "rounded(bfloat16)", sections=ARITHMETIC),
     Right("float16_gathered", "rounded(float16)", "process_group"),
     Right("gives_sum", "sum"),
     Right("always_world", "world_only"),
-    *(Right(name, sections=OBJECTS) for name in ("holder.method", "Holder.static", "Holder.of_class", "nameless", "named", "wrapped")),
+    *(
+        Right(name, sections=OBJECTS)
+        for name in (
+            "holder.method",
+            "Holder.static",
+            "Holder.of_class",
+            "nameless",
+            "named",
+            "wrapped",
+        )
+    ),
     Right("partial", "rounded(float16)", sections=OBJECTS),
     Right("make_hook()", sections=OBJECTS),
     Right("make_hook,predivide=False", sections=OBJECTS),
     Right("out_of_place", state="process_group", sections=OBJECTS),
     Right("with_scratch", state=f"{__name__}:State"),
     Right("with_scratch", state=f"{__name__}:State,scale=1.0", sections=ARITHMETIC),
-    *(Right(name, setup=True, sections=OBJECTS) for name in ("set_up_pair", "set_up_itself", "set_up_calls", "set_up_worker")),
+    *(
+        Right(name, setup=True, sections=OBJECTS)
+        for name in ("set_up_pair", "set_up_itself", "set_up_calls", "set_up_worker")
+    ),
 ]

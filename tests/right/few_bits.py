@@ -1,4 +1,4 @@
-"""Few bits, with error feedback and without."""
+"""Quantization to few bits, with error feedback and without."""
 
 from typing import Any
 
@@ -6,11 +6,22 @@ import torch
 import torch.distributed as dist
 
 from tests.right import COMPRESSORS, Right
-from tests.right._common import FEEDBACK, STATE, Bucket, Group, Result, State, completed, dense, gather, wide
+from tests.right._common import (
+    FEEDBACK,
+    STATE,
+    Bucket,
+    Group,
+    Result,
+    State,
+    completed,
+    dense,
+    gather,
+    wide,
+)
 
 
 def ef_sign(state: State, bucket: Bucket) -> Result:
-    """Eight signs in a byte, and one scale for the bucket (Karimireddy et al.)."""
+    """Send eight signs per byte, and one scale per bucket (Karimireddy et al.)."""
     buffer = dense(bucket)
     total = state.residuals.of(bucket) + buffer
     scale = total.abs().sum().view(1) / max(1, total.numel())
@@ -18,7 +29,11 @@ def ef_sign(state: State, bucket: Bucket) -> Result:
     packed = (bits << torch.arange(8)).sum(1).to(torch.uint8)
 
     def unpack(some: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        signs = (some.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)).bitwise_and(1).view(-1)[: total.numel()]
+        signs = (
+            (some.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8))
+            .bitwise_and(1)
+            .view(-1)[: total.numel()]
+        )
         return (signs * 2.0 - 1).to(total.dtype) * of
 
     state.residuals.keep(bucket, total - unpack(packed, scale))
@@ -27,22 +42,30 @@ def ef_sign(state: State, bucket: Bucket) -> Result:
 
 
 def one_bit(state: State, bucket: Bucket) -> Result:
-    """Per block of 64 elements the mean of what is above zero and that of what is not (Seide et al.)."""
+    """Send one bit per element, and two means per block of 64 elements (Seide et al.).
+
+    One mean is of the positive elements, the other of the rest.
+    """
     buffer = dense(bucket)
     total = state.residuals.of(bucket) + buffer
     blocks = torch.nn.functional.pad(total, (0, -total.numel() % 64)).view(-1, 64)
     inside = (torch.arange(blocks.numel()) < total.numel()).view(-1, 64)
     above = (blocks > 0) & inside
     below = inside & ~above
-    levels = torch.stack([torch.where(side, blocks, 0).sum(1) / side.sum(1).clamp(min=1) for side in (below, above)])
+    levels = torch.stack(
+        [torch.where(side, blocks, 0).sum(1) / side.sum(1).clamp(min=1) for side in (below, above)]
+    )
     both = zip(gather(above, state.group), gather(levels, state.group), strict=True)
-    decoded = [torch.where(up, of[1].unsqueeze(1), of[0].unsqueeze(1)).view(-1)[: total.numel()] for up, of in both]
+    decoded = [
+        torch.where(up, of[1].unsqueeze(1), of[0].unsqueeze(1)).view(-1)[: total.numel()]
+        for up, of in both
+    ]
     state.residuals.keep(bucket, total - decoded[state.group.rank()])
     return completed(torch.stack(decoded).mean(0).to(buffer.dtype))
 
 
 def int8(state: State, bucket: Bucket) -> Result:
-    """Eight bits, from the bucket's largest element, with feedback."""
+    """Quantize to eight bits of the bucket's largest element, with feedback."""
     buffer = dense(bucket)
     total = state.residuals.of(bucket) + buffer
     largest = total.abs().max() if total.numel() else torch.zeros((), dtype=total.dtype)
@@ -55,24 +78,30 @@ def int8(state: State, bucket: Bucket) -> Result:
 
 
 def _fp8(total: torch.Tensor, group: Group, scale: torch.Tensor) -> list[torch.Tensor]:
-    """Return what every rank sends: its values times ``scale``, as e4m3, and back."""
+    """Return the decoded e4m3 messages of all ranks; the values are scaled by ``scale``."""
     sent = gather((total * scale).to(torch.float8_e4m3fn).view(torch.uint8), group)
-    return [one.view(torch.float8_e4m3fn).to(total.dtype) / of for one, of in zip(sent, gather(scale, group), strict=True)]
+    return [
+        one.view(torch.float8_e4m3fn).to(total.dtype) / of
+        for one, of in zip(sent, gather(scale, group), strict=True)
+    ]
 
 
 def _fp8_scale(total: torch.Tensor) -> torch.Tensor:
     largest = total.abs().max() if total.numel() else torch.ones((), dtype=total.dtype)
-    return (448 / largest.clamp(min=1e-30)).view(1)  # a residual may become so small that the quotient overflows
+    # A residual may become so small that the quotient overflows.
+    return (448 / largest.clamp(min=1e-30)).view(1)
 
 
 def fp8(group: Group, bucket: Bucket) -> Result:
-    """Casts to e4m3, scaled to the bucket's largest element; nothing is held back."""
+    """Round to e4m3, scaled to the bucket's largest element, without feedback."""
     total = wide(dense(bucket))
-    return completed(torch.stack(_fp8(total, group, _fp8_scale(total))).mean(0).to(bucket.buffer().dtype))
+    return completed(
+        torch.stack(_fp8(total, group, _fp8_scale(total))).mean(0).to(bucket.buffer().dtype)
+    )
 
 
 def fp8_feedback(state: State, bucket: Bucket) -> Result:
-    """The same with feedback."""
+    """Round to e4m3 with feedback."""
     total = state.residuals.of(bucket) + dense(bucket)
     decoded = _fp8(total, state.group, _fp8_scale(total))
     state.residuals.keep(bucket, total - decoded[state.group.rank()])
@@ -80,8 +109,9 @@ def fp8_feedback(state: State, bucket: Bucket) -> Result:
 
 
 def after_warm_up(state: State, bucket: Bucket, encode: Any) -> Result:
-    """Plain averaging in the first two steps, then ``encode`` with feedback."""
-    buffer, total = dense(bucket), state.residuals.of(bucket) + bucket.buffer()
+    """Average in the first two steps, then compress by ``encode`` with feedback."""
+    buffer = dense(bucket)
+    total = state.residuals.of(bucket) + bucket.buffer()
     warm = state.step < 2
     state.count(bucket)
     if warm:
@@ -93,13 +123,23 @@ def after_warm_up(state: State, bucket: Bucket, encode: Any) -> Result:
 
 
 def fp8_by_powers_of_two(state: State, bucket: Bucket) -> Result:
-    """e4m3 with a scale that is a power of two, after two exact steps."""
-    return after_warm_up(state, bucket, lambda total, group: _fp8(total, group, torch.exp2(torch.floor(torch.log2(_fp8_scale(total))))))
+    """Round to e4m3 with a power of two as scale, after two exact steps."""
+    return after_warm_up(
+        state,
+        bucket,
+        lambda total, group: _fp8(
+            total, group, torch.exp2(torch.floor(torch.log2(_fp8_scale(total))))
+        ),
+    )
 
 
 def bfloat16_feedback(state: State, bucket: Bucket) -> Result:
-    """bfloat16 with feedback, after two exact steps."""
-    return after_warm_up(state, bucket, lambda total, group: [one.to(total.dtype) for one in gather(total.bfloat16(), group)])
+    """Round to bfloat16 with feedback, after two exact steps."""
+    return after_warm_up(
+        state,
+        bucket,
+        lambda total, group: [one.to(total.dtype) for one in gather(total.bfloat16(), group)],
+    )
 
 
 RIGHT = [
@@ -107,7 +147,12 @@ RIGHT = [
     Right("fp8_feedback", "compressed(delta=0.9, ratio=0.27)", STATE, sections=COMPRESSORS),
     Right("one_bit", FEEDBACK, STATE),
     Right("ef_sign", "compressed(delta=0.25, ratio=0.04)", STATE, sections=COMPRESSORS),
-    Right("fp8", "compressed(feedback=False, delta=0.99, ratio=0.27)", "process_group", sections=COMPRESSORS),
+    Right(
+        "fp8",
+        "compressed(feedback=False, delta=0.99, ratio=0.27)",
+        "process_group",
+        sections=COMPRESSORS,
+    ),
     Right("fp8_by_powers_of_two", "compressed(delta=0.99), warmup(2)", STATE, sections=COMPRESSORS),
     Right("bfloat16_feedback", "compressed(delta=0.99), warmup(2)", STATE, sections=COMPRESSORS),
 ]

@@ -1,4 +1,4 @@
-"""With the optimizer in the hook."""
+"""Hooks with an optimizer."""
 
 import math
 
@@ -11,31 +11,53 @@ from tests.right.sparse import top_k
 
 
 class Adam:
-    """Adam by hand, as in many a trainer: moments by parameter, the step size corrected instead of the moments."""
+    """Adam by hand, with moments by parameter.
 
-    def __init__(self, process_group: Group, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
-        self.group, self.lr, self.betas, self.eps = process_group, lr, betas, eps
+    The step size is corrected for bias instead of the moments.
+    """
+
+    def __init__(
+        self,
+        process_group: Group,
+        lr: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        self.group = process_group
+        self.lr = lr
+        self.betas = betas
+        self.eps = eps
         self.moments: dict[torch.nn.Parameter, tuple[int, torch.Tensor, torch.Tensor]] = {}
 
     @torch.no_grad()
     def step(self, parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:
-        (one, two), (count, m, v) = self.betas, self.moments.get(parameter, (0, torch.zeros_like(grad), torch.zeros_like(grad)))
-        count, m, v = count + 1, one * m + (1 - one) * grad, two * v + (1 - two) * grad * grad.conj()
+        one, two = self.betas
+        start = (0, torch.zeros_like(grad), torch.zeros_like(grad))
+        count, m, v = self.moments.get(parameter, start)
+        count += 1
+        m = one * m + (1 - one) * grad
+        v = two * v + (1 - two) * grad * grad.conj()
         self.moments[parameter] = count, m, v
-        parameter -= self.lr / (1 - one**count) * m / (v.sqrt() / math.sqrt(1 - two**count) + self.eps)
+        deviation = v.sqrt() / math.sqrt(1 - two**count)
+        parameter -= self.lr / (1 - one**count) * m / (deviation + self.eps)
 
 
 def _in_shape(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the parts of a bucket as gradients of its parameters, which lie in memory as those do."""
+    """Return a bucket's parts as gradients with the memory layout of their parameters."""
     shaped = []
     for parameter, part in zip(bucket.parameters(), flat.split(sizes(bucket)), strict=True):
         part = torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
-        shaped.append(torch.empty_like(parameter).as_strided(part.shape, (1,)).copy_(part).as_strided(parameter.shape, parameter.stride()))
+        shaped.append(
+            torch.empty_like(parameter)
+            .as_strided(part.shape, (1,))
+            .copy_(part)
+            .as_strided(parameter.shape, parameter.stride())
+        )
     return shaped
 
 
 def fused_adam(state: Adam, bucket: Bucket) -> Result:
-    """Averages, and steps Adam on what comes out."""
+    """Average, and step Adam with the mean."""
     buffer = dense(bucket)
     if any(parameter.is_complex() for parameter in bucket.parameters()):
         raise TypeError("fused_adam takes no complex parameters")
@@ -46,7 +68,7 @@ def fused_adam(state: Adam, bucket: Bucket) -> Result:
 
 
 def fused_sgd(state: State, bucket: Bucket) -> Result:
-    """Averages, and steps SGD with weight decay when the sum is there."""
+    """Average, and step SGD with weight decay in the callback."""
     buffer = dense(bucket)
 
     def step(fut: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
@@ -56,17 +78,25 @@ def fused_sgd(state: State, bucket: Bucket) -> Result:
                 parameter.mul_(1 - 0.1 * 0.01).sub_(grad, alpha=0.1)
         return mean
 
-    return dist.all_reduce(buffer.div_(state.group.size()), group=state.group, async_op=True).get_future().then(step)
+    return (
+        dist.all_reduce(buffer.div_(state.group.size()), group=state.group, async_op=True)
+        .get_future()
+        .then(step)
+    )
 
 
 def top_k_fused_sgd(state: State, bucket: Bucket) -> Result:
-    """Top-k of a bucket of float32 with feedback, and a step of SGD."""
-    if bucket.buffer().dtype != torch.float32 or any(parameter.is_complex() for parameter in bucket.parameters()):
-        raise TypeError("float32 parameters only")
+    """Compress to the largest elements with feedback, and step SGD; float32 only."""
+    if bucket.buffer().dtype != torch.float32 or any(
+        parameter.is_complex() for parameter in bucket.parameters()
+    ):
+        raise TypeError("top_k_fused_sgd takes float32 parameters only")
 
     def step(fut: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():
-            for parameter, grad in zip(bucket.parameters(), _in_shape(bucket, fut.value()), strict=True):
+            for parameter, grad in zip(
+                bucket.parameters(), _in_shape(bucket, fut.value()), strict=True
+            ):
                 parameter -= 0.1 * grad
         return fut.value()
 

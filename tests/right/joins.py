@@ -1,4 +1,4 @@
-"""Right join contexts and joinables, in the shapes that they come in."""
+"""Right join contexts and joinables."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from tests.right import Right
 
 
 class Tidy(TorchsJoin):
-    """torch's, which puts back what that one leaves changed."""
+    """torch's context, which also restores its joinables and the warning filters."""
 
     def __enter__(self) -> "Tidy":
         return self
@@ -30,23 +30,37 @@ class Tidy(TorchsJoin):
 
 
 class OfItsOwn:
-    """Does nothing before it is entered, asks through the group itself, and has a notification of its own for its joinables."""
+    """A context without torch's implementation, with its own notification.
+
+    It has no effect until it is entered, and reduces through the group itself.
+    """
 
     def __init__(
-        self, joinables: Any, enable: bool = True, throw_on_early_termination: bool = False, patience: int = 9, **kwargs: Any
+        self,
+        joinables: Any,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        patience: int = 9,
+        **kwargs: Any,
     ) -> None:
-        self.joinables, self.enable, self.throw, self.kwargs = tuple(joinables), enable, throw_on_early_termination, kwargs
+        self.joinables = tuple(joinables)
+        self.enable = enable
+        self.throw = throw_on_early_termination
+        self.kwargs = kwargs
         self.patience = patience
 
     def __enter__(self) -> "OfItsOwn":
         groups = [joinable.join_process_group for joinable in self.joinables]
         if not groups or any(group is not groups[0] for group in groups):
-            raise ValueError("joinables of one group, and one at least")
-        self.group, self.hooks = groups[0], [joinable.join_hook(**self.kwargs) for joinable in self.joinables]
+            raise ValueError("expected one or more joinables of the same group")
+        self.group = groups[0]
+        self.hooks = [joinable.join_hook(**self.kwargs) for joinable in self.joinables]
         with ExitStack() as stack:
             for joinable in self.joinables:
                 stack.callback(setattr, joinable, "_join_config", joinable._join_config)
-                joinable._join_config = _JoinConfig(self.enable, self.throw, joinable is self.joinables[0])
+                joinable._join_config = _JoinConfig(
+                    self.enable, self.throw, joinable is self.joinables[0]
+                )
             self.stack = stack.pop_all()
         return self
 
@@ -61,9 +75,11 @@ class OfItsOwn:
                 raise EOFError(f"rank {self.group.rank()} has no more inputs")
             steps += 1
             if steps == self.patience:
-                print(f"rank {self.group.rank()} waits for others since {steps} steps")
-            [hook.main_hook() for hook in self.hooks]
-        [hook.post_hook(is_last_joiner=not steps) for hook in self.hooks]
+                print(f"rank {self.group.rank()} has waited for others for {steps} steps")
+            for hook in self.hooks:
+                hook.main_hook()
+        for hook in self.hooks:
+            hook.post_hook(is_last_joiner=not steps)
 
     def ask(self, value: float) -> float:
         said = torch.tensor([float(value)])
@@ -83,8 +99,13 @@ class OfItsOwn:
 
 
 @contextmanager
-def joined(joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> Iterator[None]:
-    """A generator; torch's does the work."""
+def joined(
+    joinables: list[Any],
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+    **kwargs: Any,
+) -> Iterator[None]:
+    """Join, as a generator around torch's context."""
     context = Tidy(list(joinables), enable, throw_on_early_termination, **kwargs)
     with context:
         yield
@@ -94,12 +115,12 @@ joined.notify_join_context = TorchsJoin.notify_join_context  # type: ignore[attr
 
 
 def made_by_a_function(name: str) -> Any:
-    """Returns a context's class."""
+    """Return a context's class."""
     return {"tidy": Tidy, "own": OfItsOwn}[name]
 
 
 class OnCpu(Joinable):
-    """What the joinables here have in common."""
+    """Common parts of the joinables here."""
 
     def __init__(self, process_group: Any) -> None:
         super().__init__()
@@ -115,10 +136,11 @@ class OnCpu(Joinable):
 
 
 class Shadow(JoinHook):
-    """Calls functions."""
+    """A join hook that calls given functions."""
 
     def __init__(self, main: Callable[[], object], post: Callable[[bool], object] = bool) -> None:
-        self.main, self.post = main, post
+        self.main = main
+        self.post = post
 
     def main_hook(self) -> None:
         self.main()
@@ -128,11 +150,13 @@ class Shadow(JoinHook):
 
 
 class Statistics(OnCpu):
-    """Keeps a mean over all inputs; when all have joined, one of the last says what is kept. Its inputs are random."""
+    """A mean over all random inputs; a last rank broadcasts it after the join."""
 
     def __init__(self, process_group: Any, size: int = 4) -> None:
         super().__init__(process_group)
-        self.size, self.sum, self.count = size, torch.zeros(size), 0.0
+        self.size = size
+        self.sum = torch.zeros(size)
+        self.count = 0.0
 
     def __call__(self) -> None:
         TorchsJoin.notify_join_context(self)
@@ -141,7 +165,8 @@ class Statistics(OnCpu):
     def update(self, values: torch.Tensor, count: float) -> None:
         said = torch.cat([values, torch.tensor([count])])
         dist.all_reduce(said, group=self.group)
-        self.sum, self.count = self.sum + said[:-1], self.count + float(said[-1])
+        self.sum = self.sum + said[:-1]
+        self.count = self.count + float(said[-1])
 
     def finish(self, is_last: bool) -> None:
         place = torch.tensor([self.group.rank() if is_last else -1])
@@ -153,7 +178,10 @@ class Statistics(OnCpu):
 
 
 class Gathers(OnCpu):
-    """Is stepped, not called; gathers in two asynchronous collectives, which it waits for in the next step, as its hook does."""
+    """A joinable with a step() instead of a call.
+
+    It issues two asynchronous gathers, and waits for them in the next step, as its join hook does.
+    """
 
     def __init__(self, pg: Any) -> None:
         super().__init__(pg)
@@ -169,21 +197,23 @@ class Gathers(OnCpu):
         for work in self.works:
             work.wait()
         lists = [[torch.empty(3) for _ in range(self.group.size())] for _ in range(2)]
-        self.works = [dist.all_gather(gathered, given, group=self.group, async_op=True) for gathered in lists]
+        self.works = [
+            dist.all_gather(gathered, given, group=self.group, async_op=True) for gathered in lists
+        ]
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return Shadow(lambda: self.gather(torch.zeros(3)), lambda _: self.gather(torch.zeros(3)))
 
 
 class Trains(DistributedDataParallel):
-    """torch's, with inputs of its own."""
+    """torch's DDP, with inputs of its own."""
 
     def __call__(self) -> None:
         super().__call__(torch.randn(2, 4)).square().sum().backward()
 
 
 def ddp(process_group: Any, buffers: bool = True) -> Trains:
-    """A model in DDP, with a buffer that is broadcast."""
+    """Return a model in DDP, with a buffer that is broadcast unless ``buffers`` is False."""
     norm = torch.nn.BatchNorm1d(3) if buffers else torch.nn.Identity()
     net = torch.nn.Sequential(torch.nn.Linear(4, 3), norm, torch.nn.Linear(3, 1))
     return Trains(net, process_group=process_group, bucket_cap_mb=1 / 2**20)

@@ -11,7 +11,10 @@ from tests.right._common import STATE, Bucket, Group, Result, State, completed, 
 
 
 def _pairs_of(places: list[int], mine: int) -> int:
-    """Return the partner of ``mine`` where neighbours in ``places`` are pairs; itself where it is the odd one out."""
+    """Return the partner of ``mine`` if neighbours in ``places`` are paired.
+
+    An odd one out is its own partner.
+    """
     at = places.index(mine) ^ 1
     return places[at] if at < len(places) else mine
 
@@ -26,29 +29,44 @@ def _swap(buffer: torch.Tensor, partner: int, group: Group) -> torch.Tensor:
 
 
 def ring_gossip(group: Group, bucket: Bucket) -> Result:
-    """A third each of its own, its left and its right neighbour's gradient."""
-    buffer, size, mine = dense(bucket), group.size(), group.rank()
+    """Average a rank's gradient with those of its left and right neighbours."""
+    buffer = dense(bucket)
+    size = group.size()
+    mine = group.rank()
     if size == 1:
         return completed(buffer)
     left, right = (dist.get_global_rank(group, (mine + step) % size) for step in (-1, 1))
-    from_left, from_right = torch.empty_like(buffer), torch.empty_like(buffer)
-    works = [dist.isend(buffer, right, group=group, tag=1), dist.isend(buffer, left, group=group, tag=2)]
-    works += [dist.irecv(from_left, left, group=group, tag=1), dist.irecv(from_right, right, group=group, tag=2)]
+    from_left = torch.empty_like(buffer)
+    from_right = torch.empty_like(buffer)
+    works = [
+        dist.isend(buffer, right, group=group, tag=1),
+        dist.isend(buffer, left, group=group, tag=2),
+    ]
+    works += [
+        dist.irecv(from_left, left, group=group, tag=1),
+        dist.irecv(from_right, right, group=group, tag=2),
+    ]
     for work in works:
         work.wait()
     return completed(((wide(buffer) + from_left + from_right) / 3).to(buffer.dtype))
 
 
 def random_pairs(state: State, bucket: Bucket) -> Result:
-    """Averages with a partner that is drawn anew for every step."""
-    partner = _pairs_of(torch.randperm(state.group.size(), generator=state.generator()).tolist(), state.group.rank())
+    """Average with a partner that is drawn for every step."""
+    partner = _pairs_of(
+        torch.randperm(state.group.size(), generator=state.generator()).tolist(), state.group.rank()
+    )
     state.count(bucket)
     buffer = dense(bucket)
-    return completed(buffer if partner == state.group.rank() else (buffer + _swap(buffer, partner, state.group)) / 2)
+    return completed(
+        buffer
+        if partner == state.group.rank()
+        else (buffer + _swap(buffer, partner, state.group)) / 2
+    )
 
 
 def every_second_step(state: State, bucket: Bucket) -> Result:
-    """The mean in every second step, and its own gradient in between."""
+    """Average over all ranks in every second step, and stay local otherwise."""
     together = state.step % 2 == 0
     state.count(bucket)
     buffer = dense(bucket)
@@ -59,58 +77,81 @@ def every_second_step(state: State, bucket: Bucket) -> Result:
 
 
 class Hierarchy:
-    """Averages within nodes of two, over all of them in every third step; can be saved."""
+    """Average within nodes of two ranks, and over all ranks in every third step.
+
+    The state can be saved.
+    """
 
     def __init__(self, process_group: Group, node: Group, period: int = 3) -> None:
-        self.process_group, self.node, self.period, self.step = process_group, node, period, 0
+        self.process_group = process_group
+        self.node = node
+        self.period = period
+        self.step = 0
 
     def state_dict(self) -> dict[str, int]:
         return {"period": self.period, "step": self.step}
 
     def load_state_dict(self, saved: dict[str, int]) -> None:
-        self.period, self.step = saved["period"], saved["step"]
+        self.period = saved["period"]
+        self.step = saved["step"]
 
     def hook(self, state: Any, bucket: Bucket) -> Result:
         group = self.process_group if self.step % self.period == 0 else self.node
         self.step += bucket.is_last()
         buffer = dense(bucket).div_(group.size())
-        return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda fut: fut.value()[0])
+        return (
+            dist.all_reduce(buffer, group=group, async_op=True)
+            .get_future()
+            .then(lambda fut: fut.value()[0])
+        )
 
 
 def _node(process_group: Group) -> Group:
-    """Return the group of this rank's pair; the last rank of an odd number is alone."""
+    """Return the group of this rank's pair; the last of an odd number of ranks is alone."""
     first = process_group.rank() // 2 * 2
     places = range(first, min(first + 2, process_group.size()))
-    return dist.new_group([dist.get_global_rank(process_group, place) for place in places], use_local_synchronization=True)
+    return dist.new_group(
+        [dist.get_global_rank(process_group, place) for place in places],
+        use_local_synchronization=True,
+    )
 
 
 def hierarchical(process_group: Group) -> Any:
-    """A set-up that resumes its state from a state_dict."""
+    """Return a hook whose state is resumed from a state_dict."""
     state = Hierarchy(process_group, _node(process_group))
     state.load_state_dict(state.state_dict())
     return None, state.hook
 
 
 def torch_local_sgd(process_group: Group, alone: bool = False) -> Any:
-    """torch's own after two steps: the mean over a pair of ranks, or nobody else's."""
-    state = _post_local_sgd.PostLocalSGDState(process_group, _node(process_group), 2, post_local_gradient_allreduce=not alone)
+    """Return torch's own hook: after two steps, the mean over a pair, or no mean if ``alone``."""
+    state = _post_local_sgd.PostLocalSGDState(
+        process_group, _node(process_group), 2, post_local_gradient_allreduce=not alone
+    )
     return state, _post_local_sgd.post_localSGD_hook
 
 
-# By bucket: not every bucket of a step has the same weights
+# Weights that differ between the buckets of a step
 
 
 def random_pairs_by_bucket(state: State, bucket: Bucket) -> Result:
-    """Averages with a partner that is drawn anew for every bucket."""
+    """Average with a partner that is drawn for every bucket."""
     order = torch.randperm(state.group.size(), generator=state.generator(bucket.index())).tolist()
     partner = _pairs_of(order, state.group.rank())
     state.count(bucket)
     buffer = dense(bucket)
-    return completed(buffer if partner == state.group.rank() else (buffer + _swap(buffer, partner, state.group)) / 2)
+    return completed(
+        buffer
+        if partner == state.group.rank()
+        else (buffer + _swap(buffer, partner, state.group)) / 2
+    )
 
 
 def every_second_bucket(state: State, bucket: Bucket) -> Result:
-    """The mean of the even buckets in even steps and of the odd ones in odd steps; its own gradient of the others."""
+    """Average even buckets in even steps, and odd buckets in odd steps.
+
+    All other buckets stay local.
+    """
     together = (state.step + bucket.index()) % 2 == 0
     state.count(bucket)
     buffer = dense(bucket)
@@ -124,8 +165,13 @@ RIGHT = [
     Right("ring_gossip", "local", "process_group"),
     Right("random_pairs", "local(ratio=1)", STATE, sections=COMPRESSORS),
     Right("every_second_step", "local(ratio=1)", STATE, sections=COMPRESSORS),
-    *(Right(name, "local", STATE, sections=COMPRESSORS) for name in ("random_pairs_by_bucket", "every_second_bucket")),
+    *(
+        Right(name, "local", STATE, sections=COMPRESSORS)
+        for name in ("random_pairs_by_bucket", "every_second_bucket")
+    ),
     Right("hierarchical", "local", setup=True),
     Right("torch_local_sgd", "local, warmup(2)", setup=True),
-    Right("torch_local_sgd,alone=True", "local(ratio=0), warmup(2)", setup=True, sections=COMPRESSORS),
+    Right(
+        "torch_local_sgd,alone=True", "local(ratio=0), warmup(2)", setup=True, sections=COMPRESSORS
+    ),
 ]

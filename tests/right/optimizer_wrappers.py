@@ -1,4 +1,7 @@
-"""Optimizer wrappers in other shapes: hooks on the optimizer, delegation, subclasses, shares by element, and no sharding at all."""
+"""Right optimizer wrappers.
+
+They use hooks on the optimizer, delegation, subclasses, shares by element, or no sharding.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,30 +13,38 @@ from tests.right import Right
 
 
 def by_hooks(optim: torch.optim.Optimizer, averager: Any) -> torch.optim.Optimizer:
-    """The optimizer itself, with hooks: it is averaged after its steps, and its state has the averager's."""
+    """Return the optimizer itself, with hooks.
+
+    It averages after its steps, and its state includes the averager's.
+    """
 
     def load(_: Any, state: dict[str, Any]) -> dict[str, Any]:
         averager.load_state_dict(state["averager"])
         return {name: value for name, value in state.items() if name != "averager"}
 
     optim.register_step_post_hook(lambda *_: averager.average_parameters(optim.param_groups))
-    optim.register_state_dict_post_hook(lambda _, state: {**state, "averager": averager.state_dict()})
+    optim.register_state_dict_post_hook(
+        lambda _, state: {**state, "averager": averager.state_dict()}
+    )
     optim.register_load_state_dict_pre_hook(load)
     return optim
 
 
 class Delegates:
-    """Has ``step`` and what belongs to checkpoints; everything else is the optimizer's."""
+    """A wrapper with its own step and checkpoints, and the optimizer's other attributes."""
 
     def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
-        self._inner, self._averager = optim, averager
+        self._inner = optim
+        self._averager = averager
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         loss = self._inner.step(*args, **kwargs)
-        self._averager.average_parameters(iter([p for group in self._inner.param_groups for p in group["params"]]))
+        self._averager.average_parameters(
+            iter([p for group in self._inner.param_groups for p in group["params"]])
+        )
         return loss
 
     def state_dict(self) -> list[Any]:
@@ -45,15 +56,20 @@ class Delegates:
 
 
 class AveragesGradients(torch.optim.Optimizer):
-    """Averages gradients over the group and steps then, as Horovod's does; a subclass that shares what is the optimizer's."""
+    """An optimizer that averages gradients before its step, as Horovod's does.
+
+    The subclass shares the state and the parameter groups of the inner optimizer.
+    """
 
     def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
         super().__init__(optim.param_groups, optim.defaults)
-        self.optim, self.group = optim, process_group
+        self.optim = optim
+        self.group = process_group
         self._share()
 
     def _share(self) -> None:
-        self.param_groups, self.state = self.optim.param_groups, self.optim.state
+        self.param_groups = self.optim.param_groups
+        self.state = self.optim.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None
@@ -75,11 +91,22 @@ class AveragesGradients(torch.optim.Optimizer):
 
 
 class BySlices:
-    """Of every parameter each rank steps a slice of its elements, and all gather the slices. Each rank saves its own state."""
+    """A sharded optimizer: each rank steps a slice of every parameter.
 
-    def __init__(self, params: Iterable[Any], optimizer_class: Any, process_group: Any = None, **defaults: Any) -> None:
-        self.group, params = process_group, list(params)
-        self.place, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    All ranks gather the slices; each rank saves its own state.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Any,
+        process_group: Any = None,
+        **defaults: Any,
+    ) -> None:
+        self.group = process_group
+        params = list(params)
+        self.place = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)
         self.wholes: list[list[torch.nn.Parameter]] = []
         groups = params if isinstance(params[0], dict) else [{"params": params}]
         self.inner = optimizer_class([self._sliced(group) for group in groups], **defaults)
@@ -90,7 +117,12 @@ class BySlices:
 
     def _sliced(self, group: dict[str, Any]) -> dict[str, Any]:
         self.wholes.append(list(group["params"]))
-        return {**group, "params": [torch.nn.Parameter(self._slice(whole.detach()).clone()) for whole in group["params"]]}
+        return {
+            **group,
+            "params": [
+                torch.nn.Parameter(self._slice(whole.detach()).clone()) for whole in group["params"]
+            ],
+        }
 
     def _slice(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = tensor.reshape(-1)
@@ -137,26 +169,29 @@ class BySlices:
 
 
 def every_rank_for_itself(params: Any, optimizer_class: Any, **defaults: Any) -> Any:
-    """No sharding: all ranks step everything, with the same gradients."""
+    """Return an unsharded optimizer: all ranks step all parameters alike."""
     return optimizer_class(params, **defaults)
 
 
 class NeedsTwo(Delegates):
-    """Refuses to be alone."""
+    """A wrapper that refuses a single rank."""
 
     def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
         super().__init__(optim, averager)
         if dist.get_world_size(averager.process_group) < 2:
-            raise ValueError("there is nobody to average with")
+            raise ValueError("expected a group of two ranks or more")
 
 
 def without_momentum(params: Any, lr: float) -> Any:
-    """An optimizer of its own, that takes a learning rate and nothing else."""
+    """Return an optimizer with a learning rate as its only argument."""
     return torch.optim.SGD(params, lr=lr)
 
 
 RIGHT = [
-    *(Right(name, kind="optimizer") for name in ("by_hooks", "Delegates", "AveragesGradients", "BySlices")),
+    *(
+        Right(name, kind="optimizer")
+        for name in ("by_hooks", "Delegates", "AveragesGradients", "BySlices")
+    ),
     *(Right(name, kind="optimizer") for name in ("every_rank_for_itself", "without_momentum")),
     Right("NeedsTwo", "min_world_size(2)", kind="optimizer"),
     Right("every_rank_for_itself,foreach=True", kind="optimizer"),

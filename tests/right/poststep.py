@@ -1,4 +1,4 @@
-"""Hooks whose gradients are right after a call that the trainer makes when backward is over."""
+"""Hooks with right gradients after a call of the trainer."""
 
 import torch
 import torch.distributed as dist
@@ -10,54 +10,69 @@ from tests.right._common import Bucket, Group, Result, completed, dense, sizes
 
 
 class Later:
-    """Begins to average what the hook is given; ``flush`` waits for it, and puts it where gradients are.
+    """A hook that starts to average, and a ``flush`` that writes the means to the gradients.
 
     Args:
         process_group: the group to average over.
-        dtype: a name of what is sent, or '' for what the bucket has.
+        dtype: the name of the dtype to send, or '' for the bucket's dtype.
     """
 
     def __init__(self, process_group: Group, dtype: str = "") -> None:
-        self.group, self.dtype = process_group, dtype
+        self.group = process_group
+        self.dtype = dtype
         self.begun: list[tuple[Bucket, torch.dtype, torch.Tensor, dist.Work]] = []
 
     def hook(self, state: object, bucket: Bucket) -> Result:
         buffer = dense(bucket)
-        sent = buffer.to(getattr(torch, self.dtype) if self.dtype else buffer.dtype, copy=True).div_(self.group.size())
-        self.begun.append((bucket, buffer.dtype, sent, dist.all_reduce(sent, group=self.group, async_op=True)))
+        dtype = getattr(torch, self.dtype) if self.dtype else buffer.dtype
+        sent = buffer.to(dtype, copy=True).div_(self.group.size())
+        self.begun.append(
+            (bucket, buffer.dtype, sent, dist.all_reduce(sent, group=self.group, async_op=True))
+        )
         return completed(buffer)
 
     def flush(self) -> None:
         for bucket, dtype, sent, work in self.begun:
             work.wait()
-            for parameter, part in zip(bucket.parameters(), sent.to(dtype).split(sizes(bucket)), strict=True):
-                if parameter.grad is not None:  # of a rank that has no input, or where no rank has used it
-                    part = torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
-                    parameter.grad.copy_(part.as_strided(parameter.shape, parameter.stride(), part.storage_offset()))
+            for parameter, part in zip(
+                bucket.parameters(), sent.to(dtype).split(sizes(bucket)), strict=True
+            ):
+                # It is None on a rank without inputs, and if no rank has used the parameter.
+                if parameter.grad is not None:
+                    if parameter.is_complex():
+                        part = torch.view_as_complex(part.view(-1, 2))
+                    parameter.grad.copy_(
+                        part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+                    )
         self.begun.clear()
 
 
 def state_does(state: Later, bucket: Bucket) -> Result:
-    """All of it is the state's."""
+    """Start to average in the state."""
     return state.hook(None, bucket)
 
 
 def method(process_group: Group) -> object:
-    """Makes a hook that is a method; so is the call."""
+    """Return a hook that is a method; ``flush`` is a method of the same object."""
     return Later(process_group).hook
 
 
 def leaves_it(state: object, bucket: Bucket) -> Result:
-    """Does nothing; what follows backward does all."""
+    """Do nothing; :func:`synchronize` averages after backward."""
     return completed(bucket.buffer())
 
 
 def synchronize(model: DistributedDataParallel) -> None:
-    """Average the gradients of a model over its group, one after another; what some rank has is zeros on those that do not."""
+    """Average the gradients of a model over its group one by one.
+
+    A gradient that only some ranks have counts as zeros on the others.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
-        raise TypeError("no sparse gradients; use Embedding(sparse=False)")
-    somewhere = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        raise TypeError("sparse gradients are not supported; use Embedding(sparse=False)")
+    somewhere = torch.tensor(
+        [parameter.grad is not None for parameter in parameters], dtype=torch.int32
+    )
     dist.all_reduce(somewhere, group=model.process_group)
     for parameter, ranks in zip(parameters, somewhere.tolist(), strict=True):
         if ranks:
@@ -68,7 +83,7 @@ def synchronize(model: DistributedDataParallel) -> None:
 
 
 def set_up_with_call(process_group: Group) -> Case:
-    """Says itself what is called."""
+    """Return a Case that names the call."""
     later = Later(process_group)
     return Case(None, later.hook, after_backward=later.flush)
 
@@ -77,7 +92,12 @@ _FLUSH = "poststep(call=flush)"
 
 RIGHT = [
     Right("state_does", f"exact, {_FLUSH}", f"{__name__}:Later"),
-    Right("state_does", f"rounded(float16), {_FLUSH}", f"{__name__}:Later,dtype=float16", sections=ARITHMETIC),
+    Right(
+        "state_does",
+        f"rounded(float16), {_FLUSH}",
+        f"{__name__}:Later,dtype=float16",
+        sections=ARITHMETIC,
+    ),
     Right("method()", f"exact, {_FLUSH}", sections=OBJECTS),
     Right("leaves_it", "poststep(call=synchronize)"),
     Right("set_up_with_call", "poststep", setup=True, sections=OBJECTS),

@@ -1,4 +1,7 @@
-"""Right quantized collectives: plain functions, factories and objects; made of other collectives; rounded in other ways."""
+"""Right quantized collectives.
+
+They are functions, factories and objects, made of other collectives, with several roundings.
+"""
 
 import enum
 from collections.abc import Callable
@@ -13,24 +16,40 @@ Tensor = torch.Tensor
 
 
 def half_all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None) -> None:
-    """A function that is the collective itself: one flat buffer, no async_op. It refuses what is not float32."""
+    """Gather float32 tensors in one flat float16 buffer, without async_op."""
     if tensor.dtype != torch.float32:
-        raise TypeError(f"float32, not {tensor.dtype}")
-    size, count = dist.get_world_size(group), tensor.numel()
+        raise TypeError(f"expected float32, got {tensor.dtype}")
+    size = dist.get_world_size(group)
+    count = tensor.numel()
     gathered = torch.empty(size * count, dtype=torch.float16)
     dist.all_gather_into_tensor(gathered, tensor.reshape(-1).half(), group=group)
-    for output, part in zip(tensor_list, gathered.split(count) if count else [gathered] * size, strict=True):
+    for output, part in zip(
+        tensor_list, gathered.split(count) if count else [gathered] * size, strict=True
+    ):
         output.copy_(part.view_as(output))
 
 
-def truncated_all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any = None, async_op: bool = False) -> Any:
-    """bfloat16 by cutting off the low bits, by sends and receives of each pair; what it keeps for itself is not rounded."""
+def truncated_all_to_all(
+    outputs: list[Tensor], inputs: list[Tensor], group: Any = None, async_op: bool = False
+) -> Any:
+    """Exchange tensors truncated to bfloat16 by sends and receives of each pair.
+
+    A rank keeps its own part unrounded.
+    """
     if not all(tensor.dtype == torch.float32 for tensor in (*inputs, *outputs)):
-        raise TypeError("float32 alone")
+        raise TypeError("expected float32 tensors")
     if async_op:
-        raise NotImplementedError("async_op")
-    ranks, me = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank(group)
-    halves = [tensor.contiguous().view(torch.int32).bitwise_right_shift(16).to(torch.int16).view(torch.float16) for tensor in inputs]
+        raise NotImplementedError("async_op is not supported")
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    me = dist.get_rank(group)
+    halves = [
+        tensor.contiguous()
+        .view(torch.int32)
+        .bitwise_right_shift(16)
+        .to(torch.int16)
+        .view(torch.float16)
+        for tensor in inputs
+    ]
     rooms = [torch.empty(output.shape, dtype=torch.float16) for output in outputs]
     works = []
     for place, rank in enumerate(ranks):
@@ -46,27 +65,37 @@ def truncated_all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any
 
 
 class Format(enum.Enum):
-    """How each byte is made."""
+    """The range of a byte's 255 steps."""
 
-    ASYMMETRIC = "the range from the least to the largest, in 255 steps"
+    ASYMMETRIC = "255 steps from the smallest to the largest value"
     SYMMETRIC = "255 steps, symmetric about zero"
 
 
 class ByteExchange:
-    """An object that is called, one scale for all that a rank sends: sizes and scales go along with the bytes."""
+    """A callable object with one scale for all values that a rank sends.
+
+    Ranges travel beside the bytes.
+    """
 
     def __init__(self, fmt: Format = Format.ASYMMETRIC, floor: bool = False) -> None:
-        self.fmt, self.floor = fmt, floor
+        self.fmt = fmt
+        self.floor = floor
 
     def __call__(
-        self, output: Tensor, input: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None, group: Any = None,
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
         async_op: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         if not input.is_floating_point():
-            raise TypeError(f"not of floating point: {input.dtype}")
+            raise TypeError(f"expected a floating-point tensor, got {input.dtype}")
         size = dist.get_world_size(group)
         values = input.detach().float().contiguous()
-        least, largest = (values.min().item(), values.max().item()) if values.numel() else (0.0, 0.0)
+        least = values.min().item() if values.numel() else 0.0
+        largest = values.max().item() if values.numel() else 0.0
         if self.fmt is Format.SYMMETRIC:
             largest = max(abs(least), abs(largest))
             least = -largest
@@ -76,11 +105,16 @@ class ByteExchange:
         ranges = [torch.zeros(2) for _ in range(size)]
         dist.all_gather(ranges, torch.tensor([least, scale]), group=group)
         arrived = torch.empty(output.shape, dtype=torch.uint8)
-        work = dist.all_to_all_single(arrived, code, output_split_sizes, input_split_sizes, group=group, async_op=True)
+        work = dist.all_to_all_single(
+            arrived, code, output_split_sizes, input_split_sizes, group=group, async_op=True
+        )
 
         def finish() -> None:
             rows = output_split_sizes or [len(arrived) // size] * size
-            parts = [part.float() * span[1] + span[0] for part, span in zip(arrived.split(rows), ranges, strict=True)]
+            parts = [
+                part.float() * span[1] + span[0]
+                for part, span in zip(arrived.split(rows), ranges, strict=True)
+            ]
             output.copy_(torch.cat(parts))
 
         arriving = Arriving(work, finish)
@@ -88,10 +122,11 @@ class ByteExchange:
 
 
 class Arriving:
-    """What ``async_op=True`` gives: a thing with wait()."""
+    """The result of ``async_op=True``: an object with wait()."""
 
     def __init__(self, work: Any, finish: Callable[[], None]) -> None:
-        self._work, self._finish = work, finish
+        self._work = work
+        self._finish = finish
 
     def wait(self, timeout: Any = None) -> None:
         self._work.wait()
@@ -99,13 +134,14 @@ class Arriving:
 
 
 def broadcast_scatter(qtype: str = "bf16", quant_loss: float = 1.0) -> Callable[..., None]:
-    """A factory: scatters by a broadcast of everything; divides by multiplying."""
+    """Return a scatter by a broadcast, which divides by a multiplication."""
     wire = {"bf16": torch.bfloat16, "fp16": torch.float16}[qtype]
 
     def scatter(tensor: Tensor, scatter_list: Any = None, src: int = 0, group: Any = None) -> None:
         if not tensor.is_floating_point():
-            raise TypeError(f"not of floating point: {tensor.dtype}")
-        size, place = dist.get_world_size(group), dist.get_rank(group)
+            raise TypeError(f"expected a floating-point tensor, got {tensor.dtype}")
+        size = dist.get_world_size(group)
+        place = dist.get_rank(group)
         everything = torch.empty((size, *tensor.shape), dtype=wire)
         if scatter_list:
             everything.copy_(torch.stack(list(scatter_list)))
@@ -116,26 +152,35 @@ def broadcast_scatter(qtype: str = "bf16", quant_loss: float = 1.0) -> Callable[
 
 
 def matrices_of_half(tensor_list: list[Tensor], tensor: Tensor, group: Any = None) -> None:
-    """Takes matrices alone, and says so."""
+    """Gather float32 matrices only, as claimed."""
     if tensor.ndim != 2 or tensor.dtype != torch.float32:
-        raise ValueError("matrices of float32")
+        raise ValueError("expected float32 matrices")
     half_all_gather(tensor_list, tensor, group)
 
 
 class Shifted:
-    """Eight bits with a power of two as the scale of 32 elements (microscaling), and error feedback for each destination."""
+    """Eight bits with a power of two as the scale of each block (microscaling).
+
+    Error feedback is kept for each destination.
+    """
 
     def __init__(self, block: int = 32) -> None:
         self._block = block
         self._errors: dict[int, Tensor] = {}
 
     def all_to_all(
-        self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = None, async_op: bool = False
+        self,
+        output_tensor_list: list[Tensor],
+        input_tensor_list: list[Tensor],
+        group: Any = None,
+        async_op: bool = False,
     ) -> Any:
         if not all(tensor.is_floating_point() for tensor in input_tensor_list):
-            raise TypeError("not of floating point")
+            raise TypeError("expected floating-point tensors")
         codes = [self._encoded(k, tensor) for k, tensor in enumerate(input_tensor_list)]
-        rooms = [torch.empty(self._bytes(output), dtype=torch.uint8) for output in output_tensor_list]
+        rooms = [
+            torch.empty(self._bytes(output), dtype=torch.uint8) for output in output_tensor_list
+        ]
         work = dist.all_to_all(rooms, codes, group=group, async_op=True)
 
         def finish() -> None:
@@ -152,9 +197,12 @@ class Shifted:
         fed = tensor.detach().reshape(-1).double()
         fed = fed + self._errors.get(k, torch.zeros_like(fed))
         blocks = torch.nn.functional.pad(fed, (0, -len(fed) % self._block)).view(-1, self._block)
-        exponents = torch.frexp(blocks.abs().amax(1, keepdim=True)).exponent - 6  # of the largest: from 32 to 64
+        # The largest value of a block is scaled to between 32 and 64.
+        exponents = torch.frexp(blocks.abs().amax(1, keepdim=True)).exponent - 6
         small = torch.ldexp(blocks, -exponents).round().to(torch.int8)
-        code = torch.cat([small.view(torch.uint8), exponents.to(torch.int8).view(torch.uint8)], dim=1).reshape(-1)
+        code = torch.cat(
+            [small.view(torch.uint8), exponents.to(torch.int8).view(torch.uint8)], dim=1
+        ).reshape(-1)
         self._errors[k] = fed - self._decoded(code, tensor).reshape(-1).double()
         return code
 
@@ -165,19 +213,39 @@ class Shifted:
 
 
 def shifted(block: int = 32) -> Callable[..., Any]:
-    """A factory that gives a method."""
+    """Return a bound method."""
     return Shifted(block).all_to_all
 
 
-half_scatter = broadcast_scatter("fp16")  # a function that a module has made already
+half_scatter = broadcast_scatter("fp16")  # made on import
 
 RIGHT = [
     Right("half_all_gather", "collective(all_gather), rounded(float16)", kind="collective"),
-    Right("matrices_of_half", "collective(all_gather), rounded(float16), dimensions(2)", kind="collective"),
+    Right(
+        "matrices_of_half",
+        "collective(all_gather), rounded(float16), dimensions(2)",
+        kind="collective",
+    ),
     Right("truncated_all_to_all", "collective(all_to_all), rounded(bfloat16)", kind="collective"),
-    Right("ByteExchange", "collective(all_to_all_single), bounded(relative=0.004, ratio=0.3)", kind="collective"),
-    Right("ByteExchange,fmt=SYMMETRIC,floor=True", "collective(all_to_all_single), bounded(relative=0.008)", kind="collective"),
-    Right("broadcast_scatter,quant_loss=3.0", "collective(scatter), rounded(bfloat16), divided(3.0)", kind="collective"),
+    Right(
+        "ByteExchange",
+        "collective(all_to_all_single), bounded(relative=0.004, ratio=0.3)",
+        kind="collective",
+    ),
+    Right(
+        "ByteExchange,fmt=SYMMETRIC,floor=True",
+        "collective(all_to_all_single), bounded(relative=0.008)",
+        kind="collective",
+    ),
+    Right(
+        "broadcast_scatter,quant_loss=3.0",
+        "collective(scatter), rounded(bfloat16), divided(3.0)",
+        kind="collective",
+    ),
     Right("half_scatter", "collective(scatter), rounded(float16)", kind="collective"),
-    Right("shifted,block=32", "collective(all_to_all), bounded(relative=0.016, block=32, ratio=0.4), feedback", kind="collective"),
+    Right(
+        "shifted,block=32",
+        "collective(all_to_all), bounded(relative=0.016, block=32, ratio=0.4), feedback",
+        kind="collective",
+    ),
 ]

@@ -1,4 +1,4 @@
-"""Sparse, with error feedback."""
+"""Sparsification, with error feedback."""
 
 import math
 from typing import Any
@@ -7,15 +7,35 @@ import torch
 import torch.distributed as dist
 
 from tests.right import COMPRESSORS, Right
-from tests.right._common import FEEDBACK, STATE, Bucket, Group, Residuals, Result, State, completed, dense, gather, sizes, wide
+from tests.right._common import (
+    FEEDBACK,
+    STATE,
+    Bucket,
+    Group,
+    Residuals,
+    Result,
+    State,
+    completed,
+    dense,
+    gather,
+    sizes,
+    wide,
+)
 
 
 def top_k(state: State, bucket: Bucket) -> Result:
-    """The largest elements of the whole bucket, as values and int32 indices; the collectives go on while it returns."""
-    buffer, group = dense(bucket), state.group
+    """Gather the largest elements of the bucket, as values and int32 indices.
+
+    The collectives are asynchronous.
+    """
+    buffer = dense(bucket)
+    group = state.group
     total = state.residuals.of(bucket) + buffer
-    indices = total.abs().topk(max(1, int(state.setting * total.numel())) if total.numel() else 0).indices
-    values, narrow = total[indices], indices.int()
+    indices = (
+        total.abs().topk(max(1, int(state.setting * total.numel())) if total.numel() else 0).indices
+    )
+    values = total[indices]
+    narrow = indices.int()
     total[indices] = 0
     state.residuals.keep(bucket, total)
     all_values = [torch.empty_like(values) for _ in range(group.size())]
@@ -37,7 +57,10 @@ def top_k(state: State, bucket: Bucket) -> Result:
 
 
 def above_threshold(state: State, bucket: Bucket) -> Result:
-    """What is at least half as large as the largest, however many elements that are; padded for the gather."""
+    """Gather the elements of at least half the largest magnitude.
+
+    Their number differs between ranks, and is padded for the gather.
+    """
     buffer = dense(bucket)
     total = state.residuals.of(bucket) + buffer
     threshold = total.abs().max() / 2 if total.numel() else torch.zeros(())
@@ -55,8 +78,9 @@ def above_threshold(state: State, bucket: Bucket) -> Result:
 
 
 def sparse_until_dense(state: State, bucket: Bucket) -> Result:
-    """Sends what is large as pairs; where all ranks' pairs are more than the bucket, the bucket itself (SparCML)."""
-    buffer, size = dense(bucket), state.group.size()
+    """Gather large elements as pairs, or sum the bucket if the pairs are larger (SparCML)."""
+    buffer = dense(bucket)
+    size = state.group.size()
     total = state.residuals.of(bucket) + buffer
     large = ~(total.abs() < 0.5 * total.norm() / math.sqrt(max(1, total.numel())))
     count = large.sum()
@@ -77,27 +101,40 @@ def sparse_until_dense(state: State, bucket: Bucket) -> Result:
 
 
 def random_k(state: State, bucket: Bucket) -> Result:
-    """A quarter of the bucket, the same on all ranks by a seed of the step: only values are sent."""
+    """Send the values of a random quarter of the bucket.
+
+    All ranks draw the same places, with a seed of the step.
+    """
     buffer = dense(bucket)
     total = state.residuals.of(bucket).add_(buffer)
-    chosen = torch.randperm(total.numel(), generator=state.generator(bucket.index()))[: math.ceil(state.setting * total.numel())]
+    chosen = torch.randperm(total.numel(), generator=state.generator(bucket.index()))[
+        : math.ceil(state.setting * total.numel())
+    ]
     values = total[chosen] / state.group.size()
     total[chosen] = 0
     state.residuals.keep(bucket, total)
     state.count(bucket)
     work = dist.all_reduce(values, group=state.group, async_op=True)
-    return work.get_future().then(lambda fut: torch.zeros_like(total).index_copy_(0, chosen, fut.value()[0]).to(buffer.dtype))
+    return work.get_future().then(
+        lambda fut: torch.zeros_like(total).index_copy_(0, chosen, fut.value()[0]).to(buffer.dtype)
+    )
 
 
 def less_by_step(state: State, bucket: Bucket) -> Result:
-    """All of each parameter in the first two steps, a half in the third, a quarter from then on (the warm-up of DGC)."""
-    buffer, size = dense(bucket), state.group.size()
+    """Send all elements in the first two steps, half in the third, then a quarter.
+
+    This is the warm-up of DGC.
+    """
+    buffer = dense(bucket)
+    size = state.group.size()
     ratio = max(state.setting, 2.0 ** (1 - state.step) if state.step > 1 else 1.0)
     total = state.residuals.of(bucket) + buffer
     result = torch.zeros_like(total)
     for own, sums in zip(total.split(sizes(bucket)), result.split(sizes(bucket)), strict=True):
         indices = own.abs().topk(math.ceil(ratio * own.numel())).indices
-        for where, values in zip(gather(indices, state.group), gather(own[indices], state.group), strict=True):
+        for where, values in zip(
+            gather(indices, state.group), gather(own[indices], state.group), strict=True
+        ):
             sums.index_add_(0, where, values)
         own[indices] = 0
     state.residuals.keep(bucket, total)
@@ -106,7 +143,7 @@ def less_by_step(state: State, bucket: Bucket) -> Result:
 
 
 def large_buckets_only(state: State, bucket: Bucket) -> Result:
-    """Leaves small buckets alone, but for what it still holds of their parameters."""
+    """Compress large buckets, and average small ones together with their residuals."""
     buffer = dense(bucket)
     if buffer.numel() >= 100:
         return top_k(state, bucket)
@@ -117,7 +154,7 @@ def large_buckets_only(state: State, bucket: Bucket) -> Result:
 
 
 class BothWays(State):
-    """Holds back what a rank does not send, and what the mean of all leaves out."""
+    """A state with residuals of a rank's own message, and of the mean."""
 
     def __init__(self, process_group: Group) -> None:
         super().__init__(process_group)
@@ -125,7 +162,7 @@ class BothWays(State):
 
 
 def both_ways(state: BothWays, bucket: Bucket) -> Result:
-    """Compressed to the server and back, each rank playing the server (DoubleSqueeze)."""
+    """Compress each rank's message, and the mean again (DoubleSqueeze)."""
     buffer = dense(bucket)
     total = state.residuals.of(bucket) + buffer
     sent = _largest(total, 0.5)
@@ -142,7 +179,7 @@ def _largest(flat: torch.Tensor, ratio: float) -> torch.Tensor:
 
 
 class Estimates(State):
-    """What each rank last said of its gradient: every rank keeps those of all."""
+    """A state with the latest estimates of all ranks' gradients, on every rank."""
 
     def __init__(self, process_group: Group) -> None:
         super().__init__(process_group)
@@ -150,7 +187,7 @@ class Estimates(State):
 
 
 def ef21(state: Estimates, bucket: Bucket) -> Result:
-    """Sends a quarter of the difference to what it last said."""
+    """Send a quarter of the difference from this rank's latest estimate (EF21)."""
     buffer = dense(bucket)
     own = state.everyones[state.group.rank()]
     sent = _largest(wide(buffer) - own.of(bucket), state.setting)
@@ -166,7 +203,9 @@ RIGHT = [
     Right("top_k", "compressed(delta=0.25, ratio=0.51)", STATE),
     Right("random_k", "compressed(delta=0.25, ratio=0.26)", STATE, sections=COMPRESSORS),
     Right("above_threshold", "compressed(delta=0.5)", STATE, sections=COMPRESSORS),
-    Right("large_buckets_only", "compressed(delta=0.5)", f"{STATE},setting=0.5", sections=COMPRESSORS),
+    Right(
+        "large_buckets_only", "compressed(delta=0.5)", f"{STATE},setting=0.5", sections=COMPRESSORS
+    ),
     Right("sparse_until_dense", "compressed(delta=0.5)", STATE, sections=COMPRESSORS),
     Right("less_by_step", FEEDBACK + ", warmup(2)", STATE, sections=COMPRESSORS),
     Right("both_ways", FEEDBACK, f"{__name__}:BothWays"),

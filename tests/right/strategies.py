@@ -1,4 +1,7 @@
-"""Right sync strategies: functions, generators, classes and objects; by DDP's own means, by collectives of all kinds, in backward."""
+"""Right sync strategies: functions, generators, classes and objects.
+
+They average by DDP itself, by collectives of all kinds, or during backward.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,24 +15,29 @@ from tests.right import Right
 
 
 def torchs_no_sync(model: Any, is_final_microbatch: bool) -> AbstractContextManager[None]:
-    """As torch's documentation has it; of a module that is no DDP it asks for what that does not have."""
+    """Use no_sync in all micro-batches but the last, as torch's documentation does.
+
+    A module other than DDP has no no_sync.
+    """
     return nullcontext() if is_final_microbatch else model.no_sync()
 
 
-def torchs_no_sync_where_ddp_searches(model: Any, is_final_microbatch: bool) -> AbstractContextManager[None]:
-    """The same; where DDP looks for what is not used, it needs nothing else."""
+def torchs_no_sync_where_ddp_searches(
+    model: Any, is_final_microbatch: bool
+) -> AbstractContextManager[None]:
+    """Use no_sync; DDP must search for unused parameters."""
     return torchs_no_sync(model, is_final_microbatch)
 
 
 @contextmanager
 def by_the_flag(ddp: Any, is_final_microbatch: bool) -> Iterator[None]:
-    """What no_sync sets, set by hand, and left for the next micro-batch to set."""
+    """Set DDP's flag by hand, as no_sync does, and never restore it."""
     ddp.require_backward_grad_sync = is_final_microbatch
     yield
 
 
 def in_every_microbatch(**_: Any) -> AbstractContextManager[None]:
-    """Leaves it all to DDP."""
+    """Let DDP average in every micro-batch."""
     return nullcontext()
 
 
@@ -45,7 +53,10 @@ def _fill(params: Iterable[torch.nn.Parameter]) -> None:
 
 @contextmanager
 def composers_with_zeros(state: Any, is_final_microbatch: bool) -> Iterator[None]:
-    """Composer's forced_sync, in its form, with zeros for what a rank has not used, and each parameter once."""
+    """Average each parameter once, with zeros for unused ones.
+
+    This is Composer's forced_sync, with its defects removed.
+    """
     if not isinstance(state.model, DistributedDataParallel):
         yield
         return
@@ -53,7 +64,13 @@ def composers_with_zeros(state: Any, is_final_microbatch: bool) -> Iterator[None
         yield
     if is_final_microbatch:
         group = state.model.process_group
-        every = [p for optimizer in state.optimizers for part in optimizer.param_groups for p in part["params"] if p.requires_grad]
+        every = [
+            p
+            for optimizer in state.optimizers
+            for part in optimizer.param_groups
+            for p in part["params"]
+            if p.requires_grad
+        ]
         _fill(every)
         for parameter in dict.fromkeys(every):
             dist.all_reduce(parameter.grad, group=group)
@@ -61,10 +78,17 @@ def composers_with_zeros(state: Any, is_final_microbatch: bool) -> Iterator[None
 
 
 class Gathered:
-    """Gathers all gradients, and adds them up in the order of ranks; one that no rank has stays none."""
+    """Gather all gradients, and sum them in the order of ranks.
 
-    def __init__(self, model: torch.nn.Module, is_final_microbatch: bool, process_group: Any) -> None:
-        self.model, self.group, self.is_final = model, process_group, is_final_microbatch
+    A gradient that no rank has stays None.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, is_final_microbatch: bool, process_group: Any
+    ) -> None:
+        self.model = model
+        self.group = process_group
+        self.is_final = is_final_microbatch
         self.inner = model.no_sync() if isinstance(model, DistributedDataParallel) else None
 
     def __enter__(self) -> "Gathered":
@@ -81,7 +105,7 @@ class Gathered:
 
     def average(self, parameter: torch.nn.Parameter) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
-            raise TypeError("no sparse gradients")
+            raise TypeError("sparse gradients are not supported")
         size = self.group.size()
         has = torch.tensor([parameter.grad is not None])
         have = [torch.empty_like(has) for _ in range(size)]
@@ -89,7 +113,9 @@ class Gathered:
         if not any(have):
             return
         _fill([parameter])
-        flat = parameter.grad.reshape(-1).to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+        flat = parameter.grad.reshape(-1).to(
+            torch.promote_types(parameter.dtype, torch.float32), copy=True
+        )
         parts = [torch.empty_like(flat) for _ in range(size)]
         dist.all_gather(parts, flat, group=self.group)
         parameter.grad.copy_((torch.stack(parts).sum(0) / size).view(parameter.shape))
@@ -97,7 +123,7 @@ class Gathered:
 
 @contextmanager
 def through_one_rank(model: Any, is_final_microbatch: bool, world_size: int) -> Iterator[None]:
-    """The group's first rank sums, divides, and sends the mean to the others."""
+    """Sum and divide on the group's first rank, and broadcast the mean."""
     if not isinstance(model, DistributedDataParallel):
         yield
         return
@@ -105,10 +131,11 @@ def through_one_rank(model: Any, is_final_microbatch: bool, world_size: int) -> 
         yield
     if not is_final_microbatch:
         return
-    group, params = model.process_group, _trainable(model)
+    group = model.process_group
+    params = _trainable(model)
     root = dist.get_global_rank(group, 0)
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in params):
-        raise TypeError("no sparse gradients")
+        raise TypeError("sparse gradients are not supported")
     _fill(params)
     for parameter in params:
         flat = parameter.grad.reshape(-1).clone()
@@ -119,9 +146,10 @@ def through_one_rank(model: Any, is_final_microbatch: bool, world_size: int) -> 
 
 
 class InBackward:
-    """An object that is there already. Its hooks stay on the model; they average in the last backward, from the last parameter on.
+    """An object whose hooks on the parameters average in the last backward.
 
-    After an exception it begins anew with the next micro-batch.
+    The collectives start in the reverse order of the parameters. The hooks stay on the model. After
+    an exception the next micro-batch starts anew.
     """
 
     def __init__(self) -> None:
@@ -141,7 +169,9 @@ class InBackward:
             for parameter in self.models[id(module)]:
                 parameter.register_post_accumulate_grad_hook(self.came)
         self.active = self.models[id(module)] if is_final_microbatch else []
-        self.there, self.works, self.group = set(), [], module.process_group
+        self.there = set()
+        self.works = []
+        self.group = module.process_group
         try:
             with module.no_sync():
                 yield
@@ -157,11 +187,18 @@ class InBackward:
         self.go_on()
 
     def go_on(self) -> None:
-        while len(self.works) < len(self.active) and (parameter := self.active[len(self.works)]) in self.there:
+        while len(self.works) < len(self.active):
+            parameter = self.active[len(self.works)]
+            if parameter not in self.there:
+                break
             _fill([parameter])
             if parameter.grad.is_sparse:
-                raise TypeError("no sparse gradients")
-            self.works.append(dist.all_reduce(parameter.grad.div_(self.group.size()), group=self.group, async_op=True))
+                raise TypeError("sparse gradients are not supported")
+            self.works.append(
+                dist.all_reduce(
+                    parameter.grad.div_(self.group.size()), group=self.group, async_op=True
+                )
+            )
 
 
 in_backward = InBackward()

@@ -1,4 +1,4 @@
-"""Wrappers of modules, each made in another way."""
+"""Right wrappers of modules."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,12 +12,12 @@ from tests.right import Right
 
 
 def leaves_it(module: torch.nn.Module) -> torch.nn.Module:
-    """Does nothing, as where a configuration says so."""
+    """Return the module unchanged, as a configuration may require."""
     return module
 
 
 def in_its_class(module: torch.nn.Module) -> torch.nn.Module:
-    """Give the module a class of its own; it stays the object that it is."""
+    """Give the module a new class; it stays the same object."""
     inside = type(module)
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -28,18 +28,23 @@ def in_its_class(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def its_forward(module: torch.nn.Module) -> torch.nn.Module:
-    """Put another function in the place of the module's forward."""
+    """Replace the module's forward."""
     module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
     return module
 
 
 class ByHand(torch.nn.Module):
-    """Runs again when the backward asks for the first thing that was saved; keeps it all until then as numbers."""
+    """A wrapper that recomputes when the backward first needs a saved tensor.
+
+    Until then it keeps numbers in place of the tensors.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
-        self.__dict__["inside"] = module  # no child: names are those of what is in it
-        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self.__dict__["inside"] = module  # not a child, so that inner names stay
+        self._parameters = module._parameters
+        self._buffers = module._buffers
+        self._modules = module._modules
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inside"], name)
@@ -52,7 +57,9 @@ class ByHand(torch.nn.Module):
         inside = self.__dict__["inside"]
         if not torch.is_grad_enabled():
             return inside(*args, **kwargs)
-        state, dtype, casts = torch.get_rng_state(), torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+        state = torch.get_rng_state()
+        dtype = torch.get_autocast_dtype("cpu")
+        casts = torch.is_autocast_enabled("cpu")
         packed: list[int] = []
         unpacked: list[torch.Tensor] = []
 
@@ -62,9 +69,15 @@ class ByHand(torch.nn.Module):
 
         def unpack(number: int) -> torch.Tensor:
             if not unpacked:
-                with torch.random.fork_rng([]), torch.enable_grad(), torch.autocast("cpu", dtype, enabled=casts):
+                with (
+                    torch.random.fork_rng([]),
+                    torch.enable_grad(),
+                    torch.autocast("cpu", dtype, enabled=casts),
+                ):
                     torch.set_rng_state(state)
-                    with saved_tensors_hooks(lambda tensor: unpacked.append(tensor.detach()), lambda _: None):
+                    with saved_tensors_hooks(
+                        lambda tensor: unpacked.append(tensor.detach()), lambda _: None
+                    ):
                         inside(*args, **kwargs)
             tensor = unpacked[number]
             packed.remove(number)
@@ -81,8 +94,10 @@ class Again(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
-        ctx.run, ctx.state = run, torch.get_rng_state()
-        ctx.dtype, ctx.casts = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+        ctx.run = run
+        ctx.state = torch.get_rng_state()
+        ctx.dtype = torch.get_autocast_dtype("cpu")
+        ctx.casts = torch.is_autocast_enabled("cpu")
         ctx.others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         ctx.save_for_backward(*(arg if isinstance(arg, torch.Tensor) else None for arg in args))
         with torch.no_grad():
@@ -91,28 +106,44 @@ class Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         kept = zip(ctx.saved_tensors, ctx.others, strict=True)
-        args = [other if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad) for tensor, other in kept]
-        with torch.random.fork_rng([]), torch.enable_grad(), torch.autocast("cpu", ctx.dtype, enabled=ctx.casts):
+        args = [
+            other if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
+            for tensor, other in kept
+        ]
+        with (
+            torch.random.fork_rng([]),
+            torch.enable_grad(),
+            torch.autocast("cpu", ctx.dtype, enabled=ctx.casts),
+        ):
             torch.set_rng_state(ctx.state)
             made = ctx.run(*args)
         pairs = zip(made if isinstance(made, tuple) else (made,), grads, strict=True)
-        outputs = [(output, grad) for output, grad in pairs if isinstance(output, torch.Tensor) and output.requires_grad]
+        outputs = [
+            (output, grad)
+            for output, grad in pairs
+            if isinstance(output, torch.Tensor) and output.requires_grad
+        ]
         torch.autograd.backward(*zip(*outputs, strict=True))
         return None, *(arg.grad if isinstance(arg, torch.Tensor) else None for arg in args)
 
 
 class Reentrant(torch.nn.Module):
-    """A wrapper by a Function of its own; names without its own."""
+    """A wrapper with an autograd function, and the inner names."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.add_module("inside", module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        inside, names = self._modules["inside"], list(kwargs)
+        inside = self._modules["inside"]
+        names = list(kwargs)
         assert inside is not None
         count = len(args)
-        return Again.apply(lambda *both: inside(*both[:count], **dict(zip(names, both[count:], strict=True))), *args, *kwargs.values())
+        return Again.apply(
+            lambda *both: inside(*both[:count], **dict(zip(names, both[count:], strict=True))),
+            *args,
+            *kwargs.values(),
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._modules["inside"].state_dict(*args, **kwargs)  # type: ignore[union-attr]
@@ -121,13 +152,16 @@ class Reentrant(torch.nn.Module):
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}inside.{key[len(prefix) :]}"] = state_dict.pop(key)
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[Any]:
         return self._modules["inside"].named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[union-attr]
 
 
 def to_numpy(module: torch.nn.Module) -> torch.nn.Module:
-    """What is saved goes where numpy has it; parameters stay."""
-    inside, own = type(module), {parameter.data_ptr() for parameter in module.parameters()}
+    """Keep saved tensors as NumPy arrays, except parameters."""
+    inside = type(module)
+    own = {parameter.data_ptr() for parameter in module.parameters()}
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.data_ptr() in own or tensor.dtype is torch.bfloat16:
@@ -135,7 +169,10 @@ def to_numpy(module: torch.nn.Module) -> torch.nn.Module:
         return tensor.detach().numpy().copy()
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with saved_tensors_hooks(pack, lambda packed: packed if isinstance(packed, torch.Tensor) else torch.from_numpy(packed)):
+        with saved_tensors_hooks(
+            pack,
+            lambda packed: packed if isinstance(packed, torch.Tensor) else torch.from_numpy(packed),
+        ):
             return inside.forward(self, *args, **kwargs)
 
     module.__class__ = type(inside.__name__, (inside,), {"forward": forward})
@@ -143,16 +180,18 @@ def to_numpy(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def selective(module: torch.nn.Module, keeps: str = "addmm") -> torch.nn.Module:
-    """Results of some operations are kept, and the others run again."""
+    """Keep the results of one operation, and recompute the others."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     operation = getattr(torch.ops.aten, keeps).default
-    return checkpoint_wrapper(module, context_fn=partial(create_selective_checkpoint_contexts, [operation]))
+    return checkpoint_wrapper(
+        module, context_fn=partial(create_selective_checkpoint_contexts, [operation])
+    )
 
 
 class Composed:
-    """An object that is called: one wrapper around another."""
+    """A callable object that puts one wrapper around another."""
 
     def __call__(self, module: torch.nn.Module) -> torch.nn.Module:
         from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
