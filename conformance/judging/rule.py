@@ -69,6 +69,10 @@ class Rule:
         baseline: what else is run in the same scenario, and read after the subject's own run: ``vanilla`` is DDP without a hook,
             ``like`` are the references that the claim of that name says; '' is nothing.
         worlds: the world sizes it is judged at.
+        certifies_machine: the reference must pass it before a subject is judged.
+        blamed_for: the kind of failed run (``run_failures.FailedRun.kind``) that fails this rule,
+            whatever scenario it happens in; '' for none.
+        judges_lossy_results: it takes the place of 2.1 and 2.2 for a subject with a lossy claim.
         source: torch documentation, paper or issue number.
         remedy: where to look when it fails.
         check: the function, ``(run, claims, found)``, or ``(runs, claims, found)`` if ``across``.
@@ -86,6 +90,9 @@ class Rule:
     claimed: str
     baseline: str
     worlds: WorldSizes
+    certifies_machine: bool
+    blamed_for: str
+    judges_lossy_results: bool
     source: str
     remedy: str
     check: Callable[..., None]
@@ -137,6 +144,9 @@ def rule(
     claimed: str = "",
     baseline: str = "",
     worlds: WorldSizes = WorldSizes.ALL,
+    certifies_machine: bool = False,
+    blamed_for: str = "",
+    judges_lossy_results: bool = False,
 ) -> Callable[[Callable[..., None]], Rule]:
     """Make a rule of a function and enter it in the book."""
 
@@ -144,7 +154,24 @@ def rule(
         if number in _BOOK:
             raise ValueError(f"rule {number} is in the book twice")
         _BOOK[number] = Rule(
-            number, title, level, since, on, owns, needs, reads_all_runs, may_refuse, claimed, baseline, worlds, source, remedy, check
+            number=number,
+            title=title,
+            level=level,
+            since=since,
+            on=on,
+            owns=owns,
+            needs=needs,
+            reads_all_runs=reads_all_runs,
+            may_refuse=may_refuse,
+            claimed=claimed,
+            baseline=baseline,
+            worlds=worlds,
+            certifies_machine=certifies_machine,
+            blamed_for=blamed_for,
+            judges_lossy_results=judges_lossy_results,
+            source=source,
+            remedy=remedy,
+            check=check,
         )
         return _BOOK[number]
 

@@ -29,6 +29,7 @@ def _judge(run: Run, claims: Claims, found: Found, *kinds: str) -> None:
     on=(VALUES,),
     needs=CONTRACT,
     worlds=WorldSizes.PRIMARY,
+    judges_lossy_results=True,
     source="Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019; Stich et al., Sparsified SGD with Memory, NeurIPS 2018; "
     "Richtarik et al., EF21, NeurIPS 2021",
     remedy="the residual: gradient plus residual, minus what was sent and not what arrived; kept per parameter, across buckets; "
@@ -50,6 +51,7 @@ def held_back_comes_out(run: Run, claims: Claims, found: Found) -> None:
     on=(VALUES,),
     needs=CONTRACT,
     worlds=WorldSizes.PRIMARY,
+    judges_lossy_results=True,
     source="Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, assumption A: a delta-compressor",
     remedy="scales and zero points, the range of a quantizer, the divisor; if the loss is meant, claim a smaller delta",
 )
@@ -68,6 +70,7 @@ def contraction(run: Run, claims: Claims, found: Found) -> None:
     on=(VALUES,),
     needs=CONTRACT,
     worlds=WorldSizes.PRIMARY,
+    judges_lossy_results=True,
     source="Alistarh et al., QSGD, NeurIPS 2017; Wen et al., TernGrad, NeurIPS 2017",
     remedy="rounding to nearest, a draw that is reused, a scale that is left out; what is biased needs feedback",
 )
@@ -86,6 +89,7 @@ def unbiased(run: Run, claims: Claims, found: Found) -> None:
     on=(VALUES, BUCKETS),
     needs=CONTRACT,
     worlds=WorldSizes.PRIMARY,
+    judges_lossy_results=True,
     source="torch documentation, PowerSGDState: start_powerSGD_iter; PostLocalSGDState: start_localSGD_iter",
     remedy="a comparison that is off by one; a count of buckets instead of steps",
 )
@@ -112,6 +116,7 @@ def warm_up(run: Run, claims: Claims, found: Found) -> None:
     on=(VALUES,),
     needs=CONTRACT,
     worlds=WorldSizes.PRIMARY,
+    judges_lossy_results=True,
     source="Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020; Daily et al., GossipGraD, 2018; Lian et al., "
     "Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017 (doubly stochastic weights)",
     remedy="a division that is left out, a partner that is written over, a partner that not every rank agrees on",

@@ -20,6 +20,7 @@ SHIFTED = "the schedule is shifted, or a step was not counted, or counted twice"
     "The average is the mean",
     on=(PLAIN, RANDOM),
     owns=(PLAIN, RANDOM),
+    certifies_machine=True,
     source="torch documentation, Model Averaging; Lin et al., Local SGD, ICLR 2020",
     remedy="the divisor, and the group: the mean over W ranks is the sum divided by W, once",
 )
@@ -36,6 +37,7 @@ def mean_of_parameters(run: Run, claims: Claims, found: Found) -> None:
     "14.2",
     "It averages when it says",
     on=(PLAIN,),
+    certifies_machine=True,
     source="torch documentation, PeriodicModelAverager and HierarchicalModelAverager",
     remedy="the count of steps: whether it begins at 0, whether warm-up steps are counted, whether every call counts",
 )

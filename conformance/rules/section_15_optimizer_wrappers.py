@@ -43,6 +43,7 @@ BASIC = ("15.1", "15.2", "15.3")
     "Steps as the local optimizer",
     on=(PLAIN, ADAM),
     owns=(PLAIN, ADAM),
+    certifies_machine=True,
     source="torch documentation, PostLocalSGDOptimizer and ZeroRedundancyOptimizer: each step is the wrapped optimizer's",
     remedy="step(): whether it steps every parameter, once, with its own gradient; the partition of parameters, and who sends which",
 )
@@ -81,6 +82,7 @@ def asks_once(run: Run, claims: Claims, found: Found) -> None:
     "Post-local SGD as it is defined",
     on=(PLAIN,),
     needs=("15.1", "15.2"),
+    certifies_machine=True,
     source="Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020, algorithm 2",
     remedy="what the averager is given: the parameters themselves, and no copies; nothing is written over what it has made of them",
 )

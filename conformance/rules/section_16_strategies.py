@@ -40,6 +40,7 @@ TORCH = "torch documentation, DistributedDataParallel.no_sync"
     "A micro-batch alone gives the mean",
     on=(PLAIN,),
     owns=(PLAIN,),
+    certifies_machine=True,
     source=f"{TORCH}; {COMPOSER}",
     remedy="whether the last micro-batch synchronises at all; the divisor: the sum over W ranks is divided by W, once",
 )
@@ -57,6 +58,7 @@ def mean_of_one(run: Run, claims: Claims, found: Found) -> None:
     on=(ACCUMULATED, RANDOM),
     owns=(ACCUMULATED, RANDOM),
     needs=("16.1",),
+    certifies_machine=True,
     source=f"{TORCH}; pytorch's test_accumulate_gradients_no_sync; {COMPOSER}",
     remedy="no_sync() around forward and backward of all micro-batches but the last, or an average of all that has accumulated",
 )

@@ -53,6 +53,7 @@ GENERIC = "torch documentation, Generic Join Context Manager"
     "Even inputs",
     on=(PLAIN,),
     owns=(PLAIN,),
+    certifies_machine=True,
     source=TUTORIAL,
     remedy="notify_join_context, which need not wait; __exit__, which asks once more than there are steps",
 )
@@ -104,6 +105,7 @@ def notifies(run: Run, claims: Claims, found: Found) -> None:
     on=(UNEVEN, ORDERED),
     owns=(UNEVEN, ORDERED),
     needs=("17.1", "17.2"),
+    certifies_machine=True,
     source=f"{GENERIC}, JoinHook.main_hook; Join: hooks are iterated over in the given order",
     remedy="a context: ask before each shadowed step whether anybody trains, wait for the answer, then call all main hooks in the "
     "order of the list; a joinable: its main hook has to issue what a step does, on tensors of the same size and dtype",

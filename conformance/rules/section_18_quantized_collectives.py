@@ -30,6 +30,7 @@ from conformance.subjects.claims import Claims
     "What is sent arrives",
     on=(PLAIN,),
     owns=(PLAIN,),
+    certifies_machine=True,
     source="torch documentation, torch.distributed.all_gather, all_to_all, all_to_all_single, scatter",
     remedy="the order of the parts on the wire, and where each is put; a rank that is taken for another",
 )
@@ -47,6 +48,7 @@ def arrives(run: Run, claims: Claims, found: Found) -> None:
     "The round trip loses what it says",
     on=(PLAIN,),
     needs=("18.1",),
+    certifies_machine=True,
     source="IEEE 754; Dettmers et al., ICLR 2022 (blocks with a scale each); Micikevicius et al., FP8 Formats for Deep Learning, 2022",
     remedy="how values are rounded; of which values a scale is the largest, and that it goes with them",
 )

@@ -35,6 +35,7 @@ DOCS = "torch documentation, torch.utils.checkpoint"
     owns=(PLAIN,),
     reads_all_runs=True,
     baseline="vanilla",
+    certifies_machine=True,
     source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016: what is computed again is the same",
     remedy="what runs again in the backward, and on which inputs: detached ones have to ask for gradients as the inputs do",
 )

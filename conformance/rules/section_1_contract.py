@@ -20,6 +20,7 @@ DOC = "torch documentation, DistributedDataParallel.register_comm_hook"
     on=(AS_IS, VALUES),
     owns=(AS_IS,),
     worlds=WorldSizes.PRIMARY,
+    blamed_for="register",
     source=DOC + "; torch.nn.parallel.distributed looks the hook's parameters up by name",
     remedy="the second parameter must be called bucket; annotations must be absent or exactly dist.GradBucket and "
     "torch.futures.Future[torch.Tensor]; `from __future__ import annotations` turns them into strings, which DDP refuses",
@@ -39,6 +40,7 @@ def registers(run: Run, claims: Claims, found: Found) -> None:
     "returns a future of one tensor",
     on=(VALUES,),
     worlds=WorldSizes.PRIMARY,
+    blamed_for="contract",
     source=DOC + "; DDP segfaults on None",
     remedy="a forgotten return; get_future() without .then(lambda fut: fut.value()[0]); a callback that returns a future",
 )
@@ -55,6 +57,7 @@ def future_of_a_tensor(run: Run, claims: Claims, found: Found) -> None:
     "1.3",
     "the result lies in memory as DDP reads it",
     on=(VALUES, BUCKETS, DTYPES, SHAPES),
+    blamed_for="shape",
     source=DOC + "; the reducer takes strided views of the result's storage from its start",
     remedy="return a contiguous tensor of its own: .contiguous() on a slice at offset 0 is not a copy, .clone() is",
 )
@@ -73,6 +76,7 @@ def shape_and_storage(run: Run, claims: Claims, found: Found) -> None:
     "1.4",
     "the result has the bucket's dtype and device",
     on=(VALUES, BUCKETS, DTYPES, SHAPES),
+    blamed_for="dtype",
     source=DOC + "; the reducer's copy truncates to integers or rounds without a word",
     remedy="cast back before the future completes",
 )
@@ -90,6 +94,7 @@ def dtype_and_device(run: Run, claims: Claims, found: Found) -> None:
     on=(VALUES,),
     owns=(VALUES,),
     worlds=WorldSizes.PRIMARY,
+    certifies_machine=True,
     source=DOC + "; DDP waits for the future without a timeout, and Ctrl-C does not reach it",
     remedy="a path that completes no future; a wait inside .then; a collective that not every rank issues; exceptions",
 )

@@ -21,6 +21,7 @@ DOC = "torch documentation, DDP Communication Hooks"
     on=(VALUES, AS_IS),
     needs=("1.1", "1.2", "1.5", "1.9"),
     worlds=WorldSizes.PRIMARY,
+    certifies_machine=True,
     source=DOC,
     remedy="what the hook divides by, and whether every element of the bucket takes part in the collective; "
     "if the result is not meant to be the mean, claim what it is: compressed, unbiased, local, with warmup(k)",
@@ -114,6 +115,7 @@ def shapes(run: Run, claims: Claims, found: Found) -> None:
     owns=(VALUES,),
     needs=("2.1",),
     worlds=WorldSizes.OTHERS,
+    certifies_machine=True,
     source="fairscale#132, hivemind#440: equal on two ranks, different on more; wrong on one",
     remedy="constants that are right for two ranks only; tails where numel is not divisible by the world size; a ring for powers of two",
 )

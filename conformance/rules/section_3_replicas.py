@@ -13,6 +13,7 @@ from conformance.subjects.claims import LOCAL, Claims
     "results are bit-identical on all ranks",
     on=(VALUES,),
     needs=("2.2",),
+    certifies_machine=True,
     source="DDP's contract: replicas start equal and receive equal gradients; b12x#44",
     remedy="sums in an order that depends on the rank; an owner that keeps what it has not sent over the wire",
 )

@@ -157,6 +157,7 @@ def left_behind(run: Run, claims: Claims, found: Found) -> None:
     "9.7",
     "prints no more than it should",
     on=(VALUES,),
+    blamed_for="flood",
     source="rule book; a log that fills the disk stops the training",
     remedy="print on one rank, once",
 )

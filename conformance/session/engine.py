@@ -29,12 +29,9 @@ from conformance.subjects.references import like_other, subjects
 from conformance.subjects.spec import REFERENCE, SubjectSpec, parse_other
 from conformance.subjects.target import parse_target
 
-MACHINE_RULES = ("1.5", "2.1", "2.6", "3.1")  # what the reference must hold before anything is judged
-RESULTS = ("13.1", "13.2", "13.3", "13.4", "13.5")  # what a lossy result is judged by, each under its claim
 HANGS = 3  # runs that may cost their whole deadline before the rest are not run
 # Faults of a peer, where the backend's futures are completed when all are through.
 NOTICED_BY_FUTURES = ("peer_dies", "peer_dies_later", "peer_silent")
-_BLAME = {"register": "1.1", "contract": "1.2", "shape": "1.3", "dtype": "1.4", "flood": "9.7"}
 
 
 class Source:
@@ -92,7 +89,6 @@ class Engine:
         kind = KINDS.get(subject.kind)
         self._plain = kind.scenarios[0] if kind else VALUES
         self._by_name = {scenario.name: scenario for scenario in kind.scenarios} if kind else BY_NAME
-        self._machine_rules = kind.machine if kind else MACHINE_RULES
 
     @property
     def primary(self) -> int:
@@ -117,8 +113,9 @@ class Engine:
         """
         if not self.control:
             return
-        self.control.expect(self._machine_rules)
-        for number in self._machine_rules:
+        certify = [rule.number for rule in self._rules.values() if rule.certifies_machine and rule.kind == self.subject.kind]
+        self.control.expect(certify)
+        for number in certify:
             judgement = self.control.judge(number)
             if not judgement.verdict.holds and not (number == "2.6" and len(self.worlds) == 1):
                 detail = judgement.failures[0].actual if judgement.failures else judgement.reason
@@ -228,7 +225,7 @@ class Engine:
     def _needs(self, rule: Rule) -> tuple[str, ...]:
         """Return what the rule builds on; where the result is lossy, section 13 takes the place of 2.1 and 2.2."""
         if self.claims.lossy and rule.section != "13" and {"2.1", "2.2"} & set(rule.needs):
-            return (*rule.needs, *RESULTS)
+            return (*rule.needs, *(other.number for other in self._rules.values() if other.judges_lossy_results))
         return rule.needs
 
     def _judge_runs(self, rule: Rule) -> Judgement:
@@ -375,9 +372,10 @@ class Engine:
 
     def _blamed(self, run: Run, broken: Breakage) -> str | None:
         """Return the rule that this kind of breaking belongs to, where it reads the run; None where the run's owner is to speak."""
-        number = _BLAME.get(broken.kind, "") if self.subject.kind == HOOK else ""
-        reads = number in self._rules and run.scenario.name in {scenario.name for scenario in self._rules[number].on}
-        return number if reads else None
+        for rule in self._rules.values():
+            if rule.blamed_for == broken.kind and run.scenario.name in {scenario.name for scenario in rule.on}:
+                return rule.number
+        return None
 
     def _does_not_take(self, run: Run) -> bool:
         """Whether it says that it does not take what the run gives it."""

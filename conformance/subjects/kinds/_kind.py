@@ -19,7 +19,6 @@ class Kind:
         summary: one line for people.
         section: of the rule book, all of which it is judged by, and by no other.
         reference: the target that is judged beside every subject, as its control.
-        machine: the rules that the reference has to hold before a subject is judged.
         scenarios: in which ranks work with it; the first is the plainest, and one that breaks it is judged in no other.
         claims: what it can say of itself, by name; each with what reads its arguments.
         default_claims: from the arguments in the target, what it says where nobody says anything: '' if nothing can be told from them.
@@ -32,7 +31,6 @@ class Kind:
     summary: str
     section: str
     reference: str
-    machine: tuple[str, ...]
     scenarios: tuple[Scenario, ...]
     claims: Mapping[str, Reader]
     default_claims: Callable[[Mapping[str, Any]], str]

@@ -48,7 +48,6 @@ AVERAGER = Kind(
     "an averager of parameters, with average_parameters(params)",
     "14",
     reference="hooks_ref:PeriodicModelAverager,period=4,warmup_steps=10",
-    machine=("14.1", "14.2"),
     scenarios=(PLAIN, RANDOM, FORMS, DTYPES, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
     claims={"periodic": _periodic, "hierarchical": _hierarchical, "like": like(*_REFERENCES)},
     default_claims=_default,

@@ -115,7 +115,6 @@ COLLECTIVE = Kind(
     "a quantized collective, called as one of torch.distributed's",
     "18",
     reference="hooks_ref:auto_quantize,func=all_gather,qtype=FP16",
-    machine=("18.1", "18.2"),
     scenarios=(PLAIN, FORMS, SUBGROUPS, CALLED, ORDERED, WAITED, SPECIAL, REPEATED),
     claims={
         **{"collective": _named(COLLECTIVES), "rounded": _named(ROUNDED), "blocks": _blocks, "bounded": _bounded},

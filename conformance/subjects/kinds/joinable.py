@@ -18,7 +18,6 @@ JOINABLE = Kind(
     "a join context, as torch's Join, or a joinable",
     "17",
     reference="hooks_ref:Join",
-    machine=("17.1", "17.3"),
     scenarios=SCENARIOS,
     claims={},
     default_claims=lambda arguments: "",

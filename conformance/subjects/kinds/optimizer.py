@@ -33,7 +33,6 @@ OPTIMIZER = Kind(
     "an optimizer wrapper: what takes a local optimizer and an averager, or a sharded optimizer",
     "15",
     reference="hooks_ref:PostLocalSGDOptimizer",
-    machine=("15.1", "15.3"),
     scenarios=(
         *(PLAIN, ADAM, RANDOM, GROUPS, SCHEDULED, CLOSURE, ZEROED, UNUSED, DTYPES, SUBGROUPS, ORDERED, SAVED, RESUMED, RELOADED),
         *(DDP, DDP_VIEWS, UNEVEN),

@@ -59,7 +59,6 @@ STRATEGY = Kind(
     "a sync strategy, called for each micro-batch with any of model, is_final_microbatch, optimizers",
     "16",
     reference="hooks_ref:ddp_sync_context,sync_strategy=forced_sync",
-    machine=("16.1", "16.2"),
     scenarios=(
         *(PLAIN, ACCUMULATED, RANDOM, MICROBATCHES, RANKS, VIEWS, COMBINED, SHARED, KEPT, FORMS, SPARSE, SUBGROUPS, ORDERED),
         *(RAISES, WITHOUT, NO_DDP, COUNTED, CLAIM),

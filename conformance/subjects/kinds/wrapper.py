@@ -50,7 +50,6 @@ WRAPPER = Kind(
     "a wrapper of modules, which takes one and returns one in its place",
     "19",
     reference="hooks_ref:checkpoint_wrapper,checkpoint_impl=NO_REENTRANT",
-    machine=("19.1",),
     scenarios=(
         *(PLAIN, RANDOM, CALLS, CONTAINERS, FIRST, STATIC, ACCUMULATED, SUBGROUPS, TWICE, UNUSED, MODES, AUTOCAST, RAISES),
         *(HOOKED, MODULE),
