@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not any(given[name] for name in ("hook", "setup", "replay", *KINDS)):
         if any(_names_the_kit(argument, config.option.pyargs) for argument in config.args):
             others = ", ".join(f"--{name}" for name in ("setup", *KINDS))
-            raise pytest.UsageError(f"no subject: pass --hook module:attribute (or {others}, or --replay)")
+            raise pytest.UsageError(f"no subject: pass --hook module:attribute (or {others}, or --replay); in CI, set CONFORMANCE_OPTIONS")
         return
     if given.get("numprocesses"):
         raise pytest.UsageError("conformance runs ranks of its own: leave out -n")
