@@ -18,7 +18,7 @@ from conformance.kinds import KINDS
 from conformance.nodes.attach import ranks_for
 from conformance.options import ATTACH_WAIT, DEADLINE, TEXT_OPTIONS, WORLD_SIZES, Options
 from conformance.pool import Ranks
-from conformance.preflight import check
+from conformance.preflight import check, set_aside
 
 POOL = pytest.StashKey[Ranks]()
 _SUBJECTS = ("hook", "setup", *KINDS)
@@ -69,13 +69,24 @@ def options_of(given: argparse.Namespace) -> Options:
 
 def _can_run(given: argparse.Namespace) -> bool:
     """Refuse what can be refused before torch is imported."""
+    options = options_of(given)
     try:
-        check(options_of(given))
+        _check(options, judges=not given.collectonly)
     except UsageError as error:
         raise pytest.UsageError(str(error)) from error
     except ConformanceError:
         return False  # pytest_configure says so: only from there on does pytest know exit codes
     return True
+
+
+def _check(options: Options, *, judges: bool) -> None:
+    try:
+        check(options)
+    except UsageError:
+        # There will be no session that would do this.
+        if judges:
+            set_aside(options)
+        raise
 
 
 def _start_host(config: pytest.Config, options: Options) -> None:

@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if given.get("numprocesses"):
         raise pytest.UsageError("conformance runs ranks of its own: leave out -n")
     try:
-        session = Session(options_of(config.option), config.stash.get(POOL, None))
+        session = Session(options_of(config.option), config.stash.get(POOL, None), collect_only=config.option.collectonly)
     except UsageError as error:
         raise pytest.UsageError(str(error)) from error
     except ConformanceError as error:
@@ -230,6 +230,8 @@ def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config:
         kind = kinds.get(type(state.error), type(state.error).__name__)
         terminalreporter.line(f"{kind}: {state.error}", red=True)
         terminalreporter.line("no certificate was written")
+        for note in state.session.notes:
+            terminalreporter.line(note)
     elif state.proposed:
         for line in state.proposed:
             terminalreporter.line(line, green=line.startswith("proposed"))
