@@ -16,7 +16,7 @@ import pytest
 from conformance.cli._shared import POOL
 from conformance.errors import ConformanceError, UsageError
 from conformance.session.options import ATTACH_WAIT, DEADLINE, TEXT_OPTIONS, WORLD_SIZES, Options, options_of
-from conformance.session.preflight import check
+from conformance.session.preflight import check, set_aside
 from conformance.session.session import ranks_for
 from conformance.subjects.kinds import KINDS
 
@@ -61,13 +61,24 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
 
 def _can_run(given: argparse.Namespace) -> bool:
     """Refuse what can be refused before torch is imported."""
+    options = options_of(given)
     try:
-        check(options_of(given))
+        _check(options, judges=not given.collectonly)
     except UsageError as error:
         raise pytest.UsageError(str(error)) from error
     except ConformanceError:
         return False  # pytest_configure says so: only from there on does pytest know exit codes
     return True
+
+
+def _check(options: Options, *, judges: bool) -> None:
+    try:
+        check(options)
+    except UsageError:
+        # There will be no session that would do this.
+        if judges:
+            set_aside(options)
+        raise
 
 
 def _start_host(config: pytest.Config, options: Options) -> None:

@@ -1,15 +1,19 @@
 """A certificate says no more than what was run."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from conformance.certificates.certificate import REQUIRED_WORLDS, SCHEMA, conclude, digest, remove_stale
-from conformance.errors import CERTIFIED, KIT_ERROR, NO_RULES, NOT_CERTIFIED, REFUSED, KitError
+from conformance.certificates.certificate import REQUIRED_WORLDS, SCHEMA, conclude, digest
+from conformance.errors import CERTIFIED, KIT_ERROR, NO_RULES, NOT_CERTIFIED, REFUSED, KitError, UsageError
 from conformance.judging.rule import Rule, golden_list
 from conformance.judging.verdict import Judgement, Verdict
 from conformance.records.files import write_json
+from conformance.session.options import Options
+from conformance.session.preflight import results_folder, set_aside
+from conformance.subjects.spec import SubjectSpec
 
 
 def judgements(rules: dict[str, Rule], **changed: Verdict) -> dict[str, Judgement]:
@@ -82,12 +86,33 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
         write_json(tmp_path / "missing" / "certificate.json", {})
 
 
-def test_only_its_own_stale_certificate_is_removed(tmp_path: Path) -> None:
-    mine, other = tmp_path / "mine.json", tmp_path / "other.json"
-    mine.write_text(json.dumps({"schema": SCHEMA}))
+def test_only_files_of_the_kit_are_set_aside(tmp_path: Path) -> None:
+    mine, previous, other = (tmp_path / name for name in ("mine.json", "mine.previous.json", "other.json"))
+    for day in ("monday", "tuesday"):
+        mine.write_text(json.dumps({"schema": SCHEMA, "date": day}))
+        assert set_aside(Options(certificate=str(mine))) == [f"the certificate of an earlier run is now {previous}"]
+        assert not mine.exists()
+        assert json.loads(previous.read_text())["date"] == day
     other.write_text(json.dumps({"precious": True}))
-    assert remove_stale(mine)
-    assert not mine.exists()
-    assert not remove_stale(other)
+    for path in (other, tmp_path / "absent.json", tmp_path, Path("/dev/full")):
+        assert set_aside(Options(certificate=str(path))) == []
     assert other.exists()
-    assert not remove_stale(tmp_path / "absent.json")
+    mine.write_text(json.dumps({"schema": SCHEMA}))
+    previous.write_text("precious")
+    with pytest.raises(UsageError, match="is in the way"):
+        set_aside(Options(certificate=str(mine)))
+    assert previous.read_text() == "precious"
+
+
+def test_each_combination_of_settings_has_a_folder() -> None:
+    def folder(target: str, state: str | None = None, claims: str | None = None) -> str:
+        return results_folder(SubjectSpec(hook=target, state=state), claims).name
+
+    assert folder("mypkg.hooks:my_hook") == "mypkg.hooks_my_hook"
+    assert folder("mypkg:half", claims="sum") == "mypkg_half-sum"
+    assert re.fullmatch(r"mypkg_half-pg-rounded_float16_-[0-9a-f]{8}", folder("mypkg:half", "pg", "rounded(float16)"))
+    alike = [("a:b,c=(1,2)",), ("a:b,c=[1,2]",), ("a:b", "m:f,c=1"), ("a:b", "m:f,c_1"), ("a:b,c=1",), ("a:b", None, "c=1"), ("a:b",)]
+    long = [("a:" + "b" * 300,), ("a:" + "b" * 301,), ("a:b", "m:" + "f" * 300), ("a:b", "m:" + "f" * 301)]
+    names = [folder(*given) for given in alike + long]
+    assert len(set(names)) == len(names)
+    assert max(len(name) for name in names) < 250

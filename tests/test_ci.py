@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,9 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from conformance.__main__ import main
-from conformance.errors import ProfileError
+from conformance.errors import ProfileError, UsageError
 from tests import ci_templates
+from tests.certificates import certificate, written
 from tests.ci_templates import ACTION, BUILDKITE, CI, GITLAB, SCHEMAS, WORKFLOW, Command
 from tests.test_statement import lint
 
@@ -53,7 +55,9 @@ def shell(text: str, folder: Path, *arguments: str, **environment: str) -> Done:
     """Run a command as CI systems do: by a shell that stops at the first error."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(OF_CI)}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    settings = {"PATH": path, "PYTHONPATH": str(ROOT), "TOX_CURRENT_ENV": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    # tox-current-env runs this Python by a link of its own, from which Python does not find the virtual environment that it is in.
+    packages = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
+    settings = {"PATH": path, "PYTHONPATH": packages, "TOX_CURRENT_ENV": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     done = subprocess.run(
         ["bash", "-eo", "pipefail", "-c", text, "ci", *arguments],
         cwd=folder, env={**inherited, **settings, **environment}, text=True, check=False, timeout=600,
@@ -224,6 +228,32 @@ def test_variables_come_to_where_they_are_meant_for(checkout: Path) -> None:
     assert "conformance gate --baseline 'my base.json' conformance-results/certificate.json\n" in said
     assert "deps = /somewhere/mypkg\n" in said
     assert f"change_dir = {checkout}\n" in said
+
+
+def test_tox_runs_nothing_but_the_environments_python(checkout: Path) -> None:
+    """With system_site_packages pip installs no script of a package that the machine has; tox would refuse it and exit with 1."""
+    said = shell(f"tox config -c {ROOT} -e ALL -k commands_pre commands commands_post", checkout).said
+    keys = re.findall(r"^(?:commands\w*) =(.*(?:\n  .*)*)", said, re.MULTILINE)
+    found = [line.strip() for key in keys for line in key.splitlines() if line.strip()]
+    assert len(keys) == 3 * len(re.findall(r"^\[testenv:", (ROOT / "tox.ini").read_text(), re.MULTILINE)), said
+    assert len(found) >= len(keys) / 3
+    assert [line for line in found if not line.startswith("python ")] == []
+
+
+@pytest.mark.parametrize("profile", ["gloo", "nccl"])
+def test_a_job_that_names_no_subject_fails(profile: str, checkout: Path, tmp_path: Path) -> None:
+    """Its page does not show the results of an earlier job, in a folder that was kept."""
+    results = tmp_path / RESULTS
+    results.mkdir()
+    written(results / "certificate.json", certificate())
+    (results / "statement.json").write_text("{}")
+    for _ in range(2):
+        done = shell(f"tox -c {checkout} -e gate-{profile}", tmp_path, TOX_WORK_DIR=str(checkout / "tox"))
+        assert done.code == UsageError.exit_code == 4, done.said
+        (line,) = (line for line in done.said.splitlines() if "no subject: pass --hook" in line)
+        assert "set CONFORMANCE_OPTIONS" in line
+        assert {path.name for path in results.iterdir()} == {"summary.md"}
+        assert "### NOT JUDGED" in (results / "summary.md").read_text()
 
 
 @pytest.fixture

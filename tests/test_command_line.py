@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from conformance.__main__ import main
 from conformance.certificates.certificate import digest
-from conformance.errors import ConformanceError
+from conformance.errors import ConformanceError, UsageError
 from conformance.hosts.pool import Pool
 from conformance.judging.verdict import Verdict
 from conformance.session.options import Options
 from conformance.session.session import Session
+from tests.certificates import certificate, written
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMS = {
@@ -98,10 +100,10 @@ def test_a_whole_run_writes_a_certificate(project: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CERTIFIED  mypkg:mean  as exact" in done.stdout
     folder = project / "conformance-results" / "mypkg_mean"
-    certificate = json.loads((folder / "certificate.json").read_text())
-    assert certificate["digest"] == digest(certificate)
-    assert certificate["profile"]["world sizes"] == [1, 2, 3, 4]
-    assert certificate["subject"]["sha256"]["mypkg"]
+    made = json.loads((folder / "certificate.json").read_text())
+    assert made["digest"] == digest(made)
+    assert made["profile"]["world sizes"] == [1, 2, 3, 4]
+    assert made["subject"]["sha256"]["mypkg"]
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     assert 'errors="0" failures="0"' in (project / "junit.xml").read_text()
     # Other tests of the same run may fail: a certificate does not hide that.
@@ -113,8 +115,9 @@ def test_a_whole_run_writes_a_certificate(project: Path) -> None:
     (project / "mypkg.py").write_text(HOOKS.replace("div_(dist.get_world_size(state))", "div_(1)"))
     done = certify(project, "--hook", "mypkg:mean", "--rule", "2.1")
     assert done.returncode == 1
-    assert "removed the certificate of an earlier run" in done.stdout
+    assert "the certificate of an earlier run is now conformance-results/mypkg_mean/certificate.previous.json" in done.stdout
     assert not (folder / "certificate.json").exists()
+    assert json.loads((folder / "certificate.previous.json").read_text())["replayed from records of"] == made["date"]
 
 
 def test_a_refusal_says_why_and_what_would_hold(project: Path) -> None:
@@ -223,6 +226,80 @@ def test_bad_input_is_one_clear_line(project: Path, arguments: list[str], code: 
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.fixture
+def earlier(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the results of an earlier run, which certified mypkg:mean."""
+    monkeypatch.chdir(project)
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    folder = project / "conformance-results" / "mypkg_mean"
+    folder.mkdir(parents=True)
+    body = certificate("mypkg:mean", "exact")
+    written(folder / "certificate.json", body)
+    written(folder / "report.json", {**{key: body[key] for key in body if key != "schema"}, "verdict": "certified", "reasons": []})
+    (folder / "report.html").write_text("<!doctype html>")
+    assert main(["gate", str(folder / "certificate.json")]) == 0
+    return folder
+
+
+def is_set_aside(folder: Path, capsys: pytest.CaptureFixture[str]) -> bool:
+    """Whether the earlier results have other names, so that neither the gate nor the summary takes them for new."""
+    names = {path.name for path in folder.iterdir()}
+    if names == {"certificate.json", "report.json", "report.html"}:
+        return False
+    assert names == {"certificate.previous.json", "report.previous.json", "report.previous.html"}
+    capsys.readouterr()
+    assert main(["gate", str(folder / "certificate.json")]) == 4
+    assert main(["summary", "conformance-results"]) == 0
+    assert capsys.readouterr().out.startswith("### NOT JUDGED")
+    return True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--world-size", "two"], 4),  # refused before torch is imported
+        (["--rule", "99"], 4),
+        (["--backend", "nccl", "--device", "cpu"], 8),
+    ],
+)
+def test_a_run_that_fails_early_leaves_no_earlier_results(
+    earlier: Path, project: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int
+) -> None:
+    assert certify(project, "--hook", "mypkg:mean", *arguments).returncode == code
+    assert is_set_aside(earlier, capsys)
+
+
+def test_nor_does_a_subject_that_cannot_be_loaded(earlier: Path, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "mypkg.py").write_text(HOOKS + "def broken(:\n")
+    done = certify(project, "--hook", "mypkg:mean")
+    assert done.returncode == 9
+    assert "the certificate of an earlier run is now" in done.stdout
+    assert is_set_aside(earlier, capsys)
+
+
+def test_a_certificate_of_a_subject_that_is_misnamed_is_set_aside(earlier: Path) -> None:
+    with pytest.raises(UsageError):
+        Session(Options(hook="mypkg", certificate=str(earlier / "certificate.json")))
+    assert not (earlier / "certificate.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--hook", "mypkg:mean", "--collect-only"], 0),
+        (["--hook", "mypkg:mean", "--collect-only", "--world-size", "two"], 4),
+        (["--hook", "mypkg:mean", "--list-rules"], 0),
+        (["--hook", "mypkg:mean", "--no-such-option"], 4),
+        (["--hook", "mypkg:mean", "--claims", "exakt"], 4),  # other settings, and so another folder
+    ],
+)
+def test_earlier_results_stay_when_no_run_begins(
+    earlier: Path, project: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int
+) -> None:
+    assert certify(project, *arguments).returncode == code
+    assert not is_set_aside(earlier, capsys)
+
+
 @pytest.mark.parametrize("narrowed", [["-k", "1.9"], ["-m", "should"], ["--deselect", "rules/section_9_non_interference.py"]])
 def test_a_narrowed_run_is_a_development_run(project: Path, narrowed: list[str]) -> None:
     done = certify(project, "--hook", "mypkg:mean", "--world-size", "1", *narrowed, "--certificate", "c.json")
@@ -312,6 +389,8 @@ def test_records_can_be_judged_again(project: Path) -> None:
     again = certify(project, "--replay", "kept", "--rule", "2.1,2.2,9.1")
     assert again.returncode == 7, again.stdout + again.stderr
     assert "3 passed" in again.stdout
+    # Claims of the command line belong to the records: results go into the folder of these settings.
+    assert {path.name for path in (project / "conformance-results").iterdir()} == {"mypkg_total-sum"}
     refused = certify(project, "--replay", "kept", "--rule", "2.1", "--claims", "exact")
     assert refused.returncode == 1
     assert "the sum was not divided" in refused.stdout

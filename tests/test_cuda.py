@@ -98,7 +98,7 @@ def gate() -> list[str]:
     read.read(ROOT / "tox.ini")
     words = shlex.split(read["testenv:nccl"]["commands"].replace("\\\n", " "))
     at = next(index for index, word in enumerate(words) if word.startswith("{posargs"))
-    return [sys.executable, "-m", *words[:at]]
+    return [sys.executable, *words[1:at]]
 
 
 @pytest.mark.parametrize("required", ["", "chosen", "nccl-nowhere"])

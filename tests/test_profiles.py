@@ -281,7 +281,10 @@ def test_a_backend_that_a_package_registers(pool: Pool, tmp_path: Path) -> None:
         ({"backend": "mpi", "require_profile": "mpi-cpu"}, 1, "--require-profile mpi-cpu: profile mpi-cpu: not run"),
     ],
 )
-def test_what_cannot_be_run_is_not_run(pool: Pool, given: dict[str, str], code: int, said: str) -> None:
+def test_what_cannot_be_run_is_not_run(
+    pool: Pool, given: dict[str, str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # earlier results in this folder stay where they are
     if given.get("backend") == "mpi" and dist.is_mpi_available():
         pytest.skip("this torch was built with mpi")
     with pytest.raises(ProfileError) as caught:

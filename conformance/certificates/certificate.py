@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from conformance.errors import CERTIFIED, KIT_ERROR, NO_RULES, NOT_CERTIFIED, REFUSED
@@ -143,14 +142,3 @@ def kit_identity() -> dict[str, Any]:
     except metadata.PackageNotFoundError:
         version = "not installed"
     return {"version": version, "golden list": hashlib.sha256(GOLDEN.read_bytes()).hexdigest()}
-
-
-def remove_stale(path: Path) -> bool:
-    """Remove a certificate of an earlier run at ``path``; leave any other file alone. Returns whether it did."""
-    try:
-        stale = json.loads(path.read_text()).get("schema") == SCHEMA
-    except (OSError, ValueError, AttributeError):
-        return False
-    if stale:
-        path.unlink()
-    return stale

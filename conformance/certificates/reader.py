@@ -131,6 +131,18 @@ def is_report(body: Mapping[str, Any]) -> bool:
     return "schema" not in body and isinstance(body.get("verdict"), str) and isinstance(body.get("rules"), list)
 
 
+def is_result(path: Path) -> bool:
+    """Whether a file is a certificate or a report of the kit, by its schema."""
+    # Only regular files are opened: reading a pipe or /dev/full would never end.
+    if not path.is_file():
+        return False
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(body, dict) and (body.get("schema") == SCHEMA or is_report(body))
+
+
 def flaws(certificate: CertificateFile) -> list[str]:
     """Return why a certificate is none by this kit's golden list, one line each; nothing where it is one."""
     if not certificate.of_this_kit:

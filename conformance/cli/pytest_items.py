@@ -67,12 +67,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if not any(given[name] for name in ("hook", "setup", "replay", *KINDS)):
         if any(_names_the_kit(argument, config.option.pyargs) for argument in config.args):
             others = ", ".join(f"--{name}" for name in ("setup", *KINDS))
-            raise pytest.UsageError(f"no subject: pass --hook module:attribute (or {others}, or --replay)")
+            raise pytest.UsageError(f"no subject: pass --hook module:attribute (or {others}, or --replay); in CI, set CONFORMANCE_OPTIONS")
         return
     if given.get("numprocesses"):
         raise pytest.UsageError("conformance runs ranks of its own: leave out -n")
     try:
-        session = Session(options_of(config.option), config.stash.get(POOL, None))
+        session = Session(options_of(config.option), config.stash.get(POOL, None), collect_only=config.option.collectonly)
     except UsageError as error:
         raise pytest.UsageError(str(error)) from error
     except ConformanceError as error:
@@ -232,6 +232,8 @@ def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config:
         kind = kinds.get(type(state.error), type(state.error).__name__)
         terminalreporter.line(f"{kind}: {state.error}", red=True)
         terminalreporter.line("no certificate was written")
+        for note in state.session.notes:
+            terminalreporter.line(note)
     elif state.proposed:
         for line in state.proposed:
             terminalreporter.line(line, green=line.startswith("proposed"))

@@ -13,7 +13,7 @@ TEXT_OPTIONS = {
     "setup": "instead of --hook: module:function, called with the DDP module, that registers or returns (state, hook)",
     **{name: f"instead of --hook: {kind.summary}: module:attribute[,key=value...]" for name, kind in KINDS.items()},
     "claims": 'what the subject says of itself, e.g. "rounded(float16), world_only"; auto proposes some; default: exact',
-    "certificate": "where to write the certificate; default: conformance-results/<subject>/certificate.json",
+    "certificate": "where to write the certificate; default: conformance-results/<subject and settings>/certificate.json",
     "records": "folder in which the records of all runs are kept",
     "attach": "run on the hosts that torchrun has started (-m conformance.host): HOST:PORT, its --rdzv-endpoint",
     "replay": "judge the records in this folder instead of running anything",

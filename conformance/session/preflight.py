@@ -1,6 +1,8 @@
 """What can be known of a command line before anything is imported or run."""
 
 import contextlib
+import hashlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,15 +77,84 @@ def parse_worlds(text: str) -> tuple[int, ...]:
     return worlds
 
 
-def results_folder(subject: SubjectSpec) -> Path:
-    """Return the folder for what a session says of a subject, in the current directory."""
-    slug = "".join(char if char.isalnum() or char in "._-" else "_" for char in subject.name)[:120]
-    return Path("conformance-results") / slug
+def results_folder(subject: SubjectSpec, claims: str | None = None) -> Path:
+    """Return the folder for the results of a subject with its settings, in the current directory.
+
+    Settings are the arguments of the target, the state, and the claims of the command line. Each combination has a folder of its
+    own, so that certifying one does not replace the certificate of another; without any, the folder is named after the target alone.
+
+    Args:
+        claims: those of the command line; others are not known before the subject is loaded.
+    """
+    target, _, arguments = subject.name.partition(",")
+    name = _slug(target)[:120]
+    given = [text for text in (arguments, subject.state, claims) if text]
+    settings = "-".join(given)
+    readable = _slug(settings)[:80]
+    if settings:
+        name += f"-{readable}"
+    if readable != settings or len(target) > 120:
+        # Different settings may look alike once characters are replaced or cut off.
+        whole = json.dumps([subject.name, subject.state, claims])
+        name += f"-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+    return Path("conformance-results") / name
+
+
+def _slug(text: str) -> str:
+    return "".join(char if char.isalnum() or char in "._-" else "_" for char in text)
 
 
 def certificate_path(options: Options, subject: SubjectSpec) -> Path:
     """Return where a certificate would be written."""
-    return Path(options.certificate) if options.certificate else results_folder(subject) / "certificate.json"
+    return Path(options.certificate) if options.certificate else results_folder(subject, options.claims) / "certificate.json"
+
+
+def set_aside(options: Options) -> list[str]:
+    """Rename the certificate and the report of an earlier run to ``*.previous.*``; return a line if there was a certificate.
+
+    A run does this before anything can fail: otherwise the results of the earlier run would pass for its own. Files of others are
+    left alone.
+
+    Raises:
+        UsageError: a file cannot be renamed.
+    """
+    # Imported here, since pytest imports this module in every run of an environment that has the kit.
+    from conformance.certificates.reader import is_result
+
+    certificate, report = _result_paths(options)
+    if report and is_result(report):
+        _rename(report)
+        _rename(report.with_suffix(".html"))
+    if certificate is None or not is_result(certificate):
+        return []
+    previous = _previous(certificate)
+    if previous.exists() and not is_result(previous):
+        raise UsageError(f"{certificate}: is of an earlier run and cannot be renamed: {previous} is in the way")
+    _rename(certificate)
+    return [f"the certificate of an earlier run is now {previous}"]
+
+
+def _result_paths(options: Options) -> tuple[Path | None, Path | None]:
+    """Return the paths of certificate and report, as far as the options name them."""
+    try:
+        subject = subject_of(options)
+    except UsageError:  # check() raises it again
+        return (Path(options.certificate) if options.certificate else None), None
+    return certificate_path(options, subject), results_folder(subject, options.claims) / "report.json"
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.previous{path.suffix}")
+
+
+def _rename(path: Path) -> None:
+    """Rename a file, if it is there. Raises: UsageError."""
+    try:
+        path.replace(_previous(path))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise UsageError(f"{path}: is of an earlier run and cannot be renamed ({error.strerror})") from error
 
 
 def require_writable(path: Path) -> None:

@@ -108,7 +108,7 @@ def write_report(session: Session, conclusion: Conclusion) -> None:
     report = {**session.header, "verdict": conclusion.verdict, "reasons": conclusion.reasons, "rules": rules}
     write_json(session.folder / "report.json", report)
     environment = Environment(
-        loader=PackageLoader("conformance.session", "."), autoescape=select_autoescape(), trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("conformance.session.session", "."), autoescape=select_autoescape(), trim_blocks=True, lstrip_blocks=True
     )
     sections = {f"{number} {title}": [r for r in rules if r["rule"].partition(".")[0] == number] for number, title in SECTIONS.items()}
     page = environment.get_template("report.html.jinja").render(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conformance.certificates.certificate import Conclusion, conclude, kit_identity, remove_stale
+from conformance.certificates.certificate import Conclusion, conclude, kit_identity
 from conformance.errors import ProfileError, TargetError, UsageError
 from conformance.hosts.pool import Pool
 from conformance.hosts.ranks_protocol import Ranks
@@ -21,7 +21,16 @@ from conformance.scenarios.profiles import GLOO_CPU, recorded_profile, require, 
 from conformance.session.claim_search import Tried, propose
 from conformance.session.engine import Engine, Source, make_engine
 from conformance.session.options import Options
-from conformance.session.preflight import certificate_path, check, parse_worlds, profile_asked, required, results_folder, subject_of
+from conformance.session.preflight import (
+    certificate_path,
+    check,
+    parse_worlds,
+    profile_asked,
+    required,
+    results_folder,
+    set_aside,
+    subject_of,
+)
 from conformance.session.run_sources import LocalSource, ReplaySource, new_records_folder
 from conformance.subjects.claims import AUTO, Claims, default_claims, parse_claims
 from conformance.subjects.kinds import HOOK
@@ -34,16 +43,18 @@ SESSION = "session.json"
 class Session:
     """Judges one subject and concludes. A context manager.
 
-    The constructor checks everything that can be checked without running anything.
+    The constructor checks everything that can be checked without running anything. Before that, it sets aside the certificate and
+    the report of an earlier run, unless ``collect_only``: whatever stops this run must not leave them as its results.
 
     Raises:
         UsageError: the options cannot be run as written.
         ProfileError: this machine cannot run the profile.
     """
 
-    def __init__(self, options: Options, pool: Ranks | None = None) -> None:
+    def __init__(self, options: Options, pool: Ranks | None = None, *, collect_only: bool = False) -> None:
         self.options = options
         self.rules = book()
+        self.notes: list[str] = [] if collect_only else set_aside(options)
         self._kept: dict[str, Any] = {}
         if options.replay and not options.attach:
             self._kept = _read_kept(Path(options.replay))
@@ -51,24 +62,27 @@ class Session:
             named = {name: kept[name] for name in ("hook", "state", "setup")}
             if kept.get("target"):
                 named[kept["kind"]] = kept["target"]
+            if self._kept["claims"].get("said by") == "--claims":
+                named["claims"] = options.claims or self._kept["claims"]["text"]
             worlds = ",".join(map(str, self._kept["profile"]["world sizes"]))
             profile = self._kept["profile"]
             self.options = options = replace(
                 options, **named, world_size=worlds, backend=profile["backend"], device=profile["device"], backend_import=None
             )
+            if not collect_only:
+                self.notes += set_aside(options)  # now that the records have named the subject
         check(options)
         self.subject: SubjectSpec = subject_of(options)
         self.profile = recorded_profile(self._kept["profile"]) if self._kept else profile_asked(options)
         self.selected = select_rules(self.rules, options.rule, self.subject.kind, self.profile.device)
         self.worlds = parse_worlds(options.world_size)
-        self.folder = results_folder(self.subject)
+        self.folder = results_folder(self.subject, options.claims)
         self.certificate_path = certificate_path(options, self.subject)
         self.records = new_records_folder(Path(options.records)) if options.records else None
         self.pool = None if options.replay else pool or ranks_for(options)
         self.engine: Engine | None = None
         self.judgements: dict[str, Judgement] = {}
         self.header: dict[str, Any] = {}
-        self.notes: list[str] = []
 
     def __enter__(self) -> "Session":
         return self
@@ -138,7 +152,7 @@ class Session:
         return self.judgements[number]
 
     def conclude(self, plugins: list[str] | None = None) -> Conclusion:
-        """Weigh what was judged; write the certificate when there is one, and remove one that no longer holds.
+        """Weigh what was judged, and write the certificate when there is one.
 
         Raises:
             KitError: the certificate could not be written.
@@ -151,8 +165,9 @@ class Session:
         if conclusion.certificate:
             self.certificate_path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.certificate_path, conclusion.certificate)
-        elif conclusion.verdict == "refused" and remove_stale(self.certificate_path):
-            self.notes.append(f"removed the certificate of an earlier run: {self.certificate_path}")
+        else:
+            # A run beside this one may have written a certificate since; the report that follows is of this run.
+            self.notes += set_aside(self.options)
         return conclusion
 
     def close(self) -> None:
