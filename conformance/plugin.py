@@ -20,7 +20,7 @@ from conformance.session.preflight import check, set_aside
 from conformance.session.session import ranks_for
 from conformance.subjects.kinds import KINDS
 
-_SUBJECTS = ("hook", "setup", *KINDS)
+_SUBJECTS = ("setup", *KINDS)
 _OURS = ("--hook", "--setup", "--replay", "--list-rules")  # other suites may well have an --optimizer
 
 

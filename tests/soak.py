@@ -17,7 +17,7 @@ import time
 from conformance.judging.rule import MUST
 from conformance.judging.verdict import Verdict
 from conformance.rules import book
-from conformance.subjects.kinds import HOOK, KINDS
+from conformance.subjects.kinds import KINDS
 from tests import test_mutants, test_right
 from tests.cases import WORKERS, Case, judges
 from tests.hooks_ref import test_certified
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--named", action="store_true", help="judge them by the rules that they break, not by the whole book")
     parser.add_argument("--only", default="", help="judge those alone in whose name and claims this is found, as in 'exact|rounded'")
     parser.add_argument("--world-size", default="", metavar="N,N", help="judge right subjects at these instead of up to 4")
-    parser.add_argument("--kind", nargs="+", choices=(HOOK, *KINDS), default=[HOOK, *KINDS], help="judge subjects of these kinds alone")
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS, help="judge subjects of these kinds alone")
     options = parser.parse_args()
     burners = [multiprocessing.Process(target=spin, daemon=True) for _ in range(options.load)]
     for burner in burners:

@@ -16,7 +16,7 @@ from conformance.certificates.certificate import REQUIRED_WORLDS, SCHEMA, digest
 from conformance.errors import CertificateError, UsageError
 from conformance.judging.rule import MUST, golden_list
 from conformance.judging.verdict import Verdict
-from conformance.subjects.kinds import HOOK, KINDS
+from conformance.subjects.kinds import KINDS
 
 _SHAPE: dict[str, Any] = {
     "kit": {"version": str, "golden list": str},
@@ -149,7 +149,7 @@ def flaws(certificate: CertificateFile) -> list[str]:
         kit = kit_identity()
         theirs, ours = certificate.golden[:16], kit["golden list"][:16]
         return [f"was judged by the golden list {theirs} of kit {certificate.body['kit']['version']}; that of this kit is {ours}"]
-    if certificate.kind not in (HOOK, *KINDS):
+    if certificate.kind not in KINDS:
         return [f"is of a kind of subject that this kit does not know: {certificate.kind!r}"]
     found = [] if certificate.body.get("certified") is True else ["is of a development run: it does not say that it is certified"]
     return [*found, *_rules_missing(certificate), *_worlds_missing(certificate), *_contradictions(certificate)]

@@ -64,9 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
     given = vars(config.option)
     if "world_size" not in given or config.option.list_rules:
         return
-    if not any(given[name] for name in ("hook", "setup", "replay", *KINDS)):
+    if not any(given[name] for name in ("setup", "replay", *KINDS)):
         if any(_names_the_kit(argument, config.option.pyargs) for argument in config.args):
-            others = ", ".join(f"--{name}" for name in ("setup", *KINDS))
+            others = ", ".join(f"--{name}" for name in ("setup", *list(KINDS)[1:]))
             raise pytest.UsageError(f"no subject: pass --hook module:attribute (or {others}, or --replay); in CI, set CONFORMANCE_OPTIONS")
         return
     if given.get("numprocesses"):

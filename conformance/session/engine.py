@@ -19,15 +19,14 @@ from conformance.judging.rule import Rule, WorldSizes
 from conformance.judging.run_failures import Breakage, breakage, refused
 from conformance.judging.verdict import NOT_CLAIMED, Failure, Found, Judgement, Verdict
 from conformance.records.run import Run
-from conformance.scenarios.hook import BY_NAME, NORMAL, VALUES, explained
+from conformance.scenarios.hook import NORMAL, VALUES, explained
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.profiles import GLOO_CPU, Profile
 from conformance.session.plan import adapt_scenario
 from conformance.subjects.claims import ROUNDED_DTYPES, Claims, default_claims
-from conformance.subjects.kinds import HOOK, KINDS
-from conformance.subjects.references import like_other, subjects
-from conformance.subjects.spec import REFERENCE, SubjectSpec, parse_other
-from conformance.subjects.target import parse_target
+from conformance.subjects.kinds import KINDS
+from conformance.subjects.references import claimed_references
+from conformance.subjects.spec import REFERENCE, SubjectSpec, reference_of
 
 HANGS = 3  # runs that may cost their whole deadline before the rest are not run
 # Faults of a peer, where the backend's futures are completed when all are through.
@@ -86,9 +85,9 @@ class Engine:
         self._judgements: dict[str, Judgement] = {}
         self._hangs: list[str] = []
         self._expected: Sequence[str] = ()
-        kind = KINDS.get(subject.kind)
-        self._plain = kind.scenarios[0] if kind else VALUES
-        self._by_name = {scenario.name: scenario for scenario in kind.scenarios} if kind else BY_NAME
+        kind = KINDS[subject.kind]
+        self._plain = kind.scenarios[0]
+        self._by_name = {scenario.name: scenario for scenario in kind.scenarios}
 
     @property
     def primary(self) -> int:
@@ -128,7 +127,7 @@ class Engine:
 
     def other_claims(self) -> list[Claims]:
         """Return the claims under which the subject would hold what it fails now of sections 2 and 8."""
-        if self.claims.lossy or self.subject.kind != HOOK:
+        if self.claims.lossy or not KINDS[self.subject.kind].searches_claims:
             return []
         candidates = [
             replace(self.claims, rounded=rounded, sum=total, world_only=world)
@@ -264,7 +263,7 @@ class Engine:
         if what == "vanilla" and not (self.claims.lossy or self.claims.fused or self.claims.sum):
             named = {"vanilla": None}
         elif what == "like":
-            references = subjects(self.claims.like) if self.subject.kind == HOOK else [like_other(self.claims)]
+            references = claimed_references(self.claims)
             named = {f"like_{number}": reference for number, reference in enumerate(references)}
         others = (self.control or self)._others if what == "vanilla" else self._others
         runs = {}
@@ -427,10 +426,8 @@ class Engine:
 
 def make_control(source: Source, rules: dict[str, Rule], kind: str, worlds: Sequence[int]) -> Engine:
     """Return the engine that judges the reference of a kind."""
-    if kind == HOOK:
-        return Engine(source, rules, REFERENCE, Claims(), worlds)
-    reference = parse_other(kind, KINDS[kind].reference)
-    return Engine(source, rules, reference, default_claims(kind, parse_target(str(reference.target), "").kwargs), worlds)
+    reference = reference_of(kind)
+    return Engine(source, rules, reference, default_claims(kind, reference.arguments), worlds)
 
 
 def make_engine(source: Source, rules: dict[str, Rule], subject: SubjectSpec, claims: Claims, worlds: Sequence[int]) -> Engine:

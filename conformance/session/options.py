@@ -11,7 +11,7 @@ TEXT_OPTIONS = {
     "hook": "what to certify: module:attribute[,key=value...]",
     "state": "the hook's state: module:factory[,key=value...], or pg for the model's process group",
     "setup": "instead of --hook: module:function, called with the DDP module, that registers or returns (state, hook)",
-    **{name: f"instead of --hook: {kind.summary}: module:attribute[,key=value...]" for name, kind in KINDS.items()},
+    **{name: f"instead of --hook: {kind.summary}: module:attribute[,key=value...]" for name, kind in KINDS.items() if name != "hook"},
     "claims": 'what the subject says of itself, e.g. "rounded(float16), world_only"; auto proposes some; default: exact',
     "certificate": "where to write the certificate; default: conformance-results/<subject and settings>/certificate.json",
     "records": "folder in which the records of all runs are kept",
@@ -49,7 +49,7 @@ class Options:
 
     def command(self) -> str:
         """Return the options that name the subject, as one would type them."""
-        names = ["hook", "setup", "state", *KINDS, "claims"]
+        names = [*KINDS, "setup", "state", "claims"]
         names += [] if self.backend == Options.backend else ["backend", "backend_import"]
         names += [] if self.device == "cpu" else ["device"]
         said = ((name.replace("_", "-"), getattr(self, name)) for name in names)

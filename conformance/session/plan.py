@@ -8,7 +8,7 @@ from conformance.scenarios.hook import BUCKETS, RAW, SMALL_GRADIENTS, VALUES
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.profiles import GLOO_CPU, Profile
 from conformance.subjects.claims import DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims
-from conformance.subjects.kinds import HOOK, KINDS
+from conformance.subjects.kinds import KINDS
 
 # Matrices that a low rank compresses: (n + m) rank 2 < n m up to rank 6. Of the largest nearly a whole block is left at the end,
 # whatever power of two a block has: what becomes of it is seen.
@@ -19,8 +19,7 @@ def adapt_scenario(scenario: Scenario, claims: Claims, profile: Profile = GLOO_C
     """Return the scenario as it is run in a profile for a subject with these claims: longer, with
     matrices that are worth compressing, and without what the claims make meaningless."""
     scenario = replace(scenario, profile=profile)
-    if scenario.kind != HOOK:
-        return KINDS[scenario.kind].adapt(scenario, claims.options)
+    scenario = KINDS[scenario.kind].adapt(scenario, claims.options)
     if claims.poststep:
         scenario = replace(scenario, poststep=True, call=claims.call)
     if claims.chained and profile.ordered:

@@ -28,7 +28,7 @@ def check(options: Options) -> None:
     if options.attach:
         parse_endpoint(options.attach)
     subject = subject_of(options)
-    if options.claims == AUTO and subject.kind != HOOK:
+    if options.claims == AUTO and not KINDS[subject.kind].searches_claims:
         raise UsageError(f"--claims auto proposes claims for hooks; say what this {subject.kind} claims, or leave it out")
     if options.claims and options.claims != AUTO:
         parse_claims(options.claims, subject.kind)
@@ -196,7 +196,7 @@ def subject_of(options: Options) -> SubjectSpec:
     Raises:
         UsageError: it names none, or several, or one that cannot be parsed.
     """
-    named = {kind: text for kind in KINDS if (text := getattr(options, kind))}
+    named = {kind: text for kind in KINDS if kind != HOOK and (text := getattr(options, kind))}
     hooks = [name for name in ("hook", "setup", "state") if getattr(options, name)]
     if not named:
         return parse_subject(options.hook, options.state, options.setup)

@@ -15,7 +15,7 @@ from conformance.scenarios.model import Scenario
 from conformance.scenarios.profiles import GLOO_CPU, Profile
 from conformance.session.engine import Source
 from conformance.subjects.kinds import KINDS
-from conformance.subjects.spec import REFERENCE, SubjectSpec
+from conformance.subjects.spec import SubjectSpec
 
 
 class LocalSource(Source):
@@ -119,5 +119,5 @@ def new_records_folder(folder: Path) -> Path:
 
 
 def _folder_name(name: str, subject: SubjectSpec | None) -> str:
-    references = (REFERENCE.name, *(kind.reference for kind in KINDS.values()))
+    references = [kind.reference for kind in KINDS.values()]
     return f"reference-{name}" if subject and subject.name in references and not subject.state else name

@@ -33,9 +33,8 @@ from conformance.session.preflight import (
 )
 from conformance.session.run_sources import LocalSource, ReplaySource, new_records_folder
 from conformance.subjects.claims import AUTO, Claims, default_claims, parse_claims
-from conformance.subjects.kinds import HOOK
+from conformance.subjects.kinds import HOOK, KINDS
 from conformance.subjects.spec import SubjectSpec
-from conformance.subjects.target import parse_target
 
 SESSION = "session.json"
 
@@ -231,9 +230,7 @@ class Session:
         project = _project_claims(self.subject.name)
         if project:
             return parse_claims(project, kind), "pyproject.toml"
-        if kind == HOOK:
-            return Claims(), "nobody: exact is the default"
-        return default_claims(kind, parse_target(str(self.subject.target), f"--{kind}").kwargs), "the arguments of the target"
+        return default_claims(kind, self.subject.arguments), KINDS[kind].default_reason
 
 
 def select_rules(rules: Mapping[str, Rule], chosen: tuple[str, ...], kind: str = HOOK, device: str = "cpu") -> list[str]:

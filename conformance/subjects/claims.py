@@ -188,10 +188,14 @@ def parse_claims(text: str, kind: str = HOOK) -> Claims:
 
 
 def default_claims(kind: str, arguments: Mapping[str, Any]) -> Claims:
-    """Return what a subject of another kind than hook claims where nobody says anything, by the arguments of its target.
+    """Return the claims of a subject that nobody makes any for.
+
+    Args:
+        kind: the subject's.
+        arguments: the arguments in its target.
 
     Raises:
-        UsageError: nothing can be told from them, where its kind has to know.
+        UsageError: its kind needs claims, and the arguments do not imply any.
     """
     try:
         text = KINDS[kind].default_claims(arguments)

@@ -35,6 +35,11 @@ def subjects(like: str) -> list[SubjectSpec]:
     return [SubjectSpec(hook, f"conformance.subjects.references:state,reference={name!r}{comma}{options}{seed}", None) for seed in seeds]
 
 
+def claimed_references(claims: Any) -> list[SubjectSpec]:
+    """Return the references that a subject claims to be like: one for each seed if the reference draws random numbers."""
+    return subjects(claims.like) if claims.like else [like_other(claims)]
+
+
 def like_other(claims: Any) -> SubjectSpec:
     """Return the reference of another kind than hook that a subject claims to be like."""
     said = claims.options["like"]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from conformance.errors import UsageError
-from conformance.subjects.kinds import HOOK
+from conformance.subjects.kinds import HOOK, KINDS
 from conformance.subjects.target import parse_target
 
 CONTEXT_NAMES = ("process_group", "pg", "model", "rank", "world_size", "device", "optimizer")
@@ -74,6 +74,11 @@ class SubjectSpec:
     def name(self) -> str:
         return self.target or self.hook or self.setup or "vanilla"
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments in the target of another kind than a hook."""
+        return parse_target(self.target, f"--{self.kind}").kwargs if self.target else {}
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -95,6 +100,11 @@ def parse_subject(hook: str | None, state: str | None, setup: str | None) -> Sub
     if state and state not in CONTEXT_NAMES:
         parse_target(state, "--state")
     return SubjectSpec(hook, state, setup)
+
+
+def reference_of(kind: str) -> SubjectSpec:
+    """Return the reference of a kind: the subject that every control run judges."""
+    return parse_other(kind, KINDS[kind].reference) if kind != HOOK else REFERENCE
 
 
 def parse_other(kind: str, target: str) -> SubjectSpec:

@@ -24,7 +24,7 @@ def case(options: str) -> Case:
     words = shlex.split(options)
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert given.keys() <= {"--hook", "--setup", "--state", "--claims", *(f"--{kind}" for kind in KINDS)}, options
-    if kind := next((kind for kind in KINDS if f"--{kind}" in given), ""):
+    if kind := next((kind for kind in KINDS if kind != HOOK and f"--{kind}" in given), ""):
         worlds = (2, 4) if "{2: 2, 4: 4}" in options else (1, 2)
         return Case(given[f"--{kind}"], given.get("--claims", "exact"), worlds=worlds, kind=kind)
     target, claims = given.get("--hook") or given["--setup"], given.get("--claims", "exact")

@@ -12,30 +12,34 @@ Reader = Callable[[list[str], dict[str, Any]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of subject beside hooks.
+    """A kind of subject.
 
     Attributes:
         name: also of its option, ``--averager``, and of the module of ``drive`` that has ranks work with such a subject.
         summary: one line for people.
-        section: of the rule book, all of which it is judged by, and by no other.
+        sections: of the rule book; their rules apply to this kind, and no others do.
         reference: the target that is judged beside every subject, as its control.
         scenarios: in which ranks work with it; the first is the plainest, and one that breaks it is judged in no other.
         claims: what it can say of itself, by name; each with what reads its arguments.
         default_claims: from the arguments in the target, what it says where nobody says anything: '' if nothing can be told from them.
         contradiction: what is missing from what it says, or contradicts itself; '' if nothing.
         adapt: a scenario as it is run for a subject that says so.
+        default_reason: who makes the default claims, as the certificate names it.
+        searches_claims: ``--claims auto`` can try claims for it.
         bound: it is a function that the kit calls again and again, rather than what makes an object on each rank.
     """
 
     name: str
     summary: str
-    section: str
+    sections: tuple[str, ...]
     reference: str
     scenarios: tuple[Scenario, ...]
     claims: Mapping[str, Reader]
     default_claims: Callable[[Mapping[str, Any]], str]
     contradiction: Callable[[Mapping[str, Any]], str] = lambda said: ""
     adapt: Callable[[Scenario, Mapping[str, Any]], Scenario] = lambda scenario, said: scenario
+    default_reason: str = "the arguments of the target"
+    searches_claims: bool = False
     bound: bool = False
 
 

@@ -46,7 +46,7 @@ _REFERENCES = (*("PeriodicModelAverager", "HierarchicalModelAverager", "DiLoCoMo
 AVERAGER = Kind(
     "averager",
     "an averager of parameters, with average_parameters(params)",
-    "14",
+    ("14",),
     reference="hooks_ref:PeriodicModelAverager,period=4,warmup_steps=10",
     scenarios=(PLAIN, RANDOM, FORMS, DTYPES, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
     claims={"periodic": _periodic, "hierarchical": _hierarchical, "like": like(*_REFERENCES)},

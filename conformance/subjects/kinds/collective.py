@@ -113,7 +113,7 @@ def _default(arguments: Mapping[str, Any]) -> str:
 COLLECTIVE = Kind(
     "collective",
     "a quantized collective, called as one of torch.distributed's",
-    "18",
+    ("18",),
     reference="hooks_ref:auto_quantize,func=all_gather,qtype=FP16",
     scenarios=(PLAIN, FORMS, SUBGROUPS, CALLED, ORDERED, WAITED, SPECIAL, REPEATED),
     claims={

@@ -16,7 +16,7 @@ from conformance.subjects.kinds._kind import Kind
 JOINABLE = Kind(
     "joinable",
     "a join context, as torch's Join, or a joinable",
-    "17",
+    ("17",),
     reference="hooks_ref:Join",
     scenarios=SCENARIOS,
     claims={},

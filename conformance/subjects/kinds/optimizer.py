@@ -31,7 +31,7 @@ from conformance.subjects.kinds._kind import Kind
 OPTIMIZER = Kind(
     "optimizer",
     "an optimizer wrapper: what takes a local optimizer and an averager, or a sharded optimizer",
-    "15",
+    ("15",),
     reference="hooks_ref:PostLocalSGDOptimizer",
     scenarios=(
         *(PLAIN, ADAM, RANDOM, GROUPS, SCHEDULED, CLOSURE, ZEROED, UNUSED, DTYPES, SUBGROUPS, ORDERED, SAVED, RESUMED, RELOADED),

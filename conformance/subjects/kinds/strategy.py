@@ -57,7 +57,7 @@ def _default(arguments: Mapping[str, Any]) -> str:
 STRATEGY = Kind(
     "strategy",
     "a sync strategy, called for each micro-batch with any of model, is_final_microbatch, optimizers",
-    "16",
+    ("16",),
     reference="hooks_ref:ddp_sync_context,sync_strategy=forced_sync",
     scenarios=(
         *(PLAIN, ACCUMULATED, RANDOM, MICROBATCHES, RANKS, VIEWS, COMBINED, SHARED, KEPT, FORMS, SPARSE, SUBGROUPS, ORDERED),

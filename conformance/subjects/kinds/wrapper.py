@@ -48,7 +48,7 @@ def _default(arguments: Mapping[str, Any]) -> str:
 WRAPPER = Kind(
     "wrapper",
     "a wrapper of modules, which takes one and returns one in its place",
-    "19",
+    ("19",),
     reference="hooks_ref:checkpoint_wrapper,checkpoint_impl=NO_REENTRANT",
     scenarios=(
         *(PLAIN, RANDOM, CALLS, CONTAINERS, FIRST, STATIC, ACCUMULATED, SUBGROUPS, TWICE, UNUSED, MODES, AUTOCAST, RAISES),
