@@ -91,7 +91,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Torchrun]:
 def judged(torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: str, **given: Any) -> Session:
     """Judge some rules, and conclude."""
     monkeypatch.chdir(tmp_path)
-    with Session(Options(**given, attach=torchrun.endpoint, rule=(rules,))) as session:
+    with Session.of(Options(**given, attach=torchrun.endpoint, rule=(rules,))) as session:
         session.begin()
         for number in session.selected:
             session.judge(number)
@@ -179,7 +179,7 @@ def test_an_interrupted_session_certifies_nothing_and_a_dead_agent_is_named(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(announce, "STORE_PATIENCE", 3.0)  # the port of what is being killed listens on for a moment, and nobody answers
     options = Options(hook="held:hook", attach=torchrun.endpoint, attach_wait=30.0, world_size="2,4", rule=("2.1,2.2,2.6",))
-    with Session(options) as session:
+    with Session.of(options) as session:
         session.begin()
         session.pool.wait = 0.0  # type: ignore[union-attr]
         killing = torchrun.once_inside(torchrun.agent.pid)
@@ -250,9 +250,9 @@ def test_hosts_of_before_and_after_a_restart_are_not_mixed(monkeypatch: pytest.M
 
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--attach and --replay do not go together"):
-        Session(Options(attach="anna:1", replay=str(tmp_path)))
+        Session.of(Options(attach="anna:1", replay=str(tmp_path)))
     with pytest.raises(UsageError, match="not HOST:PORT"):
-        Session(Options(hook="held:hook", attach="anna:port"))
+        Session.of(Options(hook="held:hook", attach="anna:port"))
     assert isinstance(ranks_for(replace(Options(hook="held:hook"), attach="anna")), AttachedPool)
 
 

@@ -10,7 +10,7 @@ from conformance.judging.oracles.averager import due
 from conformance.judging.rule import MUST, Rule
 from conformance.scenarios.averager import PLAIN, UNUSED
 from conformance.session.options import Options
-from conformance.session.preflight import subject_of
+from conformance.session.request import named_subject
 from conformance.session.session import Session
 from conformance.subjects.claims import default_claims, parse_claims
 from tests.cases import Case, own_judge
@@ -104,7 +104,7 @@ def test_claims_that_cannot_be_read(text: str, said: str) -> None:
 )
 def test_what_is_no_averager_is_one_clear_line(pool: Pool, tmp_path: Path, target: str, said: str) -> None:
     options = Options(averager=target, world_size="2", certificate=str(tmp_path / "certificate.json"))
-    session = Session(options, pool)  # it is not closed: the pool is everybody's
+    session = Session.of(options, pool)  # it is not closed: the pool is everybody's
 
     def judge() -> None:
         session.begin()
@@ -120,7 +120,7 @@ class NoAverager:
 
 def test_one_subject_at_a_time() -> None:
     with pytest.raises(UsageError, match="--hook, --averager do not go together"):
-        subject_of(Options(hook="hooks_ref:allreduce_hook", averager="hooks_ref:PeriodicModelAverager,period=4"))
+        named_subject(Options(hook="hooks_ref:allreduce_hook", averager="hooks_ref:PeriodicModelAverager,period=4"))
 
 
 def test_gradients_are_missing_on_some_ranks_and_on_all() -> None:

@@ -11,8 +11,7 @@ from conformance.errors import CERTIFIED, KIT_ERROR, NO_RULES, NOT_CERTIFIED, RE
 from conformance.judging.rule import Rule, golden_list
 from conformance.judging.verdict import Judgement, Verdict
 from conformance.records.files import write_json
-from conformance.session.options import Options
-from conformance.session.preflight import results_folder, set_aside
+from conformance.session.results import ResultPaths, results_folder, set_aside
 from conformance.subjects.spec import SubjectSpec
 
 
@@ -90,17 +89,17 @@ def test_only_files_of_the_kit_are_set_aside(tmp_path: Path) -> None:
     mine, previous, other = (tmp_path / name for name in ("mine.json", "mine.previous.json", "other.json"))
     for day in ("monday", "tuesday"):
         mine.write_text(json.dumps({"schema": SCHEMA, "date": day}))
-        assert set_aside(Options(certificate=str(mine))) == [f"the certificate of an earlier run is now {previous}"]
+        assert set_aside(ResultPaths(mine, tmp_path / "reports")) == [f"the certificate of an earlier run is now {previous}"]
         assert not mine.exists()
         assert json.loads(previous.read_text())["date"] == day
     other.write_text(json.dumps({"precious": True}))
     for path in (other, tmp_path / "absent.json", tmp_path, Path("/dev/full")):
-        assert set_aside(Options(certificate=str(path))) == []
+        assert set_aside(ResultPaths(path, tmp_path / "reports")) == []
     assert other.exists()
     mine.write_text(json.dumps({"schema": SCHEMA}))
     previous.write_text("precious")
     with pytest.raises(UsageError, match="is in the way"):
-        set_aside(Options(certificate=str(mine)))
+        set_aside(ResultPaths(mine, tmp_path / "reports"))
     assert previous.read_text() == "precious"
 
 

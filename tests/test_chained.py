@@ -20,7 +20,7 @@ def test_power_sgd_of_torch() -> None:
 def test_the_profile_says_so() -> None:
     for claims, profile in (("exact, chained", "gloo-serialised"), ("exact", "gloo-cpu")):
         options = Options(hook="tests.right.chained:coarse_then_fine", state="process_group", claims=claims, world_size="2")
-        with Session(options) as session:
+        with Session.of(options) as session:
             session.start()
             session.begin()
             assert session.header["profile"]["name"] == profile

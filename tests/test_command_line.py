@@ -152,7 +152,7 @@ def test_claims_are_read_where_they_are_made(
     (project / "pyproject.toml").write_text('[tool.conformance.subjects.claims]\n"mypkg:total" = "sum"\n')
     monkeypatch.chdir(project)
     given = {word.removeprefix("--"): value for word, value in zip(arguments[::2], arguments[1::2], strict=True)}
-    session = Session(Options(**given, world_size="2", rule=("2.1,2.2",)), pool)  # it is not closed: the pool is everybody's
+    session = Session.of(Options(**given, world_size="2", rule=("2.1,2.2",)), pool)  # it is not closed: the pool is everybody's
     session.begin()
     assert session.header["claims"] == {"text": claims, "said by": said_by}
     assert {session.judge(number).verdict for number in ("2.1", "2.2")} == {Verdict.PASS}
@@ -197,7 +197,7 @@ def test_bad_input_is_an_error_of_one_line(
 
     def judge() -> None:
         rule = "14.1" if "--averager" in arguments else "2.1"
-        session = Session(Options(**given, rule=(rule,)), pool)  # it is not closed: the pool is everybody's
+        session = Session.of(Options(**given, rule=(rule,)), pool)  # it is not closed: the pool is everybody's
         session.begin()
         session.judge(rule)
 
@@ -279,7 +279,7 @@ def test_nor_does_a_subject_that_cannot_be_loaded(earlier: Path, project: Path, 
 
 def test_a_certificate_of_a_subject_that_is_misnamed_is_set_aside(earlier: Path) -> None:
     with pytest.raises(UsageError):
-        Session(Options(hook="mypkg", certificate=str(earlier / "certificate.json")))
+        Session.of(Options(hook="mypkg", certificate=str(earlier / "certificate.json")))
     assert not (earlier / "certificate.json").exists()
 
 

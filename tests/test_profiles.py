@@ -29,9 +29,10 @@ from conformance.scenarios.profiles import (
     require,
     resolve_profile,
 )
-from conformance.session.engine import Engine, Source
+from conformance.session.engine import Engine
 from conformance.session.options import Options
 from conformance.session.plan import adapt_scenario
+from conformance.session.run_sources import RunSource as Source
 from conformance.session.session import Session, select_rules
 from conformance.subjects.claims import default_claims, parse_claims
 from conformance.subjects.kinds import KINDS
@@ -228,7 +229,7 @@ class _NoRuns(Source):
 @pytest.mark.parametrize(
     ("profile", "number", "verdict", "said"),
     [
-        (GLOO_CPU, "21.1", Verdict.NOT_RUN, "it speaks of cuda, and this profile is gloo-cpu"),
+        (GLOO_CPU, "21.1", Verdict.NOT_RUN, "it applies on cuda only, and this profile is gloo-cpu"),
         (GLOO_CUDA, "21.5", Verdict.NOT_APPLICABLE, "gloo's collectives cannot be captured"),
         (NCCL, "12.2", Verdict.NOT_APPLICABLE, "watchdog"),
         (NCCL, "12.3", Verdict.NOT_APPLICABLE, "watchdog"),
@@ -245,7 +246,7 @@ def test_rules_of_a_device_belong_to_its_profiles(rules: dict[str, Rule]) -> Non
     assert "21.1" not in golden_list()
     assert "21.1" in select_rules(rules, (), device="cuda")
     assert "21.1" not in select_rules(rules, (), device="cpu")
-    with pytest.raises(UsageError, match=r"--rule 21\.1: that speaks of cuda alone, and this run is on cpu; pass --device cuda"):
+    with pytest.raises(UsageError, match=r"--rule 21\.1 applies on cuda only, and this run is on cpu; pass --device cuda"):
         select_rules(rules, ("21.1",), device="cpu")
 
 
@@ -254,7 +255,7 @@ def test_a_backend_that_a_package_registers(pool: Pool, tmp_path: Path) -> None:
     module, kept = "tests.other_backend", str(tmp_path / "kept")
     given = {"backend": "other", "backend_import": module, "require_profile": "other-cpu"}
     options = Options(hook=f"{module}:hook", world_size="1,2", records=kept, rule=("1.8,2.1,2.6,10.2",), **given)
-    session = Session(options, pool)  # it is not closed: the pool is everybody's
+    session = Session.of(options, pool)  # it is not closed: the pool is everybody's
     session.begin()
     assert session.header["profile"]["name"] == "other-cpu"
     assert session.header["profile"]["imports"] == module
@@ -263,12 +264,12 @@ def test_a_backend_that_a_package_registers(pool: Pool, tmp_path: Path) -> None:
     } == {}
     conclusion = session.conclude()
     assert conclusion.verdict == "not certified", "narrowed to a few rules"
-    again = Session(Options(replay=kept, require_profile="other-cpu"))
+    again = Session.of(Options(replay=kept, require_profile="other-cpu"))
     again.begin()
     assert again.header["profile"] == session.header["profile"]
     assert again.judge("2.1").verdict is Verdict.PASS
     with pytest.raises(RequiredProfileError, match="the profile of this run is other-cpu"):
-        Session(Options(replay=kept, require_profile="gloo-cpu")).begin()
+        Session.of(Options(replay=kept, require_profile="gloo-cpu")).begin()
 
 
 @pytest.mark.parametrize(
@@ -288,7 +289,7 @@ def test_what_cannot_be_run_is_not_run(
     if given.get("backend") == "mpi" and dist.is_mpi_available():
         pytest.skip("this torch was built with mpi")
     with pytest.raises(ProfileError) as caught:
-        Session(Options(hook="hooks_ref:allreduce_hook", **given), pool).begin()
+        Session.of(Options(hook="hooks_ref:allreduce_hook", **given), pool).begin()
     assert caught.value.exit_code == code
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -297,7 +298,7 @@ def test_what_cannot_be_run_is_not_run(
 def test_the_subject_is_not_for_this_profile(pool: Pool) -> None:
     options = Options(hook="hooks_ref:allreduce_hook", claims="exact, devices(cuda)", require_profile="gloo-cpu")
     with pytest.raises(ProfileError, match=r"profile gloo-cpu: not run: the subject claims exact, devices\(cuda\)") as caught:
-        Session(options, pool).begin()
+        Session.of(options, pool).begin()
     assert caught.value.exit_code == 1, "required, and not run"
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from conformance.hosts.pool import Pool
 from conformance.judging.rule import Rule
-from conformance.session.claim_search import proposal_lines, propose
+from conformance.session.claim_search import proposal_lines, search_claims
 from conformance.session.engine import Engine
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.claims import Claims
@@ -28,7 +28,7 @@ def test_proposes_the_strictest_that_hold(
     source, worlds = LocalSource(pool), (2, 3)
     subject = parse_subject(None, state, hook.removeprefix("setup:")) if hook.startswith("setup:") else parse_subject(hook, state, None)
     control = Engine(source, rules, REFERENCE, Claims(), worlds)
-    tried = propose(lambda claims: Engine(source, rules, subject, claims, worlds, control))
+    tried = search_claims(lambda claims: Engine(source, rules, subject, claims, worlds, control))
     assert [str(one.claims) for one in tried if not one.failed] == list(claims)
     lines = proposal_lines(tried)
     assert [line for line in lines if line.startswith("proposed")] == [f'proposed  --claims "{one}"' for one in claims]

@@ -1,6 +1,6 @@
-"""Rules as pytest items, the session's conclusion as summary and exit code. Judges nothing itself.
+"""Rules as pytest items, and the session's conclusion as summary and exit code. Judges nothing itself.
 
-Registered by ``plugin.py`` on command lines that are about conformance.
+``plugin.py`` registers this module on command lines that are about conformance.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conformance.certificates.certificate import Conclusion
-from conformance.cli._shared import POOL
+from conformance.cli._shared import POOL, REQUEST
 from conformance.errors import (
     INTERRUPTED,
     KIT_ERROR,
@@ -26,16 +26,15 @@ from conformance.judging.rule import MUST, SHOULD, Rule
 from conformance.judging.verdict import Judgement, Verdict
 from conformance.rules import book
 from conformance.session.claim_search import proposal_lines
-from conformance.session.options import options_of
+from conformance.session.options import SUBJECTS, flag
 from conformance.session.report import conclusion_lines, failure_text, write_report
 from conformance.session.session import Session
-from conformance.subjects.kinds import KINDS
 
 _SESSION = pytest.StashKey["_State"]()
 
 
 class _State:
-    """What one pytest run knows of its conformance session."""
+    """The conformance session of one pytest run."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -58,21 +57,22 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check the options and start the host, which imports torch while pytest collects."""
+    """Make the session; its host imports torch while pytest collects."""
     config.addinivalue_line("markers", "must: a rule that decides the certificate")
     config.addinivalue_line("markers", "should: a rule that is reported beside the certificate")
     given = vars(config.option)
     if "world_size" not in given or config.option.list_rules:
         return
-    if not any(given[name] for name in ("setup", "replay", *KINDS)):
-        if any(_names_the_kit(argument, config.option.pyargs) for argument in config.args):
-            others = ", ".join(f"--{name}" for name in ("setup", *list(KINDS)[1:]))
-            raise pytest.UsageError(f"no subject: pass --hook module:attribute (or {others}, or --replay); in CI, set CONFORMANCE_OPTIONS")
+    request = config.stash.get(REQUEST, None)
+    if request is None:
+        _require_no_kit_path(config)
         return
     if given.get("numprocesses"):
-        raise pytest.UsageError("conformance runs ranks of its own: leave out -n")
+        raise pytest.UsageError("conformance runs ranks of its own: leave out -n, or pass -n 0")
     try:
-        session = Session(options_of(config.option), config.stash.get(POOL, None), collect_only=config.option.collectonly)
+        if isinstance(request, ConformanceError):
+            raise request
+        session = Session(request, config.stash.get(POOL, None))
     except UsageError as error:
         raise pytest.UsageError(str(error)) from error
     except ConformanceError as error:
@@ -83,38 +83,60 @@ def pytest_configure(config: pytest.Config) -> None:
         session.start()
 
 
+def _require_no_kit_path(config: pytest.Config) -> None:
+    """Refuse a command line that names the kit and no subject."""
+    if any(_names_the_kit(argument, config.option.pyargs) for argument in config.args):
+        others = ", ".join(flag(name) for name in SUBJECTS[1:])
+        raise pytest.UsageError(
+            f"no subject: pass --hook module:attribute (or {others}, or --replay); in CI, set CONFORMANCE_OPTIONS"
+        )
+
+
 def _names_the_kit(argument: str, is_package: bool) -> bool:
     """Whether a positional argument is the kit's package or folder, and not another folder of that name."""
     name = argument.partition("::")[0]
-    return (is_package and name.split(".")[0] == "conformance") or (Path(name) / "rules" / "section_1_contract.py").exists()
+    if is_package and name.split(".")[0] == "conformance":
+        return True
+    return (Path(name) / "rules" / "section_1_contract.py").exists()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Say where the kit is, and what it is about to judge."""
+    """Print the place of the kit, and the command line of the subject."""
     state = config.stash.get(_SESSION, None)
     if state is None:
         return []
-    return [f"conformance: {state.session.options.command()}, kit in {Path(__file__).parent.parent}"]
+    return [
+        f"conformance: {state.session.options.command()}, kit in {Path(__file__).parent.parent}"
+    ]
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> "RuleFile | None":
     """Collect a section of the rule book."""
-    if file_path.suffix == ".py" and file_path.name.startswith("section_") and file_path.parts[-3:-1] == ("conformance", "rules"):
+    if (
+        file_path.suffix == ".py"
+        and file_path.name.startswith("section_")
+        and file_path.parts[-3:-1] == ("conformance", "rules")
+    ):
         return RuleFile.from_parent(parent, path=file_path)
     return None
 
 
 class RuleFile(pytest.File):
-    """A file of rules. The installed kit's own module of that name is what is judged by, wherever the path is."""
+    """A file of rules. The rules come from the installed kit's module of that name, wherever the path is."""
 
     def collect(self) -> Iterator["RuleItem"]:
         state = self.config.stash.get(_SESSION, None)
         if state is None:
             return
         module = importlib.import_module(f"conformance.rules.{self.path.stem}")
-        for rule in sorted((value for value in vars(module).values() if isinstance(value, Rule)), key=lambda rule: rule.order):
+        for rule in sorted(
+            (value for value in vars(module).values() if isinstance(value, Rule)),
+            key=lambda rule: rule.order,
+        ):
             if rule.number in state.session.selected:
-                yield RuleItem.from_parent(self, name=f"{rule.number}-{_slug(rule.title)}", rule=rule)
+                yield RuleItem.from_parent(
+                    self, name=f"{rule.number}-{_slug(rule.title)}", rule=rule
+                )
 
 
 class RuleItem(pytest.Item):
@@ -125,17 +147,20 @@ class RuleItem(pytest.Item):
         self.rule = rule
         self.judgement: Judgement | None = None
         self.add_marker(getattr(pytest.mark, rule.level.lower()))
-        self.add_marker(pytest.mark.timeout(0))  # the deadline is the host's: pytest-timeout cannot stop a native deadlock
+        # The host has a deadline of its own: pytest-timeout cannot stop a native deadlock.
+        self.add_marker(pytest.mark.timeout(0))
 
     def runtest(self) -> None:
         state = self.config.stash[_SESSION]
         try:
             self.judgement = judgement = state.session.judge(self.rule.number)
         except ConformanceError as error:
-            state.error = error  # said once, at the end
+            state.error = error  # printed once, at the end
             self.session.shouldstop = "nothing more is judged"
             raise RuleBroken("could not be judged: see below") from None
-        if judgement.verdict is Verdict.KIT_ERROR or (judgement.verdict is Verdict.FAIL and self.rule.level == MUST):
+        if judgement.verdict is Verdict.KIT_ERROR or (
+            judgement.verdict is Verdict.FAIL and self.rule.level == MUST
+        ):
             raise RuleBroken(failure_text(state.session, self.rule, judgement))
         if judgement.verdict in (Verdict.NOT_RUN, Verdict.NOT_APPLICABLE):
             pytest.skip(f"{judgement.verdict}: {judgement.reason}")
@@ -146,12 +171,18 @@ class RuleItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        return self.path, self.rule.check.__code__.co_firstlineno - 1, f"{self.rule.number} {self.rule.title}"
+        return (
+            self.path,
+            self.rule.check.__code__.co_firstlineno - 1,
+            f"{self.rule.number} {self.rule.title}",
+        )
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Let a report of a rule carry its verdict."""
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Attach the verdict to the report of a rule."""
     report = yield
     if isinstance(item, RuleItem) and call.when == "call" and item.judgement:
         report.conformance = (item.judgement.verdict, item.rule.level)  # type: ignore[attr-defined]
@@ -160,7 +191,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Name the verdicts that pytest has no word for."""
+    """Name the verdicts that pytest does not know."""
     verdict, level = getattr(report, "conformance", (None, None))
     if verdict is Verdict.NOT_RUN:
         return "not run", "-", "NOT RUN"
@@ -174,7 +205,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Judge in the order of the rule book: section 9 before section 12."""
+    """Sort rules in the order of the rule book: section 9 before section 12."""
     if items and all(isinstance(item, RuleItem) for item in items):
         items.sort(key=lambda item: item.rule.order if isinstance(item, RuleItem) else (0, 0))
 
@@ -187,8 +218,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     try:
         state.session.begin()
-        if state.session.proposes:
-            state.proposed = proposal_lines(state.session.propose())
+        if state.session.searches_claims:
+            state.proposed = proposal_lines(state.session.search_claims())
             return True
     except ConformanceError as error:
         state.error = error
@@ -198,11 +229,20 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Conclude, write the files, and make the exit code say what was concluded."""
+    """Conclude, write the files, and set the exit code."""
     state = session.config.stash.get(_SESSION, None)
-    if state is None or session.config.option.collectonly or (exitstatus == INTERRUPTED and state.error is None):
+    if (
+        state is None
+        or session.config.option.collectonly
+        or (exitstatus == INTERRUPTED and state.error is None)
+    ):
         return
-    if state.error is None and state.session.engine is not None and not state.proposed and exitstatus in (0, 1, 5):
+    if (
+        state.error is None
+        and state.session.engine is not None
+        and not state.proposed
+        and exitstatus in (0, 1, 5)
+    ):
         try:
             state.conclusion = state.session.conclude(_plugins(session.config))
             write_report(state.session, state.conclusion)
@@ -221,14 +261,20 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = KIT_ERROR
 
 
-def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config: pytest.Config) -> None:
-    """Print the conclusion, or the one line that says why there is none."""
+def pytest_terminal_summary(
+    terminalreporter: "pytest.TerminalReporter", config: pytest.Config
+) -> None:
+    """Print the conclusion, or the one line why there is none."""
     state = config.stash.get(_SESSION, None)
     if state is None:
         return
     terminalreporter.section("conformance")
     if state.error is not None:
-        kinds = {UsageError: "usage error", ProfileError: "profile", RequiredProfileError: "profile"}
+        kinds = {
+            UsageError: "usage error",
+            ProfileError: "profile",
+            RequiredProfileError: "profile",
+        }
         kind = kinds.get(type(state.error), type(state.error).__name__)
         terminalreporter.line(f"{kind}: {state.error}", red=True)
         terminalreporter.line("no certificate was written")
@@ -239,13 +285,20 @@ def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config:
             terminalreporter.line(line, green=line.startswith("proposed"))
     elif state.conclusion is not None:
         for line in conclusion_lines(state.session, state.conclusion):
-            terminalreporter.line(line, green=line.startswith("CERTIFIED"), red=line.startswith(("REFUSED", "KIT ERROR")))
+            terminalreporter.line(
+                line,
+                green=line.startswith("CERTIFIED"),
+                red=line.startswith(("REFUSED", "KIT ERROR")),
+            )
         terminalreporter.line(f"report: {state.session.folder / 'report.html'}")
 
 
 def _plugins(config: pytest.Config) -> list[str]:
-    """Name the third-party plugins of this run; a certificate says what could have bent it."""
-    found = {f"{dist.project_name} {dist.version}" for _, dist in config.pluginmanager.list_plugin_distinfo()}
+    """Return the third-party plugins of this run, for the certificate: each could have changed the run."""
+    found = {
+        f"{dist.project_name} {dist.version}"
+        for _, dist in config.pluginmanager.list_plugin_distinfo()
+    }
     return sorted(name for name in found if not name.startswith("ddp-conformance"))
 
 

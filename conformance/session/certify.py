@@ -1,4 +1,4 @@
-"""``certify``: the whole run as one call, for a test suite of one's own."""
+"""``certify``: a whole run as one call, for a test suite of one's own."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from conformance.session.session import Session
 
 
 def certify(hook: Any = None, *, options: Options | None = None, **given: Any) -> dict[str, Any]:
-    """Certify a hook from a test suite of your own; returns the certificate.
+    """Certify a hook from a test suite of your own; return the certificate.
 
     Args:
         hook: ``module:attribute``, or a function that a module defines.
@@ -18,10 +18,10 @@ def certify(hook: Any = None, *, options: Options | None = None, **given: Any) -
 
     Raises:
         AssertionError: the subject is not certified; the message is the report.
-        ConformanceError: it could not be judged.
+        ConformanceError: the subject could not be judged.
     """
-    target = hook if hook is None or isinstance(hook, str) else _name_of(hook)
-    with Session(options or Options(hook=target, **given)) as session:
+    target = hook if hook is None or isinstance(hook, str) else _target_of(hook)
+    with Session.of(options or Options(hook=target, **given)) as session:
         session.start()
         session.begin()
         for number in session.selected:
@@ -32,9 +32,11 @@ def certify(hook: Any = None, *, options: Options | None = None, **given: Any) -
         return conclusion.certificate
 
 
-def _name_of(hook: Any) -> str:
-    """Return the target that names a function of a module."""
-    module, name = getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")
-    if not module or not name or "<" in name or module == "__main__":
+def _target_of(hook: Any) -> str:
+    """Return the target of a function that a module defines."""
+    module = getattr(hook, "__module__", "")
+    name = getattr(hook, "__qualname__", "")
+    importable = module and module != "__main__" and name and "<" not in name
+    if not importable:
         raise UsageError(f"{hook!r} has no name that ranks could import; pass 'module:attribute'")
     return f"{module}:{name}"

@@ -1,60 +1,50 @@
-"""From a subject to judgements: runs each scenario once, and asks the rules.
+"""From a subject to judgements: runs each scenario once, and applies the rules.
 
-Who is to blame. A run that broke fails the rule that its kind of breaking belongs to (a refused
-registration is 1.1's, something that is no future 1.2's, ...), or else the rule that owns its
-scenario; for every other rule that reads it the run is "not run". A failure is only ever the
-subject's when the reference allreduce passes the same rule on the same machine: the control. If it
-does not, the verdict is "kit error".
+A failure is the subject's only if the reference of its kind passes the same rule on the same machine:
+the control. If the reference fails too, the verdict is "kit error". ``plan.py`` decides which runs a
+rule reads, and ``blame.py`` which rule a failed run fails.
 """
 
 import traceback
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from conformance.errors import KitError, TargetError, UsageError
 from conformance.judging.collective_order import disagreement
-from conformance.judging.oracles.mean import compare
 from conformance.judging.rule import Rule, WorldSizes
-from conformance.judging.run_failures import Breakage, breakage, refused
+from conformance.judging.run_failures import Breakage, breakage
 from conformance.judging.verdict import NOT_CLAIMED, Failure, Found, Judgement, Verdict
 from conformance.records.run import Run
-from conformance.scenarios.hook import NORMAL, VALUES, explained
+from conformance.scenarios.hook import explained
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.profiles import GLOO_CPU, Profile
-from conformance.session.plan import adapt_scenario
-from conformance.subjects.claims import ROUNDED_DTYPES, Claims, default_claims
-from conformance.subjects.kinds import KINDS
+from conformance.session.blame import blamed_rule, consequence, owns
+from conformance.session.plan import Plan
+from conformance.session.run_sources import RunSource
+from conformance.subjects.claims import Claims, default_claims
 from conformance.subjects.references import claimed_references
 from conformance.subjects.spec import REFERENCE, SubjectSpec, reference_of
 
-HANGS = 3  # runs that may cost their whole deadline before the rest are not run
-# Faults of a peer, where the backend's futures are completed when all are through.
+MAX_HANGS = 3  # runs that may cost their whole deadline before the rest are not run
+# Faults of a peer that a backend with streams reports through its watchdog, not through a future.
 NOTICED_BY_FUTURES = ("peer_dies", "peer_dies_later", "peer_silent")
+# The rules that a lossy claim replaces, since no single result is right or wrong.
+_RESULT_RULES = {"2.1", "2.2"}
 
 
-class Source:
-    """Where runs come from: ranks of this machine, or records kept earlier.
+@dataclass(frozen=True)
+class NotRun:
+    """A run that there is none of, and why."""
 
-    Attributes:
-        profile: of all of them.
-    """
-
-    profile: Profile = GLOO_CPU
-
-    def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run:
-        """Return a run."""
-        raise NotImplementedError
-
-    def begin(self, runs: Iterable[tuple[Scenario, int]], subject: SubjectSpec | None) -> None:
-        """Take note of runs that will be asked for unless one of them breaks; they may be begun."""
-
-    def forget(self) -> None:
-        """Begin no more of them."""
+    reason: str
 
 
 class _NodeLost(Exception):
-    """A run that a subject is compared with was cut short; by what, the text says."""
+    """The run of a baseline was cut short; the text names the node."""
+
+
+class _RuleCrashed(Exception):
+    """A rule raised an exception of its own; the text is its traceback."""
 
 
 class Engine:
@@ -64,350 +54,194 @@ class Engine:
         source: where runs come from.
         rules: the whole book.
         subject: what is judged.
-        claims: what it says of itself.
-        worlds: world sizes of the profile.
+        claims: its claims.
+        worlds: world sizes of the session.
         control: the engine that judges the reference; None for the reference itself.
+
+    Raises:
+        UsageError: the claims exclude every world size.
     """
 
     def __init__(
-        self, source: Source, rules: dict[str, Rule], subject: SubjectSpec, claims: Claims, worlds: Sequence[int],
+        self,
+        source: RunSource,
+        rules: dict[str, Rule],
+        subject: SubjectSpec,
+        claims: Claims,
+        worlds: Sequence[int],
         control: "Engine | None" = None,
-    ) -> None:  # fmt: skip
-        self.source, self._rules, self.subject, self.claims = source, rules, subject, claims
-        self.worlds = tuple(sorted(world for world in worlds if world >= claims.min_world_size))
-        self._fewer = tuple(sorted(set(worlds) - set(self.worlds)))
-        if not self.worlds:
-            raise UsageError(f"--world-size {','.join(map(str, worlds))}: it claims {claims}, so that nothing can be judged")
+    ) -> None:
+        self.source = source
+        self.subject = subject
+        self.claims = claims
         self.control = control
-        self._runs: dict[tuple[str, int], Run | str] = {}
-        self._others: dict[tuple[str, Scenario], Run] = {}
-        self._breakages: dict[str, Breakage | None] = {}
+        self.plan = Plan(subject.kind, claims, source.profile, worlds)
+        if not self.plan.world_sizes:
+            sizes = ",".join(map(str, worlds))
+            raise UsageError(
+                f"--world-size {sizes}: the subject claims min_world_size({claims.min_world_size}); "
+                f"add a world size of at least {claims.min_world_size}"
+            )
+        self._rules = rules
+        self._runs: dict[tuple[str, int], Run | NotRun] = {}
+        self._baselines: dict[tuple[str, Scenario], Run] = {}
+        self._failed_runs: dict[str, Breakage | None] = {}
         self._judgements: dict[str, Judgement] = {}
         self._hangs: list[str] = []
-        self._expected: Sequence[str] = ()
-        kind = KINDS[subject.kind]
-        self._plain = kind.scenarios[0]
-        self._by_name = {scenario.name: scenario for scenario in kind.scenarios}
+        self._announced: Sequence[str] = ()
 
     @property
     def primary(self) -> int:
         """The world size at which the plainest scenario is judged first."""
-        return next((world for world in self.worlds if world > 1), self.worlds[0])
+        return self.plan.primary
+
+    @property
+    def display_name(self) -> str:
+        """The name of a control."""
+        return (
+            "the reference allreduce"
+            if self.subject == REFERENCE
+            else f"the reference ({self.subject.name})"
+        )
 
     def judge(self, number: str) -> Judgement:
-        """Return the judgement on one rule; runs what it needs that has not been run yet."""
+        """Return the judgement on one rule; run first what it needs."""
         if number not in self._judgements:
             self._judgements[number] = self._judge(self._rules[number])
         return self._judgements[number]
 
-    def expect(self, numbers: Sequence[str]) -> None:
-        """Say which rules will be asked about: once the plainest run is good, the others need not wait for the question."""
-        self._expected = numbers
+    def announce(self, numbers: Sequence[str]) -> None:
+        """Announce the selected rules, so that their runs can be prefetched once the first run has passed."""
+        self._announced = numbers
 
     def check_machine(self) -> None:
-        """Certify the machine: the reference must hold the machine rules.
+        """Certify the machine: the reference must pass the rules that certify it.
 
         Raises:
-            KitError: it does not.
+            KitError: it fails one.
         """
         if not self.control:
             return
-        certify = [rule.number for rule in self._rules.values() if rule.certifies_machine and rule.kind == self.subject.kind]
-        self.control.expect(certify)
-        for number in certify:
-            judgement = self.control.judge(number)
-            if not judgement.verdict.holds and not (number == "2.6" and len(self.worlds) == 1):
-                detail = judgement.failures[0].actual if judgement.failures else judgement.reason
-                raise KitError(f"this machine is not fit to judge: {self.control.display_name} fails rule {number}: {detail}")
-
-    @property
-    def display_name(self) -> str:
-        """What a control is called."""
-        return "the reference allreduce" if self.subject == REFERENCE else f"the reference ({self.subject.name})"
-
-    def other_claims(self) -> list[Claims]:
-        """Return the claims under which the subject would hold what it fails now of sections 2 and 8."""
-        if self.claims.lossy or not KINDS[self.subject.kind].searches_claims:
-            return []
-        candidates = [
-            replace(self.claims, rounded=rounded, sum=total, world_only=world)
-            for world in (False, True)
-            for total in (False, True)
-            for rounded in (None, *ROUNDED_DTYPES)
+        certify = [
+            rule
+            for rule in self._rules.values()
+            if rule.certifies_machine
+            and rule.kind == self.subject.kind
+            and self._has_sizes_for(rule)
         ]
-        tried = ("2.1", "2.2", "2.3", "2.6", "2.7", "2.10")
-        return [claims for claims in candidates if claims != self.claims and self._would_hold(claims, tried)][:3]
-
-    def exact_steps(self) -> int:
-        """Return how many steps give the exact mean before the first that does not, on inputs that no compression keeps."""
-        run = self.finished(NORMAL)
-        if run is None:
-            return 0
-        wrong = (step for step in range(len(run.scenario.steps)) if compare(run, step, Claims()).mismatch)
-        return next(wrong, len(run.scenario.steps))
+        self.control.announce([rule.number for rule in certify])
+        for rule in certify:
+            judgement = self.control.judge(rule.number)
+            if not judgement.verdict.holds:
+                detail = judgement.failures[0].actual if judgement.failures else judgement.reason
+                raise KitError(
+                    f"this machine is not fit to judge: {self.control.display_name} fails rule {rule.number}: {detail}"
+                )
 
     def finished(self, scenario: Scenario) -> Run | None:
-        """Return the run of a scenario at the primary world size, or None where there is none that came to its end."""
-        run = self._run(self._under(scenario), self.primary)
-        return run if isinstance(run, Run) and not self._breakage(run) else None
+        """Return the run of a scenario at the primary world size, or None if there is none that ended well."""
+        run = self._run(self.plan.adapted(scenario), self.primary)
+        return run if isinstance(run, Run) and not self._failure_of(run) else None
 
-    def _would_hold(self, claims: Claims, numbers: Sequence[str]) -> bool:
+    def would_hold(self, claims: Claims, numbers: Sequence[str]) -> bool:
+        """Whether the runs made so far pass these rules under other claims."""
         for number in numbers:
             rule = self._rules[number]
-            runs = [self._runs.get((s.name, w)) for s, w in self._wanted(rule)]
+            runs = [
+                self._runs.get((scenario.name, size)) for scenario, size in self.plan.runs_of(rule)
+            ]
             finished = [run for run in runs if isinstance(run, Run) and run.finished]
-            if not finished and number in ("2.1", "2.2"):
+            if not finished and number in _RESULT_RULES:
                 return False
-            for records in [{run.name: run for run in finished}] if rule.reads_all_runs and finished else finished:
+            records: list[Any] = list(finished)
+            if rule.reads_all_runs and finished:
+                records = [{run.name: run for run in finished}]
+            for record in records:
                 found = Found()
-                rule.check(records, claims, found)
+                rule.check(record, claims, found)
                 if found.failures:
                     return False
         return True
 
+    # --- one rule ---------------------------------------------------------------------------------
+
     def _judge(self, rule: Rule) -> Judgement:
-        if not self._applies(rule):
+        profile = self.source.profile
+        if not self._is_claimed(rule):
             return Judgement(rule.number, Verdict.NOT_APPLICABLE, NOT_CLAIMED)
-        if rule.device not in ("", self.source.profile.device):
-            return Judgement(rule.number, Verdict.NOT_RUN, f"it speaks of {rule.device}, and this profile is {self.source.profile.name}")
-        if reason := self._not_here(rule):
-            return Judgement(rule.number, Verdict.NOT_APPLICABLE, reason)
+        if rule.device not in ("", profile.device):
+            reason = f"it applies on {rule.device} only, and this profile is {profile.name}"
+            return Judgement(rule.number, Verdict.NOT_RUN, reason)
+        excluded = self._reason_not_applicable(rule)
+        if excluded is not None:
+            return Judgement(rule.number, Verdict.NOT_APPLICABLE, excluded)
         for number in self._needs(rule):
             needed = self.judge(number)
-            if not needed.verdict.holds and (self._failed(number) or not self._has_broken(rule)):
-                return Judgement(rule.number, Verdict.NOT_RUN, f"judged only where {number} holds")
+            if not needed.verdict.holds and (
+                self._failed(number) or not self._is_responsible_for_a_run(rule)
+            ):
+                return Judgement(rule.number, Verdict.NOT_RUN, f"judged only if {number} holds")
         judgement = self._judge_runs(rule)
-        if judgement.verdict is Verdict.FAIL:
-            self.source.forget()
-        if judgement.verdict is Verdict.FAIL and self.control:
-            control = self.control.judge(rule.number)
-            if not control.verdict.holds:
-                reason = f"{self.control.display_name} does not pass it on this machine either ({control.reason or control.verdict})"
-                return Judgement(rule.number, Verdict.KIT_ERROR, reason, judgement.failures, judgement.runs)
-        return judgement
+        if judgement.verdict is not Verdict.FAIL:
+            return judgement
+        self.source.forget()
+        return self._confirmed(rule, judgement)
 
-    def _failed(self, number: str) -> bool:
-        """Whether a rule that is judged, or one that it builds on, has failed: then the rest is left alone."""
-        verdict = self.judge(number).verdict
-        return verdict in (Verdict.FAIL, Verdict.KIT_ERROR) or (
-            verdict is Verdict.NOT_RUN and any(self._failed(needed) for needed in self._needs(self._rules[number]))
-        )
-
-    def _has_broken(self, rule: Rule) -> bool:
-        """Whether a run has broken that is this rule's to speak of: what it builds on may be not run for that alone."""
-        runs = [run for run in self._runs.values() if isinstance(run, Run) and self._owns(rule, run)]
-        return any((broken := self._breakage(run)) and not self._blamed(run, broken) for run in runs)
-
-    @staticmethod
-    def _owns(rule: Rule, run: Run) -> bool:
-        return run.scenario.name in {scenario.name for scenario in rule.owns}
-
-    def _under(self, scenario: Scenario) -> Scenario:
-        """Return a scenario as it is run here for this subject."""
-        return adapt_scenario(scenario, self.claims, self.source.profile)
-
-    def _not_here(self, rule: Rule) -> str:
-        """Return why what a rule asks is no question to a subject on this backend; '' where it is one."""
-        profile = self.source.profile
-        if all(scenario.captured for scenario in rule.on) and not profile.ordered:
-            return f"{profile.backend}'s collectives cannot be captured"
-        if not profile.ordered or not all(scenario.fault.kind in NOTICED_BY_FUTURES for scenario in rule.on):
-            return ""
-        return (
-            f"on {profile.backend} a future is complete once its collective is enqueued: that it failed is noticed by the backend's "
-            "watchdog, which ends the process, and no hook can hide it"
-        )
-
-    def _applies(self, rule: Rule) -> bool:
-        return not rule.claimed or self.claims.has(rule.claimed)
-
-    def _needs(self, rule: Rule) -> tuple[str, ...]:
-        """Return what the rule builds on; where the result is lossy, section 13 takes the place of 2.1 and 2.2."""
-        if self.claims.lossy and rule.section != "13" and {"2.1", "2.2"} & set(rule.needs):
-            return (*rule.needs, *(other.number for other in self._rules.values() if other.judges_lossy_results))
-        return rule.needs
+    def _confirmed(self, rule: Rule, judgement: Judgement) -> Judgement:
+        """Return a failure as it is, unless the reference fails the same rule: then it is a kit error."""
+        if not self.control:
+            return judgement
+        control = self.control.judge(rule.number)
+        if control.verdict.holds:
+            return judgement
+        detail = control.reason or control.verdict
+        reason = f"{self.control.display_name} does not pass it on this machine either ({detail})"
+        return Judgement(rule.number, Verdict.KIT_ERROR, reason, judgement.failures, judgement.runs)
 
     def _judge_runs(self, rule: Rule) -> Judgement:
-        wanted = self._wanted(rule)
-        if not wanted and self._fewer and rule.worlds is WorldSizes.OTHERS:
-            return Judgement(rule.number, Verdict.NOT_APPLICABLE, f"under {self.claims} {self.worlds[0]} is the only size of this profile")
-        if not wanted or (rule.reads_all_runs and {scenario.name for scenario, _ in wanted} < {scenario.name for scenario in rule.on}):
+        wanted = self.plan.runs_of(rule)
+        if not wanted and self.plan.below_minimum and rule.worlds is WorldSizes.OTHERS:
+            reason = (
+                f"under {self.claims} {self.plan.world_sizes[0]} is the only size of this profile"
+            )
+            return Judgement(rule.number, Verdict.NOT_APPLICABLE, reason)
+        names = {scenario.name for scenario, _ in wanted}
+        if not wanted or (rule.reads_all_runs and names < {scenario.name for scenario in rule.on}):
             return Judgement(rule.number, Verdict.NOT_RUN, "no world size of this profile runs it")
         judgement = Judgement(rule.number, Verdict.PASS)
         usable: dict[str, Run] = {}
-        beside: dict[str, Run] = {}
-        for scenario, world in wanted:
-            run = self._run(scenario, world)
-            if self._wrong_at(rule, world):
-                self._note(judgement, f"{scenario.name}@{world}", Verdict.NOT_RUN, reason=f"2.6 does not hold at world size {world}")
-            elif isinstance(run, str):
-                self._note(judgement, f"{scenario.name}@{world}", Verdict.NOT_RUN, reason=run)
-            elif broken := self._breakage(run):
-                self._note_broken(rule, run, broken, judgement)
-            elif rule.reads_all_runs:
-                try:
-                    beside |= self._beside(rule.baseline, scenario, world)
-                    usable[run.name] = run
-                except _NodeLost as error:
-                    self._note(judgement, run.name, Verdict.NOT_RUN, reason=str(error))
+        baselines: dict[str, Run] = {}
+        for scenario, size in wanted:
+            run = self._run(scenario, size)
+            name = f"{scenario.name}@{size}"
+            if wrong := self._known_wrong_at(rule, size):
+                _note(
+                    judgement, name, Verdict.NOT_RUN, f"{wrong} does not hold at world size {size}"
+                )
+            elif isinstance(run, NotRun):
+                _note(judgement, name, Verdict.NOT_RUN, run.reason)
+            elif failed := self._failure_of(run):
+                self._note_failed_run(rule, run, failed, judgement)
+            elif not rule.reads_all_runs:
+                self._note_findings(judgement, name, rule, run)
             else:
-                self._note_found(judgement, run.name, self._ask(rule, run))
+                try:
+                    baselines |= self._baseline_runs(rule.baseline, scenario, size)
+                    usable[name] = run
+                except _NodeLost as error:
+                    _note(judgement, name, Verdict.NOT_RUN, str(error))
         if rule.reads_all_runs and len(usable) == len(wanted):
-            names = list(usable) if len(usable) < 4 else [*list(usable)[:2], f"{len(usable) - 2} more"]
-            self._note_found(judgement, " and ".join(names), self._ask(rule, {**usable, **beside}))
+            self._note_findings(judgement, _joined(list(usable)), rule, {**usable, **baselines})
         return judgement
 
-    def _beside(self, what: str, scenario: Scenario, world: int) -> dict[str, Run]:
-        """Return the runs of what a rule looks at beside the subject, each run once; vanilla DDP is the same for all subjects."""
-        named: dict[str, SubjectSpec | None] = {}
-        if what == "vanilla" and not (self.claims.lossy or self.claims.fused or self.claims.sum):
-            named = {"vanilla": None}
-        elif what == "like":
-            references = claimed_references(self.claims)
-            named = {f"like_{number}": reference for number, reference in enumerate(references)}
-        others = (self.control or self)._others if what == "vanilla" else self._others
-        runs = {}
-        scenario = replace(scenario, poststep=False, call="")  # which is the subject's own
-        for prefix, subject in named.items():
-            name = f"{prefix}-{scenario.name}@{world}"
-            if (name, scenario) not in others:
-                others[name, scenario] = self.source.run(scenario, world, subject, name)
-            runs[name] = others[name, scenario]
-            if (broken := breakage(runs[name])) and broken.kind == "node":
-                del others[name, scenario]
-                raise _NodeLost(broken.line)
-            if (broken := breakage(runs[name])) and subject:
-                raise TargetError(f"--claims {self.claims}: the reference itself does not run so: {broken.line}")
-            if broken:
-                raise KitError(f"DDP without a hook does not run {name}: {broken.line}")
-        return runs
-
-    def _wanted(self, rule: Rule) -> list[tuple[Scenario, int]]:
-        if rule.worlds is WorldSizes.BELOW_MINIMUM:
-            return [(self._under(plain), world) for plain in rule.on for world in self._fewer]
-        pairs = [(scenario, world) for plain in rule.on for scenario in [self._under(plain)] for world in scenario.fits(self.worlds)]
-        if rule.worlds is WorldSizes.PRIMARY:
-            return [(s, w) for s, w in pairs if w == self.primary]
-        if rule.worlds is WorldSizes.OTHERS:
-            return [(s, w) for s, w in pairs if w != self.primary]
-        return pairs
-
-    def _run(self, scenario: Scenario, world: int) -> Run | str:
-        """Return the run, or why there is none."""
-        key = (scenario.name, world)
-        if key not in self._runs:
-            self._runs[key] = self._why_not(scenario, world) or self._new_run(scenario, world)
-            run = self._runs[key]
-            broken = self._breakage(run) if isinstance(run, Run) else None
-            if broken and broken.kind == "hang":
-                self._hangs.append(f"{scenario.name}@{world}")
-            if broken:
-                self.source.forget()
-            elif key == (self._plain.name, self.primary):
-                self.source.begin(self._coming(), self.subject)
-        return self._runs[key]
-
-    def _coming(self) -> list[tuple[Scenario, int]]:
-        rules = [self._rules[number] for number in self._expected if self._applies(self._rules[number])]
-        wanted = [pair for rule in rules for pair in self._wanted(rule) if not pair[0].resume.resumes]
-        return [(scenario, world) for scenario, world in dict.fromkeys(wanted) if (scenario.name, world) not in self._runs]
-
-    def _new_run(self, scenario: Scenario, world: int) -> Run:
-        """Run it. Where a group's timeout is to expire it can do so too early on a loaded machine: tried again, longer."""
-        for _ in range(3):
-            run = self.source.run(scenario, world, self.subject, f"{scenario.name}@{world}")
-            if not scenario.fault.group_timeout or all(rank.first("step", step=scenario.fault.step) for rank in run.ranks):
-                break
-            scenario = replace(scenario, fault=replace(scenario.fault, group_timeout=4 * scenario.fault.group_timeout))
-        return run
-
-    def _why_not(self, scenario: Scenario, world: int) -> str:
-        if hung := next((name for name in self._hangs if name.startswith(scenario.name + "@")), None):
-            return f"not tried: it hung in {hung}"
-        if len(self._hangs) >= HANGS:
-            return f"not tried: it hung in {', '.join(self._hangs)}"
-        before = self._by_name[scenario.prerequisite]
-        for plainer in (self._under(self._plain), self._under(before)) if scenario.name != self._plain.name else ():
-            if world in plainer.fits(self.worlds):
-                plain = self._run(plainer, world)
-                if isinstance(plain, str) or self._breakage(plain):
-                    return f"not tried: {plainer.name}@{world} broke"
-        return ""
-
-    def _wrong_at(self, rule: Rule, world: int) -> bool:
-        """Whether a world size is known to be wrong already, so that this rule would only say the same again."""
-        if rule.number == "2.6" or world == self.primary or world not in self.worlds or not self._builds_on(rule, "2.1"):
-            return False
-        plain = self.judge("2.6").runs.get(f"{VALUES.name}@{world}")
-        return plain is not None and plain["verdict"] != str(Verdict.PASS)
-
-    def _builds_on(self, rule: Rule, number: str) -> bool:
-        return number in rule.needs or any(self._builds_on(self._rules[needed], number) for needed in rule.needs)
-
-    def _breakage(self, run: Run) -> Breakage | None:
-        if run.name not in self._breakages:
-            found = self._breakages[run.name] = breakage(run)
-            if found and found.kind == "kit":
-                raise KitError(found.line)
-            if found and found.kind == "target" and run.world >= self.claims.min_world_size:
-                raise TargetError(found.line)
-        return self._breakages[run.name]
-
-    def _note_broken(self, rule: Rule, run: Run, broken: Breakage, judgement: Judgement) -> None:
-        blamed = self._blamed(run, broken)
-        if broken.kind == "node":
-            self._note(judgement, run.name, Verdict.NOT_RUN, reason=broken.line)
-        elif rule.worlds is WorldSizes.BELOW_MINIMUM and refused(run):
-            self._note(judgement, run.name, Verdict.PASS, reason=broken.line, checks=1)
-        elif self._does_not_take(run) and refused(run) and len(rule.on) > 1 and not self._owns(rule, run):
-            return  # said of it by the run's owner; judged on the others
-        elif (rule.may_refuse or self._does_not_take(run)) and refused(run):
-            self._note(judgement, run.name, Verdict.NOT_APPLICABLE, reason=f"refused with an error on every rank: {broken.line}", checks=1)
-        elif rule.number == blamed or (blamed is None and self._owns(rule, run)):
-            judgement.failures.append(Failure(broken.expected, broken.line, broken.cause or self._explain(run, broken), broken.evidence))
-            self._note(judgement, run.name, Verdict.FAIL, reason=broken.line)
-        else:
-            self._note(judgement, run.name, Verdict.NOT_RUN, reason=f"{run.name} broke: {broken.line}")
-
-    def _blamed(self, run: Run, broken: Breakage) -> str | None:
-        """Return the rule that this kind of breaking belongs to, where it reads the run; None where the run's owner is to speak."""
-        for rule in self._rules.values():
-            if rule.blamed_for == broken.kind and run.scenario.name in {scenario.name for scenario in rule.on}:
-                return rule.number
-        return None
-
-    def _does_not_take(self, run: Run) -> bool:
-        """Whether it says that it does not take what the run gives it."""
-        few = any(len(group) < self.claims.min_world_size for group in run.scenario.groups)
-        return few or bool(self.claims.dtypes and {spec.dtype for spec in run.scenario.params} - set(self.claims.dtypes))
-
-    def _explain(self, run: Run, broken: Breakage) -> str:
-        """Repeat a run that broke where collectives may be the reason, with those on record: where do ranks disagree?"""
-        if (
-            broken.kind not in ("hang", "died", "raised")
-            or run.world == 1
-            or run.scenario.fault.kind != "none"
-            or run.scenario.resume.resumes
-        ):
-            return ""
-        scenario = explained(run.scenario)
+    def _note_findings(
+        self, judgement: Judgement, name: str, rule: Rule, records: Run | dict[str, Run]
+    ) -> None:
+        """Apply a rule to records. An exception of the rule is the kit's error, never a verdict on the subject."""
         try:
-            return disagreement(self.source.run(scenario, run.world, self.subject, f"{scenario.name}@{run.world}"))
-        except UsageError:
-            return ""  # records that were kept without it
-
-    def _ask(self, rule: Rule, records: Run | dict[str, Run]) -> Found | str:
-        """Ask a rule; its own exception is the kit's error, never a verdict on the subject."""
-        found = Found()
-        try:
-            rule.check(records, self.claims, found)
-        except Exception:
-            return traceback.format_exc()
-        return found
-
-    def _note_found(self, judgement: Judgement, name: str, found: Found | str) -> None:
-        if isinstance(found, str):
-            self._note(judgement, name, Verdict.KIT_ERROR, reason=f"the rule itself failed: {found}")
+            found = self._apply(rule, records)
+        except _RuleCrashed as error:
+            _note(judgement, name, Verdict.KIT_ERROR, f"the rule itself failed: {error}")
             return
         verdict = found.verdict()
         reason = found.failures[0].actual if found.failures else found.not_applicable
@@ -415,21 +249,257 @@ class Engine:
             judgement.failures = found.failures
         if verdict is Verdict.NOT_RUN:
             reason = "nothing in the records to judge it on"
-        said = {"checks": found.checks, "margin": found.margin, "traffic": found.traffic, "notes": found.notes or None}
-        self._note(judgement, name, verdict, reason=reason, **said)
+        figures = {
+            "checks": found.checks,
+            "margin": found.margin,
+            "traffic": found.traffic,
+            "notes": found.notes or None,
+        }
+        _note(judgement, name, verdict, reason, **figures)
 
-    def _note(self, judgement: Judgement, name: str, verdict: Verdict, **said: Any) -> None:
-        judgement.runs[name] = {"verdict": str(verdict), **{key: value for key, value in said.items() if value is not None}}
-        if verdict > judgement.verdict:
-            judgement.verdict, judgement.reason = verdict, f"{name}: {said['reason']}"
+    def _apply(self, rule: Rule, records: Run | dict[str, Run]) -> Found:
+        found = Found()
+        try:
+            rule.check(records, self.claims, found)
+        except Exception:
+            raise _RuleCrashed(traceback.format_exc()) from None
+        return found
+
+    def _note_failed_run(
+        self, rule: Rule, run: Run, failed: Breakage, judgement: Judgement
+    ) -> None:
+        meaning = consequence(self._rules, rule, self.claims, run, failed)
+        if meaning is None:
+            return
+        if meaning.verdict is Verdict.FAIL:
+            cause = failed.cause or self._explain(run, failed)
+            judgement.failures.append(Failure(failed.expected, failed.line, cause, failed.evidence))
+        _note(judgement, run.name, meaning.verdict, meaning.reason, checks=meaning.checks)
+
+    # --- whether a rule is judged -----------------------------------------------------------------
+
+    def _is_claimed(self, rule: Rule) -> bool:
+        return not rule.claimed or self.claims.has(rule.claimed)
+
+    def _has_sizes_for(self, rule: Rule) -> bool:
+        """Whether the session has a world size for a rule about the other world sizes."""
+        return rule.worlds is not WorldSizes.OTHERS or len(self.plan.world_sizes) > 1
+
+    def _reason_not_applicable(self, rule: Rule) -> str | None:
+        """Return why a rule does not apply on this backend, or None if it does."""
+        profile = self.source.profile
+        if profile.ordered:
+            if all(scenario.fault.kind in NOTICED_BY_FUTURES for scenario in rule.on):
+                return (
+                    f"on {profile.backend} a future is complete once its collective is enqueued; its failure is "
+                    "noticed by the backend's watchdog, which ends the process, and no hook can hide it"
+                )
+        elif all(scenario.captured for scenario in rule.on):
+            return f"{profile.backend}'s collectives cannot be captured"
+        return None
+
+    def _needs(self, rule: Rule) -> tuple[str, ...]:
+        """Return the rules that a rule builds on; for a lossy subject section 13 takes the place of 2.1 and 2.2."""
+        lossy = [other for other in self._rules.values() if other.judges_lossy_results]
+        is_one_of_them = rule.section in {other.section for other in lossy}
+        if self.claims.lossy and not is_one_of_them and _RESULT_RULES & set(rule.needs):
+            return (*rule.needs, *(other.number for other in lossy))
+        return rule.needs
+
+    def _failed(self, number: str) -> bool:
+        """Whether a rule failed, or was not run because a rule that it builds on failed."""
+        verdict = self.judge(number).verdict
+        if verdict is Verdict.NOT_RUN:
+            return any(self._failed(needed) for needed in self._needs(self._rules[number]))
+        return verdict in (Verdict.FAIL, Verdict.KIT_ERROR)
+
+    def _is_responsible_for_a_run(self, rule: Rule) -> bool:
+        """Whether a failed run fails this rule: its needs may be not run for that run alone."""
+        for run in self._runs.values():
+            if isinstance(run, Run) and owns(rule, run):
+                failed = self._failure_of(run)
+                if failed and blamed_rule(self._rules, run, failed) is None:
+                    return True
+        return False
+
+    def _known_wrong_at(self, rule: Rule, size: int) -> str | None:
+        """Return the rule that failed at a world size already, if this rule would only repeat its finding."""
+        for other in self._rules.values():
+            if other.kind != rule.kind or other.worlds is not WorldSizes.OTHERS:
+                continue
+            if (
+                rule.number == other.number
+                or size == self.primary
+                or size not in self.plan.world_sizes
+            ):
+                continue
+            if not any(self._builds_on(rule, needed) for needed in other.needs):
+                continue
+            plain = self.judge(other.number).runs.get(f"{self.plan.plainest.name}@{size}")
+            if plain is not None and plain["verdict"] != str(Verdict.PASS):
+                return other.number
+        return None
+
+    def _builds_on(self, rule: Rule, number: str) -> bool:
+        if number in rule.needs:
+            return True
+        return any(self._builds_on(self._rules[needed], number) for needed in rule.needs)
+
+    # --- runs -------------------------------------------------------------------------------------
+
+    def _run(self, scenario: Scenario, size: int) -> Run | NotRun:
+        """Return the run of a scenario, run once."""
+        key = (scenario.name, size)
+        if key not in self._runs:
+            self._runs[key] = self._reason_not_run(scenario, size) or self._new_run(scenario, size)
+            run = self._runs[key]
+            failed = self._failure_of(run) if isinstance(run, Run) else None
+            if failed and failed.kind == "hang":
+                self._hangs.append(f"{scenario.name}@{size}")
+            if failed:
+                self.source.forget()
+            elif key == (self.plan.plainest.name, self.primary):
+                self.source.begin(self._scheduled_runs(), self.subject)
+        return self._runs[key]
+
+    def _new_run(self, scenario: Scenario, size: int) -> Run:
+        # A group's own timeout can expire too early on a loaded machine: try again with a longer one.
+        for _ in range(3):
+            run = self.source.run(scenario, size, self.subject, f"{scenario.name}@{size}")
+            reached = all(rank.first("step", step=scenario.fault.step) for rank in run.ranks)
+            if not scenario.fault.group_timeout or reached:
+                break
+            longer = replace(scenario.fault, group_timeout=4 * scenario.fault.group_timeout)
+            scenario = replace(scenario, fault=longer)
+        return run
+
+    def _scheduled_runs(self) -> list[tuple[Scenario, int]]:
+        """Return the runs that the announced rules will need."""
+        rules = [self._rules[number] for number in self._announced]
+        wanted = [
+            run for rule in rules if self._is_claimed(rule) for run in self.plan.runs_of(rule)
+        ]
+        return [
+            (scenario, size)
+            for scenario, size in dict.fromkeys(wanted)
+            if not scenario.resume.resumes and (scenario.name, size) not in self._runs
+        ]
+
+    def _reason_not_run(self, scenario: Scenario, size: int) -> NotRun | None:
+        hung = next((name for name in self._hangs if name.startswith(f"{scenario.name}@")), None)
+        if hung is not None:
+            return NotRun(f"not tried: it hung in {hung}")
+        if len(self._hangs) >= MAX_HANGS:
+            return NotRun(f"not tried: it hung in {', '.join(self._hangs)}")
+        for plainer in self.plan.prerequisites(scenario, size):
+            run = self._run(plainer, size)
+            if isinstance(run, NotRun) or self._failure_of(run):
+                return NotRun(f"not tried: {plainer.name}@{size} broke")
+        return None
+
+    def _failure_of(self, run: Run) -> Breakage | None:
+        """Return why a run failed, or None.
+
+        Raises:
+            KitError, TargetError: the failure is not a verdict on the subject.
+        """
+        if run.name not in self._failed_runs:
+            failed = breakage(run)
+            self._failed_runs[run.name] = failed
+            if failed and failed.kind == "kit":
+                raise KitError(failed.line)
+            if failed and failed.kind == "target" and run.world >= self.claims.min_world_size:
+                raise TargetError(failed.line)
+        return self._failed_runs[run.name]
+
+    def _baseline_runs(self, baseline: str, scenario: Scenario, size: int) -> dict[str, Run]:
+        """Return the runs that a rule compares the subject's run with, each run once.
+
+        Raises:
+            _NodeLost: one was cut short.
+            TargetError: the claimed reference does not run under these options.
+            KitError: vanilla DDP does not run.
+        """
+        named: dict[str, SubjectSpec | None] = {}
+        runs_of_baseline = self._baselines
+        if baseline == "vanilla" and not (
+            self.claims.lossy or self.claims.fused or self.claims.sum
+        ):
+            named = {"vanilla": None}
+            # Vanilla DDP is the same for all subjects, so that the control keeps its runs.
+            runs_of_baseline = (self.control or self)._baselines
+        elif baseline == "like":
+            named = {
+                f"like_{number}": spec
+                for number, spec in enumerate(claimed_references(self.claims))
+            }
+        # The call after backward is the subject's own.
+        scenario = replace(scenario, poststep=False, call="")
+        runs = {}
+        for prefix, subject in named.items():
+            name = f"{prefix}-{scenario.name}@{size}"
+            key = (name, scenario)
+            if key not in runs_of_baseline:
+                runs_of_baseline[key] = self.source.run(scenario, size, subject, name)
+            run = runs_of_baseline[key]
+            failed = breakage(run)
+            if failed and failed.kind == "node":
+                del runs_of_baseline[key]
+                raise _NodeLost(failed.line)
+            if failed and subject:
+                raise TargetError(
+                    f"--claims {self.claims}: the reference itself does not run so: {failed.line}"
+                )
+            if failed:
+                raise KitError(f"DDP without a hook does not run {name}: {failed.line}")
+            runs[name] = run
+        return runs
+
+    def _explain(self, run: Run, failed: Breakage) -> str:
+        """Repeat a failed run with its collectives on record: where do ranks disagree?"""
+        scenario = run.scenario
+        may_disagree = failed.kind in ("hang", "died", "raised") and run.world > 1
+        if not may_disagree or scenario.fault.kind != "none" or scenario.resume.resumes:
+            return ""
+        scenario = explained(scenario)
+        name = f"{scenario.name}@{run.world}"
+        try:
+            return disagreement(self.source.run(scenario, run.world, self.subject, name))
+        except UsageError:
+            return ""  # the replayed records do not hold this run
 
 
-def make_control(source: Source, rules: dict[str, Rule], kind: str, worlds: Sequence[int]) -> Engine:
+def _note(judgement: Judgement, name: str, verdict: Verdict, reason: str, **figures: Any) -> None:
+    """Enter one run into a judgement; the worst verdict is the judgement's."""
+    entry = {"verdict": str(verdict), "reason": reason, **figures}
+    judgement.runs[name] = {key: value for key, value in entry.items() if value is not None}
+    if verdict > judgement.verdict:
+        judgement.verdict = verdict
+        judgement.reason = f"{name}: {reason}"
+
+
+def _joined(names: list[str]) -> str:
+    if len(names) > 3:
+        names = [*names[:2], f"{len(names) - 2} more"]
+    return " and ".join(names)
+
+
+def make_control(
+    source: RunSource, rules: dict[str, Rule], kind: str, worlds: Sequence[int]
+) -> Engine:
     """Return the engine that judges the reference of a kind."""
     reference = reference_of(kind)
     return Engine(source, rules, reference, default_claims(kind, reference.arguments), worlds)
 
 
-def make_engine(source: Source, rules: dict[str, Rule], subject: SubjectSpec, claims: Claims, worlds: Sequence[int]) -> Engine:
+def make_engine(
+    source: RunSource,
+    rules: dict[str, Rule],
+    subject: SubjectSpec,
+    claims: Claims,
+    worlds: Sequence[int],
+) -> Engine:
     """Return the engine for a subject, with the reference of its kind as its control."""
-    return Engine(source, rules, subject, claims, worlds, make_control(source, rules, subject.kind, worlds))
+    return Engine(
+        source, rules, subject, claims, worlds, make_control(source, rules, subject.kind, worlds)
+    )

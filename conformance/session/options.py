@@ -1,63 +1,145 @@
-"""The options of a session: what the command line, a test suite and the defaults agree on. Imports no torch."""
+"""The options of a session, declared once: the command line and ``certify()`` are made from these fields.
+
+Nothing is parsed here; ``request.py`` does that. Imports no torch.
+"""
 
 import argparse
 import shlex
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from conformance.subjects.kinds import KINDS
+from conformance.subjects.kinds import HOOK, KINDS
 
-WORLD_SIZES, DEADLINE, ATTACH_WAIT = "1,2,3,4", 30.0, 120.0
-TEXT_OPTIONS = {
-    "hook": "what to certify: module:attribute[,key=value...]",
-    "state": "the hook's state: module:factory[,key=value...], or pg for the model's process group",
-    "setup": "instead of --hook: module:function, called with the DDP module, that registers or returns (state, hook)",
-    **{name: f"instead of --hook: {kind.summary}: module:attribute[,key=value...]" for name, kind in KINDS.items() if name != "hook"},
-    "claims": 'what the subject says of itself, e.g. "rounded(float16), world_only"; auto proposes some; default: exact',
-    "certificate": "where to write the certificate; default: conformance-results/<subject and settings>/certificate.json",
-    "records": "folder in which the records of all runs are kept",
-    "attach": "run on the hosts that torchrun has started (-m conformance.host): HOST:PORT, its --rdzv-endpoint",
-    "replay": "judge the records in this folder instead of running anything",
-}
+WORLD_SIZES = "1,2,3,4"
+DEADLINE = 30.0
+ATTACH_WAIT = 120.0
+
+
+def _option(
+    default: Any, text: str, metavar: str | None = None, read: Callable[[str], Any] | None = None
+) -> Any:
+    """Declare one option.
+
+    Args:
+        default: its value if it is not given.
+        text: the help of the command line.
+        metavar: the placeholder of its value in the help.
+        read: converts the text of the command line; None keeps the text.
+    """
+    return field(default=default, metadata={"help": text, "metavar": metavar, "read": read})
+
+
+def _subject(kind: str) -> Any:
+    summary = KINDS[kind].summary
+    return _option(None, f"instead of --hook: {summary}: module:attribute[,key=value...]")
 
 
 @dataclass(frozen=True)
 class Options:
-    """A command line, as text; None means that an option was not given."""
+    """A command line as text. None means that an option was not given.
 
-    hook: str | None = None
-    state: str | None = None
-    setup: str | None = None
-    averager: str | None = None
-    optimizer: str | None = None
-    strategy: str | None = None
-    joinable: str | None = None
-    collective: str | None = None
-    wrapper: str | None = None
-    claims: str | None = None
-    backend: str = "gloo"
-    device: str | None = None  # the backend's own, or cpu
-    backend_import: str | None = None
-    require_profile: str | None = None
-    world_size: str = WORLD_SIZES
-    rule: tuple[str, ...] = ()
-    certificate: str | None = None
-    records: str | None = None
-    replay: str | None = None
-    attach: str | None = None
-    attach_wait: float = ATTACH_WAIT
-    deadline: float = DEADLINE
+    The field ``world_size`` is the option ``--world-size``.
+    """
+
+    hook: str | None = _option(None, "the hook to certify: module:attribute[,key=value...]")
+    state: str | None = _option(
+        None, "the hook's state: module:factory[,key=value...], or pg for the model's process group"
+    )
+    setup: str | None = _option(
+        None,
+        "instead of --hook: module:function, called with the DDP module; it registers the hook "
+        "itself or returns (state, hook)",
+    )
+    averager: str | None = _subject("averager")
+    optimizer: str | None = _subject("optimizer")
+    strategy: str | None = _subject("strategy")
+    joinable: str | None = _subject("joinable")
+    collective: str | None = _subject("collective")
+    wrapper: str | None = _subject("wrapper")
+    claims: str | None = _option(
+        None,
+        'what the subject promises, e.g. "rounded(float16), world_only"; auto: search for claims',
+    )
+    backend: str = _option("gloo", "process group backend; default: %(default)s", "NAME")
+    device: str | None = _option(
+        None, "device of the models; default: the backend's own, or cpu", "NAME"
+    )
+    backend_import: str | None = _option(
+        None, "a module that registers the backend when it is imported", "MODULE"
+    )
+    require_profile: str | None = _option(
+        None, "exit with code 1 unless this profile is the one that runs", "NAME"
+    )
+    world_size: str = _option(WORLD_SIZES, "world sizes; default: %(default)s", "N,N")
+    rule: tuple[str, ...] = _option((), "judge only this rule or section; may be repeated", "N.N")
+    certificate: str | None = _option(
+        None,
+        "path of the certificate; default: "
+        "conformance-results/<subject and settings>/certificate.json",
+    )
+    records: str | None = _option(None, "keep the records of all runs in this folder")
+    replay: str | None = _option(
+        None, "judge the records in this folder instead of running anything"
+    )
+    attach: str | None = _option(
+        None,
+        "run on the hosts that torchrun has started (-m conformance.host): HOST:PORT, its "
+        "--rdzv-endpoint",
+    )
+    attach_wait: float = _option(
+        ATTACH_WAIT,
+        "seconds to wait for all hosts, at the start and after one was lost; default: %(default)s",
+        "SECONDS",
+        float,
+    )
+    deadline: float = _option(
+        DEADLINE,
+        "seconds after which a run counts as hanging; default: %(default)s",
+        "SECONDS",
+        float,
+    )
 
     def command(self) -> str:
-        """Return the options that name the subject, as one would type them."""
+        """Return the options that name the subject, as a person would type them."""
         names = [*KINDS, "setup", "state", "claims"]
-        names += [] if self.backend == Options.backend else ["backend", "backend_import"]
-        names += [] if self.device == "cpu" else ["device"]
-        said = ((name.replace("_", "-"), getattr(self, name)) for name in names)
-        return " ".join(f"--{name} {shlex.quote(value)}" for name, value in said if value)
+        if self.backend != Options.backend:
+            names += ["backend", "backend_import"]
+        if self.device != "cpu":
+            names.append("device")
+        given = [(name, getattr(self, name)) for name in names]
+        return " ".join(f"{flag(name)} {shlex.quote(value)}" for name, value in given if value)
+
+    @property
+    def named_subjects(self) -> list[str]:
+        """The fields that name a subject and are given."""
+        return [name for name in SUBJECTS if getattr(self, name)]
 
 
-def options_of(given: argparse.Namespace) -> Options:
-    """Return what was given of the kit's options."""
-    names = (*TEXT_OPTIONS, "backend", "device", "backend_import", "require_profile", "world_size", "deadline", "attach_wait")
-    text = {name: getattr(given, name) for name in names}
-    return Options(**text, rule=tuple(given.rule))
+SUBJECTS = (HOOK, "setup", *(kind for kind in KINDS if kind != HOOK))
+
+
+def flag(name: str) -> str:
+    """Return the option of a field: ``--world-size`` of ``world_size``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def add_options(add: Callable[..., None]) -> None:
+    """Declare every option with ``add``, which is argparse's ``add_argument`` or pytest's ``addoption``."""
+    for option in fields(Options):
+        settings: dict[str, Any] = {
+            "help": option.metadata["help"],
+            "metavar": option.metadata["metavar"] or option.name.upper(),
+            "default": option.default,
+        }
+        if option.name == "rule":
+            settings.update(action="append", default=[])
+        elif option.metadata["read"]:
+            settings["type"] = option.metadata["read"]
+        add(flag(option.name), **settings)
+
+
+def options_of(namespace: argparse.Namespace) -> Options:
+    """Return the options that a command line was parsed into."""
+    values = {option.name: getattr(namespace, option.name) for option in fields(Options)}
+    return Options(**{**values, "rule": tuple(values["rule"])})

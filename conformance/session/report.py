@@ -8,13 +8,20 @@ from conformance.certificates.certificate import Conclusion, at_scale, limits, s
 from conformance.judging.rule import MUST, SECTIONS, Rule
 from conformance.judging.verdict import Judgement, Verdict
 from conformance.records.files import write_json
+from conformance.session.claim_search import equivalent_claims
 from conformance.session.session import Session
 
 
 def failure_text(session: Session, rule: Rule, judgement: Judgement) -> str:
     """Return what is said of a rule that does not hold: requirement, expected, actual, cause, remedy, command."""
-    where = next((name for name, run in judgement.runs.items() if run["verdict"] == str(judgement.verdict)), "")
-    lines = [f"{rule.number} {rule.title}" + (f"  [{where}]" if where else ""), f"  Requirement:  {rule.requirement}"]
+    where = next(
+        (name for name, run in judgement.runs.items() if run["verdict"] == str(judgement.verdict)),
+        "",
+    )
+    lines = [
+        f"{rule.number} {rule.title}" + (f"  [{where}]" if where else ""),
+        f"  Requirement:  {rule.requirement}",
+    ]
     for failure in judgement.failures[:1]:
         lines += [f"  Expected:     {failure.expected}", f"  Actual:       {failure.actual}"]
         if failure.cause:
@@ -37,7 +44,10 @@ def _evidence_lines(evidence: dict[str, Any]) -> list[str]:
                 tail = text.strip().splitlines()[-8:] if name != "stacks" else _main_stack(text)
                 lines += [f"    {name}:", *(f"      {line}" for line in tail)]
         if kept.get("last collectives"):
-            lines += ["    last collectives:", *(f"      {line}" for line in kept["last collectives"])]
+            lines += [
+                "    last collectives:",
+                *(f"      {line}" for line in kept["last collectives"]),
+            ]
     return lines
 
 
@@ -53,14 +63,24 @@ def conclusion_lines(session: Session, conclusion: Conclusion) -> list[str]:
     header, lines = session.header, []
     claims, sizes = header["claims"]["text"], ", ".join(map(str, session.worlds))
     name = session.subject.name
-    advice = [j for j in session.judgements.values() if j.verdict is Verdict.FAIL and session.rules[j.number].level != MUST]
+    advice = [
+        j
+        for j in session.judgements.values()
+        if j.verdict is Verdict.FAIL and session.rules[j.number].level != MUST
+    ]
     lines += [f"advice  {j.number} {session.rules[j.number].title}: {j.reason}" for j in advice]
     lines += [f"limit   {line}" for line in limits(session.rules, session.judgements)]
-    lines += [f"at scale, simulated: {said}" for said in at_scale(session.rules, session.judgements)]
+    lines += [
+        f"at scale, simulated: {said}" for said in at_scale(session.rules, session.judgements)
+    ]
     lines += session.notes
     if conclusion.certificate:
         torch = header["profile"]["torch"]
-        mode = session.profile.where + (", one collective at a time" if header["profile"]["name"].endswith("-serialised") else "")
+        mode = session.profile.where + (
+            ", one collective at a time"
+            if header["profile"]["name"].endswith("-serialised")
+            else ""
+        )
         nodes = header["profile"].get("nodes", ())
         mode += f", on {len(nodes)} node{'s' if len(nodes) > 1 else ''}" if nodes else ""
         checks = sum(j.checks for j in session.judgements.values())
@@ -70,13 +90,22 @@ def conclusion_lines(session: Session, conclusion: Conclusion) -> list[str]:
             f"           {session.certificate_path}",
         ]
         return lines
-    label = {"refused": "REFUSED", "kit error": "KIT ERROR"}.get(conclusion.verdict, "NOT CERTIFIED")
+    label = {"refused": "REFUSED", "kit error": "KIT ERROR"}.get(
+        conclusion.verdict, "NOT CERTIFIED"
+    )
     lines.append(f"{label}  {name}  as {claims}")
     if label == "NOT CERTIFIED":
         lines.append("development run: no certificate")
     lines += [f"  {reason}" for reason in conclusion.reasons]
-    if conclusion.verdict == "refused" and session.engine and (others := session.engine.other_claims()):
-        lines.append("it would hold the rules of equivalence as " + ", or as ".join(f'--claims "{claims}"' for claims in others))
+    if (
+        conclusion.verdict == "refused"
+        and session.engine
+        and (others := equivalent_claims(session.engine))
+    ):
+        lines.append(
+            "it would hold the rules of equivalence as "
+            + ", or as ".join(f'--claims "{claims}"' for claims in others)
+        )
     return lines
 
 
@@ -105,12 +134,23 @@ def write_report(session: Session, conclusion: Conclusion) -> None:
         }
         for number, judgement in session.judgements.items()
     ]
-    report = {**session.header, "verdict": conclusion.verdict, "reasons": conclusion.reasons, "rules": rules}
+    report = {
+        **session.header,
+        "verdict": conclusion.verdict,
+        "reasons": conclusion.reasons,
+        "rules": rules,
+    }
     write_json(session.folder / "report.json", report)
     environment = Environment(
-        loader=PackageLoader("conformance.session.session", "."), autoescape=select_autoescape(), trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("conformance.session.session", "."),
+        autoescape=select_autoescape(),
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    sections = {f"{number} {title}": [r for r in rules if r["rule"].partition(".")[0] == number] for number, title in SECTIONS.items()}
+    sections = {
+        f"{number} {title}": [r for r in rules if r["rule"].partition(".")[0] == number]
+        for number, title in SECTIONS.items()
+    }
     page = environment.get_template("report.html.jinja").render(
         report=report, sections=sections, lines=conclusion_lines(session, conclusion)
     )

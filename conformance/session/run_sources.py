@@ -1,4 +1,4 @@
-"""Runs from ranks of this machine, and runs from records that were kept."""
+"""Where runs come from: ranks of this session, or records that were kept."""
 
 import contextlib
 import shutil
@@ -13,89 +13,121 @@ from conformance.records.files import OUTCOME
 from conformance.records.run import Run, load_run
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.profiles import GLOO_CPU, Profile
-from conformance.session.engine import Source
 from conformance.subjects.kinds import KINDS
 from conformance.subjects.spec import SubjectSpec
 
 
-class LocalSource(Source):
-    """Runs scenarios on a pool; the records are read and let go of, or kept in a folder.
+class RunSource:
+    """A source of runs.
+
+    Attributes:
+        profile: the profile of all runs.
+    """
+
+    profile: Profile = GLOO_CPU
+
+    def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run:
+        """Return a run."""
+        raise NotImplementedError
+
+    def begin(self, runs: Iterable[tuple[Scenario, int]], subject: SubjectSpec | None) -> None:
+        """Take note of runs that will be needed unless one of them fails; they may begin now."""
+
+    def forget(self) -> None:
+        """Begin no more of them."""
+
+
+class LocalSource(RunSource):
+    """Runs scenarios on a pool; the records are read and removed, or kept in a folder.
 
     Args:
-        pool: where ranks come from.
+        pool: the source of ranks.
         keep: the folder for ``--records``.
-        profile: where ranks run.
+        profile: the profile that ranks run in.
     """
 
     def __init__(self, pool: Ranks, keep: Path | None = None, profile: Profile = GLOO_CPU) -> None:
-        self._pool, self._keep, self.profile = pool, keep, profile
+        self.profile = profile
+        self._pool = pool
+        self._keep = keep
         self._threads: ThreadPoolExecutor | None = None
         self._ahead: dict[str, Future[Run]] = {}
-        self._saved: dict[str, Path] = {}  # folders of runs that others resume from; they go with the pool
+        # Folders of runs that others resume from; they go with the pool.
+        self._saved: dict[str, Path] = {}
 
     def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run:
-        """Run it, or wait for it where it was begun ahead. Raises: KitError."""
+        """Run a scenario, or wait for it if it has begun. Raises: KitError."""
         begun = self._ahead.pop(_folder_name(name, subject), None)
         if begun and not begun.cancel():
             return begun.result()
         return self._run(scenario, world, subject, _folder_name(name, subject))
 
     def begin(self, runs: Iterable[tuple[Scenario, int]], subject: SubjectSpec | None) -> None:
-        """Begin runs that will be asked for, in their order, as many at a time as the pool has lanes."""
+        """Begin runs in their order, as many at a time as the pool has lanes."""
         self._threads = self._threads or ThreadPoolExecutor(self._pool.lanes)
         for scenario, world in runs:
             name = _folder_name(f"{scenario.name}@{world}", subject)
             self._ahead[name] = self._threads.submit(self._run, scenario, world, subject, name)
 
     def forget(self) -> None:
-        """Let go of what waits for a lane still: it is run when it is asked for."""
+        """Cancel the runs that still wait for a lane; they run when they are needed."""
         self._ahead = {name: future for name, future in self._ahead.items() if not future.cancel()}
 
-    def _run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, folder_name: str) -> Run:
+    def _run(
+        self, scenario: Scenario, world: int, subject: SubjectSpec | None, folder_name: str
+    ) -> Run:
         if scenario.resume.resumes:
-            before = self._saved[folder_name.replace(f"{scenario.name}@", f"{scenario.prerequisite}@")]
-            scenario = replace(scenario, resume=replace(scenario.resume, saved_in=str(before)))
+            earlier = folder_name.replace(f"{scenario.name}@", f"{scenario.prerequisite}@")
+            saved_in = str(self._saved[earlier])
+            scenario = replace(scenario, resume=replace(scenario.resume, saved_in=saved_in))
         folder = self._pool.run(scenario, world, subject, folder_name)
         try:
             return load_run(folder, scenario, world)
         finally:
             if self._keep:
                 _keep(folder, self._keep)
-            done = folder
-            if scenario.resume.saves_at and not scenario.resume.resumes:
-                done, self._saved[folder_name] = self._saved.get(folder_name, Path()), folder
-            if done != Path():
-                shutil.rmtree(done, ignore_errors=True)
+            self._remove(folder, folder_name, scenario)
+
+    def _remove(self, folder: Path, folder_name: str, scenario: Scenario) -> None:
+        """Remove the folder of a run; if others resume from it, keep it and remove its predecessor."""
+        done: Path | None = folder
+        if scenario.resume.saves_at and not scenario.resume.resumes:
+            done = self._saved.get(folder_name)
+            self._saved[folder_name] = folder
+        if done is not None:
+            shutil.rmtree(done, ignore_errors=True)
 
 
-class ReplaySource(Source):
+class ReplaySource(RunSource):
     """Reads the runs that ``--records DIR`` kept.
 
     Args:
         folder: DIR.
-        profile: where they were run.
+        profile: the profile that they were made in.
 
     Raises:
         UsageError: the folder holds no records.
     """
 
     def __init__(self, folder: Path, profile: Profile = GLOO_CPU) -> None:
-        self._folder, self.profile = folder, profile
+        self.profile = profile
+        self._folder = folder
         if not any(folder.glob(f"*/{OUTCOME}")):
-            raise UsageError(f"--replay {folder}: there are no records; --records DIR writes them")
+            raise UsageError(f"--replay {folder}: no records in it; --records DIR writes them")
 
     def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run:
-        """Read it. Raises: UsageError, when it was not kept."""
+        """Read a run. Raises: UsageError, if it was not kept."""
         folder = self._folder / _folder_name(name, subject)
         if not (folder / OUTCOME).exists():
             raise UsageError(
-                f"--replay {self._folder}: there is no record of {folder.name}; was it recorded with the same world sizes and claims?"
+                f"--replay {self._folder}: no record of {folder.name}; was it recorded with the same "
+                "world sizes and claims?"
             )
         return load_run(folder, scenario, world)
 
 
 def _keep(folder: Path, records: Path) -> None:
-    """Copy a run's records; not what only its processes needed."""
+    """Copy a run's records, without the files that only its processes needed."""
     with contextlib.suppress(OSError):
         left_out = shutil.ignore_patterns("tmp", "ask", "stacks.txt", "flight.json", "store")
         shutil.copytree(folder, records / folder.name, dirs_exist_ok=True, ignore=left_out)
@@ -120,4 +152,8 @@ def new_records_folder(folder: Path) -> Path:
 
 def _folder_name(name: str, subject: SubjectSpec | None) -> str:
     references = [kind.reference for kind in KINDS.values()]
-    return f"reference-{name}" if subject and subject.name in references and not subject.state else name
+    return (
+        f"reference-{name}"
+        if subject and subject.name in references and not subject.state
+        else name
+    )

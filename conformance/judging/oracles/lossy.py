@@ -56,9 +56,9 @@ MANY, FINE, SMALL, OFTEN = 256, 1 / 4, 1 / 20, 2 * 1 / 5 * 4 / 5  # see "Unbiase
 ROUNDINGS = 16  # units in the last place, of any dtype, that no claim speaks of
 
 # The scenarios on which lossy results are judged over many steps; the others are as short as they are.
-_LONG = ("values", "small", "buckets", "dtypes", "shapes", "subgroups", "complex", "sparse", "saved", "resumed")
+LONG_SCENARIOS = ("values", "small", "buckets", "dtypes", "shapes", "subgroups", "complex", "sparse", "saved", "resumed")
 # Those of many buckets, which take long: at one world size, where exact results are cheap to judge at several.
-_ONE_WORLD = ("dtypes", "shapes")
+ONE_WORLD_SCENARIOS = ("dtypes", "shapes")
 
 
 def require(run: Run, claims: Claims, found: Found) -> None:
@@ -68,7 +68,7 @@ def require(run: Run, claims: Claims, found: Found) -> None:
         judge.weights(steps)
     elif claims.lossy == CONTRACTION:
         judge.contraction(steps)
-    elif run.scenario.name not in _LONG:
+    elif run.scenario.name not in LONG_SCENARIOS:
         judge.size(steps)
     elif claims.lossy == FEEDBACK:
         judge.held_back_comes_out(steps)

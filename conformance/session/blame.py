@@ -1,0 +1,82 @@
+"""Who is responsible for a run that failed: which rule fails, and which rules are only not run.
+
+A failed run fails the rule that its kind of failure belongs to (``Rule.blamed_for``: a refused
+registration belongs to 1.1, a result that is no future to 1.2), or else the rule that owns the
+scenario. For every other rule that reads the run it is "not run". A run that claims exclude, such as
+a dtype that the subject refuses, fails nobody if every rank got an error.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from conformance.judging.rule import Rule, WorldSizes
+from conformance.judging.run_failures import Breakage, refused
+from conformance.judging.verdict import Verdict
+from conformance.records.run import Run
+from conformance.subjects.claims import Claims
+
+
+@dataclass(frozen=True)
+class Consequence:
+    """The meaning of a failed run for one rule.
+
+    Attributes:
+        verdict: FAIL if the rule is responsible.
+        reason: one line.
+        checks: the checks that the failed run answers: 1 for a refusal that was claimed.
+    """
+
+    verdict: Verdict
+    reason: str
+    checks: int | None = None
+
+
+def consequence(
+    rules: Mapping[str, Rule], rule: Rule, claims: Claims, run: Run, failed: Breakage
+) -> Consequence | None:
+    """Return the meaning of a failed run for a rule; None if the rule is judged on its other runs."""
+    excluded = claims_exclude(claims, run)
+    refuses = refused(run)
+    if failed.kind == "node":
+        return Consequence(Verdict.NOT_RUN, failed.line)
+    if rule.worlds is WorldSizes.BELOW_MINIMUM and refuses:
+        return Consequence(Verdict.PASS, failed.line, checks=1)
+    if excluded and refuses and len(rule.on) > 1 and not owns(rule, run):
+        return None
+    if (rule.may_refuse or excluded) and refuses:
+        reason = f"refused with an error on every rank: {failed.line}"
+        return Consequence(Verdict.NOT_APPLICABLE, reason, checks=1)
+    if is_responsible(rules, rule, run, failed):
+        return Consequence(Verdict.FAIL, failed.line)
+    return Consequence(Verdict.NOT_RUN, f"{run.name} broke: {failed.line}")
+
+
+def is_responsible(rules: Mapping[str, Rule], rule: Rule, run: Run, failed: Breakage) -> bool:
+    """Whether a failed run fails this rule."""
+    blamed = blamed_rule(rules, run, failed)
+    if blamed is not None:
+        return rule.number == blamed.number
+    return owns(rule, run)
+
+
+def blamed_rule(rules: Mapping[str, Rule], run: Run, failed: Breakage) -> Rule | None:
+    """Return the rule that this kind of failure belongs to, if it reads the run; else None."""
+    for rule in rules.values():
+        if rule.blamed_for == failed.kind and run.scenario.name in {
+            scenario.name for scenario in rule.on
+        }:
+            return rule
+    return None
+
+
+def owns(rule: Rule, run: Run) -> bool:
+    """Whether a rule owns the scenario of a run."""
+    return run.scenario.name in {scenario.name for scenario in rule.owns}
+
+
+def claims_exclude(claims: Claims, run: Run) -> bool:
+    """Whether the claims exclude this run's group sizes or dtypes."""
+    if any(len(group) < claims.min_world_size for group in run.scenario.groups):
+        return True
+    dtypes = {spec.dtype for spec in run.scenario.params}
+    return bool(claims.dtypes) and not dtypes <= set(claims.dtypes)

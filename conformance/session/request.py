@@ -1,0 +1,217 @@
+"""A request: a command line parsed once, before anything is imported or run. Imports no torch.
+
+    Options (text)  ->  prepare_request  ->  Request (parsed)  ->  Session
+
+A request that replays records takes its subject, profile and world sizes from the records.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from conformance.errors import ProfileError, RequiredProfileError, UsageError
+from conformance.hosts.remote.rendezvous import parse_endpoint
+from conformance.scenarios.profiles import Profile, recorded_profile, requested_profile, require
+from conformance.session.options import Options
+from conformance.session.results import ResultPaths, require_writable, result_paths, set_aside
+from conformance.subjects.claims import AUTO, Claims, parse_claims
+from conformance.subjects.kinds import HOOK, KINDS
+from conformance.subjects.spec import SubjectSpec, parse_other, parse_subject
+
+SESSION = "session.json"
+LARGEST_WORLD = 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line that can be run as written.
+
+    Attributes:
+        options: the command line as text; of a replay, with what the records name.
+        subject: what is judged.
+        claims: the claims of the command line; None if there are none, or if they are searched for.
+        searches_claims: ``--claims auto``: propose claims, and certify nothing.
+        world_sizes: in order.
+        profile: the requested profile; of a replay, the recorded one.
+        recorded: the header of the replayed session, or None.
+        paths: the files to write.
+        notes: lines for the reader about files that were set aside.
+    """
+
+    options: Options
+    subject: SubjectSpec
+    claims: Claims | None
+    searches_claims: bool
+    world_sizes: tuple[int, ...]
+    profile: Profile
+    recorded: Mapping[str, Any] | None
+    paths: ResultPaths
+    notes: tuple[str, ...] = ()
+
+
+def prepare_request(options: Options, *, runs: bool = True) -> Request:
+    """Set the results of an earlier run aside, then parse the options.
+
+    Args:
+        options: the command line.
+        runs: False if nothing will be judged, as with ``--collect-only``; then no file is touched.
+
+    Raises:
+        UsageError: the options cannot be run as written.
+        ProfileError: no machine can run the profile.
+    """
+    recorded = None
+    if options.replay and not options.attach:
+        recorded = _read_session(Path(options.replay))
+        options = _with_recorded(options, recorded)
+    notes = _set_aside(options) if runs else []
+    request = parse_request(options, recorded)
+    return replace(request, notes=tuple(notes))
+
+
+def parse_request(options: Options, recorded: Mapping[str, Any] | None = None) -> Request:
+    """Parse all options but ``--rule``, which needs the rule book.
+
+    Args:
+        options: the command line.
+        recorded: the header of the session that is replayed, or None.
+
+    Raises:
+        UsageError: the options cannot be run as written.
+        ProfileError: no machine can run the profile.
+    """
+    if options.attach and options.replay:
+        raise UsageError("--attach and --replay do not go together: a replay runs nothing")
+    if options.attach:
+        parse_endpoint(options.attach)
+    subject = named_subject(options)
+    kind = KINDS[subject.kind]
+    searches_claims = options.claims == AUTO
+    if searches_claims and not kind.searches_claims:
+        raise UsageError(
+            f"--claims auto proposes claims for hooks only; name the claims of this {subject.kind}, or leave --claims out"
+        )
+    claims = None
+    if options.claims and not searches_claims:
+        claims = parse_claims(options.claims, subject.kind)
+    world_sizes = parse_world_sizes(options.world_size)
+    for name in ("deadline", "attach_wait"):
+        _require_duration(name, getattr(options, name))
+    profile = _profile(options, recorded)
+    paths = result_paths(subject, options.claims, options.certificate)
+    require_writable(paths.certificate)
+    return Request(options, subject, claims, searches_claims, world_sizes, profile, recorded, paths)
+
+
+def named_subject(options: Options) -> SubjectSpec:
+    """Return the subject that a command line names, of any kind.
+
+    Raises:
+        UsageError: it names none or several, or one that cannot be parsed.
+    """
+    others = [kind for kind in KINDS if kind != HOOK and getattr(options, kind)]
+    hooks = [name for name in (HOOK, "setup", "state") if getattr(options, name)]
+    if not others:
+        return parse_subject(options.hook, options.state, options.setup)
+    if len(others) > 1 or hooks:
+        given = ", ".join(f"--{name}" for name in [*hooks, *others])
+        raise UsageError(f"name one subject: {given} do not go together")
+    return parse_other(others[0], getattr(options, others[0]))
+
+
+def parse_world_sizes(text: str) -> tuple[int, ...]:
+    """Parse ``--world-size``: sizes from 1 to 64, in order.
+
+    Raises:
+        UsageError: the text is not a list of such sizes.
+    """
+    try:
+        sizes = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise UsageError(f"--world-size {text}: not a list of numbers, e.g. 1,2,3,4") from None
+    if sizes[0] < 1 or sizes[-1] > LARGEST_WORLD:
+        raise UsageError(f"--world-size {text}: sizes go from 1 to {LARGEST_WORLD}")
+    return sizes
+
+
+@contextlib.contextmanager
+def profile_is_required(options: Options) -> Iterator[None]:
+    """Under ``--require-profile``, a profile that cannot be run is a failure (exit code 1 instead of 8)."""
+    try:
+        yield
+    except ProfileError as error:
+        if options.require_profile and not isinstance(error, RequiredProfileError):
+            raise RequiredProfileError(
+                f"--require-profile {options.require_profile}: {error}"
+            ) from error
+        raise
+
+
+def _require_duration(name: str, seconds: float) -> None:
+    """Refuse a number of seconds that no wait can take: zero, negative, not finite, above a day."""
+    if not (math.isfinite(seconds) and 0 < seconds <= 86_400):
+        option = f"--{name.replace('_', '-')}"
+        raise UsageError(f"{option} {seconds:g}: a number of seconds above 0, at most 86400")
+
+
+def _profile(options: Options, recorded: Mapping[str, Any] | None) -> Profile:
+    with profile_is_required(options):
+        profile = requested_profile(options.backend, options.device, options.backend_import)
+    if recorded:
+        return recorded_profile(recorded["profile"])
+    require(options.require_profile, profile, final=False)
+    return profile
+
+
+def _set_aside(options: Options) -> list[str]:
+    """Set aside the files of an earlier run, as far as the options name them."""
+    try:
+        paths = result_paths(named_subject(options), options.claims, options.certificate)
+    except UsageError:
+        # parse_request raises it again; the path of the certificate may be known all the same.
+        if not options.certificate:
+            return []
+        certificate = Path(options.certificate)
+        paths = ResultPaths(certificate, certificate.parent)
+    return set_aside(paths)
+
+
+def _read_session(folder: Path) -> dict[str, Any]:
+    """Return the header of the session whose records are in a folder.
+
+    Raises:
+        UsageError: there is no readable header.
+    """
+    try:
+        header: dict[str, Any] = json.loads((folder / SESSION).read_text())
+        for key in ("subject", "profile", "claims", "date"):
+            header[key]
+        header["claims"]["text"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"--replay {folder}: no readable {SESSION} in it; --records DIR writes one"
+        ) from error
+    return header
+
+
+def _with_recorded(options: Options, recorded: Mapping[str, Any]) -> Options:
+    """Return the options with the subject, claims, profile and world sizes that the records name."""
+    subject = recorded["subject"]
+    profile = recorded["profile"]
+    names = {name: subject[name] for name in (HOOK, "state", "setup")}
+    if subject.get("target"):
+        names[subject["kind"]] = subject["target"]
+    if recorded["claims"].get("said by") == "--claims":
+        names["claims"] = options.claims or recorded["claims"]["text"]
+    return replace(
+        options,
+        **names,
+        world_size=",".join(map(str, profile["world sizes"])),
+        backend=profile["backend"],
+        device=profile["device"],
+        backend_import=None,
+    )
