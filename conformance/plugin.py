@@ -16,8 +16,8 @@ import pytest
 from conformance.cli._shared import POOL, REQUEST
 from conformance.errors import ConformanceError, UsageError
 from conformance.session.options import add_options, options_of
-from conformance.session.request import Request, prepare_request
-from conformance.session.session import ranks_for
+from conformance.session.rank_source import ranks_for
+from conformance.session.request import Request, read_request, set_results_aside
 
 # Options that only the kit has. Other suites may well have an --optimizer.
 _OWN_OPTIONS = ("--hook", "--setup", "--replay", "--list-rules")
@@ -55,8 +55,11 @@ def _prepare(config: pytest.Config, namespace: argparse.Namespace) -> None:
     if namespace.list_rules or not (options.named_subjects or options.replay):
         return
     try:
-        request = prepare_request(options, runs=not namespace.collectonly)
+        request = read_request(options)
     except UsageError as error:
+        # There will be no session that sets the results of an earlier run aside.
+        if not namespace.collectonly:
+            set_results_aside(options)
         raise pytest.UsageError(str(error)) from error
     except ConformanceError as error:
         config.stash[REQUEST] = error

@@ -24,8 +24,9 @@ from conformance.judging.run_failures import breakage
 from conformance.judging.verdict import Verdict
 from conformance.scenarios.hook import VALUES
 from conformance.session.options import Options
+from conformance.session.rank_source import ranks_for
 from conformance.session.run_sources import LocalSource
-from conformance.session.session import Session, ranks_for
+from conformance.session.session import Session
 from conformance.subjects.spec import REFERENCE, SubjectSpec
 from tests.test_crew import host_of
 

@@ -5,6 +5,7 @@
 
 import importlib
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from conformance.judging.rule import MUST, SHOULD, Rule
 from conformance.judging.verdict import Judgement, Verdict
 from conformance.rules import book
 from conformance.session.claim_search import proposal_lines
-from conformance.session.options import SUBJECTS, flag
+from conformance.session.options import SUBJECTS, flag, options_of
 from conformance.session.report import conclusion_lines, failure_text, write_report
+from conformance.session.request import set_results_aside
 from conformance.session.session import Session
 
 _SESSION = pytest.StashKey["_State"]()
@@ -70,9 +72,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if given.get("numprocesses"):
         raise pytest.UsageError("conformance runs ranks of its own: leave out -n, or pass -n 0")
     try:
+        # Not before: a command line that pytest itself refuses starts no run, and touches no file.
+        notes = (
+            set_results_aside(options_of(config.option)) if not config.option.collectonly else []
+        )
         if isinstance(request, ConformanceError):
             raise request
-        session = Session(request, config.stash.get(POOL, None))
+        session = Session(replace(request, notes=tuple(notes)), config.stash.get(POOL, None))
     except UsageError as error:
         raise pytest.UsageError(str(error)) from error
     except ConformanceError as error:

@@ -1,6 +1,6 @@
 """A request: a command line parsed once, before anything is imported or run. Imports no torch.
 
-    Options (text)  ->  prepare_request  ->  Request (parsed)  ->  Session
+    Options (text)  ->  read_request  ->  Request (parsed)  ->  Session
 
 A request that replays records takes its subject, profile and world sizes from the records.
 """
@@ -54,7 +54,7 @@ class Request:
 
 
 def prepare_request(options: Options, *, runs: bool = True) -> Request:
-    """Set the results of an earlier run aside, then parse the options.
+    """Set the results of an earlier run aside, then read the request.
 
     Args:
         options: the command line.
@@ -64,13 +64,40 @@ def prepare_request(options: Options, *, runs: bool = True) -> Request:
         UsageError: the options cannot be run as written.
         ProfileError: no machine can run the profile.
     """
-    recorded = None
-    if options.replay and not options.attach:
-        recorded = _read_session(Path(options.replay))
-        options = _with_recorded(options, recorded)
-    notes = _set_aside(options) if runs else []
-    request = parse_request(options, recorded)
-    return replace(request, notes=tuple(notes))
+    notes = set_results_aside(options) if runs else []
+    return replace(read_request(options), notes=tuple(notes))
+
+
+def read_request(options: Options) -> Request:
+    """Return the request of a command line, which may replay records.
+
+    Raises:
+        UsageError: the options cannot be run as written.
+        ProfileError: no machine can run the profile.
+    """
+    if not options.replay or options.attach:
+        return parse_request(options)
+    recorded = _read_session(Path(options.replay))
+    return parse_request(_with_recorded(options, recorded), recorded)
+
+
+def set_results_aside(options: Options) -> list[str]:
+    """Set aside the files of an earlier run, as far as the options name them; return lines for the reader.
+
+    Raises:
+        UsageError: a file cannot be renamed.
+    """
+    try:
+        if options.replay and not options.attach:
+            options = _with_recorded(options, _read_session(Path(options.replay)))
+        paths = result_paths(named_subject(options), options.claims, options.certificate)
+    except UsageError:
+        # read_request raises it again; the path of the certificate may be known all the same.
+        if not options.certificate:
+            return []
+        certificate = Path(options.certificate)
+        paths = ResultPaths(certificate, certificate.parent)
+    return set_aside(paths)
 
 
 def parse_request(options: Options, recorded: Mapping[str, Any] | None = None) -> Request:
@@ -165,19 +192,6 @@ def _profile(options: Options, recorded: Mapping[str, Any] | None) -> Profile:
         return recorded_profile(recorded["profile"])
     require(options.require_profile, profile, final=False)
     return profile
-
-
-def _set_aside(options: Options) -> list[str]:
-    """Set aside the files of an earlier run, as far as the options name them."""
-    try:
-        paths = result_paths(named_subject(options), options.claims, options.certificate)
-    except UsageError:
-        # parse_request raises it again; the path of the certificate may be known all the same.
-        if not options.certificate:
-            return []
-        certificate = Path(options.certificate)
-        paths = ResultPaths(certificate, certificate.parent)
-    return set_aside(paths)
 
 
 def _read_session(folder: Path) -> dict[str, Any]:

@@ -8,9 +8,7 @@ from typing import Any
 
 from conformance.certificates.certificate import Conclusion, conclude, kit_identity
 from conformance.errors import ProfileError, TargetError, UsageError
-from conformance.hosts.pool import Pool
 from conformance.hosts.ranks_protocol import Ranks
-from conformance.hosts.remote.pool import AttachedPool
 from conformance.judging.rule import Rule
 from conformance.judging.verdict import Judgement
 from conformance.records.files import write_json
@@ -19,6 +17,7 @@ from conformance.scenarios.profiles import GLOO_CPU, require, resolve_profile
 from conformance.session.claim_search import Tried, search_claims
 from conformance.session.engine import Engine, make_engine
 from conformance.session.options import Options
+from conformance.session.rank_source import ranks_for
 from conformance.session.request import SESSION, Request, prepare_request, profile_is_required
 from conformance.session.results import set_aside
 from conformance.session.run_sources import LocalSource, ReplaySource, RunSource, new_records_folder
@@ -317,10 +316,3 @@ def _project_claims(name: str) -> str | None:
             "pyproject.toml: [tool.conformance] claims is a string, or a table of strings by target"
         )
     return claims
-
-
-def ranks_for(options: Options) -> Ranks:
-    """Return the source of ranks: this machine, or the hosts that torchrun has started."""
-    if options.attach:
-        return AttachedPool(options.attach, options.deadline, options.attach_wait)
-    return Pool(options.deadline)
