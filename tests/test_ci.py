@@ -256,6 +256,7 @@ def check_hosts(words: list[str], endpoint: str, *, once: bool) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 1, 7])
+@pytest.mark.ranks
 def test_the_slurm_script(code: int, stand_ins: Path, tmp_path: Path) -> None:
     slurm = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2", "LOG": str(tmp_path), "CONTROLLER": str(code)}
     path = os.pathsep.join([str(stand_ins), os.environ["PATH"]])
