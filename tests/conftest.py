@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from conformance.pool import Pool
 from conformance.rulebook import Rule, book
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fixtures(item: pytest.Item) -> list[str]:
     """Return the names of the fixtures and parameters of a test; a doctest has none."""
     return getattr(item, "fixturenames", [])
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    # Draws of a test depend neither on chance nor on the tests that ran before it.
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -211,6 +211,7 @@ def test_a_baseline_is_made_as_the_page_says(ran: dict[Command, Done], checkout:
     capsys.readouterr()
 
 
+@pytest.mark.ranks
 def test_variables_come_to_where_they_are_meant_for(checkout: Path) -> None:
     """As tox says itself: quotes hold words together, the gate has its options, and what the subject needs is installed."""
     options = {

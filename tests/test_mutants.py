@@ -4,6 +4,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import expecttest
@@ -11,7 +12,7 @@ import pytest
 
 from conformance.rulebook import MUST, Rule
 from conformance.verdict import Failure, Verdict
-from tests.cases import Case, Judgements
+from tests.cases import Case, Judgements, own_judge
 from tests.mutants import Mutant, catalogue
 
 CATALOGUE = catalogue()
@@ -37,14 +38,27 @@ def rules_and_name(case: Case) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=rules_and_name)
 def test_is_refused(judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case) -> None:
-    """Refused by the rules that it names, with the reason that is on file, and by no other MUST rule."""
-    judgements, mutant = judgements_of(case), CASES[case]
-    assert [j.reason for j in judgements.values() if j.verdict is Verdict.KIT_ERROR] == []
+    """A mutant is refused by the rules that it names, with the reason on file, and by no other MUST rule."""
+    wrong = differences(case, judgements_of(case), rules)
+    if wrong and case.hangs:
+        # The deadline of mutants that hang is short. On a busy machine it may pass before the ranks
+        # are where they hang, or have failed in another way.
+        wrong = differences(case, own_judge().judge(replace(case, hangs=False)), rules)
+    assert wrong == {}
+
+
+def differences(case: Case, judgements: Judgements, rules: dict[str, Rule]) -> dict[str, object]:
+    """Return the differences between the judgements on a mutant and the expected ones."""
+    mutant = CASES[case]
+    errors = [judgement.reason for judgement in judgements.values() if judgement.verdict is Verdict.KIT_ERROR]
     failed = [number for number, judgement in judgements.items() if judgement.verdict is Verdict.FAIL]
-    assert set(mutant.breaks) <= set(failed), {number: judgements[number].reason for number in mutant.breaks}
-    unexpected = {n: judgements[n].reason for n in failed if rules[n].level == MUST and n not in {*mutant.breaks, *mutant.because}}
-    assert unexpected == {}
-    expect_said(case, mutant.breaks[0], judgements[mutant.breaks[0]].failures[0])
+    missed = {number: judgements[number].reason for number in mutant.breaks if number not in failed}
+    expected = {*mutant.breaks, *mutant.because}
+    unexpected = {number: judgements[number].reason for number in failed if rules[number].level == MUST and number not in expected}
+    wrong: dict[str, object] = {"kit errors": errors, "not refused by": missed, "refused by others": unexpected}
+    if not any(wrong.values()):
+        wrong = {"reason": unlike_on_file(case, mutant.breaks[0], judgements[mutant.breaks[0]].failures[0])}
+    return {name: value for name, value in wrong.items() if value}
 
 
 # If several ranks fail, chance decides which of them is first, and so whether the first failure is
@@ -57,10 +71,10 @@ RACES = re.compile(r"gloo|SIGABRT|Connection|Timed out|timed out")
 HANGS = re.compile("did not return|was never completed|did not come to its end|ranks disagree")
 
 
-def expect_said(case: Case, rule: str, first: Failure) -> None:
+def unlike_on_file(case: Case, rule: str, first: Failure) -> dict[str, str]:
     """Compare a failure with the line on file for this mutant; EXPECTTEST_ACCEPT=1 stores the line.
 
-    The stored line is null if ranks race to fail first.
+    The stored line is null if ranks race to fail first. Return both lines if they differ.
     """
     races = RACES.search(first.actual) is not None
     line = f"{rule} {normal(first.cause.partition(' [norm')[0] or first.actual)}"
@@ -69,11 +83,11 @@ def expect_said(case: Case, rule: str, first: Failure) -> None:
         said[str(case)] = None if races else line
         SAID.write_text(json.dumps(dict(sorted(said.items())), indent=1, ensure_ascii=False) + "\n")
     on_file = said[str(case)]
-    if races or on_file is None:
-        return
+    if races or on_file is None or line == on_file:
+        return {}
     if case.hangs and HANGS.search(on_file) and HANGS.search(line):
-        return
-    assert line == on_file
+        return {}
+    return {"line": line, "on file": on_file}
 
 
 WIDTH = 120
