@@ -1,4 +1,7 @@
-"""Every rule can fail: each mutant is refused by the rules that it names, with a reason, and by no other MUST rule."""
+"""Every rule can fail: each mutant is refused by the rules that it names, with a reason, and by no other MUST rule.
+
+``pytest tests/test_mutants.py -k rule-2.2-`` runs those that break rule 2.2.
+"""
 
 import json
 import re
@@ -150,6 +153,7 @@ def normal(text: str) -> str:
 )
 def test_what_varies_is_not_compared(one: str, other: str) -> None:
     assert normal(one) == normal(other)
+    assert normal(normal(one)) == normal(one)
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,8 @@ def test_a_gigabyte_is_neither_kept_nor_waited_for(pool: Pool) -> None:
 def hang(impatient: Pool, name: str, seen: str) -> Breakage:
     """Run a hook that hangs, and return what its evidence shows.
 
-    On a busy machine the short deadline may pass before the ranks are where they hang. Until the
-    evidence mentions ``seen``, the run is repeated with a longer deadline.
+    On a busy machine the short deadline may pass before the ranks are where they hang. If the
+    evidence does not mention ``seen``, the run is repeated with a longer deadline.
     """
     spec = SubjectSpec(hook=f"tests.mutants.process:{name}")
     broken = breakage(LocalSource(impatient).run(VALUES, 2, spec, f"hang-{name}"))
