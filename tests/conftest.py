@@ -15,6 +15,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="judge every mutant by the whole book, not only by the rules that it breaks")
 
 
+def pytest_configure() -> None:
+    # The other cores belong to the ranks and to the processes that judge cases.
+    torch.set_num_threads(1)
+
+
 # Fixtures that start ranks, here and in single modules. Tests that start processes by other means
 # have the marker in their own file.
 STARTS_RANKS = {"pool", "impatient", "judgements_of", "host", "ran", "torchrun"}
