@@ -4,26 +4,53 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from conformance.hosts.pool import Pool
 from conformance.judging.rule import Rule
 from conformance.rules import book
-from tests.cases import Case, Judgements, judges
+from tests.cases import PATIENT, Case, Judgements, judges
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="judge every mutant by the whole book, not only by the rules that it breaks")
 
 
+def pytest_configure() -> None:
+    # The other cores belong to the ranks and to the processes that judge cases.
+    torch.set_num_threads(1)
+
+
+# Fixtures that start ranks, here and in single modules. Tests that start processes by other means
+# have the marker in their own file.
+STARTS_RANKS = {"pool", "impatient", "judgements_of", "host", "ran", "torchrun"}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is judged ahead is asked for last: other tests run while it is judged."""
-    items.sort(key=lambda item: "case" in getattr(item, "fixturenames", ()))
+    """Mark the tests that start ranks, and move tests of a ``case`` to the end, behind those that run while cases are judged."""
+    for item in items:
+        # Before pytest itself deselects by -m.
+        if STARTS_RANKS & set(fixtures(item)):
+            item.add_marker("ranks")
+    items.sort(key=lambda item: "case" in fixtures(item))
+
+
+def fixtures(item: pytest.Item) -> list[str]:
+    """Return the names of the fixtures and parameters of a test; a doctest has none."""
+    return getattr(item, "fixturenames", [])
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    # Draws of a test depend neither on chance nor on the tests that ran before it.
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """A pool that all tests of this run share."""
-    with Pool(30.0) as pool:
+    with Pool(PATIENT) as pool:
         yield pool
 
 
@@ -41,13 +68,29 @@ def rules() -> dict[str, Rule]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def judgements_of(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Judgements]]:
-    """A function that returns the judgements on a case; every selected test's ``case`` is judged once.
+def _judged_ahead(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Judgements]]:
+    """Start to judge the ``case`` of every selected test, once each, while other tests run.
 
-    In use from the first test on, whichever that is: the judging goes on while others run.
+    This is apart from ``judgements_of`` because a fixture in automatic use is one of every test,
+    and the marker ``ranks`` is only for tests that request judgements.
     """
-    cases = [item.callspec.params["case"] for item in request.session.items if "case" in getattr(item, "fixturenames", ())]
+    cases = [item.callspec.params["case"] for item in request.session.items if "case" in fixtures(item)]
+    if not cases:
+        # An executor starts a process of multiprocessing's even if nothing is submitted.
+        yield none_selected
+        return
     whole = {case: replace(case, rules=()) if request.config.getoption("--thorough") else case for case in cases}
     with judges() as judged:
         futures = {case: judged(case) for case in dict.fromkeys(whole.values())}
         yield lambda case: futures[whole[case]].result()
+
+
+def none_selected(case: Case) -> Judgements:
+    """Stand in for the judgements of a run without cases."""
+    raise LookupError(f"{case} is not a parameter named 'case' of a selected test")
+
+
+@pytest.fixture(scope="session")
+def judgements_of(_judged_ahead: Callable[[Case], Judgements]) -> Callable[[Case], Judgements]:
+    """A function that returns the judgements on a case of a selected test."""
+    return _judged_ahead

@@ -64,10 +64,12 @@ def test_what_is_missing_is_said() -> None:
     fill(shared, 1, of=3)
     with pytest.raises(NobodyThere, match="1 of 3 hosts"):
         find("localhost", shared.port)
-    with socket.create_server(("localhost", 0)) as closed:
+    # Bound and not listening: nobody answers, and no other process can take the port meanwhile.
+    with socket.socket() as closed:
+        closed.bind(("localhost", 0))
         port = closed.getsockname()[1]
-    with pytest.raises(NobodyThere, match=f"nobody answers at localhost:{port}"):
-        find("localhost", port)
+        with pytest.raises(NobodyThere, match=f"nobody answers at localhost:{port}"):
+            find("localhost", port)
 
 
 def test_hosts_of_several_torchruns_are_not_mixed() -> None:

@@ -1,6 +1,7 @@
 """Runs on hosts that torchrun has started, here four of them on one machine; on two: ``test_two_machines.py``."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from conformance.session.rank_source import ranks_for
 from conformance.session.run_sources import LocalSource
 from conformance.session.session import Session
 from conformance.subjects.spec import REFERENCE, SubjectSpec
+from tests.cases import PATIENT
 from tests.test_crew import host_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +65,7 @@ class Torchrun:
                 stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
             )  # fmt: skip
 
-    def pool(self, deadline: float = 30.0, wait: float = 120.0) -> AttachedPool:
+    def pool(self, deadline: float = PATIENT, wait: float = 120.0) -> AttachedPool:
         return AttachedPool(self.endpoint, deadline, wait)
 
     def once_inside(self, kill: int) -> threading.Thread:
@@ -132,12 +134,14 @@ def test_right_subjects_pass(
     ],
 )
 def test_a_hostile_hook_is_told_as_on_one_machine(torchrun: Torchrun, hook: str, kind: str, line: str) -> None:
-    with torchrun.pool(deadline=4.0) as pool:
+    # Only a hang needs a short deadline; runs that come to their end may be slow on a busy machine.
+    with torchrun.pool(deadline=8.0 if kind == "hang" else PATIENT) as pool:
         source = LocalSource(pool)
         broken = breakage(source.run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{hook}"), hook))
         assert broken is not None
         assert (broken.kind, line in broken.line) == (kind, True), broken.line
         assert kind == "host" or "stacks" in broken.evidence["rank 1"]
+        pool.deadline = PATIENT
         assert source.run(VALUES, 2, REFERENCE, "values@2").finished
         assert pool.interruptions == []
 
@@ -169,8 +173,9 @@ def test_a_host_that_dies_is_named_and_torchruns_restart_lets_the_rest_be_judged
         assert source.run(VALUES, 4, held, "values@4").finished
         killing.join()
         [said] = pool.interruptions
-        assert said.startswith(f"values@4 was interrupted: node 0 ({socket.gethostname()}), rank")
-        assert "3: its process ended" in said.replace("0, 1, 2, ", "")
+        # torchrun ends the other hosts too. How many of them have ended by then depends on the clock.
+        node = re.escape(f"node 0 ({socket.gethostname()})")
+        assert re.match(rf"values@4 was interrupted: {node}, ranks? ([0-2], )*3: its process ended", said)
 
 
 def test_an_interrupted_session_certifies_nothing_and_a_dead_agent_is_named(
@@ -257,6 +262,7 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     assert isinstance(ranks_for(replace(Options(hook="held:hook"), attach="anna")), AttachedPool)
 
 
+@pytest.mark.ranks
 def test_a_host_without_torchrun_says_how_it_is_started() -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_ADDR")}
     alone = subprocess.run(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from conformance.session.session.request import named_subject
 
 from conformance.errors import TargetError, UsageError
 from conformance.hosts.pool import Pool
@@ -10,7 +11,6 @@ from conformance.judging.oracles.averager import due
 from conformance.judging.rule import MUST, Rule
 from conformance.scenarios.averager import PLAIN, UNUSED
 from conformance.session.options import Options
-from conformance.session.request import named_subject
 from conformance.session.session import Session
 from conformance.subjects.claims import default_claims, parse_claims
 from tests.cases import Case, own_judge
@@ -33,6 +33,7 @@ def refused(rules: dict[str, Rule], case: Case) -> dict[str, str]:
         "hierarchical_model_averager:HierarchicalModelAverager,period_group_size_dict={2: 2, 4: 4}",
     ],
 )
+@pytest.mark.ranks
 def test_torchs_own_are_refused_for_what_is_wrong_with_them(rules: dict[str, Rule], target: str) -> None:
     """Each rank leaves out what it has no gradient for itself, and parameters are put elsewhere with other strides."""
     wrong = refused(rules, Case(f"{TORCHS}.{target}", worlds=(2, 4), kind="averager"))
@@ -42,6 +43,7 @@ def test_torchs_own_are_refused_for_what_is_wrong_with_them(rules: dict[str, Rul
 
 
 @pytest.mark.parametrize(("period", "warmup"), [(1, 0), (100, 0), (4, 29)])
+@pytest.mark.ranks
 def test_any_schedule(rules: dict[str, Rule], period: int, warmup: int) -> None:
     """In every step, at the first and at the last alone, and at none."""
     case = Case(f"hooks_ref:PeriodicModelAverager,period={period},warmup_steps={warmup}", worlds=(2,), kind="averager")

@@ -1,9 +1,13 @@
 """``chained``: what counts on a stream's order is judged with one collective at a time, and the certificate says so."""
 
+import pytest
+
 from conformance.judging.verdict import Verdict
 from conformance.session.options import Options
 from conformance.session.session import Session
 from tests.cases import Case, own_judge
+
+pytestmark = pytest.mark.ranks
 
 TORCHS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
 STATE = f"{TORCHS}:PowerSGDState,matrix_approximation_rank=4,start_powerSGD_iter=2,min_compression_rate=1"

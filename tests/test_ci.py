@@ -215,6 +215,7 @@ def test_a_baseline_is_made_as_the_page_says(ran: dict[Command, Done], checkout:
     capsys.readouterr()
 
 
+@pytest.mark.ranks
 def test_variables_come_to_where_they_are_meant_for(checkout: Path) -> None:
     """As tox says itself: quotes hold words together, the gate has its options, and what the subject needs is installed."""
     options = {
@@ -286,6 +287,7 @@ def check_hosts(words: list[str], endpoint: str, *, once: bool) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 1, 7])
+@pytest.mark.ranks
 def test_the_slurm_script(code: int, stand_ins: Path, tmp_path: Path) -> None:
     slurm = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2", "LOG": str(tmp_path), "CONTROLLER": str(code)}
     path = os.pathsep.join([str(stand_ins), os.environ["PATH"]])

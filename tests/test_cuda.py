@@ -35,7 +35,10 @@ from tests.cases import Case, subject_and_claims
 from tests.hooks_ref.test_certified import OURS, TORCHS
 from tests.mutants import Mutant, catalogue
 
-pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="not run: no CUDA device")
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not torch.cuda.device_count(), reason="not run: no CUDA device"),
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 WORLDS = (2, 4)

@@ -380,6 +380,7 @@ def test_bytes_are_shares_of_those_without_compression() -> None:
     assert found.traffic == {"largest": 1.0, "mean": 0.625}
 
 
+@pytest.mark.ranks
 def test_it_needs_no_torch(body: Body, tmp_path: Path) -> None:
     path = written(tmp_path / "c.json", body)
     blocked = "import sys; sys.modules.update(torch=None, numpy=None, jinja2=None, pytest=None)"

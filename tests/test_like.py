@@ -6,6 +6,8 @@ from conformance.errors import TargetError
 from conformance.judging.verdict import Judgement, Verdict
 from tests.cases import Case, own_judge
 
+pytestmark = pytest.mark.ranks
+
 POWER_SGD = "like(powerSGD_hook, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1)"
 TORCHS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
 SETTING = "matrix_approximation_rank=2,start_powerSGD_iter=2,min_compression_rate=1"

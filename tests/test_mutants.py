@@ -1,9 +1,13 @@
-"""Every rule can fail: each mutant is refused by the rules that it names, with a reason, and by no other MUST rule."""
+"""Every rule can fail: each mutant is refused by the rules that it names, with a reason, and by no other MUST rule.
+
+``pytest tests/test_mutants.py -k rule-2.2-`` runs those that break rule 2.2.
+"""
 
 import json
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import expecttest
@@ -11,7 +15,7 @@ import pytest
 
 from conformance.judging.rule import MUST, Rule
 from conformance.judging.verdict import Failure, Verdict
-from tests.cases import Case, Judgements
+from tests.cases import Case, Judgements, own_judge
 from tests.mutants import Mutant, catalogue
 
 CATALOGUE = catalogue()
@@ -30,61 +34,145 @@ CASES = {case: mutant for case, mutant in EVERY.items() if not mutant.device}  #
 SECTIONS = list(dict.fromkeys(module for module, _ in CATALOGUE))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def rules_and_name(case: Case) -> str:
+    """Return a test id in which ``-k rule-2.2-`` finds the mutants that break rule 2.2, and no others."""
+    return "".join(f"rule-{number}-" for number in CASES[case].breaks) + str(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=rules_and_name)
 def test_is_refused(judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case) -> None:
-    """Refused by the rules that it names, with the reason that is on file, and by no other MUST rule."""
-    judgements, mutant = judgements_of(case), CASES[case]
-    assert [j.reason for j in judgements.values() if j.verdict is Verdict.KIT_ERROR] == []
+    """A mutant is refused by the rules that it names, with the reason on file, and by no other MUST rule."""
+    wrong = differences(case, judgements_of(case), rules)
+    if wrong and case.hangs:
+        # The deadline of mutants that hang is short. On a busy machine it may pass before the ranks
+        # are where they hang, or have failed in another way.
+        wrong = differences(case, own_judge().judge(replace(case, hangs=False)), rules)
+    assert wrong == {}
+
+
+def differences(case: Case, judgements: Judgements, rules: dict[str, Rule]) -> dict[str, object]:
+    """Return the differences between the judgements on a mutant and the expected ones."""
+    mutant = CASES[case]
+    errors = [judgement.reason for judgement in judgements.values() if judgement.verdict is Verdict.KIT_ERROR]
     failed = [number for number, judgement in judgements.items() if judgement.verdict is Verdict.FAIL]
-    assert set(mutant.breaks) <= set(failed), {number: judgements[number].reason for number in mutant.breaks}
-    unexpected = {n: judgements[n].reason for n in failed if rules[n].level == MUST and n not in {*mutant.breaks, *mutant.because}}
-    assert unexpected == {}
-    expect_said(case, mutant.breaks[0], judgements[mutant.breaks[0]].failures[0])
+    missed = {number: judgements[number].reason for number in mutant.breaks if number not in failed}
+    expected = {*mutant.breaks, *mutant.because}
+    unexpected = {number: judgements[number].reason for number in failed if rules[number].level == MUST and number not in expected}
+    wrong: dict[str, object] = {"kit errors": errors, "not refused by": missed, "refused by others": unexpected}
+    if not any(wrong.values()):
+        wrong = {"reason": unlike_on_file(case, mutant.breaks[0], judgements[mutant.breaks[0]].failures[0])}
+    return {name: value for name, value in wrong.items() if value}
 
 
-# One rank's Gloo thread notices what another did: which of them speaks first is not determined.
+# If several ranks fail, chance decides which of them is first, and so whether the first failure is
+# the defect or an error of Gloo's that follows from it. Such lines are not compared.
 RACES = re.compile(r"gloo|SIGABRT|Connection|Timed out|timed out")
 
-DISAGREE = "ranks disagree"
+# Of a run that hangs, the kit reports where the ranks are at the deadline, or how the collectives
+# differ that they have issued by then. On a busy machine ranks may not have come as far. So of a
+# mutant that hangs, any such line is as good as another; test_pool.py has the lines themselves.
+HANGS = re.compile("did not return|was never completed|did not come to its end|ranks disagree")
 
 
-def expect_said(case: Case, rule: str, first: Failure) -> None:
-    """Compare with the line on file for this mutant. EXPECTTEST_ACCEPT=1 puts it there: null where ranks race to speak first.
+def unlike_on_file(case: Case, rule: str, first: Failure) -> dict[str, str]:
+    """Compare a failure with the line on file for this mutant; EXPECTTEST_ACCEPT=1 stores the line.
 
-    What explains a hang is not waited for as long as it takes on a machine that is busy: it may be missing.
+    The stored line is null if ranks race to fail first. Return both lines if they differ.
     """
     races = RACES.search(first.actual) is not None
-    line = f"{rule} {message(first)}"
+    line = f"{rule} {normal(first.cause.partition(' [norm')[0] or first.actual)}"
     said = json.loads(SAID.read_text()) if SAID.exists() else {}
     if expecttest.ACCEPT:
         said[str(case)] = None if races else line
         SAID.write_text(json.dumps(dict(sorted(said.items())), indent=1, ensure_ascii=False) + "\n")
     on_file = said[str(case)]
-    if races or on_file is None or (case.hangs and DISAGREE in on_file and not first.cause):
-        return
-    assert line == on_file
+    if races or on_file is None or line == on_file:
+        return {}
+    if case.hangs and HANGS.search(on_file) and HANGS.search(line):
+        return {}
+    return {"line": line, "on file": on_file}
 
 
-def message(failure: Failure) -> str:
-    """The likely cause, or else what was seen; without what differs from run to run."""
-    text = failure.cause.partition(" [norm")[0] or failure.actual
+WIDTH = 120
+_NUMBER = r"[-+]?\d+(?:\.\d+)*(?:e[-+]?\d+)?"
+# What a run does not determine becomes "?", or is cut off. The order matters.
+_VARIES = [
+    (re.compile(pattern), plain)
     for pattern, plain in (
+        # The deadline decides where each rank is if it hangs.
+        (r"(did not return|was never completed|did not come to its end): .*", r"\1"),
+        # All ranks that failed are listed; how many had failed by then depends on the clock.
+        (r"; rank [\d?].*", ""),
+        # With unseeded draws, hashes or addresses, so does the place of the first difference.
         (r"differ at step .*", "differ"),
-        (r"was /\S+,", "was ...,"),
-        (r"0x[0-9a-f]+", "0x..."),
+        # Addresses, network endpoints, paths, and the line of a path. A file name in quotes stays.
+        (r"0x[0-9a-f]+", "?"),
+        (r"\[[0-9a-f.:]+\]:\d+|\[?127\.0\.0\.1\]?:\d+|\blocalhost:\d+", "?"),
         (r'"/[^"]*/', '"'),
-        (r"/\S+\.py:\d+: ", "..., "),
-        (r"/tmp/\S+|/dev/shm/\S+", "..."),
-        (r"\[[0-9.:]+\]:\d+|\[?127\.0\.0\.1\]?:\d+", "peer"),
-        (r"line \d+", "line ?"),
-        (r"rank \d", "rank ?"),
-        (r"(ranks \d and \d)", "two ranks"),
-        (r"\d{5,}", "..."),
-        (r"; rank \?.*", ""),
-        (r"-?\d+\.\d+(e[-+]\d+)?( and -?\d+\.\d+(e[-+]\d+)?)?", "x"),
-    ):
-        text = re.sub(pattern, plain, text)
-    return " ".join(text.split())[:150]
+        (r"""(?<![^\s"'(=])/[^\s,;:)"']*(?::\d+)?""", "?"),
+        # All numbers, except in names such as float16. A value, a count or an index depends on the
+        # order in which ranks and parameters come wherever a mutant does, and mutants do so by design.
+        (rf"(?<![\w.]){_NUMBER}(?!\w)", "?"),
+        # Digests of environment variables.
+        (r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b", "?"),
+        # For the same reason: the parameter that is the first to differ, and how many are listed.
+        (r"\bp\d+\b", "p?"),
+        (r"(p?\?)(?:(?:, | and |,? )\1(?![\w?]))+", r"\1"),
+        (r"\(\?,\)", "(?)"),
+    )
+]
+
+
+def normal(text: str) -> str:
+    """Return ``text`` without what differs from run to run, cut to ``WIDTH`` columns between words."""
+    for pattern, plain in _VARIES:
+        text = pattern.sub(plain, text)
+    text = " ".join(text.split())
+    return text if len(text) <= WIDTH else text[: WIDTH + 1].rpartition(" ")[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("step 1, p3: 1.53199995 instead of 1.27999997", "step 1, p4: -1e-07 instead of 1"),
+        ("index (0, 2); 30 of 94 elements are wrong", "index (11,); 102 of 3136 elements are wrong"),
+        ("right in all buckets but 1", "right in all buckets but 1, 2, 3"),
+        ("grads of p0, p1 and p12 changed", "grads of p2 changed"),
+        ("was /root/a b, is /", "was /tmp/x b, is /home"),
+        ("left /dev/shm/a, /tmp/b /tmp/c", "left /dev/shm/d"),
+        ('at "/work/kit/process.py", line 12 in spins', 'at "/usr/process.py", line 7 in spins'),
+        ("waits in /work/kit/contract.py:12: future.wait()", "waits in /contract.py:3: future.wait()"),
+        ("<object at 0x7f00>, KEY=f6fc20493fba3776", "<object at 0xabcdef>, KEY=1bf41ef6fd6f6f6c"),
+        ("two runs on rank 1 differ at step 3, p0", "two runs on rank 0 differ at step 0, bucket 1"),
+        ("the hook did not return: rank 0 inside call 1", "the hook did not return: rank 1"),
+        ("rank 0 died; rank 1 died", "rank 1 died"),
+        ("connects to [::1]:2345, 127.0.0.1:80", "connects to localhost:81"),
+        ("a" * 30 + " 1.25" * 40, "a" * 30 + " 1" * 50),
+        ("word " * 30 + "1.53", "word " * 30 + "12"),
+    ],
+)
+def test_what_varies_is_not_compared(one: str, other: str) -> None:
+    assert normal(one) == normal(other)
+    assert normal(normal(one)) == normal(one)
+
+
+@pytest.mark.parametrize(
+    ("text", "compared"),
+    [
+        ("rank 1: float16, int64 on cpu", "rank ?: float16, int64 on cpu"),
+        ("schedule_1 of schedule_1@2", "schedule_1 of schedule_1@?"),
+        ("numel % world_size elements", "numel % world_size elements"),
+        ("torch.allclose (now from tests.mutants)", "torch.allclose (now from tests.mutants)"),
+    ],
+)
+def test_names_and_words_are_compared(text: str, compared: str) -> None:
+    assert normal(text) == compared
+
+
+def test_what_is_on_file_is_normal() -> None:
+    """A line on file is a rule and a text that ``normal`` leaves as it is."""
+    lines = [line for line in json.loads(SAID.read_text()).values() if line is not None]
+    assert [line for line in lines if normal(line.partition(" ")[2]) != line.partition(" ")[2]] == []
 
 
 def test_every_rule_has_a_mutant(rules: dict[str, Rule]) -> None:

@@ -91,6 +91,7 @@ def test_what_is_put_back_counts_again() -> None:
         ("torch.distributed.optim:ZeroRedundancyOptimizer,lr=0.1", "lr= is for the kit to choose; leave it out of the target"),
     ],
 )
+@pytest.mark.ranks
 def test_what_is_no_optimizer_wrapper(target: str, said: str) -> None:
     with pytest.raises(TargetError) as raised:
         own_judge().judge(Case(target, worlds=(2,), kind="optimizer"))

@@ -12,10 +12,13 @@ import pytest
 
 from conformance.errors import KitError
 from conformance.hosts.pool import Pool
-from conformance.judging.run_failures import breakage
+from conformance.judging.run_failures import Breakage, breakage
 from conformance.scenarios.hook import ALL, VALUES, VALUES_AGAIN
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.spec import REFERENCE, SubjectSpec
+from tests.cases import PATIENT
+
+pytestmark = pytest.mark.ranks
 
 
 def processes_of(base: str) -> list[str]:
@@ -33,7 +36,7 @@ def processes_of(base: str) -> list[str]:
 
 
 def test_leaves_nothing_behind() -> None:
-    with Pool(10.0) as pool:
+    with Pool(PATIENT) as pool:
         pool.start()
         base = pool._base
         assert LocalSource(pool).run(VALUES, 2, REFERENCE, "values@2").finished
@@ -45,7 +48,7 @@ def test_leaves_nothing_behind() -> None:
 
 def test_what_was_begun_ends_with_the_pool() -> None:
     """Runs that were begun ahead and never asked for do not bring the folder back."""
-    with Pool(10.0) as pool:
+    with Pool(PATIENT) as pool:
         source = LocalSource(pool)
         source.run(VALUES, 1, REFERENCE, "values@1")
         source.begin([(scenario, 2) for scenario in ALL], REFERENCE)
@@ -56,7 +59,7 @@ def test_what_was_begun_ends_with_the_pool() -> None:
 
 
 def test_runs_side_by_side_do_not_mix() -> None:
-    with Pool(10.0, lanes=3) as pool:
+    with Pool(PATIENT, lanes=3) as pool:
         source = LocalSource(pool)
         source.begin([(VALUES, world) for world in (1, 2, 3, 4)], REFERENCE)
         for world in (4, 3, 2, 1):
@@ -126,17 +129,12 @@ def test_a_killed_controller_leaves_nothing_behind(script: str) -> None:
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert child.returncode == -signal.SIGKILL
     base = Path(child.stdout.strip())
-    waited = threading.Event()
-    for _ in range(200):
-        if not base.exists() and not processes_of(base.name):
-            break
-        waited.wait(0.05)
-    assert not base.exists()
-    assert not processes_of(base.name)
+    while base.exists() or processes_of(base.name):
+        threading.Event().wait(0.05)  # pytest's own timeout is the limit
 
 
 def test_goes_on_after_the_host_was_killed() -> None:
-    with Pool(10.0) as pool:
+    with Pool(PATIENT) as pool:
         killed = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:kills_parent"), "killed")
         broken = breakage(killed)
         assert broken is not None
@@ -153,10 +151,24 @@ def test_a_gigabyte_is_neither_kept_nor_waited_for(pool: Pool) -> None:
     assert all(len(rank.evidence["output"]) < 100_000 for rank in run.ranks)
 
 
+def hang(impatient: Pool, name: str, seen: str) -> Breakage:
+    """Run a hook that hangs, and return what its evidence shows.
+
+    On a busy machine the short deadline may pass before the ranks are where they hang. If the
+    evidence does not mention ``seen``, the run is repeated with a longer deadline.
+    """
+    spec = SubjectSpec(hook=f"tests.mutants.process:{name}")
+    broken = breakage(LocalSource(impatient).run(VALUES, 2, spec, f"hang-{name}"))
+    if broken is None or seen not in json.dumps(broken.evidence):
+        with Pool(PATIENT, lanes=1) as pool:
+            broken = breakage(LocalSource(pool).run(VALUES, 2, spec, f"hang-{name}"))
+    assert broken is not None
+    return broken
+
+
 @pytest.mark.parametrize("name", ["spins", "sleeps_in_c"])
 def test_a_hang_is_told_with_the_line_that_it_hangs_in(impatient: Pool, name: str) -> None:
-    broken = breakage(LocalSource(impatient).run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{name}"), f"hang-{name}"))
-    assert broken is not None
+    broken = hang(impatient, name, f"in {name}")
     assert broken.kind == "hang"
     assert "the hook did not return" in broken.line
     assert f"in {name}" in broken.line
@@ -164,10 +176,8 @@ def test_a_hang_is_told_with_the_line_that_it_hangs_in(impatient: Pool, name: st
 
 
 def test_the_flight_recorder_names_the_last_collectives(impatient: Pool) -> None:
-    run = LocalSource(impatient).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:never_completes_on_rank_1"), "hang-1")
-    broken = breakage(run)
-    assert broken is not None
-    assert any("gloo:all_reduce" in line for line in json.dumps(broken.evidence).split("#"))
+    broken = hang(impatient, "never_completes_on_rank_1", "gloo:all_reduce")
+    assert "gloo:all_reduce" in json.dumps(broken.evidence)
 
 
 def test_a_subject_that_does_not_come_back_from_its_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +187,7 @@ def test_a_subject_that_does_not_come_back_from_its_import(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     with Pool(1.0) as pool:
         assert pool.describe(SubjectSpec(hook="waits:hook"))["error"] == "importing it did not return"
+    with Pool(PATIENT) as pool:
         assert pool.describe(SubjectSpec(hook="dies:hook"))["error"] == "importing it ended its process with status 3"
         assert "SystemExit" in pool.describe(SubjectSpec(hook="leaves:hook"))["error"]
 
@@ -185,7 +196,7 @@ def test_a_user_module_cannot_shadow_what_the_host_imports(tmp_path: Path, monke
     for name in ("random", "json", "numpy"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('shadowed')\n")
     monkeypatch.chdir(tmp_path)
-    with Pool(10.0) as pool:
+    with Pool(PATIENT) as pool:
         assert pool.greeting()["gloo"]
 
 
@@ -216,6 +227,6 @@ def test_a_host_without_torch_is_the_kits_error(monkeypatch: pytest.MonkeyPatch)
 def test_the_callers_debug_level_does_not_reach_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """DETAIL crashes DDP in torch 2.13."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    with Pool(10.0) as pool:
+    with Pool(PATIENT) as pool:
         assert LocalSource(pool).run(VALUES, 2, REFERENCE, "values@2").finished
     assert os.environ["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"

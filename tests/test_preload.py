@@ -46,6 +46,7 @@ print(random.random(), torch.rand(()).item())
 """
 
 
+@pytest.mark.ranks
 def test_ranks_of_any_host_draw_the_same() -> None:
     """Whoever draws from a global generator is told of that (9.1), and not of two hosts that draw otherwise (3.3)."""
     drawn = [subprocess.Popen([sys.executable, "-c", DRAWS], stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -54,6 +55,7 @@ def test_ranks_of_any_host_draw_the_same() -> None:
     assert one == other
 
 
+@pytest.mark.ranks
 def test_what_a_rank_makes_lies_together() -> None:
     """Scattered between what a host has imported, a rank would copy a page for each few: of 48 bytes, 8 times as many."""
     said = subprocess.run([sys.executable, "-c", DENSE], capture_output=True, text=True, check=True).stdout

@@ -303,11 +303,12 @@ def test_the_subject_is_not_for_this_profile(pool: Pool) -> None:
 
 
 @pytest.mark.skipif(bool(torch.cuda.device_count()), reason="there is a CUDA device: test_cuda.py has the gate")
+@pytest.mark.ranks
 def test_the_gate_of_gpu_pipelines_is_not_passed_here(tmp_path: Path) -> None:
     """The command of tox -e nccl, as it stands."""
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
     command = [*gate(), "--hook", "hooks_ref:allreduce_hook"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == 8, said
     assert len([line for line in said.splitlines() if "profile nccl: not run: no CUDA device" in line]) == 1, said

@@ -155,6 +155,7 @@ def _average(buffer: torch.Tensor) -> Result:
         ("tests.test_simulate:scratch_in_module", Verdict.NOT_APPLICABLE, "ranks that share a process get other results"),
     ],
 )
+@pytest.mark.ranks
 def test_right_hooks_at_scale(hook: str, verdict: Verdict, said: str) -> None:
     """What can be simulated passes; of what cannot, nothing is said but why."""
     judgements = own_judge().judge(Case(hook, worlds=(2,), rules=("20.1", "20.2", "20.3")))

@@ -18,6 +18,7 @@ from conformance.hosts.remote.wire import ConnectionLost, Stream
 from conformance.scenarios.hook import VALUES
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.spec import REFERENCE, SubjectSpec
+from tests.cases import PATIENT
 
 ROOT = Path(__file__).resolve().parent.parent
 WAITS = """
@@ -46,7 +47,7 @@ class Host:
         self.process = subprocess.Popen([sys.executable, "-m", "conformance.host", "--once"], cwd=folder, env=environment)
 
     def pool(self) -> AttachedPool:
-        return AttachedPool(f"localhost:{self.port}", 30.0, 120.0)
+        return AttachedPool(f"localhost:{self.port}", PATIENT, 120.0)
 
     @property
     def on_disk(self) -> Path:
@@ -55,7 +56,10 @@ class Host:
 
 
 def folder_locked_by(process: int | str) -> Path:
-    links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir() if link.is_symlink()]
+    links = []
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the process may close it before it is read
+            links.append(os.readlink(link))
     [lock] = [link for link in links if link.endswith("/lock")]
     return Path(lock).parent
 

@@ -32,8 +32,14 @@ def hook(state, bucket):
     buffer = bucket.buffer().div_(dist.get_world_size())
     return dist.all_reduce(buffer, async_op=True).get_future().then(lambda fut: fut.value()[0])
 '''
-WHY_NOT = why_not()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _can_make_machines() -> None:
+    # Asked when a test of this module runs, not when it is collected: the answer starts processes.
+    if reason := why_not():
+        pytest.skip(reason)
 
 
 class Cluster:

