@@ -16,8 +16,8 @@ import pytest
 from conformance.cli._shared import POOL, REQUEST
 from conformance.errors import ConformanceError, UsageError
 from conformance.session.options import add_options, options_of
-from conformance.session.session.rank_source import ranks_for
-from conformance.session.session.request import Request, read_request, set_results_aside
+from conformance.session.rank_source import ranks_for
+from conformance.session.request import Request, read_request, set_results_aside
 
 # Options that only the kit has. Other suites may well have an --optimizer.
 _OWN_OPTIONS = ("--hook", "--setup", "--replay", "--list-rules")

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from conformance.session.session.request import named_subject
 
 from conformance.errors import TargetError, UsageError
 from conformance.hosts.pool import Pool
@@ -11,6 +10,7 @@ from conformance.judging.oracles.averager import due
 from conformance.judging.rule import MUST, Rule
 from conformance.scenarios.averager import PLAIN, UNUSED
 from conformance.session.options import Options
+from conformance.session.request import named_subject
 from conformance.session.session import Session
 from conformance.subjects.claims import default_claims, parse_claims
 from tests.cases import Case, own_judge

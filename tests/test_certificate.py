@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
-from conformance.session.session.results import ResultPaths, results_folder, set_aside
 
 from conformance.certificates.certificate import REQUIRED_WORLDS, SCHEMA, conclude, digest
 from conformance.errors import CERTIFIED, KIT_ERROR, NO_RULES, NOT_CERTIFIED, REFUSED, KitError, UsageError
 from conformance.judging.rule import Rule, golden_list
 from conformance.judging.verdict import Judgement, Verdict
 from conformance.records.files import write_json
+from conformance.session.results import ResultPaths, results_folder, set_aside
 from conformance.subjects.spec import SubjectSpec
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from conformance.errors import ConformanceError
 from conformance.hosts.ranks_protocol import Ranks
-from conformance.session.session.request import Request
+from conformance.session.request import Request
 
 POOL = pytest.StashKey[Ranks]()
 # The parsed command line, or the error that forbids to run it.

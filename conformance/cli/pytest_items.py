@@ -29,8 +29,8 @@ from conformance.rules import book
 from conformance.session.claim_search import proposal_lines
 from conformance.session.options import SUBJECTS, flag, options_of
 from conformance.session.report import conclusion_lines, failure_text, write_report
+from conformance.session.request import set_results_aside
 from conformance.session.session import Session
-from conformance.session.session.request import set_results_aside
 
 _SESSION = pytest.StashKey["_State"]()
 

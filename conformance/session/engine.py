@@ -18,9 +18,9 @@ from conformance.judging.verdict import NOT_CLAIMED, Failure, Found, Judgement, 
 from conformance.records.run import Run
 from conformance.scenarios.hook import explained
 from conformance.scenarios.model import Scenario
+from conformance.session.blame import blamed_rule, consequence, owns
 from conformance.session.plan import Plan
 from conformance.session.run_sources import RunSource
-from conformance.session.session.blame import blamed_rule, consequence, owns
 from conformance.subjects.claims import Claims, default_claims
 from conformance.subjects.references import claimed_references
 from conformance.subjects.spec import REFERENCE, SubjectSpec, reference_of

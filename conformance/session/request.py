@@ -17,7 +17,7 @@ from conformance.errors import ProfileError, RequiredProfileError, UsageError
 from conformance.hosts.remote.rendezvous import parse_endpoint
 from conformance.scenarios.profiles import Profile, recorded_profile, requested_profile, require
 from conformance.session.options import Options
-from conformance.session.session.results import ResultPaths, require_writable, result_paths, set_aside
+from conformance.session.results import ResultPaths, require_writable, result_paths, set_aside
 from conformance.subjects.claims import AUTO, Claims, parse_claims
 from conformance.subjects.kinds import HOOK, KINDS
 from conformance.subjects.spec import SubjectSpec, parse_other, parse_subject

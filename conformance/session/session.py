@@ -17,10 +17,10 @@ from conformance.scenarios.profiles import GLOO_CPU, require, resolve_profile
 from conformance.session.claim_search import Tried, search_claims
 from conformance.session.engine import Engine, make_engine
 from conformance.session.options import Options
+from conformance.session.rank_source import ranks_for
+from conformance.session.request import SESSION, Request, prepare_request, profile_is_required
+from conformance.session.results import set_aside
 from conformance.session.run_sources import LocalSource, ReplaySource, RunSource, new_records_folder
-from conformance.session.session.rank_source import ranks_for
-from conformance.session.session.request import SESSION, Request, prepare_request, profile_is_required
-from conformance.session.session.results import set_aside
 from conformance.subjects.claims import Claims, default_claims, parse_claims
 from conformance.subjects.kinds import HOOK, KINDS
 
