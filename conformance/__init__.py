@@ -22,7 +22,8 @@ __all__ = ["Case", "Drift", "Finding", "Options", "Subject", "Watcher", "certify
 
 
 def __getattr__(name: str) -> Any:
-    # Ranks import this package beside the subject: what only a controller needs is loaded when asked for.
+    # Ranks import this package beside the subject: the controller's modules are loaded on first
+    # use.
     if name in ("Options", "certify"):
         import conformance.session.certify
 

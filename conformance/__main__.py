@@ -1,4 +1,6 @@
-"""``python -m conformance COMMAND``: certify, which is the same run as ``pytest --pyargs conformance``, and what is done with results."""
+"""``python -m conformance COMMAND``: certify, the same run as ``pytest --pyargs conformance``, and
+work on results.
+"""
 
 import importlib
 import sys
@@ -6,7 +8,7 @@ import sys
 from conformance.certificates.markdown import printable
 from conformance.errors import CertificateError, ConformanceError, UsageError
 
-# Each is a module with main(arguments) -> exit code, imported when it is asked for: none of them needs torch.
+# Each is a module with main(arguments) -> exit code, imported on use; none of them needs torch.
 COMMANDS = {
     "gate": ("conformance.cli.gate", "[--baseline OLD.json] NEW.json"),
     "summary": ("conformance.cli.summary", "FILE..."),
@@ -40,9 +42,14 @@ def main(arguments: list[str]) -> int:
 def _certify(arguments: list[str]) -> int:
     import pytest
 
-    # This module is part of the package, which pytest can no longer rewrite: of no concern, and an error in some projects.
+    # This module is part of the package, which pytest can no longer rewrite: of no concern, and an
+    # error in some projects.
     quiet = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
-    return int(pytest.main(["-p", "conformance.plugin", "-W", quiet, "--pyargs", "conformance", *arguments]))
+    return int(
+        pytest.main(
+            ["-p", "conformance.plugin", "-W", quiet, "--pyargs", "conformance", *arguments]
+        )
+    )
 
 
 if __name__ == "__main__":

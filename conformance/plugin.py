@@ -1,8 +1,8 @@
 """The pytest plugin's entry point: declares the options, and decides whether to take part.
 
-pytest loads this module in every run of an environment that has the kit. It imports no torch, and it
-adds no option and registers nothing unless the command line is about conformance: other suites have a
-``--device`` of their own.
+pytest loads this module in every run of an environment that has the kit. It imports no torch, and
+it adds no option and registers nothing unless the command line is about conformance: other suites
+have a ``--device`` of their own.
 """
 
 import argparse
@@ -28,7 +28,9 @@ _HELP = ("-h", "--help")
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> None:
-    """Add the options and register the rest of the plugin, if the command line is about conformance."""
+    """Add the options and register the rest of the plugin, if the command line is about
+    conformance.
+    """
     if not _is_about_conformance(args):
         return
     group = parser.getgroup("conformance", "conformance of gradient synchronisation")
@@ -37,7 +39,8 @@ def pytest_load_initial_conftests(
         group.addoption("--list-rules", action="store_true", help="list the rules and exit")
     except ValueError as error:
         raise pytest.UsageError(
-            f"another pytest plugin has an option of the conformance kit ({error}); disable it with -p no:NAME"
+            f"another pytest plugin has an option of the conformance kit ({error}); disable it "
+            "with -p no:NAME"
         ) from None
     if set(_HELP) & set(args):
         return
@@ -80,8 +83,8 @@ def _import_the_rest() -> ModuleType:
     """Import torch and the judging code, with the garbage collector off.
 
     It would spend a third of the time looking for garbage among modules, which there is none of.
-    Modules are frozen, so that it does not look there later either: pytest and Python collect several
-    times when they end.
+    Modules are frozen, so that it does not look there later either: pytest and Python collect
+    several times when they end.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -94,7 +97,7 @@ def _import_the_rest() -> ModuleType:
 
 
 def _is_about_conformance(args: list[str]) -> bool:
-    """Whether an argument names the kit's folder or package, or is an option that only the kit has."""
+    """Whether an argument names the kit's folder or package, or an option only the kit has."""
     positional = [arg.partition("::")[0] for arg in args if not arg.startswith("-")]
     parts = {part for arg in positional for part in Path(arg.replace(".", "/")).parts}
     return "conformance" in parts or any(

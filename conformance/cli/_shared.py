@@ -1,4 +1,4 @@
-"""What the plugin's two modules share through pytest's stash."""
+"""The values that the plugin's two modules share through pytest's stash."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Rules as pytest items, and the session's conclusion as summary and exit code. Judges nothing itself.
+"""Rules as pytest items, and the session's conclusion as summary and exit code.
+
+Judges nothing itself.
 
 ``plugin.py`` registers this module on command lines that are about conformance.
 """
@@ -94,12 +96,15 @@ def _require_no_kit_path(config: pytest.Config) -> None:
     if any(_names_the_kit(argument, config.option.pyargs) for argument in config.args):
         others = ", ".join(flag(name) for name in SUBJECTS[1:])
         raise pytest.UsageError(
-            f"no subject: pass --hook module:attribute (or {others}, or --replay); in CI, set CONFORMANCE_OPTIONS"
+            f"no subject: pass --hook module:attribute (or {others}, or --replay); in CI, set "
+            "CONFORMANCE_OPTIONS"
         )
 
 
 def _names_the_kit(argument: str, is_package: bool) -> bool:
-    """Whether a positional argument is the kit's package or folder, and not another folder of that name."""
+    """Whether a positional argument is the kit's package or folder, and not another folder of that
+    name.
+    """
     name = argument.partition("::")[0]
     if is_package and name.split(".")[0] == "conformance":
         return True
@@ -128,7 +133,10 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> "RuleFile 
 
 
 class RuleFile(pytest.File):
-    """A file of rules. The rules come from the installed kit's module of that name, wherever the path is."""
+    """A file of rules.
+
+    The rules come from the installed kit's module of that name, wherever the path is.
+    """
 
     def collect(self) -> Iterator["RuleItem"]:
         state = self.config.stash.get(_SESSION, None)
@@ -300,7 +308,9 @@ def pytest_terminal_summary(
 
 
 def _plugins(config: pytest.Config) -> list[str]:
-    """Return the third-party plugins of this run, for the certificate: each could have changed the run."""
+    """Return the third-party plugins of this run, for the certificate: each could have changed the
+    run.
+    """
     found = {
         f"{dist.project_name} {dist.version}"
         for _, dist in config.pluginmanager.list_plugin_distinfo()

@@ -1,9 +1,9 @@
-"""Who is responsible for a run that failed: which rule fails, and which rules are only not run.
+"""The responsibility for a failed run: one rule fails, and the other rules are not run.
 
 A failed run fails the rule that its kind of failure belongs to (``Rule.blamed_for``: a refused
 registration belongs to 1.1, a result that is no future to 1.2), or else the rule that owns the
-scenario. For every other rule that reads the run it is "not run". A run that claims exclude, such as
-a dtype that the subject refuses, fails nobody if every rank got an error.
+scenario. For every other rule that reads the run it is "not run". A run that claims exclude, such
+as a dtype that the subject refuses, fails nobody if every rank got an error.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class Consequence:
 def consequence(
     rules: Mapping[str, Rule], rule: Rule, claims: Claims, run: Run, failed: Breakage
 ) -> Consequence | None:
-    """Return the meaning of a failed run for a rule; None if the rule is judged on its other runs."""
+    """Return the meaning of a failed run for a rule; None to judge it on its other runs."""
     excluded = claims_exclude(claims, run)
     refuses = refused(run)
     if failed.kind == "node":

@@ -1,7 +1,9 @@
-"""``--claims auto``: search for claims that a hook would hold. It proposes them and certifies nothing.
+"""``--claims auto``: search for claims that a hook would hold.
 
-Claims are tried from the strictest on. Each is judged by the rules that hold it to account, up to the
-first that fails. Claims of the exact family are told apart by the same runs; each lossy claim
+It proposes them and certifies nothing.
+
+Claims are tried from the strictest on. Each is judged by the rules that hold it to account, up to
+the first that fails. Claims of the exact family are told apart by the same runs; each lossy claim
 lengthens the runs in its own way, and needs runs of its own.
 """
 
@@ -13,11 +15,19 @@ from conformance.judging.oracles.mean import compare
 from conformance.judging.verdict import Judgement, Verdict
 from conformance.scenarios.hook import NORMAL, ORDERED
 from conformance.session.engine import Engine
-from conformance.subjects.claims import CONTRACTION, DIFFERENCE, FEEDBACK, LOCAL, ROUNDED_DTYPES, UNBIASED, Claims
+from conformance.subjects.claims import (
+    CONTRACTION,
+    DIFFERENCE,
+    FEEDBACK,
+    LOCAL,
+    ROUNDED_DTYPES,
+    UNBIASED,
+    Claims,
+)
 from conformance.subjects.kinds import KINDS
 
-# The rules that every hook must pass, whatever it claims; those that hold an exact claim to account;
-# and the rule of each lossy claim.
+# The rules that every hook must pass, whatever it claims; those that hold an exact claim to
+# account; and the rule of each lossy claim.
 CONTRACT = ("1.1", "1.2", "1.3", "1.4", "1.5", "9.2")
 EXACT = ("2.1", "2.2", "2.3", "2.6", "2.7", "2.10")
 LOSSY = {FEEDBACK: "13.1", DIFFERENCE: "13.1", CONTRACTION: "13.2", UNBIASED: "13.3", LOCAL: "13.5"}
@@ -75,7 +85,9 @@ def search_claims(engine_for: Callable[[Claims], Engine]) -> list[Tried]:
 
 
 def equivalent_claims(engine: Engine) -> list[Claims]:
-    """Return the claims of the exact family under which the runs made so far would pass the rules of equivalence."""
+    """Return the claims of the exact family under which the runs made so far would pass the rules
+    of equivalence.
+    """
     current = engine.claims
     if current.lossy or not KINDS[engine.subject.kind].searches_claims:
         return []
@@ -92,7 +104,9 @@ def equivalent_claims(engine: Engine) -> list[Claims]:
 
 
 def _exact_steps(engine: Engine) -> int:
-    """Return how many steps give the exact mean before the first that does not, on inputs that no compression keeps."""
+    """Return how many steps give the exact mean before the first that does not, on inputs that no
+    compression keeps.
+    """
     run = engine.finished(NORMAL)
     if run is None:
         return 0
@@ -160,11 +174,13 @@ def proposal_lines(tried: list[Tried]) -> list[str]:
         if one.share is not None and one.claims.lossy:
             ratio = math.ceil(one.share * 100) / 100
             lines.append(
-                f"          a rank sends {one.share:.3g} of its gradients' bytes: ratio={ratio:g} would hold"
+                f"          a rank sends {one.share:.3g} of its gradients' bytes: ratio={ratio:g} "
+                "would hold"
             )
     if not holding:
         return [
             *lines,
-            "none of the claims holds: the first line names what the hook lacks to be exact",
+            "none of the claims holds: the first line names the rule that keeps the hook from "
+            "being exact",
         ]
     return [*lines, "nothing was certified: run again with the claims that you choose"]

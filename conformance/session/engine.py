@@ -1,8 +1,8 @@
 """From a subject to judgements: runs each scenario once, and applies the rules.
 
-A failure is the subject's only if the reference of its kind passes the same rule on the same machine:
-the control. If the reference fails too, the verdict is "kit error". ``plan.py`` decides which runs a
-rule reads, and ``blame.py`` which rule a failed run fails.
+A failure is the subject's only if the reference of its kind passes the same rule on the same
+machine: the control. If the reference fails too, the verdict is "kit error". ``plan.py`` decides
+which runs a rule reads, and ``blame.py`` which rule a failed run fails.
 """
 
 import traceback
@@ -51,9 +51,9 @@ class Engine:
     """Judges one subject.
 
     Args:
-        source: where runs come from.
+        source: the source of runs.
         rules: the whole book.
-        subject: what is judged.
+        subject: the judged subject.
         claims: its claims.
         worlds: world sizes of the session.
         control: the engine that judges the reference; None for the reference itself.
@@ -79,7 +79,8 @@ class Engine:
         if not self.plan.world_sizes:
             sizes = ",".join(map(str, worlds))
             raise UsageError(
-                f"--world-size {sizes}: the subject claims min_world_size({claims.min_world_size}); "
+                f"--world-size {sizes}: the subject claims "
+                f"min_world_size({claims.min_world_size}); "
                 f"add a world size of at least {claims.min_world_size}"
             )
         self._rules = rules
@@ -105,13 +106,15 @@ class Engine:
         )
 
     def judge(self, number: str) -> Judgement:
-        """Return the judgement on one rule; run first what it needs."""
+        """Return the judgement on one rule; its runs are made first."""
         if number not in self._judgements:
             self._judgements[number] = self._judge(self._rules[number])
         return self._judgements[number]
 
     def announce(self, numbers: Sequence[str]) -> None:
-        """Announce the selected rules, so that their runs can be prefetched once the first run has passed."""
+        """Announce the selected rules, so that their runs can be prefetched once the first run has
+        passed.
+        """
         self._announced = numbers
 
     def check_machine(self) -> None:
@@ -135,11 +138,14 @@ class Engine:
             if not judgement.verdict.holds:
                 detail = judgement.failures[0].actual if judgement.failures else judgement.reason
                 raise KitError(
-                    f"this machine is not fit to judge: {self.control.display_name} fails rule {rule.number}: {detail}"
+                    f"this machine is not fit to judge: {self.control.display_name} fails rule "
+                    f"{rule.number}: {detail}"
                 )
 
     def finished(self, scenario: Scenario) -> Run | None:
-        """Return the run of a scenario at the primary world size, or None if there is none that ended well."""
+        """Return the run of a scenario at the primary world size, or None if there is none that
+        ended well.
+        """
         run = self._run(self.plan.adapted(scenario), self.primary)
         return run if isinstance(run, Run) and not self._failure_of(run) else None
 
@@ -188,7 +194,9 @@ class Engine:
         return self._confirmed(rule, judgement)
 
     def _confirmed(self, rule: Rule, judgement: Judgement) -> Judgement:
-        """Return a failure as it is, unless the reference fails the same rule: then it is a kit error."""
+        """Return a failure as it is, unless the reference fails the same rule: then it is a kit
+        error.
+        """
         if not self.control:
             return judgement
         control = self.control.judge(rule.number)
@@ -237,7 +245,10 @@ class Engine:
     def _note_findings(
         self, judgement: Judgement, name: str, rule: Rule, records: Run | dict[str, Run]
     ) -> None:
-        """Apply a rule to records. An exception of the rule is the kit's error, never a verdict on the subject."""
+        """Apply a rule to records.
+
+        An exception of the rule is the kit's error, never a verdict on the subject.
+        """
         try:
             found = self._apply(rule, records)
         except _RuleCrashed as error:
@@ -291,15 +302,19 @@ class Engine:
         if profile.ordered:
             if all(scenario.fault.kind in NOTICED_BY_FUTURES for scenario in rule.on):
                 return (
-                    f"on {profile.backend} a future is complete once its collective is enqueued; its failure is "
-                    "noticed by the backend's watchdog, which ends the process, and no hook can hide it"
+                    f"on {profile.backend} a future is complete once its collective is enqueued; "
+                    "its failure is "
+                    "noticed by the backend's watchdog, which ends the process, and no hook can "
+                    "hide it"
                 )
         elif all(scenario.captured for scenario in rule.on):
             return f"{profile.backend}'s collectives cannot be captured"
         return None
 
     def _needs(self, rule: Rule) -> tuple[str, ...]:
-        """Return the rules that a rule builds on; for a lossy subject section 13 takes the place of 2.1 and 2.2."""
+        """Return the rules that a rule builds on; for a lossy subject section 13 takes the place of
+        2.1 and 2.2.
+        """
         lossy = [other for other in self._rules.values() if other.judges_lossy_results]
         is_one_of_them = rule.section in {other.section for other in lossy}
         if self.claims.lossy and not is_one_of_them and _RESULT_RULES & set(rule.needs):
@@ -323,7 +338,9 @@ class Engine:
         return False
 
     def _known_wrong_at(self, rule: Rule, size: int) -> str | None:
-        """Return the rule that failed at a world size already, if this rule would only repeat its finding."""
+        """Return the rule that failed at a world size already, if this rule would only repeat its
+        finding.
+        """
         for other in self._rules.values():
             if other.kind != rule.kind or other.worlds is not WorldSizes.OTHERS:
                 continue
@@ -363,7 +380,8 @@ class Engine:
         return self._runs[key]
 
     def _new_run(self, scenario: Scenario, size: int) -> Run:
-        # A group's own timeout can expire too early on a loaded machine: try again with a longer one.
+        # A group's own timeout can expire too early on a loaded machine: try again with a longer
+        # one.
         for _ in range(3):
             run = self.source.run(scenario, size, self.subject, f"{scenario.name}@{size}")
             reached = all(rank.first("step", step=scenario.fault.step) for rank in run.ranks)
@@ -456,7 +474,9 @@ class Engine:
         return runs
 
     def _explain(self, run: Run, failed: Breakage) -> str:
-        """Repeat a failed run with its collectives on record: where do ranks disagree?"""
+        """Repeat a failed run with its collectives on record, and return the first on which ranks
+        disagree.
+        """
         scenario = run.scenario
         may_disagree = failed.kind in ("hang", "died", "raised") and run.world > 1
         if not may_disagree or scenario.fault.kind != "none" or scenario.resume.resumes:

@@ -1,4 +1,5 @@
-"""The options of a session, declared once: the command line and ``certify()`` are made from these fields.
+"""The options of a session, declared once: the command line and ``certify()`` are made from these
+fields.
 
 Nothing is parsed here; ``request.py`` does that. Imports no torch.
 """
@@ -59,7 +60,7 @@ class Options:
     wrapper: str | None = _subject("wrapper")
     claims: str | None = _option(
         None,
-        'what the subject promises, e.g. "rounded(float16), world_only"; auto: search for claims',
+        'promises of the subject, e.g. "rounded(float16), world_only"; auto: search for claims',
     )
     backend: str = _option("gloo", "process group backend; default: %(default)s", "NAME")
     device: str | None = _option(
@@ -125,7 +126,9 @@ def flag(name: str) -> str:
 
 
 def add_options(add: Callable[..., None]) -> None:
-    """Declare every option with ``add``, which is argparse's ``add_argument`` or pytest's ``addoption``."""
+    """Declare every option with ``add``, which is argparse's ``add_argument`` or pytest's
+    ``addoption``.
+    """
     for option in fields(Options):
         settings: dict[str, Any] = {
             "help": option.metadata["help"],

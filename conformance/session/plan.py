@@ -1,8 +1,8 @@
 """The plan: which scenarios a rule reads, at which world sizes, and how the claims change them.
 
 A scenario is written for a hook that is exact. ``adapt_scenario`` makes it right for the claims of
-the subject at hand, by a list of adaptations. Each has a condition and a reason, and they are applied
-in their order.
+the subject at hand, by a list of adaptations. Each has a condition and a reason, and they are
+applied in their order.
 """
 
 import math
@@ -11,14 +11,23 @@ from dataclasses import dataclass, replace
 
 from conformance.judging.oracles.lossy import LEFT, LONG_SCENARIOS, ONE_WORLD_SCENARIOS, TRIALS
 from conformance.judging.rule import Rule, WorldSizes
-from conformance.scenarios.hook import AT_SCALE, BUCKETS, DTYPES, RAW, SIZES, SMALL_GRADIENTS, VALUES, VIEWS
+from conformance.scenarios.hook import (
+    AT_SCALE,
+    BUCKETS,
+    DTYPES,
+    RAW,
+    SIZES,
+    SMALL_GRADIENTS,
+    VALUES,
+    VIEWS,
+)
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.profiles import GLOO_CPU, Profile
 from conformance.subjects.claims import DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims
 from conformance.subjects.kinds import KINDS
 
-# Shapes that a low rank compresses: (n + m) rank 2 < n m up to rank 6. Of the largest shape nearly a
-# whole block is left at the end, whatever power of two a block has, so that a dropped tail shows.
+# Shapes that a low rank compresses: (n + m) rank 2 < n m up to rank 6. Of the largest shape nearly
+# a whole block is left at the end, whatever power of two a block has, so that a dropped tail shows.
 _WIDER_SHAPES = {
     (5, 3): (24, 32),
     (3, 5): (24, 32),
@@ -63,7 +72,8 @@ def _record_collectives(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def _serialise(scenario: Scenario, claims: Claims) -> Scenario:
-    # A rank that waits for each of its collectives cannot leave the hook before its peers have entered.
+    # A rank that waits for each of its collectives cannot leave the hook before its peers have
+    # entered.
     order = "free" if scenario.order == "rank0_first" else scenario.order
     return replace(scenario, serialised=True, order=order)
 
@@ -171,7 +181,8 @@ def _is_chained(scenario: Scenario, claims: Claims) -> bool:
 
 
 def _is_serialised(scenario: Scenario, claims: Claims) -> bool:
-    # `raw` has collectives come as they come, and `long` measures memory, of which a wait keeps some.
+    # `raw` has collectives come as they come, and `long` measures memory, and a wait keeps some
+    # memory.
     return (
         _is_chained(scenario, claims)
         and not scenario.profile.ordered
@@ -236,13 +247,14 @@ ADAPTATIONS = (
     Adaptation(
         _is_fused,
         _follow_parameters,
-        "parameters are compared after each step; small steps would be lost in large values, and wide "
+        "parameters are compared after each step; small steps would be lost in large values, and "
+        "wide "
         "ones would overflow",
     ),
     Adaptation(
         lambda scenario, claims: _is_lossy(scenario, claims) and scenario.name == SIZES.name,
         _thin_out_sizes,
-        "no size is judged exactly, so that a quarter of them is enough",
+        "no size is judged exactly, so that a quarter of the sizes is enough",
     ),
     Adaptation(
         lambda scenario, claims: _is_lossy(scenario, claims) and scenario.name == VIEWS.name,
@@ -316,7 +328,9 @@ ADAPTATIONS = (
 
 
 def _steps_until_drained(delta: float) -> int:
-    """Return the number n of steps after which (1 - delta)**(n / 2) <= LEFT; see ``oracles/lossy.py``."""
+    """Return the number n of steps after which (1 - delta)**(n / 2) <= LEFT; see
+    ``oracles/lossy.py``.
+    """
     return math.ceil(2 * math.log(LEFT) / math.log(1 - delta)) if delta < 1 else 2
 
 
@@ -373,7 +387,9 @@ class Plan:
         return runs
 
     def prerequisites(self, scenario: Scenario, size: int) -> list[Scenario]:
-        """Return the scenarios whose runs at that size must have ended well before this one is tried."""
+        """Return the scenarios whose runs at that size must have ended well before this one is
+        tried.
+        """
         if scenario.name == self.plainest.name:
             return []
         before = (self.plainest, self._by_name[scenario.prerequisite])

@@ -1,5 +1,6 @@
-"""What people read: the text of a failure, the summary in the terminal, and report.html."""
+"""The texts for people: a failed rule, the summary in the terminal, report.json and report.html."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
@@ -11,110 +12,70 @@ from conformance.records.files import write_json
 from conformance.session.claim_search import equivalent_claims
 from conformance.session.session import Session
 
+# Of each piece of evidence the terminal shows so many lines; report.json holds all of them.
+_SHOWN_LINES = 8
+_SHOWN_FRAMES = 9
+_KEPT_FAILURES = 20
+_LABELS = {"refused": "REFUSED", "kit error": "KIT ERROR", "not certified": "NOT CERTIFIED"}
+
 
 def failure_text(session: Session, rule: Rule, judgement: Judgement) -> str:
-    """Return what is said of a rule that does not hold: requirement, expected, actual, cause, remedy, command."""
-    where = next(
-        (name for name, run in judgement.runs.items() if run["verdict"] == str(judgement.verdict)),
-        "",
-    )
-    lines = [
-        f"{rule.number} {rule.title}" + (f"  [{where}]" if where else ""),
-        f"  Requirement:  {rule.requirement}",
-    ]
+    """Return the text of a failed rule: requirement, expected, actual, cause, remedy, command."""
+    verdict = str(judgement.verdict)
+    failed_runs = [name for name, run in judgement.runs.items() if run["verdict"] == verdict]
+    run = f"  [{failed_runs[0]}]" if failed_runs else ""
+    lines = [f"{rule.number} {rule.title}{run}", f"  Requirement:  {rule.requirement}"]
     for failure in judgement.failures[:1]:
-        lines += [f"  Expected:     {failure.expected}", f"  Actual:       {failure.actual}"]
+        lines.append(f"  Expected:     {failure.expected}")
+        lines.append(f"  Actual:       {failure.actual}")
         if failure.cause:
             lines.append(f"  Likely cause: {failure.cause}")
         lines += _evidence_lines(failure.evidence)
     if judgement.verdict is Verdict.KIT_ERROR:
         lines.append(f"  Kit error:    {judgement.reason}")
-    lines += [f"  Look at:      {rule.remedy}", f"  Rerun:        {session.rerun(rule.number)}"]
+    lines.append(f"  Look at:      {rule.remedy}")
+    lines.append(f"  Rerun:        {session.rerun(rule.number)}")
     return "\n".join(lines)
-
-
-def _evidence_lines(evidence: dict[str, Any]) -> list[str]:
-    """The evidence of a run that broke, cut to what fits a terminal; report.json has all of it."""
-    lines = []
-    for rank, kept in evidence.items():
-        exit_said = "killed by the kit" if kept.get("killed by the kit") else f"exit {kept['exit']}"
-        lines.append(f"  {rank}: {exit_said}")
-        for name in ("traceback", "stacks", "output"):
-            if text := kept.get(name):
-                tail = text.strip().splitlines()[-8:] if name != "stacks" else _main_stack(text)
-                lines += [f"    {name}:", *(f"      {line}" for line in tail)]
-        if kept.get("last collectives"):
-            lines += [
-                "    last collectives:",
-                *(f"      {line}" for line in kept["last collectives"]),
-            ]
-    return lines
-
-
-def _main_stack(text: str) -> list[str]:
-    """The stack of the main thread, innermost frames first, without those of pytest or the host."""
-    blocks = text.strip().split("\n\n")
-    block = next((b for b in reversed(blocks) if "rank.py" in b), blocks[-1])
-    return block.splitlines()[:9]
 
 
 def conclusion_lines(session: Session, conclusion: Conclusion) -> list[str]:
     """Return the closing lines of a session."""
-    header, lines = session.header, []
-    claims, sizes = header["claims"]["text"], ", ".join(map(str, session.worlds))
-    name = session.subject.name
-    advice = [
-        j
-        for j in session.judgements.values()
-        if j.verdict is Verdict.FAIL and session.rules[j.number].level != MUST
+    rules = session.rules
+    judgements = session.judgements
+    lines = [
+        f"advice  {judgement.number} {rules[judgement.number].title}: {judgement.reason}"
+        for judgement in judgements.values()
+        if judgement.verdict is Verdict.FAIL and rules[judgement.number].level != MUST
     ]
-    lines += [f"advice  {j.number} {session.rules[j.number].title}: {j.reason}" for j in advice]
-    lines += [f"limit   {line}" for line in limits(session.rules, session.judgements)]
-    lines += [
-        f"at scale, simulated: {said}" for said in at_scale(session.rules, session.judgements)
-    ]
+    lines += [f"limit   {line}" for line in limits(rules, judgements)]
+    lines += [f"at scale, simulated: {line}" for line in at_scale(rules, judgements)]
     lines += session.notes
+    claims = session.header["claims"]["text"]
     if conclusion.certificate:
-        torch = header["profile"]["torch"]
-        mode = session.profile.where + (
-            ", one collective at a time"
-            if header["profile"]["name"].endswith("-serialised")
-            else ""
-        )
-        nodes = header["profile"].get("nodes", ())
-        mode += f", on {len(nodes)} node{'s' if len(nodes) > 1 else ''}" if nodes else ""
-        checks = sum(j.checks for j in session.judgements.values())
-        lines += [
-            f"CERTIFIED  {name}  as {claims}",
-            f"           {len(session.judgements)} rules, {checks} checks; {mode}, world sizes {sizes}, torch {torch}",
-            f"           {session.certificate_path}",
+        return [
+            *lines,
+            f"CERTIFIED  {session.subject.name}  as {claims}",
+            *_certificate_lines(session),
         ]
-        return lines
-    label = {"refused": "REFUSED", "kit error": "KIT ERROR"}.get(
-        conclusion.verdict, "NOT CERTIFIED"
-    )
-    lines.append(f"{label}  {name}  as {claims}")
-    if label == "NOT CERTIFIED":
+    lines.append(f"{_LABELS[conclusion.verdict]}  {session.subject.name}  as {claims}")
+    if conclusion.verdict == "not certified":
         lines.append("development run: no certificate")
     lines += [f"  {reason}" for reason in conclusion.reasons]
-    if (
-        conclusion.verdict == "refused"
-        and session.engine
-        and (others := equivalent_claims(session.engine))
-    ):
-        lines.append(
-            "it would hold the rules of equivalence as "
-            + ", or as ".join(f'--claims "{claims}"' for claims in others)
-        )
+    others = []
+    if conclusion.verdict == "refused" and session.engine:
+        others = equivalent_claims(session.engine)
+    if others:
+        proposals = ", or as ".join(f'--claims "{claims}"' for claims in others)
+        lines.append(f"it would hold the rules of equivalence as {proposals}")
     return lines
 
 
 def conclusion_text(session: Session, conclusion: Conclusion) -> str:
     """Return the whole report as text: every failure, then the closing lines."""
     failures = [
-        failure_text(session, session.rules[j.number], j)
-        for j in session.judgements.values()
-        if j.verdict >= Verdict.FAIL and session.rules[j.number].level == MUST
+        failure_text(session, session.rules[judgement.number], judgement)
+        for judgement in session.judgements.values()
+        if judgement.verdict >= Verdict.FAIL and session.rules[judgement.number].level == MUST
     ]
     return "\n\n".join([*failures, "\n".join(conclusion_lines(session, conclusion))])
 
@@ -130,7 +91,7 @@ def write_report(session: Session, conclusion: Conclusion) -> None:
         {
             **summary(session.rules[number], judgement),
             "requirement": session.rules[number].requirement,
-            "failures": [vars(failure) for failure in judgement.failures[:20]],
+            "failures": [vars(failure) for failure in judgement.failures[:_KEPT_FAILURES]],
         }
         for number, judgement in session.judgements.items()
     ]
@@ -140,18 +101,71 @@ def write_report(session: Session, conclusion: Conclusion) -> None:
         "reasons": conclusion.reasons,
         "rules": rules,
     }
-    write_json(session.folder / "report.json", report)
+    write_json(session.request.paths.report, report)
+    page = _render(session, report, conclusion_lines(session, conclusion))
+    session.request.paths.report.with_suffix(".html").write_text(page, encoding="utf-8")
+
+
+def _render(session: Session, report: Mapping[str, Any], lines: list[str]) -> str:
+    """Return report.html."""
     environment = Environment(
-        loader=PackageLoader("conformance.session.session", "."),
+        loader=PackageLoader("conformance", "session"),
         autoescape=select_autoescape(),
         trim_blocks=True,
         lstrip_blocks=True,
     )
     sections = {
-        f"{number} {title}": [r for r in rules if r["rule"].partition(".")[0] == number]
+        f"{number} {title}": [
+            rule for rule in report["rules"] if session.rules[rule["rule"]].section == number
+        ]
         for number, title in SECTIONS.items()
     }
-    page = environment.get_template("report.html.jinja").render(
-        report=report, sections=sections, lines=conclusion_lines(session, conclusion)
-    )
-    (session.folder / "report.html").write_text(page, encoding="utf-8")
+    template = environment.get_template("report.html.jinja")
+    return template.render(name=session.subject.name, report=report, sections=sections, lines=lines)
+
+
+def _certificate_lines(session: Session) -> list[str]:
+    """Return the lines below CERTIFIED: the extent of the run, and the path of the certificate."""
+    profile = session.header["profile"]
+    extent = session.profile.where
+    if profile["name"].endswith("-serialised"):
+        extent += ", one collective at a time"
+    nodes = len(profile.get("nodes", ()))
+    if nodes:
+        extent += f", on {nodes} node{'s' if nodes > 1 else ''}"
+    checks = sum(judgement.checks for judgement in session.judgements.values())
+    sizes = ", ".join(map(str, session.worlds))
+    return [
+        f"           {len(session.judgements)} rules, {checks} checks; {extent}, world sizes "
+        f"{sizes}, "
+        f"torch {profile['torch']}",
+        f"           {session.certificate_path}",
+    ]
+
+
+def _evidence_lines(evidence: Mapping[str, Any]) -> list[str]:
+    """Return the evidence of a failed run, cut to the size of a terminal."""
+    lines = []
+    for rank, kept in evidence.items():
+        end = "killed by the kit" if kept.get("killed by the kit") else f"exit {kept['exit']}"
+        lines.append(f"  {rank}: {end}")
+        for name in ("traceback", "stacks", "output"):
+            text = kept.get(name)
+            if not text:
+                continue
+            tail = (
+                _main_stack(text) if name == "stacks" else text.strip().splitlines()[-_SHOWN_LINES:]
+            )
+            lines.append(f"    {name}:")
+            lines += [f"      {line}" for line in tail]
+        if kept.get("last collectives"):
+            lines.append("    last collectives:")
+            lines += [f"      {line}" for line in kept["last collectives"]]
+    return lines
+
+
+def _main_stack(text: str) -> list[str]:
+    """Return the stack of the main thread, innermost frames first, without the host's frames."""
+    blocks = text.strip().split("\n\n")
+    block = next((block for block in reversed(blocks) if "rank.py" in block), blocks[-1])
+    return block.splitlines()[:_SHOWN_FRAMES]

@@ -31,8 +31,8 @@ class Request:
     """A command line that can be run as written.
 
     Attributes:
-        options: the command line as text; of a replay, with what the records name.
-        subject: what is judged.
+        options: the command line as text; of a replay, with the values of the records.
+        subject: the judged subject.
         claims: the claims of the command line; None if there are none, or if they are searched for.
         searches_claims: ``--claims auto``: propose claims, and certify nothing.
         world_sizes: in order.
@@ -82,7 +82,8 @@ def read_request(options: Options) -> Request:
 
 
 def set_results_aside(options: Options) -> list[str]:
-    """Set aside the files of an earlier run, as far as the options name them; return lines for the reader.
+    """Set aside the files of an earlier run, as far as the options name them; return lines for the
+    reader.
 
     Raises:
         UsageError: a file cannot be renamed.
@@ -120,7 +121,8 @@ def parse_request(options: Options, recorded: Mapping[str, Any] | None = None) -
     searches_claims = options.claims == AUTO
     if searches_claims and not kind.searches_claims:
         raise UsageError(
-            f"--claims auto proposes claims for hooks only; name the claims of this {subject.kind}, or leave --claims out"
+            "--claims auto proposes claims for hooks only; name the claims of this "
+            f"{subject.kind}, or leave --claims out"
         )
     claims = None
     if options.claims and not searches_claims:
@@ -167,7 +169,9 @@ def parse_world_sizes(text: str) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def profile_is_required(options: Options) -> Iterator[None]:
-    """Under ``--require-profile``, a profile that cannot be run is a failure (exit code 1 instead of 8)."""
+    """Under ``--require-profile``, a profile that cannot be run is a failure (exit code 1 instead
+    of 8).
+    """
     try:
         yield
     except ProfileError as error:
@@ -213,7 +217,7 @@ def _read_session(folder: Path) -> dict[str, Any]:
 
 
 def _with_recorded(options: Options, recorded: Mapping[str, Any]) -> Options:
-    """Return the options with the subject, claims, profile and world sizes that the records name."""
+    """Return the options with the subject, claims, profile and world sizes of the records."""
     subject = recorded["subject"]
     profile = recorded["profile"]
     names = {name: subject[name] for name in (HOOK, "state", "setup")}

@@ -1,4 +1,4 @@
-"""Where the results of a run are written, and what becomes of the results of an earlier run. Imports no torch."""
+"""The files that a run writes, and the files of an earlier run. Imports no torch."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ def result_paths(subject: SubjectSpec, claims: str | None, certificate: str | No
     """Return the files of a run.
 
     Args:
-        subject: what is judged.
+        subject: the judged subject.
         claims: the claims of the command line; claims made elsewhere are not known before loading.
         certificate: ``--certificate``, or None.
     """
@@ -47,9 +47,9 @@ def result_paths(subject: SubjectSpec, claims: str | None, certificate: str | No
 def results_folder(subject: SubjectSpec, claims: str | None = None) -> Path:
     """Return the folder for the results of a subject with its settings, in the current directory.
 
-    The settings are the arguments of the target, the state, and the claims of the command line. Each
-    combination has a folder of its own, so that certifying one does not replace the certificate of
-    another. Without settings the folder is named after the target alone.
+    The settings are the arguments of the target, the state, and the claims of the command line.
+    Each combination has a folder of its own, so that certifying one does not replace the
+    certificate of another. Without settings the folder is named after the target alone.
     """
     target, _, arguments = subject.name.partition(",")
     name = _slug(target)[:_LONGEST_TARGET]
@@ -66,14 +66,15 @@ def results_folder(subject: SubjectSpec, claims: str | None = None) -> Path:
 def set_aside(paths: ResultPaths) -> list[str]:
     """Rename the certificate and the report of an earlier run to ``*.previous.*``.
 
-    A run does this before anything can fail: otherwise the results of the earlier run would pass for
-    its own. Files that the kit did not write are left alone. Returns a line for the reader if there
-    was a certificate.
+    A run does this before anything can fail: otherwise the results of the earlier run would pass
+    for its own. Files that the kit did not write are left alone. Returns a line for the reader if
+    there was a certificate.
 
     Raises:
         UsageError: a file cannot be renamed.
     """
-    # Imported here, since pytest imports this module in every run of an environment that has the kit.
+    # Imported here, since pytest imports this module in every run of an environment that has the
+    # kit.
     from conformance.certificates.reader import is_result
 
     if is_result(paths.report):

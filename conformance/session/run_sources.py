@@ -1,4 +1,4 @@
-"""Where runs come from: ranks of this session, or records that were kept."""
+"""Sources of runs: the ranks of this session, or records that were kept."""
 
 import contextlib
 import shutil
@@ -34,7 +34,7 @@ class RunSource:
         """Take note of runs that will be needed unless one of them fails; they may begin now."""
 
     def forget(self) -> None:
-        """Begin no more of them."""
+        """Cancel the runs that have not begun."""
 
 
 class LocalSource(RunSource):
@@ -89,7 +89,7 @@ class LocalSource(RunSource):
             self._remove(folder, folder_name, scenario)
 
     def _remove(self, folder: Path, folder_name: str, scenario: Scenario) -> None:
-        """Remove the folder of a run; if others resume from it, keep it and remove its predecessor."""
+        """Remove a run's folder; if others resume from it, keep it and remove its predecessor."""
         done: Path | None = folder
         if scenario.resume.saves_at and not scenario.resume.resumes:
             done = self._saved.get(folder_name)
@@ -120,7 +120,8 @@ class ReplaySource(RunSource):
         folder = self._folder / _folder_name(name, subject)
         if not (folder / OUTCOME).exists():
             raise UsageError(
-                f"--replay {self._folder}: no record of {folder.name}; was it recorded with the same "
+                f"--replay {self._folder}: no record of {folder.name}; was it recorded with the "
+                "same "
                 "world sizes and claims?"
             )
         return load_run(folder, scenario, world)

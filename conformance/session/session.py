@@ -37,7 +37,8 @@ class Session:
         pool: the source of ranks, if it has been started already.
 
     Raises:
-        UsageError: ``--rule`` selects no rule, or ``--records`` or ``--replay`` names no usable folder.
+        UsageError: ``--rule`` selects no rule, or ``--records`` or ``--replay`` names no usable
+            folder.
     """
 
     def __init__(self, request: Request, pool: Ranks | None = None) -> None:
@@ -82,7 +83,8 @@ class Session:
             self.pool.start()
 
     def begin(self) -> None:
-        """Check the profile, load the subject in a rank, determine its claims, and certify the machine.
+        """Check the profile, load the subject in a rank, determine its claims, and certify the
+        machine.
 
         Raises:
             ProfileError: the machine cannot run the profile, or the claims exclude it.
@@ -94,7 +96,8 @@ class Session:
         with profile_is_required(self.options):
             if not self.profile.takes(claims.backends, claims.devices):
                 raise ProfileError(
-                    f"profile {self.profile.name}: not run: the subject claims {claims}; choose with --backend and --device"
+                    f"profile {self.profile.name}: not run: the subject claims {claims}; choose "
+                    "with --backend and --device"
                 )
         self.engine = make_engine(self._source(), self.rules, self.subject, claims, self.worlds)
         self.header = self._header(description, machine, claims, claimed_by)
@@ -146,7 +149,8 @@ class Session:
             self.certificate_path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.certificate_path, conclusion.certificate)
         else:
-            # Another run may have written a certificate meanwhile; the report that follows is of this run.
+            # Another run may have written a certificate meanwhile; the report that follows is of
+            # this run.
             self.notes += set_aside(self.request.paths)
         return conclusion
 
@@ -172,7 +176,7 @@ class Session:
         claims: Claims,
         claimed_by: str,
     ) -> dict[str, Any]:
-        """Return what a certificate holds besides its rules."""
+        """Return the parts of a certificate besides its rules."""
         profile = self.profile
         loaded = {key: description.get(key) for key in ("module", "distribution", "sha256")}
         header = {
@@ -212,7 +216,9 @@ class Session:
         return description, machine
 
     def _resolve_profile(self, pool: Ranks, machine: dict[str, Any]) -> dict[str, Any]:
-        """Find out whether the machine can run the profile; return the certificate's description of it."""
+        """Find out whether the machine can run the profile; return the certificate's description of
+        it.
+        """
         if self.profile == GLOO_CPU:
             if not machine["gloo"]:
                 raise ProfileError("profile gloo-cpu: not run: this torch was built without gloo")
@@ -229,7 +235,10 @@ class Session:
         return machine
 
     def _drop_larger_worlds(self, capacity: int | None) -> None:
-        """Drop the world sizes for which there are not enough ranks. Raises: ProfileError, if none is left."""
+        """Drop the world sizes for which there are not enough ranks.
+
+        Raises: ProfileError, if none is left.
+        """
         if capacity is None or capacity >= max(self.worlds):
             return
         larger = ", ".join(str(world) for world in self.worlds if world > capacity)
@@ -237,12 +246,15 @@ class Session:
         self.worlds = tuple(world for world in self.worlds if world <= capacity)
         if not self.worlds:
             raise ProfileError(
-                f"--world-size {larger}: {attached}; start torchrun with more --nproc-per-node or --nnodes"
+                f"--world-size {larger}: {attached}; start torchrun with more --nproc-per-node or "
+                "--nnodes"
             )
         self.notes.append(f"world size {larger} was not run: {attached}")
 
     def _claims(self, description: Mapping[str, Any]) -> tuple[Claims, str]:
-        """Return the claims, and who made them: the command line, the subject, the project, or nobody."""
+        """Return the claims, and their origin: the command line, the subject, the project, or
+        nobody.
+        """
         kind = self.subject.kind
         if self.searches_claims:
             return Claims(), "nobody: they are to be proposed"
@@ -263,12 +275,14 @@ def select_rules(
 
     Args:
         rules: the rule book.
-        chosen: the values of ``--rule``: rules (2.3) or sections (2), separated by commas; () for all.
+        chosen: the values of ``--rule``: rules (2.3) or sections (2), separated by commas; () for
+            all.
         kind: the kind of subject.
         device: the type of device that the profile runs on.
 
     Raises:
-        UsageError: a chosen rule does not exist, or no chosen rule applies to the subject or the device.
+        UsageError: a chosen rule does not exist, or no chosen rule applies to the subject or the
+            device.
     """
     wanted = [part.strip() for text in chosen for part in text.split(",") if part.strip()]
     option = f"--rule {','.join(wanted)}"
@@ -286,13 +300,15 @@ def select_rules(
         )
         sections = ", ".join(KINDS[kind].sections)
         raise UsageError(
-            f"{option} applies to a subject of the kind {other}, not {kind}; {kind}: sections {sections}"
+            f"{option} applies to a subject of the kind {other}, not {kind}; {kind}: sections "
+            f"{sections}"
         )
     found = [number for number in of_kind if rules[number].device in ("", device)]
     if of_kind and not found:
         needed = rules[of_kind[0]].device
         raise UsageError(
-            f"{option} applies on {needed} only, and this run is on {device}; pass --device {needed}"
+            f"{option} applies on {needed} only, and this run is on {device}; pass --device "
+            f"{needed}"
         )
     return found
 
