@@ -1,4 +1,6 @@
-"""Fixtures: one pool of ranks for the whole test run, and judgements made ahead of the tests that need them."""
+"""Fixtures: one pool of ranks for the whole test run, and judgements made ahead of the tests that
+need them.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +15,11 @@ from tests.cases import PATIENT, Case, Judgements, judges
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="judge every mutant by the whole book, not only by the rules that it breaks")
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help=("judge every mutant by the whole book, not only by the rules that it breaks"),
+    )
 
 
 def pytest_configure() -> None:
@@ -28,7 +34,9 @@ STARTS_RANKS = {"pool", "impatient", "judgements_of", "host", "ran", "torchrun"}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start ranks, and move tests of a ``case`` to the end, behind those that run while cases are judged."""
+    """Mark the tests that start ranks, and move tests of a ``case`` to the end, behind those that
+    run while cases are judged.
+    """
     for item in items:
         # Before pytest itself deselects by -m.
         if STARTS_RANKS & set(fixtures(item)):
@@ -56,7 +64,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def impatient() -> Iterator[Pool]:
-    """One for what is expected to hang."""
+    """A pool with a short deadline, for subjects that hang."""
     with Pool(5.0, lanes=1) as pool:
         yield pool
 
@@ -74,12 +82,17 @@ def _judged_ahead(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], J
     This is apart from ``judgements_of`` because a fixture in automatic use is one of every test,
     and the marker ``ranks`` is only for tests that request judgements.
     """
-    cases = [item.callspec.params["case"] for item in request.session.items if "case" in fixtures(item)]
+    cases = [
+        item.callspec.params["case"] for item in request.session.items if "case" in fixtures(item)
+    ]
     if not cases:
         # An executor starts a process of multiprocessing's even if nothing is submitted.
         yield none_selected
         return
-    whole = {case: replace(case, rules=()) if request.config.getoption("--thorough") else case for case in cases}
+    whole = {
+        case: replace(case, rules=()) if request.config.getoption("--thorough") else case
+        for case in cases
+    }
     with judges() as judged:
         futures = {case: judged(case) for case in dict.fromkeys(whole.values())}
         yield lambda case: futures[whole[case]].result()

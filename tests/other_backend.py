@@ -1,4 +1,7 @@
-"""A package as third parties have them: importing it registers a backend. It is Gloo, under a name that torch does not know."""
+"""A package as third parties have them: importing it registers a backend.
+
+It is Gloo, under a name that torch does not know.
+"""
 
 from datetime import timedelta
 
@@ -21,4 +24,6 @@ def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tenso
     if dist.get_backend() != NAME:
         raise RuntimeError(f"the group is one of {dist.get_backend()}")
     buffer = bucket.buffer().div_(dist.get_world_size())
-    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
+    return (
+        dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
+    )

@@ -1,4 +1,4 @@
-"""The command line, in every form: what it prints, its exit code, and what it never does."""
+"""The command line in every form: its output, its exit code, and the things that it never does."""
 
 import json
 import os
@@ -68,7 +68,10 @@ STARTED: list[int] = []  # process ids of the controllers that tests have starte
 
 
 def run(arguments: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end. How long it takes depends on the machine: pytest's own timeout is the limit."""
+    """Run a command to its end.
+
+    How long it takes depends on the machine: pytest's own timeout is the limit.
+    """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     with subprocess.Popen(
         arguments,
@@ -96,7 +99,12 @@ def test_a_project_that_makes_warnings_errors(project: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form(project: Path, form: str) -> None:
     command, cwd = FORMS[form]
-    options = {"--hook": "mypkg:mean", "--rule": "2.1", "--world-size": "2", "--certificate": str(project / "c.json")}
+    options = {
+        "--hook": "mypkg:mean",
+        "--rule": "2.1",
+        "--world-size": "2",
+        "--certificate": str(project / "c.json"),
+    }
     words = [word for pair in options.items() for word in pair]
     # With an equals sign too: what is read of the options is said before anything runs.
     with_equals = [f"{key}={value}" for key, value in options.items()]
@@ -130,9 +138,15 @@ def test_a_whole_run_writes_a_certificate(project: Path) -> None:
     (project / "mypkg.py").write_text(HOOKS.replace("div_(dist.get_world_size(state))", "div_(1)"))
     done = certify(project, "--hook", "mypkg:mean", "--rule", "2.1")
     assert done.returncode == 1
-    assert "the certificate of an earlier run is now conformance-results/mypkg_mean/certificate.previous.json" in done.stdout
+    assert (
+        "the certificate of an earlier run is now conformance-results/mypkg_mean/certificate.previous.json"
+        in done.stdout
+    )
     assert not (folder / "certificate.json").exists()
-    assert json.loads((folder / "certificate.previous.json").read_text())["replayed from records of"] == made["date"]
+    assert (
+        json.loads((folder / "certificate.previous.json").read_text())["replayed from records of"]
+        == made["date"]
+    )
 
 
 def test_a_refusal_says_why_and_what_would_hold(project: Path) -> None:
@@ -162,12 +176,21 @@ def test_a_refusal_says_why_and_what_would_hold(project: Path) -> None:
     ],
 )
 def test_claims_are_read_where_they_are_made(
-    pool: Pool, project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], claims: str, said_by: str
+    pool: Pool,
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    claims: str,
+    said_by: str,
 ) -> None:
     (project / "pyproject.toml").write_text('[tool.conformance.claims]\n"mypkg:total" = "sum"\n')
     monkeypatch.chdir(project)
-    given = {word.removeprefix("--"): value for word, value in zip(arguments[::2], arguments[1::2], strict=True)}
-    session = Session.of(Options(**given, world_size="2", rule=("2.1,2.2",)), pool)  # it is not closed: the pool is everybody's
+    given = {
+        word.removeprefix("--"): value
+        for word, value in zip(arguments[::2], arguments[1::2], strict=True)
+    }
+    # it is not closed: the pool is everybody's
+    session = Session.of(Options(**given, world_size="2", rule=("2.1,2.2",)), pool)
     session.begin()
     assert session.header["claims"] == {"text": claims, "said by": said_by}
     assert {session.judge(number).verdict for number in ("2.1", "2.2")} == {Verdict.PASS}
@@ -187,32 +210,65 @@ BAD: list[tuple[list[str], int, str]] = [
     (["--hook", "mypkg:mean", "--claims", "exakt"], 4, "--claims: 'exakt' is not a claim"),
     (["--hook", "mypkg:mean", "--world-size", "two"], 4, "--world-size two: not a list of numbers"),
     (["--hook", "mypkg:mean", "--setup", "mypkg:mean"], 4, "name one subject"),
-    (["--hook", "mypkg:mean", "--averager", "mypkg:mean"], 4, "--hook, --averager do not go together"),
-    (["--hook", "mypkg:mean", "--certificate", "/proc/c.json"], 4, "--certificate /proc/c.json: cannot be written"),
-    (["--hook", "mypkg:mean", "--certificate", "/dev/full"], 4, "--certificate /dev/full: cannot be written (it is no regular file)"),
+    (
+        ["--hook", "mypkg:mean", "--averager", "mypkg:mean"],
+        4,
+        ("--hook, --averager do not go together"),
+    ),
+    (
+        ["--hook", "mypkg:mean", "--certificate", "/proc/c.json"],
+        4,
+        ("--certificate /proc/c.json: cannot be written"),
+    ),
+    (
+        ["--hook", "mypkg:mean", "--certificate", "/dev/full"],
+        4,
+        ("--certificate /dev/full: cannot be written (it is no regular file)"),
+    ),
     (["--replay", "nowhere"], 4, "--replay nowhere: no readable session.json"),
     (["--hook", "nopkg:mean"], 9, "there is no module 'nopkg' on the path"),
     (["--hook", "mypkg:number"], 9, "an int is no hook"),
     (["--hook", "mypkg:mean,rank=2"], 9, "unexpected keyword argument 'rank'"),
     (["--hook", "mypkg:mean", "--state", "mypkg:stat"], 9, "no attribute 'stat'"),
     (["--hook", "mypkg:mean", "--claims", "poststep"], 9, "say which call"),
-    (["--hook", "mypkg:mean", "--claims", "poststep(call=flush)"], 9, "nor its module has a function flush"),
+    (
+        ["--hook", "mypkg:mean", "--claims", "poststep(call=flush)"],
+        9,
+        ("nor its module has a function flush"),
+    ),
     (["--averager", "mypkg:mean,period=4"], 9, "unexpected keyword argument 'period'"),
-    (["--hook", "mypkg:mean", "--claims", "backends(nccl)"], 8, "not run: the subject claims exact, backends(nccl)"),
-    (["--hook", "mypkg:mean", "--claims", "min_world_size(3)", "--world-size", "2"], 4, "add a world size of at least 3"),
+    (
+        ["--hook", "mypkg:mean", "--claims", "backends(nccl)"],
+        8,
+        ("not run: the subject claims exact, backends(nccl)"),
+    ),
+    (
+        ["--hook", "mypkg:mean", "--claims", "min_world_size(3)", "--world-size", "2"],
+        4,
+        ("add a world size of at least 3"),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "code", "said"), BAD)
 def test_bad_input_is_an_error_of_one_line(
-    pool: Pool, project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, said: str
+    pool: Pool,
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    code: int,
+    said: str,
 ) -> None:
     monkeypatch.chdir(project)
-    given = {word.removeprefix("--").replace("-", "_"): value for word, value in zip(arguments[::2], arguments[1::2], strict=True)}
+    given = {
+        word.removeprefix("--").replace("-", "_"): value
+        for word, value in zip(arguments[::2], arguments[1::2], strict=True)
+    }
 
     def judge() -> None:
         rule = "14.1" if "--averager" in arguments else "2.1"
-        session = Session.of(Options(**given, rule=(rule,)), pool)  # it is not closed: the pool is everybody's
+        # it is not closed: the pool is everybody's
+        session = Session.of(Options(**given, rule=(rule,)), pool)
         session.begin()
         session.judge(rule)
 
@@ -228,11 +284,17 @@ def test_bad_input_is_an_error_of_one_line(
     [
         ([], 4, "no subject: pass --hook module:attribute"),
         (["--hook", "mypkg:mean", "--rule", "99"], 4, "--rule 99: there is no such rule"),
-        (["--hook", "mypkg:mean", "--backend", "nccl", "--device", "cpu"], 8, "profile nccl-cpu: not run"),
+        (
+            ["--hook", "mypkg:mean", "--backend", "nccl", "--device", "cpu"],
+            8,
+            "profile nccl-cpu: not run",
+        ),
         (["--hook", "mypkg:maen"], 9, "no attribute 'maen'; did you mean mean"),
     ],
 )
-def test_bad_input_is_one_clear_line(project: Path, arguments: list[str], code: int, said: str) -> None:
+def test_bad_input_is_one_clear_line(
+    project: Path, arguments: list[str], code: int, said: str
+) -> None:
     done = certify(project, *arguments)
     assert done.returncode == code, done.stdout + done.stderr
     lines = [line for line in (done.stdout + done.stderr).splitlines() if said in line]
@@ -250,14 +312,23 @@ def earlier(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     body = certificate("mypkg:mean", "exact")
     written(folder / "certificate.json", body)
-    written(folder / "report.json", {**{key: body[key] for key in body if key != "schema"}, "verdict": "certified", "reasons": []})
+    written(
+        folder / "report.json",
+        {
+            **{key: body[key] for key in body if key != "schema"},
+            "verdict": "certified",
+            "reasons": [],
+        },
+    )
     (folder / "report.html").write_text("<!doctype html>")
     assert main(["gate", str(folder / "certificate.json")]) == 0
     return folder
 
 
 def is_set_aside(folder: Path, capsys: pytest.CaptureFixture[str]) -> bool:
-    """Whether the earlier results have other names, so that neither the gate nor the summary takes them for new."""
+    """Whether the earlier results were renamed, so that neither gate nor summary takes them for
+    new.
+    """
     names = {path.name for path in folder.iterdir()}
     if names == {"certificate.json", "report.json", "report.html"}:
         return False
@@ -278,13 +349,19 @@ def is_set_aside(folder: Path, capsys: pytest.CaptureFixture[str]) -> bool:
     ],
 )
 def test_a_run_that_fails_early_leaves_no_earlier_results(
-    earlier: Path, project: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int
+    earlier: Path,
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
 ) -> None:
     assert certify(project, "--hook", "mypkg:mean", *arguments).returncode == code
     assert is_set_aside(earlier, capsys)
 
 
-def test_nor_does_a_subject_that_cannot_be_loaded(earlier: Path, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nor_does_a_subject_that_cannot_be_loaded(
+    earlier: Path, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (project / "mypkg.py").write_text(HOOKS + "def broken(:\n")
     done = certify(project, "--hook", "mypkg:mean")
     assert done.returncode == 9
@@ -309,15 +386,24 @@ def test_a_certificate_of_a_subject_that_is_misnamed_is_set_aside(earlier: Path)
     ],
 )
 def test_earlier_results_stay_when_no_run_begins(
-    earlier: Path, project: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int
+    earlier: Path,
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
 ) -> None:
     assert certify(project, *arguments).returncode == code
     assert not is_set_aside(earlier, capsys)
 
 
-@pytest.mark.parametrize("narrowed", [["-k", "1.9"], ["-m", "should"], ["--deselect", "rules/section_9_non_interference.py"]])
+@pytest.mark.parametrize(
+    "narrowed",
+    [["-k", "1.9"], ["-m", "should"], ["--deselect", "rules/section_9_non_interference.py"]],
+)
 def test_a_narrowed_run_is_a_development_run(project: Path, narrowed: list[str]) -> None:
-    done = certify(project, "--hook", "mypkg:mean", "--world-size", "1", *narrowed, "--certificate", "c.json")
+    done = certify(
+        project, "--hook", "mypkg:mean", "--world-size", "1", *narrowed, "--certificate", "c.json"
+    )
     assert done.returncode == 7, done.stdout + done.stderr
     assert "development run: no certificate" in done.stdout
     assert "left out" in done.stdout
@@ -325,9 +411,20 @@ def test_a_narrowed_run_is_a_development_run(project: Path, narrowed: list[str])
 
 
 def test_xdist_is_refused(project: Path) -> None:
-    """A plugin that splits the items would split the session: it is told so in one line."""
-    (project / "splits.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--numprocesses')\n")
-    done = certify(project, "-p", "splits", "--hook", "mypkg:mean", "--numprocesses", "2", PYTHONPATH=str(project))
+    """A plugin that splits the items would split the session: one line refuses it."""
+    (project / "splits.py").write_text(
+        ("def pytest_addoption(parser):\n    parser.addoption('--numprocesses')\n")
+    )
+    done = certify(
+        project,
+        "-p",
+        "splits",
+        "--hook",
+        "mypkg:mean",
+        "--numprocesses",
+        "2",
+        PYTHONPATH=str(project),
+    )
     assert done.returncode == 4
     assert "leave out -n" in done.stdout + done.stderr
 
@@ -344,13 +441,30 @@ def leaves_nothing_in_memory() -> Iterator[None]:
 
 @pytest.mark.usefixtures("leaves_nothing_in_memory")
 def test_interrupting_leaves_nothing_behind(project: Path) -> None:
-    command = [sys.executable, "-m", "conformance", "certify", "--hook", "mypkg:waits", "--deadline", "200"]
+    command = [
+        sys.executable,
+        "-m",
+        "conformance",
+        "certify",
+        "--hook",
+        "mypkg:waits",
+        "--deadline",
+        "200",
+    ]
     environment = {**os.environ, "MARKER_FOLDER": str(project)}
 
-    def takes_interrupts() -> None:  # a shell that runs the tests in the background has what it starts ignore them
+    # a shell that runs the tests in the background makes its children ignore them
+    def takes_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    child = subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=takes_interrupts)
+    child = subprocess.Popen(
+        command,
+        cwd=project,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=takes_interrupts,
+    )
     STARTED.append(child.pid)
     waited = threading.Event()
     while not (project / "waiting").exists() and child.poll() is None:
@@ -362,7 +476,7 @@ def test_interrupting_leaves_nothing_behind(project: Path) -> None:
 
 
 def test_a_full_disk_is_the_kits_error() -> None:
-    """A rank that cannot write its record says so; it is no verdict on the subject."""
+    """A rank that cannot write its record reports it; the subject gets no verdict."""
     from conformance.judging.run_failures import breakage
     from conformance.scenarios.hook import VALUES
     from conformance.session.run_sources import LocalSource
@@ -371,7 +485,9 @@ def test_a_full_disk_is_the_kits_error() -> None:
     with Pool(PATIENT) as pool:
         LocalSource(pool).run(VALUES, 1, REFERENCE, "fits")
         assert pool._host is not None
-        for lane in Path(f"/proc/{pool._host.pid}/task/{pool._host.pid}/children").read_text().split():
+        for lane in (
+            Path(f"/proc/{pool._host.pid}/task/{pool._host.pid}/children").read_text().split()
+        ):
             resource.prlimit(int(lane), resource.RLIMIT_FSIZE, (3000, 3000))
         broken = breakage(LocalSource(pool).run(VALUES, 2, REFERENCE, "full"))
     assert broken is not None
@@ -380,11 +496,16 @@ def test_a_full_disk_is_the_kits_error() -> None:
 
 
 def test_other_suites_are_left_alone(project: Path) -> None:
-    """In an environment that has the kit, a suite with a --device and a --rule of its own runs as before."""
+    """In an environment that has the kit, a suite with a --device and a --rule of its own runs as
+    before.
+    """
     (project / "conftest.py").write_text(
-        "def pytest_addoption(parser):\n    parser.addoption('--device')\n    parser.addoption('--rule')\n    parser.addoption('--state')\n"
+        "def pytest_addoption(parser):\n    parser.addoption('--device')\n    "
+        "parser.addoption('--rule')\n    parser.addoption('--state')\n"
     )
-    (project / "test_own.py").write_text("import sys\n\ndef test_own(pytestconfig):\n    assert 'torch' not in sys.modules\n")
+    (project / "test_own.py").write_text(
+        ("import sys\n\ndef test_own(pytestconfig):\n    assert 'torch' not in sys.modules\n")
+    )
     done = run([sys.executable, "-m", "pytest", "-q", "--device", "x", "test_own.py"], project)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -396,14 +517,29 @@ def test_lists_its_rules(project: Path) -> None:
 
 
 def test_records_can_be_judged_again(project: Path) -> None:
-    done = certify(project, "--hook", "mypkg:total", "--claims", "sum", "--records", "kept", "--rule", "2.1,2.2,9.1", "--world-size", "1,2")
+    done = certify(
+        project,
+        "--hook",
+        "mypkg:total",
+        "--claims",
+        "sum",
+        "--records",
+        "kept",
+        "--rule",
+        "2.1,2.2,9.1",
+        "--world-size",
+        "1,2",
+    )
     assert done.returncode == 7, done.stdout + done.stderr
     (project / "mypkg.py").unlink()  # nothing is imported or run any more
     again = certify(project, "--replay", "kept", "--rule", "2.1,2.2,9.1")
     assert again.returncode == 7, again.stdout + again.stderr
     assert "3 passed" in again.stdout
-    # Claims of the command line belong to the records: results go into the folder of these settings.
-    assert {path.name for path in (project / "conformance-results").iterdir()} == {"mypkg_total-sum"}
+    # Claims of the command line belong to the records: results go into the folder of these
+    # settings.
+    assert {path.name for path in (project / "conformance-results").iterdir()} == {
+        "mypkg_total-sum"
+    }
     refused = certify(project, "--replay", "kept", "--rule", "2.1", "--claims", "exact")
     assert refused.returncode == 1
     assert "the sum was not divided" in refused.stdout
@@ -413,10 +549,13 @@ def test_certify_in_a_suite_of_ones_own(project: Path) -> None:
     (project / "test_mine.py").write_text(
         "import mypkg, pytest\nfrom conformance import certify\n\n"
         "def test_mean():\n    assert certify(mypkg.mean)['certified']\n\n"
-        "def test_total():\n    with pytest.raises(AssertionError, match='the sum was not divided'):\n"
+        "def test_total():\n    with pytest.raises(AssertionError, match='the sum was not "
+        "divided'):\n"
         "        certify(mypkg.total, world_size='2', rule=('2.1',))\n"
     )
-    done = run([sys.executable, "-m", "pytest", "-q", "test_mine.py"], project, PYTHONPATH=str(project))
+    done = run(
+        [sys.executable, "-m", "pytest", "-q", "test_mine.py"], project, PYTHONPATH=str(project)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -433,7 +572,9 @@ def test_certify_in_a_suite_of_ones_own(project: Path) -> None:
         ("interference:patches_equal", "9.8", PATIENT),
     ],
 )
-def test_a_hostile_hook_costs_nothing_but_its_certificate(project: Path, hook: str, rule: str, deadline: float) -> None:
+def test_a_hostile_hook_costs_nothing_but_its_certificate(
+    project: Path, hook: str, rule: str, deadline: float
+) -> None:
     options = ["--rule", "1,2,9,12", "--world-size", "2", "--deadline", str(deadline)]
     done = certify(project, "--hook", f"tests.mutants.{hook}", *options, PYTHONPATH=str(ROOT))
     assert done.returncode == 1, done.stdout + done.stderr

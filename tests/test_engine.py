@@ -1,4 +1,4 @@
-"""Who is blamed for what: the engine on runs written by hand."""
+"""The engine on runs written by hand: which rule a failed run fails."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,9 +24,11 @@ Make = Callable[[Scenario, int], Run]
 
 
 class MadeSource(Source):
-    """Makes runs instead of running anything, and remembers which were asked for."""
+    """Makes runs instead of running anything, and remembers their names."""
 
-    def __init__(self, subject: Make, reference: Make = lambda s, w: made_run(scenario=s, world=w)) -> None:
+    def __init__(
+        self, subject: Make, reference: Make = lambda s, w: made_run(scenario=s, world=w)
+    ) -> None:
         self.subject, self.reference = subject, reference
         self.asked: list[str] = []
 
@@ -35,7 +37,12 @@ class MadeSource(Source):
         return (self.reference if subject == REFERENCE else self.subject)(scenario, world)
 
 
-def engine(rules: dict[str, Rule], source: MadeSource, claims: Claims = Claims(), worlds: tuple[int, ...] = (1, 2, 3)) -> Engine:  # noqa: B008
+def engine(
+    rules: dict[str, Rule],
+    source: MadeSource,
+    claims: Claims = Claims(),
+    worlds: tuple[int, ...] = (1, 2, 3),
+) -> Engine:  # noqa: B008
     control = Engine(source, rules, REFERENCE, Claims(), worlds)
     return Engine(source, rules, SubjectSpec(hook="made:hook"), claims, worlds, control)
 
@@ -76,20 +83,32 @@ def test_rules_that_would_say_the_same_again_are_not_run(rules: dict[str, Rule])
 
 
 def test_a_node_that_was_lost_is_nobodys_failure(rules: dict[str, Rule]) -> None:
-    """Not of the rule that owns the scenario either; and a run beside the subject's is done again when it is asked for again."""
+    """Nor of the rule that owns the scenario; and a baseline that was lost runs again for the next
+    rule.
+    """
 
     def lost(scenario: Scenario, world: int) -> Run:
-        return Run(scenario, world, [], "node", host="node 1 (bert), ranks 2, 3: no answer from its machine")
+        return Run(
+            scenario,
+            world,
+            [],
+            "node",
+            host=("node 1 (bert), ranks 2, 3: no answer from its machine"),
+        )
 
     judgement = engine(rules, MadeSource(lost)).judge("1.5")
     assert (judgement.verdict, judgement.failures) == (Verdict.NOT_RUN, [])
     assert "node 1 (bert), ranks 2, 3: no answer from its machine" in judgement.reason
     with pytest.raises(KitError, match=r"not fit to judge.*node 1 \(bert\)"):
         engine(rules, MadeSource(right, lost)).check_machine()
-    beside = next(rule for rule in rules.values() if rule.baseline == "vanilla" and rule.kind == HOOK)
+    beside = next(
+        rule for rule in rules.values() if rule.baseline == "vanilla" and rule.kind == HOOK
+    )
 
     class WithoutVanilla(MadeSource):
-        def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run:
+        def run(
+            self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str
+        ) -> Run:
             run = super().run(scenario, world, subject, name)
             return run if subject else lost(scenario, world)
 
@@ -113,7 +132,10 @@ def test_wrong_at_another_world_size_is_one_failure(rules: dict[str, Rule]) -> N
 
 
 def test_a_broken_run_fails_its_owner_and_nobody_else(rules: dict[str, Rule]) -> None:
-    judged = engine(rules, MadeSource(lambda s, w: broken_run(s, w, exit=-11, died=1.0) if w == 2 else right(s, w)))
+    judged = engine(
+        rules,
+        MadeSource(lambda s, w: broken_run(s, w, exit=-11, died=1.0) if w == 2 else right(s, w)),
+    )
     assert judged.judge("1.5").verdict is Verdict.FAIL
     assert "rank 1 died (signal SIGSEGV)" in judged.judge("1.5").reason
     assert judged.judge("2.1").verdict is Verdict.NOT_RUN
@@ -122,29 +144,44 @@ def test_a_broken_run_fails_its_owner_and_nobody_else(rules: dict[str, Rule]) ->
 
 @pytest.mark.parametrize(
     ("where", "error", "number"),
-    [("register", "ValueError", "1.1"), ("backward", "ContractBreach", "1.2"), ("backward", "RuntimeError", "1.5")],
+    [
+        ("register", "ValueError", "1.1"),
+        ("backward", "ContractBreach", "1.2"),
+        ("backward", "RuntimeError", "1.5"),
+    ],
 )
-def test_a_broken_run_is_blamed_on_the_rule_that_its_kind_belongs_to(rules: dict[str, Rule], where: str, error: str, number: str) -> None:
+def test_a_broken_run_is_blamed_on_the_rule_that_its_kind_belongs_to(
+    rules: dict[str, Rule], where: str, error: str, number: str
+) -> None:
     def raising(scenario: Scenario, world: int) -> Run:
         run = made_run(scenario=scenario, world=world)
         for rank in run.ranks:
-            rank.events = [*rank.events[:2], event("error", 0, where=where, type=error, message="said why", traceback="")]
+            rank.events = [
+                *rank.events[:2],
+                event("error", 0, where=where, type=error, message="said why", traceback=""),
+            ]
             rank.exit, rank.tensors = 70, {}
         return run
 
     judged = engine(rules, MadeSource(raising))
-    failed = [n for n in ("1.1", "1.2", "1.3", "1.4", "1.5", "2.1", "2.6", "9.7") if judged.judge(n).verdict is Verdict.FAIL]
+    failed = [
+        n
+        for n in ("1.1", "1.2", "1.3", "1.4", "1.5", "2.1", "2.6", "9.7")
+        if judged.judge(n).verdict is Verdict.FAIL
+    ]
     assert failed == [number]
 
 
 def breaks_in(name: str, where: str = "backward", type: str = "RuntimeError") -> Make:
-    """Right, but for an error on rank 1 in one scenario."""
+    """Make right runs, except for an error on rank 1 in one scenario."""
 
     def make(scenario: Scenario, world: int) -> Run:
         run = right(scenario, world)
         if scenario.name == name:
             said = event("error", 0, where=where, type=type, message="said why", traceback="")
-            run.ranks[-1] = replace(run.ranks[-1], events=[*run.ranks[-1].events[:2], said], exit=70, tensors={})
+            run.ranks[-1] = replace(
+                run.ranks[-1], events=[*run.ranks[-1].events[:2], said], exit=70, tensors={}
+            )
         return run
 
     return make
@@ -156,8 +193,12 @@ def test_a_breach_where_its_own_rule_does_not_look_is_the_scenarios(rules: dict[
     assert judged.judge("1.7").verdict is Verdict.FAIL
 
 
-def test_a_broken_run_is_blamed_although_what_its_owner_builds_on_reads_it_too(rules: dict[str, Rule]) -> None:
-    """Under compressed, 1.8 owns ``buckets`` and is judged where 13.4 holds, which reads them."""
+def test_a_broken_run_is_blamed_although_what_its_owner_builds_on_reads_it_too(
+    rules: dict[str, Rule],
+) -> None:
+    """Under compressed, 1.8 owns ``buckets`` and is judged only if 13.4 holds, which reads them
+    too.
+    """
     judged = engine(rules, MadeSource(breaks_in("buckets")), parse_claims("compressed"))
     assert judged.judge("13.4").verdict is Verdict.NOT_RUN
     assert judged.judge("1.8").verdict is Verdict.FAIL
@@ -167,7 +208,12 @@ def test_a_hang_costs_its_deadline_once(rules: dict[str, Rule]) -> None:
     def hanging(scenario: Scenario, world: int) -> Run:
         run = made_run(scenario=scenario, world=world)
         for rank in run.ranks:
-            rank.events, rank.tensors, rank.exit, rank.evidence = rank.events[:3], {}, -9, {"killed": True}
+            rank.events, rank.tensors, rank.exit, rank.evidence = (
+                rank.events[:3],
+                {},
+                -9,
+                {"killed": True},
+            )
         run.stopped = "hang"
         return run
 
@@ -175,7 +221,10 @@ def test_a_hang_costs_its_deadline_once(rules: dict[str, Rule]) -> None:
     judged = engine(rules, source, worlds=(1, 2, 3, 4))
     verdicts = {number: judged.judge(number).verdict for number in book(HOOK, "cpu")}
     assert [number for number, verdict in verdicts.items() if verdict is Verdict.FAIL] == ["1.5"]
-    assert [name for name in source.asked if not name.startswith("reference")] == ["values@2", "values_explained@2"]
+    assert [name for name in source.asked if not name.startswith("reference")] == [
+        "values@2",
+        "values_explained@2",
+    ]
 
 
 def test_hangs_in_special_scenarios_are_limited(rules: dict[str, Rule]) -> None:
@@ -183,7 +232,12 @@ def test_hangs_in_special_scenarios_are_limited(rules: dict[str, Rule]) -> None:
         run = right(scenario, world)
         if scenario.name not in ("values", "as_is"):
             for rank in run.ranks:
-                rank.events, rank.tensors, rank.exit, rank.evidence = rank.events[:3], {}, -9, {"killed": True}
+                rank.events, rank.tensors, rank.exit, rank.evidence = (
+                    rank.events[:3],
+                    {},
+                    -9,
+                    {"killed": True},
+                )
             run.stopped = "hang"
         return run
 
@@ -193,13 +247,19 @@ def test_hangs_in_special_scenarios_are_limited(rules: dict[str, Rule]) -> None:
         judged.judge(number)
     hung = [name for name in source.asked if not name.startswith(("reference", "values@", "as_is"))]
     assert len([name for name in hung if "explained" not in name]) == MAX_HANGS
-    assert {name.replace("_explained", "") for name in hung} == {name for name in hung if "explained" not in name}
+    assert {name.replace("_explained", "") for name in hung} == {
+        name for name in hung if "explained" not in name
+    }
 
 
 def test_a_subject_that_cannot_be_loaded_is_no_verdict(rules: dict[str, Rule]) -> None:
     def missing(scenario: Scenario, world: int) -> Run:
         run = made_run(scenario=scenario, world=world)
-        run.ranks[0].events = [event("error", -1, where="load", type="target", message="no module named so", traceback="")]
+        run.ranks[0].events = [
+            event(
+                "error", -1, where="load", type="target", message="no module named so", traceback=""
+            )
+        ]
         run.ranks[0].exit = 70
         return run
 
@@ -210,7 +270,10 @@ def test_a_subject_that_cannot_be_loaded_is_no_verdict(rules: dict[str, Rule]) -
 def test_a_record_that_could_not_be_written_is_the_kits(rules: dict[str, Rule]) -> None:
     def full(scenario: Scenario, world: int) -> Run:
         run = made_run(scenario=scenario, world=world)
-        run.ranks[0].exit, run.ranks[0].evidence = 71, {"output": "rank 0 cannot write its record: No space left on device"}
+        run.ranks[0].exit, run.ranks[0].evidence = (
+            71,
+            {"output": ("rank 0 cannot write its record: No space left on device")},
+        )
         return run
 
     with pytest.raises(KitError, match="No space left"):
@@ -251,4 +314,6 @@ def test_not_run_is_no_pass_for_an_empty_profile(rules: dict[str, Rule]) -> None
 def test_a_rule_of_several_runs_needs_them_all(rules: dict[str, Rule]) -> None:
     """At world size 1 alone there is nothing to compare with."""
     judged = engine(rules, MadeSource(right), worlds=(1,))
-    assert {number: judged.judge(number).verdict for number in ("1.10", "3.3")} == dict.fromkeys(("1.10", "3.3"), Verdict.NOT_RUN)
+    assert {number: judged.judge(number).verdict for number in ("1.10", "3.3")} == dict.fromkeys(
+        ("1.10", "3.3"), Verdict.NOT_RUN
+    )

@@ -1,4 +1,5 @@
-"""Every rule can fail: each mutant is refused by the rules that it names, with a reason, and by no other MUST rule.
+"""Every rule can fail: each mutant is refused by the rules that it names, with a reason, and by no
+other MUST rule.
 
 ``pytest tests/test_mutants.py -k rule-2.2-`` runs those that break rule 2.2.
 """
@@ -26,22 +27,38 @@ SAID = Path(__file__).resolve().parent / "mutants_said.json"
 def case(module: str, mutant: Mutant) -> Case:
     """Judged by the rules that it breaks; by the whole book with --thorough."""
     hangs = mutant.hangs or module.endswith("process")
-    return Case(f"{module}:{mutant.name}", mutant.claims, mutant.state, mutant.setup, mutant.worlds, hangs, mutant.breaks, mutant.kind)
+    return Case(
+        f"{module}:{mutant.name}",
+        mutant.claims,
+        mutant.state,
+        mutant.setup,
+        mutant.worlds,
+        hangs,
+        mutant.breaks,
+        mutant.kind,
+    )
 
 
 EVERY = {case(module, mutant): mutant for module, mutant in CATALOGUE}
-CASES = {case: mutant for case, mutant in EVERY.items() if not mutant.device}  # those of a device are judged by test_cuda.py
+# those of a device are judged by test_cuda.py
+CASES = {case: mutant for case, mutant in EVERY.items() if not mutant.device}
 SECTIONS = list(dict.fromkeys(module for module, _ in CATALOGUE))
 
 
 def rules_and_name(case: Case) -> str:
-    """Return a test id in which ``-k rule-2.2-`` finds the mutants that break rule 2.2, and no others."""
+    """Return a test id in which ``-k rule-2.2-`` finds the mutants that break rule 2.2, and no
+    others.
+    """
     return "".join(f"rule-{number}-" for number in CASES[case].breaks) + str(case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=rules_and_name)
-def test_is_refused(judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case) -> None:
-    """A mutant is refused by the rules that it names, with the reason on file, and by no other MUST rule."""
+def test_is_refused(
+    judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
+) -> None:
+    """A mutant is refused by the rules that it names, with the reason on file, and by no other MUST
+    rule.
+    """
     wrong = differences(case, judgements_of(case), rules)
     if wrong and case.hangs:
         # The deadline of mutants that hang is short. On a busy machine it may pass before the ranks
@@ -53,14 +70,32 @@ def test_is_refused(judgements_of: Callable[[Case], Judgements], rules: dict[str
 def differences(case: Case, judgements: Judgements, rules: dict[str, Rule]) -> dict[str, object]:
     """Return the differences between the judgements on a mutant and the expected ones."""
     mutant = CASES[case]
-    errors = [judgement.reason for judgement in judgements.values() if judgement.verdict is Verdict.KIT_ERROR]
-    failed = [number for number, judgement in judgements.items() if judgement.verdict is Verdict.FAIL]
+    errors = [
+        judgement.reason
+        for judgement in judgements.values()
+        if judgement.verdict is Verdict.KIT_ERROR
+    ]
+    failed = [
+        number for number, judgement in judgements.items() if judgement.verdict is Verdict.FAIL
+    ]
     missed = {number: judgements[number].reason for number in mutant.breaks if number not in failed}
     expected = {*mutant.breaks, *mutant.because}
-    unexpected = {number: judgements[number].reason for number in failed if rules[number].level == MUST and number not in expected}
-    wrong: dict[str, object] = {"kit errors": errors, "not refused by": missed, "refused by others": unexpected}
+    unexpected = {
+        number: judgements[number].reason
+        for number in failed
+        if rules[number].level == MUST and number not in expected
+    }
+    wrong: dict[str, object] = {
+        "kit errors": errors,
+        "not refused by": missed,
+        "refused by others": unexpected,
+    }
     if not any(wrong.values()):
-        wrong = {"reason": unlike_on_file(case, mutant.breaks[0], judgements[mutant.breaks[0]].failures[0])}
+        wrong = {
+            "reason": unlike_on_file(
+                case, mutant.breaks[0], judgements[mutant.breaks[0]].failures[0]
+            )
+        }
     return {name: value for name, value in wrong.items() if value}
 
 
@@ -95,11 +130,11 @@ def unlike_on_file(case: Case, rule: str, first: Failure) -> dict[str, str]:
 
 WIDTH = 120
 _NUMBER = r"[-+]?\d+(?:\.\d+)*(?:e[-+]?\d+)?"
-# What a run does not determine becomes "?", or is cut off. The order matters.
+# Values that a run does not determine become "?", or are cut off. The order matters.
 _VARIES = [
     (re.compile(pattern), plain)
     for pattern, plain in (
-        # The deadline decides where each rank is if it hangs.
+        # The deadline decides how far each rank has come if it hangs.
         (r"(did not return|was never completed|did not come to its end): .*", r"\1"),
         # All ranks that failed are listed; how many had failed by then depends on the clock.
         (r"; rank [\d?].*", ""),
@@ -111,7 +146,8 @@ _VARIES = [
         (r'"/[^"]*/', '"'),
         (r"""(?<![^\s"'(=])/[^\s,;:)"']*(?::\d+)?""", "?"),
         # All numbers, except in names such as float16. A value, a count or an index depends on the
-        # order in which ranks and parameters come wherever a mutant does, and mutants do so by design.
+        # order in which ranks and parameters come wherever a mutant does, and mutants do so by
+        # design.
         (rf"(?<![\w.]){_NUMBER}(?!\w)", "?"),
         # Digests of environment variables.
         (r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b", "?"),
@@ -124,7 +160,9 @@ _VARIES = [
 
 
 def normal(text: str) -> str:
-    """Return ``text`` without what differs from run to run, cut to ``WIDTH`` columns between words."""
+    """Return ``text`` without values that differ from run to run, cut to ``WIDTH`` columns between
+    words.
+    """
     for pattern, plain in _VARIES:
         text = pattern.sub(plain, text)
     text = " ".join(text.split())
@@ -135,15 +173,24 @@ def normal(text: str) -> str:
     ("one", "other"),
     [
         ("step 1, p3: 1.53199995 instead of 1.27999997", "step 1, p4: -1e-07 instead of 1"),
-        ("index (0, 2); 30 of 94 elements are wrong", "index (11,); 102 of 3136 elements are wrong"),
+        (
+            "index (0, 2); 30 of 94 elements are wrong",
+            ("index (11,); 102 of 3136 elements are wrong"),
+        ),
         ("right in all buckets but 1", "right in all buckets but 1, 2, 3"),
         ("grads of p0, p1 and p12 changed", "grads of p2 changed"),
         ("was /root/a b, is /", "was /tmp/x b, is /home"),
         ("left /dev/shm/a, /tmp/b /tmp/c", "left /dev/shm/d"),
         ('at "/work/kit/process.py", line 12 in spins', 'at "/usr/process.py", line 7 in spins'),
-        ("waits in /work/kit/contract.py:12: future.wait()", "waits in /contract.py:3: future.wait()"),
+        (
+            ("waits in /work/kit/contract.py:12: future.wait()"),
+            "waits in /contract.py:3: future.wait()",
+        ),
         ("<object at 0x7f00>, KEY=f6fc20493fba3776", "<object at 0xabcdef>, KEY=1bf41ef6fd6f6f6c"),
-        ("two runs on rank 1 differ at step 3, p0", "two runs on rank 0 differ at step 0, bucket 1"),
+        (
+            "two runs on rank 1 differ at step 3, p0",
+            ("two runs on rank 0 differ at step 0, bucket 1"),
+        ),
         ("the hook did not return: rank 0 inside call 1", "the hook did not return: rank 1"),
         ("rank 0 died; rank 1 died", "rank 1 died"),
         ("connects to [::1]:2345, 127.0.0.1:80", "connects to localhost:81"),
@@ -172,11 +219,15 @@ def test_names_and_words_are_compared(text: str, compared: str) -> None:
 def test_what_is_on_file_is_normal() -> None:
     """A line on file is a rule and a text that ``normal`` leaves as it is."""
     lines = [line for line in json.loads(SAID.read_text()).values() if line is not None]
-    assert [line for line in lines if normal(line.partition(" ")[2]) != line.partition(" ")[2]] == []
+    assert [
+        line for line in lines if normal(line.partition(" ")[2]) != line.partition(" ")[2]
+    ] == []
 
 
 def test_every_rule_has_a_mutant(rules: dict[str, Rule]) -> None:
-    """SHOULD rules too; those that no mutant fails alone have their mutants say why others fail beside them."""
+    """SHOULD rules too; those that no mutant fails alone have mutants that give the reason why
+    others fail too.
+    """
     assert set(rules) - {mutant.breaks[0] for _, mutant in CATALOGUE} == set()
 
 
@@ -190,7 +241,9 @@ def test_nothing_is_on_file_for_mutants_that_are_gone() -> None:
 
 
 def test_the_matrix_is_as_published(rules: dict[str, Rule]) -> None:
-    """docs/mutants.md: mutants by the rules that refuse them, as test_is_refused and test_cuda.py find. EXPECTTEST_ACCEPT=1 writes it."""
+    """docs/mutants.md: mutants by the rules that refuse them, as test_is_refused and test_cuda.py
+    find. EXPECTTEST_ACCEPT=1 writes it.
+    """
     page = matrix(rules)
     if expecttest.ACCEPT:
         PAGE.write_text(page)
@@ -205,17 +258,25 @@ def matrix(rules: dict[str, Rule]) -> str:
     lines = [
         "# Mutants by rules",
         "",
-        f"{len(EVERY)} broken subjects, and the rules that refuse each. Written by `tests/test_mutants.py`, which judges them all but",
-        "`streams`, for which `tests/test_cuda.py` needs a GPU; they are in [tests/mutants](../tests/mutants). No mutant fails a MUST",
+        f"{len(EVERY)} broken subjects, and the rules that refuse each. Written by "
+        "`tests/test_mutants.py`, which judges them all but",
+        "`streams`, for which `tests/test_cuda.py` needs a GPU; they are in "
+        "[tests/mutants](../tests/mutants). No mutant fails a MUST",
         "rule that is not in its row of the second table.",
         "",
         "| rule | | refuses |",
         "|---|---|---|",
-        *(f"| {number} | {rule.title} | {', '.join(f'`{name}`' for name in by_rule[number])} |" for number, rule in rules.items()),
+        *(
+            (f"| {number} | {rule.title} | {', '.join(f'`{name}`' for name in by_rule[number])} |")
+            for number, rule in rules.items()
+        ),
         "",
         "| mutant | fails | others that fail, or may, and why |",
         "|---|---|---|",
-        *(f"| `{case}` | {mutant.breaks[0]} | {others(mutant)} |" for case, mutant in EVERY.items()),
+        *(
+            (f"| `{case}` | {mutant.breaks[0]} | {others(mutant)} |")
+            for case, mutant in EVERY.items()
+        ),
         "",
     ]
     return "\n".join(lines)

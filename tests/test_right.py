@@ -12,23 +12,36 @@ from tests.right import Right, catalogue
 
 
 def case(module: str, right: Right) -> Case:
-    """At the world sizes that say most for their time; the soak judges them at others too.
+    """Return the case of a right subject, at the world sizes that show most for their time.
 
-    Of what differs from another in one respect alone, by the sections that have to do with it.
+    A subject that differs from another in one respect only is judged by the sections about it. The
+    soak judges all of them by the whole book, at more sizes.
     """
     worlds = (1, 2)
     if "local" in right.claims:
-        worlds = (2, 3)  # two ranks that agree in pairs would be all
+        worlds = (2, 3)  # of two ranks, a pair is all of them
     if least := re.search(r"min_world_size\((\d)\)", right.claims):
         worlds = (1, int(least[1]))
-    rules = tuple(number for number, rule in book(right.kind).items() if rule.section in right.sections)
-    return Case(f"{module}:{right.name}", right.claims, right.state, right.setup, worlds, rules=rules, kind=right.kind)
+    rules = tuple(
+        number for number, rule in book(right.kind).items() if rule.section in right.sections
+    )
+    return Case(
+        f"{module}:{right.name}",
+        right.claims,
+        right.state,
+        right.setup,
+        worlds,
+        rules=rules,
+        kind=right.kind,
+    )
 
 
 CASES = [case(module, right) for module, right in catalogue()]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_is_certified(judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case) -> None:
+def test_is_certified(
+    judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
+) -> None:
     refused = refusals(judgements_of(case), rules)
     assert refused == {}, "\n".join(f"{number}: {why}" for number, why in refused.items())
