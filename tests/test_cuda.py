@@ -1,14 +1,13 @@
 """Tests on a CUDA device: references and torch's own hooks are certified, and racing hooks are
 refused.
 
-    pytest tests/test_cuda.py                         # everything
-    pytest tests/test_cuda.py -k "gate or refused"    # first: the gate of a GPU pipeline, and its
-    mutants pytest tests/test_cuda.py -k torchs               # torch's own hooks, its PowerSGD with
-    several buckets among them pytest tests/test_cuda.py -k references           # our references of
-    every kind
+    pytest tests/test_cuda.py                       # everything
+    pytest tests/test_cuda.py -k "gate or refused"  # first: the gate, and the mutants
+    pytest tests/test_cuda.py -k torchs             # torch's own hooks, PowerSGD among them
+    pytest tests/test_cuda.py -k references         # our references of every kind
 
-Each is judged over Gloo and over NCCL, at world sizes 2 and 4; on one GPU ranks share it, for which
-NCCL has to be 2.30 or later. Without a device all of it is collected and skipped.
+Each is judged over Gloo and over NCCL, at world sizes 2 and 4. On one GPU ranks share it, for which
+NCCL has to be 2.30 or later. Without a device all tests are collected and skipped.
 """
 
 import configparser
