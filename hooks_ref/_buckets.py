@@ -20,12 +20,16 @@ def pieces(bucket: dist.GradBucket, flat: torch.Tensor | None = None) -> list[to
         Views of shape ``[n]``, ``n`` the parameter's elements, twice as many for a complex one.
     """
     whole = bucket.buffer() if flat is None else flat
-    return list(whole.split([p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters()]))
+    return list(
+        whole.split([p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters()])
+    )
 
 
 def gradient(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a piece of a bucket as the gradient of its parameter: a view in its shape and layout."""
-    return shaped(torch.view_as_complex(piece.view(-1, 2)) if parameter.is_complex() else piece, parameter)
+    return shaped(
+        torch.view_as_complex(piece.view(-1, 2)) if parameter.is_complex() else piece, parameter
+    )
 
 
 def in_rows(flat: torch.Tensor, width: int) -> torch.Tensor:

@@ -10,7 +10,9 @@ import torch.distributed as dist
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def when_all(works: Sequence[dist.Work], then: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
+def when_all(
+    works: Sequence[dist.Work], then: Callable[[], torch.Tensor]
+) -> torch.futures.Future[torch.Tensor]:
     """Return the future of ``then()``, called when all of ``works`` are through."""
 
     def through(futures: torch.futures.Future[list[torch.futures.Future[Any]]]) -> torch.Tensor:
@@ -21,11 +23,14 @@ def when_all(works: Sequence[dist.Work], then: Callable[[], torch.Tensor]) -> to
     return torch.futures.collect_all([work.get_future() for work in works]).then(through)
 
 
-def gather(sent: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[dist.Work]]:
+def gather(
+    sent: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> tuple[list[torch.Tensor], list[dist.Work]]:
     """Start to gather each tensor from all ranks, into one of shape ``[W, *shape]``; return those and the works."""
     gathered = [tensor.new_empty(group.size(), *tensor.shape) for tensor in sent]
     return gathered, [
-        all_gather_single(into.view(-1), tensor.view(-1), group=group, async_op=True) for into, tensor in zip(gathered, sent, strict=True)
+        all_gather_single(into.view(-1), tensor.view(-1), group=group, async_op=True)
+        for into, tensor in zip(gathered, sent, strict=True)
     ]
 
 

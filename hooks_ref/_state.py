@@ -32,7 +32,10 @@ class HookState:
         iter: completed steps, counted where the last bucket of a step arrives.
     """
 
-    _unsaved: ClassVar[dict[str, Callable[[], Any]]] = {"process_group": lambda: None, "_keys": dict}
+    _unsaved: ClassVar[dict[str, Callable[[], Any]]] = {
+        "process_group": lambda: None,
+        "_keys": dict,
+    }
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = check_group(process_group)
@@ -69,7 +72,9 @@ class HookState:
         """
         mine = self.__getstate__()
         if saved.keys() != mine.keys():
-            raise ValueError(f"load_state_dict: saved by another kind of state; differs in {sorted(saved.keys() ^ mine.keys())}")
+            raise ValueError(
+                f"load_state_dict: saved by another kind of state; differs in {sorted(saved.keys() ^ mine.keys())}"
+            )
         self.__dict__.update(copy.deepcopy(saved))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,8 +117,14 @@ class Memory:
                         f"this state was saved for another model: parameter {key} from the end had "
                         f"{self.parts[key].numel()} elements and has {piece.numel()}"
                     )
-            wide = [torch.zeros_like(piece, dtype=torch.promote_types(piece.dtype, torch.float32)) for piece in like]
-            kept = [self.parts[key].to(zeros) if key in self.parts else zeros for key, zeros in zip(keys, wide, strict=True)]
+            wide = [
+                torch.zeros_like(piece, dtype=torch.promote_types(piece.dtype, torch.float32))
+                for piece in like
+            ]
+            kept = [
+                self.parts[key].to(zeros) if key in self.parts else zeros
+                for key, zeros in zip(keys, wide, strict=True)
+            ]
             flat = self._flat[layout] = torch.cat(kept)
             self.parts.update(zip(keys, flat.split([piece.numel() for piece in like]), strict=True))
         return self._flat[layout]
@@ -146,7 +157,9 @@ def generator(*words: int, device: torch.device | None = None) -> torch.Generato
 def check_group(process_group: object) -> dist.ProcessGroup | None:
     """Return ``process_group``, a group or None. Raises: TypeError."""
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(f"process_group: a ProcessGroup of which this rank is a member, or None; got {process_group!r}")
+        raise TypeError(
+            f"process_group: a ProcessGroup of which this rank is a member, or None; got {process_group!r}"
+        )
     return process_group
 
 
@@ -154,7 +167,9 @@ def existing_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup
     """Return the group, which for None is the default one. Raises: RuntimeError where there is none yet."""
     group = process_group if process_group is not None else dist.group.WORLD
     if group is None:
-        raise RuntimeError("there is no process group yet: call torch.distributed.init_process_group first")
+        raise RuntimeError(
+            "there is no process group yet: call torch.distributed.init_process_group first"
+        )
     return group
 
 
@@ -171,7 +186,9 @@ def check_int(name: str, value: object, least: int) -> int:
     return value
 
 
-def check_number(name: str, value: object, least: float, most: float = math.inf, *, open_below: bool = False) -> float:
+def check_number(
+    name: str, value: object, least: float, most: float = math.inf, *, open_below: bool = False
+) -> float:
     """Return ``value`` as a float in ``[least, most]``, or in ``(least, most]`` with ``open_below``.
 
     Raises:

@@ -60,7 +60,12 @@ class ActivationWrapper(torch.nn.Module):
         """Return that of the module inside."""
         return self.wrapped.state_dict(*args, **kwargs)
 
-    def named_modules(self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+    def named_modules(
+        self,
+        memo: set[torch.nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[Any]:
         """Yield this module, then the one inside by the same name, and its own: names of parameters follow from these."""
         memo = set() if memo is None else memo
         if self not in memo:
@@ -83,7 +88,9 @@ class CheckpointWrapper(ActivationWrapper):
         super().__init__(mod)
         self.checkpoint_impl = CheckpointImpl(checkpoint_impl)
         reentrant = self.checkpoint_impl is CheckpointImpl.REENTRANT
-        self.checkpoint_fn = partial(checkpoint_fn or partial(checkpoint, use_reentrant=reentrant), **checkpoint_fn_kwargs)
+        self.checkpoint_fn = partial(
+            checkpoint_fn or partial(checkpoint, use_reentrant=reentrant), **checkpoint_fn_kwargs
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         ran = False
@@ -98,7 +105,9 @@ class CheckpointWrapper(ActivationWrapper):
             # A reentrant checkpoint hands on what has a position alone.
             count, names = len(args), list(kwargs)
             return self.checkpoint_fn(
-                lambda *both: run(*both[:count], **dict(zip(names, both[count:], strict=True))), *args, *kwargs.values()
+                lambda *both: run(*both[:count], **dict(zip(names, both[count:], strict=True))),
+                *args,
+                *kwargs.values(),
             )
         return self.checkpoint_fn(run, *args, **kwargs)
 
@@ -139,12 +148,16 @@ def offload_to_cpu(module: torch.nn.Module | None = None) -> AbstractContextMana
     Args:
         module: whose parameters are kept as they are, since they lie somewhere already.
     """
-    stays = {parameter.data_ptr() for parameter in module.parameters()} if module is not None else set()
+    stays = (
+        {parameter.data_ptr() for parameter in module.parameters()} if module is not None else set()
+    )
 
     def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
         if tensor.data_ptr() in stays or tensor.device.type == "cpu":
             return tensor.device, tensor
-        there = torch.empty_like(tensor, device="cpu", pin_memory=not tensor.is_sparse)  # with its strides
+        there = torch.empty_like(
+            tensor, device="cpu", pin_memory=not tensor.is_sparse
+        )  # with its strides
         return tensor.device, there.copy_(tensor)
 
     def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
@@ -170,9 +183,17 @@ def apply_activation_checkpointing(
             inside the module, on the way up whether to wrap it, and how many elements its parameters have that are not wrapped yet.
     """
     if auto_wrap_policy is not None and not callable(auto_wrap_policy):
-        raise ValueError(f"auto_wrap_policy is called with module, recurse and nonwrapped_numel; got {auto_wrap_policy!r}")
-    chosen = {module for module in model.modules() if auto_wrap_policy is None and module is not model and check_fn(module)}
-    policy = auto_wrap_policy or (lambda module, recurse, nonwrapped_numel: recurse or module in chosen)
+        raise ValueError(
+            f"auto_wrap_policy is called with module, recurse and nonwrapped_numel; got {auto_wrap_policy!r}"
+        )
+    chosen = {
+        module
+        for module in model.modules()
+        if auto_wrap_policy is None and module is not model and check_fn(module)
+    }
+    policy = auto_wrap_policy or (
+        lambda module, recurse, nonwrapped_numel: recurse or module in chosen
+    )
     made: dict[torch.nn.Module, torch.nn.Module] = {}
     done: dict[torch.nn.Module, int] = {}
 
@@ -186,7 +207,9 @@ def apply_activation_checkpointing(
                 if child is not None:
                     wrapped += walk(child)
                     setattr(module, name, made.get(child, child))
-            if module is not model and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+            if module is not model and policy(
+                module=module, recurse=False, nonwrapped_numel=numel - wrapped
+            ):
                 made[module], wrapped = checkpoint_wrapper_fn(module), numel
         done[module] = wrapped
         return wrapped
@@ -199,7 +222,9 @@ def _on_copies_of_buffers(module: torch.nn.Module) -> Iterator[None]:
     """Let a forward that runs again update copies: in the buffers themselves, as running statistics, a batch would count twice."""
     owners = [(inside, dict(inside._buffers)) for inside in module.modules() if inside._buffers]
     for inside, buffers in owners:
-        inside._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+        inside._buffers.update(
+            {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+        )
     try:
         yield
     finally:

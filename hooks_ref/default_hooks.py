@@ -22,7 +22,9 @@ import torch.distributed as dist
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-def allreduce_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def allreduce_hook(
+    process_group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket over ``process_group``, in place and in its own dtype.
 
     Args:
@@ -34,18 +36,26 @@ def allreduce_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) ->
     """
     group = process_group if process_group is not None else dist.group.WORLD
     buffer = bucket.buffer().div_(group.size())
-    return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda fut: fut.value()[0])
+    return (
+        dist.all_reduce(buffer, group=group, async_op=True)
+        .get_future()
+        .then(lambda fut: fut.value()[0])
+    )
 
 
 def _compress_hook(dtype: torch.dtype, name: str) -> Hook:
     """Make the hook that sends ``dtype`` on the wire."""
 
-    def hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(
+        process_group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         group = process_group if process_group is not None else dist.group.WORLD
         buffer = bucket.buffer()
         if buffer.is_sparse:  # no backend sums sparse tensors of half precision
             return allreduce_hook(process_group, bucket)
-        sent = buffer.div_(group.size()).to(dtype)  # divided in the bucket's dtype, and rounded once
+        sent = buffer.div_(group.size()).to(
+            dtype
+        )  # divided in the bucket's dtype, and rounded once
         future = dist.all_reduce(sent, group=group, async_op=True).get_future()
         return future.then(lambda fut: buffer.copy_(fut.value()[0]))
 
@@ -72,7 +82,9 @@ def _compress_wrapper(hook: Hook, dtype: torch.dtype, name: str) -> Hook:
         bucket.set_buffer(buffer.to(dtype))
 
         def decompress(fut: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            bucket.set_buffer(buffer)  # whatever is layered on this hook sees the bucket as DDP made it
+            bucket.set_buffer(
+                buffer
+            )  # whatever is layered on this hook sees the bucket as DDP made it
             return buffer.copy_(fut.value())
 
         return hook(state, bucket).then(decompress)

@@ -21,7 +21,12 @@ import torch
 import torch.distributed as dist
 
 from hooks_ref._state import check_number
-from hooks_ref.model_averaging import Parameters, PeriodicModelAverager, average_parameters, used_parameters
+from hooks_ref.model_averaging import (
+    Parameters,
+    PeriodicModelAverager,
+    average_parameters,
+    used_parameters,
+)
 
 
 class DiLoCoModelAverager(PeriodicModelAverager):
@@ -42,7 +47,12 @@ class DiLoCoModelAverager(PeriodicModelAverager):
     """
 
     def __init__(
-        self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None, lr: float = 0.7, momentum: float = 0.9
+        self,
+        period: int,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        lr: float = 0.7,
+        momentum: float = 0.9,
     ) -> None:
         super().__init__(period, warmup_steps, process_group)
         self.lr = check_number("lr", lr, 0)
@@ -72,9 +82,15 @@ class DiLoCoModelAverager(PeriodicModelAverager):
         parameter.copy_(begun.sub_(difference.add_(velocity, alpha=self.momentum), alpha=self.lr))
 
     def state_dict(self) -> dict[str, Any]:
-        copies = {name: {place: kept.clone() for place, kept in getattr(self, name).items()} for name in ("begun", "velocity")}
+        copies = {
+            name: {place: kept.clone() for place, kept in getattr(self, name).items()}
+            for name in ("begun", "velocity")
+        }
         return {**super().state_dict(), **copies}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         super().load_state_dict(saved)
-        self.begun, self.velocity = ({place: kept.clone() for place, kept in saved[name].items()} for name in ("begun", "velocity"))
+        self.begun, self.velocity = (
+            {place: kept.clone() for place, kept in saved[name].items()}
+            for name in ("begun", "velocity")
+        )

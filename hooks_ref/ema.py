@@ -20,7 +20,12 @@ import torch
 import torch.distributed as dist
 
 from hooks_ref._state import check_number
-from hooks_ref.model_averaging import Parameters, PeriodicModelAverager, all_parameters, average_parameters
+from hooks_ref.model_averaging import (
+    Parameters,
+    PeriodicModelAverager,
+    all_parameters,
+    average_parameters,
+)
 
 
 class EMAModelAverager(PeriodicModelAverager):
@@ -39,7 +44,13 @@ class EMAModelAverager(PeriodicModelAverager):
         TypeError, ValueError: an argument is out of its range; the message names it.
     """
 
-    def __init__(self, decay: float, period: int = 1, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        decay: float,
+        period: int = 1,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__(period, warmup_steps, process_group)
         self.decay = check_number("decay", decay, 0, 1)
         self.average: dict[int, torch.Tensor] = {}
@@ -48,7 +59,10 @@ class EMAModelAverager(PeriodicModelAverager):
     def average_parameters(self, params: Parameters) -> None:
         if self.is_due():
             # In wide copies: half precision would lose what a step adds.
-            means = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in all_parameters(params)]
+            means = [
+                p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+                for p in all_parameters(params)
+            ]
             average_parameters(means, self.group)
             for place, mean in enumerate(means):
                 if place in self.average:
@@ -65,7 +79,9 @@ class EMAModelAverager(PeriodicModelAverager):
         """
         parameters = all_parameters(params)
         if len(self.average) < len(parameters):
-            raise RuntimeError(f"there is an average of {len(self.average)} of {len(parameters)} parameters: none was due yet")
+            raise RuntimeError(
+                f"there is an average of {len(self.average)} of {len(parameters)} parameters: none was due yet"
+            )
         held = [parameter.detach().clone() for parameter in parameters]
         try:
             self._set(parameters, list(self.average.values()))
@@ -80,7 +96,10 @@ class EMAModelAverager(PeriodicModelAverager):
             parameter.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "average": {place: kept.clone() for place, kept in self.average.items()}}
+        return {
+            **super().state_dict(),
+            "average": {place: kept.clone() for place, kept in self.average.items()},
+        }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         super().load_state_dict(saved)

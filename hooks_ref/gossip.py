@@ -47,7 +47,11 @@ class GossipGraDState(HookState):
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None = None, topology: str = "dissemination", start_iter: int = 0, random_seed: int = 0
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        topology: str = "dissemination",
+        start_iter: int = 0,
+        random_seed: int = 0,
     ) -> None:
         super().__init__(process_group)
         if topology not in ("dissemination", "hypercube"):
@@ -65,7 +69,9 @@ class GossipGraDState(HookState):
             ValueError: the topology is a hypercube and ``size`` is no power of two.
         """
         if self.topology == "hypercube" and size & (size - 1):
-            raise ValueError(f"topology: a hypercube needs a group of 1, 2, 4, 8, ... ranks; this one has {size}")
+            raise ValueError(
+                f"topology: a hypercube needs a group of 1, 2, 4, 8, ... ranks; this one has {size}"
+            )
         phases = max(1, (size - 1).bit_length())  # ceil(log2(size)), exactly
         distance, order = 1 << step % phases, self._order(size, step // phases)
         place = order.index(rank)
@@ -77,11 +83,15 @@ class GossipGraDState(HookState):
         """Return the rank at each place of the topology; ranks in their own order before the first rotation."""
         if rotation == 0:
             return list(range(size))
-        order: list[int] = torch.randperm(size, generator=generator(self.random_seed, rotation)).tolist()
+        order: list[int] = torch.randperm(
+            size, generator=generator(self.random_seed, rotation)
+        ).tolist()
         return order
 
 
-def gossip_grad_hook(state: GossipGraDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def gossip_grad_hook(
+    state: GossipGraDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket with the bucket of this step's partner.
 
     Args:
@@ -104,6 +114,10 @@ def gossip_grad_hook(state: GossipGraDState, bucket: dist.GradBucket) -> torch.f
     buffer.div_(2)  # before the sum, so that it overflows only where the mean would
     received = torch.empty_like(buffer)
     # Parts are counted by places in the group, not by global ranks.
-    sent_parts, received_parts = ([buffer.numel() if rank == peer else 0 for rank in range(size)] for peer in (to, source))
-    work = dist.all_to_all_single(received, buffer, received_parts, sent_parts, group=group, async_op=True)
+    sent_parts, received_parts = (
+        [buffer.numel() if rank == peer else 0 for rank in range(size)] for peer in (to, source)
+    )
+    work = dist.all_to_all_single(
+        received, buffer, received_parts, sent_parts, group=group, async_op=True
+    )
     return work.get_future().then(lambda fut: buffer.add_(fut.value()[0]))

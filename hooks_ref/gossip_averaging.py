@@ -48,17 +48,30 @@ class GossipModelAverager(PeriodicModelAverager):
     def average_parameters(self, params: Parameters) -> None:
         if self.is_due():
             group = self.group
-            to, source = self._gossip.partners(group.rank(), group.size(), (self.step - self.warmup_steps) // self.period)
-            for chunk in chunks([parameter.detach() for parameter in used_parameters(params, group).values()]):
+            to, source = self._gossip.partners(
+                group.rank(), group.size(), (self.step - self.warmup_steps) // self.period
+            )
+            for chunk in chunks(
+                [parameter.detach() for parameter in used_parameters(params, group).values()]
+            ):
                 _average_with(to, source, chunk, group)
         self.step += 1
 
 
-def _average_with(to: int, source: int, tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+def _average_with(
+    to: int, source: int, tensors: list[torch.Tensor], group: dist.ProcessGroup
+) -> None:
     """Send the tensors to one rank, and set them to their means with those of another; ranks are places in the group."""
-    halves = torch.cat([tensor.reshape(-1) for tensor in tensors]).div_(2)  # before the sum, which then overflows where the mean does
+    halves = torch.cat([tensor.reshape(-1) for tensor in tensors]).div_(
+        2
+    )  # before the sum, which then overflows where the mean does
     received = torch.empty_like(halves)
-    sent_parts, received_parts = ([halves.numel() if rank == peer else 0 for rank in range(group.size())] for peer in (to, source))
+    sent_parts, received_parts = (
+        [halves.numel() if rank == peer else 0 for rank in range(group.size())]
+        for peer in (to, source)
+    )
     dist.all_to_all_single(received, halves, received_parts, sent_parts, group=group)
-    for tensor, mean in zip(tensors, halves.add_(received).split([tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, mean in zip(
+        tensors, halves.add_(received).split([tensor.numel() for tensor in tensors]), strict=True
+    ):
         tensor.copy_(mean.view(tensor.shape))

@@ -106,16 +106,30 @@ class Join:
         RuntimeError: a rank ran out of inputs, with ``throw_on_early_termination``.
     """
 
-    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        joinables: list[Any],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
         if not joinables:
             raise ValueError("joinables: at least one")
         for joinable in joinables:
             if not hasattr(joinable, "_join_config") or not hasattr(joinable, "join_hook"):
-                raise TypeError(f"joinables: {type(joinable).__name__} is none, or has not called Joinable.__init__")
+                raise TypeError(
+                    f"joinables: {type(joinable).__name__} is none, or has not called Joinable.__init__"
+                )
         for name in ("join_process_group", "join_device"):
-            if any(getattr(joinable, name) != getattr(joinables[0], name) for joinable in joinables):
+            if any(
+                getattr(joinable, name) != getattr(joinables[0], name) for joinable in joinables
+            ):
                 raise ValueError(f"joinables: they differ in {name}")
-        self._joinables, self._enable, self._throw = list(joinables), enable, throw_on_early_termination
+        self._joinables, self._enable, self._throw = (
+            list(joinables),
+            enable,
+            throw_on_early_termination,
+        )
         self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         self._group, self._device = joinables[0].join_process_group, joinables[0].join_device
         self._before = [joinable._join_config for joinable in self._joinables]
@@ -124,12 +138,19 @@ class Join:
     def _configure(self) -> None:
         """Let the joinables know; a constructor does so already, as torch's does, for what is notified before ``__enter__``."""
         for number, joinable in enumerate(self._joinables):
-            joinable._join_config = type(joinable._join_config)(self._enable, self._throw, number == 0)
+            joinable._join_config = type(joinable._join_config)(
+                self._enable, self._throw, number == 0
+            )
 
     def __enter__(self) -> None:
         self._configure()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for joinable, before in zip(self._joinables, self._before, strict=True):
             joinable._join_config = before
         if self._enable and kind is None:
@@ -144,7 +165,8 @@ class Join:
             steps += 1
             if steps == MANY:
                 warnings.warn(
-                    f"rank {self._group.rank()} has joined {MANY} steps before others; are inputs as uneven as that?", stacklevel=3
+                    f"rank {self._group.rank()} has joined {MANY} steps before others; are inputs as uneven as that?",
+                    stacklevel=3,
                 )
             for hook in self._hooks:
                 hook.main_hook()
@@ -176,5 +198,7 @@ class Join:
             exhausted = torch.zeros(1, device=device)
             dist.all_reduce(exhausted, group=group)
             if exhausted.item():
-                raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+                raise RuntimeError(
+                    "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+                )
         return work

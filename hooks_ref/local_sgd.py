@@ -54,7 +54,10 @@ class PostLocalSGDState(HookState):
         TypeError, ValueError: an argument is out of its range; the message names it.
     """
 
-    _unsaved: ClassVar[dict[str, Callable[[], Any]]] = {**HookState._unsaved, "subgroup": lambda: None}
+    _unsaved: ClassVar[dict[str, Callable[[], Any]]] = {
+        **HookState._unsaved,
+        "subgroup": lambda: None,
+    }
 
     def __init__(
         self,
@@ -65,13 +68,19 @@ class PostLocalSGDState(HookState):
     ) -> None:
         super().__init__(process_group)
         if subgroup is not None and not isinstance(subgroup, dist.ProcessGroup):
-            raise TypeError(f"subgroup: a ProcessGroup of which this rank is a member, or None; got {subgroup!r}")
+            raise TypeError(
+                f"subgroup: a ProcessGroup of which this rank is a member, or None; got {subgroup!r}"
+            )
         self.subgroup = subgroup
         self.start_localSGD_iter = check_int("start_localSGD_iter", start_localSGD_iter, 0)
-        self.post_local_gradient_allreduce = check_bool("post_local_gradient_allreduce", post_local_gradient_allreduce)
+        self.post_local_gradient_allreduce = check_bool(
+            "post_local_gradient_allreduce", post_local_gradient_allreduce
+        )
 
 
-def post_localSGD_hook(state: PostLocalSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def post_localSGD_hook(
+    state: PostLocalSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket over all ranks until ``state.start_localSGD_iter`` steps are complete, then over the subgroup.
 
     Args:

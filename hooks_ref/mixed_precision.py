@@ -42,7 +42,11 @@ class MixedPrecisionState(HookState):
         TypeError, ValueError: an argument is out of its range; the message names it.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, reduce_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(process_group)
         if not isinstance(reduce_dtype, torch.dtype | None):
             raise TypeError(f"reduce_dtype: one of {DTYPES}, or None; got {reduce_dtype!r}")
@@ -51,7 +55,9 @@ class MixedPrecisionState(HookState):
         self.reduce_dtype = reduce_dtype
 
 
-def allreduce_and_upcast_hook(hook_state: MixedPrecisionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def allreduce_and_upcast_hook(
+    hook_state: MixedPrecisionState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket in ``hook_state.reduce_dtype``.
 
     Args:
@@ -65,6 +71,12 @@ def allreduce_and_upcast_hook(hook_state: MixedPrecisionState, bucket: dist.Grad
     buffer, group = bucket.buffer(), hook_state.group
     if buffer.is_sparse or hook_state.reduce_dtype in (None, buffer.dtype):
         return allreduce_hook(group, bucket)
-    wide = torch.promote_types(buffer.dtype, hook_state.reduce_dtype)  # of float16 and bfloat16, float32
+    wide = torch.promote_types(
+        buffer.dtype, hook_state.reduce_dtype
+    )  # of float16 and bfloat16, float32
     sent = buffer.to(wide).div(group.size()).to(hook_state.reduce_dtype)
-    return dist.all_reduce(sent, group=group, async_op=True).get_future().then(lambda fut: buffer.copy_(fut.value()[0]))
+    return (
+        dist.all_reduce(sent, group=group, async_op=True)
+        .get_future()
+        .then(lambda fut: buffer.copy_(fut.value()[0]))
+    )

@@ -28,7 +28,9 @@ from hooks_ref._state import check_group, check_int, existing_group
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 T = TypeVar("T", bound=torch.Tensor)
-CHUNK = 32 * 1024 * 1024  # bytes of one collective: the next is copied together while this one is under way
+CHUNK = (
+    32 * 1024 * 1024
+)  # bytes of one collective: the next is copied together while this one is under way
 
 
 class ModelAverager(ABC):
@@ -86,12 +88,17 @@ class PeriodicModelAverager(ModelAverager):
         TypeError, ValueError: an argument is out of its range; the message names it.
     """
 
-    def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__(process_group)
         self.period = check_int("period", period, 1)
         self.warmup_steps = check_int("warmup_steps", warmup_steps, 0)
         if period == 1 and type(self) is PeriodicModelAverager:
-            warnings.warn("period: 1 averages parameters in every step; averaging gradients costs the same", stacklevel=2)
+            warnings.warn(
+                "period: 1 averages parameters in every step; averaging gradients costs the same",
+                stacklevel=2,
+            )
 
     def average_parameters(self, params: Parameters) -> None:
         if self.is_due():
@@ -134,9 +141,16 @@ class HierarchicalModelAverager(ModelAverager):
             check_int("period_group_size_dict: a period", period, 1)
             check_int("period_group_size_dict: a group size", size, 2)
         if list(sizes) != sorted(sizes) or list(sizes.values()) != sorted(set(sizes.values())):
-            raise ValueError(f"period_group_size_dict: periods and group sizes ascend together; got {sizes}")
-        if any(larger % smaller for smaller, larger in zip(list(sizes.values()), list(sizes.values())[1:], strict=False)):
-            raise ValueError(f"period_group_size_dict: each group size divides the next; got {sizes}")
+            raise ValueError(
+                f"period_group_size_dict: periods and group sizes ascend together; got {sizes}"
+            )
+        if any(
+            larger % smaller
+            for smaller, larger in zip(list(sizes.values()), list(sizes.values())[1:], strict=False)
+        ):
+            raise ValueError(
+                f"period_group_size_dict: each group size divides the next; got {sizes}"
+            )
         self._groups: dict[int, dist.ProcessGroup] = {}
 
     def average_parameters(self, params: Parameters) -> None:
@@ -153,8 +167,12 @@ class HierarchicalModelAverager(ModelAverager):
         """
         largest = max(self.period_group_size_dict.values())
         if largest != self.group.size():
-            raise ValueError(f"period_group_size_dict: the last group is all {self.group.size()} ranks of the process group; got {largest}")
-        due = [size for period, size in self.period_group_size_dict.items() if self.step % period == 0]
+            raise ValueError(
+                f"period_group_size_dict: the last group is all {self.group.size()} ranks of the process group; got {largest}"
+            )
+        due = [
+            size for period, size in self.period_group_size_dict.items() if self.step % period == 0
+        ]
         return max(due, default=0) if self.step >= self.warmup_steps else 0
 
     def _group_of(self, size: int) -> dist.ProcessGroup:
@@ -162,9 +180,14 @@ class HierarchicalModelAverager(ModelAverager):
         if size == self.group.size():
             return self.group
         if size not in self._groups:
-            ranks, backend = dist.get_process_group_ranks(self.group), dist.get_backend_config(self.group)
+            ranks, backend = (
+                dist.get_process_group_ranks(self.group),
+                dist.get_backend_config(self.group),
+            )
             first = self.group.rank() // size * size
-            self._groups[size] = dist.new_group(ranks[first : first + size], backend=backend, use_local_synchronization=True)
+            self._groups[size] = dist.new_group(
+                ranks[first : first + size], backend=backend, use_local_synchronization=True
+            )
         return self._groups[size]
 
 
@@ -181,20 +204,30 @@ def average_parameters(params: Iterable[torch.Tensor], process_group: dist.Proce
 
 
 @torch.no_grad()
-def _average(parameters: Sequence[torch.Tensor], used: Sequence[bool] | None, process_group: dist.ProcessGroup) -> None:
+def _average(
+    parameters: Sequence[torch.Tensor],
+    used: Sequence[bool] | None,
+    process_group: dist.ProcessGroup,
+) -> None:
     """Set each parameter to its mean over the group, if it is used on some rank: which are is found out meanwhile. None is all."""
     under_way: list[tuple[dist.Work, list[torch.Tensor], list[torch.Tensor]]] = []
     for chunk in chunks(parameters):
         flat = chunk[0].new_empty(sum(part.numel() for part in chunk))
         parts = list(flat.split([part.numel() for part in chunk]))
         for part, sent in zip(chunk, parts, strict=True):
-            torch.div(part, process_group.size(), out=sent.view(part.shape))  # one pass, where a copy and a division are two
+            torch.div(
+                part, process_group.size(), out=sent.view(part.shape)
+            )  # one pass, where a copy and a division are two
         under_way.append((dist.all_reduce(flat, group=process_group, async_op=True), parts, chunk))
     left_out: set[torch.Tensor] = set()
     if used and parameters:
         flags = torch.tensor(used, dtype=torch.uint8, device=parameters[0].device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=process_group)
-        left_out = {parameter for parameter, is_used in zip(parameters, flags.tolist(), strict=True) if not is_used}
+        left_out = {
+            parameter
+            for parameter, is_used in zip(parameters, flags.tolist(), strict=True)
+            if not is_used
+        }
     for work, means, chunk in under_way:
         work.wait()
         for part, mean in zip(chunk, means, strict=True):
@@ -214,7 +247,9 @@ def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:
     return [parameter for parameter in all_parameters(params) if parameter.grad is not None]
 
 
-def average_parameters_or_parameter_groups(params: Parameters, process_group: dist.ProcessGroup) -> None:
+def average_parameters_or_parameter_groups(
+    params: Parameters, process_group: dist.ProcessGroup
+) -> None:
     """Set each parameter that has a gradient on some rank to its mean over the group, in place.
 
     Args:
@@ -228,14 +263,24 @@ def average_parameters_or_parameter_groups(params: Parameters, process_group: di
     _average(parameters, [parameter.grad is not None for parameter in parameters], process_group)
 
 
-def used_parameters(params: Parameters, process_group: dist.ProcessGroup) -> dict[int, torch.nn.Parameter]:
+def used_parameters(
+    params: Parameters, process_group: dist.ProcessGroup
+) -> dict[int, torch.nn.Parameter]:
     """Return the parameters that have a gradient on some rank of the group, the same on all ranks, by their place in ``params``."""
     parameters = all_parameters(params)
     if not parameters:
         return {}
-    used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device=parameters[0].device)
+    used = torch.tensor(
+        [parameter.grad is not None for parameter in parameters],
+        dtype=torch.uint8,
+        device=parameters[0].device,
+    )
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=process_group)
-    return {place: parameter for place, (parameter, is_used) in enumerate(zip(parameters, used.tolist(), strict=True)) if is_used}
+    return {
+        place: parameter
+        for place, (parameter, is_used) in enumerate(zip(parameters, used.tolist(), strict=True))
+        if is_used
+    }
 
 
 def all_parameters(params: Parameters) -> list[torch.nn.Parameter]:
@@ -247,7 +292,9 @@ def all_parameters(params: Parameters) -> list[torch.nn.Parameter]:
         elif isinstance(entry, dict) and "params" in entry:
             found.extend(entry["params"])
         else:
-            raise TypeError(f"params: parameters, or parameter groups with 'params'; got {type(entry).__name__}")
+            raise TypeError(
+                f"params: parameters, or parameter groups with 'params'; got {type(entry).__name__}"
+            )
     return _each_once(found)
 
 

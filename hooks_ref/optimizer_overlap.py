@@ -58,11 +58,17 @@ class functional:
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], **defaults: Any) -> None:
-        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-            raise TypeError(f"optimizer_class: a subclass of torch.optim.Optimizer; got {optimizer_class!r}")
+        if not (
+            isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+        ):
+            raise TypeError(
+                f"optimizer_class: a subclass of torch.optim.Optimizer; got {optimizer_class!r}"
+            )
         self.optimizer_class, self.defaults = optimizer_class, defaults
         self.state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        self._optimizer: torch.optim.Optimizer | None = None  # handed other parameters for each step
+        self._optimizer: torch.optim.Optimizer | None = (
+            None  # handed other parameters for each step
+        )
 
     def step_param(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         """Update ``param`` in place with ``grad``, of its shape and dtype; ``param.grad`` stays as it is."""
@@ -73,14 +79,20 @@ class functional:
         for param in params:
             if self._optimizer is None or param not in self.state:
                 self._optimizer = self.optimizer_class([param], **self.defaults)
-                self.state.setdefault(param, self._optimizer.state[param])  # loaded before, or as the class begins
+                self.state.setdefault(
+                    param, self._optimizer.state[param]
+                )  # loaded before, or as the class begins
         if self._optimizer is None:
             return
-        aliases = [param.detach() for param in params]  # their .grad is nobody else's: DDP goes on with that of params meanwhile
+        aliases = [
+            param.detach() for param in params
+        ]  # their .grad is nobody else's: DDP goes on with that of params meanwhile
         for alias, grad in zip(aliases, grads, strict=True):
             alias.grad = grad
         self._optimizer.param_groups[0].update(self.defaults, params=aliases)
-        self._optimizer.state = defaultdict(dict, zip(aliases, map(self.state.__getitem__, params), strict=True))
+        self._optimizer.state = defaultdict(
+            dict, zip(aliases, map(self.state.__getitem__, params), strict=True)
+        )
         self._optimizer.step()
 
 
@@ -100,10 +112,14 @@ class OptimizerHookState(HookState):
         TypeError: ``params`` is no iterable of tensors.
     """
 
-    def __init__(self, functional_optim: FunctionalOptimizer, params: Iterable[torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, functional_optim: FunctionalOptimizer, params: Iterable[torch.Tensor] | None = None
+    ) -> None:
         super().__init__()
         if not callable(getattr(functional_optim, "step_param", None)):
-            raise ValueError(f"functional_optim: an object with a method step_param(param, grad); got {functional_optim!r}")
+            raise ValueError(
+                f"functional_optim: an object with a method step_param(param, grad); got {functional_optim!r}"
+            )
         if isinstance(params, torch.Tensor) or not isinstance(params, Iterable | None):
             raise TypeError(f"params: an iterable of tensors, or None; got {params!r}")
         self.functional_optimizer = functional_optim
@@ -128,7 +144,9 @@ class OptimizerHookState(HookState):
         stepped = [pair for pair in zip(parameters, gradients, strict=True) if self.steps(pair[0])]
         with self._lock:  # callbacks of two buckets may run at once
             if isinstance(self.functional_optimizer, functional):
-                self.functional_optimizer.step_params([parameter for parameter, _ in stepped], [gradient for _, gradient in stepped])
+                self.functional_optimizer.step_params(
+                    [parameter for parameter, _ in stepped], [gradient for _, gradient in stepped]
+                )
                 return
             for parameter, gradient in stepped:
                 self.functional_optimizer.step_param(parameter, gradient)
@@ -139,7 +157,11 @@ class OptimizerHookState(HookState):
         Tensors are the optimizer's own, as in ``Optimizer.state_dict``; options such as the learning rate are not saved.
         """
         state = self._state_of_all()
-        kept = {key: dict(state[parameter]) for parameter, key in self._keys.items() if parameter in state}
+        kept = {
+            key: dict(state[parameter])
+            for parameter, key in self._keys.items()
+            if parameter in state
+        }
         return {"iter": self.iter, "state": {**kept, **self._loaded}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -149,17 +171,23 @@ class OptimizerHookState(HookState):
             ValueError: it was saved by another kind of state.
         """
         if saved.keys() != {"iter", "state"}:
-            raise ValueError(f"load_state_dict: saved by another kind of state; it has {sorted(saved)} and not ['iter', 'state']")
+            raise ValueError(
+                f"load_state_dict: saved by another kind of state; it has {sorted(saved)} and not ['iter', 'state']"
+            )
         self._state_of_all().clear()
         self.iter, self._loaded = saved["iter"], copy.deepcopy(saved["state"])
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("an OptimizerHookState belongs to the parameters of its model: save its state_dict()")
+        raise TypeError(
+            "an OptimizerHookState belongs to the parameters of its model: save its state_dict()"
+        )
 
     def _state_of_all(self) -> dict[torch.Tensor, dict[str, Any]]:
         state = getattr(self.functional_optimizer, "state", None)
         if not isinstance(state, dict):
-            raise TypeError(f"{type(self.functional_optimizer).__name__} has no dict `state` by parameter, so nothing to save or load")
+            raise TypeError(
+                f"{type(self.functional_optimizer).__name__} has no dict `state` by parameter, so nothing to save or load"
+            )
         return state
 
 
@@ -175,7 +203,9 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
         bucket's parameters are updated.
     """
 
-    def hook_then_optimizer_wrapper(hook_state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook_then_optimizer_wrapper(
+        hook_state: Any, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         parameters, dtype = bucket.parameters(), bucket.buffer().dtype
         optimizer_state.put_loaded(bucket)
         future = hook(hook_state, bucket)
@@ -183,7 +213,10 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
 
         def step(fut: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             result = fut.value().to(dtype)  # a hook that compresses may leave it in half precision
-            optimizer_state.step(parameters, [result] if result.is_sparse else map(gradient, pieces(bucket, result), parameters))
+            optimizer_state.step(
+                parameters,
+                [result] if result.is_sparse else map(gradient, pieces(bucket, result), parameters),
+            )
             return result
 
         return future.then(step)
@@ -191,7 +224,9 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
     return hook_then_optimizer_wrapper
 
 
-def apply_optim_in_backward_hook(optimizer_state: OptimizerHookState, hook: Hook = allreduce_hook) -> Hook:
+def apply_optim_in_backward_hook(
+    optimizer_state: OptimizerHookState, hook: Hook = allreduce_hook
+) -> Hook:
     """Make the hook of :func:`hook_then_optimizer` that also frees the gradients: None once backward is over.
 
     Saves the memory of the gradients between steps, and ``zero_grad()``; parameters that are not stepped keep theirs. On
@@ -208,14 +243,20 @@ def apply_optim_in_backward_hook(optimizer_state: OptimizerHookState, hook: Hook
     fused = hook_then_optimizer(hook, optimizer_state)
     engine = torch.autograd.Variable._execution_engine
 
-    def apply_optim_in_backward(hook_state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        stepped = [parameter for parameter in bucket.parameters() if optimizer_state.steps(parameter)]
+    def apply_optim_in_backward(
+        hook_state: Any, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        stepped = [
+            parameter for parameter in bucket.parameters() if optimizer_state.steps(parameter)
+        ]
 
         def free() -> None:
             for parameter in stepped:
                 parameter.grad = None
 
-        if torch._C._current_graph_task_id() != -1:  # there is no backward on a rank that has joined
+        if (
+            torch._C._current_graph_task_id() != -1
+        ):  # there is no backward on a rank that has joined
             # DDP writes gradients in such a callback of its own, queued after this one: queue again, to come after it.
             engine.queue_callback(lambda: engine.queue_callback(free))
         return fused(hook_state, bucket)

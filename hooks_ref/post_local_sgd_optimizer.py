@@ -77,7 +77,9 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         """
         saved = dict(state_dict)
         if "step" not in saved:
-            raise KeyError("step: this was not saved by a PostLocalSGDOptimizer; load it into optim, and set averager.step")
+            raise KeyError(
+                "step: this was not saved by a PostLocalSGDOptimizer; load it into optim, and set averager.step"
+            )
         step, kept = saved.pop("step"), saved.pop("averager", None)
         self.optim.load_state_dict(saved)
         if kept:
@@ -86,7 +88,11 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        self.param_groups, self.state, self.defaults = self.optim.param_groups, self.optim.state, self.optim.defaults
+        self.param_groups, self.state, self.defaults = (
+            self.optim.param_groups,
+            self.optim.state,
+            self.optim.defaults,
+        )
 
     def _overflows(self) -> bool:
         """Whether a GradScaler has found this rank's gradients to overflow; if not, unscale them, where it has not done so."""

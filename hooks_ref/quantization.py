@@ -31,7 +31,9 @@ from hooks_ref.default_hooks import allreduce_hook
 LEVELS, LEAST_SCALE = 255, 2.0**-23
 
 
-def quantization_pertensor_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def quantization_pertensor_hook(
+    process_group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket in eight bits per element, one scale and zero for all of it.
 
     Args:
@@ -64,12 +66,16 @@ def quantization_perchannel_hook(
     return _hook(process_group, bucket, check_int("bucket_size", bucket_size, 1))
 
 
-def _hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket, width: int) -> torch.futures.Future[torch.Tensor]:
+def _hook(
+    process_group: dist.ProcessGroup, bucket: dist.GradBucket, width: int
+) -> torch.futures.Future[torch.Tensor]:
     group = process_group if process_group is not None else dist.group.WORLD
     buffer = bucket.buffer()
     if buffer.is_sparse:
         return allreduce_hook(process_group, bucket)
-    wide = in_rows(buffer, width).to(torch.float64 if buffer.dtype == torch.float64 else torch.float32)
+    wide = in_rows(buffer, width).to(
+        torch.float64 if buffer.dtype == torch.float64 else torch.float32
+    )
     scales, levels = _quantize(wide)
     (every_scale, every_level), works = gather([scales, levels], group)
 
@@ -89,4 +95,6 @@ def _quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = ((high - low) / LEVELS).clamp(min=LEAST_SCALE)
     zero = (low / scale).round().neg().clamp(0, LEVELS)
     levels = (rows / scale).round_().add_(zero).clamp_(0, LEVELS)
-    return torch.stack([scale, zero]), levels.nan_to_num_(0).to(torch.uint8)  # no integer is NaN: the scale says it
+    return torch.stack([scale, zero]), levels.nan_to_num_(0).to(
+        torch.uint8
+    )  # no integer is NaN: the scale says it

@@ -51,24 +51,39 @@ def quantize(tensor: torch.Tensor, qtype: DQuantType) -> torch.Tensor:
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1, keepdim=True) / _LARGEST[qtype.name]
     scaled = torch.where(scales == 0, 0, blocks / scales)
-    small = scaled.round().nan_to_num().to(torch.int8) if qtype is DQuantType.INT8 else scaled.to(torch.float8_e4m3fn)
+    small = (
+        scaled.round().nan_to_num().to(torch.int8)
+        if qtype is DQuantType.INT8
+        else scaled.to(torch.float8_e4m3fn)
+    )
     return torch.cat([small.view(torch.uint8).reshape(-1), scales.view(-1).view(torch.uint8)])
 
 
 def dequantize(sent: torch.Tensor, qtype: DQuantType, like: torch.Tensor) -> torch.Tensor:
     """Return the values that ``quantize`` has made bytes of, in the shape and dtype of ``like``."""
     if qtype in (DQuantType.FP16, DQuantType.BFP16):
-        flat = sent.clone().view(torch.float16 if qtype is DQuantType.FP16 else torch.bfloat16).to(torch.float32)
+        flat = (
+            sent.clone()
+            .view(torch.float16 if qtype is DQuantType.FP16 else torch.bfloat16)
+            .to(torch.float32)
+        )
     else:
         count = -(-like.numel() // BLOCK)
-        small = sent[: count * BLOCK].view(torch.int8 if qtype is DQuantType.INT8 else torch.float8_e4m3fn)
+        small = sent[: count * BLOCK].view(
+            torch.int8 if qtype is DQuantType.INT8 else torch.float8_e4m3fn
+        )
         scales = sent[count * BLOCK :].clone().view(torch.float32)  # cloned, so that it is aligned
-        flat = (small.to(torch.float32).view(count, BLOCK) * scales.view(count, 1)).view(-1)[: like.numel()]
+        flat = (small.to(torch.float32).view(count, BLOCK) * scales.view(count, 1)).view(-1)[
+            : like.numel()
+        ]
     return flat.view(like.shape).to(like.dtype)
 
 
 def auto_quantize(
-    func: Callable[..., Any], qtype: DQuantType, quant_loss: float | None = None, error_feedback: bool = False
+    func: Callable[..., Any],
+    qtype: DQuantType,
+    quant_loss: float | None = None,
+    error_feedback: bool = False,
 ) -> Callable[..., Any]:
     """Return a collective that is called as ``func`` is, and sends fewer bits.
 
@@ -95,7 +110,9 @@ def auto_quantize(
     }
     made = quantized_ones.get(func)
     if made is None:
-        raise TypeError(f"func: all_gather, all_to_all, all_to_all_single or scatter of torch.distributed; got {func!r}")
+        raise TypeError(
+            f"func: all_gather, all_to_all, all_to_all_single or scatter of torch.distributed; got {func!r}"
+        )
     wire = _Wire(qtype, 1.0 if quant_loss is None else float(quant_loss), error_feedback)
 
     def quantized(*args: Any, **kwargs: Any) -> "Arriving | None":
@@ -143,25 +160,39 @@ class _Wire:
         if not self.errors:
             self.errors = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors]
         if [error.shape for error in self.errors] != [tensor.shape for tensor in tensors]:
-            raise ValueError(f"error_feedback: shapes {[tuple(tensor.shape) for tensor in tensors]} are others than in the call before")
+            raise ValueError(
+                f"error_feedback: shapes {[tuple(tensor.shape) for tensor in tensors]} are others than in the call before"
+            )
         fed = [tensor.detach() + error for tensor, error in zip(tensors, self.errors, strict=True)]
         sent = [quantize(tensor, self.qtype) for tensor in fed]
         for error, tensor, code in zip(self.errors, fed, sent, strict=True):
             lost = tensor - dequantize(code, self.qtype, tensor)
-            error.copy_(torch.where(lost.isfinite(), lost, 0))  # what is lost of an infinity can't be made up for
+            error.copy_(
+                torch.where(lost.isfinite(), lost, 0)
+            )  # what is lost of an infinity can't be made up for
         return sent
 
     def size(self, like: torch.Tensor) -> int:
         """Return how many bytes are sent of a tensor like this. Raises: TypeError, on a rank that only receives too."""
         _require_floating_point([like])
         count = like.numel()
-        return 2 * count if self.qtype in (DQuantType.FP16, DQuantType.BFP16) else -(-count // BLOCK) * (BLOCK + 4)
+        return (
+            2 * count
+            if self.qtype in (DQuantType.FP16, DQuantType.BFP16)
+            else -(-count // BLOCK) * (BLOCK + 4)
+        )
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
         """Return a tensor for them."""
         return torch.empty(self.size(like), dtype=torch.uint8, device=like.device)
 
-    def begin(self, work: dist.Work, received: Sequence[torch.Tensor], into: Sequence[torch.Tensor], async_op: bool) -> Arriving | None:
+    def begin(
+        self,
+        work: dist.Work,
+        received: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        async_op: bool,
+    ) -> Arriving | None:
         def decode() -> None:
             with torch.no_grad():
                 for code, tensor in zip(received, into, strict=True):
@@ -175,10 +206,19 @@ class _Wire:
 
 
 def _all_gather(
-    wire: _Wire, tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+    wire: _Wire,
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Arriving | None:
     received = [wire.room(into) for into in tensor_list]
-    return wire.begin(dist.all_gather(received, wire.encode([tensor])[0], group, async_op=True), received, tensor_list, async_op)
+    return wire.begin(
+        dist.all_gather(received, wire.encode([tensor])[0], group, async_op=True),
+        received,
+        tensor_list,
+        async_op,
+    )
 
 
 def _all_to_all(
@@ -190,7 +230,9 @@ def _all_to_all(
 ) -> Arriving | None:
     sent, sizes = wire.encode(input_tensor_list), [wire.size(into) for into in output_tensor_list]
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=output_tensor_list[0].device)
-    work = dist.all_to_all_single(received, torch.cat(sent), sizes, [len(part) for part in sent], group=group, async_op=True)
+    work = dist.all_to_all_single(
+        received, torch.cat(sent), sizes, [len(part) for part in sent], group=group, async_op=True
+    )
     return wire.begin(work, received.split(sizes), output_tensor_list, async_op)
 
 
@@ -205,7 +247,13 @@ def _all_to_all_single(
 ) -> Arriving | None:
     size = dist.get_world_size(group)
     into = list(output.split(output_split_sizes or [len(output) // size] * size))
-    return _all_to_all(wire, into, list(input.split(input_split_sizes or [len(input) // size] * size)), group, async_op)
+    return _all_to_all(
+        wire,
+        into,
+        list(input.split(input_split_sizes or [len(input) // size] * size)),
+        group,
+        async_op,
+    )
 
 
 def _scatter(
@@ -219,4 +267,9 @@ def _scatter(
 ) -> Arriving | None:
     sent, received = wire.encode(scatter_list) if scatter_list else None, wire.room(tensor)
     place: dict[str, int] = {"group_src": group_src} if group_src is not None else {"src": src or 0}
-    return wire.begin(dist.scatter(received, sent, group=group, async_op=True, **place), [received], [tensor], async_op)
+    return wire.begin(
+        dist.scatter(received, sent, group=group, async_op=True, **place),
+        [received],
+        [tensor],
+        async_op,
+    )

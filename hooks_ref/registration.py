@@ -21,13 +21,17 @@ def _register(hook: Hook, model: DistributedDataParallel, state: Any) -> Any:
     return state
 
 
-def _register_power_sgd(hook: Hook, model: DistributedDataParallel, state: Any, **arguments: Any) -> PowerSGDState:
+def _register_power_sgd(
+    hook: Hook, model: DistributedDataParallel, state: Any, **arguments: Any
+) -> PowerSGDState:
     made = state if isinstance(state, PowerSGDState) else PowerSGDState(state, **arguments)
     model.register_comm_hook(made, hook)
     return made
 
 
-def _member(register: Callable[..., Any], hook: Callable[..., Any], **arguments: Any) -> "partial[Any]":
+def _member(
+    register: Callable[..., Any], hook: Callable[..., Any], **arguments: Any
+) -> "partial[Any]":
     return partial(register, hook, **arguments)
 
 
@@ -45,12 +49,21 @@ class DDPCommHookType(enum.Enum):
     QUANTIZE_PER_CHANNEL = _member(_register, quantization_perchannel_hook)
     POWER_SGD = _member(_register_power_sgd, powerSGD_hook, matrix_approximation_rank=1)
     POWER_SGD_RANK2 = _member(_register_power_sgd, powerSGD_hook, matrix_approximation_rank=2)
-    BATCHED_POWER_SGD = _member(_register_power_sgd, batched_powerSGD_hook, matrix_approximation_rank=1)
-    BATCHED_POWER_SGD_RANK2 = _member(_register_power_sgd, batched_powerSGD_hook, matrix_approximation_rank=2)
+    BATCHED_POWER_SGD = _member(
+        _register_power_sgd, batched_powerSGD_hook, matrix_approximation_rank=1
+    )
+    BATCHED_POWER_SGD_RANK2 = _member(
+        _register_power_sgd, batched_powerSGD_hook, matrix_approximation_rank=2
+    )
     NOOP = _member(_register, noop_hook)
 
 
-def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: DistributedDataParallel, state: Any = None, **arguments: Any) -> Any:
+def register_ddp_comm_hook(
+    comm_hook_type: DDPCommHookType,
+    model: DistributedDataParallel,
+    state: Any = None,
+    **arguments: Any,
+) -> Any:
     """Register a hook by name and return its state, which has to be saved with the model.
 
     Args:

@@ -32,16 +32,31 @@ class _TwoValues(Compressor):
     def values(self, part: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values (below, at or above zero) of a non-empty part, 0-d each."""
 
-    def encode(self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, rank: int) -> Encoded:
+    def encode(
+        self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, rank: int
+    ) -> Encoded:
         dtype = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
         zero = torch.zeros((), dtype=dtype, device=parts[0].device)
-        pairs = [value for part in parts for value in (self.values(part, dtype) if part.numel() else (zero, zero))]
+        pairs = [
+            value
+            for part in parts
+            for value in (self.values(part, dtype) if part.numel() else (zero, zero))
+        ]
         return torch.cat([_pack(part >= 0) for part in parts]), torch.stack(pairs)
 
-    def add_decoded(self, encoded: Encoded, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, sign: int = 1) -> None:
+    def add_decoded(
+        self,
+        encoded: Encoded,
+        parts: Sequence[torch.Tensor],
+        keys: Sequence[int],
+        step: int,
+        sign: int = 1,
+    ) -> None:
         packed = encoded[0].split([-(-part.numel() // 8) for part in parts])
         for part, bits, (below, above) in zip(parts, packed, encoded[1].view(-1, 2), strict=True):
-            part.add_(torch.where(_unpack(bits, part.numel()), above, below).to(part.dtype), alpha=sign)
+            part.add_(
+                torch.where(_unpack(bits, part.numel()), above, below).to(part.dtype), alpha=sign
+            )
 
 
 @savable
@@ -79,4 +94,6 @@ def _unpack(packed: torch.Tensor, n: int) -> torch.Tensor:
 
 @lru_cache
 def _table(device: torch.device) -> torch.Tensor:
-    return (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)) % 2 == 1
+    return (
+        torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)
+    ) % 2 == 1

@@ -37,14 +37,28 @@ class TopK(Compressor):
     def __init__(self, ratio: float) -> None:
         self.ratio = check_number("ratio", ratio, 0, 1, open_below=True)
 
-    def encode(self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, rank: int) -> Encoded:
-        places = [part.abs().topk(_count(self.ratio, part.numel()), sorted=False).indices for part in parts]
+    def encode(
+        self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, rank: int
+    ) -> Encoded:
+        places = [
+            part.abs().topk(_count(self.ratio, part.numel()), sorted=False).indices
+            for part in parts
+        ]
         values = [part.index_select(0, place) for part, place in zip(parts, places, strict=True)]
         return torch.cat(values), torch.cat(places).to(torch.int32)
 
-    def add_decoded(self, encoded: Encoded, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, sign: int = 1) -> None:
+    def add_decoded(
+        self,
+        encoded: Encoded,
+        parts: Sequence[torch.Tensor],
+        keys: Sequence[int],
+        step: int,
+        sign: int = 1,
+    ) -> None:
         counts = [_count(self.ratio, part.numel()) for part in parts]
-        for part, value, place in zip(parts, encoded[0].split(counts), encoded[1].split(counts), strict=True):
+        for part, value, place in zip(
+            parts, encoded[0].split(counts), encoded[1].split(counts), strict=True
+        ):
             part.index_add_(0, place, value.to(part.dtype), alpha=sign)
 
 
@@ -70,21 +84,42 @@ class RandomK(Compressor):
         self.seed = check_int("seed", seed, 0)
         self.unbiased = check_bool("unbiased", unbiased)
 
-    def encode(self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, rank: int) -> Encoded:
-        values = [part.index_select(0, place) for part, place in zip(parts, self._places(parts, keys, step), strict=True)]
+    def encode(
+        self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, rank: int
+    ) -> Encoded:
+        values = [
+            part.index_select(0, place)
+            for part, place in zip(parts, self._places(parts, keys, step), strict=True)
+        ]
         if self.unbiased:
-            values = [value * (part.numel() / max(1, value.numel())) for value, part in zip(values, parts, strict=True)]
+            values = [
+                value * (part.numel() / max(1, value.numel()))
+                for value, part in zip(values, parts, strict=True)
+            ]
         return (torch.cat(values),)
 
-    def add_decoded(self, encoded: Encoded, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, sign: int = 1) -> None:
+    def add_decoded(
+        self,
+        encoded: Encoded,
+        parts: Sequence[torch.Tensor],
+        keys: Sequence[int],
+        step: int,
+        sign: int = 1,
+    ) -> None:
         counts = [_count(self.ratio, part.numel()) for part in parts]
-        for part, value, place in zip(parts, encoded[0].split(counts), self._places(parts, keys, step), strict=True):
+        for part, value, place in zip(
+            parts, encoded[0].split(counts), self._places(parts, keys, step), strict=True
+        ):
             part.index_add_(0, place, value.to(part.dtype), alpha=sign)
 
-    def _places(self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int) -> Iterator[torch.Tensor]:
+    def _places(
+        self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int
+    ) -> Iterator[torch.Tensor]:
         for part, key in zip(parts, keys, strict=True):
             n = part.numel()
-            a, b = torch.randint(max(1, n), (2,), generator=generator(self.seed, step, key)).tolist()
+            a, b = torch.randint(
+                max(1, n), (2,), generator=generator(self.seed, step, key)
+            ).tolist()
             while math.gcd(a, n) != 1 and n:
                 a = (a + 1) % n
             count = torch.arange(_count(self.ratio, n), device=part.device)

@@ -57,28 +57,49 @@ class _RandomRounding(Compressor):
     def norms(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return the norm of each block, shape ``[blocks, 1]``; no element of the block is larger."""
 
-    def encode(self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, rank: int) -> Encoded:
+    def encode(
+        self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, rank: int
+    ) -> Encoded:
         packed, norms = [], []
         for part, key in zip(parts, keys, strict=True):
             blocks = in_rows(part, self.block)
             blocks = blocks.to(torch.float64 if part.dtype == torch.float64 else torch.float32)
             norm = self.norms(blocks).to(blocks.dtype)
-            scaled = (blocks / norm).mul_(self.levels).clamp_(-self.levels, self.levels)  # clamped should the norm be rounded down
+            scaled = (
+                (blocks / norm).mul_(self.levels).clamp_(-self.levels, self.levels)
+            )  # clamped should the norm be rounded down
             below = scaled.floor()
             draw = generator(self.seed, step, rank, key, device=blocks.device)
-            draws = torch.rand(blocks.shape, dtype=blocks.dtype, device=blocks.device, generator=draw)
+            draws = torch.rand(
+                blocks.shape, dtype=blocks.dtype, device=blocks.device, generator=draw
+            )
             level = below + (draws < scaled - below)
-            level.nan_to_num_(0)  # 0 / 0 in a block of zeros; elsewhere the norm is not finite, and says so
-            packed.append(_pack((level + self.levels).to(torch.uint8).view(-1)[: part.numel()], self.bits))
+            level.nan_to_num_(
+                0
+            )  # 0 / 0 in a block of zeros; elsewhere the norm is not finite, and says so
+            packed.append(
+                _pack((level + self.levels).to(torch.uint8).view(-1)[: part.numel()], self.bits)
+            )
             norms.append(norm.view(-1))
         return torch.cat(packed), torch.cat(norms)
 
-    def add_decoded(self, encoded: Encoded, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, sign: int = 1) -> None:
+    def add_decoded(
+        self,
+        encoded: Encoded,
+        parts: Sequence[torch.Tensor],
+        keys: Sequence[int],
+        step: int,
+        sign: int = 1,
+    ) -> None:
         packed = encoded[0].split([-(-part.numel() * self.bits // 8) for part in parts])
         norms = encoded[1].split([in_rows(part, self.block).size(0) for part in parts])
         for part, sent, norm in zip(parts, packed, norms, strict=True):
-            level = in_rows(_unpack(sent, self.bits)[: part.numel()].to(norm.dtype) - self.levels, self.block)
-            part.add_((level / self.levels).mul_(norm.unsqueeze(1)).view(-1)[: part.numel()], alpha=sign)
+            level = in_rows(
+                _unpack(sent, self.bits)[: part.numel()].to(norm.dtype) - self.levels, self.block
+            )
+            part.add_(
+                (level / self.levels).mul_(norm.unsqueeze(1)).view(-1)[: part.numel()], alpha=sign
+            )
 
 
 @savable
@@ -98,7 +119,9 @@ class QSGD(_RandomRounding):
         super().__init__(levels, block, seed)
 
     def norms(self, blocks: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.vector_norm(blocks, dim=1, keepdim=True, dtype=torch.float64)  # squares overflow float32
+        return torch.linalg.vector_norm(
+            blocks, dim=1, keepdim=True, dtype=torch.float64
+        )  # squares overflow float32
 
 
 @savable

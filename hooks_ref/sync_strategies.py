@@ -69,8 +69,13 @@ def ddp_sync_context(
     if not isinstance(model, DistributedDataParallel):
         yield
         return
-    automatic = strategy is DDPSyncStrategy.MULTI_AUTO_SYNC or (strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC and is_final_microbatch)
-    forced = strategy in (DDPSyncStrategy.FORCED_SYNC, DDPSyncStrategy.OVERLAPPED_SYNC) and is_final_microbatch
+    automatic = strategy is DDPSyncStrategy.MULTI_AUTO_SYNC or (
+        strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC and is_final_microbatch
+    )
+    forced = (
+        strategy in (DDPSyncStrategy.FORCED_SYNC, DDPSyncStrategy.OVERLAPPED_SYNC)
+        and is_final_microbatch
+    )
     made = _Overlapped if strategy is DDPSyncStrategy.OVERLAPPED_SYNC else _Forced
     averaging = made(_parameters(model, optimizers), model.process_group) if forced else None
     with nullcontext() if automatic else model.no_sync(), averaging or nullcontext():
@@ -88,7 +93,9 @@ def prepare_ddp_module(module: torch.nn.Module, find_unused_parameters: bool) ->
     if not dist.is_available():
         raise RuntimeError("torch.distributed is not available in this build of torch")
     if not dist.is_initialized():
-        raise RuntimeError("there is no process group yet: call torch.distributed.init_process_group first")
+        raise RuntimeError(
+            "there is no process group yet: call torch.distributed.init_process_group first"
+        )
     if any(parameter.requires_grad for parameter in module.parameters()):
         return DistributedDataParallel(module, find_unused_parameters=find_unused_parameters)
     return module
@@ -108,19 +115,34 @@ class _Forced:
         kinds = self._kinds()
         for parameter, kind in zip(self.parameters, kinds, strict=True):
             if kind and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, layout=torch.sparse_coo if kind == _SPARSE else torch.strided)
+                parameter.grad = torch.zeros_like(
+                    parameter, layout=torch.sparse_coo if kind == _SPARSE else torch.strided
+                )
         sparse = [p for p, kind in zip(self.parameters, kinds, strict=True) if kind == _SPARSE]
-        dense = [p.grad for p, kind in zip(self.parameters, kinds, strict=True) if kind == _DENSE and p.grad is not None]
+        dense = [
+            p.grad
+            for p, kind in zip(self.parameters, kinds, strict=True)
+            if kind == _DENSE and p.grad is not None
+        ]
         average_parameters(dense, self.group)
         for parameter in sparse:
-            mean = parameter.grad.coalesce() / self.group.size() if parameter.grad is not None else None
+            mean = (
+                parameter.grad.coalesce() / self.group.size()
+                if parameter.grad is not None
+                else None
+            )
             dist.all_reduce(mean, group=self.group)
             parameter.grad = mean
 
     def _kinds(self) -> list[int]:
         """Return what kind of gradient each parameter has on some rank: none, dense or sparse; the same on all ranks."""
-        mine = [0 if p.grad is None else _SPARSE if p.grad.is_sparse else _DENSE for p in self.parameters]
-        kinds = torch.tensor(mine, dtype=torch.uint8, device=self.parameters[0].device if self.parameters else None)
+        mine = [
+            0 if p.grad is None else _SPARSE if p.grad.is_sparse else _DENSE
+            for p in self.parameters
+        ]
+        kinds = torch.tensor(
+            mine, dtype=torch.uint8, device=self.parameters[0].device if self.parameters else None
+        )
         dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=self.group)
         found: list[int] = kinds.tolist()
         return found
@@ -140,7 +162,10 @@ class _Overlapped(_Forced):
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> None:
-        self._handles = [parameter.register_post_accumulate_grad_hook(self._is_there) for parameter in self.parameters]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._is_there)
+            for parameter in self.parameters
+        ]
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
@@ -148,9 +173,14 @@ class _Overlapped(_Forced):
 
     def _is_there(self, parameter: torch.Tensor) -> None:
         if parameter in self._there:
-            raise RuntimeError("overlapped_sync: a gradient came in two parts in one backward (checkpointed twice?); use forced_sync")
+            raise RuntimeError(
+                "overlapped_sync: a gradient came in two parts in one backward (checkpointed twice?); use forced_sync"
+            )
         self._there.add(parameter)
-        while len(self._begun) < len(self.parameters) and self.parameters[len(self._begun)] in self._there:
+        while (
+            len(self._begun) < len(self.parameters)
+            and self.parameters[len(self._begun)] in self._there
+        ):
             self._begin(self.parameters[len(self._begun)])
 
     def _begin(self, parameter: torch.nn.Parameter) -> None:
@@ -176,11 +206,17 @@ _DENSE, _SPARSE = 1, 2
 
 
 def _parameters(
-    model: DistributedDataParallel, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
+    model: DistributedDataParallel,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
 ) -> list[torch.nn.Parameter]:
     """Return the parameters to average, each once, in an order that all ranks share."""
     if optimizers is None:
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
     every = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    given = [parameter for optimizer in every for group in optimizer.param_groups for parameter in group["params"]]
+    given = [
+        parameter
+        for optimizer in every
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
     return [parameter for parameter in dict.fromkeys(given) if parameter.requires_grad]

@@ -43,10 +43,17 @@ from hooks_ref._state import check_bool
 from hooks_ref.default_hooks import Hook
 
 if TYPE_CHECKING:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # compiles every functional optimizer, with warnings
+    from torch.distributed.optim import (
+        ZeroRedundancyOptimizer,
+    )  # compiles every functional optimizer, with warnings
 
 
-def hook_with_zero_step(hook: Hook, ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer", shard_buckets: bool = False) -> Hook:
+def hook_with_zero_step(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: "ZeroRedundancyOptimizer",
+    shard_buckets: bool = False,
+) -> Hook:
     """Make the hook that runs ``hook`` on every bucket, and ``zero``'s step from the last bucket on.
 
     To be called on all ranks of ``zero``'s group: it makes a group for the broadcasts.
@@ -74,7 +81,10 @@ def hook_with_zero_step(hook: Hook, ddp: DistributedDataParallel, zero: "ZeroRed
 
 
 def hook_with_zero_step_interleaved(
-    hook: Hook, ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer", shard_buckets: bool = False
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: "ZeroRedundancyOptimizer",
+    shard_buckets: bool = False,
 ) -> Hook:
     """Make the hook that runs ``hook`` on every bucket, and ``zero``'s step for it as soon as it is reduced.
 
@@ -97,7 +107,12 @@ class _Overlap:
     """The hook, what it knows of the buckets, and the turns of the step that is going on."""
 
     def __init__(
-        self, hook: Hook, ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer", shard_buckets: bool, interleaved: bool
+        self,
+        hook: Hook,
+        ddp: DistributedDataParallel,
+        zero: "ZeroRedundancyOptimizer",
+        shard_buckets: bool,
+        interleaved: bool,
     ) -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -110,18 +125,26 @@ class _Overlap:
         if len(zero.param_groups) != 1:
             raise ValueError(f"zero: one parameter group; got {len(zero.param_groups)}")
         if ddp.find_unused_parameters and not ddp.static_graph:
-            raise ValueError("ddp: made with find_unused_parameters=True and without static_graph=True, so that its buckets never settle")
+            raise ValueError(
+                "ddp: made with find_unused_parameters=True and without static_graph=True, so that its buckets never settle"
+            )
         self.hook, self.ddp, self.zero, self.interleaved = hook, weakref.ref(ddp), zero, interleaved
         zero._overlap_info.shard_buckets = check_bool("shard_buckets", shard_buckets)
         self.group = second_group(zero.process_group)
         self.buckets_known = self.initialized = False
         self.turns: list[_Turn] = []
-        self.last_turn: torch.futures.Future[None] | None = None  # done when its broadcasts are started
+        self.last_turn: torch.futures.Future[None] | None = (
+            None  # done when its broadcasts are started
+        )
 
-    def hook_with_zero(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook_with_zero(
+        self, state: Any, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         ddp = self.ddp()
         if ddp is not None and ddp._join_config.enable:
-            raise RuntimeError("under Join: a rank that has run out of inputs takes no part in steps of the sharded optimizer")
+            raise RuntimeError(
+                "under Join: a rank that has run out of inputs takes no part in steps of the sharded optimizer"
+            )
         buffer = bucket.buffer()
         reduced = self.hook(state, bucket)
         if not self._settled(bucket):
@@ -145,10 +168,21 @@ class _Overlap:
             return False
         info, index = self.zero._overlap_info, bucket.index()
         if index == 0 and self.buckets_known:
-            info.total_size = sum(parameter.numel() for parameters in info.params_per_bucket for parameter in parameters)
-            before = [(parameter, parameter.data) for parameters in info.params_per_bucket for parameter in parameters]
+            info.total_size = sum(
+                parameter.numel()
+                for parameters in info.params_per_bucket
+                for parameter in parameters
+            )
+            before = [
+                (parameter, parameter.data)
+                for parameters in info.params_per_bucket
+                for parameter in parameters
+            ]
             self.zero._init_zero_for_overlap()
-            for parameter, data in before:  # zero laid it out C-contiguously; DDP goes by the layout that it had
+            for (
+                parameter,
+                data,
+            ) in before:  # zero laid it out C-contiguously; DDP goes by the layout that it had
                 parameter.data = shaped(parameter.data.view(-1), data).copy_(data)
             self.initialized = True
             return True
@@ -164,7 +198,9 @@ class _Overlap:
         def take(arrived: torch.futures.Future[list[torch.futures.Future[Any]]]) -> None:
             for future in arrived.value():
                 future.value()  # raises what the reduction, or a turn before, raised
-            self._local_step(turn.bucket, turn.reduced.value().to(turn.dtype))  # compressed, it may be in half precision
+            self._local_step(
+                turn.bucket, turn.reduced.value().to(turn.dtype)
+            )  # compressed, it may be in half precision
             broadcasts = [work.get_future() for work in self._start_broadcasts(turn.bucket.index())]
             torch.futures.collect_all(broadcasts).then(_or_fail(turn.updated, finish))
 
@@ -173,7 +209,10 @@ class _Overlap:
                 future.value()
             turn.updated.set_result(turn.reduced.value().to(turn.dtype))
 
-        needed: list[torch.futures.Future[Any]] = [turn.reduced, *([self.last_turn] if self.last_turn is not None else [])]
+        needed: list[torch.futures.Future[Any]] = [
+            turn.reduced,
+            *([self.last_turn] if self.last_turn is not None else []),
+        ]
         self.last_turn = torch.futures.collect_all(needed).then(_or_fail(turn.updated, take))
 
     def _local_step(self, bucket: dist.GradBucket, flat: torch.Tensor) -> None:
@@ -182,10 +221,16 @@ class _Overlap:
         owned = zero._bucket_assignments_per_rank[zero.rank].get(bucket.index())
         if owned is None:
             return
-        gradients = [flat] if flat.is_sparse else list(map(gradient, pieces(bucket, flat), bucket.parameters()))
+        gradients = (
+            [flat]
+            if flat.is_sparse
+            else list(map(gradient, pieces(bucket, flat), bucket.parameters()))
+        )
         group, defaults = zero.optim.param_groups[0], zero.optim.defaults
         # Functional optimizers read their defaults instead of the group, and Adagrad's takes no gradient for another: name none.
-        defaults.update({name: value for name, value in zero.param_groups[0].items() if name in defaults})
+        defaults.update(
+            {name: value for name, value in zero.param_groups[0].items() if name in defaults}
+        )
         everything, group["params"] = group["params"], owned.parameters
         try:
             zero._local_step(gradients[owned.offset :][: len(owned.parameters)])
@@ -194,11 +239,22 @@ class _Overlap:
 
     def _start_broadcasts(self, index: int) -> list[dist.Work]:
         """Send every owner's part of the bucket's parameters, in the order of ranks."""
-        parts = [(rank, owned[index].tensor) for rank, owned in enumerate(self.zero._bucket_assignments_per_rank) if index in owned]
-        return [dist.broadcast(part, src=dist.get_global_rank(self.group, rank), group=self.group, async_op=True) for rank, part in parts]
+        parts = [
+            (rank, owned[index].tensor)
+            for rank, owned in enumerate(self.zero._bucket_assignments_per_rank)
+            if index in owned
+        ]
+        return [
+            dist.broadcast(
+                part, src=dist.get_global_rank(self.group, rank), group=self.group, async_op=True
+            )
+            for rank, part in parts
+        ]
 
 
-def _or_fail(updated: torch.futures.Future[torch.Tensor], callback: Callable[..., None]) -> Callable[..., None]:
+def _or_fail(
+    updated: torch.futures.Future[torch.Tensor], callback: Callable[..., None]
+) -> Callable[..., None]:
     """Let what ``callback`` raises fail ``updated`` too."""
 
     def guarded(future: torch.futures.Future[Any]) -> None:

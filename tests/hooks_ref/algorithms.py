@@ -36,12 +36,24 @@ def scenario(
 ) -> Scenario:
     """Return a scenario of scripted gradients of one kind; several buckets from the second step on, unless said otherwise."""
     return Scenario(
-        "algorithm", "scripted gradients", params, (kind,) * steps, bucket_cap_mb=bucket_cap_mb, first_step=first_step, level=0.0
+        "algorithm",
+        "scripted gradients",
+        params,
+        (kind,) * steps,
+        bucket_cap_mb=bucket_cap_mb,
+        first_step=first_step,
+        level=0.0,
     )
 
 
 def run_hook(
-    pool: Pool, what: Scenario, world: int = 2, *, hook: str | None = None, state: str | None = None, setup: str | None = None
+    pool: Pool,
+    what: Scenario,
+    world: int = 2,
+    *,
+    hook: str | None = None,
+    state: str | None = None,
+    setup: str | None = None,
 ) -> Run:
     """Run a hook, named as on the command line, and return the finished run."""
     run = try_hook(pool, what, world, hook=hook, state=state, setup=setup)
@@ -51,7 +63,13 @@ def run_hook(
 
 
 def try_hook(
-    pool: Pool, what: Scenario, world: int = 2, *, hook: str | None = None, state: str | None = None, setup: str | None = None
+    pool: Pool,
+    what: Scenario,
+    world: int = 2,
+    *,
+    hook: str | None = None,
+    state: str | None = None,
+    setup: str | None = None,
 ) -> Run:
     """Run a hook that may break."""
     folder = pool.run(what, world, SubjectSpec(hook, state, setup), f"algorithm-{next(_names)}")
@@ -83,14 +101,20 @@ def memory_order(spec: Param) -> torch.Tensor:
 
 def every(run: Run, steps: range | None = None) -> Iterator[tuple[int, int, int]]:
     """Yield (step, rank, parameter) in the order of time."""
-    return itertools.product(steps or range(len(run.scenario.steps)), range(run.world), range(len(run.scenario.params)))
+    return itertools.product(
+        steps or range(len(run.scenario.steps)), range(run.world), range(len(run.scenario.params))
+    )
 
 
-def require_same_bits(one: Run, other: Run, *, steps: Callable[[int], int | None] = lambda step: step) -> None:
+def require_same_bits(
+    one: Run, other: Run, *, steps: Callable[[int], int | None] = lambda step: step
+) -> None:
     """Compare two runs; ``steps`` gives the step of ``other`` that a step of ``one`` is compared with, or None."""
     for step, rank, index in every(one):
         if (theirs := steps(step)) is not None:
-            assert torch.equal(result(one, rank, step, index), result(other, rank, theirs, index)), (step, rank, index)
+            assert torch.equal(
+                result(one, rank, step, index), result(other, rank, theirs, index)
+            ), (step, rank, index)
 
 
 @contextmanager
@@ -107,5 +131,7 @@ def require_resumes(pool: Pool, folder: Path, hook: str, state: str) -> None:
     given = f"hook='{hook}',folder='{folder}'"
     run_hook(pool, scenario(6), setup=f"tests.hooks_ref.saved_states:saves,state='{state}',{given}")
     for loads in (f"loads,{given}", f"loads_state_dict,state='{state}',{given}"):
-        rest = run_hook(pool, scenario(6, first_step=6), setup=f"tests.hooks_ref.saved_states:{loads}")
+        rest = run_hook(
+            pool, scenario(6, first_step=6), setup=f"tests.hooks_ref.saved_states:{loads}"
+        )
         require_same_bits(rest, whole, steps=lambda step: step + 6)

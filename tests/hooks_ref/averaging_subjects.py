@@ -9,14 +9,19 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms.model_averaging import averagers as theirs
-from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
+    HierarchicalModelAverager,
+)
 from torch.distributed.optim import PostLocalSGDOptimizer as TORCHS_OPTIMIZER
 from torch.nn.parallel import DistributedDataParallel
 
 import hooks_ref
 from conformance import Case
 
-TORCHS = {"PeriodicModelAverager": theirs.PeriodicModelAverager, "HierarchicalModelAverager": HierarchicalModelAverager}
+TORCHS = {
+    "PeriodicModelAverager": theirs.PeriodicModelAverager,
+    "HierarchicalModelAverager": HierarchicalModelAverager,
+}
 
 
 def averaged(
@@ -40,7 +45,9 @@ def averaged(
         unused: a rank and a parameter that has no gradient there when averaging comes.
     """
     optimizer.param_groups[0]["lr"] = 0.0
-    made = (TORCHS[name] if torchs else getattr(hooks_ref, name))(**options, process_group=process_group)
+    made = (TORCHS[name] if torchs else getattr(hooks_ref, name))(
+        **options, process_group=process_group
+    )
     parameters = list(model.parameters())
     forms: dict[str, Callable[[], Any]] = {
         "parameters": lambda: parameters,

@@ -12,7 +12,9 @@ from conformance import Case
 
 WRAPPERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
     "plain": hooks_ref.checkpoint_wrapper,
-    "reentrant": lambda module: hooks_ref.checkpoint_wrapper(module, hooks_ref.CheckpointImpl.REENTRANT),
+    "reentrant": lambda module: hooks_ref.checkpoint_wrapper(
+        module, hooks_ref.CheckpointImpl.REENTRANT
+    ),
     "offload": hooks_ref.offload_wrapper,
     "both": lambda module: hooks_ref.offload_wrapper(hooks_ref.checkpoint_wrapper(module)),
 }
@@ -27,7 +29,9 @@ class Block(torch.nn.Module):
         self.register_buffer("shift", torch.ones(6))
 
     def forward(self, x: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
-        return torch.nn.functional.dropout(self.norm(self.linear(x)).tanh() * factor + self.shift, 0.25)
+        return torch.nn.functional.dropout(
+            self.norm(self.linear(x)).tanh() * factor + self.shift, 0.25
+        )
 
 
 class Net(torch.nn.Module):
@@ -51,13 +55,18 @@ def trains(process_group: Any, rank: int, *, name: str) -> Case:
     """Three steps give the same bits, in outputs, gradients and parameters."""
 
     def train(net: torch.nn.Module) -> list[torch.Tensor]:
-        ddp = DistributedDataParallel(net, process_group=process_group, static_graph=name == "reentrant")
+        ddp = DistributedDataParallel(
+            net, process_group=process_group, static_graph=name == "reentrant"
+        )
         optimizer, seen = torch.optim.SGD(ddp.parameters(), lr=0.1), []
         for step in range(3):
             torch.manual_seed(100 * step + rank)
             output = ddp(torch.randn(4, 6, requires_grad=True))
             output.square().sum().backward()
-            seen += [output.detach().clone(), *(parameter.grad.clone() for parameter in ddp.parameters())]
+            seen += [
+                output.detach().clone(),
+                *(parameter.grad.clone() for parameter in ddp.parameters()),
+            ]
             optimizer.step()
             optimizer.zero_grad()
         return seen + [parameter.detach().clone() for parameter in ddp.parameters()]
@@ -65,7 +74,9 @@ def trains(process_group: Any, rank: int, *, name: str) -> Case:
     def check() -> None:
         state = torch.get_rng_state()
         plain, wrapped = network(), network()
-        hooks_ref.apply_activation_checkpointing(wrapped, WRAPPERS[name], lambda module: isinstance(module, Block))
+        hooks_ref.apply_activation_checkpointing(
+            wrapped, WRAPPERS[name], lambda module: isinstance(module, Block)
+        )
         assert wrapped.again is wrapped.blocks[0]
         expected, got = train(plain), train(wrapped)
         torch.set_rng_state(state)

@@ -60,7 +60,9 @@ def once(check: Callable[[], None]) -> Case:
     return Case(None, hooks_ref.noop_hook, after_backward=check)
 
 
-def counts(process_group: Any, rank: int, *, lengths: tuple[int, ...], joinables: int = 1, factor: int = 1) -> Case:
+def counts(
+    process_group: Any, rank: int, *, lengths: tuple[int, ...], joinables: int = 1, factor: int = 1
+) -> Case:
     """Every step of every joinable says how many ranks train; each hook is called as often as others have more steps."""
     made = [Counter(process_group) for _ in range(joinables)]
 
@@ -72,8 +74,12 @@ def counts(process_group: Any, rank: int, *, lengths: tuple[int, ...], joinables
                         counter()
             training = [sum(length > step for length in lengths) for step in range(max(lengths))]
             for counter in made:
-                assert counter.sums == [factor * many for many in training[: lengths[rank]]], counter.sums
-                assert counter.shadowed == [factor * many for many in training[lengths[rank] :]], counter.shadowed
+                assert counter.sums == [factor * many for many in training[: lengths[rank]]], (
+                    counter.sums
+                )
+                assert counter.shadowed == [factor * many for many in training[lengths[rank] :]], (
+                    counter.shadowed
+                )
                 assert counter.posts == [lengths[rank] == max(lengths)], counter.posts
                 assert not counter._join_config.enable
                 for seen in (counter.sums, counter.shadowed, counter.posts):
@@ -135,22 +141,38 @@ def raises_inside(process_group: Any, rank: int) -> Case:
     return once(check)
 
 
-def trains(process_group: Any, rank: int, *, lengths: tuple[int, ...], hook: str = "", zero: bool = False, sync_bn: bool = False) -> Case:
+def trains(
+    process_group: Any,
+    rank: int,
+    *,
+    lengths: tuple[int, ...],
+    hook: str = "",
+    zero: bool = False,
+    sync_bn: bool = False,
+) -> Case:
     """torch's DDP, and ZeRO with it, train to the same bits in our context as in torch's; replicas are the same then."""
 
     def train(join: Any) -> list[torch.Tensor]:
         torch.manual_seed(3)
-        net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5) if sync_bn else torch.nn.ReLU(), torch.nn.Linear(5, 3))
+        net = torch.nn.Sequential(
+            torch.nn.Linear(6, 5),
+            torch.nn.BatchNorm1d(5) if sync_bn else torch.nn.ReLU(),
+            torch.nn.Linear(5, 3),
+        )
         ddp = DistributedDataParallel(net, process_group=process_group)
         if hook == "powerSGD_hook":
-            ddp.register_comm_hook(hooks_ref.PowerSGDState(process_group, 1, 2, 1), hooks_ref.powerSGD_hook)
+            ddp.register_comm_hook(
+                hooks_ref.PowerSGDState(process_group, 1, 2, 1), hooks_ref.powerSGD_hook
+            )
         elif hook:
             ddp.register_comm_hook(process_group, getattr(hooks_ref, hook))
         optimizer, joinables = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), [ddp]
         if zero:
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
-            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, process_group=process_group, lr=0.1, momentum=0.9)
+            optimizer = ZeroRedundancyOptimizer(
+                ddp.parameters(), torch.optim.SGD, process_group=process_group, lr=0.1, momentum=0.9
+            )
             joinables = [ddp, optimizer]
         with join(joinables):
             for step in range(lengths[rank]):
@@ -181,7 +203,9 @@ def divides(process_group: Any, rank: int, world_size: int) -> Case:
     since a hook is not told how many these are."""
 
     def mean(join: Any, hook: bool, by_initial: bool) -> float:
-        ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), process_group=process_group)
+        ddp = DistributedDataParallel(
+            torch.nn.Linear(1, 1, bias=False), process_group=process_group
+        )
         if hook:
             ddp.register_comm_hook(process_group, hooks_ref.allreduce_hook)
         with join([ddp], divide_by_initial_world_size=by_initial):
@@ -196,9 +220,18 @@ def divides(process_group: Any, rank: int, world_size: int) -> Case:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for join in (TorchsJoin, Join):
-                found = {(hook, by_initial): mean(join, hook, by_initial) for hook in (False, True) for by_initial in (True, False)}
+                found = {
+                    (hook, by_initial): mean(join, hook, by_initial)
+                    for hook in (False, True)
+                    for by_initial in (True, False)
+                }
                 if rank == 0:  # whose second step is its own alone
-                    assert found == {(False, True): 3.0, (False, False): 6.0, (True, True): 3.0, (True, False): 3.0}, found
+                    assert found == {
+                        (False, True): 3.0,
+                        (False, False): 6.0,
+                        (True, True): 3.0,
+                        (True, False): 3.0,
+                    }, found
 
     return once(check)
 
@@ -216,6 +249,8 @@ def steps_alone(process_group: Any, rank: int) -> Case:
                 for parameter in params:
                     parameter.grad = torch.ones(3)
                 zero.step()
-        assert all(torch.equal(parameter.detach(), torch.full((3,), -1.5)) for parameter in params), params
+        assert all(
+            torch.equal(parameter.detach(), torch.full((3,), -1.5)) for parameter in params
+        ), params
 
     return once(check)

@@ -29,7 +29,9 @@ def by_machine(process_group: dist.ProcessGroup, rank: int, hosts: str, start: i
     return _case("ours", process_group, None, start)
 
 
-def by_machine_or_never(process_group: dist.ProcessGroup, world_size: int, rank: int, hosts: str) -> Case:
+def by_machine_or_never(
+    process_group: dist.ProcessGroup, world_size: int, rank: int, hosts: str
+) -> Case:
     """The same, but in a group of one, which has no local step; in the end all make one group more, of everyone."""
     case = by_machine(process_group, rank, hosts, 4 if world_size > 1 else 1000)
     case.close = lambda: dist.all_reduce(torch.ones(1), group=dist.new_group())
@@ -41,13 +43,27 @@ def by_default(start: int = 4, whose: str = "ours") -> Case:
     return _case(whose, None, None, start)
 
 
-def by_group(rank: int, subgroups: list[list[int]], start: int = 4, allreduce: bool = True, whose: str = "ours") -> Case:
+def by_group(
+    rank: int,
+    subgroups: list[list[int]],
+    start: int = 4,
+    allreduce: bool = True,
+    whose: str = "ours",
+) -> Case:
     """With subgroups of the default group."""
-    mine = [dist.new_group(ranks) for ranks in subgroups][next(i for i, ranks in enumerate(subgroups) if rank in ranks)]
+    mine = [dist.new_group(ranks) for ranks in subgroups][
+        next(i for i, ranks in enumerate(subgroups) if rank in ranks)
+    ]
     return _case(whose, None, mine, start, allreduce)
 
 
-def averaged(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, subgroups: list[list[int]], whose: str) -> Case:
+def averaged(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    subgroups: list[list[int]],
+    whose: str,
+) -> Case:
     """Two plain steps, then local ones; parameters are averaged after the third and every second one from there."""
     averager = PeriodicModelAverager(period=2, warmup_steps=2)
     optimizer.register_step_post_hook(lambda *_: averager.average_parameters(model.parameters()))
@@ -64,7 +80,9 @@ def own_from_8() -> ours.PostLocalSGDState:
     return ours.PostLocalSGDState(None, None, 8, False)
 
 
-def hook_on_machines_of_their_own(state: ours.PostLocalSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def hook_on_machines_of_their_own(
+    state: ours.PostLocalSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """The hook, every rank on another machine."""
     name_machine(f"machine {dist.get_rank()}")
     return ours.post_localSGD_hook(state, bucket)

@@ -36,15 +36,21 @@ class _Gathered:
         return future
 
 
-def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> _Gathered:
-    dist.all_gather(outputs, tensor, group=group)  # over before the next begins: theirs starts one in a callback
+def _all_gather(
+    outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> _Gathered:
+    dist.all_gather(
+        outputs, tensor, group=group
+    )  # over before the next begins: theirs starts one in a callback
     return _Gathered(outputs)
 
 
 def _on_gloo(hook: Any) -> Any:
     """Return torch's ``hook`` with an all_gather that suits it; nothing of torch is replaced for others."""
     seen = types.SimpleNamespace(all_gather=_all_gather, get_rank=dist.get_rank, group=dist.group)
-    return types.FunctionType(hook.__code__, {**hook.__globals__, "dist": seen}, hook.__name__, hook.__defaults__)
+    return types.FunctionType(
+        hook.__code__, {**hook.__globals__, "dist": seen}, hook.__name__, hook.__defaults__
+    )
 
 
 _theirs = _on_gloo(quantization_hooks.quantization_perchannel_hook)

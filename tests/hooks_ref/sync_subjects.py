@@ -29,11 +29,18 @@ class Net(torch.nn.Module):
 
     def __init__(self, shapes: list[torch.Size], sparse: bool, layout: torch.memory_format) -> None:
         super().__init__()
-        self.all = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(shape).contiguous(memory_format=layout)) for shape in shapes)
+        self.all = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.zeros(shape).contiguous(memory_format=layout))
+            for shape in shapes
+        )
         self.table = torch.nn.Embedding(4, 2, sparse=True) if sparse else None
 
     def forward(self, used: dict[int, float], row: int) -> torch.Tensor:
-        parts = [self.all[index].sum() * factor for index, factor in used.items() if index < len(self.all)]
+        parts = [
+            self.all[index].sum() * factor
+            for index, factor in used.items()
+            if index < len(self.all)
+        ]
         if self.table is not None:
             parts.append(self.table(torch.tensor([row])).sum())
         return torch.stack(parts).sum()
@@ -57,15 +64,25 @@ def synchronised(
     optimizer.param_groups[0]["lr"] = 0.0
     shown = list(model.parameters())
     net = Net([parameter.shape for parameter in shown], False, torch.contiguous_format)
-    ddp = DistributedDataParallel(net, process_group=process_group, find_unused_parameters=find_unused, gradient_as_bucket_view=view)
-    parts = [[net.all[0], *net.all[1 + number :: max(1, optimizers)]] for number in range(optimizers)]
+    ddp = DistributedDataParallel(
+        net,
+        process_group=process_group,
+        find_unused_parameters=find_unused,
+        gradient_as_bucket_view=view,
+    )
+    parts = [
+        [net.all[0], *net.all[1 + number :: max(1, optimizers)]] for number in range(optimizers)
+    ]
     made = [torch.optim.SGD(part, lr=0.0) for part in parts] or None
 
     def after_backward() -> None:
         for batch in range(batches):
             final = batch == batches - 1
             with hooks_ref.ddp_sync_context(ddp, final, strategy, made):
-                ddp({index: gradient(batch, rank, index) for index in USES[uses](batch, rank)}, batch).backward()
+                ddp(
+                    {index: gradient(batch, rank, index) for index in USES[uses](batch, rank)},
+                    batch,
+                ).backward()
                 if final and rank == fails_on:
                     raise ArithmeticError("this micro-batch failed")
         for parameter, mine in zip(shown, net.all, strict=True):

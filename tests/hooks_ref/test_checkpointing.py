@@ -26,12 +26,17 @@ def test_has_the_names_of_what_it_wraps(name: str) -> None:
     hooks_ref.apply_activation_checkpointing(wrapped, WRAPPERS[name])
     assert isinstance(wrapped.first, hooks_ref.ActivationWrapper)
     assert list(wrapped.state_dict()) == list(plain.state_dict())
-    assert [key for key, _ in wrapped.named_parameters()] == [key for key, _ in plain.named_parameters()]
+    assert [key for key, _ in wrapped.named_parameters()] == [
+        key for key, _ in plain.named_parameters()
+    ]
     assert [key for key, _ in wrapped.named_buffers()] == [key for key, _ in plain.named_buffers()]
     for parameter in wrapped.parameters():
         torch.nn.init.zeros_(parameter)
     wrapped.load_state_dict(plain.state_dict())
-    assert all(torch.equal(one, other) for one, other in zip(wrapped.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(wrapped.parameters(), plain.parameters(), strict=True)
+    )
     alone = WRAPPERS[name](Block())
     assert list(alone.state_dict()) == list(Block().state_dict())
     alone.load_state_dict(Block().state_dict())
@@ -56,7 +61,12 @@ def test_the_forward_runs_again() -> None:
 
     for module, often in (
         (hooks_ref.checkpoint_wrapper(Counts()), 2),
-        (hooks_ref.checkpoint_wrapper(Counts(), hooks_ref.CheckpointImpl.REENTRANT, preserve_rng_state=False), 2),
+        (
+            hooks_ref.checkpoint_wrapper(
+                Counts(), hooks_ref.CheckpointImpl.REENTRANT, preserve_rng_state=False
+            ),
+            2,
+        ),
         (hooks_ref.checkpoint_wrapper(Counts(), checkpoint_fn=lambda function, x: function(x)), 1),
         (hooks_ref.offload_wrapper(Counts()), 1),
     ):
@@ -67,7 +77,9 @@ def test_the_forward_runs_again() -> None:
 
 def test_choosing_what_to_wrap() -> None:
     net = network()
-    hooks_ref.apply_activation_checkpointing(net, check_fn=lambda module: isinstance(module, torch.nn.LayerNorm))
+    hooks_ref.apply_activation_checkpointing(
+        net, check_fn=lambda module: isinstance(module, torch.nn.LayerNorm)
+    )
     assert sum(isinstance(module, hooks_ref.CheckpointWrapper) for module in net.modules()) == 2
     assert not isinstance(net.blocks[0], hooks_ref.CheckpointWrapper)
 
@@ -79,13 +91,22 @@ def test_a_policy_chooses_what_torchs_does(policy: str) -> None:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
     chosen: Any = {
-        "size": partial(size_based_auto_wrap_policy, min_num_params=50, exclude_wrap_modules={torch.nn.Sequential}),
+        "size": partial(
+            size_based_auto_wrap_policy,
+            min_num_params=50,
+            exclude_wrap_modules={torch.nn.Sequential},
+        ),
         "classes": ModuleWrapPolicy({Block, torch.nn.LayerNorm}),
     }[policy]
-    ours, theirs = (torch.nn.Sequential(torch.nn.Linear(6, 6), Block(), torch.nn.Sequential(Block(), Block())) for _ in range(2))
+    ours, theirs = (
+        torch.nn.Sequential(torch.nn.Linear(6, 6), Block(), torch.nn.Sequential(Block(), Block()))
+        for _ in range(2)
+    )
     hooks_ref.apply_activation_checkpointing(ours, auto_wrap_policy=chosen)
     torchs.apply_activation_checkpointing(theirs, auto_wrap_policy=chosen)
-    assert [type(module).__name__ for module in ours.modules()] == [type(module).__name__ for module in theirs.modules()]
+    assert [type(module).__name__ for module in ours.modules()] == [
+        type(module).__name__ for module in theirs.modules()
+    ]
     assert sum(isinstance(module, hooks_ref.CheckpointWrapper) for module in ours.modules()) > 2
 
 
@@ -101,4 +122,7 @@ def test_buffers_are_updated_by_the_first_forward_alone(name: str) -> None:
     for module in (plain, wrapped):
         module(torch.arange(12.0).view(4, 3).requires_grad_()).square().sum().backward()
     assert wrapped.running_mean is buffer
-    assert all(torch.equal(one, other) for one, other in zip(plain.buffers(), wrapped.buffers(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(plain.buffers(), wrapped.buffers(), strict=True)
+    )

@@ -16,7 +16,14 @@ WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), level=0.0
 
 def run(pool: Pool, name: str, world: int, what: Scenario = WHAT, **given: Any) -> None:
     """Run a subject, which checks itself."""
-    run_hook(pool, what, world, setup=",".join([f"{SUBJECTS}:{name}", *(f"{key}={value!r}" for key, value in given.items())]))
+    run_hook(
+        pool,
+        what,
+        world,
+        setup=",".join(
+            [f"{SUBJECTS}:{name}", *(f"{key}={value!r}" for key, value in given.items())]
+        ),
+    )
 
 
 @pytest.mark.parametrize("joinables", [1, 3])
@@ -27,7 +34,9 @@ def test_who_trains(pool: Pool, lengths: tuple[int, ...], joinables: int) -> Non
 
 def test_on_subgroups(pool: Pool) -> None:
     """A rank is told its place in its group; the groups know nothing of each other."""
-    what = Scenario("algorithm", "two groups", WHAT.params, ("crafted",), groups=SUBGROUPS.groups, level=0.0)
+    what = Scenario(
+        "algorithm", "two groups", WHAT.params, ("crafted",), groups=SUBGROUPS.groups, level=0.0
+    )
     run(pool, "counts", 4, what, lengths=(1, 4), joinables=2)
 
 
@@ -39,7 +48,10 @@ def test_ways_out(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        *({"lengths": (2, 5, 0), "hook": hook} for hook in ("", "allreduce_hook", "fp16_compress_hook", "powerSGD_hook")),
+        *(
+            {"lengths": (2, 5, 0), "hook": hook}
+            for hook in ("", "allreduce_hook", "fp16_compress_hook", "powerSGD_hook")
+        ),
         *({"lengths": lengths, "zero": True} for lengths in ((3, 4), (4, 1))),
     ],
     ids=str,

@@ -10,19 +10,33 @@ from conformance.pool import Pool
 from conformance.run import Run
 from conformance.scenario import COLLECTIVE_RAISES, SPARSE, TRAINING, Param, Scenario
 from hooks_ref.mixed_precision import MixedPrecisionState
-from tests.hooks_ref.algorithms import PARAMS, every, gradients, require_same_bits, result, run_hook, scenario, torchs_own_fails, try_hook
+from tests.hooks_ref.algorithms import (
+    PARAMS,
+    every,
+    gradients,
+    require_same_bits,
+    result,
+    run_hook,
+    scenario,
+    torchs_own_fails,
+    try_hook,
+)
 
 SUBJECTS = "tests.hooks_ref.mixed_precision_subjects"
 HOOK = "hooks_ref.mixed_precision:allreduce_and_upcast_hook"
 IN_BFLOAT16 = tuple(replace(param, dtype="bfloat16") for param in PARAMS)
-DTYPES = tuple(Param((3, 5), dtype) for dtype in ("float32", "float64", "float16", "bfloat16", "complex64"))
+DTYPES = tuple(
+    Param((3, 5), dtype) for dtype in ("float32", "float64", "float16", "bfloat16", "complex64")
+)
 
 
 def reduced(pool: Pool, what: Scenario, dtype: str, world: int = 2) -> Run:
     return run_hook(pool, what, world, hook=HOOK, state=f"{SUBJECTS}:state,dtype={dtype}")
 
 
-def oracle(run: Run, step: int, index: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def oracle(
+    run: Run, step: int, index: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean and how far the hook may be from it, in float64.
 
     A share x / W is rounded to the wider dtype and to ``dtype`` (u is half of its eps, and the wider's at most as much),
@@ -33,12 +47,19 @@ def oracle(run: Run, step: int, index: int, dtype: torch.dtype) -> tuple[torch.T
     shares = gradients(run, step, index) / run.world
     u, v = torch.finfo(dtype).eps / 2, torch.finfo(own).eps / 2
     relative = (1 + u) ** (run.world + 1) * (1 + v) - 1
-    return shares.sum(0), relative * shares.abs().sum(0) + run.world * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return shares.sum(0), relative * shares.abs().sum(0) + run.world * torch.finfo(
+        dtype
+    ).smallest_normal * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(("dtype", "params"), [("float16", PARAMS), ("bfloat16", PARAMS), ("float32", IN_BFLOAT16), ("float64", PARAMS)])
-def test_agrees_with_an_oracle(pool: Pool, dtype: str, params: tuple[Param, ...], world: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "params"),
+    [("float16", PARAMS), ("bfloat16", PARAMS), ("float32", IN_BFLOAT16), ("float64", PARAMS)],
+)
+def test_agrees_with_an_oracle(
+    pool: Pool, dtype: str, params: tuple[Param, ...], world: int
+) -> None:
     run, wire = reduced(pool, scenario(10, params=params), dtype, world), getattr(torch, dtype)
     for step, rank, index in every(run):
         mean, bound = oracle(run, step, index, wire)
@@ -48,8 +69,12 @@ def test_agrees_with_an_oracle(pool: Pool, dtype: str, params: tuple[Param, ...]
         assert torch.equal(got, result(run, 0, step, index)), "the ranks differ"
 
 
-@pytest.mark.parametrize(("dtype", "params"), [("float16", PARAMS), ("bfloat16", PARAMS), ("float32", IN_BFLOAT16)])
-def test_agrees_with_an_oracle_to_the_last_bit(pool: Pool, dtype: str, params: tuple[Param, ...]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "params"), [("float16", PARAMS), ("bfloat16", PARAMS), ("float32", IN_BFLOAT16)]
+)
+def test_agrees_with_an_oracle_to_the_last_bit(
+    pool: Pool, dtype: str, params: tuple[Param, ...]
+) -> None:
     """On two ranks there is one addition, of which no order can change the rounding; halving is exact."""
     run, wire = reduced(pool, scenario(4, params=params), dtype), getattr(torch, dtype)
     for step, rank, index in every(run):
@@ -73,10 +98,17 @@ def test_float32_for_bfloat16_rounds_only_the_mean(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "hook"), [("float16", "fp16_compress_hook"), ("bfloat16", "bf16_compress_hook"), ("float32", "allreduce_hook")]
+    ("dtype", "hook"),
+    [
+        ("float16", "fp16_compress_hook"),
+        ("bfloat16", "bf16_compress_hook"),
+        ("float32", "allreduce_hook"),
+    ],
 )
 def test_is_the_compression_hook_for_float32_parameters(pool: Pool, dtype: str, hook: str) -> None:
-    require_same_bits(reduced(pool, scenario(3), dtype), run_hook(pool, scenario(3), hook=f"hooks_ref:{hook}"))
+    require_same_bits(
+        reduced(pool, scenario(3), dtype), run_hook(pool, scenario(3), hook=f"hooks_ref:{hook}")
+    )
 
 
 def test_divides_before_it_casts(pool: Pool) -> None:
@@ -91,11 +123,17 @@ def test_every_dtype_in_one_model(pool: Pool, dtype: str) -> None:
     """Crafted values, on which no dtype rounds."""
     run = reduced(pool, scenario(3, params=DTYPES, kind="crafted"), dtype)
     for step, rank, index in every(run):
-        assert torch.equal(result(run, rank, step, index), gradients(run, step, index).mean(0)), (step, rank, index)
+        assert torch.equal(result(run, rank, step, index), gradients(run, step, index).mean(0)), (
+            step,
+            rank,
+            index,
+        )
 
 
 def test_a_sparse_bucket_is_averaged_in_its_own_dtype(pool: Pool) -> None:
-    require_same_bits(reduced(pool, SPARSE, "float16"), run_hook(pool, SPARSE, hook="hooks_ref:allreduce_hook"))
+    require_same_bits(
+        reduced(pool, SPARSE, "float16"), run_hook(pool, SPARSE, hook="hooks_ref:allreduce_hook")
+    )
 
 
 def test_torchs_native_mixed_precision_needs_an_accelerator(pool: Pool) -> None:

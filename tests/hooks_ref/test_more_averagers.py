@@ -16,7 +16,9 @@ from tests.hooks_ref.test_model_averaging import run
 Round = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-def require_rounds(run: Run, period: int, warmup: int, follow: Callable[[], Round], shown: str = "parameters") -> None:
+def require_rounds(
+    run: Run, period: int, warmup: int, follow: Callable[[], Round], shown: str = "parameters"
+) -> None:
     """Follow every parameter in float64. Tolerance: two roundings of float32 a step, of the largest value so far, and as much
     again for what a round adds."""
     for index in range(len(run.scenario.params)):
@@ -73,8 +75,12 @@ def gossip(topology: str, seed: int) -> Round:
     return follow
 
 
-@pytest.mark.parametrize(("world", "period", "warmup", "lr", "momentum"), [(2, 3, 2, 0.7, 0.9), (3, 2, 0, 0.5, 0.0)])
-def test_diloco(pool: Pool, world: int, period: int, warmup: int, lr: float, momentum: float) -> None:
+@pytest.mark.parametrize(
+    ("world", "period", "warmup", "lr", "momentum"), [(2, 3, 2, 0.7, 0.9), (3, 2, 0, 0.5, 0.0)]
+)
+def test_diloco(
+    pool: Pool, world: int, period: int, warmup: int, lr: float, momentum: float
+) -> None:
     mine = run(
         pool,
         world,
@@ -93,16 +99,28 @@ def test_diloco_without_an_outer_optimizer_is_periodic(pool: Pool) -> None:
     mine = run(pool, 2, "DiLoCoModelAverager", scenario(8), period=3, lr=1.0, momentum=0.0)
     periodic = run(pool, 2, "PeriodicModelAverager", scenario(8), period=3)
     for step in range(8):
-        assert torch.allclose(result(mine, 0, step, 0), result(periodic, 0, step, 0), rtol=0, atol=1e-5)
+        assert torch.allclose(
+            result(mine, 0, step, 0), result(periodic, 0, step, 0), rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(("world", "period", "warmup"), [(2, 1, 0), (3, 2, 3)])
 def test_ema(pool: Pool, world: int, period: int, warmup: int) -> None:
-    mine = run(pool, world, "EMAModelAverager", scenario(12, bucket_cap_mb=ONE_BUCKET), decay=0.75, period=period, warmup_steps=warmup)
+    mine = run(
+        pool,
+        world,
+        "EMAModelAverager",
+        scenario(12, bucket_cap_mb=ONE_BUCKET),
+        decay=0.75,
+        period=period,
+        warmup_steps=warmup,
+    )
     require_rounds(mine, period, warmup, lambda: moving(0.75), shown="average")
 
 
-@pytest.mark.parametrize(("world", "topology"), [(2, "hypercube"), (3, "dissemination"), (4, "hypercube")])
+@pytest.mark.parametrize(
+    ("world", "topology"), [(2, "hypercube"), (3, "dissemination"), (4, "hypercube")]
+)
 def test_gossip(pool: Pool, world: int, topology: str) -> None:
     mine = run(
         pool,
@@ -119,12 +137,19 @@ def test_gossip(pool: Pool, world: int, topology: str) -> None:
 
 @pytest.mark.parametrize("name", ["DiLoCoModelAverager", "GossipModelAverager"])
 def test_given_in_groups(pool: Pool, name: str) -> None:
-    require_same_bits(run(pool, 2, name, scenario(5), period=2, given="both"), run(pool, 2, name, scenario(5), period=2))
+    require_same_bits(
+        run(pool, 2, name, scenario(5), period=2, given="both"),
+        run(pool, 2, name, scenario(5), period=2),
+    )
 
 
 def test_states_go_on() -> None:
     averager = hooks_ref.DiLoCoModelAverager(2)
-    averager.begun, averager.velocity, averager.step = {0: torch.ones(2)}, {0: torch.full((2,), 3.0)}, 5
+    averager.begun, averager.velocity, averager.step = (
+        {0: torch.ones(2)},
+        {0: torch.full((2,), 3.0)},
+        5,
+    )
     saved, other = averager.state_dict(), hooks_ref.DiLoCoModelAverager(2)
     averager.begun[0].zero_()
     other.load_state_dict(saved)

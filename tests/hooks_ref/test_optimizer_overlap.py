@@ -14,7 +14,17 @@ from conformance.pool import Pool
 from conformance.run import Run
 from conformance.scenario import COLLECTIVE_RAISES, SPARSE, TRAINING, Param, Scenario
 from hooks_ref.optimizer_overlap import OptimizerHookState, functional, hook_then_optimizer
-from tests.hooks_ref.algorithms import PARAMS, every, gradients, require_same_bits, result, run_hook, scenario, torchs_own_fails, try_hook
+from tests.hooks_ref.algorithms import (
+    PARAMS,
+    every,
+    gradients,
+    require_same_bits,
+    result,
+    run_hook,
+    scenario,
+    torchs_own_fails,
+    try_hook,
+)
 
 SUBJECTS = "tests.hooks_ref.optimizer_overlap_subjects"
 TEN_STEPS = replace(TRAINING, steps=("normal",) * 10)
@@ -41,21 +51,40 @@ def setup(name: str, **kwargs: Any) -> str:
     return ",".join([f"{SUBJECTS}:{name}", *(f"{key}={value!r}" for key, value in kwargs.items())])
 
 
-def train(pool: Pool, what: Scenario, name: str, world: int = 2, *, algorithm: str = "SGD", options: Any = MOMENTUM, **kwargs: Any) -> Run:
-    return run_hook(pool, what, world, setup=setup(name, algorithm=algorithm, options=options, **kwargs))
+def train(
+    pool: Pool,
+    what: Scenario,
+    name: str,
+    world: int = 2,
+    *,
+    algorithm: str = "SGD",
+    options: Any = MOMENTUM,
+    **kwargs: Any,
+) -> Run:
+    return run_hook(
+        pool, what, world, setup=setup(name, algorithm=algorithm, options=options, **kwargs)
+    )
 
 
 def require_same_tensors(one: Run, other: Run) -> None:
     """Everything recorded, parameters of every step among them, on every rank."""
     for mine, theirs in zip(one.ranks, other.ranks, strict=True):
         assert mine.tensors.keys() == theirs.tensors.keys()
-        assert [name for name, tensor in mine.tensors.items() if not torch.equal(tensor, theirs.tensors[name])] == []
+        assert [
+            name
+            for name, tensor in mine.tensors.items()
+            if not torch.equal(tensor, theirs.tensors[name])
+        ] == []
 
 
 def require_replicas(run: Run) -> None:
     first, *others = run.ranks
     for other in others:
-        assert [name for name, tensor in first.tensors.items() if not torch.equal(tensor, other.tensors[name])] == []
+        assert [
+            name
+            for name, tensor in first.tensors.items()
+            if not torch.equal(tensor, other.tensors[name])
+        ] == []
 
 
 def require_trained(run: Run) -> None:
@@ -71,8 +100,13 @@ def by_name(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("algorithm", "options"), OPTIMIZERS, ids=by_name)
-def test_every_optimizer_trains_as_after_vanilla(pool: Pool, algorithm: str, options: dict[str, Any]) -> None:
-    one, other = (train(pool, TEN_STEPS, name, algorithm=algorithm, options=options) for name in ("ours", "vanilla"))
+def test_every_optimizer_trains_as_after_vanilla(
+    pool: Pool, algorithm: str, options: dict[str, Any]
+) -> None:
+    one, other = (
+        train(pool, TEN_STEPS, name, algorithm=algorithm, options=options)
+        for name in ("ours", "vanilla")
+    )
     require_trained(one)
     require_replicas(one)
     require_same_tensors(one, other)
@@ -88,7 +122,9 @@ def test_every_optimizer_trains_as_after_vanilla(pool: Pool, algorithm: str, opt
         {"accumulate": True},
         {"decay": True},
     ],
-    ids=lambda kwargs: "-".join(map(str, kwargs.values())) if "inner" in kwargs else "-".join(kwargs),
+    ids=lambda kwargs: (
+        "-".join(map(str, kwargs.values())) if "inner" in kwargs else "-".join(kwargs)
+    ),
 )
 def test_any_hook_accumulation_and_schedules(pool: Pool, kwargs: dict[str, Any]) -> None:
     one, other = (train(pool, TEN_STEPS, name, **kwargs) for name in ("ours", "vanilla"))
@@ -97,7 +133,9 @@ def test_any_hook_accumulation_and_schedules(pool: Pool, kwargs: dict[str, Any])
 
 
 def test_training_with_gradients_as_views_of_buckets(pool: Pool) -> None:
-    one, other = (train(pool, replace(TEN_STEPS, view=True), name, 3) for name in ("ours", "vanilla"))
+    one, other = (
+        train(pool, replace(TEN_STEPS, view=True), name, 3) for name in ("ours", "vanilla")
+    )
     require_replicas(one)
     require_same_tensors(one, other)
 
@@ -105,8 +143,12 @@ def test_training_with_gradients_as_views_of_buckets(pool: Pool) -> None:
 @pytest.mark.parametrize(("world", "view"), [(2, False), (3, True)], ids=["copies", "views"])
 def test_frees_gradients_in_backward(pool: Pool, world: int, view: bool) -> None:
     what = replace(TEN_STEPS, view=view)
-    one = train(pool, what, "ours", world, in_backward=True, algorithm="Adam", options={"lr": 0.01})  # requires None after backward
-    require_same_tensors(one, train(pool, what, "vanilla", world, algorithm="Adam", options={"lr": 0.01}))
+    one = train(
+        pool, what, "ours", world, in_backward=True, algorithm="Adam", options={"lr": 0.01}
+    )  # requires None after backward
+    require_same_tensors(
+        one, train(pool, what, "vanilla", world, algorithm="Adam", options={"lr": 0.01})
+    )
 
 
 def test_only_some_parameters(pool: Pool) -> None:
@@ -114,7 +156,9 @@ def test_only_some_parameters(pool: Pool) -> None:
     require_same_bits(one, other)
     for step, rank, index in every(one):
         assert bool(result(one, rank, step, index).any()) == (index in (0, 4, 7))
-    freed = train(pool, scenario(4), "ours", only=[0, 4, 7], in_backward=True)  # requires that the others' gradients stay
+    freed = train(
+        pool, scenario(4), "ours", only=[0, 4, 7], in_backward=True
+    )  # requires that the others' gradients stay
     require_same_bits(freed, other)
 
 
@@ -126,7 +170,9 @@ def test_agrees_with_an_oracle_to_the_last_bit(pool: Pool, world: int) -> None:
     below 2**9, and with a learning rate of 1/2 the parameter one of 2**-13 below 10 * 2**8 / 2 * 2 < 2**12, of which
     one is added per step: 24 bits while it stays below 2**11, which is asserted. All of it is exact in float32.
     """
-    run = train(pool, scenario(10, kind="crafted"), "ours", world, options={"lr": 0.5, "momentum": 0.5})
+    run = train(
+        pool, scenario(10, kind="crafted"), "ours", world, options={"lr": 0.5, "momentum": 0.5}
+    )
     for index in range(len(PARAMS)):
         parameter = buffer = torch.zeros((), dtype=torch.float64)
         for step in range(10):
@@ -140,26 +186,41 @@ def test_agrees_with_an_oracle_to_the_last_bit(pool: Pool, world: int) -> None:
 @pytest.mark.parametrize(("algorithm", "world"), [("SGD", 3), ("Adam", 2)])
 def test_every_layout_and_shape(pool: Pool, algorithm: str, world: int) -> None:
     options = MOMENTUM if algorithm == "SGD" else {"lr": 0.01}
-    one, other = (train(pool, scenario(10), name, world, algorithm=algorithm, options=options) for name in ("ours", "vanilla"))
+    one, other = (
+        train(pool, scenario(10), name, world, algorithm=algorithm, options=options)
+        for name in ("ours", "vanilla")
+    )
     require_same_bits(one, other)
     require_replicas(one)
 
 
 DTYPES = (
     *(Param((3, 5), dtype) for dtype in ("float32", "float64", "float16", "bfloat16", "complex64")),
-    *(Param((0,)), Param((2, 3), "complex64", "transposed"), Param((), "float64"), Param((0, 3), "complex64")),
+    *(
+        Param((0,)),
+        Param((2, 3), "complex64", "transposed"),
+        Param((), "float64"),
+        Param((0, 3), "complex64"),
+    ),
 )
 
 
 @pytest.mark.parametrize("inner", ["allreduce", "elsewhere"])
 def test_every_dtype(pool: Pool, inner: str) -> None:
-    one, other = (train(pool, scenario(5, params=DTYPES), name, inner=inner) for name in ("ours", "vanilla"))
+    one, other = (
+        train(pool, scenario(5, params=DTYPES), name, inner=inner) for name in ("ours", "vanilla")
+    )
     require_same_bits(one, other)
 
 
-@pytest.mark.parametrize(("algorithm", "options"), [("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adagrad", {"lr": 0.1})])
+@pytest.mark.parametrize(
+    ("algorithm", "options"), [("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adagrad", {"lr": 0.1})]
+)
 def test_sparse_gradients(pool: Pool, algorithm: str, options: dict[str, Any]) -> None:
-    one, other = (train(pool, SPARSE, name, algorithm=algorithm, options=options) for name in ("ours", "vanilla"))
+    one, other = (
+        train(pool, SPARSE, name, algorithm=algorithm, options=options)
+        for name in ("ours", "vanilla")
+    )
     require_same_bits(one, other)
 
 
@@ -175,8 +236,12 @@ def test_gives_the_bits_that_torch_gives(pool: Pool, algorithm: str) -> None:
     """torch's hook, and torch's functional optimizers in our hook."""
     options = MOMENTUM if algorithm == "SGD" else {"lr": 0.01}
     one = train(pool, TEN_STEPS, "ours", algorithm=algorithm, options=options)
-    require_same_tensors(one, train(pool, TEN_STEPS, "torchs", algorithm=algorithm, options=options))
-    require_same_tensors(one, train(pool, TEN_STEPS, "ours", algorithm=algorithm, options=options, torchs=True))
+    require_same_tensors(
+        one, train(pool, TEN_STEPS, "torchs", algorithm=algorithm, options=options)
+    )
+    require_same_tensors(
+        one, train(pool, TEN_STEPS, "ours", algorithm=algorithm, options=options, torchs=True)
+    )
 
 
 def test_torchs_own_steps_with_the_wrong_elements(pool: Pool) -> None:
@@ -201,7 +266,9 @@ def test_torchs_own_in_backward_needs_an_accelerator(pool: Pool) -> None:
         run_hook(pool, TRAINING, setup=setup("torchs_in_backward"))
 
 
-@pytest.mark.parametrize(("algorithm", "torchs"), [("Adagrad", False), ("SGD", False), ("Adam", True)])
+@pytest.mark.parametrize(
+    ("algorithm", "torchs"), [("Adagrad", False), ("SGD", False), ("Adam", True)]
+)
 def test_resumes_bit_for_bit(pool: Pool, tmp_path: Path, algorithm: str, torchs: bool) -> None:
     options = {"lr": 0.01, "weight_decay": 0.1} | ({"momentum": 0.9} if algorithm == "SGD" else {})
     common: dict[str, Any] = {"algorithm": algorithm, "options": options, "torchs": torchs}
@@ -219,8 +286,13 @@ def test_a_failed_collective_surfaces(pool: Pool) -> None:
 class Bucket:
     """What a hook sees of a ``GradBucket``, in this process."""
 
-    def __init__(self, parameters: list[torch.Tensor], gradient: float | torch.Tensor = 1.0) -> None:
-        self._parameters, self._buffer = parameters, torch.ones(sum(p.numel() for p in parameters)) * gradient
+    def __init__(
+        self, parameters: list[torch.Tensor], gradient: float | torch.Tensor = 1.0
+    ) -> None:
+        self._parameters, self._buffer = (
+            parameters,
+            torch.ones(sum(p.numel() for p in parameters)) * gradient,
+        )
 
     def parameters(self) -> list[torch.Tensor]:
         return self._parameters
@@ -251,8 +323,12 @@ def parameter() -> torch.nn.Parameter:
 
 @pytest.mark.parametrize(("algorithm", "options"), MORE_OPTIMIZERS, ids=by_name)
 def test_steps_like_the_optimizer_itself(algorithm: str, options: dict[str, Any]) -> None:
-    ours, vanilla = ([torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.zeros(2, 3))] for _ in range(2))
-    hook = hook_then_optimizer(local, OptimizerHookState(functional(getattr(torch.optim, algorithm), **options)))
+    ours, vanilla = (
+        [torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.zeros(2, 3))] for _ in range(2)
+    )
+    hook = hook_then_optimizer(
+        local, OptimizerHookState(functional(getattr(torch.optim, algorithm), **options))
+    )
     optimizer = getattr(torch.optim, algorithm)(vanilla, **options)
     for step in range(10):
         bucket = Bucket(ours, math.sin(step) * torch.arange(11.0))
@@ -287,7 +363,9 @@ def test_an_option_that_the_optimizer_refuses_surfaces() -> None:
 
 
 def test_two_states_are_independent_and_the_global_generator_is_left_alone() -> None:
-    one, other = (OptimizerHookState(functional(torch.optim.SGD, lr=1.0, momentum=0.5)) for _ in range(2))
+    one, other = (
+        OptimizerHookState(functional(torch.optim.SGD, lr=1.0, momentum=0.5)) for _ in range(2)
+    )
     p, q, before = parameter(), parameter(), torch.get_rng_state()
     for _ in range(2):
         hook_then_optimizer(local, one)(None, Bucket([p]))

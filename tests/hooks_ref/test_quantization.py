@@ -13,7 +13,17 @@ from conformance.run import Run
 from conformance.scenario import Param, Scenario
 from hooks_ref._buckets import in_rows
 from hooks_ref.quantization import _quantize, quantization_perchannel_hook
-from tests.hooks_ref.algorithms import PARAMS, every, gradients, memory_order, result, run_hook, scenario, torchs_own_fails, try_hook
+from tests.hooks_ref.algorithms import (
+    PARAMS,
+    every,
+    gradients,
+    memory_order,
+    result,
+    run_hook,
+    scenario,
+    torchs_own_fails,
+    try_hook,
+)
 
 MODULE, SUBJECTS = "hooks_ref.quantization", "tests.hooks_ref.quantization_subjects"
 THEIRS = "torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks"
@@ -37,7 +47,10 @@ def of_bucket(run: Run, step: int, indices: list[int]) -> tuple[torch.Tensor, to
     """Return what was fed in a bucket and what came out on each rank, ``[W, numel]`` both, in the bucket's order."""
     orders = [(index, memory_order(run.scenario.params[index])) for index in indices]
     fed = torch.cat([gradients(run, step, index)[:, order] for index, order in orders], 1)
-    got = [torch.cat([result(run, rank, step, index)[order] for index, order in orders]) for rank in range(run.world)]
+    got = [
+        torch.cat([result(run, rank, step, index)[order] for index, order in orders])
+        for rank in range(run.world)
+    ]
     return fed, torch.stack(got)
 
 
@@ -47,7 +60,9 @@ def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, width - x.size(1) % width)).view(len(x), -1, width)
 
 
-def definition(x: torch.Tensor, width: int, unit: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def definition(
+    x: torch.Tensor, width: int, unit: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the mean of the quantized rows of all ranks, the bound on our error, and where rounding is ambiguous.
 
     In float64, x ``[W, numel]``. With u the unit roundoff of the hook's arithmetic: a scale is off by 2u (a difference, a
@@ -79,12 +94,19 @@ def require_definition(run: Run, width: int) -> float:
             dtype = run.scenario.params[indices[0]].dtype.replace("complex64", "float32")
             fed, got = of_bucket(run, step, indices)
             # The oracle's float64 is no better than the hook's: both are off.
-            expected, bound, unclear = definition(fed, width, 2 * UNIT["float64"] if dtype == "float64" else UNIT["float32"])
+            expected, bound, unclear = definition(
+                fed, width, 2 * UNIT["float64"] if dtype == "float64" else UNIT["float32"]
+            )
             if dtype in ("float16", "bfloat16"):
                 # Half a unit in the last place, or half the smallest subnormal of float16 (bfloat16's is smaller).
                 bound = bound + UNIT[dtype] * (expected.abs() + bound) + 2.0**-25
             for rank in range(run.world):
-                assert ((got[rank] - expected).abs() <= bound).all(), (step, rank, indices, (got[rank] - expected).abs() - bound)
+                assert ((got[rank] - expected).abs() <= bound).all(), (
+                    step,
+                    rank,
+                    indices,
+                    (got[rank] - expected).abs() - bound,
+                )
                 assert torch.equal(got[rank], got[0]), "not the same bits on all ranks"
             ambiguous += [unclear > 0] if kind == "normal" else []
     return float(torch.cat(ambiguous).double().mean())
@@ -92,25 +114,47 @@ def require_definition(run: Run, width: int) -> float:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("hook", WIDTHS)
-def test_each_step_is_what_the_definition_gives_on_all_ranks(pool: Pool, hook: str, world: int) -> None:
+def test_each_step_is_what_the_definition_gives_on_all_ranks(
+    pool: Pool, hook: str, world: int
+) -> None:
     """Twelve steps in several buckets, across the rebuild; then magnitudes from 1e-30 to 1e30, and zeros on one rank or all."""
-    run = run_hook(pool, replace(scenario(15), steps=("normal",) * 12 + ("wide", "zero_one", "zero_all")), world, hook=hook)
-    assert require_definition(run, WIDTHS[hook]) < 0.03, "inputs of this test: too many ties to say much"
+    run = run_hook(
+        pool,
+        replace(scenario(15), steps=("normal",) * 12 + ("wide", "zero_one", "zero_all")),
+        world,
+        hook=hook,
+    )
+    assert require_definition(run, WIDTHS[hook]) < 0.03, (
+        "inputs of this test: too many ties to say much"
+    )
     for step, rank, index in every(run, range(14, 15)):
-        assert torch.equal(result(run, rank, step, index), torch.zeros_like(result(run, rank, step, index)))
+        assert torch.equal(
+            result(run, rank, step, index), torch.zeros_like(result(run, rank, step, index))
+        )
 
 
 @pytest.mark.parametrize("hook", list(WIDTHS)[::2])
 def test_other_dtypes(pool: Pool, hook: str) -> None:
     """In buckets of their own: DDP puts no two dtypes into one."""
-    params = tuple(Param(shape, dtype) for dtype in ("float64", "float16", "bfloat16", "complex64") for shape in ((40,), (3, 5), ()))
+    params = tuple(
+        Param(shape, dtype)
+        for dtype in ("float64", "float16", "bfloat16", "complex64")
+        for shape in ((40,), (3, 5), ())
+    )
     require_definition(run_hook(pool, scenario(3, params=params), hook=hook), WIDTHS[hook])
 
 
 @pytest.mark.parametrize("hook", list(WIDTHS)[::2])
 def test_scalars_and_empty_parameters(pool: Pool, hook: str) -> None:
     """The last one alone in a bucket, which then has no elements."""
-    params = (Param(()), Param((0,)), Param((1,)), Param((32,)), Param((4, 3, 2, 5), layout="channels_last"), Param((0,), "float64"))
+    params = (
+        Param(()),
+        Param((0,)),
+        Param((1,)),
+        Param((32,)),
+        Param((4, 3, 2, 5), layout="channels_last"),
+        Param((0,), "float64"),
+    )
     require_definition(run_hook(pool, scenario(3, params=params), hook=hook), WIDTHS[hook])
 
 
@@ -131,11 +175,15 @@ def test_within_half_a_step_of_the_mean(pool: Pool, hook: str) -> None:
 # NaN and infinity
 
 
-@pytest.mark.parametrize("hook", [f"{MODULE}:quantization_pertensor_hook", f"{SUBJECTS}:perchannel_3"])
+@pytest.mark.parametrize(
+    "hook", [f"{MODULE}:quantization_pertensor_hook", f"{SUBJECTS}:perchannel_3"]
+)
 def test_what_is_not_finite_stays_so_in_its_row(pool: Pool, hook: str) -> None:
     """On all ranks, whichever fed it; other rows are as they are without, and so is the next step."""
     width = WIDTHS.get(hook, 3)
-    run = run_hook(pool, replace(scenario(4), steps=("normal", "nan", "inf", "normal")), 3, hook=hook)
+    run = run_hook(
+        pool, replace(scenario(4), steps=("normal", "nan", "inf", "normal")), 3, hook=hook
+    )
     finite = 0
     for step in range(4):
         for indices in buckets(run, step):
@@ -163,8 +211,21 @@ def test_what_is_not_finite_stays_so_in_its_row(pool: Pool, hook: str) -> None:
 )
 def test_gives_the_bits_that_torch_gives(pool: Pool, ours: str, theirs: str, world: int) -> None:
     """torch's own, with its future re-wrapped; float32. One parameter fills whole rows of 512."""
-    kinds = ("normal", "normal", "wide", "tiny", "crafted", "zero_all", "zero_one", "nan", "inf", "normal")
-    what = replace(scenario(len(kinds), params=(*PARAMS, Param((1024,)), Param((600,)))), steps=kinds)
+    kinds = (
+        "normal",
+        "normal",
+        "wide",
+        "tiny",
+        "crafted",
+        "zero_all",
+        "zero_one",
+        "nan",
+        "inf",
+        "normal",
+    )
+    what = replace(
+        scenario(len(kinds), params=(*PARAMS, Param((1024,)), Param((600,)))), steps=kinds
+    )
     one, other = (run_hook(pool, what, world, hook=hook) for hook in (ours, f"{SUBJECTS}:{theirs}"))
     for step, rank, index in every(one):
         mine, torchs = (result(run, rank, step, index) for run in (one, other))
@@ -191,7 +252,11 @@ def test_torchs_own_fails_on_gloo(pool: Pool, name: str, said: str) -> None:
 @pytest.mark.parametrize("hook", list(WIDTHS)[1:2])
 def test_sparse_gradients_are_averaged_as_they_are(pool: Pool, hook: str) -> None:
     """Exact sums: crafted."""
-    run = run_hook(pool, scenario(3, params=(Param((10, 3), layout="sparse"), Param((7,))), kind="crafted"), hook=hook)
+    run = run_hook(
+        pool,
+        scenario(3, params=(Param((10, 3), layout="sparse"), Param((7,))), kind="crafted"),
+        hook=hook,
+    )
     for step, rank, _ in every(run):
         assert torch.equal(result(run, rank, step, 0), gradients(run, step, 0).mean(0))
 
@@ -217,7 +282,10 @@ def test_failures_surface(pool: Pool, hook: str, fault: str) -> None:
     assert [(found["unused"], found["raised"]) for found in faults] == [(False, True)]
 
 
-@pytest.mark.parametrize(("bucket_size", "error"), [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    ("bucket_size", "error"),
+    [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError)],
+)
 def test_bucket_size_out_of_range_is_named(bucket_size: Any, error: type[Exception]) -> None:
     bucket: Any = None
     with pytest.raises(error, match="bucket_size: an integer of at least 1"):
@@ -225,11 +293,16 @@ def test_bucket_size_out_of_range_is_named(bucket_size: Any, error: type[Excepti
 
 
 @pytest.mark.parametrize(
-    ("numel", "width", "rows"), [(1024, 512, 2), (1025, 512, 3), (10, 512, 1), (1000, 10**9, 1), (1, 1, 1), (0, 512, 0)]
+    ("numel", "width", "rows"),
+    [(1024, 512, 2), (1025, 512, 3), (10, 512, 1), (1000, 10**9, 1), (1, 1, 1), (0, 512, 0)],
 )
 def test_a_byte_per_element_and_two_numbers_per_row(numel: int, width: int, rows: int) -> None:
     """No row more than needed, and no padding of what is smaller than one."""
-    scales, levels = _quantize(in_rows(torch.randn(numel, generator=torch.Generator().manual_seed(numel)), width))
+    scales, levels = _quantize(
+        in_rows(torch.randn(numel, generator=torch.Generator().manual_seed(numel)), width)
+    )
     assert scales.shape == (2, rows, 1)
     assert levels.dtype == torch.uint8
-    assert levels.numel() == rows * math.ceil(numel / max(1, rows)) if numel < width else rows * width
+    assert (
+        levels.numel() == rows * math.ceil(numel / max(1, rows)) if numel < width else rows * width
+    )

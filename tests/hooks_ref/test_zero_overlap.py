@@ -10,13 +10,32 @@ import torch
 from conformance.pool import Pool
 from conformance.run import Run
 from conformance.scenario import PEER_SILENT, SPARSE, SUBGROUPS, TRAINING, Param, Scenario
-from tests.hooks_ref.algorithms import PARAMS, every, gradients, require_same_bits, result, run_hook, scenario, torchs_own_fails, try_hook
+from tests.hooks_ref.algorithms import (
+    PARAMS,
+    every,
+    gradients,
+    require_same_bits,
+    result,
+    run_hook,
+    scenario,
+    torchs_own_fails,
+    try_hook,
+)
 
-SUBJECT, VANILLA = "tests.hooks_ref.zero_overlap_subjects:zero", "tests.hooks_ref.optimizer_overlap_subjects:vanilla"
+SUBJECT, VANILLA = (
+    "tests.hooks_ref.zero_overlap_subjects:zero",
+    "tests.hooks_ref.optimizer_overlap_subjects:vanilla",
+)
 NAMES = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 TEN_STEPS = replace(TRAINING, steps=("normal",) * 10)
-SGD: dict[str, Any] = {"algorithm": "SGD", "options": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}}
-PLAIN_SGD: dict[str, Any] = {"algorithm": "SGD", "options": {"lr": 0.1, "momentum": 0.9}}  # no weight decay: not with sparse gradients
+SGD: dict[str, Any] = {
+    "algorithm": "SGD",
+    "options": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+}
+PLAIN_SGD: dict[str, Any] = {
+    "algorithm": "SGD",
+    "options": {"lr": 0.1, "momentum": 0.9},
+}  # no weight decay: not with sparse gradients
 ADAM: dict[str, Any] = {"algorithm": "Adam", "options": {"lr": 0.01}}
 ADAGRAD: dict[str, Any] = {"algorithm": "Adagrad", "options": {"lr": 0.1}}
 VACUOUS, VACUOUS_STATIC = 2, 3  # steps that leave the parameters alone
@@ -43,33 +62,62 @@ def require_same_tensors(one: Run, other: Run) -> None:
     """Everything recorded, parameters of every step among them, on every rank."""
     for mine, theirs in zip(one.ranks, other.ranks, strict=True):
         assert mine.tensors.keys() == theirs.tensors.keys()
-        assert [name for name, tensor in mine.tensors.items() if not torch.equal(tensor, theirs.tensors[name])] == []
+        assert [
+            name
+            for name, tensor in mine.tensors.items()
+            if not torch.equal(tensor, theirs.tensors[name])
+        ] == []
 
 
 @pytest.mark.parametrize(
-    ("world", "shard", "kwargs"), [(2, False, SGD), (3, True, ADAM), (2, True, ADAGRAD)], ids=["SGD", "Adam", "Adagrad"]
+    ("world", "shard", "kwargs"),
+    [(2, False, SGD), (3, True, ADAM), (2, True, ADAGRAD)],
+    ids=["SGD", "Adam", "Adagrad"],
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_trains_as_after_vanilla(pool: Pool, name: str, world: int, shard: bool, kwargs: dict[str, Any]) -> None:
-    require_same_tensors(overlapped(pool, TEN_STEPS, name, world, shard=shard, **kwargs), vanilla(pool, TEN_STEPS, world, **kwargs))
+def test_trains_as_after_vanilla(
+    pool: Pool, name: str, world: int, shard: bool, kwargs: dict[str, Any]
+) -> None:
+    require_same_tensors(
+        overlapped(pool, TEN_STEPS, name, world, shard=shard, **kwargs),
+        vanilla(pool, TEN_STEPS, world, **kwargs),
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "inner"), [*((name, "powerSGD") for name in NAMES), (NAMES[0], "torch_fp16_wrapped"), (NAMES[1], "elsewhere")]
+    ("name", "inner"),
+    [
+        *((name, "powerSGD") for name in NAMES),
+        (NAMES[0], "torch_fp16_wrapped"),
+        (NAMES[1], "elsewhere"),
+    ],
 )
 def test_any_hook(pool: Pool, name: str, inner: str) -> None:
-    require_same_tensors(overlapped(pool, TEN_STEPS, name, inner=inner, **SGD), vanilla(pool, TEN_STEPS, inner=inner, **SGD))
+    require_same_tensors(
+        overlapped(pool, TEN_STEPS, name, inner=inner, **SGD),
+        vanilla(pool, TEN_STEPS, inner=inner, **SGD),
+    )
 
 
 @pytest.mark.parametrize(("name", "option"), list(zip(NAMES, ["decay", "accumulate"], strict=True)))
 def test_accumulation_and_schedules(pool: Pool, name: str, option: str) -> None:
-    require_same_tensors(overlapped(pool, TEN_STEPS, name, **{option: True}, **SGD), vanilla(pool, TEN_STEPS, **{option: True}, **SGD))
+    require_same_tensors(
+        overlapped(pool, TEN_STEPS, name, **{option: True}, **SGD),
+        vanilla(pool, TEN_STEPS, **{option: True}, **SGD),
+    )
 
 
 @pytest.mark.parametrize(("name", "world"), list(zip(NAMES, [2, 3], strict=True)))
 def test_agrees_with_an_oracle_to_the_last_bit(pool: Pool, name: str, world: int) -> None:
     """Momentum SGD in float64, all in powers of two; why it is exact in float32 is in test_optimizer_overlap."""
-    run = overlapped(pool, scenario(VACUOUS + 10, kind="crafted"), name, world, shard=True, options={"lr": 0.5, "momentum": 0.5})
+    run = overlapped(
+        pool,
+        scenario(VACUOUS + 10, kind="crafted"),
+        name,
+        world,
+        shard=True,
+        options={"lr": 0.5, "momentum": 0.5},
+    )
     for index in range(len(PARAMS)):
         parameter = buffer = torch.zeros((), dtype=torch.float64)
         for step in range(VACUOUS + 10):
@@ -78,7 +126,10 @@ def test_agrees_with_an_oracle_to_the_last_bit(pool: Pool, name: str, world: int
                 parameter = parameter - buffer / 2
             assert parameter.abs().max() < 2**11
             for rank in range(world):
-                assert torch.equal(result(run, rank, step, index), parameter.expand(result(run, rank, step, index).shape)), (
+                assert torch.equal(
+                    result(run, rank, step, index),
+                    parameter.expand(result(run, rank, step, index).shape),
+                ), (
                     rank,
                     step,
                     index,
@@ -86,8 +137,12 @@ def test_agrees_with_an_oracle_to_the_last_bit(pool: Pool, name: str, world: int
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("static", "vacuous"), [(False, VACUOUS), (True, VACUOUS_STATIC)], ids=["dynamic", "static"])
-def test_the_first_steps_leave_parameters_alone(pool: Pool, name: str, static: bool, vacuous: int) -> None:
+@pytest.mark.parametrize(
+    ("static", "vacuous"), [(False, VACUOUS), (True, VACUOUS_STATIC)], ids=["dynamic", "static"]
+)
+def test_the_first_steps_leave_parameters_alone(
+    pool: Pool, name: str, static: bool, vacuous: int
+) -> None:
     run = overlapped(pool, scenario(vacuous + 3), name, static=static, **SGD)
     for step, rank, index in every(run):
         assert bool(result(run, rank, step, index).any()) == (step >= vacuous), (step, rank, index)
@@ -96,12 +151,23 @@ def test_the_first_steps_leave_parameters_alone(pool: Pool, name: str, static: b
 
 @pytest.mark.parametrize(("name", "shard"), list(zip(NAMES, [False, True], strict=True)))
 def test_every_layout_and_shape(pool: Pool, name: str, shard: bool) -> None:
-    require_same_bits(overlapped(pool, scenario(8), name, 3, shard=shard, **ADAM), vanilla(pool, scenario(8), 3, **ADAM))
+    require_same_bits(
+        overlapped(pool, scenario(8), name, 3, shard=shard, **ADAM),
+        vanilla(pool, scenario(8), 3, **ADAM),
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "complex64"])
 def test_every_dtype(pool: Pool, dtype: str) -> None:
-    what = scenario(5, params=(Param((3, 5), dtype), Param((7,), dtype), Param((4, 6), dtype, "transposed"), Param((), dtype)))
+    what = scenario(
+        5,
+        params=(
+            Param((3, 5), dtype),
+            Param((7,), dtype),
+            Param((4, 6), dtype, "transposed"),
+            Param((), dtype),
+        ),
+    )
     require_same_bits(overlapped(pool, what, NAMES[1], **SGD), vanilla(pool, what, **SGD))
 
 
@@ -114,18 +180,26 @@ def test_sparse_gradients(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize(("name", "view"), list(zip(NAMES, [False, True], strict=True)))
 def test_leaves_gradients_to_ddp(pool: Pool, name: str, view: bool) -> None:
     what = replace(scenario(5), view=view)
-    require_same_bits(overlapped(pool, what, name, shown=False, **SGD), run_hook(pool, scenario(5), hook="hooks_ref:allreduce_hook"))
+    require_same_bits(
+        overlapped(pool, what, name, shown=False, **SGD),
+        run_hook(pool, scenario(5), hook="hooks_ref:allreduce_hook"),
+    )
 
 
 def test_one_rank(pool: Pool) -> None:
-    require_same_bits(overlapped(pool, scenario(5), NAMES[1], 1, **SGD), vanilla(pool, scenario(5), 1, **SGD))
+    require_same_bits(
+        overlapped(pool, scenario(5), NAMES[1], 1, **SGD), vanilla(pool, scenario(5), 1, **SGD)
+    )
 
 
 @pytest.mark.parametrize(("name", "shard"), list(zip(NAMES, [True, False], strict=True)))
 def test_on_subgroups(pool: Pool, name: str, shard: bool) -> None:
     """Two models at once, where a rank's place in the group is not its global rank."""
     what = replace(scenario(5), groups=SUBGROUPS.groups)
-    require_same_bits(overlapped(pool, what, name, 4, shard=shard, **SGD), vanilla(pool, what, 4, on_group=True, **SGD))
+    require_same_bits(
+        overlapped(pool, what, name, 4, shard=shard, **SGD),
+        vanilla(pool, what, 4, on_group=True, **SGD),
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
