@@ -1,6 +1,7 @@
 """Compose a compressor, a memory of the compression error, and a collective.
 
-With ``x_r`` the bucket of rank ``r`` of ``W``, ``C`` the compressor and ``e_r`` the memory of rank ``r``:
+With ``x_r`` the bucket of rank ``r`` of ``W``, ``C`` the compressor and ``e_r`` the memory of rank
+``r``:
 
     memory="none"       result = mean_r C(x_r)
     memory="feedback"   p_r = x_r + e_r;   result = mean_r C(p_r);   e_r <- p_r - C(p_r)
@@ -53,7 +54,7 @@ class Compressor(ABC):
     def encode(
         self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, rank: int
     ) -> Encoded:
-        """Return tensors whose shapes and dtypes depend on those of ``parts`` alone, never on values.
+        """Return the encoding: tensors whose shapes and dtypes do not depend on values.
 
         Args:
             parts: the flat values of each parameter, shapes ``[n]``.
@@ -71,7 +72,7 @@ class Compressor(ABC):
         step: int,
         sign: int = 1,
     ) -> None:
-        """Add ``sign`` times the decoded values to ``parts``, shapes ``[n]``; ``sign`` is 1 or -1."""
+        """Add ``sign``, 1 or -1, times the decoded values to ``parts``, shapes ``[n]``."""
 
 
 # Adds the given sign times C(the buffer of this rank) to a flat tensor, shape [numel].
@@ -94,7 +95,7 @@ class NoMemory:
         """Replace the gradient ``x_r`` in the buffer with the value that is compressed."""
 
     def after_encoding(self, buffer: torch.Tensor, add_own: AddOwn) -> None:
-        """Update this rank's memory; ``add_own(flat, sign)`` adds ``sign * C(buffer)`` to ``flat``."""
+        """Update the memory of this rank; ``add_own(flat, sign)`` adds ``sign * C(buffer)``."""
 
     def after_decoding(self, buffer: torch.Tensor) -> None:
         """Replace the mean of the decoded values in the buffer with the result."""
@@ -118,7 +119,7 @@ class ErrorFeedback(NoMemory):
 
 
 class MomentumCorrection(ErrorFeedback):
-    """``u_r <- m u_r + x_r``, feedback with ``u_r`` in place of ``x_r``, and ``u_r <- 0`` if sent."""
+    """``u_r <- m u_r + x_r``, feedback on ``u_r`` instead of ``x_r``, and ``u_r <- 0`` if sent."""
 
     def __init__(
         self, state: "CompressionState", keys: Sequence[int], parts: Sequence[torch.Tensor]
@@ -222,12 +223,12 @@ def compression_hook(
 
     Args:
         state: made once per DDP model, with the same arguments on all ranks.
-        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse bucket is averaged
-            without compression.
+        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse bucket is
+            averaged without compression.
 
     Returns:
-        A future of the approximate mean: the bucket's own buffer, shape ``[numel]``; the same bits on
-        all ranks.
+        A future of the approximate mean: the bucket's own buffer, shape ``[numel]``; the same bits
+        on all ranks.
 
     Raises:
         ValueError: the state was saved for a model of other shapes.
@@ -260,7 +261,8 @@ def compression_hook(
         arriving = list(zip(*gathered, strict=True))
 
     def decode() -> torch.Tensor:
-        # The sum of half-precision values overflows even if their mean does not, and loses small ones.
+        # In half precision the sum could overflow although the mean does not, and small values
+        # would be lost.
         half = buffer.dtype in (torch.float16, torch.bfloat16)
         total = buffer.float() if half else buffer
         total.zero_()
@@ -288,8 +290,8 @@ def encode_and_decode_hook(
             buffer.
 
     Returns:
-        A hook whose state is a process group or None; its future holds the bucket's own buffer, shape
-        ``[numel]``. A sparse bucket is averaged without encoding.
+        A hook whose state is a process group or None; its future holds the bucket's own buffer,
+        shape ``[numel]``. A sparse bucket is averaged without encoding.
     """
 
     def encode_and_decode(

@@ -9,10 +9,10 @@ same ``P Q^T``:
     Q   = mean_r(M_r^T P)                                 [m, k], second allreduce; kept
     gradient_r <- P Q^T,    error_r <- M_r - P Q^T
 
-so ``gradient = P P^T mean_r(M_r)``: the mean, projected on ``k`` directions that follow it from step
-to step (``warm_start``). Vectors, scalars, complex parameters, and matrices whose factors would not
-be ``min_compression_rate`` times smaller are averaged without compression, in the same allreduce as
-the ``P`` of their bucket.
+so ``gradient = P P^T mean_r(M_r)``: the mean, projected on ``k`` directions that follow it from
+step to step (``warm_start``). Vectors, scalars, complex parameters, and matrices whose factors
+would not be ``min_compression_rate`` times smaller are averaged without compression, in the same
+allreduce as the ``P`` of their bucket.
 
 One choice differs from torch: there is one second allreduce per step, for all buckets. It starts
 once the first allreduce of every bucket is complete, on a group of its own. If each bucket started
@@ -73,8 +73,8 @@ class PowerSGDState(HookState):
             generators are left alone.
         compression_stats_logging_frequency: compressed steps between two logs of the statistics, at
             least 1.
-        batch_tensors_with_same_shape: multiply matrices of one shape together; faster for many small
-            ones.
+        batch_tensors_with_same_shape: multiply matrices of one shape together; faster for many
+            small ones.
 
     Raises:
         TypeError, ValueError: an argument is out of its range; the message names it.
@@ -154,7 +154,8 @@ class _Matrix:
         key: the parameter's key, or the keys of all parameters of a square bucket.
         m: gradient and error, ``[n, m]``; a square is padded with zeros at its end.
         place: the part of the bucket that gets the result, in the parameter's shape.
-        error: None without feedback; before the step ``M_r`` without padding, after it the new error.
+        error: None without feedback; before the step ``M_r`` without padding, after it the new
+            error.
         p: the factor ``[n, k]``.
         q: the factor ``[m, k]``.
     """
@@ -195,12 +196,12 @@ def powerSGD_hook(
 
     Args:
         state: made once per DDP model, with the same arguments on all ranks.
-        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse bucket is averaged
-            without compression.
+        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse bucket is
+            averaged without compression.
 
     Returns:
-        A future of the approximate mean: the bucket's own buffer, shape ``[numel]``; the same bits on
-        all ranks.
+        A future of the approximate mean: the bucket's own buffer, shape ``[numel]``; the same bits
+        on all ranks.
 
     Raises:
         ValueError: the state was saved for a model of other shapes.
@@ -219,12 +220,12 @@ def batched_powerSGD_hook(
 
     Args:
         state: made once per DDP model, with the same arguments on all ranks.
-        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse bucket is averaged
-            without compression.
+        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse bucket is
+            averaged without compression.
 
     Returns:
-        A future of the approximate mean: the bucket's own buffer, shape ``[numel]``; the same bits on
-        all ranks.
+        A future of the approximate mean: the bucket's own buffer, shape ``[numel]``; the same bits
+        on all ranks.
 
     Raises:
         ValueError: the state was saved for a model of other shapes.
@@ -381,7 +382,8 @@ def _second_allreduce(
 def _write_results(
     state: PowerSGDState, step: list[_Bucket], arrived: torch.futures.Future[list[torch.Tensor]]
 ) -> None:
-    """Write ``gradient <- P Q^T`` and ``error <- M - P Q^T`` for all buckets, and keep every ``Q``."""
+    """Write ``gradient <- P Q^T`` and ``error <- M - P Q^T`` for all buckets, and keep every
+    ``Q``."""
     matrices = _matrices(step)
     _copy_parts(arrived.value()[0], [matrix.q for matrix in matrices])
     for matrix in matrices:
@@ -432,7 +434,8 @@ def _matrices(step: list[_Bucket]) -> list[_Matrix]:
 def _products(
     lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], *, batch: bool
 ) -> list[torch.Tensor]:
-    """Return ``left @ right`` for each pair; with ``batch``, one product for all pairs of a shape."""
+    """Return ``left @ right`` for each pair; with ``batch``, one product for all pairs of a
+    shape."""
     products: dict[int, torch.Tensor] = {}
     groups: dict[object, list[int]] = defaultdict(list)
     for index, left in enumerate(lefts):

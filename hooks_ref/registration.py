@@ -1,6 +1,7 @@
 """Register a hook by its name in an enum: torch's ``DDPCommHookType`` with our hooks.
 
-Source: torch.distributed.algorithms.ddp_comm_hooks, ``DDPCommHookType`` and ``register_ddp_comm_hook``.
+Source: torch.distributed.algorithms.ddp_comm_hooks, ``DDPCommHookType`` and
+``register_ddp_comm_hook``.
 """
 
 import enum
@@ -36,10 +37,12 @@ def _member(
 
 
 class DDPCommHookType(enum.Enum):
-    """The hooks by name; ``DDPCommHookType.X.value(model=, state=)`` registers one and returns its state.
+    """The hooks by name.
 
-    The state of the plain hooks is a process group or None. That of the PowerSGD members is a process group, None, or
-    a :class:`PowerSGDState`; keyword arguments, e.g. ``start_powerSGD_iter=10``, go to the one that is made.
+    ``DDPCommHookType.X.value(model=, state=)`` registers a hook and returns its state. The state of
+    the plain hooks is a process group or None. The state of the PowerSGD members is a process
+    group, None, or a :class:`PowerSGDState`; keyword arguments, e.g. ``start_powerSGD_iter=10``, go
+    to the new state.
     """
 
     ALLREDUCE = _member(_register, allreduce_hook)
@@ -67,13 +70,16 @@ def register_ddp_comm_hook(
     """Register a hook by name and return its state, which has to be saved with the model.
 
     Args:
-        comm_hook_type: which hook.
+        comm_hook_type: the name of the hook.
         model: the DDP module.
         state: a process group, None for the default one, or the state itself.
-        **arguments: of the state that is made, for the PowerSGD members.
+        **arguments: arguments of the new state, for the PowerSGD members.
+
+    Returns:
+        The state that the hook is registered with.
 
     Raises:
-        TypeError: ``comm_hook_type`` is no member, or the hook takes no such argument.
+        TypeError: ``comm_hook_type`` is not a member, or the hook has no such argument.
     """
     if not isinstance(comm_hook_type, DDPCommHookType):
         raise TypeError(f"comm_hook_type: a DDPCommHookType; got {comm_hook_type!r}")
