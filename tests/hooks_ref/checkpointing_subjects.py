@@ -25,7 +25,8 @@ class Block(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm = torch.nn.Linear(6, 6), torch.nn.LayerNorm(6)
+        self.linear = torch.nn.Linear(6, 6)
+        self.norm = torch.nn.LayerNorm(6)
         self.register_buffer("shift", torch.ones(6))
 
     def forward(self, x: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
@@ -35,11 +36,12 @@ class Block(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    """Two blocks, the first of them used twice."""
+    """Two blocks; the first is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.blocks = torch.nn.Linear(6, 6), torch.nn.Sequential(Block(), Block())
+        self.first = torch.nn.Linear(6, 6)
+        self.blocks = torch.nn.Sequential(Block(), Block())
         self.again = self.blocks[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +60,8 @@ def trains(process_group: Any, rank: int, *, name: str) -> Case:
         ddp = DistributedDataParallel(
             net, process_group=process_group, static_graph=name == "reentrant"
         )
-        optimizer, seen = torch.optim.SGD(ddp.parameters(), lr=0.1), []
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        seen = []
         for step in range(3):
             torch.manual_seed(100 * step + rank)
             output = ddp(torch.randn(4, 6, requires_grad=True))
@@ -73,12 +76,14 @@ def trains(process_group: Any, rank: int, *, name: str) -> Case:
 
     def check() -> None:
         state = torch.get_rng_state()
-        plain, wrapped = network(), network()
+        plain = network()
+        wrapped = network()
         hooks_ref.apply_activation_checkpointing(
             wrapped, WRAPPERS[name], lambda module: isinstance(module, Block)
         )
         assert wrapped.again is wrapped.blocks[0]
-        expected, got = train(plain), train(wrapped)
+        expected = train(plain)
+        got = train(wrapped)
         torch.set_rng_state(state)
         assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
         copied = copy.deepcopy(plain)

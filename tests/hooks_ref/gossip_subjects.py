@@ -27,9 +27,11 @@ def state() -> GossipGraDState:
 
 
 def watched(topology: str, start: int) -> Case:
-    """Check that before ``start`` there is one allreduce per bucket, and then one message, the bucket, to one rank."""
+    """Check that before ``start`` there is one allreduce per bucket, and then one message, the
+    bucket, to one rank."""
     made = GossipGraDState(None, topology, start)
-    all_to_all, all_reduce = dist.all_to_all_single, dist.all_reduce
+    all_to_all = dist.all_to_all_single
+    all_reduce = dist.all_reduce
     log: list[object] = []
 
     def counted(
@@ -44,7 +46,8 @@ def watched(topology: str, start: int) -> Case:
         return all_reduce(*arguments, **more)
 
     def hook(state: GossipGraDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        step, size = state.iter - start, dist.get_world_size()
+        step = state.iter - start
+        size = dist.get_world_size()
         to, source = state.partners(dist.get_rank(), size, max(0, step))
         numel = bucket.buffer().numel()
         expected = (
@@ -52,11 +55,13 @@ def watched(topology: str, start: int) -> Case:
             *([numel if rank == peer else 0 for rank in range(size)] for peer in (source, to)),
         )
         log.clear()
-        dist.all_to_all_single, dist.all_reduce = counted, reduced
+        dist.all_to_all_single = counted
+        dist.all_reduce = reduced
         try:
             return gossip_grad_hook(state, bucket)
         finally:
-            dist.all_to_all_single, dist.all_reduce = all_to_all, all_reduce
+            dist.all_to_all_single = all_to_all
+            dist.all_reduce = all_reduce
             assert log == ["all" if step < 0 else expected], (log, expected)
 
     def check() -> None:

@@ -1,4 +1,5 @@
-"""Joinables of their own, and torch's, on inputs of any lengths. They check themselves, in their ranks."""
+"""Joinables of their own, and torch's, on inputs of any lengths. They check themselves, in their
+ranks."""
 
 import copy
 import warnings
@@ -16,11 +17,13 @@ from hooks_ref import Join, Joinable, JoinHook
 
 
 class Counter(Joinable):
-    """Sums over ranks how many train, in every step; ``factor`` comes by a keyword argument of the context."""
+    """Sums over ranks how many train, in every step; ``factor`` comes by a keyword argument of the
+    context."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.group, self.factor = group, 1
+        self.group = group
+        self.factor = 1
         self.sums: list[int] = []
         self.shadowed: list[int] = []
         self.posts: list[bool] = []
@@ -63,7 +66,7 @@ def once(check: Callable[[], None]) -> Case:
 def counts(
     process_group: Any, rank: int, *, lengths: tuple[int, ...], joinables: int = 1, factor: int = 1
 ) -> Case:
-    """Every step of every joinable says how many ranks train; each hook is called as often as others have more steps."""
+    """Check the number of training ranks in every step, and how often each hook is called."""
     made = [Counter(process_group) for _ in range(joinables)]
 
     def check() -> None:
@@ -150,7 +153,8 @@ def trains(
     zero: bool = False,
     sync_bn: bool = False,
 ) -> Case:
-    """torch's DDP, and ZeRO with it, train to the same bits in our context as in torch's; replicas are the same then."""
+    """torch's DDP, and ZeRO with it, train to the same bits in our context as in torch's; replicas
+    are the same then."""
 
     def train(join: Any) -> list[torch.Tensor]:
         torch.manual_seed(3)
@@ -166,7 +170,8 @@ def trains(
             )
         elif hook:
             ddp.register_comm_hook(process_group, getattr(hooks_ref, hook))
-        optimizer, joinables = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), [ddp]
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        joinables = [ddp]
         if zero:
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -199,8 +204,8 @@ def trains(
 
 
 def divides(process_group: Any, rank: int, world_size: int) -> Case:
-    """``divide_by_initial_world_size=False`` divides by the ranks that still train; with a communication hook it has no effect,
-    since a hook is not told how many these are."""
+    """``divide_by_initial_world_size=False`` divides by the ranks that still train; with a
+    communication hook it has no effect, since a hook does not get their number."""
 
     def mean(join: Any, hook: bool, by_initial: bool) -> float:
         ddp = DistributedDataParallel(
@@ -237,7 +242,8 @@ def divides(process_group: Any, rank: int, world_size: int) -> Case:
 
 
 def steps_alone(process_group: Any, rank: int) -> Case:
-    """ZeroRedundancyOptimizer alone, whose main hook is a step: it ends, and replicas are the same."""
+    """ZeroRedundancyOptimizer alone, whose main hook is a step: it ends, and replicas are the
+    same."""
 
     def check() -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -1,4 +1,5 @@
-"""Post-local SGD as ranks make it: on machines that differ by name, with given subgroups, ours beside torch's."""
+"""Post-local SGD as ranks make it: on machines that differ by name, with given subgroups, ours
+beside torch's."""
 
 import socket
 from typing import Any
@@ -32,7 +33,8 @@ def by_machine(process_group: dist.ProcessGroup, rank: int, hosts: str, start: i
 def by_machine_or_never(
     process_group: dist.ProcessGroup, world_size: int, rank: int, hosts: str
 ) -> Case:
-    """The same, but in a group of one, which has no local step; in the end all make one group more, of everyone."""
+    """The same, but in a group of one, which has no local step; in the end all make one group more,
+    of everyone."""
     case = by_machine(process_group, rank, hosts, 4 if world_size > 1 else 1000)
     case.close = lambda: dist.all_reduce(torch.ones(1), group=dist.new_group())
     return case
@@ -64,7 +66,8 @@ def averaged(
     subgroups: list[list[int]],
     whose: str,
 ) -> Case:
-    """Two plain steps, then local ones; parameters are averaged after the third and every second one from there."""
+    """Two plain steps, then local ones; parameters are averaged after the third and every second
+    one from there."""
     averager = PeriodicModelAverager(period=2, warmup_steps=2)
     optimizer.register_step_post_hook(lambda *_: averager.average_parameters(model.parameters()))
     return by_group(rank, subgroups, 2, True, whose)
@@ -97,7 +100,8 @@ def counts_on(whose: str) -> Case:
         expected = {"ours": [1, 2, 3, 4], "torchs": [1, 2, 2, 2]}[whose]
         assert seen == expected, seen
 
-    case.after_backward, case.close = lambda: seen.append(case.state.iter), check
+    case.after_backward = lambda: seen.append(case.state.iter)
+    case.close = check
     return case
 
 
@@ -112,5 +116,6 @@ def makes_groups_where_it_says(rank: int, start: int) -> Case:
         assert len(set(map(id, made[start:]))) == 1, made
         assert made[-1].size() == 1, made
 
-    case.after_backward, case.close = lambda: made.append(case.state.subgroup), check
+    case.after_backward = lambda: made.append(case.state.subgroup)
+    case.close = check
     return case

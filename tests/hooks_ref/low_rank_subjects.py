@@ -47,7 +47,8 @@ def loads_unsafe(rank: int, hook: str, folder: str) -> Case:
 
 
 def unused_parameters(world_size: int) -> Case:
-    """A model of its own, with parameters that take turns at being unused and buckets that never settle."""
+    """A model of its own, with parameters that take turns at being unused and buckets that never
+    settle."""
 
     class Turns(torch.nn.Module):
         def __init__(self) -> None:
@@ -77,4 +78,5 @@ def unused_parameters(world_size: int) -> Case:
     return Case(None, hooks_ref.allreduce_hook)
 
 
-torchs_hook, torchs_batched_hook = theirs.powerSGD_hook, theirs.batched_powerSGD_hook
+torchs_hook = theirs.powerSGD_hook
+torchs_batched_hook = theirs.batched_powerSGD_hook

@@ -30,7 +30,7 @@ def saved(rank: int, load: str | None = None, save: str | None = None) -> Case:
 
 
 def fed_1e5(rank: int) -> Case:
-    """Reduce in float16 what float16 cannot hold on rank 0, zeros elsewhere."""
+    """Reduce values in float16 that float16 cannot hold on rank 0, and zeros on the other ranks."""
 
     def hook(
         state: MixedPrecisionState, bucket: dist.GradBucket

@@ -1,6 +1,8 @@
-"""Set-ups that train with an optimizer inside the hook, or after backward as ever, and show the parameters.
+"""Set-ups that train with an optimizer inside the hook, or after backward as ever, and show the
+parameters.
 
-The kit records gradients: when a step is over, each parameter's gradient is replaced by the parameter itself.
+The kit records gradients: when a step is over, each parameter's gradient is replaced by the
+parameter itself.
 """
 
 from collections.abc import Callable
@@ -71,7 +73,8 @@ def case(
     shown: bool = True,
     close: Callable[[], object] | None = None,
 ) -> Case:
-    """Make the case; ``optimizer`` is the kit's own, which steps after everything else and is to do nothing."""
+    """Make the case; ``optimizer`` is the kit's own, which steps after everything else and is to do
+    nothing."""
     optimizer.param_groups[0]["lr"] = 0.0
 
     def before(step: int) -> None:
@@ -108,7 +111,8 @@ def vanilla(
     on_group: bool = False,
     **rest: Any,
 ) -> Case:
-    """Step an ordinary optimizer after backward, from step ``start`` on; ``on_group`` where the model is not on WORLD."""
+    """Step an ordinary optimizer after backward, from step ``start`` on; ``on_group`` if the model
+    is not on WORLD."""
     stepper = getattr(torch.optim, algorithm)(chosen(model, only) or model.parameters(), **options)
     steps = 0
 

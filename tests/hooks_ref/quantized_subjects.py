@@ -1,4 +1,5 @@
-"""Quantized collectives beside what the collective gives of quantized values. They check themselves, in their ranks."""
+"""Quantized collectives compared with the plain collective of quantized values, inside their
+ranks."""
 
 from typing import Any
 
@@ -66,10 +67,8 @@ def equals(
                 received = [rows[r][rank] for r in range(world_size)]
                 whole = torch.empty((sum(received), *shape[1:]))
                 call(whole, torch.cat(sent[rank]), received, rows[rank])
-                got, right = (
-                    list(whole.split(received)),
-                    [round_trip(sent[r][rank], kind, loss) for r in range(world_size)],
-                )
+                got = list(whole.split(received))
+                right = [round_trip(sent[r][rank], kind, loss) for r in range(world_size)]
             else:
                 got = [torch.empty(shape)]
                 call(got[0], fed[1] if rank == 1 else None, group_src=1)
@@ -88,13 +87,15 @@ def equals(
 
 
 def fed_back(process_group: Any, rank: int, world_size: int, *, qtype: str) -> Case:
-    """The sum of what arrives is the sum of what was fed, up to one step's rounding; what is handed in stays."""
+    """The received values sum to the inputs, up to one step's rounding; the inputs are not
+    changed."""
     collective = hooks_ref.auto_quantize(
         dist.all_gather, hooks_ref.DQuantType[qtype], error_feedback=True
     )
 
     def check() -> None:
-        fed, arrived = torch.zeros(world_size, 300), torch.zeros(world_size, 300)
+        fed = torch.zeros(world_size, 300)
+        arrived = torch.zeros(world_size, 300)
         for step in range(50):
             mine = values((300,), rank, step)
             before = mine.clone()
@@ -103,9 +104,8 @@ def fed_back(process_group: Any, rank: int, world_size: int, *, qtype: str) -> C
             assert torch.equal(mine, before)
             arrived += torch.stack(got)
             fed += torch.stack([values((300,), r, step) for r in range(world_size)])
-        assert (arrived - fed).abs().max() < 0.3, (
-            (arrived - fed).abs().max()
-        )  # 1/16 of the largest, which is about 4
+        # 1/16 of the largest value, which is about 4.
+        assert (arrived - fed).abs().max() < 0.3, (arrived - fed).abs().max()
         infinite = torch.full((300,), torch.inf)
         collective([torch.empty(300) for _ in range(world_size)], infinite, group=process_group)
         got = [torch.empty(300) for _ in range(world_size)]
@@ -113,7 +113,7 @@ def fed_back(process_group: Any, rank: int, world_size: int, *, qtype: str) -> C
         assert all(torch.allclose(part, torch.ones(300), atol=0.1) for part in got), (
             "an infinity stays in what is kept"
         )
-        with pytest.raises(ValueError, match="others than in the call before"):
+        with pytest.raises(ValueError, match="differ from those of the call before"):
             collective(
                 [torch.empty(3) for _ in range(world_size)], torch.ones(3), group=process_group
             )

@@ -1,4 +1,4 @@
-"""Bytes on the wire: what each rank gives to collectives, on record, is what the papers say."""
+"""Bytes on the wire: the recorded bytes of each rank's collectives are those of the papers."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,8 @@ from conformance.pool import Pool
 from tests.hooks_ref.algorithms import PARAMS, run_hook, scenario
 
 NUMELS = [math.prod(spec.shape) for spec in PARAMS]
-TOTAL, WIDE = sum(NUMELS), 4  # bytes of float32
+TOTAL = sum(NUMELS)
+WIDE = 4  # bytes of float32
 STEP = 4  # after every warm-up, and after DDP has regrouped its buckets
 ONE_EACH = 4 / 2**20  # a cap of four bytes: a bucket for each parameter
 
@@ -29,7 +30,8 @@ def low_rank(rank: int) -> int:
     total = 0
     for spec, numel in zip(PARAMS, NUMELS, strict=True):
         n = spec.shape[0] if len(spec.shape) > 1 else 1
-        m, k = numel // n, min(n, numel // n, rank)
+        m = numel // n
+        k = min(n, numel // n, rank)
         total += (n + m) * k if n > 1 and (n + m) * k < numel else numel
     return total * WIDE
 

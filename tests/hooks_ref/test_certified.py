@@ -1,4 +1,5 @@
-"""The references are certified by the commands of their README, and torch's own hooks as third-party subjects."""
+"""The references are certified by the commands of their README, and torch's own hooks as
+third-party subjects."""
 
 import re
 import shlex
@@ -19,7 +20,8 @@ README = Path(hooks_ref.__file__).parent / "README.md"
 
 
 def case(options: str) -> Case:
-    """Read the options of a command line, at the world sizes that say most for their time; the soak judges them at more."""
+    """Read the options of a command line, and choose a few world sizes; the soak judges more
+    sizes."""
     words = shlex.split(options)
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert given.keys() <= {
@@ -32,22 +34,25 @@ def case(options: str) -> Case:
     if kind := next((kind for kind in KINDS if f"--{kind}" in given), ""):
         worlds = (2, 4) if "{2: 2, 4: 4}" in options else (1, 2)
         return Case(given[f"--{kind}"], given.get("--claims", "exact"), worlds=worlds, kind=kind)
-    target, claims = given.get("--hook") or given["--setup"], given.get("--claims", "exact")
+    target = given.get("--hook") or given["--setup"]
+    claims = given.get("--claims", "exact")
     read = parse_claims(claims)
-    worlds = (
-        (2, 3)
-        if read.lossy == LOCAL
-        else (1, 2, 3, 4)
-        if target == "hooks_ref:allreduce_hook"
-        else (1, 2)
-    )
+    worlds = (1, 2)
+    if read.lossy == LOCAL:
+        worlds = (2, 3)
+    elif target == "hooks_ref:allreduce_hook":
+        worlds = (1, 2, 3, 4)
     return Case(target, claims, given.get("--state"), setup="--setup" in given, worlds=worlds)
 
 
 def ours() -> Iterator[Case]:
-    """The commands of the README. Where a lossy hook has the same claim with another compressor, or setting, that is judged by what
-    speaks of compressors and their state; what rounds to bfloat16, by what speaks of arithmetic; a fused one over another inner hook,
-    by what speaks of results; with --thorough by all."""
+    """Yield the commands of the README.
+
+    If a lossy hook repeats the claim of an earlier one with another compressor, or setting, only
+    the rules on compressors and their state judge it. Only the rules on arithmetic judge hooks that
+    round to bfloat16, and only those on results judge a fused hook over another inner hook. With
+    --thorough all rules do.
+    """
     seen = set[tuple[str, str]]()
     for options in re.findall(r"^\|.*\| `(--\w+ .*)` \|$", README.read_text(), re.M):
         made = case(options)
@@ -74,7 +79,8 @@ _SIBLINGS = {
     "hooks_ref:quantization_perchannel_hook": "hooks_ref:quantization_pertensor_hook",
 }
 OURS = list(ours())
-# torch's own, as third-party subjects, at an odd size too. DDP refuses bf16_compress_hook on CPU by its name alone: it gets another.
+# torch's own, as third-party subjects, at an odd size too. DDP refuses any hook named
+# bf16_compress_hook on CPU, so that torch's gets another name.
 TORCHS = [
     Case("torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook"),
     Case(
@@ -97,7 +103,7 @@ CASES = [
     *(replace(case, worlds=(1, 2), rules=of_sections(*ARITHMETIC)) for case in TORCHS[2:5]),
     replace(TORCHS[5], worlds=(1, 2), rules=of_sections(*OBJECTS)),
     replace(LOSSLESS[1], worlds=(1, 2)),
-    # Not at scale, where each of a thousand simulated ranks decodes what all have sent.
+    # Not at scale: each of a thousand simulated ranks would decode the data of all ranks.
     replace(
         LOSSLESS[0],
         worlds=(1, 2),
@@ -131,7 +137,7 @@ def test_noop_is_refused_as_what_it_is(
 
 
 def test_every_hook_has_a_command() -> None:
-    """Hooks are functions that are no factories, but for what wraps or registers others."""
+    """Every hook, compressor and factory of hooks has a command in the README."""
     named = set(re.findall(r"^\| `(\w+)` \| `--", README.read_text(), re.M))
     hooks = {
         name

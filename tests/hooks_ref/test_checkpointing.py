@@ -22,7 +22,8 @@ def test_trains_to_the_same_bits(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_has_the_names_of_what_it_wraps(name: str) -> None:
-    plain, wrapped = network(), network()
+    plain = network()
+    wrapped = network()
     hooks_ref.apply_activation_checkpointing(wrapped, WRAPPERS[name])
     assert isinstance(wrapped.first, hooks_ref.ActivationWrapper)
     assert list(wrapped.state_dict()) == list(plain.state_dict())
@@ -51,7 +52,7 @@ def test_what_a_wrapper_lacks_is_the_modules() -> None:
 
 
 def test_the_forward_runs_again() -> None:
-    """In the backward, and not with another function that keeps what it needs."""
+    """In the backward; not with another function, which keeps its own tensors."""
     calls: list[int] = []
 
     class Counts(torch.nn.Module):
@@ -86,7 +87,8 @@ def test_choosing_what_to_wrap() -> None:
 
 @pytest.mark.parametrize("policy", ["size", "classes"])
 def test_a_policy_chooses_what_torchs_does(policy: str) -> None:
-    """On the way up, by what is not wrapped yet; and never what it did not look into."""
+    """On the way up, by the elements not wrapped yet; and never inside a module it did not
+    enter."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
@@ -117,7 +119,8 @@ def test_a_policy_is_called() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "reentrant", "both"])
 def test_buffers_are_updated_by_the_first_forward_alone(name: str) -> None:
-    plain, wrapped = torch.nn.BatchNorm1d(3), WRAPPERS[name](torch.nn.BatchNorm1d(3))
+    plain = torch.nn.BatchNorm1d(3)
+    wrapped = WRAPPERS[name](torch.nn.BatchNorm1d(3))
     buffer = wrapped.running_mean
     for module in (plain, wrapped):
         module(torch.arange(12.0).view(4, 3).requires_grad_()).square().sum().backward()

@@ -29,11 +29,13 @@ from tests.hooks_ref.algorithms import (
 )
 
 HOOK = "hooks_ref:compression_hook"
-STEPS, RATIO, UNIT = 12, 0.25, 2.0**-24
+STEPS = 12
+RATIO = 0.25
+UNIT = 2.0**-24
 
 
 def top_k(x: torch.Tensor, step: int, key: int) -> torch.Tensor:
-    """Keep the largest; the gap to the first left out must be wider than what 12 steps of 4 roundings each can bridge."""
+    """Keep the largest; 12 steps of 4 roundings each must not bridge the gap to the next value."""
     k = math.ceil(RATIO * len(x))
     order = x.abs().argsort(descending=True)
     if k < len(x):
@@ -125,9 +127,10 @@ DEFINITIONS: dict[str, Callable[[Run, int], Iterator[torch.Tensor]]] = {
 def test_each_step_is_what_the_definition_gives(pool: Pool, name: str, world: int) -> None:
     """Several buckets, across the rebuild.
 
-    Tolerance. In units of u M, with u float32's unit roundoff and M the largest |p| of the run: each step adds the
-    rounding of at most 4 operations on p and e (x + u, e + p, p - C(p), the scale); a scale, a mean of n terms, at most
-    n + 1; the mean over W ranks W + 1. Errors of one step are carried to the next: at most (t + 1) (n + W + 6) u M.
+    Tolerance. In units of u M, with u float32's unit roundoff and M the largest |p| of the run:
+    each step adds the rounding of at most 4 operations on p and e (x + u, e + p, p - C(p), the
+    scale); a scale, a mean of n terms, at most n + 1; the mean over W ranks W + 1. Errors of one
+    step are carried to the next: at most (t + 1) (n + W + 6) u M.
     """
     run = run_hook(pool, scenario(STEPS), world, hook=HOOK, state=f"examples.states:{name}")
     for index, spec in enumerate(PARAMS):
@@ -169,8 +172,11 @@ def test_resumes_bit_for_bit(pool: Pool, tmp_path: Path, name: str) -> None:
     [name for name in DEFINITIONS if name not in ("random_k_unbiased", "top_k_ef21", "top_k_dgc")],
 )
 def test_feedback_telescopes(pool: Pool, name: str) -> None:
-    """On exact inputs the results of T steps and the residual of the last one sum to the means, to the last bit for
-    what is only selected: integers times powers of two, every partial sum of which float32 holds."""
+    """On exact inputs the results of T steps and the residual of the last one sum to the means.
+
+    The inputs are integers times powers of two, and float32 holds all their partial sums:
+    compressors that only select values are exact to the last bit.
+    """
     run = run_hook(
         pool, scenario(STEPS, kind="crafted"), hook=HOOK, state=f"examples.states:{name}"
     )
@@ -178,7 +184,8 @@ def test_feedback_telescopes(pool: Pool, name: str) -> None:
         fed = torch.stack([gradients(run, step, index).mean(0) for step in range(STEPS)])
         given = torch.stack([result(run, 0, step, index) for step in range(STEPS)])
         residual = fed.sum(0) - given.sum(0)
-        # The residual is the mean of the ranks' errors, which a contraction keeps below (1/delta) max|x| whatever T is.
+        # The residual is the mean of the ranks' errors, which a contraction keeps below
+        # (1/delta) max|x| for any T.
         delta = 1 / math.prod(spec.shape) if "sign" in name or "bit" in name else RATIO
         assert residual.norm() <= fed.norm(dim=1).max() * 4 / delta
         if "_k" in name:
@@ -203,7 +210,8 @@ def test_is_a_contraction_and_of_the_size_it_says(compressor: Compressor) -> Non
             OneBit: 0.0,
         }[type(compressor)]
         assert (decoded - x).norm() ** 2 <= (1 - delta) * x.norm() ** 2 + 1e-5
-        k, packed = math.ceil(RATIO * n), -(-n // 8)
+        k = math.ceil(RATIO * n)
+        packed = -(-n // 8)
         sent = sum(tensor.numel() * tensor.element_size() for tensor in encoded)
         assert (
             sent
@@ -214,9 +222,11 @@ def test_is_a_contraction_and_of_the_size_it_says(compressor: Compressor) -> Non
 
 
 def test_every_place_is_drawn_equally_often() -> None:
-    """RandomK over 4000 steps: a place is drawn with probability 1/4, so that each count is within 1000 +- 194 but with
-    probability below 2 exp(-2 * 194**2 / 4000) < 2e-8 for each of 20 (Hoeffding)."""
-    compressor, part = RandomK(RATIO), torch.zeros(20)
+    """RandomK over 4000 steps: a place is drawn with probability 1/4, so that each count is within
+    1000 +- 194 but with probability below 2 exp(-2 * 194**2 / 4000) < 2e-8 for each of 20
+    (Hoeffding)."""
+    compressor = RandomK(RATIO)
+    part = torch.zeros(20)
     counts = torch.zeros(20)
     for step in range(4000):
         counts[next(iter(compressor._places([part], [1], step)))] += 1
@@ -238,7 +248,7 @@ def test_what_is_not_finite_stays_so(compressor: Compressor, value: float) -> No
 @pytest.mark.parametrize("kind", ["nan", "inf"])
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_goes_on_after_a_step_that_overflowed(pool: Pool, name: str, kind: str) -> None:
-    """What is not finite is not remembered, and in EF21 all ranks forget the same elements."""
+    """Values that are not finite are not remembered; in EF21 all ranks forget the same elements."""
     steps = ("normal",) * 3 + (kind,) + ("normal",) * 12
     run = run_hook(
         pool, replace(scenario(), steps=steps), hook=HOOK, state=f"examples.states:{name}"
@@ -249,13 +259,17 @@ def test_goes_on_after_a_step_that_overflowed(pool: Pool, name: str, kind: str) 
 
 
 def test_ef21_is_the_mean_of_its_estimates_after_an_overflow(pool: Pool) -> None:
-    """Fed the same again and again, it comes to the mean itself: what ranks forgot did not stay in the mean of all."""
+    """Fed the same again and again, it gives the mean itself.
+
+    Values that ranks forgot did not stay in the mean of all.
+    """
     steps = ("normal", "nan") + ("zero_all",) * 6
     run = run_hook(
         pool, replace(scenario(), steps=steps), hook=HOOK, state="examples.states:top_k_ef21"
     )
     for index in range(len(PARAMS)):
-        # Estimates are at most twice as large as what was fed, and each step rounds each of W and their mean at most twice.
+        # Estimates are at most twice as large as the gradients, and each step rounds the W
+        # estimates and their mean at most twice each.
         largest = max(
             float(gradients(run, step, index).nan_to_num(0).abs().max()) for step in (0, 1)
         )

@@ -1,4 +1,4 @@
-"""The default hooks beside torch's: the same bits wherever torch's are right; and what holds of all references."""
+"""The default hooks beside torch's, with the same bits if torch's are right; common checks."""
 
 import ast
 import json
@@ -18,7 +18,9 @@ from conformance.scenario import TRAINING, VALUES, Scenario
 from conformance.subject import SubjectSpec
 
 SAME = {
-    "hooks_ref:allreduce_hook": "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook",
+    "hooks_ref:allreduce_hook": (
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook"
+    ),
     "tests.peers:ours_fp16_wrapped": "tests.peers:torch_fp16_wrapped",
     "tests.peers:ours_bf16_wrapped": "tests.peers:torch_bf16_wrapped",
     "hooks_ref:noop_hook": "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks:noop_hook",
@@ -68,7 +70,7 @@ def test_fp16_divides_before_it_casts(pool: Pool) -> None:
 
 
 def test_a_wrapper_returns_the_buckets_dtype(pool: Pool) -> None:
-    """torch's leaves half precision to whatever is layered on it."""
+    """torch's leaves half precision to the hooks around it."""
     runs = [
         run_of(pool, VALUES, f"tests.peers:{whose}_fp16_wrapped") for whose in ("ours", "torch")
     ]
@@ -110,7 +112,8 @@ def test_signatures_and_names_are_torchs() -> None:
     )
 
 
-# Functions that may wait: none is a hook or a callback, and what they wait for is over when they return.
+# Functions that may wait: none is a hook or a callback, and their collectives are complete when
+# they return.
 CALLED_BY_THE_TRAINER = {
     "model_averaging.py": {"_average"},
     "quantized_collectives.py": {"wait", "begin"},
@@ -132,13 +135,10 @@ def test_depends_on_torch_alone_and_never_waits(path: Path) -> None:
 
 def _waiting(node: ast.AST, inside: str) -> Iterator[str]:
     """Yield the innermost function around each call of a ``wait``."""
-    inside = (
-        node.name
-        if isinstance(node, ast.FunctionDef)
-        else "a lambda"
-        if isinstance(node, ast.Lambda)
-        else inside
-    )
+    if isinstance(node, ast.FunctionDef):
+        inside = node.name
+    elif isinstance(node, ast.Lambda):
+        inside = "a lambda"
     if isinstance(node, ast.Attribute) and node.attr == "wait":
         yield inside
     for child in ast.iter_child_nodes(node):

@@ -25,10 +25,12 @@ from tests.hooks_ref.algorithms import (
     try_hook,
 )
 
-HOOK, SUBJECTS = "hooks_ref.gossip:gossip_grad_hook", "tests.hooks_ref.gossip_subjects"
+HOOK = "hooks_ref.gossip:gossip_grad_hook"
+SUBJECTS = "tests.hooks_ref.gossip_subjects"
 PHASES = {2: 1, 3: 2, 4: 2, 5: 3}  # ceil(log2 W)
 SEED = 7
-# One parameter of each kind that has to travel: other dtypes, complex, a scalar, an empty one, a sparse one.
+# One parameter of each kind that has to travel: other dtypes, complex, a scalar, an empty one, a
+# sparse one.
 KINDS = (
     *(
         Param((5, 3), "float64"),
@@ -41,7 +43,8 @@ KINDS = (
 
 
 def source(size: int, place: int, step: int, topology: str) -> int:
-    """Return the place that ``place`` hears from: r - 2^k, or r XOR 2^k, with k = step mod ceil(log2 W)."""
+    """Return the place that ``place`` hears from: r - 2^k, or r XOR 2^k, with k = step mod
+    ceil(log2 W)."""
     k = step % PHASES[size]
     return place ^ 2**k if topology == "hypercube" else (place - 2**k) % size
 
@@ -55,17 +58,21 @@ def partner(size: int, rank: int, step: int, topology: str) -> int:
 def require_gossip(run: Run, topology: str, start: int = 0) -> None:
     """Compare each step with (own + partner's) / 2, and with the mean of all before ``start``.
 
-    Tolerance. A half is exact in binary, so that a mean of two has the one rounding of their sum: u |mean|, with u half
-    the machine epsilon of the dtype. The mean of W rounds W quotients and W - 1 sums of them, of which none exceeds
-    sum |g_r| / W: at most (2 W - 1) u sum |g_r| / W, here with 1 % for u squared.
+    Tolerance. A half is exact in binary, so that a mean of two has the one rounding of their sum: u
+    |mean|, with u half the machine epsilon of the dtype. The mean of W rounds W quotients and W - 1
+    sums of quotients; none exceeds sum |g_r| / W: at most (2 W - 1) u sum |g_r| / W, here with 1 %
+    for u squared.
     """
     for step, rank, index in every(run):
-        group, spec = run.group(rank), run.scenario.params[index]
-        size, unit = len(group), torch.finfo(getattr(torch, spec.dtype)).eps / 2
+        group = run.group(rank)
+        spec = run.scenario.params[index]
+        size = len(group)
+        unit = torch.finfo(getattr(torch, spec.dtype)).eps / 2
         fed = gradients(run, step, index)[list(group)]
         own = group.index(rank)
         if step < start or spec.layout == "sparse":
-            expected, bound = fed.mean(0), 1.01 * (2 * size - 1) * unit * fed.abs().mean(0)
+            expected = fed.mean(0)
+            bound = 1.01 * (2 * size - 1) * unit * fed.abs().mean(0)
         else:
             expected = (fed[own] + fed[partner(size, own, step - start, topology)]) / 2
             bound = unit * expected.abs()
@@ -152,7 +159,7 @@ def test_resumes_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_resumes_among_the_same_partners(pool: Pool, tmp_path: Path) -> None:
-    """At three ranks, where steps differ by their partners."""
+    """At three ranks, so that steps differ by their partners."""
     given = f"hook='{HOOK}',folder='{tmp_path}'"
     whole = run_hook(pool, scenario(12), 3, hook=HOOK, state=f"{SUBJECTS}:state")
     run_hook(
@@ -183,7 +190,7 @@ def test_a_failed_collective_shows(pool: Pool, what: Scenario) -> None:
 
 
 def test_a_hypercube_of_another_size_is_refused(pool: Pool) -> None:
-    """Where the state is made, if the group is known there; else in the first step."""
+    """In the constructor, if the group is known there; else in the first step."""
     for setup, where in (
         ("gossips,topology=hypercube", "in setup"),
         ("gossips_by_default", "in hook call 0"),
@@ -191,8 +198,8 @@ def test_a_hypercube_of_another_size_is_refused(pool: Pool) -> None:
         broken = breakage(try_hook(pool, scenario(3), 3, setup=f"{SUBJECTS}:{setup}"))
         assert broken is not None
         assert (
-            "ValueError: topology: a hypercube needs a group of 1, 2, 4, 8, ... ranks; this one has 3"
-            in broken.line
+            "ValueError: topology: a hypercube needs a group of 1, 2, 4, 8, ... ranks; "
+            "this one has 3" in broken.line
         )
         assert where in broken.line
 
@@ -201,9 +208,8 @@ def test_a_hypercube_of_another_size_is_refused(pool: Pool) -> None:
 def test_partners_agree_and_everyone_hears_of_everyone(size: int) -> None:
     for topology in ("dissemination", "hypercube") if size.bit_count() == 1 else ("dissemination",):
         state = GossipGraDState(topology=topology)
-        phases = next(
-            phases for phases in range(size + 1) if 2**phases >= size
-        )  # ceil(log2(size)), counted
+        # ceil(log2(size)), counted.
+        phases = next(phases for phases in range(size + 1) if 2**phases >= size)
         mixed = torch.eye(size, dtype=torch.float64)
         for step in range(3 * phases):
             pairs = [state.partners(rank, size, step) for rank in range(size)]
@@ -219,19 +225,17 @@ def test_partners_agree_and_everyone_hears_of_everyone(size: int) -> None:
             if step % phases == phases - 1:
                 assert (mixed > 0).all(), "diffusion in ceil(log2 W) steps"
                 if size.bit_count() == 1:
-                    assert torch.equal(
-                        mixed, torch.full_like(mixed, 1 / size)
-                    )  # sums of powers of two: exact
+                    # Exact, as sums of powers of two.
+                    assert torch.equal(mixed, torch.full_like(mixed, 1 / size))
 
 
 def test_partners_rotate() -> None:
-    """Places are permuted every ceil(log2 W) steps, alike for one seed, and in time everyone meets everyone."""
+    """Places are permuted every ceil(log2 W) steps, alike for one seed, and in time everyone meets
+    everyone."""
     size = 6
-    state, same, other = (
-        GossipGraDState(random_seed=1),
-        GossipGraDState(random_seed=1),
-        GossipGraDState(random_seed=2),
-    )
+    state = GossipGraDState(random_seed=1)
+    same = GossipGraDState(random_seed=1)
+    other = GossipGraDState(random_seed=2)
     orders = [state._order(size, rotation) for rotation in range(100)]
     assert orders[0] == list(range(size))
     assert all(sorted(order) == list(range(size)) for order in orders)
@@ -267,7 +271,8 @@ def test_arguments_out_of_range_are_named(make: Callable[[], object], said: str)
 
 def test_is_made_before_the_group_and_saved_as_plain_data(tmp_path: Path) -> None:
     before = torch.get_rng_state()
-    one, other = GossipGraDState(random_seed=3), GossipGraDState()
+    one = GossipGraDState(random_seed=3)
+    other = GossipGraDState()
     one.iter = 5
     one.partners(1, 5, 9)
     torch.save(one, tmp_path / "state.pt")

@@ -1,4 +1,4 @@
-"""The join context: who is told what in which step, and torch's own joinables in it."""
+"""The join context: the calls in each step, and torch's own joinables in the context."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def test_who_trains(pool: Pool, lengths: tuple[int, ...], joinables: int) -> Non
 
 
 def test_on_subgroups(pool: Pool) -> None:
-    """A rank is told its place in its group; the groups know nothing of each other."""
+    """Ranks are places in the joinables' group; two groups do not affect each other."""
     what = Scenario(
         "algorithm", "two groups", WHAT.params, ("crafted",), groups=SUBGROUPS.groups, level=0.0
     )
@@ -63,5 +63,5 @@ def test_torchs_joinables(pool: Pool, given: dict[str, Any]) -> None:
 def test_arguments() -> None:
     with pytest.raises(ValueError, match="at least one"):
         hooks_ref.Join([])
-    with pytest.raises(TypeError, match="Linear is none"):
+    with pytest.raises(TypeError, match="Linear is not a Joinable"):
         hooks_ref.Join([torch.nn.Linear(1, 1)])

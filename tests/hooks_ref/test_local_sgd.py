@@ -26,9 +26,11 @@ from tests.hooks_ref.algorithms import (
     try_hook,
 )
 
-HOOK, SUBJECTS = "hooks_ref.local_sgd:post_localSGD_hook", "tests.hooks_ref.local_sgd_subjects"
+HOOK = "hooks_ref.local_sgd:post_localSGD_hook"
+SUBJECTS = "tests.hooks_ref.local_sgd_subjects"
 START = 4
-# One parameter of each kind that has to travel: other dtypes, complex, a scalar, an empty one, a sparse one.
+# One parameter of each kind that has to travel: other dtypes, complex, a scalar, an empty one, a
+# sparse one.
 KINDS = (
     *(
         Param((5, 3), "float64"),
@@ -41,13 +43,16 @@ KINDS = (
 
 
 def require_local_sgd(run: Run, machines: str, start: int = START) -> None:
-    """Compare each step with the mean of the group before ``start``, and of the ranks with the same letter after it.
+    """Compare each step with the mean of the group before ``start``, and of the ranks with the same
+    letter after it.
 
-    Tolerance. A mean of n rounds n quotients and n - 1 sums of them, of which none exceeds sum |g_r| / n: at most
-    (2 n - 1) u sum |g_r| / n, with u half the machine epsilon of the dtype, and 1 % for u squared. A mean of one is exact.
+    Tolerance. A mean of n rounds n quotients and n - 1 sums of quotients; none exceeds sum |g_r| /
+    n: at most (2 n - 1) u sum |g_r| / n, with u half the machine epsilon of the dtype, and 1 % for
+    u squared. A mean of one is exact.
     """
     for step, rank, index in every(run):
-        group, spec = run.group(rank), run.scenario.params[index]
+        group = run.group(rank)
+        spec = run.scenario.params[index]
         mates = [
             peer
             for place, peer in enumerate(group)
@@ -67,7 +72,8 @@ def require_local_sgd(run: Run, machines: str, start: int = START) -> None:
     ("machines", "start"), [("AB", START), ("AA", START), ("ABA", START), ("ABA", 0), ("ABBA", 1)]
 )
 def test_averages_over_all_then_over_one_machine(pool: Pool, machines: str, start: int) -> None:
-    """Several buckets, across the rebuild; machines of unequal size, and ranks of one machine that are not neighbours."""
+    """Several buckets, across the rebuild; machines of unequal size, and ranks of one machine that
+    are not neighbours."""
     run = run_hook(
         pool,
         scenario(),
@@ -100,7 +106,8 @@ def test_in_groups_smaller_than_world(pool: Pool) -> None:
 
 
 def test_in_one_group_while_others_stay_out(pool: Pool) -> None:
-    """A rank outside the group makes no subgroup with them, and all can make groups together afterwards."""
+    """A rank outside the group makes no subgroup with them, and all can make groups together
+    afterwards."""
     what = replace(scenario(8), groups=((0, 1, 3), (2,)))
     run = run_hook(pool, what, 4, setup=f"{SUBJECTS}:by_machine_or_never,hosts='ABA'")
     require_local_sgd(run, "ABA")
@@ -137,7 +144,8 @@ def test_gives_the_bits_that_torch_gives(pool: Pool, subgroups: str, allreduce: 
 
 
 def test_trains_as_torchs_does_with_an_averager(pool: Pool) -> None:
-    """Parameters of every step; replicas of two subgroups meet where their parameters are averaged, and nowhere else."""
+    """Compare the parameters of every step: replicas of two subgroups agree only after an
+    average."""
     ours, theirs = (
         run_hook(
             pool, TRAINING, 3, setup=f"{SUBJECTS}:averaged,subgroups=[[0, 2], [1]],whose={whose}"
@@ -151,7 +159,8 @@ def test_trains_as_torchs_does_with_an_averager(pool: Pool) -> None:
             for name in mine.tensors
             if not torch.equal(mine.tensors[name], other.tensors[name])
         ] == []
-    first, second = ours.ranks[0].tensors, ours.ranks[1].tensors
+    first = ours.ranks[0].tensors
+    second = ours.ranks[1].tensors
     apart = [
         any(
             not torch.equal(first[name], second[name])
@@ -218,7 +227,7 @@ def test_a_failed_collective_shows(pool: Pool, what: Scenario) -> None:
         (lambda: PostLocalSGDState(7, None, 1), "process_group: a ProcessGroup"),  # type: ignore[arg-type]
         (
             lambda: PostLocalSGDState(None, -100, 1),
-            "subgroup: a ProcessGroup of which this rank is a member, or None; got -100",
+            "subgroup: a ProcessGroup with this rank as a member, or None; got -100",
         ),  # type: ignore[arg-type]
         (
             lambda: PostLocalSGDState(None, None, -1),
@@ -242,7 +251,8 @@ def test_arguments_out_of_range_are_named(make: Callable[[], object], said: str)
 
 def test_is_made_before_the_group_and_saved_as_plain_data(tmp_path: Path) -> None:
     before = torch.get_rng_state()
-    one, other = PostLocalSGDState(None, None, 3), PostLocalSGDState(None, None, 3)
+    one = PostLocalSGDState(None, None, 3)
+    other = PostLocalSGDState(None, None, 3)
     one.iter = 5
     torch.save(one, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)

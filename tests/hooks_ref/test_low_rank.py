@@ -28,13 +28,17 @@ from tests.hooks_ref.algorithms import (
     try_hook,
 )
 
-STATES, SUBJECTS = "examples.states", "tests.hooks_ref.low_rank_subjects"
-STEPS, START, RANK, UNIT = 14, 2, 2, 2.0**-24
+STATES = "examples.states"
+SUBJECTS = "tests.hooks_ref.low_rank_subjects"
+STEPS = 14
+START = 2
+RANK = 2
+UNIT = 2.0**-24
 WITHOUT_SCALARS = tuple(spec for spec in PARAMS if spec.shape)
 
 
 def shape(index: int, params: tuple[Param, ...] = PARAMS) -> tuple[int, int]:
-    """Rows and columns, (1, n) for what is no matrix."""
+    """Return rows and columns; (1, n) for a parameter that is not a matrix."""
     size = params[index].shape
     return (size[0], math.prod(size[1:])) if len(size) > 1 else (1, math.prod(size))
 
@@ -52,27 +56,28 @@ def require_definition(
     warm: bool = True,
     start: int = START,
 ) -> None:
-    """Check every step of every compressed parameter: ``P P^T mean(M)`` with ``P = orth(mean(M) orth(Q))``.
+    """Check every step of every compressed parameter: ``P P^T mean(M)`` with ``P = orth(mean(M)
+    orth(Q))``.
 
-    Each step is predicted from what the run itself gave before it, in float64, so that errors do not add up over
-    steps. Tolerance, with u float32's unit roundoff, norms Frobenius', A = mean(M), F = mean |M_r|: the span of Q, taken
-    from the last result, is known within d1 = m k u cond(Q); that of P within d2 = (|A| d1 + (m + W + 2 t) u F) /
-    sigma_k(A Q) + n k u (perturbation of a span, Wedin); hence the projection of A within 2 d2 |A| + (n + k + W + 2 t) u F.
+    Each step is predicted from the run's own results before it, in float64, so that errors do not
+    add up over steps. Tolerance, with u float32's unit roundoff, norms Frobenius', A = mean(M), F =
+    mean |M_r|: the span of Q, taken from the last result, is known within d1 = m k u cond(Q); that
+    of P within d2 = (|A| d1 + (m + W + 2 t) u F) / sigma_k(A Q) + n k u (perturbation of a span,
+    Wedin); hence the projection of A within 2 d2 |A| + (n + k + W + 2 t) u F.
     """
     params = run.scenario.params
     for index in [index for index in range(len(params)) if compressed(index, params)]:
         n, m = shape(index, params)
-        k, key = min(n, m, RANK), len(params) - index
+        k = min(n, m, RANK)
+        key = len(params) - index
         errors = torch.zeros(run.world, n, m, dtype=torch.float64)
         q = first_q(key, m)
         for step in range(start, len(run.scenario.steps)):
             q = q if warm or step == start else first_q(key, m)
             matrices = gradients(run, step, index).view(run.world, n, m) + errors
-            a, scale, t = (
-                matrices.mean(0),
-                float(matrices.norm(dim=(1, 2)).mean()),
-                2 * (step - start + 1),
-            )
+            a = matrices.mean(0)
+            scale = float(matrices.norm(dim=(1, 2)).mean())
+            t = 2 * (step - start + 1)
             q_hat = torch.linalg.qr(q.double()).Q
             p = torch.linalg.qr(a @ q_hat).Q
             d1 = m * k * UNIT * float(torch.linalg.cond(q.double()))
@@ -104,7 +109,7 @@ def drawn(rank: int = RANK) -> Callable[[int, int], torch.Tensor]:
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("state", ["power_sgd", "power_sgd_same_shapes"])
 def test_each_step_is_what_the_definition_gives(pool: Pool, state: str, world: int) -> None:
-    """Several buckets, across the rebuild, on Gloo: where torch's own hangs."""
+    """With several buckets, across the rebuild, on Gloo; torch's own hangs there."""
     run = run_hook(
         pool, scenario(STEPS), world, hook="hooks_ref:powerSGD_hook", state=f"{STATES}:{state}"
     )
@@ -147,7 +152,8 @@ def test_compresses_from_the_first_step_if_asked(pool: Pool) -> None:
 
 @pytest.mark.parametrize("hook", ["powerSGD_hook", "batched_powerSGD_hook"])
 def test_one_bucket_or_several(pool: Pool, hook: str) -> None:
-    """Per parameter the grouping changes no bit; the square of a bucket depends on it, but not its finiteness."""
+    """Per parameter the grouping changes no bit; the square of a bucket depends on it, but not its
+    finiteness."""
     one, several = (
         run_hook(
             pool,
@@ -165,12 +171,13 @@ def test_one_bucket_or_several(pool: Pool, hook: str) -> None:
 
 
 def test_resumes_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
-    """Not so batched: the first step after a resume compresses another square, since DDP starts from its first grouping."""
+    """Not so batched: the first step after a resume compresses another square, since DDP starts
+    from its first grouping."""
     require_resumes(pool, tmp_path, "hooks_ref:powerSGD_hook", f"{STATES}:power_sgd")
 
 
 def errors_of(state: PowerSGDState, key: int, spec: Param) -> torch.Tensor:
-    """What a saved state remembers for a parameter, in C order."""
+    """Return a saved state's error of a parameter, in C order."""
     if part := state.square_errors.parts.get(key, torch.empty(0)).numel():
         order = lay_out(torch.arange(part).view(spec.shape), spec.layout)
         return state.square_errors.parts[key][torch.as_strided(order, (part,), (1,)).argsort()]
@@ -179,7 +186,8 @@ def errors_of(state: PowerSGDState, key: int, spec: Param) -> torch.Tensor:
 
 @pytest.mark.parametrize("hook", ["powerSGD_hook", "batched_powerSGD_hook"])
 def test_feedback_telescopes(pool: Pool, tmp_path: Path, hook: str) -> None:
-    """Results and the mean of the ranks' last errors sum to the means, within (2 t + W + 2) u max|M| at each element."""
+    """Results and the mean of the ranks' last errors sum to the means, within (2 t + W + 2) u
+    max|M| at each element."""
     given = f"hook='hooks_ref:{hook}',state='{STATES}:power_sgd',folder='{tmp_path}'"
     run = run_hook(pool, scenario(STEPS), 3, setup=f"tests.hooks_ref.saved_states:saves,{given}")
     states = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(3)]
@@ -196,7 +204,8 @@ def test_feedback_telescopes(pool: Pool, tmp_path: Path, hook: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_batched_is_the_definition_on_a_square(pool: Pool, world: int) -> None:
-    """One bucket of one parameter of 10 x 10: the square is the parameter, and the definition of the other hook applies."""
+    """One bucket of one parameter of 10 x 10: the square is the parameter, and the definition of
+    the other hook applies."""
     params = (Param((10, 10)),)
     runs = [
         run_hook(
@@ -214,7 +223,8 @@ def test_batched_is_the_definition_on_a_square(pool: Pool, world: int) -> None:
 
 
 def test_torchs_follows_the_same_definition_where_it_works(pool: Pool) -> None:
-    """One bucket of contiguous parameters: within the same tolerance, from the Q that torch's draws."""
+    """One bucket of contiguous parameters: within the same tolerance, from the Q that torch's
+    draws."""
     params = tuple(spec for spec in WITHOUT_SCALARS if spec.layout == "contiguous")
     run = run_hook(
         pool,
@@ -281,7 +291,8 @@ def test_torchs_aborts_or_hangs_with_several_buckets(impatient: Pool) -> None:
 
 
 def test_torchs_resumes_wrongly(pool: Pool, impatient: Pool, tmp_path: Path) -> None:
-    """Saved as documented: it does not load with weights_only; else it raises with several buckets, and goes on wrongly with one."""
+    """Saved as documented: it does not load with weights_only; else it raises with several buckets,
+    and goes on wrongly with one."""
     given = f"hook='{SUBJECTS}:torchs_hook',folder='{tmp_path}'"
     saves = f"tests.hooks_ref.saved_states:saves,state='{SUBJECTS}:torchs',{given}"
     first, rest = (scenario(6, params=WITHOUT_SCALARS, first_step=step) for step in (0, 6))
@@ -340,8 +351,10 @@ def test_a_sparse_parameter_stays_synchronised(pool: Pool, impatient: Pool) -> N
 
 
 def test_unused_parameters_change_nothing_about_the_order_of_collectives(pool: Pool) -> None:
-    """DDP's allreduce of which parameters were used starts between the two of PowerSGD, on another thread: three ranks
-    that shared one group for all aborted."""
+    """DDP's allreduce of used parameters may start between the two of PowerSGD.
+
+    It starts on another thread: with one shared group, three ranks aborted.
+    """
     assert run_hook(pool, scenario(1), 3, setup=f"{SUBJECTS}:unused_parameters").finished
 
 

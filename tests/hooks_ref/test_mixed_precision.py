@@ -1,4 +1,4 @@
-"""The mean in another dtype than the parameters', step by step against an oracle, and what torch's native one does here."""
+"""The mean in another dtype than the parameters', against an oracle and torch's native mode."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,15 +37,17 @@ def reduced(pool: Pool, what: Scenario, dtype: str, world: int = 2) -> Run:
 def oracle(
     run: Run, step: int, index: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and how far the hook may be from it, in float64.
+    """Return the mean and the bound on the hook's error, in float64.
 
-    A share x / W is rounded to the wider dtype and to ``dtype`` (u is half of its eps, and the wider's at most as much),
-    or lies where ``dtype`` has subnormals (then it is off by at most half of the smallest); W - 1 additions round once
-    each; the result is rounded once to the parameter's dtype (v). So the shares carry at most W + 2 roundings.
+    A share x / W is rounded to the wider dtype and to ``dtype`` (u is half of its eps, and the
+    wider's at most as much), or is a subnormal of ``dtype`` (then it is off by at most half of the
+    smallest); W - 1 additions round once each; the result is rounded once to the parameter's dtype
+    (v). So the shares carry at most W + 2 roundings.
     """
     own = getattr(torch, run.scenario.params[index].dtype)
     shares = gradients(run, step, index) / run.world
-    u, v = torch.finfo(dtype).eps / 2, torch.finfo(own).eps / 2
+    u = torch.finfo(dtype).eps / 2
+    v = torch.finfo(own).eps / 2
     relative = (1 + u) ** (run.world + 1) * (1 + v) - 1
     return shares.sum(0), relative * shares.abs().sum(0) + run.world * torch.finfo(
         dtype
@@ -60,7 +62,8 @@ def oracle(
 def test_agrees_with_an_oracle(
     pool: Pool, dtype: str, params: tuple[Param, ...], world: int
 ) -> None:
-    run, wire = reduced(pool, scenario(10, params=params), dtype, world), getattr(torch, dtype)
+    run = reduced(pool, scenario(10, params=params), dtype, world)
+    wire = getattr(torch, dtype)
     for step, rank, index in every(run):
         mean, bound = oracle(run, step, index, wire)
         got = result(run, rank, step, index)
@@ -75,8 +78,9 @@ def test_agrees_with_an_oracle(
 def test_agrees_with_an_oracle_to_the_last_bit(
     pool: Pool, dtype: str, params: tuple[Param, ...]
 ) -> None:
-    """On two ranks there is one addition, of which no order can change the rounding; halving is exact."""
-    run, wire = reduced(pool, scenario(4, params=params), dtype), getattr(torch, dtype)
+    """On two ranks there is one addition, which no order can round otherwise; halving is exact."""
+    run = reduced(pool, scenario(4, params=params), dtype)
+    wire = getattr(torch, dtype)
     for step, rank, index in every(run):
         shares = (gradients(run, step, index) / 2).to(wire)
         mean = (shares[0] + shares[1]).to(getattr(torch, params[index].dtype)).double()
@@ -84,7 +88,8 @@ def test_agrees_with_an_oracle_to_the_last_bit(
 
 
 def test_float32_for_bfloat16_rounds_only_the_mean(pool: Pool) -> None:
-    """Within one rounding to bfloat16, and fewer than 5 of float32 (a division, two additions); summed in bfloat16 it is not."""
+    """Within one rounding to bfloat16, and fewer than 5 of float32 (a division, two additions);
+    summed in bfloat16 it is not."""
     ours = reduced(pool, scenario(3, params=IN_BFLOAT16), "float32", 3)
     plain = run_hook(pool, scenario(3, params=IN_BFLOAT16), 3, hook="hooks_ref:allreduce_hook")
     within = {}
@@ -168,6 +173,7 @@ def test_refuses_wrong_arguments() -> None:
 
 def test_needs_no_group_until_it_is_used() -> None:
     before = torch.get_rng_state()
-    one, other = MixedPrecisionState(reduce_dtype=torch.float16), MixedPrecisionState(None)
+    one = MixedPrecisionState(reduce_dtype=torch.float16)
+    other = MixedPrecisionState(None)
     assert (one.reduce_dtype, other.reduce_dtype) == (torch.float16, None)
     assert torch.equal(torch.get_rng_state(), before)

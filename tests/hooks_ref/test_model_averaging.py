@@ -1,4 +1,4 @@
-"""Averagers beside their definition, simulated for all ranks in one process, and beside torch's where it works."""
+"""Averagers beside their definition, simulated in one process, and beside torch's if it works."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ from tests.hooks_ref.algorithms import (
 SUBJECT = "tests.hooks_ref.averaging_subjects:averaged"
 SIZES = {2: 2, 4: 4}  # groups by period
 CONTIGUOUS = tuple(spec for spec in PARAMS if spec.layout == "contiguous")
-Groups = Callable[[int, int], tuple[int, ...]]  # of a rank at a step; () where nothing is averaged
+Groups = Callable[[int, int], tuple[int, ...]]  # of a rank at a step; () if nothing is averaged
 
 
 def run(pool: Pool, world: int, name: str, what: Scenario | None = None, **given: Any) -> Run:
@@ -37,11 +37,13 @@ def run(pool: Pool, world: int, name: str, what: Scenario | None = None, **given
 def require_definition(run: Run, groups: Groups) -> None:
     """Follow every parameter of every rank through local steps and averages, in float64.
 
-    Tolerance: a step rounds twice at most, where it subtracts and where it averages, each time by the unit roundoff of what is there.
+    Tolerance: a step rounds at most twice, in its subtraction and in its average, each time by the
+    unit roundoff of the value.
     """
     for index in range(len(run.scenario.params)):
         values = torch.zeros_like(gradients(run, 0, index))
-        unit, largest = torch.finfo(getattr(torch, run.scenario.params[index].dtype)).eps / 2, 0.0
+        unit = torch.finfo(getattr(torch, run.scenario.params[index].dtype)).eps / 2
+        largest = 0.0
         for step in range(len(run.scenario.steps)):
             values = values - gradients(run, step, index)
             means = [
@@ -117,7 +119,7 @@ def test_one_rank_without_a_gradient(pool: Pool) -> None:
 
 
 def test_on_subgroups(pool: Pool) -> None:
-    """Where a rank's place in its group is not its global rank."""
+    """In a group in which a rank's place is not its global rank."""
     what = Scenario(
         "algorithm", "two groups", PARAMS[:3], ("normal",) * 6, groups=SUBGROUPS.groups, level=0.0
     )
@@ -159,7 +161,8 @@ def test_beside_torchs(pool: Pool, world: int, name: str, options: dict[str, Any
 
 
 def test_torchs_permutes_what_is_not_contiguous(pool: Pool) -> None:
-    """It puts a parameter elsewhere, with other strides; DDP goes on to write its gradients by the ones that it had."""
+    """It puts a parameter elsewhere, with other strides; DDP goes on to write its gradients by the
+    ones that it had."""
     what = scenario(6, params=(Param((8, 3, 2, 2), layout="channels_last"),))
     options = {"period": 2, "warmup_steps": 3}  # once DDP has regrouped its buckets
     torchs = run(pool, 2, "PeriodicModelAverager", what, torchs=True, **options)

@@ -1,4 +1,5 @@
-"""Averagers that torch does not have, beside their definitions, simulated for all ranks in one process."""
+"""Averagers that torch does not have, beside their definitions, simulated for all ranks in one
+process."""
 
 from collections.abc import Callable
 
@@ -19,10 +20,12 @@ Round = Callable[[torch.Tensor, int], torch.Tensor]
 def require_rounds(
     run: Run, period: int, warmup: int, follow: Callable[[], Round], shown: str = "parameters"
 ) -> None:
-    """Follow every parameter in float64. Tolerance: two roundings of float32 a step, of the largest value so far, and as much
-    again for what a round adds."""
+    """Follow every parameter in float64. Tolerance: two roundings of float32 a step, of the largest
+    value so far, and as much again for the terms of a round."""
     for index in range(len(run.scenario.params)):
-        values, largest, one_round = torch.zeros_like(gradients(run, 0, index)), 0.0, follow()
+        values = torch.zeros_like(gradients(run, 0, index))
+        largest = 0.0
+        one_round = follow()
         average = values
         for step in range(len(run.scenario.steps)):
             values = values - gradients(run, step, index)
@@ -43,7 +46,8 @@ def diloco(lr: float, momentum: float) -> Round:
         nonlocal begun, velocity
         mean = values.mean(0)
         if number == 0:
-            begun, velocity = mean, torch.zeros_like(mean)
+            begun = mean
+            velocity = torch.zeros_like(mean)
         else:
             difference = begun - mean
             velocity = momentum * velocity + difference
@@ -145,12 +149,11 @@ def test_given_in_groups(pool: Pool, name: str) -> None:
 
 def test_states_go_on() -> None:
     averager = hooks_ref.DiLoCoModelAverager(2)
-    averager.begun, averager.velocity, averager.step = (
-        {0: torch.ones(2)},
-        {0: torch.full((2,), 3.0)},
-        5,
-    )
-    saved, other = averager.state_dict(), hooks_ref.DiLoCoModelAverager(2)
+    averager.begun = {0: torch.ones(2)}
+    averager.velocity = {0: torch.full((2,), 3.0)}
+    averager.step = 5
+    saved = averager.state_dict()
+    other = hooks_ref.DiLoCoModelAverager(2)
     averager.begun[0].zero_()
     other.load_state_dict(saved)
     assert (other.step, other.begun[0].tolist(), other.velocity[0].tolist()) == (5, [1, 1], [3, 3])

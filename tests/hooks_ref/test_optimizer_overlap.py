@@ -1,4 +1,4 @@
-"""An optimizer inside the hook does what it does after vanilla DDP's backward, bit for bit."""
+"""An optimizer inside the hook steps as after vanilla DDP's backward, bit for bit."""
 
 import copy
 import math
@@ -29,7 +29,8 @@ from tests.hooks_ref.algorithms import (
 SUBJECTS = "tests.hooks_ref.optimizer_overlap_subjects"
 TEN_STEPS = replace(TRAINING, steps=("normal",) * 10)
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-CHANNELS_LAST, TRANSPOSED = 2, 4  # in PARAMS
+CHANNELS_LAST = 2
+TRANSPOSED = 4  # in PARAMS
 
 OPTIMIZERS = [
     ("SGD", {"lr": 0.1}),
@@ -88,7 +89,8 @@ def require_replicas(run: Run) -> None:
 
 
 def require_trained(run: Run) -> None:
-    """Every parameter changed at every step, so that equal runs mean something. A bias before batch norm has no gradient."""
+    """Every parameter changed at every step, so that equal runs mean something. A bias before batch
+    norm has no gradient."""
     for name, tensor in run.ranks[0].tensors.items():
         step, _, rest = name.partition("/")
         if step.isdigit() and step != "0" and not rest.endswith("0.bias"):
@@ -143,12 +145,10 @@ def test_training_with_gradients_as_views_of_buckets(pool: Pool) -> None:
 @pytest.mark.parametrize(("world", "view"), [(2, False), (3, True)], ids=["copies", "views"])
 def test_frees_gradients_in_backward(pool: Pool, world: int, view: bool) -> None:
     what = replace(TEN_STEPS, view=view)
-    one = train(
-        pool, what, "ours", world, in_backward=True, algorithm="Adam", options={"lr": 0.01}
-    )  # requires None after backward
-    require_same_tensors(
-        one, train(pool, what, "vanilla", world, algorithm="Adam", options={"lr": 0.01})
-    )
+    adam = {"algorithm": "Adam", "options": {"lr": 0.01}}
+    # The run itself requires None after backward.
+    one = train(pool, what, "ours", world, in_backward=True, **adam)
+    require_same_tensors(one, train(pool, what, "vanilla", world, **adam))
 
 
 def test_only_some_parameters(pool: Pool) -> None:
@@ -156,9 +156,8 @@ def test_only_some_parameters(pool: Pool) -> None:
     require_same_bits(one, other)
     for step, rank, index in every(one):
         assert bool(result(one, rank, step, index).any()) == (index in (0, 4, 7))
-    freed = train(
-        pool, scenario(4), "ours", only=[0, 4, 7], in_backward=True
-    )  # requires that the others' gradients stay
+    # The run itself requires that the other gradients stay.
+    freed = train(pool, scenario(4), "ours", only=[0, 4, 7], in_backward=True)
     require_same_bits(freed, other)
 
 
@@ -166,9 +165,10 @@ def test_only_some_parameters(pool: Pool) -> None:
 def test_agrees_with_an_oracle_to_the_last_bit(pool: Pool, world: int) -> None:
     """Momentum SGD in float64, all in powers of two.
 
-    A crafted mean is a multiple of 2**-3 below 2**8. With momentum 1/2, ten steps make the buffer a multiple of 2**-12
-    below 2**9, and with a learning rate of 1/2 the parameter one of 2**-13 below 10 * 2**8 / 2 * 2 < 2**12, of which
-    one is added per step: 24 bits while it stays below 2**11, which is asserted. All of it is exact in float32.
+    A crafted mean is a multiple of 2**-3 below 2**8. With momentum 1/2, ten steps make the buffer a
+    multiple of 2**-12 below 2**9, and with a learning rate of 1/2 the parameter one of 2**-13 below
+    10 * 2**8 / 2 * 2 < 2**12, of which one is added per step: 24 bits while it stays below 2**11,
+    which is asserted. All of it is exact in float32.
     """
     run = train(
         pool, scenario(10, kind="crafted"), "ours", world, options={"lr": 0.5, "momentum": 0.5}
@@ -245,7 +245,7 @@ def test_gives_the_bits_that_torch_gives(pool: Pool, algorithm: str) -> None:
 
 
 def test_torchs_own_steps_with_the_wrong_elements(pool: Pool) -> None:
-    """Where the parameter is not C-contiguous: it is permuted, silently."""
+    """If the parameter is not C-contiguous, torch permutes it silently."""
     torchs, vanilla = (train(pool, scenario(3), name) for name in ("torchs", "vanilla"))
     wrong = {
         index
@@ -256,7 +256,7 @@ def test_torchs_own_steps_with_the_wrong_elements(pool: Pool) -> None:
 
 
 def test_torchs_own_steps_with_what_is_in_the_bucket(pool: Pool) -> None:
-    """Where the hook returns its mean in another tensor, torch steps with the local gradient; replicas part."""
+    """If the hook returns its mean in another tensor, torch steps with the local gradient."""
     torchs = train(pool, scenario(1), "torchs", inner="elsewhere")
     assert not torch.equal(result(torchs, 0, 0, 0), result(torchs, 1, 0, 0))
 
@@ -284,15 +284,13 @@ def test_a_failed_collective_surfaces(pool: Pool) -> None:
 
 
 class Bucket:
-    """What a hook sees of a ``GradBucket``, in this process."""
+    """The part of ``GradBucket`` that hooks use, in this process."""
 
     def __init__(
         self, parameters: list[torch.Tensor], gradient: float | torch.Tensor = 1.0
     ) -> None:
-        self._parameters, self._buffer = (
-            parameters,
-            torch.ones(sum(p.numel() for p in parameters)) * gradient,
-        )
+        self._parameters = parameters
+        self._buffer = torch.ones(sum(p.numel() for p in parameters)) * gradient
 
     def parameters(self) -> list[torch.Tensor]:
         return self._parameters
@@ -341,7 +339,8 @@ def test_steps_like_the_optimizer_itself(algorithm: str, options: dict[str, Any]
 
 
 def test_no_step_on_a_failed_reduction() -> None:
-    p, state = parameter(), OptimizerHookState(functional(torch.optim.SGD, lr=1.0))
+    p = parameter()
+    state = OptimizerHookState(functional(torch.optim.SGD, lr=1.0))
     future = hook_then_optimizer(failed, state)(None, Bucket([p]))
     with pytest.raises(RuntimeError, match="this collective failed"):
         future.value()
@@ -349,7 +348,8 @@ def test_no_step_on_a_failed_reduction() -> None:
 
 
 def test_a_step_that_fails_surfaces_and_leaves_the_gradient() -> None:
-    p, state = parameter(), OptimizerHookState(functional(torch.optim.LBFGS))
+    p = parameter()
+    state = OptimizerHookState(functional(torch.optim.LBFGS))
     p.grad = kept = torch.full((3,), 5.0)
     with pytest.raises(RuntimeError, match="closure"):
         hook_then_optimizer(local, state)(None, Bucket([p])).value()
@@ -366,7 +366,9 @@ def test_two_states_are_independent_and_the_global_generator_is_left_alone() -> 
     one, other = (
         OptimizerHookState(functional(torch.optim.SGD, lr=1.0, momentum=0.5)) for _ in range(2)
     )
-    p, q, before = parameter(), parameter(), torch.get_rng_state()
+    p = parameter()
+    q = parameter()
+    before = torch.get_rng_state()
     for _ in range(2):
         hook_then_optimizer(local, one)(None, Bucket([p]))
     hook_then_optimizer(local, other)(None, Bucket([q]))
@@ -376,12 +378,14 @@ def test_two_states_are_independent_and_the_global_generator_is_left_alone() -> 
 
 
 def test_goes_back_to_what_was_saved() -> None:
-    """A state that has gone on loads as a new one does: nothing of what came after stays."""
-    p, state = parameter(), OptimizerHookState(functional(torch.optim.Adagrad, lr=1.0))
+    """A state that has made more steps loads as a new state does: nothing of these steps stays."""
+    p = parameter()
+    state = OptimizerHookState(functional(torch.optim.Adagrad, lr=1.0))
     hook = hook_then_optimizer(local, state)
     fresh = copy.deepcopy(state.state_dict())
     hook(None, Bucket([p]))
-    saved, at = copy.deepcopy(state.state_dict()), p.detach().clone()
+    saved = copy.deepcopy(state.state_dict())
+    at = p.detach().clone()
     hook(None, Bucket([p], 2.0))
     after = p.detach().clone()
     for back, begin, gradient, end in ((saved, at, 2.0, after), (fresh, torch.zeros(3), 1.0, at)):
@@ -416,7 +420,8 @@ def test_a_stepper_without_a_state_steps_but_is_not_saved() -> None:
             with torch.no_grad():
                 param.sub_(grad)
 
-    p, state = parameter(), OptimizerHookState(Plain(), params=(p for p in []))
+    p = parameter()
+    state = OptimizerHookState(Plain(), params=iter([]))
     hook_then_optimizer(local, state)(None, Bucket([p]))
     assert not p.any()
     state = OptimizerHookState(Plain())

@@ -1,4 +1,4 @@
-"""An optimizer that averages: its steps and averages, what it saves, and what it shares with the optimizer inside."""
+"""An optimizer that averages: its steps, averages, saved state and shared attributes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ def test_steps_then_averages(pool: Pool) -> None:
 
 
 def test_a_step_that_one_rank_skips(pool: Pool) -> None:
-    """Ranks still average together, at the same steps: what rank 1 lacks then is one gradient."""
+    """Ranks still average together, at the same steps: rank 1 only lacks one gradient."""
     mine = run(pool, "stepped", overflow=(1, 3), **OPTIONS)
     values = torch.zeros_like(gradients(mine, 0, 0))
     for step in range(12):
@@ -54,7 +54,7 @@ def test_a_step_that_one_rank_skips(pool: Pool) -> None:
 
 
 class Counts(hooks_ref.ModelAverager):
-    """Remembers what it was asked."""
+    """Records the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,8 @@ class Counts(hooks_ref.ModelAverager):
 
 
 def made(**options: Any) -> tuple[hooks_ref.PostLocalSGDOptimizer, torch.nn.Parameter, Counts]:
-    parameter, averager = torch.nn.Parameter(torch.ones(3)), Counts()
+    parameter = torch.nn.Parameter(torch.ones(3))
+    averager = Counts()
     parameter.grad = torch.full((3,), 0.5)
     return (
         hooks_ref.PostLocalSGDOptimizer(torch.optim.SGD([parameter], lr=1.0, **options), averager),
@@ -105,7 +106,8 @@ def test_the_count_of_steps_is_saved() -> None:
     optimizer, _, averager = made(momentum=0.9)
     for _ in range(3):
         optimizer.step()
-    saved, (other, _, others) = optimizer.state_dict(), made(momentum=0.9)
+    saved = optimizer.state_dict()
+    other, _, others = made(momentum=0.9)
     other.load_state_dict(saved)
     assert (others.step, other.state_dict()["state"].keys()) == (
         averager.step,
@@ -124,7 +126,7 @@ def test_arguments() -> None:
     calls: list[tuple[Callable[[], object], str]] = [
         (
             lambda: hooks_ref.PostLocalSGDOptimizer(torch.optim.SGD, Counts()),
-            "optim: an optimizer, made already",
+            "optim: an instance of torch.optim.Optimizer",
         ),  # type: ignore[arg-type]
         (lambda: hooks_ref.PostLocalSGDOptimizer(sgd, 4), "averager: a ModelAverager"),  # type: ignore[arg-type]
     ]

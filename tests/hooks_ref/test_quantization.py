@@ -25,7 +25,8 @@ from tests.hooks_ref.algorithms import (
     try_hook,
 )
 
-MODULE, SUBJECTS = "hooks_ref.quantization", "tests.hooks_ref.quantization_subjects"
+MODULE = "hooks_ref.quantization"
+SUBJECTS = "tests.hooks_ref.quantization_subjects"
 THEIRS = "torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks"
 # The width of a row, by hook. 11 divides the size of one bucket, 77, without remainder.
 WIDTHS = {
@@ -44,7 +45,7 @@ def buckets(run: Run, step: int) -> Iterator[list[int]]:
 
 
 def of_bucket(run: Run, step: int, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what was fed in a bucket and what came out on each rank, ``[W, numel]`` both, in the bucket's order."""
+    """Return the inputs and results of a bucket, both ``[W, numel]``, in the bucket's order."""
     orders = [(index, memory_order(run.scenario.params[index])) for index in indices]
     fed = torch.cat([gradients(run, step, index)[:, order] for index, order in orders], 1)
     got = [
@@ -55,7 +56,8 @@ def of_bucket(run: Run, step: int, indices: list[int]) -> tuple[torch.Tensor, to
 
 
 def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
-    """``[W, numel]`` to ``[W, rows, width]``, with one more row of zeros than needed, as in torch's."""
+    """``[W, numel]`` to ``[W, rows, width]``, with one more row of zeros than needed, as in
+    torch's."""
     width = min(width, x.size(1) + 1)
     return torch.nn.functional.pad(x, (0, width - x.size(1) % width)).view(len(x), -1, width)
 
@@ -63,16 +65,19 @@ def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
 def definition(
     x: torch.Tensor, width: int, unit: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the mean of the quantized rows of all ranks, the bound on our error, and where rounding is ambiguous.
+    """Return the mean of the ranks' quantized rows, the bound on our error, and the ambiguous
+    places.
 
-    In float64, x ``[W, numel]``. With u the unit roundoff of the hook's arithmetic: a scale is off by 2u (a difference, a
-    quotient), x / scale by one more, so the levels of at most 255 by less than 4 * 255 u. Where x / scale is nearer than
-    that to the middle between two integers, the level may be off by one; likewise the zero of a row, after which the
-    clamp may cut one level. A dequantized value v is off by 3u |v| (scale, product); the sum over W by (W - 1) u sum|v|,
-    the quotient by u: together less than (W + 5) u sum|v| / W.
+    In float64, x ``[W, numel]``. With u the unit roundoff of the hook's arithmetic: a scale is off
+    by 2u (a difference, a quotient), x / scale by one more, so the levels of at most 255 by less
+    than 4 * 255 u. If x / scale is nearer than that to the middle between two integers, the level
+    may be off by one; likewise the zero of a row, after which the clamp may cut one level. A
+    dequantized value v is off by 3u |v| (scale, product); the sum over W by (W - 1) u sum|v|, the
+    quotient by u: together less than (W + 5) u sum|v| / W.
     """
     rows = rows_of(x, width)
-    low, high = (rows.amin(2, keepdim=True).clamp(max=0), rows.amax(2, keepdim=True).clamp(min=0))
+    low = rows.amin(2, keepdim=True).clamp(max=0)
+    high = rows.amax(2, keepdim=True).clamp(min=0)
     scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).eps)
     zero = (-low / scale).round().clamp(0, 255)
     value = scale * (((rows / scale).round() + zero).clamp(0, 255) - zero)
@@ -84,7 +89,8 @@ def definition(
 
 
 def require_definition(run: Run, width: int) -> float:
-    """Require it at every step, bucket and rank; return the part of the elements of normal steps whose rounding is ambiguous.
+    """Require it at every step, bucket and rank; return the part of the elements of normal steps
+    whose rounding is ambiguous.
 
     A half bucket's result is rounded once more, to its dtype.
     """
@@ -98,7 +104,8 @@ def require_definition(run: Run, width: int) -> float:
                 fed, width, 2 * UNIT["float64"] if dtype == "float64" else UNIT["float32"]
             )
             if dtype in ("float16", "bfloat16"):
-                # Half a unit in the last place, or half the smallest subnormal of float16 (bfloat16's is smaller).
+                # Half a unit in the last place, or half the smallest subnormal of float16
+                # (bfloat16's is smaller).
                 bound = bound + UNIT[dtype] * (expected.abs() + bound) + 2.0**-25
             for rank in range(run.world):
                 assert ((got[rank] - expected).abs() <= bound).all(), (
@@ -117,7 +124,8 @@ def require_definition(run: Run, width: int) -> float:
 def test_each_step_is_what_the_definition_gives_on_all_ranks(
     pool: Pool, hook: str, world: int
 ) -> None:
-    """Twelve steps in several buckets, across the rebuild; then magnitudes from 1e-30 to 1e30, and zeros on one rank or all."""
+    """Twelve steps in several buckets, across the rebuild; then magnitudes from 1e-30 to 1e30, and
+    zeros on one rank or all."""
     run = run_hook(
         pool,
         replace(scenario(15), steps=("normal",) * 12 + ("wide", "zero_one", "zero_all")),
@@ -160,8 +168,9 @@ def test_scalars_and_empty_parameters(pool: Pool, hook: str) -> None:
 
 @pytest.mark.parametrize("hook", list(WIDTHS)[::2])
 def test_within_half_a_step_of_the_mean(pool: Pool, hook: str) -> None:
-    """The error is at most the mean of scale / 2: half a level, and a clamped tie is half a level too. The rest of the
-    bound is that of ``definition``: 4 * 255 u < 7e-5 scales, and 8u of a value of at most 255 scales, below 2e-4 together."""
+    """The error is at most the mean of scale / 2: half a level, and a clamped tie is half a level
+    too. The rest of the bound is that of ``definition``: 4 * 255 u < 7e-5 scales, and 8u of a value
+    of at most 255 scales, below 2e-4 together."""
     run = run_hook(pool, scenario(4), 3, hook=hook)
     for step in range(4):
         for indices in buckets(run, step):
@@ -179,7 +188,8 @@ def test_within_half_a_step_of_the_mean(pool: Pool, hook: str) -> None:
     "hook", [f"{MODULE}:quantization_pertensor_hook", f"{SUBJECTS}:perchannel_3"]
 )
 def test_what_is_not_finite_stays_so_in_its_row(pool: Pool, hook: str) -> None:
-    """On all ranks, whichever fed it; other rows are as they are without, and so is the next step."""
+    """On all ranks, whichever fed it; other rows are as they are without, and so is the next
+    step."""
     width = WIDTHS.get(hook, 3)
     run = run_hook(
         pool, replace(scenario(4), steps=("normal", "nan", "inf", "normal")), 3, hook=hook
@@ -263,7 +273,8 @@ def test_sparse_gradients_are_averaged_as_they_are(pool: Pool, hook: str) -> Non
 
 @pytest.mark.parametrize("hook", list(WIDTHS)[1:2])
 def test_averages_over_the_group_it_is_given(pool: Pool, hook: str) -> None:
-    """Two models on two groups: each gets the mean of its own ranks, not in the order of global ranks."""
+    """Two models on two groups: each gets the mean of its own ranks, not in the order of global
+    ranks."""
     what = replace(scenario(2), groups=((1, 3), (0, 2)))
     run = run_hook(pool, what, 4, hook=hook)
     for step, rank, index in every(run):
@@ -297,7 +308,7 @@ def test_bucket_size_out_of_range_is_named(bucket_size: Any, error: type[Excepti
     [(1024, 512, 2), (1025, 512, 3), (10, 512, 1), (1000, 10**9, 1), (1, 1, 1), (0, 512, 0)],
 )
 def test_a_byte_per_element_and_two_numbers_per_row(numel: int, width: int, rows: int) -> None:
-    """No row more than needed, and no padding of what is smaller than one."""
+    """There is no row more than needed, and a bucket smaller than a row is not padded."""
     scales, levels = _quantize(
         in_rows(torch.randn(numel, generator=torch.Generator().manual_seed(numel)), width)
     )

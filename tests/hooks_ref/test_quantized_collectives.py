@@ -1,4 +1,4 @@
-"""Quantized collectives: the collective of quantized values, and how far these are from what was fed."""
+"""Quantized collectives: the collective of quantized values, and the error of quantization."""
 
 import math
 from typing import Any

@@ -41,7 +41,7 @@ def named(compressor: Compressor) -> str:
 def decoded(
     compressor: Compressor, x: torch.Tensor, step: int = 0, rank: int = 0, key: int = 1
 ) -> torch.Tensor:
-    """Return what a rank's encoding of ``x`` stands for."""
+    """Return the decoded encoding of ``x`` of a rank."""
     into = torch.zeros_like(x)
     compressor.add_decoded(compressor.encode([x], [key], step, rank), [into], [key], step)
     return into
@@ -54,10 +54,11 @@ def in_blocks(x: torch.Tensor, block: int) -> list[torch.Tensor]:
 def definition(
     compressor: Compressor, x: torch.Tensor, step: int, rank: int, key: int, unit: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return C(x) in float64, and by how much ours may be off where rounding could turn a draw the other way.
+    """Return C(x) in float64, and the possible error if rounding turns a draw the other way.
 
-    ``a = s x / norm`` has three roundings (norm, quotient, product), the fraction of a one: a is off by less than 4 u s + u. A
-    draw nearer to the fraction than that, round the circle (0.0 of one level is 1.0 of the level below), may fall either way.
+    ``a = s x / norm`` has three roundings (norm, quotient, product), the fraction of a one: a is
+    off by less than 4 u s + u. A draw nearer to the fraction than that, round the circle (0.0 of
+    one level is 1.0 of the level below), may fall either way.
     """
     seed = (
         int.from_bytes(
@@ -68,20 +69,21 @@ def definition(
         )
         >> 1
     )
-    blocks, s = in_blocks(x, compressor.block), compressor.levels
+    blocks = in_blocks(x, compressor.block)
+    s = compressor.levels
     width = max(1, min(compressor.block, len(x)))
     dtype = torch.float64 if unit == UNIT["float64"] else torch.float32
     draws = torch.rand(
         -(-len(x) // width), width, dtype=dtype, generator=torch.Generator().manual_seed(seed)
     ).double()
-    values, turned = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
+    values = [torch.zeros(0, dtype=torch.float64)]
+    turned = [torch.zeros(0, dtype=torch.float64)]
     for v, u in zip(blocks, draws, strict=False):
         norm = v.norm() if isinstance(compressor, QSGD) else v.abs().max()
         a = s * v / norm if norm > 0 else torch.zeros_like(v)
         distance = (u[: len(v)] - (a - a.floor())).abs()
-        near = (
-            torch.minimum(distance, 1 - distance) <= (4 * s + 1) * 2 * unit
-        )  # twice: the oracle may be float64's equal
+        # Twice the unit roundoff, because the oracle may have the precision of ours, float64.
+        near = torch.minimum(distance, 1 - distance) <= (4 * s + 1) * 2 * unit
         values.append(norm / s * (a.floor() + (u[: len(v)] < a - a.floor())))
         turned.append(near * norm / s * (norm > 0))
     return torch.cat(values), torch.cat(turned)
@@ -92,21 +94,25 @@ def definition(
 def test_each_step_is_what_the_definition_gives_on_all_ranks(
     pool: Pool, name: str, world: int
 ) -> None:
-    """Twelve steps in several buckets, across the rebuild; magnitudes from 1e-30 to 1e30; zeros on one rank, then on all.
+    """Twelve steps in several buckets, across the rebuild; magnitudes from 1e-30 to 1e30; zeros on
+    one rank, then on all.
 
-    Tolerance, beside draws that may turn: a decoded v is off by 4 u |v| (norm, quotient, product, and u for what the
-    oracle does), their sum over W by W u sum|v|, the quotient by W by u: (W + 6) u sum|v| / W. Below 2**-126 a product
-    is off by half of 2**-149 instead, for each of W + 2 operations.
+    Tolerance, beside draws that may turn: a decoded v is off by 4 u |v| (norm, quotient, product,
+    and u for the oracle does), their sum over W by W u sum|v|, the quotient by W by u: (W + 6) u
+    sum|v| / W. Below 2**-126 a product is off by half of 2**-149 instead, for each of W + 2
+    operations.
     """
     compressor = getattr(states, name)().compressor
     kinds = ("normal",) * 12 + ("wide", "zero_one", "zero_all")
     run = run_hook(
         pool, replace(scenario(15), steps=kinds), world, hook=HOOK, state=f"{STATES}:{name}"
     )
-    turned, elements = 0, 0
+    turned = 0
+    elements = 0
     for step, kind in enumerate(kinds):
         for index, spec in enumerate(PARAMS):
-            order, key = memory_order(spec), len(PARAMS) - index
+            order = memory_order(spec)
+            key = len(PARAMS) - index
             fed = gradients(run, step, index)[:, order]
             each = [
                 definition(compressor, x, step, rank, key, UNIT["float32"])
@@ -122,10 +128,8 @@ def test_each_step_is_what_the_definition_gives_on_all_ranks(
                 assert torch.equal(got, result(run, 0, step, index)), (
                     "not the same bits on all ranks"
                 )
-            turned, elements = (
-                turned + int((turn > 0).sum()) * (kind == "normal"),
-                elements + turn.numel(),
-            )
+            turned = turned + int((turn > 0).sum()) * (kind == "normal")
+            elements = elements + turn.numel()
     assert turned < 0.03 * elements, (
         "inputs of this test: too many draws that could turn to say much"
     )
@@ -133,7 +137,8 @@ def test_each_step_is_what_the_definition_gives_on_all_ranks(
 
 @pytest.mark.parametrize("name", NAMES[1::2])
 def test_other_dtypes(pool: Pool, name: str) -> None:
-    """As above; to a half bucket each rank's value is added with a rounding of its own, and divided with one."""
+    """As above; to a half bucket each rank's value is added with a rounding of its own, and divided
+    with one."""
     compressor = getattr(states, name)().compressor
     params = tuple(
         Param(shape, dtype)
@@ -141,11 +146,13 @@ def test_other_dtypes(pool: Pool, name: str) -> None:
         for shape in ((40,), (3, 5), ())
     )
     run = run_hook(pool, scenario(3, params=params), hook=HOOK, state=f"{STATES}:{name}")
-    # Keys are places in the buckets of the first step, counted from the end: DDP fills a bucket per dtype.
+    # Keys are places in the buckets of the first step, counted from the end: DDP fills a bucket
+    # per dtype.
     first = [
         [int(name[1:]) for name in call["parameters"]] for call in run.ranks[0].all("call", step=0)
     ]
-    keys, before = {}, 0
+    keys = {}
+    before = 0
     for indices in first:
         keys |= {index: before + len(indices) - place for place, index in enumerate(indices)}
         before += len(indices)
@@ -170,7 +177,8 @@ def test_other_dtypes(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_bucket_or_several_is_the_same(pool: Pool, name: str) -> None:
-    """Draws belong to parameters: how DDP groups them changes no bit. Scalars and empty parameters included."""
+    """Draws belong to parameters: how DDP groups them changes no bit. Scalars and empty parameters
+    included."""
     params = (*PARAMS, Param((0,)), Param(()))
     one, several = (
         run_hook(
@@ -198,7 +206,8 @@ def test_what_is_not_finite_stays_so_on_all_ranks(pool: Pool, name: str) -> None
         state=f"{STATES}:{name}",
     )
     for step, rank, index in every(run):
-        fed, got = gradients(run, step, index), result(run, rank, step, index)
+        fed = gradients(run, step, index)
+        got = result(run, rank, step, index)
         for x, y in zip(fed.split(block, 1), got.split(block), strict=True):
             assert (y.isfinite() == x.isfinite().all()).all(), (step, rank, index)
 
@@ -210,17 +219,24 @@ def test_what_is_not_finite_stays_so_on_all_ranks(pool: Pool, name: str) -> None
 def test_is_unbiased(compressor: Compressor) -> None:
     """The mean of N independent decodings is the input, for each of n elements.
 
-    Every decoding of an element is one of two neighbouring levels, ``norm / s`` apart, so that by Hoeffding the mean of N is
-    off its expectation by t norm / s or more with probability at most 2 exp(-2 N t**2). With t = sqrt(ln(2 n / 1e-7) / 2N)
-    that is 1e-7 over all n. The expectation itself is off by at most the grain 2**-24 norm / s (draws are multiples of it),
-    and each decoding by the roundings of a and of the product: 4 u norm + 2 u norm < 6 * 2**-24 norm. Draws of different
-    steps, ranks and parameters, and of one generator, count alike.
+    Every decoding of an element is one of two neighbouring levels, ``norm / s`` apart, so that by
+    Hoeffding the mean of N is off its expectation by t norm / s or more with probability at most 2
+    exp(-2 N t**2). With t = sqrt(ln(2 n / 1e-7) / 2N) that is 1e-7 over all n. The expectation
+    itself is off by at most the grain 2**-24 norm / s (draws are multiples of it), and each
+    decoding by the roundings of a and of the product: 4 u norm + 2 u norm < 6 * 2**-24 norm. Draws
+    of different steps, ranks and parameters, and of one generator, count alike.
     """
-    n, copies, steps, ranks, keys = min(12, compressor.block), 100, 10, 3, (1, 2, 70)
+    n = min(12, compressor.block)
+    copies = 100
+    steps = 10
+    ranks = 3
+    keys = (1, 2, 70)
     x = torch.randn(n, generator=torch.Generator().manual_seed(1))
-    x[0], x[1:2] = 0.0, 1e-3
+    x[0] = 0.0
+    x[1:2] = 1e-3
     alone = type(compressor)(**{**vars_of(compressor), "block": n})
-    total, count = torch.zeros(n, dtype=torch.float64), 0
+    total = torch.zeros(n, dtype=torch.float64)
+    count = 0
     for step in range(steps):
         for rank in range(ranks):
             parts = [torch.zeros(n * copies) for _ in keys]
@@ -233,9 +249,8 @@ def test_is_unbiased(compressor: Compressor) -> None:
     t = math.sqrt(math.log(2 * n / 1e-7) / (2 * count))
     error = (total / count - x.double()).abs()
     assert count == 9000
-    assert (
-        t < 0.034
-    )  # which finds rounding to the nearest level, off by up to 0.5, and a level that is off by one
+    # Small enough to find rounding to the nearest level, off by up to 0.5, and a level off by one.
+    assert t < 0.034
     assert (error <= (t + 2.0**-24) * norm / compressor.levels + 6 * 2.0**-24 * norm).all(), error
 
 
@@ -249,13 +264,17 @@ def vars_of(compressor: Compressor) -> dict[str, int]:
 
 
 def test_ranks_err_independently() -> None:
-    """Averaging W ranks divides the squared error by W. With D_i the mean over W = 8 of the errors of element i, in levels:
-    its square is in [0, 1] and has expectation f (1 - f) / 8 <= 1 / 32, where equal draws would give f (1 - f).
+    """Averaging W ranks divides the squared error by W. With D_i the mean over W = 8 of the errors
+    of element i, in levels: its square is in [0, 1] and has expectation f (1 - f) / 8 <= 1 / 32;
+    equal draws would give f (1 - f).
 
-    Each element has f = 1/2 exactly (a = 1/2 of one level): 1/32 and 1/4. The mean over N = 2000 independent trials is 1/32 to
-    within t = sqrt(ln(2 / 1e-7) / 2N) = 0.065 but with probability 1e-7 (Hoeffding), far from 1/4.
+    Each element has f = 1/2 exactly (a = 1/2 of one level): 1/32 and 1/4. The mean over N = 2000
+    independent trials is 1/32 to within t = sqrt(ln(2 / 1e-7) / 2N) = 0.065 but with probability
+    1e-7 (Hoeffding), far from 1/4.
     """
-    compressor, trials, world = TernGrad(block=2), 2000, 8
+    compressor = TernGrad(block=2)
+    trials = 2000
+    world = 8
     x = torch.tensor([1.0, 0.5]).repeat(trials // 10)
     squares = [
         (torch.stack([decoded(compressor, x, step, rank) for rank in range(world)]).mean(0) - x)[
@@ -274,8 +293,9 @@ def test_ranks_err_independently() -> None:
 def test_draws_differ_by_seed_step_rank_and_parameter_and_by_nothing_else(
     compressor: Compressor,
 ) -> None:
-    """At least 200 elements have a fraction f in [0.1, 0.9]: two encodings hold the same level there with probability
-    f**2 + (1 - f)**2 <= 0.82, and are equal with at most 0.82**200 < 1e-17, times 10 pairs."""
+    """At least 200 elements have a fraction f in [0.1, 0.9]: two encodings hold the same level
+    there with probability f**2 + (1 - f)**2 <= 0.82, and are equal with at most 0.82**200 < 1e-17,
+    times 10 pairs."""
     block = torch.tensor([1.0, -0.3, 0.4])
     x = block.repeat(200)
     same = type(compressor)(**{**vars_of(compressor), "block": 3})
@@ -347,7 +367,7 @@ def test_squares_neither_overflow_nor_vanish(compressor: Compressor, scale: floa
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=named)
 def test_what_is_not_finite_spoils_its_block_alone(compressor: Compressor, value: float) -> None:
-    """Also of those whose levels share a byte with it."""
+    """This includes elements whose levels share a byte with it."""
     x = torch.ones(2000)
     x[5] = value
     broken = torch.zeros(2000, dtype=torch.bool)
@@ -361,7 +381,8 @@ def test_what_is_not_finite_spoils_its_block_alone(compressor: Compressor, value
 def test_what_is_subtracted_is_what_is_added() -> None:
     x = torch.randn(50, generator=torch.Generator().manual_seed(3))
     for compressor in COMPRESSORS:
-        encoded, into = compressor.encode([x], [1], 0, 0), torch.zeros(50)
+        encoded = compressor.encode([x], [1], 0, 0)
+        into = torch.zeros(50)
         compressor.add_decoded(encoded, [into], [1], 0)
         compressor.add_decoded(encoded, [into], [1], 0, -1)
         assert torch.equal(into, torch.zeros(50))

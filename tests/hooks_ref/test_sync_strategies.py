@@ -1,4 +1,4 @@
-"""Sync strategies beside what they are to end in, which is a mean that can be written down."""
+"""Sync strategies beside their definition, a mean that can be written down."""
 
 import pytest
 import torch
@@ -36,11 +36,11 @@ def run(pool: Pool, world: int, strategy: str, what: Scenario = WHAT, **given: o
 def require_mean(
     run: Run, uses: str, batches: int, groups: tuple[tuple[int, ...], ...] = ()
 ) -> None:
-    """Every rank has the sum over micro-batches of the means over its group, of what any of them uses; and nothing else."""
+    """Every rank has the sum over micro-batches of its group's means, for used parameters only."""
     for rank in range(run.world):
         group = next((group for group in groups if rank in group), tuple(range(run.world)))
         for index in range(len(run.scenario.params)):
-            # A subject is told its place in its group.
+            # A subject gets its place in its group.
             fed = [
                 gradient(b, place, index)
                 for b in range(batches)
@@ -73,13 +73,17 @@ def test_all_end_in_the_same(pool: Pool, strategy: str, batches: int) -> None:
 )
 @pytest.mark.parametrize("uses", ["differ", "by_rank", "one_rank_alone"])
 def test_whatever_is_used(pool: Pool, strategy: str, find_unused: bool, uses: str) -> None:
-    """By other ranks too, where Composer's forced_sync averages different parameters together, without a word."""
+    """By other ranks too; Composer's forced_sync silently averages different parameters
+    together."""
     require_mean(run(pool, 3, strategy, uses=uses, find_unused=find_unused, batches=2), uses, 2)
 
 
 def test_single_auto_sync_loses_a_sync(pool: Pool) -> None:
-    """Of what the last micro-batch does not use, each rank keeps its own; DDP notices in the next step. With find_unused_parameters
-    it keeps account of what the others have used."""
+    """Each rank keeps its own gradient of parameters that the last micro-batch does not use.
+
+    DDP notices in the next step. With find_unused_parameters it keeps account of the parameters
+    that other ranks have used.
+    """
     one_step = Scenario("algorithm", "one step", WHAT.params, ("crafted",), level=0.0)
     require_mean(
         run(pool, 2, "single_auto_sync", one_step, uses="differ", find_unused=True), "differ", 2
@@ -115,7 +119,8 @@ def test_sparse_and_strided(pool: Pool) -> None:
 
 @pytest.mark.parametrize("strategy", FORCED)
 def test_an_exception_is_what_is_seen(pool: Pool, strategy: str) -> None:
-    """On the rank that raises nothing is communicated, so that its own error is the one that comes out."""
+    """On the rank that raises nothing is communicated, so that its own error is the one that comes
+    out."""
     setup = f"{SUBJECTS}:synchronised,strategy={strategy!r},fails_on=0"
     broken = breakage(try_hook(pool, WHAT, 2, setup=setup))
     assert broken is not None

@@ -1,4 +1,4 @@
-"""A sharded optimizer inside the hook does, from its third step on, what a plain one does after vanilla DDP's backward."""
+"""A sharded optimizer inside the hook steps, from its third step on, as a plain optimizer does."""
 
 import functools
 from dataclasses import replace
@@ -22,10 +22,8 @@ from tests.hooks_ref.algorithms import (
     try_hook,
 )
 
-SUBJECT, VANILLA = (
-    "tests.hooks_ref.zero_overlap_subjects:zero",
-    "tests.hooks_ref.optimizer_overlap_subjects:vanilla",
-)
+SUBJECT = "tests.hooks_ref.zero_overlap_subjects:zero"
+VANILLA = "tests.hooks_ref.optimizer_overlap_subjects:vanilla"
 NAMES = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 TEN_STEPS = replace(TRAINING, steps=("normal",) * 10)
 SGD: dict[str, Any] = {
@@ -38,7 +36,8 @@ PLAIN_SGD: dict[str, Any] = {
 }  # no weight decay: not with sparse gradients
 ADAM: dict[str, Any] = {"algorithm": "Adam", "options": {"lr": 0.01}}
 ADAGRAD: dict[str, Any] = {"algorithm": "Adagrad", "options": {"lr": 0.1}}
-VACUOUS, VACUOUS_STATIC = 2, 3  # steps that leave the parameters alone
+VACUOUS = 2
+VACUOUS_STATIC = 3  # steps that leave the parameters alone
 
 
 def setup(target: str, **kwargs: Any) -> str:
@@ -109,7 +108,8 @@ def test_accumulation_and_schedules(pool: Pool, name: str, option: str) -> None:
 
 @pytest.mark.parametrize(("name", "world"), list(zip(NAMES, [2, 3], strict=True)))
 def test_agrees_with_an_oracle_to_the_last_bit(pool: Pool, name: str, world: int) -> None:
-    """Momentum SGD in float64, all in powers of two; why it is exact in float32 is in test_optimizer_overlap."""
+    """Momentum SGD in float64, all in powers of two; why it is exact in float32 is in
+    test_optimizer_overlap."""
     run = overlapped(
         pool,
         scenario(VACUOUS + 10, kind="crafted"),
@@ -194,7 +194,7 @@ def test_one_rank(pool: Pool) -> None:
 
 @pytest.mark.parametrize(("name", "shard"), list(zip(NAMES, [True, False], strict=True)))
 def test_on_subgroups(pool: Pool, name: str, shard: bool) -> None:
-    """Two models at once, where a rank's place in the group is not its global rank."""
+    """Two models at once, on a group in which a rank's place is not its global rank."""
     what = replace(scenario(5), groups=SUBGROUPS.groups)
     require_same_bits(
         overlapped(pool, what, name, 4, shard=shard, **SGD),
@@ -204,7 +204,7 @@ def test_on_subgroups(pool: Pool, name: str, shard: bool) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_failed_collective_surfaces(pool: Pool, name: str) -> None:
-    """The peer stays out of the first step in which parameters are updated."""
+    """The peer stays out of the first step that updates parameters."""
     assert PEER_SILENT.fault_step == VACUOUS
     run = try_hook(pool, PEER_SILENT, setup=setup(SUBJECT, name=name, shown=False, **SGD))
     assert run.ranks[0].first("fault", raised=True) is not None

@@ -1,4 +1,5 @@
-"""Set-ups that train with torch's ZeroRedundancyOptimizer inside the hook, and show the parameters."""
+"""Set-ups that train with torch's ZeroRedundancyOptimizer inside the hook, and show the
+parameters."""
 
 import gc
 import weakref
