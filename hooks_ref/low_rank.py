@@ -29,7 +29,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -156,16 +156,16 @@ class _Matrix:
         place: the part of the bucket that gets the result, in the parameter's shape.
         error: None without feedback; before the step ``M_r`` without padding, after it the new
             error.
-        p: the factor ``[n, k]``.
         q: the factor ``[m, k]``.
+        p: the factor ``[n, k]``, from the first product on.
     """
 
     key: Key
     m: torch.Tensor
     place: torch.Tensor
     error: torch.Tensor | None
-    p: torch.Tensor
     q: torch.Tensor
+    p: torch.Tensor = field(init=False)
 
 
 @dataclass
@@ -283,15 +283,16 @@ def _by_parameter(
         error = None
         if state.use_error_feedback:
             # The matrix is the memory itself: the gradient is added to the error in place.
-            matrix = error = state.errors[key] = state.errors.get(key, matrix).to(piece)
+            error = state.errors.get(key, matrix).to(piece)
+            state.errors[key] = error
+            matrix = error
             if matrix.shape != (n, m):
                 raise ValueError(
                     f"this state was saved for another model: a matrix of {list(matrix.shape)} "
                     f"is now one of {[n, m]}"
                 )
         matrix.view(place.shape).add_(place)
-        p = piece.new_empty(n, rank)
-        matrices.append(_Matrix(key, matrix, place, error, p, state.q(key, m, rank, piece)))
+        matrices.append(_Matrix(key, matrix, place, error, state.q(key, m, rank, piece)))
     return matrices, plain
 
 
@@ -316,8 +317,7 @@ def _as_square(
     if state.use_error_feedback:
         error = state.square_errors.of(keys, parts).add_(buffer)
     padded.copy_(buffer if error is None else error)
-    p = buffer.new_empty(side, rank)
-    return [_Matrix(key, matrix, buffer, error, p, state.q(key, side, rank, buffer))], []
+    return [_Matrix(key, matrix, buffer, error, state.q(key, side, rank, buffer))], []
 
 
 def _first_allreduce(
@@ -382,8 +382,7 @@ def _second_allreduce(
 def _write_results(
     state: PowerSGDState, step: list[_Bucket], arrived: torch.futures.Future[list[torch.Tensor]]
 ) -> None:
-    """Write ``gradient <- P Q^T`` and ``error <- M - P Q^T`` for all buckets, and keep every
-    ``Q``."""
+    """Write ``gradient <- P Q^T`` and ``error <- M - P Q^T``, and keep every ``Q``."""
     matrices = _matrices(step)
     _copy_parts(arrived.value()[0], [matrix.q for matrix in matrices])
     for matrix in matrices:
@@ -398,6 +397,7 @@ def _write_results(
 
 
 def _complete(step: list[_Bucket]) -> None:
+    """Complete the future of every bucket."""
     for bucket in step:
         bucket.result.set_result(bucket.buffer)
 
@@ -434,8 +434,10 @@ def _matrices(step: list[_Bucket]) -> list[_Matrix]:
 def _products(
     lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], *, batch: bool
 ) -> list[torch.Tensor]:
-    """Return ``left @ right`` for each pair; with ``batch``, one product for all pairs of a
-    shape."""
+    """Return ``left @ right`` for each pair.
+
+    With ``batch``, pairs of one shape are multiplied together.
+    """
     products: dict[int, torch.Tensor] = {}
     groups: dict[object, list[int]] = defaultdict(list)
     for index, left in enumerate(lefts):

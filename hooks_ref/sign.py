@@ -98,6 +98,7 @@ def _unpack(packed: torch.Tensor, n: int) -> torch.Tensor:
 
 @lru_cache
 def _table(device: torch.device) -> torch.Tensor:
+    """Return the bits of every byte, bool ``[256, 8]``."""
     return (
         torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)
     ) % 2 == 1

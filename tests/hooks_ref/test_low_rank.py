@@ -13,7 +13,7 @@ from conformance.pool import Pool
 from conformance.probe import lay_out
 from conformance.run import Run
 from conformance.scenario import Param
-from hooks_ref import PowerSGDState, batched_powerSGD_hook, powerSGD_hook  # noqa: F401 - a saved state is loaded
+from hooks_ref import PowerSGDState, batched_powerSGD_hook, low_rank, powerSGD_hook  # noqa: F401 - a saved state is loaded
 from tests.hooks_ref.algorithms import (
     ONE_BUCKET,
     PARAMS,
@@ -429,3 +429,25 @@ def test_has_torchs_arguments() -> None:
     assert {name: p.default for name, p in ours_.items()} == {
         name: p.default for name, p in theirs_.items()
     }
+
+
+def test_an_error_in_a_callback_fails_every_bucket() -> None:
+    def begun() -> low_rank._Bucket:
+        result: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        return low_rank._Bucket(
+            torch.ones(1), result, [], [], torch.ones(1), torch.futures.Future()
+        )
+
+    def fails(_: object) -> None:
+        raise RuntimeError("a lost connection")
+
+    complete = begun()
+    complete.result.set_result(torch.zeros(1))
+    step = [begun(), complete, begun()]
+    arrived: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    arrived.then(low_rank._or_fail(step, fails))
+    arrived.set_result([])
+    for bucket in (step[0], step[2]):
+        with pytest.raises(RuntimeError, match="a lost connection"):
+            bucket.result.value()
+    assert torch.equal(complete.result.value(), torch.zeros(1))
