@@ -1,5 +1,4 @@
-"""Activation checkpointing: compute a forward's activations again for its backward, or offload
-them.
+"""Activation checkpointing: recompute a forward's activations in its backward, or offload them.
 
 A wrapped module gives the outputs and gradients of the module, and its parameters, buffers and
 state_dict keys keep their names. Wrap a module of a DDP model before making the DDP module.

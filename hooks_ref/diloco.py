@@ -73,8 +73,7 @@ class DiLoCoModelAverager(PeriodicModelAverager):
         self.step += 1
 
     def _step(self, place: int, parameter: torch.Tensor) -> None:
-        """Take the outer step of one parameter, which holds the mean; its first round only
-        begins."""
+        """Take the outer step of one parameter, which holds the mean, or begin its first round."""
         if place not in self.begun:
             wide = torch.promote_types(parameter.dtype, torch.float32)
             self.begun[place] = parameter.detach().to(wide, copy=True)

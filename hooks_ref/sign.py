@@ -84,8 +84,10 @@ class OneBit(_TwoValues):
 
 
 def _pack(bits: torch.Tensor) -> torch.Tensor:
-    """Pack a bool tensor ``[n]``, eight to a byte: element ``8 i + j`` is bit ``j`` of byte
-    ``i``."""
+    """Pack a bool tensor ``[n]``, eight to a byte.
+
+    Element ``8 i + j`` is bit ``j`` of byte ``i``.
+    """
     padded = torch.nn.functional.pad(bits.view(torch.uint8), (0, -bits.numel() % 8))
     # Eight bytes of 0 or 1 seen as one integer: a product gathers them in its top byte.
     return (padded.view(torch.int64).mul_(0x0102040810204080) >> 56).to(torch.uint8)

@@ -62,8 +62,7 @@ class _RandomRounding(Compressor):
 
     @abstractmethod
     def norms(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return the norm of each block, shape ``[blocks, 1]``; no element of the block is
-        larger."""
+        """Return a norm of each block, shape ``[blocks, 1]``, at least its largest magnitude."""
 
     def encode(
         self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, rank: int

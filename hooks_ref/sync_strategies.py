@@ -141,8 +141,7 @@ class _Forced:
             parameter.grad = mean
 
     def _kinds(self) -> list[int]:
-        """Return the kind of each parameter's gradient over all ranks: 0 for none, dense or
-        sparse."""
+        """Return each parameter's kind of gradient over all ranks: 0 (none), dense or sparse."""
         device = self.parameters[0].device if self.parameters else None
         mine = [_kind(parameter.grad) for parameter in self.parameters]
         kinds = torch.tensor(mine, dtype=torch.uint8, device=device)

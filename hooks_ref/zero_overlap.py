@@ -58,8 +58,7 @@ def hook_with_zero_step(
     zero: "ZeroRedundancyOptimizer",
     shard_buckets: bool = False,
 ) -> Hook:
-    """Make the hook that runs ``hook`` on every bucket, and ``zero``'s step from the last bucket
-    on.
+    """Make the hook that runs ``hook`` on every bucket, and ``zero``'s step after the last one.
 
     Every rank of ``zero``'s group has to call this function, which makes a group for the
     broadcasts.
@@ -94,8 +93,9 @@ def hook_with_zero_step_interleaved(
     zero: "ZeroRedundancyOptimizer",
     shard_buckets: bool = False,
 ) -> Hook:
-    """Make the hook that runs ``hook`` on every bucket, and ``zero``'s step of a reduced bucket at
-    once.
+    """Make the hook that runs ``hook`` on every bucket, and ``zero``'s step of the bucket.
+
+    The step of a bucket begins as soon as the bucket is reduced.
 
     Arguments, result and errors are those of :func:`hook_with_zero_step`.
     """

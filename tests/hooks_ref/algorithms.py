@@ -37,8 +37,10 @@ def scenario(
     bucket_cap_mb: float = SEVERAL_BUCKETS,
     first_step: int = 0,
 ) -> Scenario:
-    """Return a scenario of scripted gradients of one kind; by default several buckets from the
-    second step on."""
+    """Return a scenario of scripted gradients of one kind.
+
+    By default several buckets from the second step on.
+    """
     return Scenario(
         "algorithm",
         "scripted gradients",
@@ -96,8 +98,7 @@ def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
 
 
 def memory_order(spec: Param) -> torch.Tensor:
-    """Return the places, in C order, of the elements of a gradient as they follow each other in its
-    bucket."""
+    """Return the places, in C order, of a gradient's elements in the order of its bucket."""
     if spec.dtype.startswith("complex"):  # pairs of reals, in contiguous parameters only
         return torch.arange(2 * math.prod(spec.shape))
     laid = lay_out(torch.arange(math.prod(spec.shape)).view(spec.shape), spec.layout)
@@ -114,8 +115,7 @@ def every(run: Run, steps: range | None = None) -> Iterator[tuple[int, int, int]
 def require_same_bits(
     one: Run, other: Run, *, steps: Callable[[int], int | None] = lambda step: step
 ) -> None:
-    """Compare two runs; ``steps`` gives the step of ``other`` that a step of ``one`` is compared
-    with, or None."""
+    """Compare two runs; ``steps`` maps a step of ``one`` to a step of ``other``, or to None."""
     for step, rank, index in every(one):
         if (theirs := steps(step)) is not None:
             assert torch.equal(
@@ -125,16 +125,14 @@ def require_same_bits(
 
 @contextmanager
 def torchs_own_fails(said: str) -> Iterator[None]:
-    """Expect that torch's implementation fails with ``message``, so that a fix in torch is
-    noticed."""
+    """Expect that torch's own fails with ``message``, so that a fix in torch is noticed."""
     with pytest.raises(AssertionError) as raised:
         yield
     assert said in str(raised.value), f"torch's own fails otherwise by now: {raised.value}"
 
 
 def require_resumes(pool: Pool, folder: Path, hook: str, state: str) -> None:
-    """Six steps, saved and continued in new processes with a new DDP, equal twelve: the same
-    bits."""
+    """Require that a run saved and continued in new processes has the bits of a whole run."""
     whole = run_hook(pool, scenario(12), hook=hook, state=state)
     given = f"hook='{hook}',folder='{folder}'"
     run_hook(pool, scenario(6), setup=f"tests.hooks_ref.saved_states:saves,state='{state}',{given}")

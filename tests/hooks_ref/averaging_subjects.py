@@ -90,8 +90,10 @@ def stepped(
     overflow: tuple[int, int] | None = None,
     **options: Any,
 ) -> Case:
-    """The same by an optimizer that averages; with ``overflow``, a GradScaler skips that step on
-    that rank."""
+    """The same by an optimizer that averages.
+
+    With ``overflow``, a GradScaler skips that step on that rank.
+    """
     optimizer.param_groups[0]["lr"] = 0.0
     made = TORCHS_OPTIMIZER if torchs else hooks_ref.PostLocalSGDOptimizer
     averager = hooks_ref.PeriodicModelAverager(**options, process_group=process_group)

@@ -9,8 +9,7 @@ from hooks_ref import CompressionState, compression_hook
 
 
 def fed_49152(state: str) -> Case:
-    """Return the compression hook with a state of ``examples.states``, fed with gradients of
-    49,152."""
+    """Return the compression hook with a named state, fed with gradients of 49,152."""
 
     def hook(made: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         bucket.buffer().fill_(49_152)

@@ -1,5 +1,7 @@
-"""Joinables of their own, and torch's, on inputs of any lengths. They check themselves, in their
-ranks."""
+"""Joinables of their own, and torch's, on inputs of any lengths.
+
+They check themselves, in their ranks.
+"""
 
 import copy
 import warnings
@@ -17,8 +19,10 @@ from hooks_ref import Join, Joinable, JoinHook
 
 
 class Counter(Joinable):
-    """Sums over ranks how many train, in every step; ``factor`` comes by a keyword argument of the
-    context."""
+    """Sums over ranks how many train, in every step.
+
+    ``factor`` comes by a keyword argument of the context.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -153,8 +157,10 @@ def trains(
     zero: bool = False,
     sync_bn: bool = False,
 ) -> Case:
-    """torch's DDP, and ZeRO with it, train to the same bits in our context as in torch's; replicas
-    are the same then."""
+    """torch's DDP, and ZeRO with it, train to the same bits in our context as in torch's.
+
+    Replicas are the same then.
+    """
 
     def train(join: Any) -> list[torch.Tensor]:
         torch.manual_seed(3)
@@ -204,8 +210,10 @@ def trains(
 
 
 def divides(process_group: Any, rank: int, world_size: int) -> Case:
-    """``divide_by_initial_world_size=False`` divides by the ranks that still train; with a
-    communication hook it has no effect, since a hook does not get their number."""
+    """``divide_by_initial_world_size=False`` divides by the ranks that still train.
+
+    With a communication hook it has no effect, since a hook does not get their number.
+    """
 
     def mean(join: Any, hook: bool, by_initial: bool) -> float:
         ddp = DistributedDataParallel(
@@ -242,8 +250,10 @@ def divides(process_group: Any, rank: int, world_size: int) -> Case:
 
 
 def steps_alone(process_group: Any, rank: int) -> Case:
-    """ZeroRedundancyOptimizer alone, whose main hook is a step: it ends, and replicas are the
-    same."""
+    """ZeroRedundancyOptimizer alone, whose main hook is a step.
+
+    It ends, and replicas are the same.
+    """
 
     def check() -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -1,5 +1,7 @@
-"""Post-local SGD as ranks make it: on machines that differ by name, with given subgroups, ours
-beside torch's."""
+"""Post-local SGD inside its ranks.
+
+Machines differ by name, subgroups are given, and ours runs beside torch's.
+"""
 
 import socket
 from typing import Any
@@ -33,8 +35,10 @@ def by_machine(process_group: dist.ProcessGroup, rank: int, hosts: str, start: i
 def by_machine_or_never(
     process_group: dist.ProcessGroup, world_size: int, rank: int, hosts: str
 ) -> Case:
-    """The same, but in a group of one, which has no local step; in the end all make one group more,
-    of everyone."""
+    """The same, but in a group of one, which has no local step.
+
+    In the end all make one group more, of everyone.
+    """
     case = by_machine(process_group, rank, hosts, 4 if world_size > 1 else 1000)
     case.close = lambda: dist.all_reduce(torch.ones(1), group=dist.new_group())
     return case
@@ -66,8 +70,10 @@ def averaged(
     subgroups: list[list[int]],
     whose: str,
 ) -> Case:
-    """Two plain steps, then local ones; parameters are averaged after the third and every second
-    one from there."""
+    """Two plain steps, then local ones.
+
+    Parameters are averaged after the third and every second one from there.
+    """
     averager = PeriodicModelAverager(period=2, warmup_steps=2)
     optimizer.register_step_post_hook(lambda *_: averager.average_parameters(model.parameters()))
     return by_group(rank, subgroups, 2, True, whose)

@@ -73,8 +73,10 @@ def case(
     shown: bool = True,
     close: Callable[[], object] | None = None,
 ) -> Case:
-    """Make the case; ``optimizer`` is the kit's own, which steps after everything else and is to do
-    nothing."""
+    """Make the case.
+
+    ``optimizer`` is the kit's own, which steps after everything else and is to do nothing.
+    """
     optimizer.param_groups[0]["lr"] = 0.0
 
     def before(step: int) -> None:
@@ -111,8 +113,10 @@ def vanilla(
     on_group: bool = False,
     **rest: Any,
 ) -> Case:
-    """Step an ordinary optimizer after backward, from step ``start`` on; ``on_group`` if the model
-    is not on WORLD."""
+    """Step an ordinary optimizer after backward, from step ``start`` on.
+
+    With ``on_group`` the model is on a group and not on WORLD.
+    """
     stepper = getattr(torch.optim, algorithm)(chosen(model, only) or model.parameters(), **options)
     steps = 0
 

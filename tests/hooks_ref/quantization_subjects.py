@@ -25,8 +25,10 @@ def perchannel_16(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> 
 
 
 class _Gathered:
-    """A finished all_gather, as NCCL returns it: the value of its future is one tensor, ``[world,
-    ...]``, in a list."""
+    """A finished all_gather, as NCCL returns it.
+
+    The value of its future is one tensor, ``[world, ...]``, in a list.
+    """
 
     def __init__(self, outputs: list[torch.Tensor]) -> None:
         self._outputs = outputs
@@ -46,8 +48,10 @@ def _all_gather(
 
 
 def _on_gloo(hook: Any) -> Any:
-    """Return torch's ``hook`` with an all_gather that suits it; nothing of torch is replaced for
-    others."""
+    """Return torch's ``hook`` with an all_gather that suits it.
+
+    Nothing of torch is replaced for others.
+    """
     seen = types.SimpleNamespace(all_gather=_all_gather, get_rank=dist.get_rank, group=dist.group)
     return types.FunctionType(
         hook.__code__, {**hook.__globals__, "dist": seen}, hook.__name__, hook.__defaults__

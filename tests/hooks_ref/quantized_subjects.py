@@ -87,8 +87,7 @@ def equals(
 
 
 def fed_back(process_group: Any, rank: int, world_size: int, *, qtype: str) -> Case:
-    """The received values sum to the inputs, up to one step's rounding; the inputs are not
-    changed."""
+    """The received values sum to the inputs, up to one step's rounding; inputs do not change."""
     collective = hooks_ref.auto_quantize(
         dist.all_gather, hooks_ref.DQuantType[qtype], error_feedback=True
     )

@@ -11,8 +11,7 @@ from conformance import Case
 
 
 def saves(rank: int, hook: str, state: str, folder: str) -> Case:
-    """Run ``hook`` with a state made by ``state`` (both ``module:attribute``); save it at the
-    end."""
+    """Run ``hook`` with a state made by ``state``, both ``module:attribute``; save it after."""
     made = _named(state)()
     return Case(made, _named(hook), close=lambda: torch.save(made, Path(folder) / f"{rank}.pt"))
 

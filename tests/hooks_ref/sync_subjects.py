@@ -1,5 +1,7 @@
-"""A model of its own that trains by a sync strategy; its gradients are shown as those of the kit's
-model."""
+"""A model of its own that trains by a sync strategy.
+
+Its gradients are shown as those of the kit's model.
+"""
 
 from typing import Any
 

@@ -20,8 +20,7 @@ README = Path(hooks_ref.__file__).parent / "README.md"
 
 
 def case(options: str) -> Case:
-    """Read the options of a command line, and choose a few world sizes; the soak judges more
-    sizes."""
+    """Read the options of a command line; choose fewer world sizes than the soak."""
     words = shlex.split(options)
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert given.keys() <= {

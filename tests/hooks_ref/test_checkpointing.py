@@ -87,8 +87,7 @@ def test_choosing_what_to_wrap() -> None:
 
 @pytest.mark.parametrize("policy", ["size", "classes"])
 def test_a_policy_chooses_what_torchs_does(policy: str) -> None:
-    """On the way up, by the elements not wrapped yet; and never inside a module it did not
-    enter."""
+    """On the way up, by the elements not wrapped yet; never inside a module it did not enter."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 

@@ -222,9 +222,11 @@ def test_is_a_contraction_and_of_the_size_it_says(compressor: Compressor) -> Non
 
 
 def test_every_place_is_drawn_equally_often() -> None:
-    """RandomK over 4000 steps: a place is drawn with probability 1/4, so that each count is within
-    1000 +- 194 but with probability below 2 exp(-2 * 194**2 / 4000) < 2e-8 for each of 20
-    (Hoeffding)."""
+    """RandomK over 4000 steps draws each place with probability 1/4.
+
+    So each of 20 counts is within 1000 +- 194, except with probability below
+    2 exp(-2 * 194**2 / 4000) < 2e-8 (Hoeffding).
+    """
     compressor = RandomK(RATIO)
     part = torch.zeros(20)
     counts = torch.zeros(20)

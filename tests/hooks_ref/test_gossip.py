@@ -43,8 +43,10 @@ KINDS = (
 
 
 def source(size: int, place: int, step: int, topology: str) -> int:
-    """Return the place that ``place`` hears from: r - 2^k, or r XOR 2^k, with k = step mod
-    ceil(log2 W)."""
+    """Return the place that ``place`` receives from.
+
+    It is r - 2^k, or r XOR 2^k, with k = step mod ceil(log2 W).
+    """
     k = step % PHASES[size]
     return place ^ 2**k if topology == "hypercube" else (place - 2**k) % size
 

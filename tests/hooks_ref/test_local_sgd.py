@@ -72,8 +72,10 @@ def require_local_sgd(run: Run, machines: str, start: int = START) -> None:
     ("machines", "start"), [("AB", START), ("AA", START), ("ABA", START), ("ABA", 0), ("ABBA", 1)]
 )
 def test_averages_over_all_then_over_one_machine(pool: Pool, machines: str, start: int) -> None:
-    """Several buckets, across the rebuild; machines of unequal size, and ranks of one machine that
-    are not neighbours."""
+    """Several buckets, across the rebuild.
+
+    Machines have unequal sizes, and ranks of one machine are not neighbours.
+    """
     run = run_hook(
         pool,
         scenario(),
@@ -144,8 +146,7 @@ def test_gives_the_bits_that_torch_gives(pool: Pool, subgroups: str, allreduce: 
 
 
 def test_trains_as_torchs_does_with_an_averager(pool: Pool) -> None:
-    """Compare the parameters of every step: replicas of two subgroups agree only after an
-    average."""
+    """Compare the parameters of every step: subgroups agree only after an average."""
     ours, theirs = (
         run_hook(
             pool, TRAINING, 3, setup=f"{SUBJECTS}:averaged,subgroups=[[0, 2], [1]],whose={whose}"

@@ -56,8 +56,9 @@ def require_definition(
     warm: bool = True,
     start: int = START,
 ) -> None:
-    """Check every step of every compressed parameter: ``P P^T mean(M)`` with ``P = orth(mean(M)
-    orth(Q))``.
+    """Check every step of every compressed parameter.
+
+    The result is ``P P^T mean(M)`` with ``P = orth(mean(M) orth(Q))``.
 
     Each step is predicted from the run's own results before it, in float64, so that errors do not
     add up over steps. Tolerance, with u float32's unit roundoff, norms Frobenius', A = mean(M), F =
@@ -152,8 +153,10 @@ def test_compresses_from_the_first_step_if_asked(pool: Pool) -> None:
 
 @pytest.mark.parametrize("hook", ["powerSGD_hook", "batched_powerSGD_hook"])
 def test_one_bucket_or_several(pool: Pool, hook: str) -> None:
-    """Per parameter the grouping changes no bit; the square of a bucket depends on it, but not its
-    finiteness."""
+    """Per parameter the grouping changes no bit.
+
+    The square of a bucket depends on it, but not its finiteness.
+    """
     one, several = (
         run_hook(
             pool,
@@ -171,8 +174,11 @@ def test_one_bucket_or_several(pool: Pool, hook: str) -> None:
 
 
 def test_resumes_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
-    """Not so batched: the first step after a resume compresses another square, since DDP starts
-    from its first grouping."""
+    """The batched hook does not resume bit for bit.
+
+    Its first step after a resume compresses another square, since DDP starts from its first
+    grouping.
+    """
     require_resumes(pool, tmp_path, "hooks_ref:powerSGD_hook", f"{STATES}:power_sgd")
 
 
@@ -204,8 +210,10 @@ def test_feedback_telescopes(pool: Pool, tmp_path: Path, hook: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_batched_is_the_definition_on_a_square(pool: Pool, world: int) -> None:
-    """One bucket of one parameter of 10 x 10: the square is the parameter, and the definition of
-    the other hook applies."""
+    """One bucket of one parameter of 10 x 10.
+
+    The square is the parameter, and the definition of the other hook applies.
+    """
     params = (Param((10, 10)),)
     runs = [
         run_hook(
@@ -223,8 +231,10 @@ def test_batched_is_the_definition_on_a_square(pool: Pool, world: int) -> None:
 
 
 def test_torchs_follows_the_same_definition_where_it_works(pool: Pool) -> None:
-    """One bucket of contiguous parameters: within the same tolerance, from the Q that torch's
-    draws."""
+    """One bucket of contiguous parameters.
+
+    It agrees within the same tolerance, from the Q that torch's draws.
+    """
     params = tuple(spec for spec in WITHOUT_SCALARS if spec.layout == "contiguous")
     run = run_hook(
         pool,
@@ -291,8 +301,10 @@ def test_torchs_aborts_or_hangs_with_several_buckets(impatient: Pool) -> None:
 
 
 def test_torchs_resumes_wrongly(pool: Pool, impatient: Pool, tmp_path: Path) -> None:
-    """Saved as documented: it does not load with weights_only; else it raises with several buckets,
-    and goes on wrongly with one."""
+    """Saved as documented, torch's state does not load with weights_only.
+
+    Loaded otherwise, the hook raises with several buckets, and continues wrongly with one.
+    """
     given = f"hook='{SUBJECTS}:torchs_hook',folder='{tmp_path}'"
     saves = f"tests.hooks_ref.saved_states:saves,state='{SUBJECTS}:torchs',{given}"
     first, rest = (scenario(6, params=WITHOUT_SCALARS, first_step=step) for step in (0, 6))

@@ -88,8 +88,10 @@ def test_agrees_with_an_oracle_to_the_last_bit(
 
 
 def test_float32_for_bfloat16_rounds_only_the_mean(pool: Pool) -> None:
-    """Within one rounding to bfloat16, and fewer than 5 of float32 (a division, two additions);
-    summed in bfloat16 it is not."""
+    """Within one rounding to bfloat16, and fewer than 5 of float32 (a division, two additions).
+
+    A sum in bfloat16 does not stay within this bound.
+    """
     ours = reduced(pool, scenario(3, params=IN_BFLOAT16), "float32", 3)
     plain = run_hook(pool, scenario(3, params=IN_BFLOAT16), 3, hook="hooks_ref:allreduce_hook")
     within = {}

@@ -161,8 +161,10 @@ def test_beside_torchs(pool: Pool, world: int, name: str, options: dict[str, Any
 
 
 def test_torchs_permutes_what_is_not_contiguous(pool: Pool) -> None:
-    """It puts a parameter elsewhere, with other strides; DDP goes on to write its gradients by the
-    ones that it had."""
+    """torch's averager replaces a parameter's memory, with other strides.
+
+    DDP still writes the gradient in the former strides.
+    """
     what = scenario(6, params=(Param((8, 3, 2, 2), layout="channels_last"),))
     options = {"period": 2, "warmup_steps": 3}  # once DDP has regrouped its buckets
     torchs = run(pool, 2, "PeriodicModelAverager", what, torchs=True, **options)

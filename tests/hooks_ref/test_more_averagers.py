@@ -20,8 +20,11 @@ Round = Callable[[torch.Tensor, int], torch.Tensor]
 def require_rounds(
     run: Run, period: int, warmup: int, follow: Callable[[], Round], shown: str = "parameters"
 ) -> None:
-    """Follow every parameter in float64. Tolerance: two roundings of float32 a step, of the largest
-    value so far, and as much again for the terms of a round."""
+    """Follow every parameter in float64.
+
+    Tolerance: two roundings of float32 a step, of the largest value so far, and as much again for
+    the terms of a round.
+    """
     for index in range(len(run.scenario.params)):
         values = torch.zeros_like(gradients(run, 0, index))
         largest = 0.0

@@ -89,8 +89,10 @@ def require_replicas(run: Run) -> None:
 
 
 def require_trained(run: Run) -> None:
-    """Every parameter changed at every step, so that equal runs mean something. A bias before batch
-    norm has no gradient."""
+    """Every parameter changed at every step, so that equal runs mean something.
+
+    A bias before batch norm has no gradient.
+    """
     for name, tensor in run.ranks[0].tensors.items():
         step, _, rest = name.partition("/")
         if step.isdigit() and step != "0" and not rest.endswith("0.bias"):

@@ -65,16 +65,7 @@ def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
 def definition(
     x: torch.Tensor, width: int, unit: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the mean of the ranks' quantized rows, the bound on our error, and the ambiguous
-    places.
-
-    In float64, x ``[W, numel]``. With u the unit roundoff of the hook's arithmetic: a scale is off
-    by 2u (a difference, a quotient), x / scale by one more, so the levels of at most 255 by less
-    than 4 * 255 u. If x / scale is nearer than that to the middle between two integers, the level
-    may be off by one; likewise the zero of a row, after which the clamp may cut one level. A
-    dequantized value v is off by 3u |v| (scale, product); the sum over W by (W - 1) u sum|v|, the
-    quotient by u: together less than (W + 5) u sum|v| / W.
-    """
+    """Return the mean of the ranks' quantized rows, our error bound, and ambiguous places."""
     rows = rows_of(x, width)
     low = rows.amin(2, keepdim=True).clamp(max=0)
     high = rows.amax(2, keepdim=True).clamp(min=0)
@@ -89,8 +80,9 @@ def definition(
 
 
 def require_definition(run: Run, width: int) -> float:
-    """Require it at every step, bucket and rank; return the part of the elements of normal steps
-    whose rounding is ambiguous.
+    """Require it at every step, bucket and rank.
+
+    Return the part of the elements of normal steps whose rounding is ambiguous.
 
     A half bucket's result is rounded once more, to its dtype.
     """
@@ -124,8 +116,10 @@ def require_definition(run: Run, width: int) -> float:
 def test_each_step_is_what_the_definition_gives_on_all_ranks(
     pool: Pool, hook: str, world: int
 ) -> None:
-    """Twelve steps in several buckets, across the rebuild; then magnitudes from 1e-30 to 1e30, and
-    zeros on one rank or all."""
+    """Twelve steps in several buckets, across the rebuild.
+
+    Then magnitudes from 1e-30 to 1e30, and zeros on one rank or all.
+    """
     run = run_hook(
         pool,
         replace(scenario(15), steps=("normal",) * 12 + ("wide", "zero_one", "zero_all")),
@@ -168,9 +162,12 @@ def test_scalars_and_empty_parameters(pool: Pool, hook: str) -> None:
 
 @pytest.mark.parametrize("hook", list(WIDTHS)[::2])
 def test_within_half_a_step_of_the_mean(pool: Pool, hook: str) -> None:
-    """The error is at most the mean of scale / 2: half a level, and a clamped tie is half a level
-    too. The rest of the bound is that of ``definition``: 4 * 255 u < 7e-5 scales, and 8u of a value
-    of at most 255 scales, below 2e-4 together."""
+    """The error is at most the mean of scale / 2.
+
+    This is half a level; the error of a clamped tie is half a level too. The rest of the bound is
+    that of ``definition``: 4 * 255 u < 7e-5 scales, and 8u of a value of at most 255 scales, below
+    2e-4 together.
+    """
     run = run_hook(pool, scenario(4), 3, hook=hook)
     for step in range(4):
         for indices in buckets(run, step):
@@ -188,8 +185,10 @@ def test_within_half_a_step_of_the_mean(pool: Pool, hook: str) -> None:
     "hook", [f"{MODULE}:quantization_pertensor_hook", f"{SUBJECTS}:perchannel_3"]
 )
 def test_what_is_not_finite_stays_so_in_its_row(pool: Pool, hook: str) -> None:
-    """On all ranks, whichever fed it; other rows are as they are without, and so is the next
-    step."""
+    """The row is not finite on all ranks, for any rank that fed the value.
+
+    Other rows, and the next step, do not change.
+    """
     width = WIDTHS.get(hook, 3)
     run = run_hook(
         pool, replace(scenario(4), steps=("normal", "nan", "inf", "normal")), 3, hook=hook
@@ -273,8 +272,10 @@ def test_sparse_gradients_are_averaged_as_they_are(pool: Pool, hook: str) -> Non
 
 @pytest.mark.parametrize("hook", list(WIDTHS)[1:2])
 def test_averages_over_the_group_it_is_given(pool: Pool, hook: str) -> None:
-    """Two models on two groups: each gets the mean of its own ranks, not in the order of global
-    ranks."""
+    """Two models on two groups.
+
+    Each gets the mean of its own ranks, not in the order of global ranks.
+    """
     what = replace(scenario(2), groups=((1, 3), (0, 2)))
     run = run_hook(pool, what, 4, hook=hook)
     for step, rank, index in every(run):

@@ -94,8 +94,9 @@ def definition(
 def test_each_step_is_what_the_definition_gives_on_all_ranks(
     pool: Pool, name: str, world: int
 ) -> None:
-    """Twelve steps in several buckets, across the rebuild; magnitudes from 1e-30 to 1e30; zeros on
-    one rank, then on all.
+    """Twelve steps in several buckets, across the rebuild.
+
+    Gradients have magnitudes from 1e-30 to 1e30, then zeros on one rank, then on all.
 
     Tolerance, beside draws that may turn: a decoded v is off by 4 u |v| (norm, quotient, product,
     and u for the oracle does), their sum over W by W u sum|v|, the quotient by W by u: (W + 6) u
@@ -177,8 +178,10 @@ def test_other_dtypes(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_bucket_or_several_is_the_same(pool: Pool, name: str) -> None:
-    """Draws belong to parameters: how DDP groups them changes no bit. Scalars and empty parameters
-    included."""
+    """Draws belong to parameters: how DDP groups them changes no bit.
+
+    Scalars and empty parameters included.
+    """
     params = (*PARAMS, Param((0,)), Param(()))
     one, several = (
         run_hook(
@@ -264,9 +267,10 @@ def vars_of(compressor: Compressor) -> dict[str, int]:
 
 
 def test_ranks_err_independently() -> None:
-    """Averaging W ranks divides the squared error by W. With D_i the mean over W = 8 of the errors
-    of element i, in levels: its square is in [0, 1] and has expectation f (1 - f) / 8 <= 1 / 32;
-    equal draws would give f (1 - f).
+    """Averaging W ranks divides the squared error by W.
+
+    With D_i the mean over W = 8 of the errors of element i, in levels: its square is in [0, 1] and
+    has expectation f (1 - f) / 8 <= 1 / 32; equal draws would give f (1 - f).
 
     Each element has f = 1/2 exactly (a = 1/2 of one level): 1/32 and 1/4. The mean over N = 2000
     independent trials is 1/32 to within t = sqrt(ln(2 / 1e-7) / 2N) = 0.065 but with probability
@@ -293,9 +297,11 @@ def test_ranks_err_independently() -> None:
 def test_draws_differ_by_seed_step_rank_and_parameter_and_by_nothing_else(
     compressor: Compressor,
 ) -> None:
-    """At least 200 elements have a fraction f in [0.1, 0.9]: two encodings hold the same level
-    there with probability f**2 + (1 - f)**2 <= 0.82, and are equal with at most 0.82**200 < 1e-17,
-    times 10 pairs."""
+    """At least 200 elements have a fraction f in [0.1, 0.9].
+
+    Two encodings hold the same level there with probability f**2 + (1 - f)**2 <= 0.82, and are
+    equal with at most 0.82**200 < 1e-17, times 10 pairs.
+    """
     block = torch.tensor([1.0, -0.3, 0.4])
     x = block.repeat(200)
     same = type(compressor)(**{**vars_of(compressor), "block": 3})

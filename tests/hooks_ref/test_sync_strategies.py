@@ -73,8 +73,7 @@ def test_all_end_in_the_same(pool: Pool, strategy: str, batches: int) -> None:
 )
 @pytest.mark.parametrize("uses", ["differ", "by_rank", "one_rank_alone"])
 def test_whatever_is_used(pool: Pool, strategy: str, find_unused: bool, uses: str) -> None:
-    """By other ranks too; Composer's forced_sync silently averages different parameters
-    together."""
+    """By other ranks too; Composer's forced_sync averages different parameters together."""
     require_mean(run(pool, 3, strategy, uses=uses, find_unused=find_unused, batches=2), uses, 2)
 
 

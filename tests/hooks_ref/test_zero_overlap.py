@@ -108,8 +108,10 @@ def test_accumulation_and_schedules(pool: Pool, name: str, option: str) -> None:
 
 @pytest.mark.parametrize(("name", "world"), list(zip(NAMES, [2, 3], strict=True)))
 def test_agrees_with_an_oracle_to_the_last_bit(pool: Pool, name: str, world: int) -> None:
-    """Momentum SGD in float64, all in powers of two; why it is exact in float32 is in
-    test_optimizer_overlap."""
+    """Momentum SGD in float64, all in powers of two.
+
+    test_optimizer_overlap derives that it is exact in float32.
+    """
     run = overlapped(
         pool,
         scenario(VACUOUS + 10, kind="crafted"),
