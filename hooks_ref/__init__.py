@@ -6,8 +6,8 @@ Each module is one family of algorithms under torch's public names and signature
 
     ddp.register_comm_hook(None, allreduce_hook)
 
-The package depends on torch alone and is meant to be read as the specification of its hooks. Importing it lets
-``torch.load(weights_only=True)`` rebuild the states.
+The package depends on torch alone and is meant to be read as the specification of its hooks.
+Importing it lets ``torch.load(weights_only=True)`` rebuild the states.
 """
 
 from hooks_ref.checkpointing import (

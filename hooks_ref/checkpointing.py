@@ -1,13 +1,16 @@
-"""Activation checkpointing: what a forward would keep for its backward is computed again, or kept elsewhere.
+"""Activation checkpointing: recompute a forward's activations in its backward, or offload them.
 
-A wrapped module gives the outputs and gradients of the module, and has its parameters, buffers and state_dict keys, under the
-names that they have without. Around a module of a DDP model it is made before DDP is.
+A wrapped module gives the outputs and gradients of the module, and its parameters, buffers and
+state_dict keys keep their names. Wrap a module of a DDP model before making the DDP module.
 
-    checkpoint_wrapper    keeps the inputs alone, and runs the forward again in the backward; buffers are updated the first time alone
-    offload_wrapper       keeps what the forward keeps, but in main memory; parameters stay where they are
+    checkpoint_wrapper    keeps only the inputs, and runs the forward again in the backward;
+                          only the first forward updates buffers
+    offload_wrapper       keeps the saved tensors of the forward in main memory; parameters stay
+                          on their device
 
-Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv:1604.06174; torch documentation,
-``torch.utils.checkpoint`` (which does the work) and ``torch.autograd.graph.saved_tensors_hooks``; tests of
+Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016,
+arXiv:1604.06174; torch documentation, ``torch.utils.checkpoint`` (which is called here) and
+``torch.autograd.graph.saved_tensors_hooks``; tests of
 ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper`` (names, arguments).
 """
 
@@ -24,16 +27,16 @@ PREFIX = "_checkpoint_wrapped_module"
 
 
 class CheckpointImpl(enum.Enum):
-    """How a forward is run again: see ``use_reentrant`` of ``torch.utils.checkpoint.checkpoint``."""
+    """The implementation: see ``use_reentrant`` of ``torch.utils.checkpoint.checkpoint``."""
 
     REENTRANT = enum.auto()
     NO_REENTRANT = enum.auto()
 
 
 class ActivationWrapper(torch.nn.Module):
-    """Base of the wrappers: a module in place of another, which has its names.
+    """Base of the wrappers: a module in place of another module, with the same names.
 
-    Attributes and items that the wrapper has none of are those of the module.
+    Attributes and items that the wrapper lacks are those of the module inside.
     """
 
     def __init__(self, mod: torch.nn.Module) -> None:
@@ -57,11 +60,19 @@ class ActivationWrapper(torch.nn.Module):
         return self.wrapped[key]  # type: ignore[index]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return that of the module inside."""
+        """Return the state_dict of the module inside."""
         return self.wrapped.state_dict(*args, **kwargs)
 
-    def named_modules(self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
-        """Yield this module, then the one inside by the same name, and its own: names of parameters follow from these."""
+    def named_modules(
+        self,
+        memo: set[torch.nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[Any]:
+        """Yield this module, then the module inside by the same name, and its submodules.
+
+        So parameters keep their names, which torch derives from the names of modules.
+        """
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:
@@ -83,23 +94,28 @@ class CheckpointWrapper(ActivationWrapper):
         super().__init__(mod)
         self.checkpoint_impl = CheckpointImpl(checkpoint_impl)
         reentrant = self.checkpoint_impl is CheckpointImpl.REENTRANT
-        self.checkpoint_fn = partial(checkpoint_fn or partial(checkpoint, use_reentrant=reentrant), **checkpoint_fn_kwargs)
+        self.checkpoint_fn = partial(
+            checkpoint_fn or partial(checkpoint, use_reentrant=reentrant), **checkpoint_fn_kwargs
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         ran = False
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal ran
-            again, ran = ran, True
+            again = ran
+            ran = True
             with _on_copies_of_buffers(self.wrapped) if again else nullcontext():
                 return self.wrapped(*args, **kwargs)
 
         if self.checkpoint_impl is CheckpointImpl.REENTRANT and kwargs:
-            # A reentrant checkpoint hands on what has a position alone.
-            count, names = len(args), list(kwargs)
-            return self.checkpoint_fn(
-                lambda *both: run(*both[:count], **dict(zip(names, both[count:], strict=True))), *args, *kwargs.values()
-            )
+            # A reentrant checkpoint passes only positional arguments on.
+            count = len(args)
+
+            def run_with_names(*both: Any) -> Any:
+                return run(*both[:count], **dict(zip(kwargs, both[count:], strict=True)))
+
+            return self.checkpoint_fn(run_with_names, *args, *kwargs.values())
         return self.checkpoint_fn(run, *args, **kwargs)
 
 
@@ -121,30 +137,35 @@ def checkpoint_wrapper(
 
     Args:
         module: any module.
-        checkpoint_impl: how; keyword arguments of the forward are fine with both.
-        checkpoint_fn: called instead of ``torch.utils.checkpoint.checkpoint``, with a function that runs the module, and its arguments.
-        checkpoint_fn_kwargs: handed to it, e.g. ``preserve_rng_state=False``.
+        checkpoint_impl: the implementation; the forward may have keyword arguments with both.
+        checkpoint_fn: called instead of ``torch.utils.checkpoint.checkpoint``, with a function that
+            runs the module, and its arguments.
+        checkpoint_fn_kwargs: arguments of ``checkpoint_fn``, e.g. ``preserve_rng_state=False``.
     """
     return CheckpointWrapper(module, checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs)
 
 
 def offload_wrapper(module: torch.nn.Module) -> torch.nn.Module:
-    """Wrap a module so that what its forward keeps for the backward lies in main memory."""
+    """Wrap a module so that the saved tensors of its forward are kept in main memory."""
     return OffloadWrapper(module)
 
 
 def offload_to_cpu(module: torch.nn.Module | None = None) -> AbstractContextManager[Any]:
-    """Return a context in which what autograd keeps lies in main memory, pinned where there is an accelerator.
+    """Return a context in which autograd keeps its saved tensors in main memory.
+
+    The memory is pinned if there is an accelerator.
 
     Args:
-        module: whose parameters are kept as they are, since they lie somewhere already.
+        module: its parameters are not offloaded, since they have their own memory already.
     """
-    stays = {parameter.data_ptr() for parameter in module.parameters()} if module is not None else set()
+    parameters = module.parameters() if module is not None else ()
+    stays = {parameter.data_ptr() for parameter in parameters}
 
     def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
         if tensor.data_ptr() in stays or tensor.device.type == "cpu":
             return tensor.device, tensor
-        there = torch.empty_like(tensor, device="cpu", pin_memory=not tensor.is_sparse)  # with its strides
+        # empty_like keeps the strides.
+        there = torch.empty_like(tensor, device="cpu", pin_memory=not tensor.is_sparse)
         return tensor.device, there.copy_(tensor)
 
     def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
@@ -163,31 +184,49 @@ def apply_activation_checkpointing(
     """Wrap modules inside ``model`` in place: inner ones first, each once, never ``model`` itself.
 
     Args:
-        model: whose modules are replaced.
+        model: the model whose modules are replaced.
         checkpoint_wrapper_fn: makes the wrapper.
-        check_fn: whether to wrap a module; asked once for each, before anything is wrapped.
-        auto_wrap_policy: asked instead of it, with ``module``, ``recurse`` and ``nonwrapped_numel``: on the way down whether to look
-            inside the module, on the way up whether to wrap it, and how many elements its parameters have that are not wrapped yet.
+        check_fn: returns whether to wrap a module; called once for each, before any is wrapped.
+        auto_wrap_policy: called instead of ``check_fn``, with ``module``, ``recurse`` and
+            ``nonwrapped_numel``. On the way down (``recurse=True``) it returns whether to go inside
+            the module, on the way up whether to wrap it. ``nonwrapped_numel`` is the number of
+            elements in the module's parameters that are not wrapped yet.
+
+    Raises:
+        ValueError: ``auto_wrap_policy`` is not callable.
     """
     if auto_wrap_policy is not None and not callable(auto_wrap_policy):
-        raise ValueError(f"auto_wrap_policy is called with module, recurse and nonwrapped_numel; got {auto_wrap_policy!r}")
-    chosen = {module for module in model.modules() if auto_wrap_policy is None and module is not model and check_fn(module)}
-    policy = auto_wrap_policy or (lambda module, recurse, nonwrapped_numel: recurse or module in chosen)
+        raise ValueError(
+            f"auto_wrap_policy is called with module, recurse and nonwrapped_numel; "
+            f"got {auto_wrap_policy!r}"
+        )
+    chosen = {
+        module
+        for module in model.modules()
+        if auto_wrap_policy is None and module is not model and check_fn(module)
+    }
+    policy = auto_wrap_policy or (
+        lambda module, recurse, nonwrapped_numel: recurse or module in chosen
+    )
     made: dict[torch.nn.Module, torch.nn.Module] = {}
     done: dict[torch.nn.Module, int] = {}
 
     def walk(module: torch.nn.Module) -> int:
-        """Return how many elements are wrapped, of the module's parameters."""
+        """Wrap inside ``module``; return how many elements of its parameters are wrapped."""
         if module in done:
             return done[module]
-        numel, wrapped = sum(parameter.numel() for parameter in module.parameters()), 0
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        wrapped = 0
         if policy(module=module, recurse=True, nonwrapped_numel=numel):
             for name, child in list(module._modules.items()):
                 if child is not None:
                     wrapped += walk(child)
                     setattr(module, name, made.get(child, child))
-            if module is not model and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
-                made[module], wrapped = checkpoint_wrapper_fn(module), numel
+            if module is not model and policy(
+                module=module, recurse=False, nonwrapped_numel=numel - wrapped
+            ):
+                made[module] = checkpoint_wrapper_fn(module)
+                wrapped = numel
         done[module] = wrapped
         return wrapped
 
@@ -196,10 +235,15 @@ def apply_activation_checkpointing(
 
 @contextmanager
 def _on_copies_of_buffers(module: torch.nn.Module) -> Iterator[None]:
-    """Let a forward that runs again update copies: in the buffers themselves, as running statistics, a batch would count twice."""
+    """Run a repeated forward on copies of the buffers.
+
+    Otherwise a batch would count twice in buffers such as running statistics.
+    """
     owners = [(inside, dict(inside._buffers)) for inside in module.modules() if inside._buffers]
     for inside, buffers in owners:
-        inside._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+        inside._buffers.update(
+            {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+        )
     try:
         yield
     finally:
@@ -208,7 +252,7 @@ def _on_copies_of_buffers(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _add_prefix(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let a state_dict without the wrapper's name be loaded."""
+    """Add the wrapper's name to keys, so that a state_dict without it can be loaded."""
     for key in list(state_dict):
         if key.startswith(prefix) and not key.startswith(f"{prefix}{PREFIX}."):
             state_dict[f"{prefix}{PREFIX}.{key[len(prefix) :]}"] = state_dict.pop(key)

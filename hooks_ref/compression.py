@@ -1,26 +1,31 @@
-"""Compose a compressor, a memory of what it loses, and a collective.
+"""Compose a compressor, a memory of the compression error, and a collective.
 
-With ``x_r`` the bucket of rank ``r`` of ``W``, ``C`` the compressor and ``e_r`` what rank ``r`` remembers:
+With ``x_r`` the bucket of rank ``r`` of ``W``, ``C`` the compressor and ``e_r`` the memory of rank
+``r``:
 
     memory="none"       result = mean_r C(x_r)
     memory="feedback"   p_r = x_r + e_r;   result = mean_r C(p_r);   e_r <- p_r - C(p_r)
     memory="ef21"       c_r = C(x_r - h_r);   h_r <- h_r + c_r;   result = h <- h + mean_r c_r
 
-With feedback the results telescope: over T steps their sum is the sum of the means, minus the mean of the errors of
-the last step. EF21 compresses the change of each rank's gradient and keeps the estimates ``h_r`` and their mean ``h``.
-A value that is not finite is never remembered: a step that overflowed does not spoil the later ones, and an element
-begins again from zero, in EF21 on all ranks.
+With feedback the results telescope: over T steps their sum is the sum of the means, minus the mean
+of the errors of the last step. EF21 compresses the change of each rank's gradient and keeps the
+estimates ``h_r`` and their mean ``h``. Values that are not finite are never remembered: a step that
+overflowed does not spoil the later ones, and the element begins again from zero, in EF21 on all
+ranks.
 
-A compressor works on a bucket parameter by parameter, so that what it does is the same however DDP groups them.
-Compressed data travel by all_gather and are decoded in the order of ranks: all ranks get the same bits. Where
-encodings can be summed as they are (``summable``), one allreduce does instead. Nothing waits.
+A compressor works on a bucket parameter by parameter, so that its result is the same however DDP
+groups the parameters. Compressed data travel by all_gather and are decoded in the order of ranks:
+all ranks get the same bits. If encodings can be summed (``summable``), one allreduce replaces the
+all_gather. Nothing waits.
 
-Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014 (feedback); Karimireddy et al., "Error
-Feedback Fixes SignSGD", ICML 2019; Richtarik, Sokolov, Fatkhullin, "EF21", NeurIPS 2021, algorithm 2.
+Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014 (feedback); Karimireddy
+et al., "Error Feedback Fixes SignSGD", ICML 2019; Richtarik, Sokolov, Fatkhullin, "EF21", NeurIPS
+2021, algorithm 2; Lin et al., "Deep Gradient Compression", ICLR 2018 (momentum correction).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +40,9 @@ Encoded = tuple[torch.Tensor, ...]
 
 
 class Compressor(ABC):
-    """Encodes the parameters of a bucket. Its attributes are its arguments: plain data, saved with the state.
+    """Encodes the parameters of a bucket.
+
+    The attributes of a compressor are its arguments: plain data, saved with the state.
 
     Attributes:
         summable: whether the sum of encodings is the encoding of the sum.
@@ -44,19 +51,119 @@ class Compressor(ABC):
     summable: ClassVar[bool] = False
 
     @abstractmethod
-    def encode(self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, rank: int) -> Encoded:
-        """Return tensors of which shapes and dtypes depend on those of ``parts`` alone, never on values.
+    def encode(
+        self, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, rank: int
+    ) -> Encoded:
+        """Return the encoding: tensors whose shapes and dtypes do not depend on values.
 
         Args:
             parts: the flat values of each parameter, shapes ``[n]``.
-            keys: of the parameters; the same on all ranks.
+            keys: the keys of the parameters; the same on all ranks.
             step: number of the step; the same on all ranks.
-            rank: this rank's place in the group; for what has to differ between ranks.
+            rank: this rank's place in the group, for draws that differ between ranks.
         """
 
     @abstractmethod
-    def add_decoded(self, encoded: Encoded, parts: Sequence[torch.Tensor], keys: Sequence[int], step: int, sign: int = 1) -> None:
-        """Add ``sign`` times what ``encoded`` stands for to ``parts``; ``sign`` is 1 or -1."""
+    def add_decoded(
+        self,
+        encoded: Encoded,
+        parts: Sequence[torch.Tensor],
+        keys: Sequence[int],
+        step: int,
+        sign: int = 1,
+    ) -> None:
+        """Add ``sign``, 1 or -1, times the decoded values to ``parts``, shapes ``[n]``."""
+
+
+# Adds the given sign times C(the buffer of this rank) to a flat tensor, shape [numel].
+AddOwn = Callable[[torch.Tensor, int], None]
+
+
+class NoMemory:
+    """Without a memory: ``result = mean_r C(x_r)``.
+
+    Base of the memories. An object serves one bucket in one step; the values that last from step
+    to step are in the state. Each method changes the bucket's buffer, shape ``[numel]``, in place.
+    """
+
+    def __init__(
+        self, state: "CompressionState", keys: Sequence[int], parts: Sequence[torch.Tensor]
+    ) -> None:
+        pass
+
+    def before_encoding(self, buffer: torch.Tensor) -> None:
+        """Replace the gradient ``x_r`` in the buffer with the value that is compressed."""
+
+    def after_encoding(self, buffer: torch.Tensor, add_own: AddOwn) -> None:
+        """Update the memory of this rank; ``add_own(flat, sign)`` adds ``sign * C(buffer)``."""
+
+    def after_decoding(self, buffer: torch.Tensor) -> None:
+        """Replace the mean of the decoded values in the buffer with the result."""
+
+
+class ErrorFeedback(NoMemory):
+    """``p_r = x_r + e_r;   result = mean_r C(p_r);   e_r <- p_r - C(p_r)``."""
+
+    def __init__(
+        self, state: "CompressionState", keys: Sequence[int], parts: Sequence[torch.Tensor]
+    ) -> None:
+        self.error = state.own.of(keys, parts)
+
+    def before_encoding(self, buffer: torch.Tensor) -> None:
+        self.error.add_(buffer)  # p_r, which may be wider than the buffer
+        buffer.copy_(self.error)
+
+    def after_encoding(self, buffer: torch.Tensor, add_own: AddOwn) -> None:
+        add_own(self.error, -1)
+        self.error.nan_to_num_(0, 0, 0)
+
+
+class MomentumCorrection(ErrorFeedback):
+    """``u_r <- m u_r + x_r``, feedback on ``u_r`` instead of ``x_r``, and ``u_r <- 0`` if sent."""
+
+    def __init__(
+        self, state: "CompressionState", keys: Sequence[int], parts: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__(state, keys, parts)
+        self.momentum = state.momentum
+        self.velocity = state.velocity.of(keys, parts)
+
+    def before_encoding(self, buffer: torch.Tensor) -> None:
+        self.velocity.mul_(self.momentum).add_(buffer)
+        buffer.copy_(self.velocity)
+        super().before_encoding(buffer)
+
+    def after_encoding(self, buffer: torch.Tensor, add_own: AddOwn) -> None:
+        super().after_encoding(buffer, add_own)
+        # Factor masking: an element was sent if its error is no longer all of p_r.
+        self.velocity.masked_fill_(self.error.to(buffer.dtype) != buffer, 0)
+
+
+class EF21(NoMemory):
+    """``c_r = C(x_r - h_r);   h_r <- h_r + c_r;   result = h <- h + mean_r c_r``."""
+
+    def __init__(
+        self, state: "CompressionState", keys: Sequence[int], parts: Sequence[torch.Tensor]
+    ) -> None:
+        self.estimate = state.own.of(keys, parts)
+        self.mean_estimate = state.mean.of(keys, parts)
+
+    def before_encoding(self, buffer: torch.Tensor) -> None:
+        buffer.sub_(self.estimate)
+
+    def after_encoding(self, buffer: torch.Tensor, add_own: AddOwn) -> None:
+        add_own(self.estimate, 1)
+
+    def after_decoding(self, buffer: torch.Tensor) -> None:
+        self.mean_estimate.add_(buffer)
+        buffer.copy_(self.mean_estimate)
+        # All ranks hold the same h, so that all begin again with the same elements of it.
+        broken = ~self.mean_estimate.isfinite()
+        self.estimate.masked_fill_(broken, 0)
+        self.mean_estimate.masked_fill_(broken, 0)
+
+
+MEMORIES: dict[str, type[NoMemory]] = {"none": NoMemory, "feedback": ErrorFeedback, "ef21": EF21}
 
 
 @savable
@@ -65,11 +172,12 @@ class CompressionState(HookState):
 
     Args:
         process_group: the group to average over; None is the default group.
-        compressor: what to send instead of the gradients.
+        compressor: replaces the gradients by encodings.
         memory: ``"none"``, ``"feedback"`` or ``"ef21"``.
-        momentum: in [0, 1), with feedback only: what is compressed is ``e_r`` plus a velocity ``u_r <- momentum * u_r
-            + x_r``, which starts again from zero wherever something was sent (momentum correction and factor masking
-            of Lin et al., "Deep Gradient Compression", ICLR 2018); the optimizer then has none of its own.
+        momentum: in [0, 1), with feedback only. The compressed value is ``e_r`` plus a velocity
+            ``u_r <- momentum * u_r + x_r``, and the velocity of every element that was sent starts
+            again from zero (momentum correction and factor masking of Lin et al., "Deep Gradient
+            Compression", ICLR 2018). Use an optimizer without momentum then.
         start_iter: steps of plain averaging before the first compressed one, at least 0.
 
     Raises:
@@ -77,98 +185,118 @@ class CompressionState(HookState):
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None, compressor: Compressor, memory: str = "feedback", momentum: float = 0,
+        self,
+        process_group: dist.ProcessGroup | None,
+        compressor: Compressor,
+        memory: str = "feedback",
+        momentum: float = 0,
         start_iter: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(process_group)
         if not isinstance(compressor, Compressor):
             raise TypeError(f"compressor: a Compressor; got {compressor!r}")
-        if memory not in ("none", "feedback", "ef21"):
+        if memory not in list(MEMORIES):
             raise ValueError(f'memory: one of "none", "feedback" and "ef21"; got {memory!r}')
-        self.compressor, self.memory = compressor, memory
+        self.compressor = compressor
+        self.memory = memory
         self.momentum = check_number("momentum", momentum, 0, 1)
         if momentum == 1 or (momentum and memory != "feedback"):
-            raise ValueError(f'momentum: below 1, and 0 unless memory is "feedback"; got {momentum} with {memory!r}')
+            raise ValueError(
+                f'momentum: below 1, and 0 unless memory is "feedback"; '
+                f"got {momentum} with {memory!r}"
+            )
         self.start_iter = check_int("start_iter", start_iter, 0)
         self.own = Memory()  # the errors e_r, or the estimates h_r
         self.mean = Memory()  # the estimate h
-        self.velocity = Memory()
+        self.velocity = Memory()  # u_r
+
+    def memory_of(self, keys: Sequence[int], parts: Sequence[torch.Tensor]) -> NoMemory:
+        """Return the memory of one bucket, whose parameters have these keys and pieces."""
+        kind = MomentumCorrection if self.momentum else MEMORIES[self.memory]
+        return kind(self, keys, parts)
 
 
-def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket, compressed as ``state`` says.
+def compression_hook(
+    state: CompressionState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket with the compressor and the memory of ``state``.
 
     Args:
         state: made once per DDP model, with the same arguments on all ranks.
-        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse one is averaged as it is.
+        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse bucket is
+            averaged without compression.
 
     Returns:
-        A future of the approximate mean: the bucket's own buffer, shape ``[numel]``; the same bits on all ranks.
+        A future of the approximate mean: the bucket's own buffer, shape ``[numel]``; the same bits
+        on all ranks.
+
+    Raises:
+        ValueError: the state was saved for a model of other shapes.
     """
-    keys, step = state.keys(bucket), state.iter
+    keys = state.keys(bucket)
+    step = state.iter
     state.maybe_increase_iter(bucket)
     buffer = bucket.buffer()
     if buffer.is_sparse or step < state.start_iter:
         return allreduce_hook(state.group, bucket)
-    compressor, group, parts = state.compressor, state.group, pieces(bucket)
+    compressor = state.compressor
+    group = state.group
+    parts = pieces(bucket)
     sizes = [part.numel() for part in parts]
-    own = None if state.memory == "none" else state.own.of(keys, parts)
-    mean = state.mean.of(keys, parts) if state.memory == "ef21" else None
-    velocity = state.velocity.of(keys, parts) if state.momentum else None
-    if velocity is not None:
-        buffer.copy_(velocity.mul_(state.momentum).add_(buffer))
-    if own is not None and mean is None:
-        buffer.copy_(own.add_(buffer))
-    elif own is not None:
-        buffer.sub_(own)
+    memory = state.memory_of(keys, parts)
+
+    def add_decoded(encoded: Encoded, flat: torch.Tensor, sign: int = 1) -> None:
+        compressor.add_decoded(encoded, flat.split(sizes), keys, step, sign)
+
+    memory.before_encoding(buffer)
     encoded = compressor.encode(parts, keys, step, dist.get_rank(group))
-    if own is not None and mean is None:
-        compressor.add_decoded(encoded, own.split(sizes), keys, step, -1)
-        own.nan_to_num_(0, 0, 0)
-        if velocity is not None:
-            velocity.masked_fill_(own.to(buffer.dtype) != buffer, 0)
-    elif own is not None:
-        compressor.add_decoded(encoded, own.split(sizes), keys, step)
+    memory.after_encoding(buffer, partial(add_decoded, encoded))
 
     if compressor.summable:
         means = tuple(tensor.div(group.size()) for tensor in encoded)
         works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in means]
-        everyones: list[Encoded] = [means]
+        arriving: list[Encoded] = [means]
     else:
         gathered, works = gather(encoded, group)
-        everyones = list(zip(*gathered, strict=True))
+        arriving = list(zip(*gathered, strict=True))
 
     def decode() -> torch.Tensor:
-        # The sum of half-precision values overflows where their mean does not, and loses small ones.
-        total = buffer.float() if buffer.dtype in (torch.float16, torch.bfloat16) else buffer
+        # In half precision the sum could overflow although the mean does not, and small values
+        # would be lost.
+        half = buffer.dtype in (torch.float16, torch.bfloat16)
+        total = buffer.float() if half else buffer
         total.zero_()
-        for one in everyones:
-            compressor.add_decoded(one, total.split(sizes), keys, step)
+        for one in arriving:
+            add_decoded(one, total)
         if not compressor.summable:
             total.div_(group.size())
         buffer.copy_(total)
-        if mean is not None and own is not None:
-            buffer.copy_(mean.add_(buffer))
-            own.masked_fill_(broken := ~mean.isfinite(), 0)
-            mean.masked_fill_(broken, 0)
+        memory.after_decoding(buffer)
         return buffer
 
     return when_all(works, decode)
 
 
-def encode_and_decode_hook(encode: Callable[[torch.Tensor], torch.Tensor], decode: Callable[[torch.Tensor, torch.Tensor], Any]) -> Hook:
-    """Make the hook that averages ``encode(bucket)`` and hands the mean to ``decode``.
+def encode_and_decode_hook(
+    encode: Callable[[torch.Tensor], torch.Tensor],
+    decode: Callable[[torch.Tensor, torch.Tensor], Any],
+) -> Hook:
+    """Make the hook that averages ``encode(bucket)`` and passes the mean to ``decode``.
 
     Args:
-        encode: from the bucket's buffer, shape ``[numel]``, to a tensor whose mean over the ranks means something,
-            e.g. a cast or a linear map.
-        decode: called with the mean of the encodings and the buffer; writes the result into the buffer.
+        encode: maps the bucket's buffer, shape ``[numel]``, to a tensor whose mean over the ranks
+            can be decoded, e.g. a cast or a linear map.
+        decode: called with the mean of the encodings and the buffer; writes the result into the
+            buffer.
 
     Returns:
-        A hook whose state is a process group or None; its future holds the bucket's own buffer.
+        A hook whose state is a process group or None; its future holds the bucket's own buffer,
+        shape ``[numel]``. A sparse bucket is averaged without encoding.
     """
 
-    def encode_and_decode(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def encode_and_decode(
+        process_group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         group = process_group if process_group is not None else dist.group.WORLD
         buffer = bucket.buffer()
         if buffer.is_sparse:

@@ -1,4 +1,4 @@
-"""Hooks that leave out a part of the work, to measure what it costs.
+"""Hooks that leave out a part of the work, to measure the cost of that part.
 
 Source: torch documentation, "DDP Communication Hooks", section "Debugging Communication Hooks".
 """

@@ -1,12 +1,12 @@
-"""Average the gradients over a process group: in full precision, or in half of it.
+"""Average the gradients over a process group: in full precision, or in half precision.
 
 With ``g_r`` the bucket of rank ``r`` and ``W`` the size of the group, every rank gets
 
     allreduce   mean = sum_r (g_r / W)
     compressed  mean = cast_back(sum_r cast(g_r / W))
 
-The division comes before the sum, so that the sum overflows only where a mean of like-signed
-terms would; and before the cast, so that float16 (largest value 65504) holds every term whose
+The division comes before the sum, so that the sum overflows only if a mean of like-signed terms
+would. It also comes before the cast, so that float16 (largest value 65504) holds every term whose
 share of the mean it can hold. Nothing waits: each hook is one asynchronous collective and one
 callback, and a failed collective surfaces through ``fut.value()``.
 
@@ -22,7 +22,9 @@ import torch.distributed as dist
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-def allreduce_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def allreduce_hook(
+    process_group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket over ``process_group``, in place and in its own dtype.
 
     Args:
@@ -34,27 +36,34 @@ def allreduce_hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) ->
     """
     group = process_group if process_group is not None else dist.group.WORLD
     buffer = bucket.buffer().div_(group.size())
-    return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda fut: fut.value()[0])
+    future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+    return future.then(lambda fut: fut.value()[0])
 
 
 def _compress_hook(dtype: torch.dtype, name: str) -> Hook:
-    """Make the hook that sends ``dtype`` on the wire."""
+    """Make the hook that averages in ``dtype``; its ``__name__`` is ``name``."""
 
-    def hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(
+        process_group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         group = process_group if process_group is not None else dist.group.WORLD
         buffer = bucket.buffer()
         if buffer.is_sparse:  # no backend sums sparse tensors of half precision
             return allreduce_hook(process_group, bucket)
-        sent = buffer.div_(group.size()).to(dtype)  # divided in the bucket's dtype, and rounded once
+        # Divided in the bucket's dtype, so that each value is rounded once.
+        sent = buffer.div_(group.size()).to(dtype)
         future = dist.all_reduce(sent, group=group, async_op=True).get_future()
         return future.then(lambda fut: buffer.copy_(fut.value()[0]))
 
     hook.__name__ = hook.__qualname__ = name
-    hook.__doc__ = f"""Average the bucket over ``process_group`` in {dtype}: half the bytes of float32.
+    hook.__doc__ = f"""Average the bucket over ``process_group`` in {dtype}.
+
+    This sends half the bytes of float32.
 
     Args:
         process_group: the group to average over; None is the default group.
-        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse bucket is averaged in its own dtype.
+        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse bucket is
+            averaged in its own dtype.
 
     Returns:
         A future of the mean in the bucket's own dtype: the bucket's own buffer, shape ``[numel]``.
@@ -63,7 +72,7 @@ def _compress_hook(dtype: torch.dtype, name: str) -> Hook:
 
 
 def _compress_wrapper(hook: Hook, dtype: torch.dtype, name: str) -> Hook:
-    """Make the hook that runs ``hook`` on the bucket cast to ``dtype`` and casts its result back."""
+    """Make the hook that runs ``hook`` on the bucket in ``dtype`` and casts its result back."""
 
     def wrapped(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -72,7 +81,7 @@ def _compress_wrapper(hook: Hook, dtype: torch.dtype, name: str) -> Hook:
         bucket.set_buffer(buffer.to(dtype))
 
         def decompress(fut: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            bucket.set_buffer(buffer)  # whatever is layered on this hook sees the bucket as DDP made it
+            bucket.set_buffer(buffer)  # hooks around this one see the bucket as DDP made it
             return buffer.copy_(fut.value())
 
         return hook(state, bucket).then(decompress)
@@ -81,7 +90,8 @@ def _compress_wrapper(hook: Hook, dtype: torch.dtype, name: str) -> Hook:
     return wrapped
 
 
-# DDP refuses a hook on CPU by the name bf16_compress_hook alone, whatever it does; Gloo sums bfloat16.
+# On CPU, DDP refuses any hook named bf16_compress_hook, although Gloo sums bfloat16. This hook has
+# therefore another name.
 fp16_compress_hook = _compress_hook(torch.float16, "fp16_compress_hook")
 bf16_compress_hook = _compress_hook(torch.bfloat16, "bfloat16_compress_hook")
 
@@ -89,8 +99,8 @@ bf16_compress_hook = _compress_hook(torch.bfloat16, "bfloat16_compress_hook")
 def fp16_compress_wrapper(hook: Hook) -> Hook:
     """Run ``hook`` in float16: a dense bucket cast down before it, its result cast back after it.
 
-    ``hook`` divides, so values above 65504 become inf here before it sees them; where that
-    matters use :func:`fp16_compress_hook` or :func:`bf16_compress_wrapper`.
+    ``hook`` divides after this cast, so values above 65504 become inf before they reach it. If that
+    matters, use :func:`fp16_compress_hook` or :func:`bf16_compress_wrapper`.
 
     Args:
         hook: a communication hook ``(state, bucket) -> Future[Tensor]``.

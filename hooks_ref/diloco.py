@@ -1,17 +1,19 @@
-"""DiLoCo: the average of many local steps is taken as one gradient, which an outer optimizer with momentum steps by.
+"""DiLoCo: an outer optimizer with momentum takes the average of many local steps as one gradient.
 
-With ``x_r`` the parameters of rank ``r``, ``G`` the group and ``a`` the parameters that all ranks began a round with,
+With ``x_r`` the parameters of rank ``r``, ``G`` the group and ``a`` the parameters that all ranks
+began a round with,
 
-    at t = w             x_r <- a <- mean over G of x                                  the first round begins
+    at t = w             x_r <- a <- mean over G of x               the first round begins
     at t = w + p, ...    d <- a - mean over G of x
                          v <- m v + d
-                         x_r <- a <- a - lr (d + m v)                                  Nesterov's momentum
+                         x_r <- a <- a - lr (d + m v)               Nesterov's momentum
 
-with ``w`` warm-up steps, ``p`` local steps a round, and ``v`` zero at first. With ``lr = 1`` and ``m = 0`` it is periodic
-averaging. Inner optimizers keep their own state from round to round, as in the paper.
+with ``w`` warm-up steps, ``p`` local steps a round, and ``v`` zero at first. With ``lr = 1`` and
+``m = 0`` it is periodic averaging. Inner optimizers keep their own state from round to round, as in
+the paper.
 
-Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, arXiv:2311.08105
-(algorithm 1; lr = 0.7, m = 0.9 there).
+Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
+arXiv:2311.08105 (algorithm 1; lr = 0.7, m = 0.9 there).
 """
 
 from collections.abc import Mapping
@@ -21,28 +23,39 @@ import torch
 import torch.distributed as dist
 
 from hooks_ref._state import check_number
-from hooks_ref.model_averaging import Parameters, PeriodicModelAverager, average_parameters, used_parameters
+from hooks_ref.model_averaging import (
+    Parameters,
+    PeriodicModelAverager,
+    average_parameters,
+    used_parameters,
+)
 
 
 class DiLoCoModelAverager(PeriodicModelAverager):
-    """Every ``period`` steps, steps what the round began with by the average of what its ranks came to.
+    """Every ``period`` steps, takes one outer step from the round's first values to the mean.
 
-    Keeps two tensors for each parameter, in its own dtype, or in float32 where that is half: what the round began with,
-    and the momentum. They go by the parameter's place among those given, which has to stay the same.
+    Keeps two tensors for each parameter, in the parameter's dtype, or in float32 for half
+    precision: its value at the beginning of the round, and the momentum. They are stored by the
+    parameter's place among the given parameters, so the order of parameters has to stay the same.
 
     Args:
         period: local steps of a round, at least 1.
         warmup_steps: steps before the first round, at least 0.
         process_group: the group to average over; None is the default group.
-        lr: of the outer optimizer, at least 0.
-        momentum: of the outer optimizer, in [0, 1].
+        lr: learning rate of the outer optimizer, at least 0.
+        momentum: momentum of the outer optimizer, in [0, 1].
 
     Raises:
         TypeError, ValueError: an argument is out of its range; the message names it.
     """
 
     def __init__(
-        self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None, lr: float = 0.7, momentum: float = 0.9
+        self,
+        period: int,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        lr: float = 0.7,
+        momentum: float = 0.9,
     ) -> None:
         super().__init__(period, warmup_steps, process_group)
         self.lr = check_number("lr", lr, 0)
@@ -60,21 +73,30 @@ class DiLoCoModelAverager(PeriodicModelAverager):
         self.step += 1
 
     def _step(self, place: int, parameter: torch.Tensor) -> None:
-        """Step one parameter, which holds the mean; where its first round begins, keep that."""
+        """Take the outer step of one parameter, which holds the mean, or begin its first round."""
         if place not in self.begun:
             wide = torch.promote_types(parameter.dtype, torch.float32)
             self.begun[place] = parameter.detach().to(wide, copy=True)
             self.velocity[place] = torch.zeros_like(self.begun[place])
             return
-        begun, velocity = self.begun[place], self.velocity[place]
+        begun = self.begun[place]
+        velocity = self.velocity[place]
         difference = begun - parameter
         velocity.mul_(self.momentum).add_(difference)
         parameter.copy_(begun.sub_(difference.add_(velocity, alpha=self.momentum), alpha=self.lr))
 
     def state_dict(self) -> dict[str, Any]:
-        copies = {name: {place: kept.clone() for place, kept in getattr(self, name).items()} for name in ("begun", "velocity")}
-        return {**super().state_dict(), **copies}
+        return {
+            **super().state_dict(),
+            "begun": _copies(self.begun),
+            "velocity": _copies(self.velocity),
+        }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         super().load_state_dict(saved)
-        self.begun, self.velocity = ({place: kept.clone() for place, kept in saved[name].items()} for name in ("begun", "velocity"))
+        self.begun = _copies(saved["begun"])
+        self.velocity = _copies(saved["velocity"])
+
+
+def _copies(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {place: tensor.clone() for place, tensor in tensors.items()}

@@ -1,15 +1,17 @@
-"""Gossip of parameters: every few steps, each rank averages its parameters with those of one other rank.
+"""Gossip of parameters: every few steps, each rank averages its parameters with one other rank's.
 
-With ``x_r`` the parameters of rank ``r``, at the ``k``-th of the steps ``t = w, w + p, w + 2 p, ...``
+With ``x_r`` the parameters of rank ``r``, at the ``k``-th of the steps ``t = w, w + p, w + 2 p,
+...``
 
-    x_r <- (x_r + x_s) / 2        s the rank that r gets from in round k (``GossipGraDState.partners``)
+    x_r <- (x_r + x_s) / 2        s the rank that r gets from in round k (GossipGraDState.partners)
 
-A round moves one model to one rank, whatever the size of the group is; in ``ceil(log2 W)`` rounds each rank has heard of
-every other. Where ``W`` is a power of two the sum over all ranks stays what it is, and ranks that take no step of their own
-come to the mean.
+A round moves one model to one rank, for any size of the group; in ``ceil(log2 W)`` rounds each rank
+is reached by every other. If ``W`` is a power of two, the sum over all ranks does not change, and
+ranks without steps of their own converge to the mean.
 
-Source: Daily, Vishnu, Siegel, Warfel, Amatya, "GossipGraD", 2018, arXiv:1803.05880 (partners and their rotation); Blot,
-Picard, Cord, Thome, "Gossip training for deep learning", NIPS workshop 2016, arXiv:1611.09726 (of parameters).
+Source: Daily, Vishnu, Siegel, Warfel, Amatya, "GossipGraD", 2018, arXiv:1803.05880 (partners and
+their rotation); Blot, Picard, Cord, Thome, "Gossip training for deep learning", NIPS workshop 2016,
+arXiv:1611.09726 (of parameters).
 """
 
 import torch
@@ -27,7 +29,7 @@ class GossipModelAverager(PeriodicModelAverager):
         warmup_steps: steps before the first round, at least 0.
         process_group: the group; None is the default group.
         topology: ``"dissemination"``, or ``"hypercube"`` for a group of 1, 2, 4, 8, ... ranks.
-        random_seed: of the rotation of partners; the same on all ranks, at least 0.
+        random_seed: seed of the rotation of partners; the same on all ranks, at least 0.
 
     Raises:
         TypeError, ValueError: an argument is out of its range; the message names it.
@@ -48,17 +50,28 @@ class GossipModelAverager(PeriodicModelAverager):
     def average_parameters(self, params: Parameters) -> None:
         if self.is_due():
             group = self.group
-            to, source = self._gossip.partners(group.rank(), group.size(), (self.step - self.warmup_steps) // self.period)
-            for chunk in chunks([parameter.detach() for parameter in used_parameters(params, group).values()]):
+            round_number = (self.step - self.warmup_steps) // self.period
+            to, source = self._gossip.partners(group.rank(), group.size(), round_number)
+            used = used_parameters(params, group).values()
+            for chunk in chunks([parameter.detach() for parameter in used]):
                 _average_with(to, source, chunk, group)
         self.step += 1
 
 
-def _average_with(to: int, source: int, tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Send the tensors to one rank, and set them to their means with those of another; ranks are places in the group."""
-    halves = torch.cat([tensor.reshape(-1) for tensor in tensors]).div_(2)  # before the sum, which then overflows where the mean does
+def _average_with(
+    to: int, source: int, tensors: list[torch.Tensor], group: dist.ProcessGroup
+) -> None:
+    """Send the tensors to rank ``to``, and set them to their means with those of ``source``.
+
+    Both ranks are places in the group.
+    """
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    halves = flat.div_(2)  # before the sum, so that it overflows only if the mean would
     received = torch.empty_like(halves)
-    sent_parts, received_parts = ([halves.numel() if rank == peer else 0 for rank in range(group.size())] for peer in (to, source))
+    places = range(group.size())
+    sent_parts = [halves.numel() if place == to else 0 for place in places]
+    received_parts = [halves.numel() if place == source else 0 for place in places]
     dist.all_to_all_single(received, halves, received_parts, sent_parts, group=group)
-    for tensor, mean in zip(tensors, halves.add_(received).split([tensor.numel() for tensor in tensors]), strict=True):
+    means = halves.add_(received).split([tensor.numel() for tensor in tensors])
+    for tensor, mean in zip(tensors, means, strict=True):
         tensor.copy_(mean.view(tensor.shape))

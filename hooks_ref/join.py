@@ -1,23 +1,27 @@
-"""Training on uneven inputs: a rank that has run out of them shadows the collectives of those that have not.
+"""Training on uneven inputs: ranks without inputs shadow the collectives of the other ranks.
 
-A :class:`Joinable` has collectives in every step, and a :class:`JoinHook` that shadows them. In ``with Join([a, b, ...]):``,
+A :class:`Joinable` has collectives in every step, and a :class:`JoinHook` that shadows them. In
+``with Join([a, b, ...]):``,
 
-    each step of a rank that trains     the first joinable calls ``notify_join_context``: "I am still here"
-    a rank that has left the loop       answers as long as any rank says so, and calls the main hooks of all joinables in their
-                                        order, which shadow one step
-    no rank says so any more            every rank calls the post hooks, which know whether this rank was one of the last
+    each step of a rank that trains   the first joinable calls notify_join_context, which signals
+                                      that this rank still trains
+    a rank that has left the loop     answers as long as any rank signals, and calls the main hooks
+                                      of all joinables in their order, which shadow one step
+    when no rank signals any more     every rank calls the post hooks, whose argument is whether
+                                      this rank was one of the last
 
-"I am still here" is one allreduce, of 1 on ranks that train and of 0 on others: its sum says how many do. With
-``throw_on_early_termination`` a second one follows, by which the first rank to run out has all others raise in their next
-step.
+The signal is one allreduce, of 1 on ranks that train and of 0 on others: its sum is the number of
+ranks that train. With ``throw_on_early_termination`` a second allreduce follows, by which the first
+rank without inputs makes all others raise in their next step.
 
-Classes and attributes are as torch names them, so that torch's DistributedDataParallel and ZeroRedundancyOptimizer are
-joinables here as they are. An exception in the body comes out at once: nothing is shadowed then. When the loop is left its
-joinables are as they were before: what a main hook does notifies nobody, be it a step as ZeroRedundancyOptimizer's, steps outside
-of the context cost nothing, and it can be entered again.
+Classes and attributes have torch's names, so that torch's DistributedDataParallel and
+ZeroRedundancyOptimizer are joinables here without changes. An exception in the body is raised at
+once, and nothing is shadowed then. At the end of the loop every joinable gets back the
+configuration that it had before. So steps in a main hook, such as ZeroRedundancyOptimizer's, notify
+nobody, steps outside of the context cost nothing, and the context can be entered again.
 
-Source: torch documentation, "Distributed Training with Uneven Inputs Using the Join Context Manager" and "Generic Join
-Context Manager" (classes, arguments, order of hooks).
+Source: torch documentation, "Distributed Training with Uneven Inputs Using the Join Context
+Manager" and "Generic Join Context Manager" (classes, arguments, order of hooks).
 """
 
 import warnings
@@ -28,17 +32,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-MANY = 1000  # shadowed steps after which a rank says that inputs are very uneven
+MANY = 1000  # shadowed steps after which a rank warns of very uneven inputs
 
 
 class JoinHook:
-    """What a joinable has a joined rank do."""
+    """The work of one joinable on a rank that has joined."""
 
     def main_hook(self) -> None:
         """Shadow the collectives of one step."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Called once on every rank, when all have joined.
+        """Run once on every rank, when all have joined.
 
         Args:
             is_last_joiner: this rank was among the last to join; at least one was.
@@ -46,12 +50,12 @@ class JoinHook:
 
 
 class JoinConfig(NamedTuple):
-    """What a joinable knows of the context that it is in.
+    """The context's settings for one joinable.
 
     Attributes:
-        enable: whether it is in one that is enabled.
-        throw_on_early_termination: as of :class:`Join`.
-        is_first_joinable: whether it is the one whose calls of ``notify_join_context`` count.
+        enable: whether the joinable is in an enabled context.
+        throw_on_early_termination: the argument of :class:`Join`.
+        is_first_joinable: whether the calls of ``notify_join_context`` for this joinable count.
     """
 
     enable: bool = False
@@ -60,13 +64,16 @@ class JoinConfig(NamedTuple):
 
     @staticmethod
     def construct_disabled_join_config() -> "JoinConfig":
-        """Return that of a joinable in no context."""
+        """Return the configuration of a joinable outside of any context."""
         return JoinConfig()
 
 
 class Joinable(ABC):
-    """Base of what can join. A subclass calls ``super().__init__()``, and ``Join.notify_join_context(self)`` before the first
-    collective of each step."""
+    """Base of classes that can join.
+
+    A subclass calls ``super().__init__()``, and ``Join.notify_join_context(self)`` before the first
+    collective of each step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +84,8 @@ class Joinable(ABC):
         """Return the hook for one context.
 
         Args:
-            kwargs: those that :class:`Join` was given, the same for all joinables: each takes its own.
+            kwargs: the keyword arguments of :class:`Join`, the same for all joinables; each uses
+                its own.
         """
 
     @property
@@ -95,41 +103,67 @@ class Join:
     """The context.
 
     Args:
-        joinables: at least one, in the same order on all ranks, on one process group and one device.
-        enable: false makes it do nothing: inputs are known to be even.
-        throw_on_early_termination: raise on all ranks when the first runs out of inputs, instead of shadowing.
-        kwargs: handed to every ``join_hook``.
+        joinables: at least one, in the same order on all ranks, on one process group and one
+            device.
+        enable: False disables the context, for inputs that are known to be even.
+        throw_on_early_termination: raise on all ranks when the first rank runs out of inputs,
+            instead of shadowing.
+        kwargs: passed to every ``join_hook``.
 
     Raises:
-        ValueError: there are none, or they differ in group or device.
-        TypeError: one is no joinable, or its ``Joinable.__init__`` was not called.
+        ValueError: there are no joinables, or they differ in group or device.
+        TypeError: an element is not a joinable, or its ``Joinable.__init__`` was not called.
         RuntimeError: a rank ran out of inputs, with ``throw_on_early_termination``.
     """
 
-    def __init__(self, joinables: list[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        joinables: list[Any],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
         if not joinables:
             raise ValueError("joinables: at least one")
         for joinable in joinables:
             if not hasattr(joinable, "_join_config") or not hasattr(joinable, "join_hook"):
-                raise TypeError(f"joinables: {type(joinable).__name__} is none, or has not called Joinable.__init__")
+                raise TypeError(
+                    f"joinables: {type(joinable).__name__} is not a Joinable, "
+                    f"or has not called Joinable.__init__"
+                )
         for name in ("join_process_group", "join_device"):
-            if any(getattr(joinable, name) != getattr(joinables[0], name) for joinable in joinables):
+            if any(
+                getattr(joinable, name) != getattr(joinables[0], name) for joinable in joinables
+            ):
                 raise ValueError(f"joinables: they differ in {name}")
-        self._joinables, self._enable, self._throw = list(joinables), enable, throw_on_early_termination
+        self._joinables = list(joinables)
+        self._enable = enable
+        self._throw = throw_on_early_termination
         self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
-        self._group, self._device = joinables[0].join_process_group, joinables[0].join_device
+        self._group = joinables[0].join_process_group
+        self._device = joinables[0].join_device
         self._before = [joinable._join_config for joinable in self._joinables]
         self._configure()
 
     def _configure(self) -> None:
-        """Let the joinables know; a constructor does so already, as torch's does, for what is notified before ``__enter__``."""
+        """Write the context's settings into the joinables.
+
+        As in torch, the constructor does this too, for joinables that notify before ``__enter__``.
+        """
         for number, joinable in enumerate(self._joinables):
-            joinable._join_config = type(joinable._join_config)(self._enable, self._throw, number == 0)
+            joinable._join_config = type(joinable._join_config)(
+                self._enable, self._throw, number == 0
+            )
 
     def __enter__(self) -> None:
         self._configure()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for joinable, before in zip(self._joinables, self._before, strict=True):
             joinable._join_config = before
         if self._enable and kind is None:
@@ -144,7 +178,9 @@ class Join:
             steps += 1
             if steps == MANY:
                 warnings.warn(
-                    f"rank {self._group.rank()} has joined {MANY} steps before others; are inputs as uneven as that?", stacklevel=3
+                    f"rank {self._group.rank()} has joined {MANY} steps before others; "
+                    f"are inputs as uneven as that?",
+                    stacklevel=3,
                 )
             for hook in self._hooks:
                 hook.main_hook()
@@ -152,17 +188,20 @@ class Join:
             hook.post_hook(steps == 0)
 
     def _sum(self, value: int) -> int:
-        """Sum what ranks say."""
-        said = torch.full((1,), float(value), device=self._device)
-        dist.all_reduce(said, group=self._group)
-        return int(said.item())
+        """Return the sum of the ranks' values."""
+        total = torch.full((1,), float(value), device=self._device)
+        dist.all_reduce(total, group=self._group)
+        return int(total.item())
 
     @staticmethod
     def notify_join_context(joinable: Any) -> dist.Work | None:
-        """Say that this rank still trains; called by every joinable in every step, of which the first one's call counts.
+        """Signal that this rank still trains.
+
+        Every joinable calls this in every step; only the first joinable's call counts.
 
         Returns:
-            the work of the allreduce that says so, which need not be waited for; None where there is none.
+            The work of the signal's allreduce, which need not be waited for; or None if this call
+            does not count, or the context is disabled.
 
         Raises:
             RuntimeError: another rank has run out of inputs, with ``throw_on_early_termination``.
@@ -170,11 +209,14 @@ class Join:
         config = joinable._join_config
         if not config.enable or not config.is_first_joinable:
             return None
-        device, group = joinable.join_device, joinable.join_process_group
+        device = joinable.join_device
+        group = joinable.join_process_group
         work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
         if config.throw_on_early_termination:
             exhausted = torch.zeros(1, device=device)
             dist.all_reduce(exhausted, group=group)
             if exhausted.item():
-                raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+                raise RuntimeError(
+                    "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+                )
         return work

@@ -1,24 +1,28 @@
-"""Post-local SGD: average over all ranks for a while, then over the ranks of one machine, or not at all.
+"""Post-local SGD: average over all ranks for a while, then over one machine's ranks, or not at all.
 
-With ``g_r`` the bucket of rank ``r``, ``W`` ranks in ``process_group`` and ``S(r)`` the ranks of ``r``'s subgroup, step
-``t``, counted from 0, gives rank ``r``
+With ``g_r`` the bucket of rank ``r``, ``W`` ranks in ``process_group`` and ``S(r)`` the ranks of
+``r``'s subgroup, step ``t``, counted from 0, gives rank ``r``
 
     t <  start_localSGD_iter    sum_q (g_q / W)             over the process group
-    t >= start_localSGD_iter    sum_q (g_q / |S(r)|)        over q in S(r), with post_local_gradient_allreduce
+    t >= start_localSGD_iter    sum_q (g_q / |S(r)|)        over q in S(r), with
+                                                            post_local_gradient_allreduce
                                 g_r                         without it: no communication
 
-From then on replicas of different subgroups drift apart: the hook is one half of the algorithm. The other half is the
-training loop's, which averages the *parameters* over all ranks every few steps, after ``optimizer.step()`` (torch's
-``PeriodicModelAverager`` does, with ``warmup_steps`` equal to ``start_localSGD_iter``). Each bucket is at most one
-asynchronous collective.
+From then on replicas of different subgroups drift apart: the hook is one half of the algorithm. The
+other half belongs to the training loop, which averages the *parameters* over all ranks every few
+steps, after ``optimizer.step()`` (for example with torch's ``PeriodicModelAverager``, with
+``warmup_steps`` equal to ``start_localSGD_iter``). Each bucket is at most one asynchronous
+collective.
 
-Where ``subgroup`` is None it is found at the first local step: the ranks of the process group on the same machine, by
-host name, which the ranks exchange; the process group itself where all are on one. This one call of the hook blocks, on
-every rank at the same step; it needs no accelerator. Give a subgroup where host names do not tell machines apart, or to
-have another timeout than the backend's default one, which a subgroup made here has.
+If ``subgroup`` is None, it is made at the first local step: the ranks of the process group on the
+same machine, by host name, which the ranks exchange; or the process group itself if all ranks are
+on one machine. This one call of the hook blocks, on every rank at the same step; it needs no
+accelerator. Pass a subgroup if several machines share a host name, or if the group needs another
+timeout than the backend's default.
 
-Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (post-local SGD; hierarchical
-where subgroups average gradients); torch documentation, "DDP Communication Hooks".
+Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020
+(post-local SGD; hierarchical if subgroups average gradients); torch documentation, "DDP
+Communication Hooks".
 """
 
 import socket
@@ -38,23 +42,28 @@ from hooks_ref.default_hooks import allreduce_hook
 class PostLocalSGDState(HookState):
     """State of :func:`post_localSGD_hook`.
 
-    ``iter``, the completed steps, counts on after ``start_localSGD_iter``, where torch's stops. It is all that changes
-    and all that is saved beside the arguments: groups are not, so set ``process_group`` and ``subgroup`` after loading
-    where they are not the default ones.
+    ``iter``, the completed steps, also counts steps after ``start_localSGD_iter``, unlike torch's.
+    Only ``iter`` changes, and it is saved with the arguments. Groups are not saved, so set
+    ``process_group`` and ``subgroup`` after loading unless they are the default ones.
 
     Args:
         process_group: the group to average over at first; None is the default group.
-        subgroup: the group to average over from then on, with this rank in it; None is the ranks of this machine. If
-            ``process_group`` is smaller than the default group, torch makes that subgroup only where all its ranks are
-            members of equally many groups, and times out otherwise.
+        subgroup: the group to average over afterwards, with this rank as a member; None is the
+            ranks of this machine. If ``process_group`` is smaller than the default group, torch can
+            make that subgroup only if all its ranks are members of equally many groups, and times
+            out otherwise.
         start_localSGD_iter: steps of averaging over ``process_group``, at least 0.
-        post_local_gradient_allreduce: average over ``subgroup`` afterwards; otherwise every rank keeps its own gradient.
+        post_local_gradient_allreduce: average over ``subgroup`` afterwards; otherwise every rank
+            keeps its own gradient.
 
     Raises:
         TypeError, ValueError: an argument is out of its range; the message names it.
     """
 
-    _unsaved: ClassVar[dict[str, Callable[[], Any]]] = {**HookState._unsaved, "subgroup": lambda: None}
+    _unsaved: ClassVar[dict[str, Callable[[], Any]]] = {
+        **HookState._unsaved,
+        "subgroup": lambda: None,
+    }
 
     def __init__(
         self,
@@ -65,22 +74,30 @@ class PostLocalSGDState(HookState):
     ) -> None:
         super().__init__(process_group)
         if subgroup is not None and not isinstance(subgroup, dist.ProcessGroup):
-            raise TypeError(f"subgroup: a ProcessGroup of which this rank is a member, or None; got {subgroup!r}")
+            raise TypeError(
+                f"subgroup: a ProcessGroup with this rank as a member, or None; got {subgroup!r}"
+            )
         self.subgroup = subgroup
         self.start_localSGD_iter = check_int("start_localSGD_iter", start_localSGD_iter, 0)
-        self.post_local_gradient_allreduce = check_bool("post_local_gradient_allreduce", post_local_gradient_allreduce)
+        self.post_local_gradient_allreduce = check_bool(
+            "post_local_gradient_allreduce", post_local_gradient_allreduce
+        )
 
 
-def post_localSGD_hook(state: PostLocalSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over all ranks until ``state.start_localSGD_iter`` steps are complete, then over the subgroup.
+def post_localSGD_hook(
+    state: PostLocalSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket over all ranks in the first steps, then over the subgroup.
+
+    The change comes when ``state.start_localSGD_iter`` steps are complete.
 
     Args:
         state: made once per DDP model, with the same arguments on all ranks but for the subgroup.
         bucket: one bucket of gradients; its buffer has shape ``[numel]``, or is a sparse tensor.
 
     Returns:
-        A future of the mean: the bucket's own buffer, shape ``[numel]``; from ``state.start_localSGD_iter`` on the same
-        bits within a subgroup alone.
+        A future of the mean: the bucket's own buffer, shape ``[numel]``; from
+        ``state.start_localSGD_iter`` on the same bits only within a subgroup.
     """
     local = state.iter >= state.start_localSGD_iter
     state.maybe_increase_iter(bucket)
@@ -94,7 +111,10 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: dist.GradBucket) -> tor
 
 
 def _ranks_of_this_machine(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the group of those ranks of ``group`` that have this rank's host name; all of ``group`` have to call it."""
+    """Return the group of the ranks in ``group`` that have this rank's host name.
+
+    Every rank of ``group`` has to call this.
+    """
     names = [""] * group.size()
     dist.all_gather_object(names, socket.gethostname(), group=group)
     machines: dict[str, list[int]] = defaultdict(list)  # in the order of ranks: the same on all

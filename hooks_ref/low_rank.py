@@ -1,30 +1,36 @@
 """PowerSGD: send two thin factors of each gradient matrix instead of the matrix.
 
-For a gradient seen as a matrix ``M_r`` of shape ``[n, m]`` on rank ``r`` of ``W``, with a factor ``Q`` of shape
-``[m, k]`` that all ranks share, one step of the power method gives every rank the same ``P Q^T``:
+For a gradient seen as a matrix ``M_r`` of shape ``[n, m]`` on rank ``r`` of ``W``, with a factor
+``Q`` of shape ``[m, k]`` that all ranks share, one step of the power method gives every rank the
+same ``P Q^T``:
 
-    M_r = gradient_r + error_r                                     error feedback
-    P   = orthonormal(mean_r(M_r orthonormal(Q)))                  [n, k], first allreduce
-    Q   = mean_r(M_r^T P)                                          [m, k], second allreduce; kept for the next step
+    M_r = gradient_r + error_r                            error feedback
+    P   = orthonormal(mean_r(M_r orthonormal(Q)))         [n, k], first allreduce
+    Q   = mean_r(M_r^T P)                                 [m, k], second allreduce; kept
     gradient_r <- P Q^T,    error_r <- M_r - P Q^T
 
-so ``gradient = P P^T mean_r(M_r)``: the mean, projected on ``k`` directions that follow it from step to step
-(``warm_start``). Vectors, scalars, complex parameters, and matrices of which the factors would not be
-``min_compression_rate`` times smaller are averaged as they are, beside the ``P`` of their bucket.
+so ``gradient = P P^T mean_r(M_r)``: the mean, projected on ``k`` directions that follow it from
+step to step (``warm_start``). Vectors, scalars, complex parameters, and matrices whose factors
+would not be ``min_compression_rate`` times smaller are averaged without compression, in the same
+allreduce as the ``P`` of their bucket.
 
-One thing is settled differently from torch: the second allreduce is one per step, for all buckets, when the first
-ones are through, on a group of its own. A collective that a bucket starts from its own callback starts in another order
-on every rank; on Gloo that hangs or aborts. Nothing here waits, and the first allreduce of each bucket overlaps the backward.
+One choice differs from torch: there is one second allreduce per step, for all buckets. It starts
+once the first allreduce of every bucket is complete, on a group of its own. If each bucket started
+a collective from its own callback, the order of these collectives would differ between ranks; on
+Gloo that hangs or aborts. Nothing here waits, and the first allreduce of each bucket overlaps the
+backward.
 
-Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-NeurIPS 2019, algorithms 1 and 2; torch documentation, "DDP Communication Hooks", section "PowerSGD Communication Hook".
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
+Distributed Optimization", NeurIPS 2019, algorithms 1 and 2; torch documentation, "DDP Communication
+Hooks", section "PowerSGD Communication Hook".
 """
 
 import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +38,15 @@ import torch.distributed as dist
 
 from hooks_ref._buckets import pieces, shaped
 from hooks_ref._collectives import second_group
-from hooks_ref._state import HookState, Memory, check_bool, check_int, check_number, generator, savable
+from hooks_ref._state import (
+    HookState,
+    Memory,
+    check_bool,
+    check_int,
+    check_number,
+    generator,
+    savable,
+)
 from hooks_ref.default_hooks import allreduce_hook
 
 logger = logging.getLogger(__name__)
@@ -45,17 +59,22 @@ class PowerSGDState(HookState):
 
     Args:
         process_group: the group to average over; None is the default group.
-        matrix_approximation_rank: ``k``, at least 1; a matrix of fewer rows or columns uses as many.
-        start_powerSGD_iter: steps of plain averaging before the first compressed one, at least 0. A small start is
-            safe here: memory belongs to parameters and survives DDP's regrouping of buckets after the first step.
-        min_compression_rate: a matrix is compressed where ``(n + m) * k * min_compression_rate < n * m``; positive.
-        use_error_feedback: add what compression lost to the next gradient.
+        matrix_approximation_rank: ``k``, at least 1; at most the number of rows or columns is used.
+        start_powerSGD_iter: steps of plain averaging before the first compressed one, at least 0. A
+            small start is safe here: memory belongs to parameters and survives DDP's regrouping of
+            buckets after the first step.
+        min_compression_rate: a matrix is compressed if
+            ``(n + m) * k * min_compression_rate < n * m``; positive.
+        use_error_feedback: add the compression error to the next gradient.
         warm_start: begin from the last ``Q``; otherwise from fresh random ones at every step.
-        orthogonalization_epsilon: taken for compatibility, at least 0. There is no division that could need it:
-            a QR decomposition gives orthonormal columns for any matrix, zero included.
-        random_seed: of the first ``Q``; the same on all ranks, at least 0. The global generators are left alone.
-        compression_stats_logging_frequency: log the statistics every so many compressed steps, at least 1.
-        batch_tensors_with_same_shape: multiply matrices of one shape together; faster for many small ones.
+        orthogonalization_epsilon: accepted for compatibility and not used, at least 0. No division
+            needs it: a QR decomposition gives orthonormal columns for any matrix, zero included.
+        random_seed: seed of the first ``Q``; the same on all ranks, at least 0. The global
+            generators are left alone.
+        compression_stats_logging_frequency: compressed steps between two logs of the statistics, at
+            least 1.
+        batch_tensors_with_same_shape: multiply matrices of one shape together; faster for many
+            small ones.
 
     Raises:
         TypeError, ValueError: an argument is out of its range; the message names it.
@@ -81,54 +100,86 @@ class PowerSGDState(HookState):
         batch_tensors_with_same_shape: bool = False,
     ) -> None:
         super().__init__(process_group)
-        self.matrix_approximation_rank = check_int("matrix_approximation_rank", matrix_approximation_rank, 1)
+        self.matrix_approximation_rank = check_int(
+            "matrix_approximation_rank", matrix_approximation_rank, 1
+        )
         self.start_powerSGD_iter = check_int("start_powerSGD_iter", start_powerSGD_iter, 0)
-        self.min_compression_rate = check_number("min_compression_rate", min_compression_rate, 0, open_below=True)
+        self.min_compression_rate = check_number(
+            "min_compression_rate", min_compression_rate, 0, open_below=True
+        )
         self.use_error_feedback = check_bool("use_error_feedback", use_error_feedback)
         self.warm_start = check_bool("warm_start", warm_start)
-        self.orthogonalization_epsilon = check_number("orthogonalization_epsilon", orthogonalization_epsilon, 0)
+        self.orthogonalization_epsilon = check_number(
+            "orthogonalization_epsilon", orthogonalization_epsilon, 0
+        )
         self.random_seed = check_int("random_seed", random_seed, 0)
-        self.compression_stats_logging_frequency = check_int("compression_stats_logging_frequency", compression_stats_logging_frequency, 1)
-        self.batch_tensors_with_same_shape = check_bool("batch_tensors_with_same_shape", batch_tensors_with_same_shape)
+        self.compression_stats_logging_frequency = check_int(
+            "compression_stats_logging_frequency", compression_stats_logging_frequency, 1
+        )
+        self.batch_tensors_with_same_shape = check_bool(
+            "batch_tensors_with_same_shape", batch_tensors_with_same_shape
+        )
         self.errors: dict[int, torch.Tensor] = {}  # of each compressed parameter, [n, m]
         self.square_errors = Memory()  # of batched_powerSGD_hook
         self.qs: dict[Key, torch.Tensor] = {}
-        self.numel_before, self.numel_after = 0, 0
-        self._step: list[_Bucket] = []  # the buckets of the step that is going on
+        self.numel_before = 0
+        self.numel_after = 0
+        self._step: list[_Bucket] = []  # the buckets of the current step
         self._second_group: dist.ProcessGroup | None = None
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements of the gradients, elements sent) over all compressed steps."""
-        return self.numel_before / max(1, self.numel_after), self.numel_before, self.numel_after
+        rate = self.numel_before / max(1, self.numel_after)
+        return rate, self.numel_before, self.numel_after
 
     def q(self, key: Key, columns: int, rank: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the orthonormal factor to begin with, shape ``[columns, rank]``, the same on all ranks."""
+        """Return the first factor of a step, orthonormal, shape ``[columns, rank]``.
+
+        It is the same on all ranks, in the dtype and on the device of ``like``.
+        """
         if not (self.warm_start and key in self.qs):
             words = (key,) if isinstance(key, int) else key
-            self.qs[key] = torch.randn(columns, rank, generator=generator(self.random_seed, self.iter, *words))
+            draw = generator(self.random_seed, self.iter, *words)
+            self.qs[key] = torch.randn(columns, rank, generator=draw)
         return orthonormal(self.qs[key].to(like))
 
 
 @dataclass
 class _Matrix:
-    """One matrix of one bucket, in memory of its own: products then have the same bits wherever in a bucket it lies.
+    """One matrix of one bucket.
+
+    It has memory of its own, so that products have the same bits wherever in a bucket it lies.
 
     Attributes:
-        m: gradient and error, ``[n, m]``; afterwards the new error.
-        write: puts the result, ``[n, m]``, into the bucket.
-        p, q: the factors, ``[n, k]`` and ``[m, k]``.
+        key: the parameter's key, or the keys of all parameters of a square bucket.
+        m: gradient and error, ``[n, m]``; a square is padded with zeros at its end.
+        place: the part of the bucket that gets the result, in the parameter's shape.
+        error: None without feedback; before the step ``M_r`` without padding, after it the new
+            error.
+        q: the factor ``[m, k]``.
+        p: the factor ``[n, k]``, from the first product on.
     """
 
     key: Key
     m: torch.Tensor
-    write: Callable[[torch.Tensor], None]
-    p: torch.Tensor
+    place: torch.Tensor
+    error: torch.Tensor | None
     q: torch.Tensor
+    p: torch.Tensor = field(init=False)
 
 
 @dataclass
 class _Bucket:
-    """One bucket between its first allreduce and its result; ``plain`` are the pieces that are averaged as they are."""
+    """One bucket between its first allreduce and its result.
+
+    Attributes:
+        buffer: the bucket's buffer, ``[numel]``.
+        result: the future that DDP gets.
+        matrices: the compressed parameters.
+        plain: pieces of the buffer that are averaged without compression.
+        sent: the tensor of the first allreduce: ``plain``, then every ``P``.
+        arrived: the future of the first allreduce.
+    """
 
     buffer: torch.Tensor
     result: torch.futures.Future[torch.Tensor]
@@ -138,158 +189,223 @@ class _Bucket:
     arrived: torch.futures.Future[list[torch.Tensor]]
 
 
-def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def powerSGD_hook(
+    state: PowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket, its matrices compressed to rank ``state.matrix_approximation_rank``.
 
     Args:
         state: made once per DDP model, with the same arguments on all ranks.
-        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse one is averaged as it is.
+        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse bucket is
+            averaged without compression.
 
     Returns:
-        A future of the approximate mean: the bucket's own buffer, shape ``[numel]``; the same bits on all ranks.
+        A future of the approximate mean: the bucket's own buffer, shape ``[numel]``; the same bits
+        on all ranks.
+
+    Raises:
+        ValueError: the state was saved for a model of other shapes.
     """
     return _hook(state, bucket, _by_parameter)
 
 
-def batched_powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket, compressed as one square matrix: faster, and less exact, than :func:`powerSGD_hook`.
+def batched_powerSGD_hook(
+    state: PowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket, compressed as one square matrix.
 
-    The bucket is padded with zeros to a square. What the matrix is depends on how DDP groups parameters, so ``Q`` is
-    begun anew where the grouping changes; the error belongs to the parameters and is kept.
+    This is faster, and less exact, than :func:`powerSGD_hook`. The bucket is padded with zeros to a
+    square. The matrix depends on DDP's grouping of parameters, so ``Q`` is begun anew when the
+    grouping changes; the error belongs to the parameters and is kept.
 
     Args:
         state: made once per DDP model, with the same arguments on all ranks.
-        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse one is averaged as it is.
+        bucket: one bucket of gradients; its buffer has shape ``[numel]``. A sparse bucket is
+            averaged without compression.
 
     Returns:
-        A future of the approximate mean: the bucket's own buffer, shape ``[numel]``; the same bits on all ranks.
+        A future of the approximate mean: the bucket's own buffer, shape ``[numel]``; the same bits
+        on all ranks.
+
+    Raises:
+        ValueError: the state was saved for a model of other shapes.
     """
     return _hook(state, bucket, _as_square)
 
 
-_Split = Callable[[PowerSGDState, list[int], list[torch.Tensor], dist.GradBucket], tuple[list[_Matrix], list[torch.Tensor]]]
+# Returns the matrices of a bucket, and the pieces of its buffer that are averaged uncompressed.
+_Split = Callable[
+    [PowerSGDState, list[int], dist.GradBucket], tuple[list[_Matrix], list[torch.Tensor]]
+]
 
 
-def _hook(state: PowerSGDState, bucket: dist.GradBucket, split: _Split) -> torch.futures.Future[torch.Tensor]:
-    keys, compress = state.keys(bucket), state.iter >= state.start_powerSGD_iter
+def _hook(
+    state: PowerSGDState, bucket: dist.GradBucket, split: _Split
+) -> torch.futures.Future[torch.Tensor]:
+    keys = state.keys(bucket)
+    compress = state.iter >= state.start_powerSGD_iter
     if compress and state._second_group is None:
         state._second_group = second_group(state.group)
     if bucket.index() == 0:
-        state._step.clear()  # of a step that failed
+        state._step = []  # buckets of a failed step may be left
     if compress and not bucket.buffer().is_sparse:
-        state._step.append(_first_allreduce(state, bucket, keys, split))
-        result = state._step[-1].result
+        matrices, plain = split(state, keys, bucket)
+        begun = _first_allreduce(state, bucket.buffer(), matrices, plain)
+        state._step.append(begun)
+        result = begun.result
     else:
         result = allreduce_hook(state.group, bucket)
     if bucket.is_last():
         if state._step:
-            _second_allreduce(state, state._step[:])
-            state._step.clear()
-            if (state.iter - state.start_powerSGD_iter + 1) % state.compression_stats_logging_frequency == 0:
-                logger.info("PowerSGD: step %d, compression %.1f (%d of %d elements)", state.iter, *state.compression_stats())
+            _when_all_have_arrived(state, state._step)
+            _log_statistics(state)
+        state._step = []
         state.iter += 1
     return result
 
 
-def _first_allreduce(state: PowerSGDState, bucket: dist.GradBucket, keys: list[int], split: _Split) -> _Bucket:
-    buffer = bucket.buffer()
-    matrices, plain = split(state, keys, pieces(bucket), bucket)
-    _multiply(matrices, state.batch_tensors_with_same_shape, lambda matrix: matrix.m, "q", "p")
-    # One collective for all: what is averaged as it is, then every P.
-    sent = torch.cat([*plain, *(matrix.p.view(-1) for matrix in matrices)]).div_(state.group.size())
-    state.numel_before += buffer.numel()
-    state.numel_after += sent.numel()
-    arrived = dist.all_reduce(sent, group=state.group, async_op=True).get_future()
-    return _Bucket(buffer, _new_future(buffer), matrices, plain, sent, arrived)
-
-
 def _by_parameter(
-    state: PowerSGDState, keys: list[int], parts: list[torch.Tensor], bucket: dist.GradBucket
+    state: PowerSGDState, keys: list[int], bucket: dist.GradBucket
 ) -> tuple[list[_Matrix], list[torch.Tensor]]:
-    matrices, plain = [], []
-    for key, piece, parameter in zip(keys, parts, bucket.parameters(), strict=True):
+    """Make a matrix of each parameter that is worth compressing."""
+    matrices = []
+    plain = []
+    for key, piece, parameter in zip(keys, pieces(bucket), bucket.parameters(), strict=True):
         n = parameter.size(0) if parameter.dim() > 1 and piece.numel() else 1
         m = piece.numel() // n
         rank = min(n, m, state.matrix_approximation_rank)
-        if parameter.is_complex() or n == 1 or not (n + m) * rank * state.min_compression_rate < n * m:
+        smaller = (n + m) * rank * state.min_compression_rate < n * m
+        if parameter.is_complex() or n == 1 or not smaller:
             plain.append(piece)
             continue
         place = shaped(piece, parameter)
         matrix = place.new_zeros(n, m)
+        error = None
         if state.use_error_feedback:
-            matrix = state.errors[key] = state.errors.get(key, matrix).to(piece)
+            # The matrix is the memory itself: the gradient is added to the error in place.
+            error = state.errors.get(key, matrix).to(piece)
+            state.errors[key] = error
+            matrix = error
             if matrix.shape != (n, m):
-                raise ValueError(f"this state was saved for another model: a matrix of {list(matrix.shape)} is now one of {[n, m]}")
+                raise ValueError(
+                    f"this state was saved for another model: a matrix of {list(matrix.shape)} "
+                    f"is now one of {[n, m]}"
+                )
         matrix.view(place.shape).add_(place)
-
-        def write(value: torch.Tensor, place: torch.Tensor = place) -> None:
-            place.copy_(value.view(place.shape))
-
-        matrices.append(_Matrix(key, matrix, write, piece.new_empty(n, rank), state.q(key, m, rank, piece)))
+        matrices.append(_Matrix(key, matrix, place, error, state.q(key, m, rank, piece)))
     return matrices, plain
 
 
 def _as_square(
-    state: PowerSGDState, keys: list[int], parts: list[torch.Tensor], bucket: dist.GradBucket
+    state: PowerSGDState, keys: list[int], bucket: dist.GradBucket
 ) -> tuple[list[_Matrix], list[torch.Tensor]]:
+    """Make one square matrix of the whole bucket."""
     buffer = bucket.buffer()
+    parts = pieces(bucket)
     if buffer.numel() == 0:
         return [], parts
     side = math.isqrt(buffer.numel() - 1) + 1
-    rank, key = min(side, state.matrix_approximation_rank), tuple(keys)
-    for other in [other for other in state.qs if other != key and isinstance(other, tuple) and not set(other).isdisjoint(key)]:
-        del state.qs[other]
+    rank = min(side, state.matrix_approximation_rank)
+    key = tuple(keys)
+    for other in list(state.qs):
+        # Left from another grouping of the same parameters.
+        if other != key and isinstance(other, tuple) and not set(other).isdisjoint(key):
+            del state.qs[other]
     matrix = buffer.new_zeros(side, side)
     padded = matrix.view(-1)[: buffer.numel()]
-    errors = state.square_errors.of(keys, parts) if state.use_error_feedback else None
-    padded.copy_(buffer if errors is None else errors.add_(buffer))
-
-    def write(value: torch.Tensor) -> None:
-        buffer.copy_(value.view(-1)[: buffer.numel()])
-        if errors is not None:
-            errors.sub_(buffer).nan_to_num_(0, 0, 0)
-
-    return [_Matrix(key, matrix, write, buffer.new_empty(side, rank), state.q(key, side, rank, buffer))], []
+    error = None
+    if state.use_error_feedback:
+        error = state.square_errors.of(keys, parts).add_(buffer)
+    padded.copy_(buffer if error is None else error)
+    return [_Matrix(key, matrix, buffer, error, state.q(key, side, rank, buffer))], []
 
 
-def _second_allreduce(state: PowerSGDState, step: list[_Bucket]) -> None:
-    """Go on when the first allreduce of every bucket is through; whatever fails, fails every bucket's future."""
-    size, batch = state.group.size(), state.batch_tensors_with_same_shape
-    matrices = [matrix for bucket in step for matrix in bucket.matrices]
-    group = state._second_group
+def _first_allreduce(
+    state: PowerSGDState,
+    buffer: torch.Tensor,
+    matrices: list[_Matrix],
+    plain: list[torch.Tensor],
+) -> _Bucket:
+    """Start ``P = mean_r(M_r orthonormal(Q))`` for one bucket, and the mean of its plain pieces."""
+    products = _products(
+        [matrix.m for matrix in matrices],
+        [matrix.q for matrix in matrices],
+        batch=state.batch_tensors_with_same_shape,
+    )
+    for matrix, product in zip(matrices, products, strict=True):
+        matrix.p = product
+    sent = torch.cat([*plain, *(matrix.p.view(-1) for matrix in matrices)])
+    sent.div_(state.group.size())
+    state.numel_before += buffer.numel()
+    state.numel_after += sent.numel()
+    arrived = dist.all_reduce(sent, group=state.group, async_op=True).get_future()
+    devices = None if buffer.device.type == "cpu" else [buffer.device]
+    result: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    return _Bucket(buffer, result, matrices, plain, sent, arrived)
 
-    def factor(arrived: torch.futures.Future[list[torch.futures.Future[list[torch.Tensor]]]]) -> None:
-        for future in arrived.value():
-            future.value()
-        for bucket in step:
-            _scatter(bucket.sent, [*bucket.plain, *(matrix.p for matrix in bucket.matrices)])
-        for matrix in matrices:
-            matrix.p = orthonormal(matrix.p)
-        _multiply(matrices, batch, lambda matrix: matrix.m.t(), "p", "q")
-        if matrices:
-            sent = torch.cat([matrix.q.reshape(-1) for matrix in matrices]).div_(size)
-            state.numel_after += sent.numel()
-            dist.all_reduce(sent, group=group, async_op=True).get_future().then(_or_fail(step, finish))
-        else:
-            finish(None)
 
-    def finish(arrived: torch.futures.Future[list[torch.Tensor]] | None) -> None:
-        if arrived is not None:
-            _scatter(arrived.value()[0], [matrix.q for matrix in matrices])
-        for matrix in matrices:
-            value = matrix.p @ matrix.q.t()
-            matrix.write(value)
-            # What is not finite is not remembered: one step that overflowed must not spoil all later ones.
-            matrix.m.sub_(value).nan_to_num_(0, 0, 0)
-            state.qs[matrix.key] = matrix.q.nan_to_num_(0, 0, 0)
-        for bucket in step:
-            bucket.result.set_result(bucket.buffer)
+def _when_all_have_arrived(state: PowerSGDState, step: list[_Bucket]) -> None:
+    """Start the second allreduce once the first one of every bucket is complete."""
+    arrived = torch.futures.collect_all([bucket.arrived for bucket in step])
+    arrived.then(_or_fail(step, partial(_second_allreduce, state, step)))
 
-    torch.futures.collect_all([bucket.arrived for bucket in step]).then(_or_fail(step, factor))
+
+def _second_allreduce(
+    state: PowerSGDState,
+    step: list[_Bucket],
+    arrived: torch.futures.Future[list[torch.futures.Future[list[torch.Tensor]]]],
+) -> None:
+    """Orthonormalize every ``P``, and start ``Q = mean_r(M_r^T P)`` for all buckets together."""
+    for future in arrived.value():
+        future.value()  # raises the error of a failed collective
+    for bucket in step:
+        _copy_parts(bucket.sent, [*bucket.plain, *(matrix.p for matrix in bucket.matrices)])
+    matrices = _matrices(step)
+    if not matrices:
+        _complete(step)
+        return
+    for matrix in matrices:
+        matrix.p = orthonormal(matrix.p)
+    products = _products(
+        [matrix.m.t() for matrix in matrices],
+        [matrix.p for matrix in matrices],
+        batch=state.batch_tensors_with_same_shape,
+    )
+    for matrix, product in zip(matrices, products, strict=True):
+        matrix.q = product
+    sent = torch.cat([matrix.q.reshape(-1) for matrix in matrices]).div_(state.group.size())
+    state.numel_after += sent.numel()
+    future = dist.all_reduce(sent, group=state._second_group, async_op=True).get_future()
+    future.then(_or_fail(step, partial(_write_results, state, step)))
+
+
+def _write_results(
+    state: PowerSGDState, step: list[_Bucket], arrived: torch.futures.Future[list[torch.Tensor]]
+) -> None:
+    """Write ``gradient <- P Q^T`` and ``error <- M - P Q^T``, and keep every ``Q``."""
+    matrices = _matrices(step)
+    _copy_parts(arrived.value()[0], [matrix.q for matrix in matrices])
+    for matrix in matrices:
+        product = matrix.p @ matrix.q.t()
+        result = product.view(-1)[: matrix.place.numel()]  # without the padding of a square
+        matrix.place.copy_(result.view(matrix.place.shape))
+        # Values that are not finite are not remembered: an overflow must not spoil later steps.
+        if matrix.error is not None:
+            matrix.error.sub_(result.view(matrix.error.shape)).nan_to_num_(0, 0, 0)
+        state.qs[matrix.key] = matrix.q.nan_to_num_(0, 0, 0)
+    _complete(step)
+
+
+def _complete(step: list[_Bucket]) -> None:
+    """Complete the future of every bucket."""
+    for bucket in step:
+        bucket.result.set_result(bucket.buffer)
 
 
 def _or_fail(step: list[_Bucket], callback: Callable[..., None]) -> Callable[..., None]:
-    def guarded(future: torch.futures.Future[list[torch.Tensor]]) -> None:
+    """Make a callback of a future that fails the result of every bucket if ``callback`` raises."""
+
+    def guarded(future: torch.futures.Future[Any]) -> None:
         try:
             callback(future)
         except Exception as error:
@@ -300,31 +416,55 @@ def _or_fail(step: list[_Bucket], callback: Callable[..., None]) -> Callable[...
     return guarded
 
 
-def _multiply(matrices: Sequence[_Matrix], batch: bool, left: Callable[[_Matrix], torch.Tensor], right: str, into: str) -> None:
-    """Set each matrix's ``into`` to the product of ``left(matrix)`` and its ``right``; one shape at a time with ``batch``."""
-    groups: dict[object, list[_Matrix]] = defaultdict(list)
-    for number, matrix in enumerate(matrices):
-        groups[(matrix.m.shape, matrix.m.dtype) if batch else number].append(matrix)
+def _log_statistics(state: PowerSGDState) -> None:
+    if (
+        state.iter - state.start_powerSGD_iter + 1
+    ) % state.compression_stats_logging_frequency == 0:
+        logger.info(
+            "PowerSGD: step %d, compression %.1f (%d of %d elements)",
+            state.iter,
+            *state.compression_stats(),
+        )
+
+
+def _matrices(step: list[_Bucket]) -> list[_Matrix]:
+    return [matrix for bucket in step for matrix in bucket.matrices]
+
+
+def _products(
+    lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], *, batch: bool
+) -> list[torch.Tensor]:
+    """Return ``left @ right`` for each pair.
+
+    With ``batch``, pairs of one shape are multiplied together.
+    """
+    products: dict[int, torch.Tensor] = {}
+    groups: dict[object, list[int]] = defaultdict(list)
+    for index, left in enumerate(lefts):
+        groups[(left.shape, left.dtype) if batch else index].append(index)
     for alike in groups.values():
         if len(alike) == 1:
-            setattr(alike[0], into, left(alike[0]) @ getattr(alike[0], right))
-        else:
-            products = torch.stack([left(matrix) for matrix in alike]) @ torch.stack([getattr(matrix, right) for matrix in alike])
-            for matrix, product in zip(alike, products, strict=True):
-                setattr(matrix, into, product)
+            products[alike[0]] = lefts[alike[0]] @ rights[alike[0]]
+            continue
+        left = torch.stack([lefts[index] for index in alike])
+        right = torch.stack([rights[index] for index in alike])
+        for index, product in zip(alike, left @ right, strict=True):
+            products[index] = product
+    return [products[index] for index in range(len(lefts))]
 
 
-def _scatter(flat: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
+def _copy_parts(flat: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
     """Copy consecutive parts of ``flat`` into ``places``."""
-    for place, part in zip(places, flat.split([place.numel() for place in places]), strict=True):
+    parts = flat.split([place.numel() for place in places])
+    for place, part in zip(places, parts, strict=True):
         place.copy_(part.view(place.shape))
 
 
-def _new_future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    return torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
-
-
 def orthonormal(columns: torch.Tensor) -> torch.Tensor:
-    """Return orthonormal columns ``[n, k]`` that span those given; of columns that span less, a completion."""
-    wide = columns if columns.dtype in (torch.float32, torch.float64) else columns.float()  # LAPACK has no half
+    """Return orthonormal columns ``[n, k]`` that span the given ones.
+
+    If the given columns span fewer than ``k`` dimensions, the others complete them.
+    """
+    # LAPACK has no half precision.
+    wide = columns if columns.dtype in (torch.float32, torch.float64) else columns.float()
     return torch.linalg.qr(wide).Q.to(columns.dtype)

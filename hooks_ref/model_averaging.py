@@ -1,21 +1,27 @@
-"""Averaging of parameters: what a training loop does every few steps where its gradients are not averaged in each.
+"""Averaging of parameters every few steps, for training loops that do not average all gradients.
 
-With ``x_r`` the parameters of rank ``r``, ``G`` the group and step ``t``, counted from 0 by the calls of ``average_parameters``,
+With ``x_r`` the parameters of rank ``r``, ``G`` the group and step ``t``, counted from 0 by the
+calls of ``average_parameters``,
 
-    PeriodicModelAverager         x_r <- mean over G of x       at t = w, w + p, w + 2 p, ...
-    HierarchicalModelAverager     x_r <- mean over S_i(r) of x  at t >= w that p_i divides, of several the largest p_i
+    PeriodicModelAverager       x_r <- mean over G of x        at t = w, w + p, w + 2 p, ...
+    HierarchicalModelAverager   x_r <- mean over S_i(r) of x   at t >= w that p_i divides; the
+                                                               largest of several such p_i counts
 
-with ``w`` warm-up steps, a period ``p``, and groups ``S_i`` of the sizes given beside their periods, the last of them ``G``.
-A call that does not average costs nothing. It is made after ``optimizer.step()``, in every step, by all ranks.
+with ``w`` warm-up steps, a period ``p``, and groups ``S_i`` whose sizes are given beside their
+periods; the last group is ``G``. A call that does not average costs nothing. All ranks make this
+call in every step, after ``optimizer.step()``.
 
-What is averaged: parameters that have a gradient on some rank of the group; which do, the ranks tell each other beside the
-values. A frozen one has none; one that this rank alone did not use is averaged all the same. Each is counted once, however
-often it is given, and is written in place: views of it, and what an optimizer or DDP holds, stay what they were.
+The parameters that have a gradient on some rank of the group are averaged; ranks exchange flags for
+this beside the values. A frozen parameter has no gradient and is left alone; a parameter that only
+this rank did not use is averaged. Each parameter is counted once, even if it is given several
+times, and is written in place: views of it, and references of an optimizer or DDP, stay valid.
 
-Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (periodic averaging after a
-warm-up, section 4; hierarchical, appendix D); torch documentation, "Model Averaging" (names, signatures, schedules).
+Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (periodic
+averaging after a warm-up, section 4; hierarchical, appendix D); torch documentation, "Model
+Averaging" (names, signatures, schedules).
 """
 
+import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,20 +34,22 @@ from hooks_ref._state import check_group, check_int, existing_group
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 T = TypeVar("T", bound=torch.Tensor)
-CHUNK = 32 * 1024 * 1024  # bytes of one collective: the next is copied together while this one is under way
+# Bytes of one collective. The next chunk is copied together while this collective is under way.
+CHUNK = 32 * 1024 * 1024
 
 
 class ModelAverager(ABC):
     """Base of the averagers.
 
     Args:
-        process_group: the group to average over; None is the default group, which need not exist yet.
+        process_group: the group to average over; None is the default group, which need not exist
+            yet.
 
     Attributes:
-        step: calls so far, whatever came of them; it is what a checkpoint has to keep.
+        step: number of calls so far, with or without averaging; a checkpoint has to keep it.
 
     Raises:
-        TypeError: process_group is none.
+        TypeError: ``process_group`` is neither a group nor None.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -50,26 +58,27 @@ class ModelAverager(ABC):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group itself, looked up when it is needed."""
+        """The group itself, looked up at each use. Raises: RuntimeError if there is none yet."""
         return existing_group(self.process_group)
 
     @abstractmethod
     def average_parameters(self, params: Parameters) -> None:
-        """Average ``params``, or parameter groups, if this step is one to do so; then count the step.
+        """Average ``params`` if an average is due in this step; then count the step.
 
         Args:
-            params: parameters of any shapes and dtypes, or an optimizer's ``param_groups``; the same on all ranks.
+            params: parameters of any shapes and dtypes, or an optimizer's ``param_groups``; the
+                same on all ranks.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep: plain data and tensors."""
+        """Return the state for a checkpoint: plain data and tensors."""
         return {"step": self.step}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was called.
+        """Continue from the result of ``state_dict``.
 
         Raises:
-            KeyError: it was saved by something else.
+            KeyError: ``saved`` has no count of steps.
         """
         self.step = check_int("step", saved["step"], 0)
 
@@ -79,19 +88,25 @@ class PeriodicModelAverager(ModelAverager):
 
     Args:
         period: steps from one average to the next, at least 1.
-        warmup_steps: steps before the first average, at least 0: gradients are averaged in these, by DDP or its hook.
+        warmup_steps: steps before the first average, at least 0; DDP or its hook averages the
+            gradients of these steps.
         process_group: the group to average over; None is the default group.
 
     Raises:
         TypeError, ValueError: an argument is out of its range; the message names it.
     """
 
-    def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__(process_group)
         self.period = check_int("period", period, 1)
         self.warmup_steps = check_int("warmup_steps", warmup_steps, 0)
         if period == 1 and type(self) is PeriodicModelAverager:
-            warnings.warn("period: 1 averages parameters in every step; averaging gradients costs the same", stacklevel=2)
+            warnings.warn(
+                "period: 1 averages parameters in every step; averaging gradients costs the same",
+                stacklevel=2,
+            )
 
     def average_parameters(self, params: Parameters) -> None:
         if self.is_due():
@@ -99,24 +114,28 @@ class PeriodicModelAverager(ModelAverager):
         self.step += 1
 
     def is_due(self) -> bool:
-        """Whether this step averages."""
+        """Return whether this step averages."""
         return self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages over small groups often, and over larger ones less often; of several that are due, over the largest alone.
+    """Averages over small groups often, and over larger groups less often.
 
-    Groups of one size are neighbours in ``process_group``: of 8 ranks, groups of 2 are those in the places 0 and 1, 2 and
-    3, 4 and 5, 6 and 7. They are made by the first call that needs one, by all ranks.
+    If several groups are due in one step, only the largest is averaged. Groups of one size are
+    neighbours in ``process_group``: of 8 ranks, groups of 2 have the places 0 and 1, 2 and 3, 4 and
+    5, 6 and 7. All ranks make the groups together, in the first call that needs a group of this
+    size.
 
     Args:
-        period_group_size_dict: group sizes by period, both ascending: ``{2: 4, 8: 16}`` averages over groups of 4 every
-            two steps, and over all 16 every eight. Each size divides the next; the last is that of ``process_group``.
-        warmup_steps: steps before the first average, at least 0. Periods count from step 0, not from there.
+        period_group_size_dict: group sizes by period, both ascending: ``{2: 4, 8: 16}`` averages
+            over groups of 4 every two steps, and over all 16 ranks every eight. Each size divides
+            the next; the last is the size of ``process_group``.
+        warmup_steps: steps before the first average, at least 0. Periods still count from step 0.
         process_group: the largest group; None is the default group.
 
     Raises:
-        TypeError, ValueError: an argument is out of its range, or periods and sizes do not ascend; the message says which.
+        TypeError, ValueError: an argument is out of its range, or periods and sizes do not ascend;
+            the message names the reason.
     """
 
     def __init__(
@@ -134,9 +153,13 @@ class HierarchicalModelAverager(ModelAverager):
             check_int("period_group_size_dict: a period", period, 1)
             check_int("period_group_size_dict: a group size", size, 2)
         if list(sizes) != sorted(sizes) or list(sizes.values()) != sorted(set(sizes.values())):
-            raise ValueError(f"period_group_size_dict: periods and group sizes ascend together; got {sizes}")
-        if any(larger % smaller for smaller, larger in zip(list(sizes.values()), list(sizes.values())[1:], strict=False)):
-            raise ValueError(f"period_group_size_dict: each group size divides the next; got {sizes}")
+            raise ValueError(
+                f"period_group_size_dict: periods and group sizes ascend together; got {sizes}"
+            )
+        if any(larger % smaller for smaller, larger in itertools.pairwise(sizes.values())):
+            raise ValueError(
+                f"period_group_size_dict: each group size divides the next; got {sizes}"
+            )
         self._groups: dict[int, dist.ProcessGroup] = {}
 
     def average_parameters(self, params: Parameters) -> None:
@@ -146,55 +169,80 @@ class HierarchicalModelAverager(ModelAverager):
         self.step += 1
 
     def size_due(self) -> int:
-        """Return the size of the groups that this step averages over; 0 where it does not average.
+        """Return the size of the groups that this step averages over; 0 if it does not average.
 
         Raises:
             ValueError: the largest group is not the process group.
         """
         largest = max(self.period_group_size_dict.values())
         if largest != self.group.size():
-            raise ValueError(f"period_group_size_dict: the last group is all {self.group.size()} ranks of the process group; got {largest}")
-        due = [size for period, size in self.period_group_size_dict.items() if self.step % period == 0]
-        return max(due, default=0) if self.step >= self.warmup_steps else 0
+            raise ValueError(
+                f"period_group_size_dict: the last group is all {self.group.size()} ranks "
+                f"of the process group; got {largest}"
+            )
+        if self.step < self.warmup_steps:
+            return 0
+        sizes = self.period_group_size_dict
+        return max((sizes[period] for period in sizes if self.step % period == 0), default=0)
 
     def _group_of(self, size: int) -> dist.ProcessGroup:
-        """Return the group of that size with this rank in it."""
+        """Return this rank's group of ``size`` ranks."""
         if size == self.group.size():
             return self.group
         if size not in self._groups:
-            ranks, backend = dist.get_process_group_ranks(self.group), dist.get_backend_config(self.group)
+            ranks = dist.get_process_group_ranks(self.group)
+            backend = dist.get_backend_config(self.group)
             first = self.group.rank() // size * size
-            self._groups[size] = dist.new_group(ranks[first : first + size], backend=backend, use_local_synchronization=True)
+            self._groups[size] = dist.new_group(
+                ranks[first : first + size], backend=backend, use_local_synchronization=True
+            )
         return self._groups[size]
 
 
 def average_parameters(params: Iterable[torch.Tensor], process_group: dist.ProcessGroup) -> None:
-    """Set each parameter to its mean over the group, in place, in its own dtype. Waits until that is done.
+    """Set each parameter to its mean over the group, in place, in its own dtype.
 
-    The values are divided before they are summed, so that a sum overflows only where the mean would.
+    Returns when this is done. The values are divided before they are summed, so that a sum
+    overflows only if the mean would.
 
     Args:
-        params: dense parameters of any shapes and dtypes, the same in number, shape and dtype on all ranks; none is fine.
-        process_group: the group, with this rank in it.
+        params: dense parameters of any shapes and dtypes, the same in number, shape and dtype on
+            all ranks; may be empty.
+        process_group: the group, with this rank as a member.
     """
     _average(_each_once(params), None, process_group)
 
 
 @torch.no_grad()
-def _average(parameters: Sequence[torch.Tensor], used: Sequence[bool] | None, process_group: dist.ProcessGroup) -> None:
-    """Set each parameter to its mean over the group, if it is used on some rank: which are is found out meanwhile. None is all."""
+def _average(
+    parameters: Sequence[torch.Tensor],
+    used: Sequence[bool] | None,
+    process_group: dist.ProcessGroup,
+) -> None:
+    """Set each parameter that some rank uses to its mean over the group.
+
+    Args:
+        parameters: distinct parameters.
+        used: whether this rank uses each of the parameters; None averages all of them.
+        process_group: the group, with this rank as a member.
+    """
     under_way: list[tuple[dist.Work, list[torch.Tensor], list[torch.Tensor]]] = []
     for chunk in chunks(parameters):
         flat = chunk[0].new_empty(sum(part.numel() for part in chunk))
         parts = list(flat.split([part.numel() for part in chunk]))
         for part, sent in zip(chunk, parts, strict=True):
-            torch.div(part, process_group.size(), out=sent.view(part.shape))  # one pass, where a copy and a division are two
+            # One pass; a copy and a division would be two.
+            torch.div(part, process_group.size(), out=sent.view(part.shape))
         under_way.append((dist.all_reduce(flat, group=process_group, async_op=True), parts, chunk))
     left_out: set[torch.Tensor] = set()
     if used and parameters:
         flags = torch.tensor(used, dtype=torch.uint8, device=parameters[0].device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=process_group)
-        left_out = {parameter for parameter, is_used in zip(parameters, flags.tolist(), strict=True) if not is_used}
+        left_out = {
+            parameter
+            for parameter, is_used in zip(parameters, flags.tolist(), strict=True)
+            if not is_used
+        }
     for work, means, chunk in under_way:
         work.wait()
         for part, mean in zip(chunk, means, strict=True):
@@ -203,43 +251,63 @@ def _average(parameters: Sequence[torch.Tensor], used: Sequence[bool] | None, pr
 
 
 def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:
-    """Return the parameters that have a gradient, each once, in the order in which they come.
+    """Return the parameters that have a gradient, each once, in their given order.
 
     Args:
-        params: parameters, or parameter groups: dicts that have them under ``"params"``. An iterator is fine.
+        params: parameters, or parameter groups: dicts with parameters under ``"params"``. It may be
+            an iterator.
 
     Raises:
-        TypeError: there is something else among them.
+        TypeError: an element of ``params`` is neither.
     """
     return [parameter for parameter in all_parameters(params) if parameter.grad is not None]
 
 
-def average_parameters_or_parameter_groups(params: Parameters, process_group: dist.ProcessGroup) -> None:
+def average_parameters_or_parameter_groups(
+    params: Parameters, process_group: dist.ProcessGroup
+) -> None:
     """Set each parameter that has a gradient on some rank to its mean over the group, in place.
 
     Args:
         params: parameters, or parameter groups; the same on all ranks of the group.
-        process_group: the group, with this rank in it.
+        process_group: the group, with this rank as a member.
 
     Raises:
-        TypeError: there is something else among them.
+        TypeError: an element of ``params`` is neither.
     """
     parameters = all_parameters(params)
     _average(parameters, [parameter.grad is not None for parameter in parameters], process_group)
 
 
-def used_parameters(params: Parameters, process_group: dist.ProcessGroup) -> dict[int, torch.nn.Parameter]:
-    """Return the parameters that have a gradient on some rank of the group, the same on all ranks, by their place in ``params``."""
+def used_parameters(
+    params: Parameters, process_group: dist.ProcessGroup
+) -> dict[int, torch.nn.Parameter]:
+    """Return the parameters that have a gradient on some rank, by their place in ``params``.
+
+    All ranks of the group get the same places.
+    """
     parameters = all_parameters(params)
     if not parameters:
         return {}
-    used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device=parameters[0].device)
+    used = torch.tensor(
+        [parameter.grad is not None for parameter in parameters],
+        dtype=torch.uint8,
+        device=parameters[0].device,
+    )
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=process_group)
-    return {place: parameter for place, (parameter, is_used) in enumerate(zip(parameters, used.tolist(), strict=True)) if is_used}
+    return {
+        place: parameter
+        for place, (parameter, is_used) in enumerate(zip(parameters, used.tolist(), strict=True))
+        if is_used
+    }
 
 
 def all_parameters(params: Parameters) -> list[torch.nn.Parameter]:
-    """Return the parameters of both forms, each once, in the order in which they come. Raises: TypeError."""
+    """Return the parameters, or those of parameter groups, each once, in their given order.
+
+    Raises:
+        TypeError: an element of ``params`` is neither.
+    """
     found: list[torch.nn.Parameter] = []
     for entry in params:
         if isinstance(entry, torch.nn.Parameter):
@@ -247,7 +315,9 @@ def all_parameters(params: Parameters) -> list[torch.nn.Parameter]:
         elif isinstance(entry, dict) and "params" in entry:
             found.extend(entry["params"])
         else:
-            raise TypeError(f"params: parameters, or parameter groups with 'params'; got {type(entry).__name__}")
+            raise TypeError(
+                f"params: parameters, or parameter groups with 'params'; got {type(entry).__name__}"
+            )
     return _each_once(found)
 
 
@@ -256,7 +326,10 @@ def _each_once(params: Iterable[T]) -> list[T]:
 
 
 def chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Split tensors into lists of one dtype and device, each of about ``CHUNK`` bytes, in an order that all ranks share."""
+    """Split tensors into lists of one dtype and device, each of about ``CHUNK`` bytes.
+
+    The order is the same on all ranks that pass tensors of the same shapes and dtypes.
+    """
     found: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     held: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:

@@ -1,17 +1,17 @@
-"""Post-local SGD's other half: an optimizer that averages parameters after its steps, as its averager says.
+"""Post-local SGD's other half: an optimizer whose steps are followed by averaging of parameters.
 
 With ``optim`` any optimizer and ``averager`` one of ``hooks_ref.model_averaging``, a step is
 
     optim.step();  averager.average_parameters(optim.param_groups)
 
-Gradients are averaged by DDP in the warm-up, and by less or nothing after it: ``post_localSGD_hook`` with a
-``start_localSGD_iter`` equal to the averager's ``warmup_steps``.
+DDP averages the gradients in the warm-up, and less often or never after it: use
+``post_localSGD_hook`` with a ``start_localSGD_iter`` equal to the averager's ``warmup_steps``.
 
-Ranks have to average at the same steps. So a step that a ``GradScaler`` skips, because this rank alone has an overflow,
-leaves out ``optim.step()`` and nothing else: it is counted, and averages where it is due.
+Ranks have to average at the same steps. If this rank alone has an overflow and its ``GradScaler``
+skips the step, only ``optim.step()`` is left out: the step is counted, and averages if it is due.
 
-Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020; torch documentation,
-``torch.distributed.optim.PostLocalSGDOptimizer`` (name, arguments).
+Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020; torch
+documentation, ``torch.distributed.optim.PostLocalSGDOptimizer`` (name, arguments).
 """
 
 from collections.abc import Callable
@@ -23,32 +23,33 @@ from hooks_ref.model_averaging import ModelAverager
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
-    """Steps ``optim``, and then averages its parameters as ``averager`` says.
+    """Steps ``optim``, and then lets ``averager`` average its parameters.
 
-    Parameter groups and state are those of ``optim``: a schedule of either is one of both.
+    Parameter groups and state are shared with ``optim``: a schedule of one applies to both.
 
     Args:
-        optim: the optimizer of each rank's own steps, made already.
-        averager: what is asked to average after each of them.
+        optim: the optimizer of each rank's own steps.
+        averager: its ``average_parameters`` is called after each step.
 
     Raises:
-        TypeError: an argument is something else; the message names it.
+        TypeError: an argument has another type; the message names it.
     """
 
-    # GradScaler then calls step() always, and leaves it to step() to unscale gradients, or to skip itself.
+    # With this attribute, GradScaler always calls step(), which unscales gradients or skips itself.
     _step_supports_amp_scaling = True
 
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
         if not isinstance(optim, torch.optim.Optimizer):
-            raise TypeError(f"optim: an optimizer, made already; got {optim!r}")
+            raise TypeError(f"optim: an instance of torch.optim.Optimizer; got {optim!r}")
         if not hasattr(averager, "average_parameters"):
             raise TypeError(f"averager: a ModelAverager; got {averager!r}")
         super().__init__(optim.param_groups, optim.defaults)
-        self.optim, self.averager = optim, averager
+        self.optim = optim
+        self.averager = averager
         self._share()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Step, then average if it is due; return what ``closure`` returned, or None."""
+        """Step, then average if it is due; return the result of ``closure``, or None."""
         loss = None
         if not self._overflows():
             loss = self.optim.step() if closure is None else self.optim.step(closure)
@@ -61,24 +62,28 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "optim" in self.__dict__:
             self.optim.add_param_group(param_group)
-        else:  # Optimizer.__init__ looks at what there is
+        else:  # called by Optimizer.__init__, which checks the groups of optim
             super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of ``optim``, with the averager's under ``"averager"`` and its count under ``"step"``."""
+        """Return the state of ``optim``, with ``"step"`` and ``"averager"`` from the averager."""
         kept = self.averager.state_dict() if hasattr(self.averager, "state_dict") else {}
         return {**self.optim.state_dict(), "step": self.averager.step, "averager": kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was called, here or in torch's optimizer of this name.
+        """Continue from a ``state_dict`` of this optimizer, or of torch's optimizer of this name.
 
         Raises:
-            KeyError: there is no count of steps in it, so that a warm-up would start again.
+            KeyError: the saved state has no count of steps, so that a warm-up would start again.
         """
         saved = dict(state_dict)
         if "step" not in saved:
-            raise KeyError("step: this was not saved by a PostLocalSGDOptimizer; load it into optim, and set averager.step")
-        step, kept = saved.pop("step"), saved.pop("averager", None)
+            raise KeyError(
+                "step: this was not saved by a PostLocalSGDOptimizer; "
+                "load it into optim, and set averager.step"
+            )
+        step = saved.pop("step")
+        kept = saved.pop("averager", None)
         self.optim.load_state_dict(saved)
         if kept:
             self.averager.load_state_dict(kept)
@@ -86,10 +91,16 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        self.param_groups, self.state, self.defaults = self.optim.param_groups, self.optim.state, self.optim.defaults
+        self.param_groups = self.optim.param_groups
+        self.state = self.optim.state
+        self.defaults = self.optim.defaults
 
     def _overflows(self) -> bool:
-        """Whether a GradScaler has found this rank's gradients to overflow; if not, unscale them, where it has not done so."""
+        """Return whether a GradScaler has found an overflow in this rank's gradients.
+
+        If it has found none, unscale the gradients, unless the GradScaler has unscaled them
+        already.
+        """
         found = getattr(self, "found_inf", None)
         if found is None:
             return False

@@ -1,24 +1,30 @@
-"""Collectives that send fewer bits: each rank's tensors are quantized before they are sent, and dequantized on arrival.
+"""Collectives that send fewer bits: tensors are quantized before sending, dequantized on arrival.
 
-With ``Q`` a quantization and ``D`` its inverse up to rounding, ``auto_quantize(collective, qtype)`` gives on every rank what
-the collective gives of ``D(Q(x))``, divided by ``quant_loss`` if that is given:
+With ``Q`` a quantization and ``D`` its inverse up to rounding, ``auto_quantize(collective, qtype)``
+gives on every rank the result of the collective on ``D(Q(x))``, divided by ``quant_loss`` if that
+is given:
 
-    FP16     clamped to +-65504, rounded to float16                      error at most 2**-11 of the value, above 2**-14
-    BFP16    rounded to bfloat16                                         error at most 2**-8 of the value
-    INT8     in blocks of 128, 255 levels of max|x| / 127                error at most half a level
-    FP8      in blocks of 128, e4m3 of x * 448 / max|x|                  error at most 2**-4 of the value, or 2**-10 of a level
+    FP16     clamped to +-65504, rounded to float16     error at most 2**-11 of the value,
+                                                        above 2**-14
+    BFP16    rounded to bfloat16                        error at most 2**-8 of the value
+    INT8     in blocks of 128, 255 levels of            error at most half a level
+             max|x| / 127
+    FP8      in blocks of 128, e4m3 of                  error at most 2**-4 of the value,
+             x * 448 / max|x|                           or 2**-10 of a level
 
-Blocks do not cross from what goes to one rank into what goes to another, so each part can be decoded where it arrives; a
-block's scale is sent with it, as 4 bytes. NaN and infinities arrive as such under FP16 (infinities as 65504), BFP16, and as
-NaN for the whole block under INT8 and FP8.
+The elements sent to different ranks are in different blocks, so each rank can decode its part
+alone; a block's scale is sent with it, as 4 bytes. NaN and infinities arrive as such under FP16
+(infinities as 65504), BFP16, and as NaN for the whole block under INT8 and FP8.
 
-With ``error_feedback`` what rounding has lost, ``e <- x + e - D(Q(x + e))``, is added to what is sent next; ``e`` is never
-sent itself. Over many steps the sum of what arrives is the sum of what was fed, up to one step's rounding.
+With ``error_feedback`` the rounding error, ``e <- x + e - D(Q(x + e))``, is added to the input of
+the next call; ``e`` is never sent itself. Over many steps the sum of the received values is the sum
+of the inputs, up to one step's rounding.
 
-Source: torch documentation and tests of ``torch.distributed.algorithms._quantization.quantization`` (names, FP16, BFP16);
-Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022 (blocks with a scale each);
-Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433 (e4m3); Seide et al., "1-Bit Stochastic Gradient
-Descent", Interspeech 2014 (error feedback).
+Source: torch documentation and tests of ``torch.distributed.algorithms._quantization.quantization``
+(names, FP16, BFP16); Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise
+Quantization", ICLR 2022 (blocks with a scale each); Micikevicius et al., "FP8 Formats for Deep
+Learning", 2022, arXiv:2209.05433 (e4m3); Seide et al., "1-Bit Stochastic Gradient Descent",
+Interspeech 2014 (error feedback).
 """
 
 import enum
@@ -33,7 +39,7 @@ _LARGEST = {"INT8": 127.0, "FP8": 448.0}
 
 
 class DQuantType(enum.Enum):
-    """How values are quantized."""
+    """The quantization of the values."""
 
     FP16 = "fp16"
     BFP16 = "bfp16"
@@ -42,7 +48,7 @@ class DQuantType(enum.Enum):
 
 
 def quantize(tensor: torch.Tensor, qtype: DQuantType) -> torch.Tensor:
-    """Return what is sent for a tensor of any shape: a flat tensor of bytes."""
+    """Return the encoding of a tensor of any shape: a flat tensor of bytes."""
     flat = tensor.detach().reshape(-1).float()
     if qtype is DQuantType.FP16:
         return flat.clamp(-65504, 65504).half().view(torch.uint8)
@@ -51,41 +57,52 @@ def quantize(tensor: torch.Tensor, qtype: DQuantType) -> torch.Tensor:
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1, keepdim=True) / _LARGEST[qtype.name]
     scaled = torch.where(scales == 0, 0, blocks / scales)
-    small = scaled.round().nan_to_num().to(torch.int8) if qtype is DQuantType.INT8 else scaled.to(torch.float8_e4m3fn)
+    if qtype is DQuantType.INT8:
+        small = scaled.round().nan_to_num().to(torch.int8)
+    else:
+        small = scaled.to(torch.float8_e4m3fn)
     return torch.cat([small.view(torch.uint8).reshape(-1), scales.view(-1).view(torch.uint8)])
 
 
 def dequantize(sent: torch.Tensor, qtype: DQuantType, like: torch.Tensor) -> torch.Tensor:
-    """Return the values that ``quantize`` has made bytes of, in the shape and dtype of ``like``."""
+    """Return the values that ``quantize`` has encoded, in the shape and dtype of ``like``."""
     if qtype in (DQuantType.FP16, DQuantType.BFP16):
-        flat = sent.clone().view(torch.float16 if qtype is DQuantType.FP16 else torch.bfloat16).to(torch.float32)
+        dtype = torch.float16 if qtype is DQuantType.FP16 else torch.bfloat16
+        flat = sent.clone().view(dtype).to(torch.float32)
     else:
+        dtype = torch.int8 if qtype is DQuantType.INT8 else torch.float8_e4m3fn
         count = -(-like.numel() // BLOCK)
-        small = sent[: count * BLOCK].view(torch.int8 if qtype is DQuantType.INT8 else torch.float8_e4m3fn)
+        small = sent[: count * BLOCK].view(dtype).to(torch.float32)
         scales = sent[count * BLOCK :].clone().view(torch.float32)  # cloned, so that it is aligned
-        flat = (small.to(torch.float32).view(count, BLOCK) * scales.view(count, 1)).view(-1)[: like.numel()]
+        blocks = small.view(count, BLOCK) * scales.view(count, 1)
+        flat = blocks.view(-1)[: like.numel()]
     return flat.view(like.shape).to(like.dtype)
 
 
 def auto_quantize(
-    func: Callable[..., Any], qtype: DQuantType, quant_loss: float | None = None, error_feedback: bool = False
+    func: Callable[..., Any],
+    qtype: DQuantType,
+    quant_loss: float | None = None,
+    error_feedback: bool = False,
 ) -> Callable[..., Any]:
-    """Return a collective that is called as ``func`` is, and sends fewer bits.
+    """Return a collective that has the arguments of ``func``, and sends fewer bits.
 
     Args:
-        func: ``torch.distributed``'s ``all_gather``, ``all_to_all``, ``all_to_all_single`` or ``scatter``.
-        qtype: how values are quantized.
-        quant_loss: what arrives is divided by it; None is 1.
-        error_feedback: keep what rounding loses, and add it to what the next call sends: of a collective that is called
-            with tensors of the same shapes each time. The tensors handed in stay as they are.
+        func: ``torch.distributed``'s ``all_gather``, ``all_to_all``, ``all_to_all_single`` or
+            ``scatter``.
+        qtype: the quantization of the values.
+        quant_loss: received values are divided by this factor; None is 1.
+        error_feedback: keep the rounding error, and add it to the input of the next call. All calls
+            then need tensors of the same shapes. The given tensors are not changed.
 
     Returns:
-        A function with the arguments of ``func``; with ``async_op=True`` its result has a ``wait()`` after which the tensors
-        have arrived, otherwise it returns None.
+        A function with the arguments of ``func``. With ``async_op=True`` its result has a
+        ``wait()`` after which the tensors have arrived; otherwise it returns None. The function
+        raises TypeError if a tensor is not of floating point, and, with error_feedback, ValueError
+        if shapes differ from those of the call before.
 
     Raises:
-        TypeError: func is another collective, qtype none, or (when called) a tensor is not of floating point.
-        ValueError: (when called) shapes are others than in the call before, with error_feedback.
+        TypeError: ``func`` is another collective, or ``qtype`` is not a DQuantType.
     """
     if not isinstance(qtype, DQuantType):
         raise TypeError(f"qtype: a DQuantType; got {qtype!r}")
@@ -95,7 +112,10 @@ def auto_quantize(
     }
     made = quantized_ones.get(func)
     if made is None:
-        raise TypeError(f"func: all_gather, all_to_all, all_to_all_single or scatter of torch.distributed; got {func!r}")
+        raise TypeError(
+            f"func: all_gather, all_to_all, all_to_all_single or scatter of torch.distributed; "
+            f"got {func!r}"
+        )
     wire = _Wire(qtype, 1.0 if quant_loss is None else float(quant_loss), error_feedback)
 
     def quantized(*args: Any, **kwargs: Any) -> "Arriving | None":
@@ -108,7 +128,9 @@ class Arriving:
     """A collective that is under way."""
 
     def __init__(self, work: dist.Work, decode: Callable[[], None]) -> None:
-        self._work, self._decode, self._arrived = work, decode, False
+        self._work = work
+        self._decode = decode
+        self._arrived = False
 
     def wait(self) -> bool:
         """Wait until the tensors have arrived."""
@@ -119,7 +141,7 @@ class Arriving:
         return True
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` returns at once."""
+        """Return whether ``wait`` returns at once."""
         return bool(self._work.is_completed())
 
 
@@ -130,10 +152,12 @@ def _require_floating_point(tensors: Sequence[torch.Tensor]) -> None:
 
 
 class _Wire:
-    """What a wrapper has for all of its calls: the quantization, the factor, and the errors that it keeps."""
+    """The state that all calls of a wrapper share: the quantization, the factor, and the errors."""
 
     def __init__(self, qtype: DQuantType, loss: float, feedback: bool) -> None:
-        self.qtype, self.loss, self.feedback = qtype, loss, feedback
+        self.qtype = qtype
+        self.loss = loss
+        self.feedback = feedback
         self.errors: list[torch.Tensor] = []
 
     def encode(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -143,25 +167,41 @@ class _Wire:
         if not self.errors:
             self.errors = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors]
         if [error.shape for error in self.errors] != [tensor.shape for tensor in tensors]:
-            raise ValueError(f"error_feedback: shapes {[tuple(tensor.shape) for tensor in tensors]} are others than in the call before")
+            raise ValueError(
+                f"error_feedback: shapes {[tuple(tensor.shape) for tensor in tensors]} "
+                f"differ from those of the call before"
+            )
         fed = [tensor.detach() + error for tensor, error in zip(tensors, self.errors, strict=True)]
         sent = [quantize(tensor, self.qtype) for tensor in fed]
         for error, tensor, code in zip(self.errors, fed, sent, strict=True):
             lost = tensor - dequantize(code, self.qtype, tensor)
-            error.copy_(torch.where(lost.isfinite(), lost, 0))  # what is lost of an infinity can't be made up for
+            # The loss of an infinity cannot be compensated.
+            error.copy_(torch.where(lost.isfinite(), lost, 0))
         return sent
 
     def size(self, like: torch.Tensor) -> int:
-        """Return how many bytes are sent of a tensor like this. Raises: TypeError, on a rank that only receives too."""
+        """Return how many bytes encode a tensor like this one.
+
+        Raises:
+            TypeError: the tensor is not of floating point, also on a rank that only receives.
+        """
         _require_floating_point([like])
         count = like.numel()
-        return 2 * count if self.qtype in (DQuantType.FP16, DQuantType.BFP16) else -(-count // BLOCK) * (BLOCK + 4)
+        if self.qtype in (DQuantType.FP16, DQuantType.BFP16):
+            return 2 * count
+        return -(-count // BLOCK) * (BLOCK + 4)
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor for them."""
+        """Return an empty tensor for the encoding of a tensor like this one."""
         return torch.empty(self.size(like), dtype=torch.uint8, device=like.device)
 
-    def begin(self, work: dist.Work, received: Sequence[torch.Tensor], into: Sequence[torch.Tensor], async_op: bool) -> Arriving | None:
+    def begin(
+        self,
+        work: dist.Work,
+        received: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        async_op: bool,
+    ) -> Arriving | None:
         def decode() -> None:
             with torch.no_grad():
                 for code, tensor in zip(received, into, strict=True):
@@ -175,10 +215,19 @@ class _Wire:
 
 
 def _all_gather(
-    wire: _Wire, tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+    wire: _Wire,
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Arriving | None:
     received = [wire.room(into) for into in tensor_list]
-    return wire.begin(dist.all_gather(received, wire.encode([tensor])[0], group, async_op=True), received, tensor_list, async_op)
+    return wire.begin(
+        dist.all_gather(received, wire.encode([tensor])[0], group, async_op=True),
+        received,
+        tensor_list,
+        async_op,
+    )
 
 
 def _all_to_all(
@@ -188,9 +237,12 @@ def _all_to_all(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Arriving | None:
-    sent, sizes = wire.encode(input_tensor_list), [wire.size(into) for into in output_tensor_list]
+    sent = wire.encode(input_tensor_list)
+    sizes = [wire.size(into) for into in output_tensor_list]
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=output_tensor_list[0].device)
-    work = dist.all_to_all_single(received, torch.cat(sent), sizes, [len(part) for part in sent], group=group, async_op=True)
+    work = dist.all_to_all_single(
+        received, torch.cat(sent), sizes, [len(part) for part in sent], group=group, async_op=True
+    )
     return wire.begin(work, received.split(sizes), output_tensor_list, async_op)
 
 
@@ -205,7 +257,13 @@ def _all_to_all_single(
 ) -> Arriving | None:
     size = dist.get_world_size(group)
     into = list(output.split(output_split_sizes or [len(output) // size] * size))
-    return _all_to_all(wire, into, list(input.split(input_split_sizes or [len(input) // size] * size)), group, async_op)
+    return _all_to_all(
+        wire,
+        into,
+        list(input.split(input_split_sizes or [len(input) // size] * size)),
+        group,
+        async_op,
+    )
 
 
 def _scatter(
@@ -217,6 +275,12 @@ def _scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Arriving | None:
-    sent, received = wire.encode(scatter_list) if scatter_list else None, wire.room(tensor)
+    sent = wire.encode(scatter_list) if scatter_list else None
+    received = wire.room(tensor)
     place: dict[str, int] = {"group_src": group_src} if group_src is not None else {"src": src or 0}
-    return wire.begin(dist.scatter(received, sent, group=group, async_op=True, **place), [received], [tensor], async_op)
+    return wire.begin(
+        dist.scatter(received, sent, group=group, async_op=True, **place),
+        [received],
+        [tensor],
+        async_op,
+    )

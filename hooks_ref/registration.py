@@ -1,6 +1,7 @@
 """Register a hook by its name in an enum: torch's ``DDPCommHookType`` with our hooks.
 
-Source: torch.distributed.algorithms.ddp_comm_hooks, ``DDPCommHookType`` and ``register_ddp_comm_hook``.
+Source: torch.distributed.algorithms.ddp_comm_hooks, ``DDPCommHookType`` and
+``register_ddp_comm_hook``.
 """
 
 import enum
@@ -21,21 +22,27 @@ def _register(hook: Hook, model: DistributedDataParallel, state: Any) -> Any:
     return state
 
 
-def _register_power_sgd(hook: Hook, model: DistributedDataParallel, state: Any, **arguments: Any) -> PowerSGDState:
+def _register_power_sgd(
+    hook: Hook, model: DistributedDataParallel, state: Any, **arguments: Any
+) -> PowerSGDState:
     made = state if isinstance(state, PowerSGDState) else PowerSGDState(state, **arguments)
     model.register_comm_hook(made, hook)
     return made
 
 
-def _member(register: Callable[..., Any], hook: Callable[..., Any], **arguments: Any) -> "partial[Any]":
+def _member(
+    register: Callable[..., Any], hook: Callable[..., Any], **arguments: Any
+) -> "partial[Any]":
     return partial(register, hook, **arguments)
 
 
 class DDPCommHookType(enum.Enum):
-    """The hooks by name; ``DDPCommHookType.X.value(model=, state=)`` registers one and returns its state.
+    """The hooks by name.
 
-    The state of the plain hooks is a process group or None. That of the PowerSGD members is a process group, None, or
-    a :class:`PowerSGDState`; keyword arguments, e.g. ``start_powerSGD_iter=10``, go to the one that is made.
+    ``DDPCommHookType.X.value(model=, state=)`` registers a hook and returns its state. The state of
+    the plain hooks is a process group or None. The state of the PowerSGD members is a process
+    group, None, or a :class:`PowerSGDState`; keyword arguments, e.g. ``start_powerSGD_iter=10``, go
+    to the new state.
     """
 
     ALLREDUCE = _member(_register, allreduce_hook)
@@ -45,22 +52,34 @@ class DDPCommHookType(enum.Enum):
     QUANTIZE_PER_CHANNEL = _member(_register, quantization_perchannel_hook)
     POWER_SGD = _member(_register_power_sgd, powerSGD_hook, matrix_approximation_rank=1)
     POWER_SGD_RANK2 = _member(_register_power_sgd, powerSGD_hook, matrix_approximation_rank=2)
-    BATCHED_POWER_SGD = _member(_register_power_sgd, batched_powerSGD_hook, matrix_approximation_rank=1)
-    BATCHED_POWER_SGD_RANK2 = _member(_register_power_sgd, batched_powerSGD_hook, matrix_approximation_rank=2)
+    BATCHED_POWER_SGD = _member(
+        _register_power_sgd, batched_powerSGD_hook, matrix_approximation_rank=1
+    )
+    BATCHED_POWER_SGD_RANK2 = _member(
+        _register_power_sgd, batched_powerSGD_hook, matrix_approximation_rank=2
+    )
     NOOP = _member(_register, noop_hook)
 
 
-def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: DistributedDataParallel, state: Any = None, **arguments: Any) -> Any:
+def register_ddp_comm_hook(
+    comm_hook_type: DDPCommHookType,
+    model: DistributedDataParallel,
+    state: Any = None,
+    **arguments: Any,
+) -> Any:
     """Register a hook by name and return its state, which has to be saved with the model.
 
     Args:
-        comm_hook_type: which hook.
+        comm_hook_type: the name of the hook.
         model: the DDP module.
         state: a process group, None for the default one, or the state itself.
-        **arguments: of the state that is made, for the PowerSGD members.
+        **arguments: arguments of the new state, for the PowerSGD members.
+
+    Returns:
+        The state that the hook is registered with.
 
     Raises:
-        TypeError: ``comm_hook_type`` is no member, or the hook takes no such argument.
+        TypeError: ``comm_hook_type`` is not a member, or the hook has no such argument.
     """
     if not isinstance(comm_hook_type, DDPCommHookType):
         raise TypeError(f"comm_hook_type: a DDPCommHookType; got {comm_hook_type!r}")

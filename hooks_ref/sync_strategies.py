@@ -1,29 +1,34 @@
-"""When gradients are averaged, where a step is made of several micro-batches.
+"""When to average gradients if a step consists of several micro-batches.
 
-With ``g_i,r`` the gradient of micro-batch ``i`` of ``n`` on rank ``r`` of ``W``, all strategies end with
+With ``g_i,r`` the gradient of micro-batch ``i`` of ``n`` on rank ``r`` of ``W``, all strategies end
+with
 
     sum_i  1/W sum_r g_i,r
 
-on every rank where every micro-batch uses every parameter. They differ in what they communicate, and in what becomes of a
-parameter that some micro-batches, or some ranks, do not use:
+on every rank if every micro-batch uses every parameter. They differ in their communication, and in
+their treatment of a parameter that some micro-batches, or some ranks, do not use:
 
-    single_auto_sync    DDP averages in the last micro-batch alone, all that has accumulated. Where a rank does not use a parameter
-                        in its last micro-batch, ``find_unused_parameters`` is needed; without, all gradients of the bucket
-                        stay each rank's own: a lost sync, which DDP notices in the next step, if there is one.
-    multi_auto_sync     DDP averages in every micro-batch. Needs ``find_unused_parameters`` where some are not used; n times
-                        the communication.
-    forced_sync         DDP averages nothing; once the last backward is over, every gradient that some rank has is averaged,
-                        zeros standing for those of the others.
-    overlapped_sync     the same, begun during the last backward: in an order that all ranks share, each gradient as soon as it
-                        and those before it are there.
+    single_auto_sync    DDP averages the accumulated gradients in the last micro-batch alone. If a
+                        rank does not use a parameter in its last micro-batch,
+                        ``find_unused_parameters`` is needed; without it, all gradients of the
+                        bucket stay each rank's own: a lost sync, which DDP notices in the next
+                        step, if there is one.
+    multi_auto_sync     DDP averages in every micro-batch. Needs ``find_unused_parameters`` if some
+                        parameters are not used; n times the communication.
+    forced_sync         DDP averages nothing; once the last backward is over, every gradient that
+                        some rank has is averaged, with zeros for ranks that do not have it.
+    overlapped_sync     the same, begun during the last backward, in an order that all ranks share:
+                        the average of a gradient begins as soon as this gradient and all before it
+                        have arrived.
 
-A parameter that no rank has used has no gradient afterwards, with the last two; and DDP does not have to know which are
-used. They use no communication hook and no buckets. After an exception no collective is begun: ranks that had none wait
-for it, as they do in a backward of DDP.
+A parameter that no rank has used has no gradient afterwards, with the last two; and DDP does not
+have to look for used parameters. They use no communication hook and no buckets. After an exception
+no collective is begun: ranks without an exception wait for it, as they do in a backward of DDP.
 
-Source: MosaicML Composer, ``composer.distributed.DDPSyncStrategy``, ``ddp_sync_context`` and ``prepare_ddp_module`` (names,
-the first three strategies), where ``forced_sync`` averages different parameters together if ranks use different ones;
-torch documentation, DistributedDataParallel (``no_sync``).
+Source: MosaicML Composer, ``composer.distributed.DDPSyncStrategy``, ``ddp_sync_context`` and
+``prepare_ddp_module`` (names, the first three strategies). Composer's ``forced_sync`` averages
+different parameters together if ranks use different ones. torch documentation,
+DistributedDataParallel (``no_sync``).
 """
 
 import enum
@@ -38,7 +43,7 @@ from hooks_ref.model_averaging import average_parameters
 
 
 class DDPSyncStrategy(enum.StrEnum):
-    """When gradients are averaged; a member equals its name in lower case."""
+    """The strategies; a member equals its name in lower case."""
 
     SINGLE_AUTO_SYNC = "single_auto_sync"
     MULTI_AUTO_SYNC = "multi_auto_sync"
@@ -53,14 +58,14 @@ def ddp_sync_context(
     sync_strategy: str | DDPSyncStrategy,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
 ) -> Iterator[None]:
-    """Average gradients as the strategy says, in a context around the forward and backward of one micro-batch.
+    """Average gradients by a strategy, in a context around one micro-batch's forward and backward.
 
     Args:
-        model: a DDP module; around any other the context does nothing.
+        model: a DDP module; around any other module the context does nothing.
         is_final_microbatch: whether it is the last of its step; the same on all ranks.
         sync_strategy: a member of :class:`DDPSyncStrategy`, or its value.
-        optimizers: whose parameters ``forced_sync`` and ``overlapped_sync`` average, each once however many have it; None
-            is all parameters of the model.
+        optimizers: ``forced_sync`` and ``overlapped_sync`` average the parameters of these
+            optimizers, each parameter once; None is all parameters of the model.
 
     Raises:
         ValueError: there is no such strategy.
@@ -69,8 +74,13 @@ def ddp_sync_context(
     if not isinstance(model, DistributedDataParallel):
         yield
         return
-    automatic = strategy is DDPSyncStrategy.MULTI_AUTO_SYNC or (strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC and is_final_microbatch)
-    forced = strategy in (DDPSyncStrategy.FORCED_SYNC, DDPSyncStrategy.OVERLAPPED_SYNC) and is_final_microbatch
+    automatic = strategy is DDPSyncStrategy.MULTI_AUTO_SYNC or (
+        strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC and is_final_microbatch
+    )
+    forced = (
+        strategy in (DDPSyncStrategy.FORCED_SYNC, DDPSyncStrategy.OVERLAPPED_SYNC)
+        and is_final_microbatch
+    )
     made = _Overlapped if strategy is DDPSyncStrategy.OVERLAPPED_SYNC else _Forced
     averaging = made(_parameters(model, optimizers), model.process_group) if forced else None
     with nullcontext() if automatic else model.no_sync(), averaging or nullcontext():
@@ -80,7 +90,11 @@ def ddp_sync_context(
 
 
 def prepare_ddp_module(module: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:
-    """Wrap a module in DDP, if any of its parameters requires a gradient; return it as it is, if none does.
+    """Wrap a module in DDP if one of its parameters requires a gradient; otherwise return it.
+
+    Args:
+        module: the module.
+        find_unused_parameters: DDP's argument.
 
     Raises:
         RuntimeError: torch.distributed is not available, or not initialised.
@@ -88,7 +102,9 @@ def prepare_ddp_module(module: torch.nn.Module, find_unused_parameters: bool) ->
     if not dist.is_available():
         raise RuntimeError("torch.distributed is not available in this build of torch")
     if not dist.is_initialized():
-        raise RuntimeError("there is no process group yet: call torch.distributed.init_process_group first")
+        raise RuntimeError(
+            "there is no process group yet: call torch.distributed.init_process_group first"
+        )
     if any(parameter.requires_grad for parameter in module.parameters()):
         return DistributedDataParallel(module, find_unused_parameters=find_unused_parameters)
     return module
@@ -98,7 +114,8 @@ class _Forced:
     """The averaging of one step's gradients once its last backward is over."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-        self.parameters, self.group = parameters, group
+        self.parameters = parameters
+        self.group = group
 
     def __enter__(self) -> None: ...
 
@@ -108,29 +125,37 @@ class _Forced:
         kinds = self._kinds()
         for parameter, kind in zip(self.parameters, kinds, strict=True):
             if kind and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, layout=torch.sparse_coo if kind == _SPARSE else torch.strided)
+                parameter.grad = torch.zeros_like(
+                    parameter, layout=torch.sparse_coo if kind == _SPARSE else torch.strided
+                )
         sparse = [p for p, kind in zip(self.parameters, kinds, strict=True) if kind == _SPARSE]
-        dense = [p.grad for p, kind in zip(self.parameters, kinds, strict=True) if kind == _DENSE and p.grad is not None]
+        dense = [
+            p.grad
+            for p, kind in zip(self.parameters, kinds, strict=True)
+            if kind == _DENSE and p.grad is not None
+        ]
         average_parameters(dense, self.group)
         for parameter in sparse:
-            mean = parameter.grad.coalesce() / self.group.size() if parameter.grad is not None else None
+            mean = parameter.grad.coalesce() / self.group.size()
             dist.all_reduce(mean, group=self.group)
             parameter.grad = mean
 
     def _kinds(self) -> list[int]:
-        """Return what kind of gradient each parameter has on some rank: none, dense or sparse; the same on all ranks."""
-        mine = [0 if p.grad is None else _SPARSE if p.grad.is_sparse else _DENSE for p in self.parameters]
-        kinds = torch.tensor(mine, dtype=torch.uint8, device=self.parameters[0].device if self.parameters else None)
+        """Return each parameter's kind of gradient over all ranks: 0 (none), dense or sparse."""
+        device = self.parameters[0].device if self.parameters else None
+        mine = [_kind(parameter.grad) for parameter in self.parameters]
+        kinds = torch.tensor(mine, dtype=torch.uint8, device=device)
         dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=self.group)
         found: list[int] = kinds.tolist()
         return found
 
 
 class _Overlapped(_Forced):
-    """The same, begun during the last backward.
+    """The averaging of one step's gradients, begun during its last backward.
 
-    Each parameter has one collective, from the last of the model to the first, on all ranks: in a backward gradients come in
-    about that order. One that is not there when the backward is over has its collective then, with zeros where there is none.
+    Each parameter has one collective, from the last of the model to the first, on all ranks: in a
+    backward gradients arrive in about that order. If a gradient has not arrived when the backward
+    is over, its collective begins then, with zeros if there is none.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -140,7 +165,10 @@ class _Overlapped(_Forced):
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> None:
-        self._handles = [parameter.register_post_accumulate_grad_hook(self._is_there) for parameter in self.parameters]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._is_there)
+            for parameter in self.parameters
+        ]
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
@@ -148,9 +176,15 @@ class _Overlapped(_Forced):
 
     def _is_there(self, parameter: torch.Tensor) -> None:
         if parameter in self._there:
-            raise RuntimeError("overlapped_sync: a gradient came in two parts in one backward (checkpointed twice?); use forced_sync")
+            raise RuntimeError(
+                "overlapped_sync: a gradient came in two parts in one backward "
+                "(checkpointed twice?); use forced_sync"
+            )
         self._there.add(parameter)
-        while len(self._begun) < len(self.parameters) and self.parameters[len(self._begun)] in self._there:
+        while (
+            len(self._begun) < len(self.parameters)
+            and self.parameters[len(self._begun)] in self._there
+        ):
             self._begin(self.parameters[len(self._begun)])
 
     def _begin(self, parameter: torch.nn.Parameter) -> None:
@@ -172,15 +206,28 @@ class _Overlapped(_Forced):
                 parameter.grad.copy_(mean)
 
 
-_DENSE, _SPARSE = 1, 2
+_DENSE = 1
+_SPARSE = 2
+
+
+def _kind(grad: torch.Tensor | None) -> int:
+    if grad is None:
+        return 0
+    return _SPARSE if grad.is_sparse else _DENSE
 
 
 def _parameters(
-    model: DistributedDataParallel, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
+    model: DistributedDataParallel,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
 ) -> list[torch.nn.Parameter]:
     """Return the parameters to average, each once, in an order that all ranks share."""
     if optimizers is None:
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
     every = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    given = [parameter for optimizer in every for group in optimizer.param_groups for parameter in group["params"]]
+    given = [
+        parameter
+        for optimizer in every
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
     return [parameter for parameter in dict.fromkeys(given) if parameter.requires_grad]

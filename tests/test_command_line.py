@@ -413,7 +413,7 @@ def test_a_narrowed_run_is_a_development_run(project: Path, narrowed: list[str])
 def test_xdist_is_refused(project: Path) -> None:
     """A plugin that splits the items would split the session: one line refuses it."""
     (project / "splits.py").write_text(
-        ("def pytest_addoption(parser):\n    parser.addoption('--numprocesses')\n")
+        "def pytest_addoption(parser):\n    parser.addoption('--numprocesses')\n"
     )
     done = certify(
         project,
@@ -500,11 +500,10 @@ def test_other_suites_are_left_alone(project: Path) -> None:
     before.
     """
     (project / "conftest.py").write_text(
-        "def pytest_addoption(parser):\n    parser.addoption('--device')\n    "
-        "parser.addoption('--rule')\n    parser.addoption('--state')\n"
+        "def pytest_addoption(parser):\n    parser.addoption('--device')\n    parser.addoption('--rule')\n    parser.addoption('--state')\n"
     )
     (project / "test_own.py").write_text(
-        ("import sys\n\ndef test_own(pytestconfig):\n    assert 'torch' not in sys.modules\n")
+        "import sys\n\ndef test_own(pytestconfig):\n    assert 'torch' not in sys.modules\n"
     )
     done = run([sys.executable, "-m", "pytest", "-q", "--device", "x", "test_own.py"], project)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -40,9 +40,9 @@ class MadeSource(Source):
 def engine(
     rules: dict[str, Rule],
     source: MadeSource,
-    claims: Claims = Claims(),
+    claims: Claims = Claims(),  # noqa: B008
     worlds: tuple[int, ...] = (1, 2, 3),
-) -> Engine:  # noqa: B008
+) -> Engine:
     control = Engine(source, rules, REFERENCE, Claims(), worlds)
     return Engine(source, rules, SubjectSpec(hook="made:hook"), claims, worlds, control)
 

@@ -1,6 +1,9 @@
-"""Local steps of plain SGD with rate 1, and an averager after each; what the kit reads as gradients are the parameters then.
+"""Local steps of plain SGD with rate 1, and an averager after each.
 
-Of an averager that leaves parameters alone, and has an average of its own, it is that, once there is one.
+After each step the gradients, which the kit reads, hold the parameters.
+
+Of an averager that leaves parameters alone, and has an average of its own, it is that, once there
+is one.
 """
 
 from collections.abc import Callable
@@ -9,14 +12,19 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms.model_averaging import averagers as theirs
-from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
+    HierarchicalModelAverager,
+)
 from torch.distributed.optim import PostLocalSGDOptimizer as TORCHS_OPTIMIZER
 from torch.nn.parallel import DistributedDataParallel
 
 import hooks_ref
 from conformance import Case
 
-TORCHS = {"PeriodicModelAverager": theirs.PeriodicModelAverager, "HierarchicalModelAverager": HierarchicalModelAverager}
+TORCHS = {
+    "PeriodicModelAverager": theirs.PeriodicModelAverager,
+    "HierarchicalModelAverager": HierarchicalModelAverager,
+}
 
 
 def averaged(
@@ -35,12 +43,14 @@ def averaged(
 
     Args:
         name: of the averager; ``options`` are its arguments.
-        given: what it is handed: ``parameters``, an ``iterator`` over them, parameter ``groups`` or an iterator over ``both``;
-            ``twice`` is every parameter two times.
+        given: the argument of the averager: ``parameters``, an ``iterator`` over them, parameter
+            ``groups`` or an iterator over ``both``; ``twice`` is every parameter two times.
         unused: a rank and a parameter that has no gradient there when averaging comes.
     """
     optimizer.param_groups[0]["lr"] = 0.0
-    made = (TORCHS[name] if torchs else getattr(hooks_ref, name))(**options, process_group=process_group)
+    made = (TORCHS[name] if torchs else getattr(hooks_ref, name))(
+        **options, process_group=process_group
+    )
     parameters = list(model.parameters())
     forms: dict[str, Callable[[], Any]] = {
         "parameters": lambda: parameters,
@@ -80,7 +90,10 @@ def stepped(
     overflow: tuple[int, int] | None = None,
     **options: Any,
 ) -> Case:
-    """The same by an optimizer that averages; with ``overflow``, a GradScaler skips that step on that rank."""
+    """The same by an optimizer that averages.
+
+    With ``overflow``, a GradScaler skips that step on that rank.
+    """
     optimizer.param_groups[0]["lr"] = 0.0
     made = TORCHS_OPTIMIZER if torchs else hooks_ref.PostLocalSGDOptimizer
     averager = hooks_ref.PeriodicModelAverager(**options, process_group=process_group)

@@ -12,7 +12,9 @@ from conformance import Case
 
 WRAPPERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
     "plain": hooks_ref.checkpoint_wrapper,
-    "reentrant": lambda module: hooks_ref.checkpoint_wrapper(module, hooks_ref.CheckpointImpl.REENTRANT),
+    "reentrant": lambda module: hooks_ref.checkpoint_wrapper(
+        module, hooks_ref.CheckpointImpl.REENTRANT
+    ),
     "offload": hooks_ref.offload_wrapper,
     "both": lambda module: hooks_ref.offload_wrapper(hooks_ref.checkpoint_wrapper(module)),
 }
@@ -23,19 +25,23 @@ class Block(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm = torch.nn.Linear(6, 6), torch.nn.LayerNorm(6)
+        self.linear = torch.nn.Linear(6, 6)
+        self.norm = torch.nn.LayerNorm(6)
         self.register_buffer("shift", torch.ones(6))
 
     def forward(self, x: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
-        return torch.nn.functional.dropout(self.norm(self.linear(x)).tanh() * factor + self.shift, 0.25)
+        return torch.nn.functional.dropout(
+            self.norm(self.linear(x)).tanh() * factor + self.shift, 0.25
+        )
 
 
 class Net(torch.nn.Module):
-    """Two blocks, the first of them used twice."""
+    """Two blocks; the first is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.blocks = torch.nn.Linear(6, 6), torch.nn.Sequential(Block(), Block())
+        self.first = torch.nn.Linear(6, 6)
+        self.blocks = torch.nn.Sequential(Block(), Block())
         self.again = self.blocks[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,23 +57,33 @@ def trains(process_group: Any, rank: int, *, name: str) -> Case:
     """Three steps give the same bits, in outputs, gradients and parameters."""
 
     def train(net: torch.nn.Module) -> list[torch.Tensor]:
-        ddp = DistributedDataParallel(net, process_group=process_group, static_graph=name == "reentrant")
-        optimizer, seen = torch.optim.SGD(ddp.parameters(), lr=0.1), []
+        ddp = DistributedDataParallel(
+            net, process_group=process_group, static_graph=name == "reentrant"
+        )
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        seen = []
         for step in range(3):
             torch.manual_seed(100 * step + rank)
             output = ddp(torch.randn(4, 6, requires_grad=True))
             output.square().sum().backward()
-            seen += [output.detach().clone(), *(parameter.grad.clone() for parameter in ddp.parameters())]
+            seen += [
+                output.detach().clone(),
+                *(parameter.grad.clone() for parameter in ddp.parameters()),
+            ]
             optimizer.step()
             optimizer.zero_grad()
         return seen + [parameter.detach().clone() for parameter in ddp.parameters()]
 
     def check() -> None:
         state = torch.get_rng_state()
-        plain, wrapped = network(), network()
-        hooks_ref.apply_activation_checkpointing(wrapped, WRAPPERS[name], lambda module: isinstance(module, Block))
+        plain = network()
+        wrapped = network()
+        hooks_ref.apply_activation_checkpointing(
+            wrapped, WRAPPERS[name], lambda module: isinstance(module, Block)
+        )
         assert wrapped.again is wrapped.blocks[0]
-        expected, got = train(plain), train(wrapped)
+        expected = train(plain)
+        got = train(wrapped)
         torch.set_rng_state(state)
         assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
         copied = copy.deepcopy(plain)

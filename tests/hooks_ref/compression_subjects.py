@@ -9,7 +9,7 @@ from hooks_ref import CompressionState, compression_hook
 
 
 def fed_49152(state: str) -> Case:
-    """The compression hook with one of these states, every element of every gradient 49,152."""
+    """Return the compression hook with a named state, fed with gradients of 49,152."""
 
     def hook(made: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         bucket.buffer().fill_(49_152)

@@ -1,4 +1,7 @@
-"""Joinables of their own, and torch's, on inputs of any lengths. They check themselves, in their ranks."""
+"""Joinables of their own, and torch's, on inputs of any lengths.
+
+They check themselves, in their ranks.
+"""
 
 import copy
 import warnings
@@ -16,11 +19,15 @@ from hooks_ref import Join, Joinable, JoinHook
 
 
 class Counter(Joinable):
-    """Sums over ranks how many train, in every step; ``factor`` comes by a keyword argument of the context."""
+    """Sums over ranks how many train, in every step.
+
+    ``factor`` comes by a keyword argument of the context.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.group, self.factor = group, 1
+        self.group = group
+        self.factor = 1
         self.sums: list[int] = []
         self.shadowed: list[int] = []
         self.posts: list[bool] = []
@@ -60,8 +67,10 @@ def once(check: Callable[[], None]) -> Case:
     return Case(None, hooks_ref.noop_hook, after_backward=check)
 
 
-def counts(process_group: Any, rank: int, *, lengths: tuple[int, ...], joinables: int = 1, factor: int = 1) -> Case:
-    """Every step of every joinable says how many ranks train; each hook is called as often as others have more steps."""
+def counts(
+    process_group: Any, rank: int, *, lengths: tuple[int, ...], joinables: int = 1, factor: int = 1
+) -> Case:
+    """Check the number of training ranks in every step, and how often each hook is called."""
     made = [Counter(process_group) for _ in range(joinables)]
 
     def check() -> None:
@@ -72,8 +81,12 @@ def counts(process_group: Any, rank: int, *, lengths: tuple[int, ...], joinables
                         counter()
             training = [sum(length > step for length in lengths) for step in range(max(lengths))]
             for counter in made:
-                assert counter.sums == [factor * many for many in training[: lengths[rank]]], counter.sums
-                assert counter.shadowed == [factor * many for many in training[lengths[rank] :]], counter.shadowed
+                assert counter.sums == [factor * many for many in training[: lengths[rank]]], (
+                    counter.sums
+                )
+                assert counter.shadowed == [factor * many for many in training[lengths[rank] :]], (
+                    counter.shadowed
+                )
                 assert counter.posts == [lengths[rank] == max(lengths)], counter.posts
                 assert not counter._join_config.enable
                 for seen in (counter.sums, counter.shadowed, counter.posts):
@@ -135,22 +148,42 @@ def raises_inside(process_group: Any, rank: int) -> Case:
     return once(check)
 
 
-def trains(process_group: Any, rank: int, *, lengths: tuple[int, ...], hook: str = "", zero: bool = False, sync_bn: bool = False) -> Case:
-    """torch's DDP, and ZeRO with it, train to the same bits in our context as in torch's; replicas are the same then."""
+def trains(
+    process_group: Any,
+    rank: int,
+    *,
+    lengths: tuple[int, ...],
+    hook: str = "",
+    zero: bool = False,
+    sync_bn: bool = False,
+) -> Case:
+    """torch's DDP, and ZeRO with it, train to the same bits in our context as in torch's.
+
+    Replicas are the same then.
+    """
 
     def train(join: Any) -> list[torch.Tensor]:
         torch.manual_seed(3)
-        net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5) if sync_bn else torch.nn.ReLU(), torch.nn.Linear(5, 3))
+        net = torch.nn.Sequential(
+            torch.nn.Linear(6, 5),
+            torch.nn.BatchNorm1d(5) if sync_bn else torch.nn.ReLU(),
+            torch.nn.Linear(5, 3),
+        )
         ddp = DistributedDataParallel(net, process_group=process_group)
         if hook == "powerSGD_hook":
-            ddp.register_comm_hook(hooks_ref.PowerSGDState(process_group, 1, 2, 1), hooks_ref.powerSGD_hook)
+            ddp.register_comm_hook(
+                hooks_ref.PowerSGDState(process_group, 1, 2, 1), hooks_ref.powerSGD_hook
+            )
         elif hook:
             ddp.register_comm_hook(process_group, getattr(hooks_ref, hook))
-        optimizer, joinables = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), [ddp]
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        joinables = [ddp]
         if zero:
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
-            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, process_group=process_group, lr=0.1, momentum=0.9)
+            optimizer = ZeroRedundancyOptimizer(
+                ddp.parameters(), torch.optim.SGD, process_group=process_group, lr=0.1, momentum=0.9
+            )
             joinables = [ddp, optimizer]
         with join(joinables):
             for step in range(lengths[rank]):
@@ -177,11 +210,15 @@ def trains(process_group: Any, rank: int, *, lengths: tuple[int, ...], hook: str
 
 
 def divides(process_group: Any, rank: int, world_size: int) -> Case:
-    """``divide_by_initial_world_size=False`` divides by the ranks that still train; with a communication hook it has no effect,
-    since a hook is not told how many these are."""
+    """``divide_by_initial_world_size=False`` divides by the ranks that still train.
+
+    With a communication hook it has no effect, since a hook does not get their number.
+    """
 
     def mean(join: Any, hook: bool, by_initial: bool) -> float:
-        ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), process_group=process_group)
+        ddp = DistributedDataParallel(
+            torch.nn.Linear(1, 1, bias=False), process_group=process_group
+        )
         if hook:
             ddp.register_comm_hook(process_group, hooks_ref.allreduce_hook)
         with join([ddp], divide_by_initial_world_size=by_initial):
@@ -196,15 +233,27 @@ def divides(process_group: Any, rank: int, world_size: int) -> Case:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for join in (TorchsJoin, Join):
-                found = {(hook, by_initial): mean(join, hook, by_initial) for hook in (False, True) for by_initial in (True, False)}
+                found = {
+                    (hook, by_initial): mean(join, hook, by_initial)
+                    for hook in (False, True)
+                    for by_initial in (True, False)
+                }
                 if rank == 0:  # whose second step is its own alone
-                    assert found == {(False, True): 3.0, (False, False): 6.0, (True, True): 3.0, (True, False): 3.0}, found
+                    assert found == {
+                        (False, True): 3.0,
+                        (False, False): 6.0,
+                        (True, True): 3.0,
+                        (True, False): 3.0,
+                    }, found
 
     return once(check)
 
 
 def steps_alone(process_group: Any, rank: int) -> Case:
-    """ZeroRedundancyOptimizer alone, whose main hook is a step: it ends, and replicas are the same."""
+    """ZeroRedundancyOptimizer alone, whose main hook is a step.
+
+    It ends, and replicas are the same.
+    """
 
     def check() -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -216,6 +265,8 @@ def steps_alone(process_group: Any, rank: int) -> Case:
                 for parameter in params:
                     parameter.grad = torch.ones(3)
                 zero.step()
-        assert all(torch.equal(parameter.detach(), torch.full((3,), -1.5)) for parameter in params), params
+        assert all(
+            torch.equal(parameter.detach(), torch.full((3,), -1.5)) for parameter in params
+        ), params
 
     return once(check)

@@ -1,4 +1,7 @@
-"""Post-local SGD as ranks make it: on machines that differ by name, with given subgroups, ours beside torch's."""
+"""Post-local SGD inside its ranks.
+
+Machines differ by name, subgroups are given, and ours runs beside torch's.
+"""
 
 import socket
 from typing import Any
@@ -29,8 +32,13 @@ def by_machine(process_group: dist.ProcessGroup, rank: int, hosts: str, start: i
     return _case("ours", process_group, None, start)
 
 
-def by_machine_or_never(process_group: dist.ProcessGroup, world_size: int, rank: int, hosts: str) -> Case:
-    """The same, but in a group of one, which has no local step; in the end all make one group more, of everyone."""
+def by_machine_or_never(
+    process_group: dist.ProcessGroup, world_size: int, rank: int, hosts: str
+) -> Case:
+    """The same, but in a group of one, which has no local step.
+
+    In the end all make one group more, of everyone.
+    """
     case = by_machine(process_group, rank, hosts, 4 if world_size > 1 else 1000)
     case.close = lambda: dist.all_reduce(torch.ones(1), group=dist.new_group())
     return case
@@ -41,14 +49,31 @@ def by_default(start: int = 4, whose: str = "ours") -> Case:
     return _case(whose, None, None, start)
 
 
-def by_group(rank: int, subgroups: list[list[int]], start: int = 4, allreduce: bool = True, whose: str = "ours") -> Case:
+def by_group(
+    rank: int,
+    subgroups: list[list[int]],
+    start: int = 4,
+    allreduce: bool = True,
+    whose: str = "ours",
+) -> Case:
     """With subgroups of the default group."""
-    mine = [dist.new_group(ranks) for ranks in subgroups][next(i for i, ranks in enumerate(subgroups) if rank in ranks)]
+    mine = [dist.new_group(ranks) for ranks in subgroups][
+        next(i for i, ranks in enumerate(subgroups) if rank in ranks)
+    ]
     return _case(whose, None, mine, start, allreduce)
 
 
-def averaged(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, subgroups: list[list[int]], whose: str) -> Case:
-    """Two plain steps, then local ones; parameters are averaged after the third and every second one from there."""
+def averaged(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    subgroups: list[list[int]],
+    whose: str,
+) -> Case:
+    """Two plain steps, then local ones.
+
+    Parameters are averaged after the third and every second one from there.
+    """
     averager = PeriodicModelAverager(period=2, warmup_steps=2)
     optimizer.register_step_post_hook(lambda *_: averager.average_parameters(model.parameters()))
     return by_group(rank, subgroups, 2, True, whose)
@@ -64,7 +89,9 @@ def own_from_8() -> ours.PostLocalSGDState:
     return ours.PostLocalSGDState(None, None, 8, False)
 
 
-def hook_on_machines_of_their_own(state: ours.PostLocalSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def hook_on_machines_of_their_own(
+    state: ours.PostLocalSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """The hook, every rank on another machine."""
     name_machine(f"machine {dist.get_rank()}")
     return ours.post_localSGD_hook(state, bucket)
@@ -79,7 +106,8 @@ def counts_on(whose: str) -> Case:
         expected = {"ours": [1, 2, 3, 4], "torchs": [1, 2, 2, 2]}[whose]
         assert seen == expected, seen
 
-    case.after_backward, case.close = lambda: seen.append(case.state.iter), check
+    case.after_backward = lambda: seen.append(case.state.iter)
+    case.close = check
     return case
 
 
@@ -94,5 +122,6 @@ def makes_groups_where_it_says(rank: int, start: int) -> Case:
         assert len(set(map(id, made[start:]))) == 1, made
         assert made[-1].size() == 1, made
 
-    case.after_backward, case.close = lambda: made.append(case.state.subgroup), check
+    case.after_backward = lambda: made.append(case.state.subgroup)
+    case.close = check
     return case

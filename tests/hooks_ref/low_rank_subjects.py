@@ -13,13 +13,21 @@ from conformance import Case
 
 
 def torchs(process_group: Any = None, **arguments: Any) -> Any:
-    return theirs.PowerSGDState(process_group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1, **arguments)
+    return theirs.PowerSGDState(
+        process_group,
+        matrix_approximation_rank=2,
+        start_powerSGD_iter=2,
+        min_compression_rate=1,
+        **arguments,
+    )
 
 
 def zeros(whose: str, world_size: int) -> Case:
     """All-zero gradients, then the ones that were fed."""
     state, hook = (
-        (torchs(), theirs.powerSGD_hook) if whose == "torch" else (hooks_ref.PowerSGDState(None, 2, 2, 1), hooks_ref.powerSGD_hook)
+        (torchs(), theirs.powerSGD_hook)
+        if whose == "torch"
+        else (hooks_ref.PowerSGDState(None, 2, 2, 1), hooks_ref.powerSGD_hook)
     )
     calls = 0
 
@@ -39,7 +47,8 @@ def loads_unsafe(rank: int, hook: str, folder: str) -> Case:
 
 
 def unused_parameters(world_size: int) -> Case:
-    """A model of its own, with parameters that take turns at being unused and buckets that never settle."""
+    """A model of its own, with parameters that take turns at being unused and buckets that never
+    settle."""
 
     class Turns(torch.nn.Module):
         def __init__(self) -> None:
@@ -56,11 +65,18 @@ def unused_parameters(world_size: int) -> Case:
     for step in range(30):
         ddp.zero_grad()
         ddp(torch.randn(3, 12), step % 4).backward()
-        got = torch.cat([parameter.grad.view(-1) for parameter in ddp.parameters() if parameter.grad is not None])
+        got = torch.cat(
+            [
+                parameter.grad.view(-1)
+                for parameter in ddp.parameters()
+                if parameter.grad is not None
+            ]
+        )
         everyones = [torch.empty_like(got) for _ in range(world_size)]
         dist.all_gather(everyones, got)
         assert all(torch.equal(got, other) for other in everyones), f"step {step}: ranks differ"
     return Case(None, hooks_ref.allreduce_hook)
 
 
-torchs_hook, torchs_batched_hook = theirs.powerSGD_hook, theirs.batched_powerSGD_hook
+torchs_hook = theirs.powerSGD_hook
+torchs_batched_hook = theirs.batched_powerSGD_hook

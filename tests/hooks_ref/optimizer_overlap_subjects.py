@@ -1,6 +1,8 @@
-"""Set-ups that train with an optimizer inside the hook, or after backward as ever, and show the parameters.
+"""Set-ups that train with an optimizer inside the hook, or after backward as ever, and show the
+parameters.
 
-The kit records gradients: when a step is over, each parameter's gradient is replaced by the parameter itself.
+The kit records gradients: when a step is over, each parameter's gradient is replaced by the
+parameter itself.
 """
 
 from collections.abc import Callable
@@ -14,13 +16,21 @@ import hooks_ref
 from conformance.ranks.models.probe import training_loss
 from conformance.subjects.spec import Case
 from hooks_ref.default_hooks import Hook
-from hooks_ref.optimizer_overlap import OptimizerHookState, apply_optim_in_backward_hook, functional, hook_then_optimizer
+from hooks_ref.optimizer_overlap import (
+    OptimizerHookState,
+    apply_optim_in_backward_hook,
+    functional,
+    hook_then_optimizer,
+)
 
 INNER: dict[str, Callable[[], tuple[Any, Hook]]] = {
     "allreduce": lambda: (None, hooks_ref.allreduce_hook),
     "fp16": lambda: (None, hooks_ref.fp16_compress_hook),
     "torch_fp16_wrapped": lambda: (None, torch_fp16_wrapped()),
-    "powerSGD": lambda: (hooks_ref.PowerSGDState(None, start_powerSGD_iter=2), hooks_ref.powerSGD_hook),
+    "powerSGD": lambda: (
+        hooks_ref.PowerSGDState(None, start_powerSGD_iter=2),
+        hooks_ref.powerSGD_hook,
+    ),
     "elsewhere": lambda: (None, elsewhere),
 }
 
@@ -63,7 +73,10 @@ def case(
     shown: bool = True,
     close: Callable[[], object] | None = None,
 ) -> Case:
-    """Make the case; ``optimizer`` is the kit's own, which steps after everything else and is to do nothing."""
+    """Make the case.
+
+    ``optimizer`` is the kit's own, which steps after everything else and is to do nothing.
+    """
     optimizer.param_groups[0]["lr"] = 0.0
 
     def before(step: int) -> None:
@@ -80,7 +93,9 @@ def case(
     return Case(state, hook, before, after, close)
 
 
-def chosen(model: DistributedDataParallel, only: list[int] | None) -> list[torch.nn.Parameter] | None:
+def chosen(
+    model: DistributedDataParallel, only: list[int] | None
+) -> list[torch.nn.Parameter] | None:
     return None if only is None else [list(model.parameters())[index] for index in only]
 
 
@@ -98,7 +113,10 @@ def vanilla(
     on_group: bool = False,
     **rest: Any,
 ) -> Case:
-    """Step an ordinary optimizer after backward, from step ``start`` on; ``on_group`` where the model is not on WORLD."""
+    """Step an ordinary optimizer after backward, from step ``start`` on.
+
+    With ``on_group`` the model is on a group and not on WORLD.
+    """
     stepper = getattr(torch.optim, algorithm)(chosen(model, only) or model.parameters(), **options)
     steps = 0
 
@@ -114,7 +132,9 @@ def vanilla(
 
     state, hook = INNER[inner]()
     state = model.process_group if on_group else state
-    return case(model, optimizer, rank, state, hook, after_backward=after_backward, on_step=on_step, **rest)
+    return case(
+        model, optimizer, rank, state, hook, after_backward=after_backward, on_step=on_step, **rest
+    )
 
 
 def ours(
@@ -135,7 +155,11 @@ def ours(
 ) -> Case:
     """Step inside the hook; ``save`` and ``load`` name folders."""
     optimizer_class = getattr(torch.optim, algorithm)
-    stepper = torch_functional(optimizer_class, options) if torchs else functional(optimizer_class, **options)
+    stepper = (
+        torch_functional(optimizer_class, options)
+        if torchs
+        else functional(optimizer_class, **options)
+    )
     state = OptimizerHookState(stepper, chosen(model, only))
     if load:
         saved = torch.load(f"{load}/{rank}.pt", weights_only=True)
@@ -148,17 +172,35 @@ def ours(
 
     def close() -> None:
         if save:
-            torch.save({"state": state.state_dict(), "model": model.state_dict()}, f"{save}/{rank}.pt")
+            torch.save(
+                {"state": state.state_dict(), "model": model.state_dict()}, f"{save}/{rank}.pt"
+            )
 
     inner_state, inner_hook = INNER[inner]()
-    hook = apply_optim_in_backward_hook(state, inner_hook) if in_backward else hook_then_optimizer(inner_hook, state)
+    hook = (
+        apply_optim_in_backward_hook(state, inner_hook)
+        if in_backward
+        else hook_then_optimizer(inner_hook, state)
+    )
     after_backward = (lambda: require_no_gradients(model, state)) if in_backward else (lambda: None)
-    return case(model, optimizer, rank, inner_state, hook, after_backward=after_backward, on_step=on_step, close=close, **rest)
+    return case(
+        model,
+        optimizer,
+        rank,
+        inner_state,
+        hook,
+        after_backward=after_backward,
+        on_step=on_step,
+        close=close,
+        **rest,
+    )
 
 
 def require_no_gradients(model: DistributedDataParallel, state: OptimizerHookState) -> None:
     for name, parameter in model.named_parameters():
-        assert (parameter.grad is None) == state.steps(parameter), f"gradient of {name}: {parameter.grad}"
+        assert (parameter.grad is None) == state.steps(parameter), (
+            f"gradient of {name}: {parameter.grad}"
+        )
 
 
 def torchs(
@@ -174,12 +216,23 @@ def torchs(
     """torch's own, as ``_register_fused_optim`` sets it up."""
     from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks
 
-    state = optimizer_overlap_hooks._OptimizerHookState(torch_functional(getattr(torch.optim, algorithm), options))
+    state = optimizer_overlap_hooks._OptimizerHookState(
+        torch_functional(getattr(torch.optim, algorithm), options)
+    )
     inner_state, inner_hook = INNER[inner]()
-    return case(model, optimizer, rank, inner_state, optimizer_overlap_hooks._hook_then_optimizer(inner_hook, state), **rest)
+    return case(
+        model,
+        optimizer,
+        rank,
+        inner_state,
+        optimizer_overlap_hooks._hook_then_optimizer(inner_hook, state),
+        **rest,
+    )
 
 
-def torchs_in_backward(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, rank: int) -> Case:
+def torchs_in_backward(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, rank: int
+) -> Case:
     """torch's own: DDP registers the hook at its first forward."""
     from torch.distributed.optim import _apply_optimizer_in_backward
 

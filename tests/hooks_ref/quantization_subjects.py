@@ -25,7 +25,10 @@ def perchannel_16(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> 
 
 
 class _Gathered:
-    """A finished all_gather, as NCCL returns it: the value of its future is one tensor, ``[world, ...]``, in a list."""
+    """A finished all_gather, as NCCL returns it.
+
+    The value of its future is one tensor, ``[world, ...]``, in a list.
+    """
 
     def __init__(self, outputs: list[torch.Tensor]) -> None:
         self._outputs = outputs
@@ -36,15 +39,23 @@ class _Gathered:
         return future
 
 
-def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> _Gathered:
-    dist.all_gather(outputs, tensor, group=group)  # over before the next begins: theirs starts one in a callback
+def _all_gather(
+    outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> _Gathered:
+    # Complete before the next one begins, which torch's hook starts in a callback.
+    dist.all_gather(outputs, tensor, group=group)
     return _Gathered(outputs)
 
 
 def _on_gloo(hook: Any) -> Any:
-    """Return torch's ``hook`` with an all_gather that suits it; nothing of torch is replaced for others."""
+    """Return torch's ``hook`` with an all_gather that suits it.
+
+    Nothing of torch is replaced for others.
+    """
     seen = types.SimpleNamespace(all_gather=_all_gather, get_rank=dist.get_rank, group=dist.group)
-    return types.FunctionType(hook.__code__, {**hook.__globals__, "dist": seen}, hook.__name__, hook.__defaults__)
+    return types.FunctionType(
+        hook.__code__, {**hook.__globals__, "dist": seen}, hook.__name__, hook.__defaults__
+    )
 
 
 _theirs = _on_gloo(quantization_hooks.quantization_perchannel_hook)

@@ -1,4 +1,5 @@
-"""Quantized collectives beside what the collective gives of quantized values. They check themselves, in their ranks."""
+"""Quantized collectives compared with the plain collective of quantized values, inside their
+ranks."""
 
 from typing import Any
 
@@ -16,11 +17,22 @@ def values(shape: tuple[int, ...], *words: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(hash(words) % 2**31))
 
 
-def round_trip(tensor: torch.Tensor, qtype: hooks_ref.DQuantType, loss: float | None) -> torch.Tensor:
+def round_trip(
+    tensor: torch.Tensor, qtype: hooks_ref.DQuantType, loss: float | None
+) -> torch.Tensor:
     return dequantize(quantize(tensor, qtype), qtype, tensor) / (loss or 1.0)
 
 
-def equals(process_group: Any, rank: int, world_size: int, *, of: str, qtype: str, loss: float | None = None, waits: bool = False) -> Case:
+def equals(
+    process_group: Any,
+    rank: int,
+    world_size: int,
+    *,
+    of: str,
+    qtype: str,
+    loss: float | None = None,
+    waits: bool = False,
+) -> Case:
     """In shapes of one to three dimensions, on blocks that are full and not, also of nothing."""
     kind = hooks_ref.DQuantType[qtype]
     collective = hooks_ref.auto_quantize(getattr(dist, of), kind, loss)
@@ -33,7 +45,9 @@ def equals(process_group: Any, rank: int, world_size: int, *, of: str, qtype: st
 
     def check() -> None:
         for number, shape in enumerate([(5,), (128,), (3, 50), (2, 3, 129), (0,)]):
-            fed = [[values(shape, number, r, s) for s in range(world_size)] for r in range(world_size)]  # from r to s
+            fed = [
+                [values(shape, number, r, s) for s in range(world_size)] for r in range(world_size)
+            ]  # from r to s
             if of == "all_gather":
                 got = [torch.empty(shape) for _ in range(world_size)]
                 call(got, fed[rank][0])
@@ -43,12 +57,18 @@ def equals(process_group: Any, rank: int, world_size: int, *, of: str, qtype: st
                 call(got, fed[rank])
                 right = [round_trip(fed[r][rank], kind, loss) for r in range(world_size)]
             elif of == "all_to_all_single":
-                rows = [[1 + (r + 2 * s) % 3 for s in range(world_size)] for r in range(world_size)]  # that r sends to s
-                sent = [[values((rows[r][s], *shape[1:]), number, r, s) for s in range(world_size)] for r in range(world_size)]
+                rows = [
+                    [1 + (r + 2 * s) % 3 for s in range(world_size)] for r in range(world_size)
+                ]  # that r sends to s
+                sent = [
+                    [values((rows[r][s], *shape[1:]), number, r, s) for s in range(world_size)]
+                    for r in range(world_size)
+                ]
                 received = [rows[r][rank] for r in range(world_size)]
                 whole = torch.empty((sum(received), *shape[1:]))
                 call(whole, torch.cat(sent[rank]), received, rows[rank])
-                got, right = list(whole.split(received)), [round_trip(sent[r][rank], kind, loss) for r in range(world_size)]
+                got = list(whole.split(received))
+                right = [round_trip(sent[r][rank], kind, loss) for r in range(world_size)]
             else:
                 got = [torch.empty(shape)]
                 call(got[0], fed[1] if rank == 1 else None, group_src=1)
@@ -58,18 +78,23 @@ def equals(process_group: Any, rank: int, world_size: int, *, of: str, qtype: st
 
         if of == "scatter":
             whole = [torch.ones(2, dtype=torch.int32) for _ in range(world_size)]
-            with pytest.raises(TypeError, match="floating point"):  # on ranks that only receive too, before anything is sent
+            with pytest.raises(
+                TypeError, match="floating point"
+            ):  # on ranks that only receive too, before anything is sent
                 call(torch.empty(2, dtype=torch.int32), whole if rank == 1 else None, group_src=1)
 
     return Case(None, hooks_ref.noop_hook, after_backward=check)
 
 
 def fed_back(process_group: Any, rank: int, world_size: int, *, qtype: str) -> Case:
-    """The sum of what arrives is the sum of what was fed, up to one step's rounding; what is handed in stays."""
-    collective = hooks_ref.auto_quantize(dist.all_gather, hooks_ref.DQuantType[qtype], error_feedback=True)
+    """The received values sum to the inputs, up to one step's rounding; inputs do not change."""
+    collective = hooks_ref.auto_quantize(
+        dist.all_gather, hooks_ref.DQuantType[qtype], error_feedback=True
+    )
 
     def check() -> None:
-        fed, arrived = torch.zeros(world_size, 300), torch.zeros(world_size, 300)
+        fed = torch.zeros(world_size, 300)
+        arrived = torch.zeros(world_size, 300)
         for step in range(50):
             mine = values((300,), rank, step)
             before = mine.clone()
@@ -78,13 +103,18 @@ def fed_back(process_group: Any, rank: int, world_size: int, *, qtype: str) -> C
             assert torch.equal(mine, before)
             arrived += torch.stack(got)
             fed += torch.stack([values((300,), r, step) for r in range(world_size)])
-        assert (arrived - fed).abs().max() < 0.3, (arrived - fed).abs().max()  # 1/16 of the largest, which is about 4
+        # 1/16 of the largest value, which is about 4.
+        assert (arrived - fed).abs().max() < 0.3, (arrived - fed).abs().max()
         infinite = torch.full((300,), torch.inf)
         collective([torch.empty(300) for _ in range(world_size)], infinite, group=process_group)
         got = [torch.empty(300) for _ in range(world_size)]
         collective(got, torch.ones(300), group=process_group)
-        assert all(torch.allclose(part, torch.ones(300), atol=0.1) for part in got), "an infinity stays in what is kept"
-        with pytest.raises(ValueError, match="others than in the call before"):
-            collective([torch.empty(3) for _ in range(world_size)], torch.ones(3), group=process_group)
+        assert all(torch.allclose(part, torch.ones(300), atol=0.1) for part in got), (
+            "an infinity stays in what is kept"
+        )
+        with pytest.raises(ValueError, match="differ from those of the call before"):
+            collective(
+                [torch.empty(3) for _ in range(world_size)], torch.ones(3), group=process_group
+            )
 
     return Case(None, hooks_ref.noop_hook, after_backward=check)

@@ -1,4 +1,5 @@
-"""Set-ups that save a hook's state when a run ends, and continue from it in another run, in new processes."""
+"""Set-ups that save a hook's state when a run ends, and continue from it in another run, in new
+processes."""
 
 import importlib
 from pathlib import Path
@@ -10,7 +11,7 @@ from conformance import Case
 
 
 def saves(rank: int, hook: str, state: str, folder: str) -> Case:
-    """Run ``hook`` with what the factory ``state`` makes (both ``module:attribute``), and save it at the end."""
+    """Run ``hook`` with a state made by ``state``, both ``module:attribute``; save it after."""
     made = _named(state)()
     return Case(made, _named(hook), close=lambda: torch.save(made, Path(folder) / f"{rank}.pt"))
 
@@ -23,7 +24,8 @@ def loads(rank: int, hook: str, folder: str) -> Case:
 
 def loads_state_dict(rank: int, hook: str, state: str, folder: str) -> Case:
     """Run ``hook`` with a new state that takes over the one that was saved."""
-    found, made = _named(hook), _named(state)()
+    found = _named(hook)
+    made = _named(state)()
     made.load_state_dict(torch.load(Path(folder) / f"{rank}.pt", weights_only=True).state_dict())
     return Case(made, found)
 

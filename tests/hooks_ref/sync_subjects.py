@@ -1,4 +1,7 @@
-"""A model of its own that trains by a sync strategy; its gradients are shown as those of the kit's model."""
+"""A model of its own that trains by a sync strategy.
+
+Its gradients are shown as those of the kit's model.
+"""
 
 from typing import Any
 
@@ -9,18 +12,19 @@ from torch.nn.parallel import DistributedDataParallel
 import hooks_ref
 from conformance import Case
 
-# Which parameters each micro-batch of a rank uses, by the name of a case: "differ" by micro-batch, "by_rank" by rank too.
+# The parameters that each micro-batch of a rank uses, by the name of a case: "differ" by
+# micro-batch, "by_rank" by rank too.
 USES = {
     "same": lambda batch, rank: (0, 1, 2),
     "differ": lambda batch, rank: (batch % 3, (batch + 1) % 3),
     "by_rank": lambda batch, rank: ((batch + rank) % 2,),
     "one_rank_alone": lambda batch, rank: (0, 1) if rank == 0 else (1,),
 }
-SPARSE = 2  # the parameter that is an embedding, where there is one
+SPARSE = 2  # the parameter that is an embedding, if there is one
 
 
 def gradient(batch: int, rank: int, index: int) -> float:
-    """What a micro-batch adds to the gradient of each element of a parameter, where it uses it."""
+    """Return the term that a micro-batch adds to each element of a used parameter's gradient."""
     return (batch + 1) * 4 + rank * 2 + index * 8
 
 
@@ -29,11 +33,18 @@ class Net(torch.nn.Module):
 
     def __init__(self, shapes: list[torch.Size], sparse: bool, layout: torch.memory_format) -> None:
         super().__init__()
-        self.all = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(shape).contiguous(memory_format=layout)) for shape in shapes)
+        self.all = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.zeros(shape).contiguous(memory_format=layout))
+            for shape in shapes
+        )
         self.table = torch.nn.Embedding(4, 2, sparse=True) if sparse else None
 
     def forward(self, used: dict[int, float], row: int) -> torch.Tensor:
-        parts = [self.all[index].sum() * factor for index, factor in used.items() if index < len(self.all)]
+        parts = [
+            self.all[index].sum() * factor
+            for index, factor in used.items()
+            if index < len(self.all)
+        ]
         if self.table is not None:
             parts.append(self.table(torch.tensor([row])).sum())
         return torch.stack(parts).sum()
@@ -53,19 +64,34 @@ def synchronised(
     optimizers: int = 0,
     fails_on: int = -1,
 ) -> Case:
-    """Make the case; ``optimizers`` of them share the first parameter, and ``fails_on`` is a rank whose last micro-batch raises."""
+    """Make the case.
+
+    Args:
+        optimizers: the number of optimizers, which share the first parameter.
+        fails_on: a rank whose last micro-batch raises.
+    """
     optimizer.param_groups[0]["lr"] = 0.0
     shown = list(model.parameters())
     net = Net([parameter.shape for parameter in shown], False, torch.contiguous_format)
-    ddp = DistributedDataParallel(net, process_group=process_group, find_unused_parameters=find_unused, gradient_as_bucket_view=view)
-    parts = [[net.all[0], *net.all[1 + number :: max(1, optimizers)]] for number in range(optimizers)]
+    ddp = DistributedDataParallel(
+        net,
+        process_group=process_group,
+        find_unused_parameters=find_unused,
+        gradient_as_bucket_view=view,
+    )
+    parts = [
+        [net.all[0], *net.all[1 + number :: max(1, optimizers)]] for number in range(optimizers)
+    ]
     made = [torch.optim.SGD(part, lr=0.0) for part in parts] or None
 
     def after_backward() -> None:
         for batch in range(batches):
             final = batch == batches - 1
             with hooks_ref.ddp_sync_context(ddp, final, strategy, made):
-                ddp({index: gradient(batch, rank, index) for index in USES[uses](batch, rank)}, batch).backward()
+                ddp(
+                    {index: gradient(batch, rank, index) for index in USES[uses](batch, rank)},
+                    batch,
+                ).backward()
                 if final and rank == fails_on:
                     raise ArithmeticError("this micro-batch failed")
         for parameter, mine in zip(shown, net.all, strict=True):
@@ -76,7 +102,7 @@ def synchronised(
 
 
 def sparse_and_strided(process_group: Any, rank: int, *, strategy: str) -> Case:
-    """An embedding of which ranks use other rows, and a parameter in channels_last: checked here."""
+    """Check an embedding, whose rows differ between ranks, and a parameter in channels_last."""
     net = Net([torch.Size((2, 3, 2, 2))], True, torch.channels_last)
     ddp = DistributedDataParallel(net, process_group=process_group, find_unused_parameters=True)
 

@@ -1,4 +1,4 @@
-"""Bytes on the wire: what each rank gives to collectives, on record, is what the papers say."""
+"""Bytes on the wire: the recorded bytes of each rank's collectives are those of the papers."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,8 @@ from conformance.hosts.pool import Pool
 from tests.hooks_ref.algorithms import PARAMS, run_hook, scenario
 
 NUMELS = [math.prod(spec.shape) for spec in PARAMS]
-TOTAL, WIDE = sum(NUMELS), 4  # bytes of float32
+TOTAL = sum(NUMELS)
+WIDE = 4  # bytes of float32
 STEP = 4  # after every warm-up, and after DDP has regrouped its buckets
 ONE_EACH = 4 / 2**20  # a cap of four bytes: a bucket for each parameter
 
@@ -29,7 +30,8 @@ def low_rank(rank: int) -> int:
     total = 0
     for spec, numel in zip(PARAMS, NUMELS, strict=True):
         n = spec.shape[0] if len(spec.shape) > 1 else 1
-        m, k = numel // n, min(n, numel // n, rank)
+        m = numel // n
+        k = min(n, numel // n, rank)
         total += (n + m) * k if n > 1 and (n + m) * k < numel else numel
     return total * WIDE
 
@@ -47,20 +49,48 @@ SENT: dict[str, tuple[str | None, str | None, int]] = {
     "fp16": ("hooks_ref:fp16_compress_hook", None, TOTAL * 2),
     "bf16": ("hooks_ref:bf16_compress_hook", None, TOTAL * 2),
     "noop": ("hooks_ref:noop_hook", None, 0),
-    "mixed precision": ("hooks_ref:allreduce_and_upcast_hook", "examples.states:mixed_float16", TOTAL * 2),
+    "mixed precision": (
+        "hooks_ref:allreduce_and_upcast_hook",
+        "examples.states:mixed_float16",
+        TOTAL * 2,
+    ),
     "powerSGD": ("hooks_ref:powerSGD_hook", "examples.states:power_sgd", low_rank(2)),
-    "powerSGD, same shapes": ("hooks_ref:powerSGD_hook", "examples.states:power_sgd_same_shapes", low_rank(2)),
+    "powerSGD, same shapes": (
+        "hooks_ref:powerSGD_hook",
+        "examples.states:power_sgd_same_shapes",
+        low_rank(2),
+    ),
     "batched powerSGD": ("hooks_ref:batched_powerSGD_hook", "examples.states:power_sgd", square(2)),
-    "top-k": (COMPRESSION, "examples.states:top_k", each(lambda n: math.ceil(0.25 * n) * (WIDE + 4))),
-    "EF21": (COMPRESSION, "examples.states:top_k_ef21", each(lambda n: math.ceil(0.25 * n) * (WIDE + 4))),
-    "random-k": (COMPRESSION, "examples.states:random_k", each(lambda n: math.ceil(0.25 * n) * WIDE)),
+    "top-k": (
+        COMPRESSION,
+        "examples.states:top_k",
+        each(lambda n: math.ceil(0.25 * n) * (WIDE + 4)),
+    ),
+    "EF21": (
+        COMPRESSION,
+        "examples.states:top_k_ef21",
+        each(lambda n: math.ceil(0.25 * n) * (WIDE + 4)),
+    ),
+    "random-k": (
+        COMPRESSION,
+        "examples.states:random_k",
+        each(lambda n: math.ceil(0.25 * n) * WIDE),
+    ),
     "sign": (COMPRESSION, "examples.states:scaled_sign", each(lambda n: -(-n // 8) + 2 * WIDE)),
     "1-bit": (COMPRESSION, "examples.states:one_bit", each(lambda n: -(-n // 8) + 2 * WIDE)),
     "QSGD": (COMPRESSION, "examples.states:qsgd", each(lambda n: n + WIDE)),
-    "QSGD, 4 bits": (COMPRESSION, "examples.states:qsgd_4_bits", each(lambda n: -(-n // 2) + WIDE * whole(n, 16))),
+    "QSGD, 4 bits": (
+        COMPRESSION,
+        "examples.states:qsgd_4_bits",
+        each(lambda n: -(-n // 2) + WIDE * whole(n, 16)),
+    ),
     "TernGrad": (COMPRESSION, "examples.states:terngrad", each(lambda n: -(-n // 4) + WIDE)),
     "per tensor": ("hooks_ref:quantization_pertensor_hook", None, each(lambda n: n + 2 * WIDE)),
-    "per channel": ("tests.hooks_ref.quantization_subjects:perchannel_16", None, each(lambda n: whole(n, 16) * (min(n, 16) + 2 * WIDE))),
+    "per channel": (
+        "tests.hooks_ref.quantization_subjects:perchannel_16",
+        None,
+        each(lambda n: whole(n, 16) * (min(n, 16) + 2 * WIDE)),
+    ),
     "gossip": ("hooks_ref:gossip_grad_hook", "hooks_ref:GossipGraDState", TOTAL * WIDE),
     "post-local": (None, "examples.setups:own", 0),
 }
@@ -78,6 +108,8 @@ def test_a_step_sends_what_the_paper_says(pool: Pool, name: str) -> None:
         setup=setup,
     )
     for rank in run.ranks:
-        assert len(list(rank.all("call", step=STEP))) == len(PARAMS), "one bucket for each parameter was meant"
+        assert len(list(rank.all("call", step=STEP))) == len(PARAMS), (
+            "one bucket for each parameter was meant"
+        )
         sent = next(rank.all("sent", step=STEP))["collectives"]
         assert sum(size for _, size in sent) == expected, sent

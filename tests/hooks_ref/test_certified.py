@@ -1,4 +1,5 @@
-"""The references are certified by the commands of their README, and torch's own hooks as third-party subjects."""
+"""The references are certified by the commands of their README, and torch's own hooks as
+third-party subjects."""
 
 import re
 import shlex
@@ -20,27 +21,45 @@ README = Path(hooks_ref.__file__).parent / "README.md"
 
 
 def case(options: str) -> Case:
-    """Read the options of a command line, at the world sizes that say most for their time; the soak judges them at more."""
+    """Read the options of a command line; choose fewer world sizes than the soak."""
     words = shlex.split(options)
     given = dict(zip(words[::2], words[1::2], strict=True))
-    assert given.keys() <= {"--hook", "--setup", "--state", "--claims", *(f"--{kind}" for kind in KINDS)}, options
+    assert given.keys() <= {
+        "--hook",
+        "--setup",
+        "--state",
+        "--claims",
+        *(f"--{kind}" for kind in KINDS),
+    }, options
     if kind := next((kind for kind in KINDS if kind != HOOK and f"--{kind}" in given), ""):
         worlds = (2, 4) if "{2: 2, 4: 4}" in options else (1, 2)
         return Case(given[f"--{kind}"], given.get("--claims", "exact"), worlds=worlds, kind=kind)
-    target, claims = given.get("--hook") or given["--setup"], given.get("--claims", "exact")
+    target = given.get("--hook") or given["--setup"]
+    claims = given.get("--claims", "exact")
     read = parse_claims(claims)
-    worlds = (2, 3) if read.lossy == LOCAL else (1, 2, 3, 4) if target == "hooks_ref:allreduce_hook" else (1, 2)
+    worlds = (1, 2)
+    if read.lossy == LOCAL:
+        worlds = (2, 3)
+    elif target == "hooks_ref:allreduce_hook":
+        worlds = (1, 2, 3, 4)
     return Case(target, claims, given.get("--state"), setup="--setup" in given, worlds=worlds)
 
 
 def ours() -> Iterator[Case]:
-    """The commands of the README. Where a lossy hook has the same claim with another compressor, or setting, that is judged by what
-    speaks of compressors and their state; what rounds to bfloat16, by what speaks of arithmetic; a fused one over another inner hook,
-    by what speaks of results; with --thorough by all."""
+    """Yield the commands of the README.
+
+    If a lossy hook repeats the claim of an earlier one with another compressor, or setting, only
+    the rules on compressors and their state judge it. Only the rules on arithmetic judge hooks that
+    round to bfloat16, and only those on results judge a fused hook over another inner hook. With
+    --thorough all rules do.
+    """
     seen = set[tuple[str, str]]()
     for options in re.findall(r"^\|.*\| `(--\w+ .*)` \|$", README.read_text(), re.M):
         made = case(options)
-        frame = _SIBLINGS.get(made.target, made.target), parse_claims(made.claims).lossy if made.kind == HOOK else ""
+        frame = (
+            _SIBLINGS.get(made.target, made.target),
+            parse_claims(made.claims).lossy if made.kind == HOOK else "",
+        )
         if "bfloat16" in made.claims:
             made = replace(made, rules=of_sections(*ARITHMETIC, "10"))
         elif made.target.endswith(":adagrad_out_of_place"):
@@ -60,48 +79,71 @@ _SIBLINGS = {
     "hooks_ref:quantization_perchannel_hook": "hooks_ref:quantization_pertensor_hook",
 }
 OURS = list(ours())
-# torch's own, as third-party subjects, at an odd size too. DDP refuses bf16_compress_hook on CPU by its name alone: it gets another.
+# torch's own, as third-party subjects, at an odd size too. DDP refuses any hook named
+# bf16_compress_hook on CPU, so that torch's gets another name.
 TORCHS = [
     Case("torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook"),
-    Case("torch.distributed.algorithms.ddp_comm_hooks.default_hooks:fp16_compress_hook", "rounded(float16)"),
+    Case(
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:fp16_compress_hook",
+        "rounded(float16)",
+    ),
     Case("tests.peers:torch_bf16", "rounded(bfloat16)"),
     Case("tests.peers:torch_fp16_wrapped", "rounded(float16)"),
     Case("tests.peers:torch_bf16_wrapped", "rounded(bfloat16)"),
     Case("torch.distributed.algorithms.ddp_comm_hooks:DDPCommHookType.ALLREDUCE", setup=True),
 ]
 # Compressors that lose nothing: exact, by the way that a compressed step takes.
-LOSSLESS = [Case("hooks_ref:compression_hook", state=f"examples.states:{name}") for name in ("everything", "everything_at_random")]
+LOSSLESS = [
+    Case("hooks_ref:compression_hook", state=f"examples.states:{name}")
+    for name in ("everything", "everything_at_random")
+]
 CASES = [
     *OURS,
     *(replace(case, worlds=(1, 3)) for case in TORCHS[:2]),
     *(replace(case, worlds=(1, 2), rules=of_sections(*ARITHMETIC)) for case in TORCHS[2:5]),
     replace(TORCHS[5], worlds=(1, 2), rules=of_sections(*OBJECTS)),
     replace(LOSSLESS[1], worlds=(1, 2)),
-    # Not at scale, where each of a thousand simulated ranks decodes what all have sent.
-    replace(LOSSLESS[0], worlds=(1, 2), rules=of_sections(*{rule.section for rule in book(HOOK, "cpu").values()} - {AT_SCALE})),
+    # Not at scale: each of a thousand simulated ranks would decode the data of all ranks.
+    replace(
+        LOSSLESS[0],
+        worlds=(1, 2),
+        rules=of_sections(*{rule.section for rule in book(HOOK, "cpu").values()} - {AT_SCALE}),
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_is_certified(judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case) -> None:
+def test_is_certified(
+    judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
+) -> None:
     refused = refusals(judgements_of(case), rules)
     assert refused == {}, "\n".join(f"{number}: {why}" for number, why in refused.items())
 
 
 @pytest.mark.parametrize("case", [case for case in OURS if case.kind == "hook"], ids=str)
-def test_waits_for_nothing_inside_the_hook(judgements_of: Callable[[Case], Judgements], case: Case) -> None:
+def test_waits_for_nothing_inside_the_hook(
+    judgements_of: Callable[[Case], Judgements], case: Case
+) -> None:
     assert judgements_of(case)["10.1"].verdict.holds, judgements_of(case)["10.1"].reason
 
 
-@pytest.mark.parametrize("case", [Case("hooks_ref:noop_hook", worlds=(2,), rules=("2.1",))], ids=str)
-def test_noop_is_refused_as_what_it_is(judgements_of: Callable[[Case], Judgements], case: Case) -> None:
+@pytest.mark.parametrize(
+    "case", [Case("hooks_ref:noop_hook", worlds=(2,), rules=("2.1",))], ids=str
+)
+def test_noop_is_refused_as_what_it_is(
+    judgements_of: Callable[[Case], Judgements], case: Case
+) -> None:
     assert "nothing was communicated" in judgements_of(case)["2.1"].failures[0].cause
 
 
 def test_every_hook_has_a_command() -> None:
-    """Hooks are functions that are no factories, but for what wraps or registers others."""
+    """Every hook, compressor and factory of hooks has a command in the README."""
     named = set(re.findall(r"^\| `(\w+)` \| `--", README.read_text(), re.M))
-    hooks = {name for name in hooks_ref.__all__ if name.endswith(("_hook", "_wrapper", "_step", "_interleaved", "_optimizer"))}
+    hooks = {
+        name
+        for name in hooks_ref.__all__
+        if name.endswith(("_hook", "_wrapper", "_step", "_interleaved", "_optimizer"))
+    }
     compressors = {"TopK", "RandomK", "ScaledSign", "OneBit", "QSGD", "TernGrad"}
     of_modules = {"checkpoint_wrapper", "offload_wrapper"}
     assert hooks - {"noop_hook", "compression_hook"} - of_modules | compressors <= named

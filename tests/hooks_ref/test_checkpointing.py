@@ -22,16 +22,22 @@ def test_trains_to_the_same_bits(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_has_the_names_of_what_it_wraps(name: str) -> None:
-    plain, wrapped = network(), network()
+    plain = network()
+    wrapped = network()
     hooks_ref.apply_activation_checkpointing(wrapped, WRAPPERS[name])
     assert isinstance(wrapped.first, hooks_ref.ActivationWrapper)
     assert list(wrapped.state_dict()) == list(plain.state_dict())
-    assert [key for key, _ in wrapped.named_parameters()] == [key for key, _ in plain.named_parameters()]
+    assert [key for key, _ in wrapped.named_parameters()] == [
+        key for key, _ in plain.named_parameters()
+    ]
     assert [key for key, _ in wrapped.named_buffers()] == [key for key, _ in plain.named_buffers()]
     for parameter in wrapped.parameters():
         torch.nn.init.zeros_(parameter)
     wrapped.load_state_dict(plain.state_dict())
-    assert all(torch.equal(one, other) for one, other in zip(wrapped.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(wrapped.parameters(), plain.parameters(), strict=True)
+    )
     alone = WRAPPERS[name](Block())
     assert list(alone.state_dict()) == list(Block().state_dict())
     alone.load_state_dict(Block().state_dict())
@@ -46,7 +52,7 @@ def test_what_a_wrapper_lacks_is_the_modules() -> None:
 
 
 def test_the_forward_runs_again() -> None:
-    """In the backward, and not with another function that keeps what it needs."""
+    """In the backward; not with another function, which keeps its own tensors."""
     calls: list[int] = []
 
     class Counts(torch.nn.Module):
@@ -56,7 +62,12 @@ def test_the_forward_runs_again() -> None:
 
     for module, often in (
         (hooks_ref.checkpoint_wrapper(Counts()), 2),
-        (hooks_ref.checkpoint_wrapper(Counts(), hooks_ref.CheckpointImpl.REENTRANT, preserve_rng_state=False), 2),
+        (
+            hooks_ref.checkpoint_wrapper(
+                Counts(), hooks_ref.CheckpointImpl.REENTRANT, preserve_rng_state=False
+            ),
+            2,
+        ),
         (hooks_ref.checkpoint_wrapper(Counts(), checkpoint_fn=lambda function, x: function(x)), 1),
         (hooks_ref.offload_wrapper(Counts()), 1),
     ):
@@ -67,25 +78,36 @@ def test_the_forward_runs_again() -> None:
 
 def test_choosing_what_to_wrap() -> None:
     net = network()
-    hooks_ref.apply_activation_checkpointing(net, check_fn=lambda module: isinstance(module, torch.nn.LayerNorm))
+    hooks_ref.apply_activation_checkpointing(
+        net, check_fn=lambda module: isinstance(module, torch.nn.LayerNorm)
+    )
     assert sum(isinstance(module, hooks_ref.CheckpointWrapper) for module in net.modules()) == 2
     assert not isinstance(net.blocks[0], hooks_ref.CheckpointWrapper)
 
 
 @pytest.mark.parametrize("policy", ["size", "classes"])
 def test_a_policy_chooses_what_torchs_does(policy: str) -> None:
-    """On the way up, by what is not wrapped yet; and never what it did not look into."""
+    """On the way up, by the elements not wrapped yet; never inside a module it did not enter."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
     chosen: Any = {
-        "size": partial(size_based_auto_wrap_policy, min_num_params=50, exclude_wrap_modules={torch.nn.Sequential}),
+        "size": partial(
+            size_based_auto_wrap_policy,
+            min_num_params=50,
+            exclude_wrap_modules={torch.nn.Sequential},
+        ),
         "classes": ModuleWrapPolicy({Block, torch.nn.LayerNorm}),
     }[policy]
-    ours, theirs = (torch.nn.Sequential(torch.nn.Linear(6, 6), Block(), torch.nn.Sequential(Block(), Block())) for _ in range(2))
+    ours, theirs = (
+        torch.nn.Sequential(torch.nn.Linear(6, 6), Block(), torch.nn.Sequential(Block(), Block()))
+        for _ in range(2)
+    )
     hooks_ref.apply_activation_checkpointing(ours, auto_wrap_policy=chosen)
     torchs.apply_activation_checkpointing(theirs, auto_wrap_policy=chosen)
-    assert [type(module).__name__ for module in ours.modules()] == [type(module).__name__ for module in theirs.modules()]
+    assert [type(module).__name__ for module in ours.modules()] == [
+        type(module).__name__ for module in theirs.modules()
+    ]
     assert sum(isinstance(module, hooks_ref.CheckpointWrapper) for module in ours.modules()) > 2
 
 
@@ -96,9 +118,13 @@ def test_a_policy_is_called() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "reentrant", "both"])
 def test_buffers_are_updated_by_the_first_forward_alone(name: str) -> None:
-    plain, wrapped = torch.nn.BatchNorm1d(3), WRAPPERS[name](torch.nn.BatchNorm1d(3))
+    plain = torch.nn.BatchNorm1d(3)
+    wrapped = WRAPPERS[name](torch.nn.BatchNorm1d(3))
     buffer = wrapped.running_mean
     for module in (plain, wrapped):
         module(torch.arange(12.0).view(4, 3).requires_grad_()).square().sum().backward()
     assert wrapped.running_mean is buffer
-    assert all(torch.equal(one, other) for one, other in zip(plain.buffers(), wrapped.buffers(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(plain.buffers(), wrapped.buffers(), strict=True)
+    )

@@ -1,4 +1,4 @@
-"""The join context: who is told what in which step, and torch's own joinables in it."""
+"""The join context: the calls in each step, and torch's own joinables in the context."""
 
 from typing import Any
 
@@ -17,7 +17,14 @@ WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), initial_v
 
 def run(pool: Pool, name: str, world: int, what: Scenario = WHAT, **given: Any) -> None:
     """Run a subject, which checks itself."""
-    run_hook(pool, what, world, setup=",".join([f"{SUBJECTS}:{name}", *(f"{key}={value!r}" for key, value in given.items())]))
+    run_hook(
+        pool,
+        what,
+        world,
+        setup=",".join(
+            [f"{SUBJECTS}:{name}", *(f"{key}={value!r}" for key, value in given.items())]
+        ),
+    )
 
 
 @pytest.mark.parametrize("joinables", [1, 3])
@@ -27,8 +34,15 @@ def test_who_trains(pool: Pool, lengths: tuple[int, ...], joinables: int) -> Non
 
 
 def test_on_subgroups(pool: Pool) -> None:
-    """A rank is told its place in its group; the groups know nothing of each other."""
-    what = Scenario("algorithm", "two groups", WHAT.params, ("crafted",), groups=SUBGROUPS.groups, initial_value=0.0)
+    """Ranks are places in the joinables' group; two groups do not affect each other."""
+    what = Scenario(
+        "algorithm",
+        "two groups",
+        WHAT.params,
+        ("crafted",),
+        groups=SUBGROUPS.groups,
+        initial_value=0.0,
+    )
     run(pool, "counts", 4, what, lengths=(1, 4), joinables=2)
 
 
@@ -40,7 +54,10 @@ def test_ways_out(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        *({"lengths": (2, 5, 0), "hook": hook} for hook in ("", "allreduce_hook", "fp16_compress_hook", "powerSGD_hook")),
+        *(
+            {"lengths": (2, 5, 0), "hook": hook}
+            for hook in ("", "allreduce_hook", "fp16_compress_hook", "powerSGD_hook")
+        ),
         *({"lengths": lengths, "zero": True} for lengths in ((3, 4), (4, 1))),
     ],
     ids=str,
@@ -52,5 +69,5 @@ def test_torchs_joinables(pool: Pool, given: dict[str, Any]) -> None:
 def test_arguments() -> None:
     with pytest.raises(ValueError, match="at least one"):
         hooks_ref.Join([])
-    with pytest.raises(TypeError, match="Linear is none"):
+    with pytest.raises(TypeError, match="Linear is not a Joinable"):
         hooks_ref.Join([torch.nn.Linear(1, 1)])

@@ -1,4 +1,4 @@
-"""Averagers beside their definition, simulated for all ranks in one process, and beside torch's where it works."""
+"""Averagers beside their definition, simulated in one process, and beside torch's if it works."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,35 +11,56 @@ from conformance.hosts.pool import Pool
 from conformance.records.run import Run
 from conformance.scenarios.hook import SUBGROUPS
 from conformance.scenarios.model import Param, Scenario
-from tests.hooks_ref.algorithms import ONE_BUCKET, PARAMS, gradients, require_same_bits, result, run_hook, scenario, torchs_own_fails
+from tests.hooks_ref.algorithms import (
+    ONE_BUCKET,
+    PARAMS,
+    gradients,
+    require_same_bits,
+    result,
+    run_hook,
+    scenario,
+    torchs_own_fails,
+)
 
 SUBJECT = "tests.hooks_ref.averaging_subjects:averaged"
 SIZES = {2: 2, 4: 4}  # groups by period
 CONTIGUOUS = tuple(spec for spec in PARAMS if spec.layout == "contiguous")
-Groups = Callable[[int, int], tuple[int, ...]]  # of a rank at a step; () where nothing is averaged
+Groups = Callable[[int, int], tuple[int, ...]]  # of a rank at a step; () if nothing is averaged
 
 
 def run(pool: Pool, world: int, name: str, what: Scenario | None = None, **given: Any) -> Run:
-    setup = ",".join([SUBJECT, *(f"{key}={value!r}" for key, value in {"name": name, **given}.items())])
+    setup = ",".join(
+        [SUBJECT, *(f"{key}={value!r}" for key, value in {"name": name, **given}.items())]
+    )
     return run_hook(pool, what or scenario(30, bucket_cap_mb=ONE_BUCKET), world, setup=setup)
 
 
 def require_definition(run: Run, groups: Groups) -> None:
     """Follow every parameter of every rank through local steps and averages, in float64.
 
-    Tolerance: a step rounds twice at most, where it subtracts and where it averages, each time by the unit roundoff of what is there.
+    Tolerance: a step rounds at most twice, in its subtraction and in its average, each time by the
+    unit roundoff of the value.
     """
     for index in range(len(run.scenario.params)):
         values = torch.zeros_like(gradients(run, 0, index))
-        unit, largest = torch.finfo(getattr(torch, run.scenario.params[index].dtype)).eps / 2, 0.0
+        unit = torch.finfo(getattr(torch, run.scenario.params[index].dtype)).eps / 2
+        largest = 0.0
         for step in range(len(run.scenario.steps)):
             values = values - gradients(run, step, index)
-            means = [values[list(groups(step, rank))].mean(0) if groups(step, rank) else values[rank] for rank in range(run.world)]
+            means = [
+                values[list(groups(step, rank))].mean(0) if groups(step, rank) else values[rank]
+                for rank in range(run.world)
+            ]
             values = torch.stack(means)
             largest = max(largest, float(values.abs().amax()))
             for rank in range(run.world):
                 error = (result(run, rank, step, index) - values[rank]).abs().max()
-                assert float(error) <= 2 * (step + 1) * unit * 2 * largest, (step, rank, index, float(error))
+                assert float(error) <= 2 * (step + 1) * unit * 2 * largest, (
+                    step,
+                    rank,
+                    index,
+                    float(error),
+                )
 
 
 def periodic(period: int, warmup: int, *groups: tuple[int, ...]) -> Groups:
@@ -53,28 +74,40 @@ def periodic(period: int, warmup: int, *groups: tuple[int, ...]) -> Groups:
 def hierarchical(sizes: dict[int, int], warmup: int) -> Groups:
     def of(step: int, rank: int) -> tuple[int, ...]:
         size = max((size for period, size in sizes.items() if step % period == 0), default=0)
-        return tuple(range(rank // size * size, rank // size * size + size)) if size and step >= warmup else ()
+        return (
+            tuple(range(rank // size * size, rank // size * size + size))
+            if size and step >= warmup
+            else ()
+        )
 
     return of
 
 
-@pytest.mark.parametrize(("world", "period", "warmup"), [(2, 4, 10), (3, 1, 0), (2, 7, 0), (2, 50, 40)], ids=str)
+@pytest.mark.parametrize(
+    ("world", "period", "warmup"), [(2, 4, 10), (3, 1, 0), (2, 7, 0), (2, 50, 40)], ids=str
+)
 @pytest.mark.filterwarnings("ignore:period")
 def test_periodic(pool: Pool, world: int, period: int, warmup: int) -> None:
     mine = run(pool, world, "PeriodicModelAverager", period=period, warmup_steps=warmup)
     require_definition(mine, periodic(period, warmup, tuple(range(world))))
 
 
-@pytest.mark.parametrize(("world", "sizes", "warmup"), [(4, SIZES, 3), (4, {3: 4}, 0), (2, {5: 2}, 6)], ids=str)
+@pytest.mark.parametrize(
+    ("world", "sizes", "warmup"), [(4, SIZES, 3), (4, {3: 4}, 0), (2, {5: 2}, 6)], ids=str
+)
 def test_hierarchical(pool: Pool, world: int, sizes: dict[int, int], warmup: int) -> None:
-    mine = run(pool, world, "HierarchicalModelAverager", period_group_size_dict=sizes, warmup_steps=warmup)
+    mine = run(
+        pool, world, "HierarchicalModelAverager", period_group_size_dict=sizes, warmup_steps=warmup
+    )
     require_definition(mine, hierarchical(sizes, warmup))
 
 
 @pytest.mark.parametrize("given", ["iterator", "groups", "both", "twice"])
 def test_whatever_parameters_are_given_in(pool: Pool, given: str) -> None:
     plain = run(pool, 2, "PeriodicModelAverager", scenario(6), period=2)
-    require_same_bits(run(pool, 2, "PeriodicModelAverager", scenario(6), period=2, given=given), plain)
+    require_same_bits(
+        run(pool, 2, "PeriodicModelAverager", scenario(6), period=2, given=given), plain
+    )
 
 
 def test_one_rank_without_a_gradient(pool: Pool) -> None:
@@ -87,8 +120,15 @@ def test_one_rank_without_a_gradient(pool: Pool) -> None:
 
 
 def test_on_subgroups(pool: Pool) -> None:
-    """Where a rank's place in its group is not its global rank."""
-    what = Scenario("algorithm", "two groups", PARAMS[:3], ("normal",) * 6, groups=SUBGROUPS.groups, initial_value=0.0)
+    """In a group in which a rank's place is not its global rank."""
+    what = Scenario(
+        "algorithm",
+        "two groups",
+        PARAMS[:3],
+        ("normal",) * 6,
+        groups=SUBGROUPS.groups,
+        initial_value=0.0,
+    )
     mine = run(pool, 4, "PeriodicModelAverager", what, period=2, warmup_steps=1)
     require_definition(mine, periodic(2, 1, *SUBGROUPS.groups))
     mine = run(pool, 4, "HierarchicalModelAverager", what, period_group_size_dict={3: 2})
@@ -96,8 +136,16 @@ def test_on_subgroups(pool: Pool) -> None:
 
 
 def test_dtypes(pool: Pool) -> None:
-    params = tuple(Param((5, 3), dtype) for dtype in ("float32", "float64", "bfloat16", "complex64"))
-    mine = run(pool, 2, "PeriodicModelAverager", Scenario("algorithm", "dtypes", params, ("crafted",) * 4, initial_value=0.0), period=2)
+    params = tuple(
+        Param((5, 3), dtype) for dtype in ("float32", "float64", "bfloat16", "complex64")
+    )
+    mine = run(
+        pool,
+        2,
+        "PeriodicModelAverager",
+        Scenario("algorithm", "dtypes", params, ("crafted",) * 4, initial_value=0.0),
+        period=2,
+    )
     require_definition(mine, periodic(2, 0, (0, 1)))
 
 
@@ -112,17 +160,25 @@ def test_dtypes(pool: Pool) -> None:
 )
 def test_beside_torchs(pool: Pool, world: int, name: str, options: dict[str, Any]) -> None:
     what = scenario(30, params=CONTIGUOUS, bucket_cap_mb=ONE_BUCKET)
-    require_same_bits(run(pool, world, name, what, **options), run(pool, world, name, what, torchs=True, **options))
+    require_same_bits(
+        run(pool, world, name, what, **options),
+        run(pool, world, name, what, torchs=True, **options),
+    )
 
 
 def test_torchs_permutes_what_is_not_contiguous(pool: Pool) -> None:
-    """It puts a parameter elsewhere, with other strides; DDP goes on to write its gradients by the ones that it had."""
+    """torch's averager replaces a parameter's memory, with other strides.
+
+    DDP still writes the gradient in the former strides.
+    """
     what = scenario(6, params=(Param((8, 3, 2, 2), layout="channels_last"),))
     options = {"period": 2, "warmup_steps": 3}  # once DDP has regrouped its buckets
     torchs = run(pool, 2, "PeriodicModelAverager", what, torchs=True, **options)
     with pytest.raises(AssertionError):
         require_definition(torchs, periodic(2, 3, (0, 1)))
-    require_definition(run(pool, 2, "PeriodicModelAverager", what, **options), periodic(2, 3, (0, 1)))
+    require_definition(
+        run(pool, 2, "PeriodicModelAverager", what, **options), periodic(2, 3, (0, 1))
+    )
 
 
 def test_arguments() -> None:

@@ -1,4 +1,5 @@
-"""Averagers that torch does not have, beside their definitions, simulated for all ranks in one process."""
+"""Averagers that torch does not have, beside their definitions, simulated for all ranks in one
+process."""
 
 from collections.abc import Callable
 
@@ -16,11 +17,18 @@ from tests.hooks_ref.test_model_averaging import run
 Round = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-def require_rounds(run: Run, period: int, warmup: int, follow: Callable[[], Round], shown: str = "parameters") -> None:
-    """Follow every parameter in float64. Tolerance: two roundings of float32 a step, of the largest value so far, and as much
-    again for what a round adds."""
+def require_rounds(
+    run: Run, period: int, warmup: int, follow: Callable[[], Round], shown: str = "parameters"
+) -> None:
+    """Follow every parameter in float64.
+
+    Tolerance: two roundings of float32 a step, of the largest value so far, and as much again for
+    the terms of a round.
+    """
     for index in range(len(run.scenario.params)):
-        values, largest, one_round = torch.zeros_like(gradients(run, 0, index)), 0.0, follow()
+        values = torch.zeros_like(gradients(run, 0, index))
+        largest = 0.0
+        one_round = follow()
         average = values
         for step in range(len(run.scenario.steps)):
             values = values - gradients(run, step, index)
@@ -41,7 +49,8 @@ def diloco(lr: float, momentum: float) -> Round:
         nonlocal begun, velocity
         mean = values.mean(0)
         if number == 0:
-            begun, velocity = mean, torch.zeros_like(mean)
+            begun = mean
+            velocity = torch.zeros_like(mean)
         else:
             difference = begun - mean
             velocity = momentum * velocity + difference
@@ -73,8 +82,12 @@ def gossip(topology: str, seed: int) -> Round:
     return follow
 
 
-@pytest.mark.parametrize(("world", "period", "warmup", "lr", "momentum"), [(2, 3, 2, 0.7, 0.9), (3, 2, 0, 0.5, 0.0)])
-def test_diloco(pool: Pool, world: int, period: int, warmup: int, lr: float, momentum: float) -> None:
+@pytest.mark.parametrize(
+    ("world", "period", "warmup", "lr", "momentum"), [(2, 3, 2, 0.7, 0.9), (3, 2, 0, 0.5, 0.0)]
+)
+def test_diloco(
+    pool: Pool, world: int, period: int, warmup: int, lr: float, momentum: float
+) -> None:
     mine = run(
         pool,
         world,
@@ -93,16 +106,28 @@ def test_diloco_without_an_outer_optimizer_is_periodic(pool: Pool) -> None:
     mine = run(pool, 2, "DiLoCoModelAverager", scenario(8), period=3, lr=1.0, momentum=0.0)
     periodic = run(pool, 2, "PeriodicModelAverager", scenario(8), period=3)
     for step in range(8):
-        assert torch.allclose(result(mine, 0, step, 0), result(periodic, 0, step, 0), rtol=0, atol=1e-5)
+        assert torch.allclose(
+            result(mine, 0, step, 0), result(periodic, 0, step, 0), rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(("world", "period", "warmup"), [(2, 1, 0), (3, 2, 3)])
 def test_ema(pool: Pool, world: int, period: int, warmup: int) -> None:
-    mine = run(pool, world, "EMAModelAverager", scenario(12, bucket_cap_mb=ONE_BUCKET), decay=0.75, period=period, warmup_steps=warmup)
+    mine = run(
+        pool,
+        world,
+        "EMAModelAverager",
+        scenario(12, bucket_cap_mb=ONE_BUCKET),
+        decay=0.75,
+        period=period,
+        warmup_steps=warmup,
+    )
     require_rounds(mine, period, warmup, lambda: moving(0.75), shown="average")
 
 
-@pytest.mark.parametrize(("world", "topology"), [(2, "hypercube"), (3, "dissemination"), (4, "hypercube")])
+@pytest.mark.parametrize(
+    ("world", "topology"), [(2, "hypercube"), (3, "dissemination"), (4, "hypercube")]
+)
 def test_gossip(pool: Pool, world: int, topology: str) -> None:
     mine = run(
         pool,
@@ -119,13 +144,19 @@ def test_gossip(pool: Pool, world: int, topology: str) -> None:
 
 @pytest.mark.parametrize("name", ["DiLoCoModelAverager", "GossipModelAverager"])
 def test_given_in_groups(pool: Pool, name: str) -> None:
-    require_same_bits(run(pool, 2, name, scenario(5), period=2, given="both"), run(pool, 2, name, scenario(5), period=2))
+    require_same_bits(
+        run(pool, 2, name, scenario(5), period=2, given="both"),
+        run(pool, 2, name, scenario(5), period=2),
+    )
 
 
 def test_states_go_on() -> None:
     averager = hooks_ref.DiLoCoModelAverager(2)
-    averager.begun, averager.velocity, averager.step = {0: torch.ones(2)}, {0: torch.full((2,), 3.0)}, 5
-    saved, other = averager.state_dict(), hooks_ref.DiLoCoModelAverager(2)
+    averager.begun = {0: torch.ones(2)}
+    averager.velocity = {0: torch.full((2,), 3.0)}
+    averager.step = 5
+    saved = averager.state_dict()
+    other = hooks_ref.DiLoCoModelAverager(2)
     averager.begun[0].zero_()
     other.load_state_dict(saved)
     assert (other.step, other.begun[0].tolist(), other.velocity[0].tolist()) == (5, [1, 1], [3, 3])

@@ -1,4 +1,4 @@
-"""An optimizer inside the hook does what it does after vanilla DDP's backward, bit for bit."""
+"""An optimizer inside the hook steps as after vanilla DDP's backward, bit for bit."""
 
 import copy
 import math
@@ -15,12 +15,23 @@ from conformance.records.run import Run
 from conformance.scenarios.hook import COLLECTIVE_RAISES, SPARSE, TRAINING
 from conformance.scenarios.model import Param, Scenario
 from hooks_ref.optimizer_overlap import OptimizerHookState, functional, hook_then_optimizer
-from tests.hooks_ref.algorithms import PARAMS, every, gradients, require_same_bits, result, run_hook, scenario, torchs_own_fails, try_hook
+from tests.hooks_ref.algorithms import (
+    PARAMS,
+    every,
+    gradients,
+    require_same_bits,
+    result,
+    run_hook,
+    scenario,
+    torchs_own_fails,
+    try_hook,
+)
 
 SUBJECTS = "tests.hooks_ref.optimizer_overlap_subjects"
 TEN_STEPS = replace(TRAINING, steps=("normal",) * 10)
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-CHANNELS_LAST, TRANSPOSED = 2, 4  # in PARAMS
+CHANNELS_LAST = 2
+TRANSPOSED = 4  # in PARAMS
 
 OPTIMIZERS = [
     ("SGD", {"lr": 0.1}),
@@ -42,25 +53,47 @@ def setup(name: str, **kwargs: Any) -> str:
     return ",".join([f"{SUBJECTS}:{name}", *(f"{key}={value!r}" for key, value in kwargs.items())])
 
 
-def train(pool: Pool, what: Scenario, name: str, world: int = 2, *, algorithm: str = "SGD", options: Any = MOMENTUM, **kwargs: Any) -> Run:
-    return run_hook(pool, what, world, setup=setup(name, algorithm=algorithm, options=options, **kwargs))
+def train(
+    pool: Pool,
+    what: Scenario,
+    name: str,
+    world: int = 2,
+    *,
+    algorithm: str = "SGD",
+    options: Any = MOMENTUM,
+    **kwargs: Any,
+) -> Run:
+    return run_hook(
+        pool, what, world, setup=setup(name, algorithm=algorithm, options=options, **kwargs)
+    )
 
 
 def require_same_tensors(one: Run, other: Run) -> None:
     """Everything recorded, parameters of every step among them, on every rank."""
     for mine, theirs in zip(one.ranks, other.ranks, strict=True):
         assert mine.tensors.keys() == theirs.tensors.keys()
-        assert [name for name, tensor in mine.tensors.items() if not torch.equal(tensor, theirs.tensors[name])] == []
+        assert [
+            name
+            for name, tensor in mine.tensors.items()
+            if not torch.equal(tensor, theirs.tensors[name])
+        ] == []
 
 
 def require_replicas(run: Run) -> None:
     first, *others = run.ranks
     for other in others:
-        assert [name for name, tensor in first.tensors.items() if not torch.equal(tensor, other.tensors[name])] == []
+        assert [
+            name
+            for name, tensor in first.tensors.items()
+            if not torch.equal(tensor, other.tensors[name])
+        ] == []
 
 
 def require_trained(run: Run) -> None:
-    """Every parameter changed at every step, so that equal runs mean something. A bias before batch norm has no gradient."""
+    """Every parameter changed at every step, so that equal runs mean something.
+
+    A bias before batch norm has no gradient.
+    """
     for name, tensor in run.ranks[0].tensors.items():
         step, _, rest = name.partition("/")
         if step.isdigit() and step != "0" and not rest.endswith("0.bias"):
@@ -72,8 +105,13 @@ def by_name(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("algorithm", "options"), OPTIMIZERS, ids=by_name)
-def test_every_optimizer_trains_as_after_vanilla(pool: Pool, algorithm: str, options: dict[str, Any]) -> None:
-    one, other = (train(pool, TEN_STEPS, name, algorithm=algorithm, options=options) for name in ("ours", "vanilla"))
+def test_every_optimizer_trains_as_after_vanilla(
+    pool: Pool, algorithm: str, options: dict[str, Any]
+) -> None:
+    one, other = (
+        train(pool, TEN_STEPS, name, algorithm=algorithm, options=options)
+        for name in ("ours", "vanilla")
+    )
     require_trained(one)
     require_replicas(one)
     require_same_tensors(one, other)
@@ -89,7 +127,9 @@ def test_every_optimizer_trains_as_after_vanilla(pool: Pool, algorithm: str, opt
         {"accumulate": True},
         {"decay": True},
     ],
-    ids=lambda kwargs: "-".join(map(str, kwargs.values())) if "inner" in kwargs else "-".join(kwargs),
+    ids=lambda kwargs: (
+        "-".join(map(str, kwargs.values())) if "inner" in kwargs else "-".join(kwargs)
+    ),
 )
 def test_any_hook_accumulation_and_schedules(pool: Pool, kwargs: dict[str, Any]) -> None:
     one, other = (train(pool, TEN_STEPS, name, **kwargs) for name in ("ours", "vanilla"))
@@ -99,7 +139,13 @@ def test_any_hook_accumulation_and_schedules(pool: Pool, kwargs: dict[str, Any])
 
 def test_training_with_gradients_as_views_of_buckets(pool: Pool) -> None:
     one, other = (
-        train(pool, replace(TEN_STEPS, ddp=replace(TEN_STEPS.ddp, gradient_as_bucket_view=True)), name, 3) for name in ("ours", "vanilla")
+        train(
+            pool,
+            replace(TEN_STEPS, ddp=replace(TEN_STEPS.ddp, gradient_as_bucket_view=True)),
+            name,
+            3,
+        )
+        for name in ("ours", "vanilla")
     )
     require_replicas(one)
     require_same_tensors(one, other)
@@ -108,8 +154,10 @@ def test_training_with_gradients_as_views_of_buckets(pool: Pool) -> None:
 @pytest.mark.parametrize(("world", "view"), [(2, False), (3, True)], ids=["copies", "views"])
 def test_frees_gradients_in_backward(pool: Pool, world: int, view: bool) -> None:
     what = replace(TEN_STEPS, ddp=replace(TEN_STEPS.ddp, gradient_as_bucket_view=view))
-    one = train(pool, what, "ours", world, in_backward=True, algorithm="Adam", options={"lr": 0.01})  # requires None after backward
-    require_same_tensors(one, train(pool, what, "vanilla", world, algorithm="Adam", options={"lr": 0.01}))
+    adam = {"algorithm": "Adam", "options": {"lr": 0.01}}
+    # The run itself requires None after backward.
+    one = train(pool, what, "ours", world, in_backward=True, **adam)
+    require_same_tensors(one, train(pool, what, "vanilla", world, **adam))
 
 
 def test_only_some_parameters(pool: Pool) -> None:
@@ -117,7 +165,8 @@ def test_only_some_parameters(pool: Pool) -> None:
     require_same_bits(one, other)
     for step, rank, index in every(one):
         assert bool(result(one, rank, step, index).any()) == (index in (0, 4, 7))
-    freed = train(pool, scenario(4), "ours", only=[0, 4, 7], in_backward=True)  # requires that the others' gradients stay
+    # The run itself requires that the other gradients stay.
+    freed = train(pool, scenario(4), "ours", only=[0, 4, 7], in_backward=True)
     require_same_bits(freed, other)
 
 
@@ -125,11 +174,14 @@ def test_only_some_parameters(pool: Pool) -> None:
 def test_agrees_with_an_oracle_to_the_last_bit(pool: Pool, world: int) -> None:
     """Momentum SGD in float64, all in powers of two.
 
-    A crafted mean is a multiple of 2**-3 below 2**8. With momentum 1/2, ten steps make the buffer a multiple of 2**-12
-    below 2**9, and with a learning rate of 1/2 the parameter one of 2**-13 below 10 * 2**8 / 2 * 2 < 2**12, of which
-    one is added per step: 24 bits while it stays below 2**11, which is asserted. All of it is exact in float32.
+    A crafted mean is a multiple of 2**-3 below 2**8. With momentum 1/2, ten steps make the buffer a
+    multiple of 2**-12 below 2**9, and with a learning rate of 1/2 the parameter one of 2**-13 below
+    10 * 2**8 / 2 * 2 < 2**12, of which one is added per step: 24 bits while it stays below 2**11,
+    which is asserted. All of it is exact in float32.
     """
-    run = train(pool, scenario(10, kind="crafted"), "ours", world, options={"lr": 0.5, "momentum": 0.5})
+    run = train(
+        pool, scenario(10, kind="crafted"), "ours", world, options={"lr": 0.5, "momentum": 0.5}
+    )
     for index in range(len(PARAMS)):
         parameter = buffer = torch.zeros((), dtype=torch.float64)
         for step in range(10):
@@ -143,26 +195,41 @@ def test_agrees_with_an_oracle_to_the_last_bit(pool: Pool, world: int) -> None:
 @pytest.mark.parametrize(("algorithm", "world"), [("SGD", 3), ("Adam", 2)])
 def test_every_layout_and_shape(pool: Pool, algorithm: str, world: int) -> None:
     options = MOMENTUM if algorithm == "SGD" else {"lr": 0.01}
-    one, other = (train(pool, scenario(10), name, world, algorithm=algorithm, options=options) for name in ("ours", "vanilla"))
+    one, other = (
+        train(pool, scenario(10), name, world, algorithm=algorithm, options=options)
+        for name in ("ours", "vanilla")
+    )
     require_same_bits(one, other)
     require_replicas(one)
 
 
 DTYPES = (
     *(Param((3, 5), dtype) for dtype in ("float32", "float64", "float16", "bfloat16", "complex64")),
-    *(Param((0,)), Param((2, 3), "complex64", "transposed"), Param((), "float64"), Param((0, 3), "complex64")),
+    *(
+        Param((0,)),
+        Param((2, 3), "complex64", "transposed"),
+        Param((), "float64"),
+        Param((0, 3), "complex64"),
+    ),
 )
 
 
 @pytest.mark.parametrize("inner", ["allreduce", "elsewhere"])
 def test_every_dtype(pool: Pool, inner: str) -> None:
-    one, other = (train(pool, scenario(5, params=DTYPES), name, inner=inner) for name in ("ours", "vanilla"))
+    one, other = (
+        train(pool, scenario(5, params=DTYPES), name, inner=inner) for name in ("ours", "vanilla")
+    )
     require_same_bits(one, other)
 
 
-@pytest.mark.parametrize(("algorithm", "options"), [("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adagrad", {"lr": 0.1})])
+@pytest.mark.parametrize(
+    ("algorithm", "options"), [("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adagrad", {"lr": 0.1})]
+)
 def test_sparse_gradients(pool: Pool, algorithm: str, options: dict[str, Any]) -> None:
-    one, other = (train(pool, SPARSE, name, algorithm=algorithm, options=options) for name in ("ours", "vanilla"))
+    one, other = (
+        train(pool, SPARSE, name, algorithm=algorithm, options=options)
+        for name in ("ours", "vanilla")
+    )
     require_same_bits(one, other)
 
 
@@ -171,7 +238,13 @@ def test_leaves_gradients_to_ddp(pool: Pool) -> None:
     plain = run_hook(pool, scenario(4), hook="hooks_ref:allreduce_hook")
     for view in (False, True):
         require_same_bits(
-            train(pool, replace(scenario(4), ddp=replace(scenario(4).ddp, gradient_as_bucket_view=view)), "ours", shown=False), plain
+            train(
+                pool,
+                replace(scenario(4), ddp=replace(scenario(4).ddp, gradient_as_bucket_view=view)),
+                "ours",
+                shown=False,
+            ),
+            plain,
         )
 
 
@@ -180,12 +253,16 @@ def test_gives_the_bits_that_torch_gives(pool: Pool, algorithm: str) -> None:
     """torch's hook, and torch's functional optimizers in our hook."""
     options = MOMENTUM if algorithm == "SGD" else {"lr": 0.01}
     one = train(pool, TEN_STEPS, "ours", algorithm=algorithm, options=options)
-    require_same_tensors(one, train(pool, TEN_STEPS, "torchs", algorithm=algorithm, options=options))
-    require_same_tensors(one, train(pool, TEN_STEPS, "ours", algorithm=algorithm, options=options, torchs=True))
+    require_same_tensors(
+        one, train(pool, TEN_STEPS, "torchs", algorithm=algorithm, options=options)
+    )
+    require_same_tensors(
+        one, train(pool, TEN_STEPS, "ours", algorithm=algorithm, options=options, torchs=True)
+    )
 
 
 def test_torchs_own_steps_with_the_wrong_elements(pool: Pool) -> None:
-    """Where the parameter is not C-contiguous: it is permuted, silently."""
+    """If the parameter is not C-contiguous, torch permutes it silently."""
     torchs, vanilla = (train(pool, scenario(3), name) for name in ("torchs", "vanilla"))
     wrong = {
         index
@@ -196,7 +273,7 @@ def test_torchs_own_steps_with_the_wrong_elements(pool: Pool) -> None:
 
 
 def test_torchs_own_steps_with_what_is_in_the_bucket(pool: Pool) -> None:
-    """Where the hook returns its mean in another tensor, torch steps with the local gradient; replicas part."""
+    """If the hook returns its mean in another tensor, torch steps with the local gradient."""
     torchs = train(pool, scenario(1), "torchs", inner="elsewhere")
     assert not torch.equal(result(torchs, 0, 0, 0), result(torchs, 1, 0, 0))
 
@@ -206,7 +283,9 @@ def test_torchs_own_in_backward_needs_an_accelerator(pool: Pool) -> None:
         run_hook(pool, TRAINING, setup=setup("torchs_in_backward"))
 
 
-@pytest.mark.parametrize(("algorithm", "torchs"), [("Adagrad", False), ("SGD", False), ("Adam", True)])
+@pytest.mark.parametrize(
+    ("algorithm", "torchs"), [("Adagrad", False), ("SGD", False), ("Adam", True)]
+)
 def test_resumes_bit_for_bit(pool: Pool, tmp_path: Path, algorithm: str, torchs: bool) -> None:
     options = {"lr": 0.01, "weight_decay": 0.1} | ({"momentum": 0.9} if algorithm == "SGD" else {})
     common: dict[str, Any] = {"algorithm": algorithm, "options": options, "torchs": torchs}
@@ -222,10 +301,13 @@ def test_a_failed_collective_surfaces(pool: Pool) -> None:
 
 
 class Bucket:
-    """What a hook sees of a ``GradBucket``, in this process."""
+    """The part of ``GradBucket`` that hooks use, in this process."""
 
-    def __init__(self, parameters: list[torch.Tensor], gradient: float | torch.Tensor = 1.0) -> None:
-        self._parameters, self._buffer = parameters, torch.ones(sum(p.numel() for p in parameters)) * gradient
+    def __init__(
+        self, parameters: list[torch.Tensor], gradient: float | torch.Tensor = 1.0
+    ) -> None:
+        self._parameters = parameters
+        self._buffer = torch.ones(sum(p.numel() for p in parameters)) * gradient
 
     def parameters(self) -> list[torch.Tensor]:
         return self._parameters
@@ -256,8 +338,12 @@ def parameter() -> torch.nn.Parameter:
 
 @pytest.mark.parametrize(("algorithm", "options"), MORE_OPTIMIZERS, ids=by_name)
 def test_steps_like_the_optimizer_itself(algorithm: str, options: dict[str, Any]) -> None:
-    ours, vanilla = ([torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.zeros(2, 3))] for _ in range(2))
-    hook = hook_then_optimizer(local, OptimizerHookState(functional(getattr(torch.optim, algorithm), **options)))
+    ours, vanilla = (
+        [torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.zeros(2, 3))] for _ in range(2)
+    )
+    hook = hook_then_optimizer(
+        local, OptimizerHookState(functional(getattr(torch.optim, algorithm), **options))
+    )
     optimizer = getattr(torch.optim, algorithm)(vanilla, **options)
     for step in range(10):
         bucket = Bucket(ours, math.sin(step) * torch.arange(11.0))
@@ -270,7 +356,8 @@ def test_steps_like_the_optimizer_itself(algorithm: str, options: dict[str, Any]
 
 
 def test_no_step_on_a_failed_reduction() -> None:
-    p, state = parameter(), OptimizerHookState(functional(torch.optim.SGD, lr=1.0))
+    p = parameter()
+    state = OptimizerHookState(functional(torch.optim.SGD, lr=1.0))
     future = hook_then_optimizer(failed, state)(None, Bucket([p]))
     with pytest.raises(RuntimeError, match="this collective failed"):
         future.value()
@@ -278,7 +365,8 @@ def test_no_step_on_a_failed_reduction() -> None:
 
 
 def test_a_step_that_fails_surfaces_and_leaves_the_gradient() -> None:
-    p, state = parameter(), OptimizerHookState(functional(torch.optim.LBFGS))
+    p = parameter()
+    state = OptimizerHookState(functional(torch.optim.LBFGS))
     p.grad = kept = torch.full((3,), 5.0)
     with pytest.raises(RuntimeError, match="closure"):
         hook_then_optimizer(local, state)(None, Bucket([p])).value()
@@ -292,8 +380,12 @@ def test_an_option_that_the_optimizer_refuses_surfaces() -> None:
 
 
 def test_two_states_are_independent_and_the_global_generator_is_left_alone() -> None:
-    one, other = (OptimizerHookState(functional(torch.optim.SGD, lr=1.0, momentum=0.5)) for _ in range(2))
-    p, q, before = parameter(), parameter(), torch.get_rng_state()
+    one, other = (
+        OptimizerHookState(functional(torch.optim.SGD, lr=1.0, momentum=0.5)) for _ in range(2)
+    )
+    p = parameter()
+    q = parameter()
+    before = torch.get_rng_state()
     for _ in range(2):
         hook_then_optimizer(local, one)(None, Bucket([p]))
     hook_then_optimizer(local, other)(None, Bucket([q]))
@@ -303,12 +395,14 @@ def test_two_states_are_independent_and_the_global_generator_is_left_alone() -> 
 
 
 def test_goes_back_to_what_was_saved() -> None:
-    """A state that has gone on loads as a new one does: nothing of what came after stays."""
-    p, state = parameter(), OptimizerHookState(functional(torch.optim.Adagrad, lr=1.0))
+    """A state that has made more steps loads as a new state does: nothing of these steps stays."""
+    p = parameter()
+    state = OptimizerHookState(functional(torch.optim.Adagrad, lr=1.0))
     hook = hook_then_optimizer(local, state)
     fresh = copy.deepcopy(state.state_dict())
     hook(None, Bucket([p]))
-    saved, at = copy.deepcopy(state.state_dict()), p.detach().clone()
+    saved = copy.deepcopy(state.state_dict())
+    at = p.detach().clone()
     hook(None, Bucket([p], 2.0))
     after = p.detach().clone()
     for back, begin, gradient, end in ((saved, at, 2.0, after), (fresh, torch.zeros(3), 1.0, at)):
@@ -343,7 +437,8 @@ def test_a_stepper_without_a_state_steps_but_is_not_saved() -> None:
             with torch.no_grad():
                 param.sub_(grad)
 
-    p, state = parameter(), OptimizerHookState(Plain(), params=(p for p in []))
+    p = parameter()
+    state = OptimizerHookState(Plain(), params=iter([]))
     hook_then_optimizer(local, state)(None, Bucket([p]))
     assert not p.any()
     state = OptimizerHookState(Plain())

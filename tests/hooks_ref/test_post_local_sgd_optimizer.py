@@ -1,4 +1,4 @@
-"""An optimizer that averages: its steps and averages, what it saves, and what it shares with the optimizer inside."""
+"""An optimizer that averages: its steps, averages, saved state and shared attributes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,14 @@ import torch
 import hooks_ref
 from conformance.hosts.pool import Pool
 from conformance.records.run import Run
-from tests.hooks_ref.algorithms import PARAMS, gradients, require_same_bits, result, run_hook, scenario
+from tests.hooks_ref.algorithms import (
+    PARAMS,
+    gradients,
+    require_same_bits,
+    result,
+    run_hook,
+    scenario,
+)
 
 SUBJECTS = "tests.hooks_ref.averaging_subjects"
 CONTIGUOUS = tuple(spec for spec in PARAMS if spec.layout == "contiguous")
@@ -17,7 +24,9 @@ OPTIONS = {"period": 3, "warmup_steps": 2}
 
 
 def run(pool: Pool, subject: str, **given: Any) -> Run:
-    setup = ",".join([f"{SUBJECTS}:{subject}", *(f"{key}={value!r}" for key, value in given.items())])
+    setup = ",".join(
+        [f"{SUBJECTS}:{subject}", *(f"{key}={value!r}" for key, value in given.items())]
+    )
     return run_hook(pool, scenario(12, params=CONTIGUOUS), setup=setup)
 
 
@@ -28,7 +37,7 @@ def test_steps_then_averages(pool: Pool) -> None:
 
 
 def test_a_step_that_one_rank_skips(pool: Pool) -> None:
-    """Ranks still average together, at the same steps: what rank 1 lacks then is one gradient."""
+    """Ranks still average together, at the same steps: rank 1 only lacks one gradient."""
     mine = run(pool, "stepped", overflow=(1, 3), **OPTIONS)
     values = torch.zeros_like(gradients(mine, 0, 0))
     for step in range(12):
@@ -38,11 +47,14 @@ def test_a_step_that_one_rank_skips(pool: Pool) -> None:
         if step >= 2 and (step - 2) % 3 == 0:
             values[:] = values.mean(0)
         for rank in range(2):
-            assert torch.allclose(result(mine, rank, step, 0), values[rank], rtol=0, atol=1e-4), (step, rank)
+            assert torch.allclose(result(mine, rank, step, 0), values[rank], rtol=0, atol=1e-4), (
+                step,
+                rank,
+            )
 
 
 class Counts(hooks_ref.ModelAverager):
-    """Remembers what it was asked."""
+    """Records the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,9 +66,14 @@ class Counts(hooks_ref.ModelAverager):
 
 
 def made(**options: Any) -> tuple[hooks_ref.PostLocalSGDOptimizer, torch.nn.Parameter, Counts]:
-    parameter, averager = torch.nn.Parameter(torch.ones(3)), Counts()
+    parameter = torch.nn.Parameter(torch.ones(3))
+    averager = Counts()
     parameter.grad = torch.full((3,), 0.5)
-    return hooks_ref.PostLocalSGDOptimizer(torch.optim.SGD([parameter], lr=1.0, **options), averager), parameter, averager
+    return (
+        hooks_ref.PostLocalSGDOptimizer(torch.optim.SGD([parameter], lr=1.0, **options), averager),
+        parameter,
+        averager,
+    )
 
 
 def test_shares_groups_and_state() -> None:
@@ -89,9 +106,13 @@ def test_the_count_of_steps_is_saved() -> None:
     optimizer, _, averager = made(momentum=0.9)
     for _ in range(3):
         optimizer.step()
-    saved, (other, _, others) = optimizer.state_dict(), made(momentum=0.9)
+    saved = optimizer.state_dict()
+    other, _, others = made(momentum=0.9)
     other.load_state_dict(saved)
-    assert (others.step, other.state_dict()["state"].keys()) == (averager.step, saved["state"].keys())
+    assert (others.step, other.state_dict()["state"].keys()) == (
+        averager.step,
+        saved["state"].keys(),
+    )
     assert other.state is other.optim.state
     with pytest.raises(KeyError, match="was not saved by a PostLocalSGDOptimizer"):
         other.load_state_dict(optimizer.optim.state_dict())
@@ -103,7 +124,10 @@ def test_the_count_of_steps_is_saved() -> None:
 def test_arguments() -> None:
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: hooks_ref.PostLocalSGDOptimizer(torch.optim.SGD, Counts()), "optim: an optimizer, made already"),  # type: ignore[arg-type]
+        (
+            lambda: hooks_ref.PostLocalSGDOptimizer(torch.optim.SGD, Counts()),
+            "optim: an instance of torch.optim.Optimizer",
+        ),  # type: ignore[arg-type]
         (lambda: hooks_ref.PostLocalSGDOptimizer(sgd, 4), "averager: a ModelAverager"),  # type: ignore[arg-type]
     ]
     for call, said in calls:

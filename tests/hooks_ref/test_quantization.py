@@ -13,9 +13,20 @@ from conformance.records.run import Run
 from conformance.scenarios.model import Param, Scenario
 from hooks_ref._buckets import in_rows
 from hooks_ref.quantization import _quantize, quantization_perchannel_hook
-from tests.hooks_ref.algorithms import PARAMS, every, gradients, memory_order, result, run_hook, scenario, torchs_own_fails, try_hook
+from tests.hooks_ref.algorithms import (
+    PARAMS,
+    every,
+    gradients,
+    memory_order,
+    result,
+    run_hook,
+    scenario,
+    torchs_own_fails,
+    try_hook,
+)
 
-MODULE, SUBJECTS = "hooks_ref.quantization", "tests.hooks_ref.quantization_subjects"
+MODULE = "hooks_ref.quantization"
+SUBJECTS = "tests.hooks_ref.quantization_subjects"
 THEIRS = "torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks"
 # The width of a row, by hook. 11 divides the size of one bucket, 77, without remainder.
 WIDTHS = {
@@ -34,30 +45,30 @@ def buckets(run: Run, step: int) -> Iterator[list[int]]:
 
 
 def of_bucket(run: Run, step: int, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what was fed in a bucket and what came out on each rank, ``[W, numel]`` both, in the bucket's order."""
+    """Return the inputs and results of a bucket, both ``[W, numel]``, in the bucket's order."""
     orders = [(index, memory_order(run.scenario.params[index])) for index in indices]
     fed = torch.cat([gradients(run, step, index)[:, order] for index, order in orders], 1)
-    got = [torch.cat([result(run, rank, step, index)[order] for index, order in orders]) for rank in range(run.world)]
+    got = [
+        torch.cat([result(run, rank, step, index)[order] for index, order in orders])
+        for rank in range(run.world)
+    ]
     return fed, torch.stack(got)
 
 
 def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
-    """``[W, numel]`` to ``[W, rows, width]``, with one more row of zeros than needed, as in torch's."""
+    """``[W, numel]`` to ``[W, rows, width]``, with one more row of zeros than needed, as in
+    torch's."""
     width = min(width, x.size(1) + 1)
     return torch.nn.functional.pad(x, (0, width - x.size(1) % width)).view(len(x), -1, width)
 
 
-def definition(x: torch.Tensor, width: int, unit: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the mean of the quantized rows of all ranks, the bound on our error, and where rounding is ambiguous.
-
-    In float64, x ``[W, numel]``. With u the unit roundoff of the hook's arithmetic: a scale is off by 2u (a difference, a
-    quotient), x / scale by one more, so the levels of at most 255 by less than 4 * 255 u. Where x / scale is nearer than
-    that to the middle between two integers, the level may be off by one; likewise the zero of a row, after which the
-    clamp may cut one level. A dequantized value v is off by 3u |v| (scale, product); the sum over W by (W - 1) u sum|v|,
-    the quotient by u: together less than (W + 5) u sum|v| / W.
-    """
+def definition(
+    x: torch.Tensor, width: int, unit: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the mean of the ranks' quantized rows, our error bound, and ambiguous places."""
     rows = rows_of(x, width)
-    low, high = (rows.amin(2, keepdim=True).clamp(max=0), rows.amax(2, keepdim=True).clamp(min=0))
+    low = rows.amin(2, keepdim=True).clamp(max=0)
+    high = rows.amax(2, keepdim=True).clamp(min=0)
     scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).eps)
     zero = (-low / scale).round().clamp(0, 255)
     value = scale * (((rows / scale).round() + zero).clamp(0, 255) - zero)
@@ -69,7 +80,9 @@ def definition(x: torch.Tensor, width: int, unit: float) -> tuple[torch.Tensor, 
 
 
 def require_definition(run: Run, width: int) -> float:
-    """Require it at every step, bucket and rank; return the part of the elements of normal steps whose rounding is ambiguous.
+    """Require it at every step, bucket and rank.
+
+    Return the part of the elements of normal steps whose rounding is ambiguous.
 
     A half bucket's result is rounded once more, to its dtype.
     """
@@ -79,12 +92,20 @@ def require_definition(run: Run, width: int) -> float:
             dtype = run.scenario.params[indices[0]].dtype.replace("complex64", "float32")
             fed, got = of_bucket(run, step, indices)
             # The oracle's float64 is no better than the hook's: both are off.
-            expected, bound, unclear = definition(fed, width, 2 * UNIT["float64"] if dtype == "float64" else UNIT["float32"])
+            expected, bound, unclear = definition(
+                fed, width, 2 * UNIT["float64"] if dtype == "float64" else UNIT["float32"]
+            )
             if dtype in ("float16", "bfloat16"):
-                # Half a unit in the last place, or half the smallest subnormal of float16 (bfloat16's is smaller).
+                # Half a unit in the last place, or half the smallest subnormal of float16
+                # (bfloat16's is smaller).
                 bound = bound + UNIT[dtype] * (expected.abs() + bound) + 2.0**-25
             for rank in range(run.world):
-                assert ((got[rank] - expected).abs() <= bound).all(), (step, rank, indices, (got[rank] - expected).abs() - bound)
+                assert ((got[rank] - expected).abs() <= bound).all(), (
+                    step,
+                    rank,
+                    indices,
+                    (got[rank] - expected).abs() - bound,
+                )
                 assert torch.equal(got[rank], got[0]), "not the same bits on all ranks"
             ambiguous += [unclear > 0] if kind == "normal" else []
     return float(torch.cat(ambiguous).double().mean())
@@ -92,32 +113,61 @@ def require_definition(run: Run, width: int) -> float:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("hook", WIDTHS)
-def test_each_step_is_what_the_definition_gives_on_all_ranks(pool: Pool, hook: str, world: int) -> None:
-    """Twelve steps in several buckets, across the rebuild; then magnitudes from 1e-30 to 1e30, and zeros on one rank or all."""
-    run = run_hook(pool, replace(scenario(15), steps=("normal",) * 12 + ("wide", "zero_one", "zero_all")), world, hook=hook)
-    assert require_definition(run, WIDTHS[hook]) < 0.03, "inputs of this test: too many ties to say much"
+def test_each_step_is_what_the_definition_gives_on_all_ranks(
+    pool: Pool, hook: str, world: int
+) -> None:
+    """Twelve steps in several buckets, across the rebuild.
+
+    Then magnitudes from 1e-30 to 1e30, and zeros on one rank or all.
+    """
+    run = run_hook(
+        pool,
+        replace(scenario(15), steps=("normal",) * 12 + ("wide", "zero_one", "zero_all")),
+        world,
+        hook=hook,
+    )
+    assert require_definition(run, WIDTHS[hook]) < 0.03, (
+        "inputs of this test: too many ties to say much"
+    )
     for step, rank, index in every(run, range(14, 15)):
-        assert torch.equal(result(run, rank, step, index), torch.zeros_like(result(run, rank, step, index)))
+        assert torch.equal(
+            result(run, rank, step, index), torch.zeros_like(result(run, rank, step, index))
+        )
 
 
 @pytest.mark.parametrize("hook", list(WIDTHS)[::2])
 def test_other_dtypes(pool: Pool, hook: str) -> None:
     """In buckets of their own: DDP puts no two dtypes into one."""
-    params = tuple(Param(shape, dtype) for dtype in ("float64", "float16", "bfloat16", "complex64") for shape in ((40,), (3, 5), ()))
+    params = tuple(
+        Param(shape, dtype)
+        for dtype in ("float64", "float16", "bfloat16", "complex64")
+        for shape in ((40,), (3, 5), ())
+    )
     require_definition(run_hook(pool, scenario(3, params=params), hook=hook), WIDTHS[hook])
 
 
 @pytest.mark.parametrize("hook", list(WIDTHS)[::2])
 def test_scalars_and_empty_parameters(pool: Pool, hook: str) -> None:
     """The last one alone in a bucket, which then has no elements."""
-    params = (Param(()), Param((0,)), Param((1,)), Param((32,)), Param((4, 3, 2, 5), layout="channels_last"), Param((0,), "float64"))
+    params = (
+        Param(()),
+        Param((0,)),
+        Param((1,)),
+        Param((32,)),
+        Param((4, 3, 2, 5), layout="channels_last"),
+        Param((0,), "float64"),
+    )
     require_definition(run_hook(pool, scenario(3, params=params), hook=hook), WIDTHS[hook])
 
 
 @pytest.mark.parametrize("hook", list(WIDTHS)[::2])
 def test_within_half_a_step_of_the_mean(pool: Pool, hook: str) -> None:
-    """The error is at most the mean of scale / 2: half a level, and a clamped tie is half a level too. The rest of the
-    bound is that of ``definition``: 4 * 255 u < 7e-5 scales, and 8u of a value of at most 255 scales, below 2e-4 together."""
+    """The error is at most the mean of scale / 2.
+
+    This is half a level; the error of a clamped tie is half a level too. The rest of the bound is
+    that of ``definition``: 4 * 255 u < 7e-5 scales, and 8u of a value of at most 255 scales, below
+    2e-4 together.
+    """
     run = run_hook(pool, scenario(4), 3, hook=hook)
     for step in range(4):
         for indices in buckets(run, step):
@@ -131,11 +181,18 @@ def test_within_half_a_step_of_the_mean(pool: Pool, hook: str) -> None:
 # NaN and infinity
 
 
-@pytest.mark.parametrize("hook", [f"{MODULE}:quantization_pertensor_hook", f"{SUBJECTS}:perchannel_3"])
+@pytest.mark.parametrize(
+    "hook", [f"{MODULE}:quantization_pertensor_hook", f"{SUBJECTS}:perchannel_3"]
+)
 def test_what_is_not_finite_stays_so_in_its_row(pool: Pool, hook: str) -> None:
-    """On all ranks, whichever fed it; other rows are as they are without, and so is the next step."""
+    """The row is not finite on all ranks, for any rank that fed the value.
+
+    Other rows, and the next step, do not change.
+    """
     width = WIDTHS.get(hook, 3)
-    run = run_hook(pool, replace(scenario(4), steps=("normal", "nan", "inf", "normal")), 3, hook=hook)
+    run = run_hook(
+        pool, replace(scenario(4), steps=("normal", "nan", "inf", "normal")), 3, hook=hook
+    )
     finite = 0
     for step in range(4):
         for indices in buckets(run, step):
@@ -163,8 +220,21 @@ def test_what_is_not_finite_stays_so_in_its_row(pool: Pool, hook: str) -> None:
 )
 def test_gives_the_bits_that_torch_gives(pool: Pool, ours: str, theirs: str, world: int) -> None:
     """torch's own, with its future re-wrapped; float32. One parameter fills whole rows of 512."""
-    kinds = ("normal", "normal", "wide", "tiny", "crafted", "zero_all", "zero_one", "nan", "inf", "normal")
-    what = replace(scenario(len(kinds), params=(*PARAMS, Param((1024,)), Param((600,)))), steps=kinds)
+    kinds = (
+        "normal",
+        "normal",
+        "wide",
+        "tiny",
+        "crafted",
+        "zero_all",
+        "zero_one",
+        "nan",
+        "inf",
+        "normal",
+    )
+    what = replace(
+        scenario(len(kinds), params=(*PARAMS, Param((1024,)), Param((600,)))), steps=kinds
+    )
     one, other = (run_hook(pool, what, world, hook=hook) for hook in (ours, f"{SUBJECTS}:{theirs}"))
     for step, rank, index in every(one):
         mine, torchs = (result(run, rank, step, index) for run in (one, other))
@@ -191,14 +261,21 @@ def test_torchs_own_fails_on_gloo(pool: Pool, name: str, said: str) -> None:
 @pytest.mark.parametrize("hook", list(WIDTHS)[1:2])
 def test_sparse_gradients_are_averaged_as_they_are(pool: Pool, hook: str) -> None:
     """Exact sums: crafted."""
-    run = run_hook(pool, scenario(3, params=(Param((10, 3), layout="sparse"), Param((7,))), kind="crafted"), hook=hook)
+    run = run_hook(
+        pool,
+        scenario(3, params=(Param((10, 3), layout="sparse"), Param((7,))), kind="crafted"),
+        hook=hook,
+    )
     for step, rank, _ in every(run):
         assert torch.equal(result(run, rank, step, 0), gradients(run, step, 0).mean(0))
 
 
 @pytest.mark.parametrize("hook", list(WIDTHS)[1:2])
 def test_averages_over_the_group_it_is_given(pool: Pool, hook: str) -> None:
-    """Two models on two groups: each gets the mean of its own ranks, not in the order of global ranks."""
+    """Two models on two groups.
+
+    Each gets the mean of its own ranks, not in the order of global ranks.
+    """
     what = replace(scenario(2), groups=((1, 3), (0, 2)))
     run = run_hook(pool, what, 4, hook=hook)
     for step, rank, index in every(run):
@@ -211,13 +288,18 @@ def test_averages_over_the_group_it_is_given(pool: Pool, hook: str) -> None:
 @pytest.mark.parametrize("fault", ["collective_raises", "peer_dies"])
 @pytest.mark.parametrize("hook", list(WIDTHS)[:2])
 def test_failures_surface(pool: Pool, hook: str, fault: str) -> None:
-    what: Scenario = replace(scenario(3, kind="crafted"), fault=replace(scenario(3, kind="crafted").fault, kind=fault))
+    what: Scenario = replace(
+        scenario(3, kind="crafted"), fault=replace(scenario(3, kind="crafted").fault, kind=fault)
+    )
     run = try_hook(pool, what, hook=hook)
     faults = run.ranks[1 if fault == "collective_raises" else 0].all("fault")
     assert [(found["unused"], found["raised"]) for found in faults] == [(False, True)]
 
 
-@pytest.mark.parametrize(("bucket_size", "error"), [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    ("bucket_size", "error"),
+    [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError)],
+)
 def test_bucket_size_out_of_range_is_named(bucket_size: Any, error: type[Exception]) -> None:
     bucket: Any = None
     with pytest.raises(error, match="bucket_size: an integer of at least 1"):
@@ -225,11 +307,16 @@ def test_bucket_size_out_of_range_is_named(bucket_size: Any, error: type[Excepti
 
 
 @pytest.mark.parametrize(
-    ("numel", "width", "rows"), [(1024, 512, 2), (1025, 512, 3), (10, 512, 1), (1000, 10**9, 1), (1, 1, 1), (0, 512, 0)]
+    ("numel", "width", "rows"),
+    [(1024, 512, 2), (1025, 512, 3), (10, 512, 1), (1000, 10**9, 1), (1, 1, 1), (0, 512, 0)],
 )
 def test_a_byte_per_element_and_two_numbers_per_row(numel: int, width: int, rows: int) -> None:
-    """No row more than needed, and no padding of what is smaller than one."""
-    scales, levels = _quantize(in_rows(torch.randn(numel, generator=torch.Generator().manual_seed(numel)), width))
+    """There is no row more than needed, and a bucket smaller than a row is not padded."""
+    scales, levels = _quantize(
+        in_rows(torch.randn(numel, generator=torch.Generator().manual_seed(numel)), width)
+    )
     assert scales.shape == (2, rows, 1)
     assert levels.dtype == torch.uint8
-    assert levels.numel() == rows * math.ceil(numel / max(1, rows)) if numel < width else rows * width
+    assert (
+        levels.numel() == rows * math.ceil(numel / max(1, rows)) if numel < width else rows * width
+    )

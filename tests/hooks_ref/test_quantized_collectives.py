@@ -1,4 +1,4 @@
-"""Quantized collectives: the collective of quantized values, and how far these are from what was fed."""
+"""Quantized collectives: the collective of quantized values, and the error of quantization."""
 
 import math
 from typing import Any
@@ -22,18 +22,40 @@ COLLECTIVES = ["all_gather", "all_to_all", "all_to_all_single", "scatter"]
 
 def run(pool: Pool, name: str, world: int, what: Scenario = WHAT, **given: Any) -> None:
     """Run a subject, which checks itself."""
-    run_hook(pool, what, world, setup=",".join([f"{SUBJECTS}:{name}", *(f"{key}={value!r}" for key, value in given.items())]))
+    run_hook(
+        pool,
+        what,
+        world,
+        setup=",".join(
+            [f"{SUBJECTS}:{name}", *(f"{key}={value!r}" for key, value in given.items())]
+        ),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_is_the_collective_of_quantized_values(pool: Pool, name: str, kind: str) -> None:
-    run(pool, "equals", 3, of=name, qtype=kind, loss=4.0 if kind in ("FP16", "INT8") else None, waits=kind in ("FP16", "FP8"))
+    run(
+        pool,
+        "equals",
+        3,
+        of=name,
+        qtype=kind,
+        loss=4.0 if kind in ("FP16", "INT8") else None,
+        waits=kind in ("FP16", "FP8"),
+    )
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_on_subgroups(pool: Pool, name: str) -> None:
-    what = Scenario("algorithm", "two groups", WHAT.params, ("crafted",), groups=SUBGROUPS.groups, initial_value=0.0)
+    what = Scenario(
+        "algorithm",
+        "two groups",
+        WHAT.params,
+        ("crafted",),
+        groups=SUBGROUPS.groups,
+        initial_value=0.0,
+    )
     run(pool, "equals", 4, what, of=name, qtype="INT8")
 
 
@@ -78,4 +100,6 @@ def test_arguments() -> None:
     with pytest.raises(TypeError, match="qtype: a DQuantType"):
         hooks_ref.auto_quantize(dist.all_gather, "fp16")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="floating point"):
-        hooks_ref.auto_quantize(dist.all_gather, hooks_ref.DQuantType.FP16)([torch.ones(1)], torch.ones(1, dtype=torch.int32))
+        hooks_ref.auto_quantize(dist.all_gather, hooks_ref.DQuantType.FP16)(
+            [torch.ones(1)], torch.ones(1, dtype=torch.int32)
+        )

@@ -1,4 +1,5 @@
-"""Set-ups that train with torch's ZeroRedundancyOptimizer inside the hook, and show the parameters."""
+"""Set-ups that train with torch's ZeroRedundancyOptimizer inside the hook, and show the
+parameters."""
 
 import gc
 import weakref
@@ -37,17 +38,25 @@ def zero(
     if static:
         model._set_static_graph()
     sharded = ZeroRedundancyOptimizer(
-        model.parameters(), getattr(torch.optim, algorithm), process_group=process_group, overlap_with_ddp=True, **options
+        model.parameters(),
+        getattr(torch.optim, algorithm),
+        process_group=process_group,
+        overlap_with_ddp=True,
+        **options,
     )
 
     def on_step(step: int) -> None:
         if decay:
             sharded.param_groups[0]["lr"] = options["lr"] / (1 + step)
 
-    inner_state, inner_hook = (process_group, hooks_ref.allreduce_hook) if inner == "allreduce" else INNER[inner]()
+    inner_state, inner_hook = (
+        (process_group, hooks_ref.allreduce_hook) if inner == "allreduce" else INNER[inner]()
+    )
     from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 
-    hook = getattr(zero_overlap if whose == "ours" else ddp_zero_hook, name)(inner_hook, model, sharded, shard)
+    hook = getattr(zero_overlap if whose == "ours" else ddp_zero_hook, name)(
+        inner_hook, model, sharded, shard
+    )
     return case(model, optimizer, rank, inner_state, hook, on_step=on_step, **rest)
 
 
@@ -62,9 +71,17 @@ def refusals(model: DistributedDataParallel, process_group: dist.ProcessGroup) -
     for make in (zero_overlap.hook_with_zero_step, zero_overlap.hook_with_zero_step_interleaved):
         for arguments, kind, said in (
             ((model.module, good, False), TypeError, "ddp: a DistributedDataParallel"),
-            ((model, torch.optim.SGD(parameters), False), TypeError, "zero: a ZeroRedundancyOptimizer"),
+            (
+                (model, torch.optim.SGD(parameters), False),
+                TypeError,
+                "zero: a ZeroRedundancyOptimizer",
+            ),
             ((model, good, 1), TypeError, "shard_buckets: True or False"),
-            ((model, not_overlapped, False), ValueError, "zero: made without overlap_with_ddp=True"),
+            (
+                (model, not_overlapped, False),
+                ValueError,
+                "zero: made without overlap_with_ddp=True",
+            ),
             ((model, two_groups, False), ValueError, "zero: one parameter group; got 2"),
             ((finds, good, False), ValueError, "ddp: made with find_unused_parameters=True"),
         ):
@@ -72,7 +89,9 @@ def refusals(model: DistributedDataParallel, process_group: dist.ProcessGroup) -
                 make(hooks_ref.allreduce_hook, *arguments)
         before = torch.get_rng_state()
         freed = DistributedDataParallel(torch.nn.Linear(2, 2))
-        overlapped = ZeroRedundancyOptimizer(freed.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+        overlapped = ZeroRedundancyOptimizer(
+            freed.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+        )
         rng_of_linear = torch.get_rng_state()
         freed.register_comm_hook(None, make(hooks_ref.allreduce_hook, freed, overlapped))
         assert torch.equal(torch.get_rng_state(), rng_of_linear), "the global generator was used"
@@ -84,9 +103,16 @@ def refusals(model: DistributedDataParallel, process_group: dist.ProcessGroup) -
     return Case(None, hooks_ref.allreduce_hook)
 
 
-def certified(model: DistributedDataParallel, process_group: dist.ProcessGroup, name: str) -> tuple[dist.ProcessGroup, Hook]:
+def certified(
+    model: DistributedDataParallel, process_group: dist.ProcessGroup, name: str
+) -> tuple[dist.ProcessGroup, Hook]:
     """As a user has it, for the kit."""
     sharded = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, process_group=process_group, overlap_with_ddp=True, lr=0.1, momentum=0.9
+        model.parameters(),
+        torch.optim.SGD,
+        process_group=process_group,
+        overlap_with_ddp=True,
+        lr=0.1,
+        momentum=0.9,
     )
     return process_group, getattr(zero_overlap, name)(hooks_ref.allreduce_hook, model, sharded)
