@@ -4,6 +4,7 @@ import argparse
 import shlex
 from dataclasses import dataclass
 
+from conformance.subjects.claims import claims_help
 from conformance.subjects.kinds import KINDS
 
 WORLD_SIZES, DEADLINE, ATTACH_WAIT = "1,2,3,4", 30.0, 120.0
@@ -12,7 +13,7 @@ TEXT_OPTIONS = {
     "state": "the hook's state: module:factory[,key=value...], or pg for the model's process group",
     "setup": "instead of --hook: module:function, called with the DDP module, that registers or returns (state, hook)",
     **{name: f"instead of --hook: {kind.summary}: module:attribute[,key=value...]" for name, kind in KINDS.items() if name != "hook"},
-    "claims": 'what the subject says of itself, e.g. "rounded(float16), world_only"; auto proposes some; default: exact',
+    "claims": claims_help(),
     "certificate": "where to write the certificate; default: conformance-results/<subject and settings>/certificate.json",
     "records": "folder in which the records of all runs are kept",
     "attach": "run on the hosts that torchrun has started (-m conformance.host): HOST:PORT, its --rdzv-endpoint",

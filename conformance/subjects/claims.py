@@ -135,6 +135,8 @@ def parse_claims(text: str, kind: str = HOOK) -> Claims:
 
 def _split(text: str, kind: Kind) -> list[str]:
     parts = split_at_commas(text)
+    if len(parts) == 1 and text.strip().startswith("(") and text.strip().endswith(")"):
+        parts = split_at_commas(text.strip()[1:-1])  # the list may stand in parentheses
     if len(parts) > 1 and not parts[-1]:
         parts.pop()  # a trailing comma
     if not all(parts):

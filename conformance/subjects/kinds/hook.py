@@ -68,7 +68,13 @@ def _write_exact(claims: "Claims") -> str | None:
 
 EXACT = Claim(
     "exact",
-    (Form("exact", "The result is the mean over the group, in the bucket's dtype.", "2.1, 2.2"),),
+    (
+        Form(
+            "exact",
+            "The result is the mean over the group, in the bucket's dtype; the default.",
+            "2.1, 2.2",
+        ),
+    ),
     no_arguments,
     _write_exact,
     sets_fields=True,
@@ -193,8 +199,8 @@ COMPRESSED = Claim(
         ),
         Form(
             "compressed(feedback=False, delta=0.99)",
-            "The result is a lossy mean without feedback: each rank's error is at most "
-            "sqrt(1 - delta) times the norm of its gradients.",
+            "The result is a lossy mean without feedback: its distance from the mean is at most "
+            "sqrt(1 - delta) times the mean norm of the ranks' gradients.",
             "13.2, 13.10; it loses something: 2.10",
         ),
         Form(
@@ -487,13 +493,14 @@ CHAINED = field_flag(
     "chained",
     # Gloo does not run collectives in the order of a stream.
     "Callbacks start collectives, which needs the order of a stream; on Gloo each collective is "
-    "over before the next one begins.",
+    "over before the next one begins, and the certificate names that.",
     "callbacks start collectives: 10.4; without that order: 10.5",
 )
 CHECKPOINTABLE = field_flag(
     "checkpointable",
-    "The state can be saved, and continues in new processes from that step.",
-    "11.2, 11.3",
+    "The state can be saved, and continues in new processes from that step; with a set-up, the "
+    "saved of its Case counts as the state.",
+    "11.2, 11.3; SHOULD: 11.4",
 )
 
 

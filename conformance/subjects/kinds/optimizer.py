@@ -41,7 +41,7 @@ def _default(arguments: Mapping[str, Any]) -> None:
 
 OPTIMIZER = Kind(
     "optimizer",
-    "an optimizer wrapper: what takes a local optimizer and an averager, or a sharded optimizer",
+    "an optimizer wrapper, which takes a local optimizer and an averager, or a sharded optimizer",
     ("15",),
     reference="hooks_ref:PostLocalSGDOptimizer",
     scenarios=(
