@@ -78,12 +78,12 @@ def test_nothing_follows_from_none() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("exact", "no claim of a subject of this kind"),
+        ("exact", "is not a claim of an averager"),
         ("periodic", "periodic takes period="),
         ("periodic(period=0)", "whole number from 1"),
         ("periodic(period=4), periodic(period=5)", "given twice"),
         ("hierarchical(period_group_size_dict=4)", "group sizes by period"),
-        ("like", "like takes one of PeriodicModelAverager"),
+        ("like", "like takes a reference of hooks_ref, .*; one of PeriodicModelAverager"),
         ("like(NoSuchAverager)", "got NoSuchAverager"),
     ],
 )

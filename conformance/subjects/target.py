@@ -50,6 +50,9 @@ def parse_target(text: str, option: str) -> Target:
             f"{option}: {text!r} is not module:attribute[,key=value...], "
             "e.g. mypkg.hooks:my_hook,rank=2"
         )
+    if text.rstrip().endswith(","):
+        # The text is the subject's name in certificates, so that each subject has one spelling.
+        raise UsageError(f"{option}: {text!r} ends with a comma; leave it out")
     kwargs = {}
     for argument in parse_arguments(rest, any_text=True):
         if argument.name is None:
