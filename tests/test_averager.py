@@ -71,7 +71,7 @@ def test_claims_follow_from_arguments(arguments: dict[str, object], text: str) -
 
 
 def test_nothing_follows_from_none() -> None:
-    with pytest.raises(UsageError, match=r"--averager: say when it averages: --claims"):
+    with pytest.raises(UsageError, match=r"--averager: no claims follow from its arguments; type e\.g\. --claims"):
         default_claims("averager", {})
 
 

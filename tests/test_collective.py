@@ -132,7 +132,7 @@ def test_claims_are_what_the_target_says(target: str, claims: str) -> None:
         ("collective(scatter), rounded(float16), divided(0)", "divided takes one number, which is not 0"),
         ("collective(scatter), rounded(float16), divided", "divided takes one number"),
         ("collective(scatter), rounded(float16), dimensions(3)", "dimensions takes 1 or 2"),
-        ("collective(scatter), rounded(float16), compressed", "'compressed' is not a claim of a collective; known: collective(all_gather), "),
+        ("collective(scatter), rounded(float16), compressed", "'compressed' is not a claim of a collective; known: collective"),
     ],
 )
 def test_claims_that_say_too_little_or_too_much(text: str, message: str) -> None:

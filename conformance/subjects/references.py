@@ -1,4 +1,4 @@
-"""The references that subjects claim to be like: ``like(powerSGD_hook, matrix_approximation_rank=2)``.
+"""The references behind claims such as ``like(powerSGD_hook, matrix_approximation_rank=2)``.
 
 A reference that draws random numbers runs with several seeds. The distance between its own runs
 bounds the distance of the subject from them.

@@ -66,5 +66,5 @@ def parse_target(text: str, option: str) -> Target:
 
 
 def write_target(head: str, kwargs: dict[str, Any]) -> str:
-    """Return the target that calls the object named by ``module:attribute`` with keyword arguments."""
+    """Return the target that calls ``module:attribute`` with keyword arguments."""
     return ",".join([head, *write_named(kwargs.items())])

@@ -23,12 +23,12 @@ class Form:
     Attributes:
         text: an example, as typed.
         meaning: one plain sentence.
-        judged_by: the rules that hold a subject to the claim; '' if the claim only selects runs.
+        judged_by: the rules that hold a subject to the claim; None if the claim only selects runs.
     """
 
     text: str
     meaning: str
-    judged_by: str
+    judged_by: str | None
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ def field_flag(name: str, meaning: str, judged_by: str) -> Claim:
     return Claim(name, (Form(name, meaning, judged_by),), read, write, sets_fields=True)
 
 
-def min_world_size(judged_by: str = "") -> Claim:
+def min_world_size(judged_by: str | None = None) -> Claim:
     """Return the claim of every kind that its subjects need some number of ranks.
 
     Args:
-        judged_by: the rule of the kind that runs a subject on fewer ranks; '' if there is none.
+        judged_by: the rule of the kind that runs a subject on fewer ranks, if there is one.
     """
     meaning = (
         "The subject takes groups of two ranks or more, and refuses smaller groups with an error."

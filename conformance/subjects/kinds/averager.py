@@ -135,7 +135,10 @@ def _default(arguments: Mapping[str, Any]) -> str:
     if "period" in arguments:
         options = {"period": arguments["period"], "warmup_steps": warmup}
         return write_call("periodic", *write_named(options.items()))
-    raise ValueError('say when it averages: --claims "periodic(period=4, warmup_steps=10)"')
+    raise ValueError(
+        "no claims follow from its arguments; "
+        'type e.g. --claims "periodic(period=4, warmup_steps=10)"'
+    )
 
 
 AVERAGER = Kind(

@@ -429,7 +429,7 @@ def _names_reader(name: str, example: str) -> Reader:
 
 def _restriction(name: str, text: str, meaning: str, example: str) -> Claim:
     """Return a claim that lists the only profiles on which the hook is judged."""
-    forms = (Form(text, meaning, ""),)
+    forms = (Form(text, meaning, None),)
     return Claim(name, forms, _names_reader(name, example), _names_writer(name), sets_fields=True)
 
 

@@ -65,7 +65,8 @@ def _default(arguments: Mapping[str, Any]) -> str | None:
 
 STRATEGY = Kind(
     "strategy",
-    "a sync strategy, called for each micro-batch with any of model, is_final_microbatch, optimizers",
+    "a sync strategy, called for each micro-batch with any of model, is_final_microbatch, "
+    "optimizers",
     ("16",),
     reference="hooks_ref:ddp_sync_context,sync_strategy=forced_sync",
     scenarios=(
