@@ -149,7 +149,7 @@ def test_a_refusal_says_why_and_what_would_hold(project: Path) -> None:
 def test_claims_are_read_where_they_are_made(
     pool: Pool, project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], claims: str, said_by: str
 ) -> None:
-    (project / "pyproject.toml").write_text('[tool.conformance.subjects.claims]\n"mypkg:total" = "sum"\n')
+    (project / "pyproject.toml").write_text('[tool.conformance.claims]\n"mypkg:total" = "sum"\n')
     monkeypatch.chdir(project)
     given = {word.removeprefix("--"): value for word, value in zip(arguments[::2], arguments[1::2], strict=True)}
     session = Session(Options(**given, world_size="2", rule=("2.1,2.2",)), pool)  # it is not closed: the pool is everybody's
