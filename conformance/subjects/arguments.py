@@ -62,6 +62,7 @@ def _parse_argument(text: str, any_text: bool) -> Argument:
 
 def _parse_value(text: str, any_text: bool) -> Any:
     try:
+        # Not eval: the judging process runs no code that a subject's strings contain.
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         if any_text or _WORD.fullmatch(text):

@@ -1,18 +1,17 @@
 """The kinds of subject: their options, claims and scenarios. Imports no torch.
 
-A kind consists of four modules, each called as the kind is, and a field of options:
+A new kind, say ``sharding``, consists of one module in each of these packages, and three entries:
 
-- here, ``NAME = Kind(...)``: its claims, each declared once as a ``Claim``, and its scenarios;
-  enter it in ``KINDS`` below;
-- ``scenarios/NAME.py``: the runs of a subject;
-- ``ranks/drivers/NAME.py``: a ``RankDriver``, which runs the subject on a rank;
-- ``rules/section_N_NAMES.py``: the requirements on the records of these runs, in a section of
-  their own;
-- the field ``NAME`` of ``session.options.Options``, for the option ``--NAME``.
+- ``subjects/kinds/sharding.py``: ``SHARDING = Kind(...)``, with each of its claims declared once as
+  a ``Claim``, and its scenarios; entered in ``KINDS`` below;
+- ``scenarios/sharding.py``: the runs of a subject;
+- ``ranks/drivers/sharding.py``: a ``RankDriver``, which runs the subject on a rank;
+- ``rules/section_N_sharding.py``: the requirements on the records of these runs, in a section of
+  their own; its title is entered in ``judging.rule.SECTIONS``, its MUST rules in ``golden.txt``;
+- the field ``sharding`` of ``session.options.Options``, for the option ``--sharding``.
 
-A reference in ``hooks_ref`` is the control; ``Kind.reference`` is its target. The options of the
-command line, the parser of claims, the tables of claims and the tests of all of them read
-``KINDS``. No other code depends on the kind.
+A right implementation in ``hooks_ref`` is the control; ``Kind.reference`` is its target. The
+command line, the parser of claims and the tables of claims are derived from ``KINDS``.
 """
 
 from conformance.subjects.kinds._claim import Claim, Form, Reference

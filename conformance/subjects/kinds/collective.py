@@ -70,8 +70,8 @@ ROUNDED_VALUES = option_claim(
     "rounded",
     Form(
         "rounded(float16)",
-        "Every value arrives rounded to the nearest, ties to even; beyond 65504 it is 65504 or "
-        "infinite.",
+        "Every value arrives rounded to the nearest of float16, ties to even; beyond 65504 it is "
+        "65504 or infinite.",
         "18.2, 18.14",
     ),
     Form(
@@ -94,8 +94,8 @@ BLOCKS = option_claim(
     Form(
         "blocks(int8, size=128)",
         "The message from one rank to another is divided into blocks of that many elements; each "
-        "block is divided by a scale, which is the largest element by int8's 127, and rounded to "
-        "the nearest; likewise float8_e4m3fn and float8_e5m2.",
+        "block is divided by a scale, which is its largest element divided by int8's 127, and "
+        "rounded to the nearest; likewise float8_e4m3fn and float8_e5m2.",
         "18.2, 18.15",
     ),
     read=_read_blocks,
@@ -141,6 +141,7 @@ def _read_divided(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
     if len(given) != 1 or not options.keys() <= {"loss"}:
         raise ValueError(reason)
     try:
+        # By position the number is text; a string in quotes is refused as a value with a name.
         loss = float(given[0])
     except ValueError:
         raise ValueError(reason) from None

@@ -250,6 +250,7 @@ LOCAL_RESULT = _other_lossy(
 
 
 def _read_warmup(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    # Runs are longer by the warm-up, so a long one would make them slow.
     if len(args) != 1 or options or not args[0].isdigit() or not 1 <= int(args[0]) <= 50:
         raise ValueError(
             "takes a number of steps from 1 to 50; "
@@ -289,6 +290,7 @@ def _read_fused(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
             "takes the name of an optimizer, and its options: fused(SGD, lr=0.1); "
             f"one of {', '.join(OPTIMIZERS)}"
         )
+    # Runs have few steps, and some of them must step the parameters.
     if not isinstance(after, int) or isinstance(after, bool) or not 0 <= after <= 4:
         raise ValueError(f"takes after=, a number of steps from 0 to 4; got {after!r}")
     if not isinstance(frees, bool):
@@ -384,6 +386,7 @@ LIKE = Claim(
 
 def _read_dtypes(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
     repeated = len(set(args)) < len(args)
+    # Nearly all scenarios have parameters of float32 alone.
     if "float32" not in args or options or not set(args) <= set(DTYPES) or repeated:
         raise ValueError(
             f"takes float32, and any of {', '.join(DTYPES[1:])}: dtypes(float32, float64)"
