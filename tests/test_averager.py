@@ -73,19 +73,19 @@ def test_claims_follow_from_arguments(arguments: dict[str, object], text: str) -
 
 
 def test_nothing_follows_from_none() -> None:
-    with pytest.raises(UsageError, match=r"--averager: say when it averages: --claims"):
+    with pytest.raises(UsageError, match=r"--averager: no claims follow from its arguments; type e\.g\. --claims"):
         default_claims("averager", {})
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("exact", "no claim of a subject of this kind"),
+        ("exact", "is not a claim of an averager"),
         ("periodic", "periodic takes period="),
         ("periodic(period=0)", "whole number from 1"),
         ("periodic(period=4), periodic(period=5)", "given twice"),
         ("hierarchical(period_group_size_dict=4)", "group sizes by period"),
-        ("like", "like takes one of PeriodicModelAverager"),
+        ("like", "like takes a reference of hooks_ref, .*; one of PeriodicModelAverager"),
         ("like(NoSuchAverager)", "got NoSuchAverager"),
     ],
 )

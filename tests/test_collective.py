@@ -120,9 +120,9 @@ def test_claims_are_what_the_target_says(target: str, claims: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rounded(float16)", "it has to say which collective it is"),
-        ("collective(all_gather)", "it has to say what is lost"),
-        ("collective(all_gather), rounded(float16), blocks(int8)", "it has to say what is lost, by one of"),
+        ("rounded(float16)", "claim which collective it is"),
+        ("collective(all_gather)", "claim how it loses precision"),
+        ("collective(all_gather), rounded(float16), blocks(int8)", "claim how it loses precision, by one of"),
         ("collective(all_reduce), rounded(float16)", "collective takes one of all_gather, all_to_all, all_to_all_single, scatter"),
         ("collective(scatter), rounded(int8)", "rounded takes one of float16, bfloat16"),
         ("collective(scatter), blocks(int4)", "blocks takes one of int8,"),
@@ -132,7 +132,7 @@ def test_claims_are_what_the_target_says(target: str, claims: str) -> None:
         ("collective(scatter), rounded(float16), divided(0)", "divided takes one number, which is not 0"),
         ("collective(scatter), rounded(float16), divided", "divided takes one number"),
         ("collective(scatter), rounded(float16), dimensions(3)", "dimensions takes 1 or 2"),
-        ("collective(scatter), rounded(float16), compressed", "'compressed' is no claim of a subject of this kind (collective)"),
+        ("collective(scatter), rounded(float16), compressed", "'compressed' is not a claim of a collective; known: collective"),
     ],
 )
 def test_claims_that_say_too_little_or_too_much(text: str, message: str) -> None:
@@ -144,7 +144,7 @@ def test_claims_that_say_too_little_or_too_much(text: str, message: str) -> None
 
 @pytest.mark.parametrize("arguments", [{}, {"func": "all_reduce", "qtype": "FP16"}, {"func": "all_gather", "qtype": "INT4"}])
 def test_what_it_is_has_to_be_said(arguments: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"--collective: its target does not say by func= and qtype= what it is .*--claims"):
+    with pytest.raises(UsageError, match=r"--collective: no claims follow from func=.* and qtype=.*--claims"):
         default_claims("collective", arguments)
 
 

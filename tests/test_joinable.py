@@ -63,7 +63,7 @@ def test_what_is_no_subject_is_said_in_a_line(pool: Pool, target: str, line: str
 
 
 def test_it_claims_nothing() -> None:
-    with pytest.raises(UsageError, match=r"'local' is no claim of a subject of this kind \(joinable\); known: min_world_size"):
+    with pytest.raises(UsageError, match="'local' is not a claim of a joinable; known: min_world_size"):
         parse_claims("local", "joinable")
 
 

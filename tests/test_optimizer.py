@@ -106,7 +106,7 @@ def nothing(optim: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize(
     ("claims", "said"),
     [
-        ("exact", "'exact' is no claim of a subject of this kind (optimizer); known: min_world_size"),
+        ("exact", "'exact' is not a claim of an optimizer; known: min_world_size"),
         ("min_world_size(0)", "min_world_size"),
     ],
 )

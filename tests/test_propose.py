@@ -1,4 +1,4 @@
-"""What --claims auto proposes for hooks of each kind."""
+"""The proposals of --claims auto for hooks with each kind of result."""
 
 import pytest
 
@@ -8,28 +8,41 @@ from conformance.session.claim_search import proposal_lines, search_claims
 from conformance.session.engine import Engine
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.claims import Claims
-from conformance.subjects.spec import REFERENCE, parse_subject
+from conformance.subjects.spec import REFERENCE, SubjectSpec, parse_subject
+
+STATE = "tests.right._common:State"
+WORLDS = (2, 3)
 
 
 @pytest.mark.parametrize(
-    ("hook", "state", "claims"),
+    ("subject", "claims"),
     [
-        ("tests.right.exact:gives_sum", None, ("sum",)),
-        ("tests.right.few_bits:fp8", "process_group", ("compressed(feedback=False, delta=0.999)",)),
-        ("tests.right.sparse:less_by_step", "tests.right._common:State", ("compressed(delta=0.5), warmup(2)",)),
-        ("setup:examples.setups:own", None, ("local, warmup(2)",)),
-        ("tests.right.at_random:qsgd_int8", "tests.right._common:State", ("compressed(feedback=False, delta=0.9)", "unbiased")),
-        ("tests.mutants.feedback:residual_lost", None, ()),
+        (parse_subject("tests.right.exact:gives_sum", None, None), ("sum",)),
+        (
+            parse_subject("tests.right.few_bits:fp8", "process_group", None),
+            ("compressed(feedback=False, delta=0.999)",),
+        ),
+        (
+            parse_subject("tests.right.sparse:less_by_step", STATE, None),
+            ("compressed(delta=0.5), warmup(2)",),
+        ),
+        (parse_subject(None, None, "examples.setups:own"), ("local, warmup(2)",)),
+        (
+            parse_subject("tests.right.at_random:qsgd_int8", STATE, None),
+            ("compressed(feedback=False, delta=0.9)", "unbiased"),
+        ),
+        (parse_subject("tests.mutants.feedback:residual_lost", None, None), ()),
     ],
+    ids=lambda value: value.name if isinstance(value, SubjectSpec) else "",
 )
 def test_proposes_the_strictest_that_hold(
-    pool: Pool, rules: dict[str, Rule], hook: str, state: str | None, claims: tuple[str, ...]
+    pool: Pool, rules: dict[str, Rule], subject: SubjectSpec, claims: tuple[str, ...]
 ) -> None:
-    source, worlds = LocalSource(pool), (2, 3)
-    subject = parse_subject(None, state, hook.removeprefix("setup:")) if hook.startswith("setup:") else parse_subject(hook, state, None)
-    control = Engine(source, rules, REFERENCE, Claims(), worlds)
-    tried = search_claims(lambda claims: Engine(source, rules, subject, claims, worlds, control))
+    source = LocalSource(pool)
+    control = Engine(source, rules, REFERENCE, Claims(), WORLDS)
+    tried = search_claims(lambda claims: Engine(source, rules, subject, claims, WORLDS, control))
     assert [str(one.claims) for one in tried if not one.failed] == list(claims)
     lines = proposal_lines(tried)
-    assert [line for line in lines if line.startswith("proposed")] == [f'proposed  --claims "{one}"' for one in claims]
+    proposed = [line for line in lines if line.startswith("proposed")]
+    assert proposed == [f'proposed  --claims "{text}"' for text in claims]
     assert ("none of the claims holds" in lines[-1]) == (not claims)

@@ -12,6 +12,7 @@ from conformance.judging.rule import rule as entered
 from conformance.rules import book
 from conformance.scenarios.hook import ALL, BY_NAME
 from conformance.session.options import Options
+from conformance.subjects.claims import claims_table
 from conformance.subjects.kinds import KINDS
 from tests.mutants import catalogue
 
@@ -100,6 +101,12 @@ def test_the_page_is_as_the_rules_say(rules: dict[str, Rule]) -> None:
     assert text == PAGE.read_text()
 
 
+def test_the_page_has_the_claims_of_every_kind(rules: dict[str, Rule]) -> None:
+    text = page(rules)
+    for name, kind in KINDS.items():
+        assert f"### Claims of {kind.with_article}\n\n{claims_table(name)}" in text
+
+
 def test_what_upstream_tests_is_judged_by_what_there_is(rules: dict[str, Rule]) -> None:
     """conformance/UPSTREAM.md names rules of the book, and after each a scenario that it reads."""
     rows = [row.split("|")[2] for row in (PAGE.parent / "UPSTREAM.md").read_text().splitlines() if row.startswith("| ")]
@@ -118,67 +125,53 @@ def test_a_number_cannot_be_used_twice(rules: dict[str, Rule]) -> None:
 
 INTRODUCTION = """# The rule book
 
-What a subject must do to be certified. This page is written from `conformance/rules` and `tests/mutants` by
-`tests/test_rulebook.py`; change it there.
+The requirements that a subject must meet to be certified. `tests/test_rulebook.py` writes this page from `conformance/rules`,
+`conformance/subjects/kinds` and `tests/mutants`; change it there.
 
 - A **MUST** rule decides the certificate; a SHOULD is reported beside it. The MUST rules are in `golden.txt`.
 - A rule is judged on records, by a process that never imports the subject. Records that are missing never pass.
-- A rule that builds on another is judged only where that one holds: one defect, one failure.
-- A failure is the subject's only where the reference of its kind (of hooks, the allreduce) passes the same rule on the same machine.
+- A rule that builds on another is judged only if that rule holds: one defect, one failure.
+- A failure counts against the subject only if the reference of its kind (for hooks, the allreduce) passes the same rule on the same
+  machine.
 - Section 21 is judged on CUDA devices alone, and only a certificate for such a profile needs its rules.
-- Sections 1 to 13, 20 and 21 speak of hooks; 14 to 19 of one other kind of subject each, which is judged by no other section. What those
-  can claim stands in `kinds`, one module each; the claims below are those of hooks, and `min_world_size` is common to all.
-- A claim changes which result is right. Its mirror holds it to account: in 2.10, `world_only` in 2.7.
-- Where a claim is lossy, no single result is right or wrong. Runs are longer then, and rules that speak of right results
-  judge all their steps together by the rule of section 13 that the claim names: shapes, dtypes, buckets, groups and world
-  sizes too. What that asks, and why its bounds hold, stands in `lossy.py`.
+- Sections 1 to 13, 20 and 21 apply to hooks. Each of the sections 14 to 19 applies to one other kind of subject, and no other
+  section does.
+- A claim changes which result is right. Another rule holds the subject to the claim: 2.10 for most, 2.7 for `world_only`.
+- If a claim is lossy, no single result is right or wrong. Runs are longer then, and the rules on results judge all their steps
+  together, by the rule of section 13 for that claim: also for shapes, dtypes, buckets, groups and world sizes.
+  `judging/oracles/lossy.py` has the requirements, and derives their bounds.
 
 ## Claims
 
-| claim | the result is | judged by |
-|---|---|---|
-| `exact` (default) | the mean over the group, in the bucket's dtype | 2.1, 2.2 |
-| `rounded(float16)`, `rounded(bfloat16)` | the mean of the rounded values | 2.1, 2.2; it rounds: 2.10 |
-| `sum` | the sum over the group | 2.1, 2.2; it is not the mean: 2.10 |
-| `world_only` | that over WORLD, whatever group the model lives on | 2.7 |
-| `compressed` | lossy; what a step leaves out is added to later ones | 13.1, 13.10; it loses something: 2.10 |
-| `compressed(feedback=ef21)` | lossy; fed the same again and again, it comes to the mean itself | 13.1, 13.10; 2.10 |
-| `compressed(feedback=False, delta=D)` | lossy, within sqrt(1 - D) of what was fed | 13.2, 13.10; 2.10 |
-| `unbiased` | random, with the mean as its expectation | 13.3, 13.10; it varies: 2.10 |
-| `local` | a weighted mean of some ranks' gradients | 13.5, 13.10; replicas differ: 2.10 |
-| `warmup(K)` | exact in the first K steps; beside a lossy one | 13.4 |
-| `fused(SGD, lr=0.1, after=N)` | parameters stepped by the hook, not in the first N steps; beside any other | 13.6 in place of 9.2; 2.10 |
-| `fused(SGD, lr=0.1, frees_gradients=True)` | and gradients that are None when backward is over | 13.9 |
-| `like(REFERENCE, ...)` | step by step what that hook or compressor of hooks_ref gives; beside a lossy one | 13.8 |
-| `checkpointable` | any; the state can be saved, and goes on in new processes | 11.2, 11.3 |
-| `poststep(call=NAME)` | any, after that call of the trainer: of the state, the hook's object, or its module | 1.12: not before |
-| `poststep` | the same, with the `after_backward` of the set-up's Case | 1.12 |
-| `chained` | any, if a collective is over before the next begins, as on a stream | callbacks start some: 10.4; without that order: 10.5 |
-| `min_world_size(N)` | for groups of N ranks and more; smaller ones are refused with an error | 2.11 |
-| `backends(nccl)`, `devices(cuda)` | for these alone; on a profile of others nothing is judged, and nothing certified | - |
-| `dtypes(float32)` | for models of these dtypes alone; others are refused with an error | 2.4 |
+Each entry is an example of a claim as it is typed. Claims combine with commas. `-` stands for claims that only select runs.
 
-`compressed` takes `delta=` too, 0.1 unless it is given: the share of what it is given that the compressor delivers in a
-step at least, by which the number of steps is chosen.
-
+{claims}
 ## Untested here
 
-Requirements that stand in the book although nothing judges them yet:
+Requirements that are part of the book although nothing judges them yet:
 
 - a port that a hook opens and leaves open (9.6): Gloo opens ports of its own, and they cannot be told apart from outside;
 - on other devices than CUDA's: their generators, streams and memory (section 21 for them);
-- on NCCL, and what is made after it, that a peer's failure surfaces (12.2, 12.3): a future is complete once its collective is
+- on NCCL and backends built on it, that a peer's failure surfaces (12.2, 12.3): a future is complete once its collective is
   enqueued, and the backend's watchdog ends the process, whatever the hook does;
 - a subject that sets out to forge its records: it runs in the process that writes them. The kit defends against
   accidents and patched functions, not against an attacker with the same user id.
 """
 
 
+def claims_of_every_kind() -> str:
+    """Return a section for each kind, with the table of its claims."""
+    sections = []
+    for name, kind in KINDS.items():
+        sections.append(f"### Claims of {kind.with_article}\n\n{claims_table(name)}")
+    return "\n".join(sections)
+
+
 def page(rules: dict[str, Rule]) -> str:
     mutants: dict[str, list[str]] = {}
     for module, mutant in catalogue():
         mutants.setdefault(mutant.breaks[0], []).append(f"`{module.rpartition('.')[2]}:{mutant.name}`")
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION.replace("{claims}", claims_of_every_kind())]
     for section, title in SECTIONS.items():
         parts.append(f"## {section} {title}\n")
         for rule in (rule for rule in rules.values() if rule.section == section):

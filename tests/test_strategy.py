@@ -130,7 +130,7 @@ def test_a_target_that_is_none(pool: Pool, rules: dict[str, Rule], target: str, 
     ("claims", "said"),
     [
         ("all_used(2)", "all_used takes no arguments"),
-        ("rounded(float16)", r"no claim of a subject of this kind \(strategy\); known: find_unused, all_used, min_world_size"),
+        ("rounded(float16)", "is not a claim of a strategy; known: find_unused, all_used, min_world_size"),
         ("find_unused, find_unused", "'find_unused' is given twice"),
     ],
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from conformance.subjects.claims import claims_help
 from conformance.subjects.kinds import HOOK, KINDS
 
 WORLD_SIZES = "1,2,3,4"
@@ -58,10 +59,7 @@ class Options:
     joinable: str | None = _subject("joinable")
     collective: str | None = _subject("collective")
     wrapper: str | None = _subject("wrapper")
-    claims: str | None = _option(
-        None,
-        'promises of the subject, e.g. "rounded(float16), world_only"; auto: search for claims',
-    )
+    claims: str | None = _option(None, claims_help())
     backend: str = _option("gloo", "process group backend; default: %(default)s", "NAME")
     device: str | None = _option(
         None, "device of the models; default: the backend's own, or cpu", "NAME"

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Subjects: their strings, their kinds and their claims. Imports no torch."""

@@ -1,8 +1,9 @@
-"""What is certified, and how it is named: a hook, or one of the other kinds (``kinds``).
+"""The subject of a certificate, and the strings that name it.
 
-The command line names a subject with strings; the process that judges keeps them as strings. Only
-the ranks import what they name (``resolve.py``). A package can also describe itself: ``--hook
-mypkg:subject`` may name a :class:`Subject`, and ``--setup`` functions may return a :class:`Case`.
+The command line names a subject with strings, and the judging process keeps them as strings. Only
+ranks import the objects that the strings name (``ranks.resolve``). A package can also describe
+itself: ``--hook mypkg:subject`` may name a :class:`Subject`, and ``--setup`` functions may return a
+:class:`Case`.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ class Subject:
         hook: the communication hook, ``(state, bucket) -> Future[Tensor]``.
         state: the state itself, or a factory that takes any of ``CONTEXT_NAMES`` by name.
         setup: instead of hook: a function as ``--setup`` takes it.
-        claims: as in ``--claims``; None means "as said elsewhere, or exact".
+        claims: as in ``--claims``; None leaves them to pyproject.toml or to the default, exact.
     """
 
     hook: Any = None
@@ -35,15 +36,16 @@ class Subject:
 
 @dataclass
 class Case:
-    """What a ``--setup`` function made for one DDP module.
+    """The result of a ``--setup`` function for one DDP module.
 
     Attributes:
         state: the state to register, if ``hook`` is given.
-        hook: the hook to register; None when the set-up registered it itself.
+        hook: the hook to register; None if the set-up has registered the hook itself.
         on_step: called with the step number before each forward.
         after_backward: called after each backward, before gradients are read.
         close: called when the run is over; stop threads here.
-        saved: what ``checkpointable`` saves and loads, where it is not ``state``, such as the optimizer of a fused hook.
+        saved: the object that ``checkpointable`` saves and loads, if it is not ``state``: for
+            example the optimizer of a fused hook.
     """
 
     state: Any = None
@@ -60,8 +62,8 @@ class SubjectSpec:
 
     Attributes:
         hook, state, setup: of a hook, as in the options of these names.
-        kind: of the subject.
-        target: of a subject of another kind, as in the option that is called as the kind is.
+        kind: the kind of the subject.
+        target: of another kind, as in the option of the kind's name.
     """
 
     hook: str | None = None
@@ -72,46 +74,66 @@ class SubjectSpec:
 
     @property
     def name(self) -> str:
+        """The string that names the subject to people."""
         return self.target or self.hook or self.setup or "vanilla"
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments in the target of another kind than a hook."""
-        return parse_target(self.target, f"--{self.kind}").kwargs if self.target else {}
+        """The arguments in the target."""
+        target = self.target or self.hook
+        return parse_target(target, f"--{self.kind}").kwargs if target else {}
 
     def to_json(self) -> dict[str, Any]:
+        """Return the strings by name."""
         return asdict(self)
 
 
-REFERENCE = SubjectSpec(hook="hooks_ref:allreduce_hook")
+def make_spec(
+    kind: str,
+    target: str | None,
+    state: str | None = None,
+    setup: str | None = None,
+) -> SubjectSpec:
+    """Check the strings that name a subject, without importing anything.
+
+    Args:
+        kind: the kind of the subject.
+        target: as in the option of the kind's name.
+        state, setup: of a hook, as in the options of these names.
+
+    Raises:
+        UsageError: the strings do not name one subject, or one of them cannot be parsed.
+    """
+    if kind != HOOK and (state or setup):
+        raise UsageError(f"--state and --setup belong to a hook, not to {KINDS[kind].with_article}")
+    if bool(target) == bool(setup):
+        alternative = ", or --setup module:function" if kind == HOOK else ""
+        raise UsageError(f"name one subject: --{kind} module:attribute{alternative}")
+    if target:
+        parse_target(target, f"--{kind}")
+    if setup:
+        parse_target(setup, "--setup")
+    if state and state not in CONTEXT_NAMES:
+        parse_target(state, "--state")
+    # Certificates hold the target of a hook under a name of its own.
+    if kind == HOOK:
+        return SubjectSpec(hook=target, state=state, setup=setup)
+    return SubjectSpec(kind=kind, target=target)
 
 
 def parse_subject(hook: str | None, state: str | None, setup: str | None) -> SubjectSpec:
-    """Check the strings of ``--hook``, ``--state`` and ``--setup`` without importing anything.
-
-    Raises:
-        UsageError: neither or both of hook and setup are given, or one cannot be parsed.
-    """
-    if bool(hook) == bool(setup):
-        raise UsageError("name one subject: --hook module:attribute, or --setup module:function")
-    for option, text in (("--hook", hook), ("--setup", setup)):
-        if text:
-            parse_target(text, option)
-    if state and state not in CONTEXT_NAMES:
-        parse_target(state, "--state")
-    return SubjectSpec(hook, state, setup)
-
-
-def reference_of(kind: str) -> SubjectSpec:
-    """Return the reference of a kind: the subject that every control run judges."""
-    return parse_other(kind, KINDS[kind].reference) if kind != HOOK else REFERENCE
+    """Check the strings of ``--hook``, ``--state`` and ``--setup``; see :func:`make_spec`."""
+    return make_spec(HOOK, hook, state, setup)
 
 
 def parse_other(kind: str, target: str) -> SubjectSpec:
-    """Check the string that names a subject of another kind.
+    """Check the string that names a subject of another kind; see :func:`make_spec`."""
+    return make_spec(kind, target)
 
-    Raises:
-        UsageError: it cannot be parsed.
-    """
-    parse_target(target, f"--{kind}")
-    return SubjectSpec(kind=kind, target=target)
+
+def reference_of(kind: str) -> SubjectSpec:
+    """Return the reference of a kind: the control, which is judged in every run."""
+    return make_spec(kind, KINDS[kind].reference)
+
+
+REFERENCE = reference_of(HOOK)

@@ -1,18 +1,24 @@
-"""TODO: conformance/subjects/target.py."""
+"""The strings that name objects of Python: ``module:attribute[,key=value...]``."""
 
-import ast
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from conformance.errors import UsageError
+from conformance.subjects.arguments import parse_arguments, write_named
+
+_HEAD = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<attribute>[A-Za-z_][\w.]*)(?P<call>\(\))?")
 
 
 @dataclass(frozen=True)
 class Target:
-    """``module:attribute[,key=value...]`` taken apart.
+    """A parsed target.
 
-    ``call`` is true for ``module:attribute()`` and for every target with keyword arguments.
+    Attributes:
+        module: the module to import.
+        attribute: the name in the module, with dots for attributes of attributes.
+        kwargs: the keyword arguments to call the object with.
+        call: the object is to be called: the target ends in ``()``, or has keyword arguments.
     """
 
     module: str
@@ -24,48 +30,41 @@ class Target:
         return f"{self.module}:{self.attribute}"
 
 
-_TARGET = re.compile(r"^(?P<module>[A-Za-z_][\w.]*):(?P<attribute>[A-Za-z_][\w.]*)(?P<call>\(\))?$")
-
-
 def parse_target(text: str, option: str) -> Target:
-    """Parse ``module:attribute[,key=value...]``; values are Python literals, or else strings.
+    """Parse ``module:attribute[,key=value...]``, or ``module:attribute()``.
+
+    Values are Python literals; any other text is a string. If a key is given twice, its last value
+    counts.
+
+    Args:
+        text: the target.
+        option: the option of the command line that named it, for messages.
 
     Raises:
         UsageError: the text has another form.
     """
-    head, *pairs = _split(text)
-    match = _TARGET.match(head.strip())
+    head, _, rest = text.partition(",")
+    match = _HEAD.fullmatch(head.strip())
     if not match:
-        raise UsageError(f"{option}: {text!r} is not module:attribute[,key=value...], e.g. mypkg.hooks:my_hook,rank=2")
+        raise UsageError(
+            f"{option}: {text!r} is not module:attribute[,key=value...], "
+            "e.g. mypkg.hooks:my_hook,rank=2"
+        )
+    if text.rstrip().endswith(","):
+        # The text is the subject's name in certificates, so that each subject has one spelling.
+        raise UsageError(f"{option}: {text!r} ends with a comma; leave it out")
     kwargs = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key.strip().isidentifier():
-            raise UsageError(f"{option}: {pair.strip()!r} in {text!r} is not key=value")
-        kwargs[key.strip()] = _literal(value.strip())
-    return Target(match["module"], match["attribute"], kwargs, call=bool(match["call"] or kwargs))
+    for argument in parse_arguments(rest, any_text=True):
+        if argument.name is None:
+            raise UsageError(
+                f"{option}: {argument.text!r} in {text!r} is not key=value; "
+                f"type e.g. {match['module']}:{match['attribute']},rank=2"
+            )
+        kwargs[argument.name] = argument.value
+    call = bool(match["call"] or kwargs)
+    return Target(match["module"], match["attribute"], kwargs, call)
 
 
-def _split(text: str) -> list[str]:
-    """Split at the commas outside brackets and quotes."""
-    parts, depth, quote, start = [], 0, "", 0
-    for index, char in enumerate(text):
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-        elif char == "," and depth == 0:
-            parts.append(text[start:index])
-            start = index + 1
-    return [*parts, text[start:]]
-
-
-def _literal(value: str) -> Any:
-    try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return value
+def write_target(head: str, kwargs: dict[str, Any]) -> str:
+    """Return the target that calls ``module:attribute`` with keyword arguments."""
+    return ",".join([head, *write_named(kwargs.items())])

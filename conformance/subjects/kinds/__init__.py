@@ -1,9 +1,20 @@
-"""The kinds of subject beside hooks: their options, claims and scenarios. Imports no torch.
+"""The kinds of subject: their options, claims and scenarios. Imports no torch.
 
-Each has one module here, which says what ranks are given; one in ``drive``, which is what ranks do with it; and one section of
-the rule book, which says what must hold of their records. The way from the command line to a certificate is that of hooks.
+A new kind, say ``sharding``, consists of one module in each of these packages, and three entries:
+
+- ``subjects/kinds/sharding.py``: ``SHARDING = Kind(...)``, with each of its claims declared once as
+  a ``Claim``, and its scenarios; entered in ``KINDS`` below;
+- ``scenarios/sharding.py``: the runs of a subject;
+- ``ranks/drivers/sharding.py``: a ``RankDriver``, which runs the subject on a rank;
+- ``rules/section_N_sharding.py``: the requirements on the records of these runs, in a section of
+  their own; its title is entered in ``judging.rule.SECTIONS``, its MUST rules in ``golden.txt``;
+- the field ``sharding`` of ``session.options.Options``, for the option ``--sharding``.
+
+A right implementation in ``hooks_ref`` is the control; ``Kind.reference`` is its target. The
+command line, the parser of claims and the tables of claims are derived from ``KINDS``.
 """
 
+from conformance.subjects.kinds._claim import Claim, Form, Reference
 from conformance.subjects.kinds._kind import Kind
 from conformance.subjects.kinds.averager import AVERAGER
 from conformance.subjects.kinds.collective import COLLECTIVE
@@ -13,13 +24,14 @@ from conformance.subjects.kinds.optimizer import OPTIMIZER
 from conformance.subjects.kinds.strategy import STRATEGY
 from conformance.subjects.kinds.wrapper import WRAPPER
 
-HOOK = "hook"
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (_HOOK, AVERAGER, OPTIMIZER, STRATEGY, JOINABLE, COLLECTIVE, WRAPPER)}
+_ALL = (_HOOK, AVERAGER, OPTIMIZER, STRATEGY, JOINABLE, COLLECTIVE, WRAPPER)
+KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}
+HOOK = _HOOK.name
 
 
 def kind_of(section: str) -> str:
-    """Return the kind of subject that a section of the rule book speaks of."""
+    """Return the kind of subject to which a section of the rule book applies."""
     return next(kind.name for kind in KINDS.values() if section in kind.sections)
 
 
-__all__ = ["HOOK", "KINDS", "Kind", "kind_of"]
+__all__ = ["HOOK", "KINDS", "Claim", "Form", "Kind", "Reference", "kind_of"]

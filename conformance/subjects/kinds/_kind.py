@@ -1,13 +1,19 @@
-"""What there is to know of a kind of subject before torch is imported."""
+"""The declaration of a kind of subject, before torch is imported."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from conformance.scenarios.model import Scenario
+from conformance.subjects.kinds._claim import Claim, Reference
 
-# Takes the arguments and options that a claim was written with, and returns what it says; raises ValueError with what is wrong.
-Reader = Callable[[list[str], dict[str, Any]], dict[str, Any]]
+
+def _no_contradiction(claimed: Mapping[str, Mapping[str, Any]]) -> str | None:
+    return None
+
+
+def _as_it_is(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
+    return scenario
 
 
 @dataclass(frozen=True)
@@ -15,18 +21,23 @@ class Kind:
     """A kind of subject.
 
     Attributes:
-        name: also of its option, ``--averager``, and of the module of ``drive`` that has ranks work with such a subject.
+        name: also of its option, ``--averager``, and of its driver in ``ranks.drivers``.
         summary: one line for people.
-        sections: of the rule book; their rules apply to this kind, and no others do.
-        reference: the target that is judged beside every subject, as its control.
-        scenarios: in which ranks work with it; the first is the plainest, and one that breaks it is judged in no other.
-        claims: what it can say of itself, by name; each with what reads its arguments.
-        default_claims: from the arguments in the target, what it says where nobody says anything: '' if nothing can be told from them.
-        contradiction: what is missing from what it says, or contradicts itself; '' if nothing.
-        adapt: a scenario as it is run for a subject that says so.
-        default_reason: who makes the default claims, as the certificate names it.
-        searches_claims: ``--claims auto`` can try claims for it.
-        bound: it is a function that the kit calls again and again, rather than what makes an object on each rank.
+        sections: of the rule book; their rules apply to this kind alone.
+        reference: the target of the control, which is judged beside every subject.
+        scenarios: the runs of a subject; the first is the plainest, and a subject that breaks it
+            is judged in no other.
+        claims: the claims that a subject can make, by name.
+        default_claims: returns the claims that follow from the arguments of the target, or None if
+            none follow. Raises ValueError if the kind needs claims.
+        contradiction: returns the reason why claims do not go together or one is missing, or None
+            if they are fine. It takes the values of the claims by name.
+        adapt: returns a scenario as it is run for a subject, by the subject's ``Claims.options``.
+        references: those that a subject can claim to be like, by name.
+        default_reason: the author of the default claims, as the certificate names it.
+        searches_claims: whether ``--claims auto`` can try claims.
+        bound: the target is called again and again, with its arguments each time; otherwise it
+            makes an object on each rank.
     """
 
     name: str
@@ -34,35 +45,17 @@ class Kind:
     sections: tuple[str, ...]
     reference: str
     scenarios: tuple[Scenario, ...]
-    claims: Mapping[str, Reader]
-    default_claims: Callable[[Mapping[str, Any]], str]
-    contradiction: Callable[[Mapping[str, Any]], str] = lambda said: ""
-    adapt: Callable[[Scenario, Mapping[str, Any]], Scenario] = lambda scenario, said: scenario
+    claims: Mapping[str, Claim]
+    default_claims: Callable[[Mapping[str, Any]], str | None]
+    contradiction: Callable[[Mapping[str, Mapping[str, Any]]], str | None] = _no_contradiction
+    adapt: Callable[[Scenario, Mapping[str, Any]], Scenario] = _as_it_is
+    references: Mapping[str, Reference] = field(default_factory=dict)
     default_reason: str = "the arguments of the target"
     searches_claims: bool = False
     bound: bool = False
 
-
-def flag(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Read a claim without arguments."""
-    if args or options:
-        raise ValueError("takes no arguments")
-    return {}
-
-
-def like(*names: str) -> Reader:
-    """Return what reads ``like(NAME, option=value, ...)``, where NAME is one of these, which ``hooks_ref`` has."""
-
-    def read(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
-        if len(args) != 1 or args[0] not in names:
-            raise ValueError(f"takes one of {', '.join(names)}, and the options to make it with; got {', '.join(args) or 'none'}")
-        return {"name": args[0], "options": options}
-
-    return read
-
-
-def whole(name: str, value: Any, least: int) -> int:
-    """Return a whole number of at least ``least``, or raise ValueError."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"takes {name}, a whole number from {least} on; got {value!r}")
-    return value
+    @property
+    def with_article(self) -> str:
+        """The name in a sentence: ``an averager``."""
+        article = "an" if self.name[0] in "aeiou" else "a"
+        return f"{article} {self.name}"

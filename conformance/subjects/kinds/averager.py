@@ -1,47 +1,145 @@
-"""Averagers of parameters: what has ``average_parameters(params)``, called by all ranks after every step of their optimizers.
+"""Averagers of parameters, which have ``average_parameters(params)``.
 
-    periodic(period=4, warmup_steps=10)
-                                the mean over the group at steps 10, 14, 18, ..., counted from 0; nothing at others
-    hierarchical(period_group_size_dict={2: 2, 4: 4}, warmup_steps=0)
-                                from step 0 on, every four steps the mean over groups of 4 neighbours, every two over 2;
-                                of two that are due the larger; the largest is the whole group
-    like(DiLoCoModelAverager, period=4)
-                                step by step what that averager of hooks_ref makes of the same parameters
-
-Without claims it is what the arguments of the target say: ``PeriodicModelAverager,period=4`` is periodic(period=4).
+All ranks call it after every step of their optimizers. The arguments of the target imply a claim:
+``PeriodicModelAverager,period=4`` claims ``periodic(period=4)``.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from conformance.scenarios.averager import DTYPES, FORMS, ORDERED, PLAIN, RANDOM, RESUMED, SAVED, SUBGROUPS, UNUSED
-from conformance.subjects.kinds._kind import Kind, like, whole
+from conformance.scenarios.averager import (
+    DTYPES,
+    FORMS,
+    ORDERED,
+    PLAIN,
+    RANDOM,
+    RESUMED,
+    SAVED,
+    SUBGROUPS,
+    UNUSED,
+)
+from conformance.subjects.arguments import write_call, write_named
+from conformance.subjects.kinds._claim import (
+    Claim,
+    Form,
+    Reference,
+    min_world_size,
+    option_claim,
+    read_reference,
+    table,
+    whole_number,
+    write_reference,
+)
+from conformance.subjects.kinds._kind import Kind
+
+if TYPE_CHECKING:
+    from conformance.subjects.claims import Claims
 
 
-def _periodic(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+def _read_periodic(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
     if args or not {"period"} <= options.keys() <= {"period", "warmup_steps"}:
-        raise ValueError("takes period=, and warmup_steps= if there are any")
-    return {"period": whole("period=", options["period"], 1), "warmup_steps": whole("warmup_steps=", options.get("warmup_steps", 0), 0)}
+        raise ValueError("takes period=, and warmup_steps= if there are any: periodic(period=4)")
+    return {
+        "period": whole_number("period=", options["period"], 1),
+        "warmup_steps": _read_warmup_steps(options),
+    }
 
 
-def _hierarchical(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+PERIODIC = option_claim(
+    "periodic",
+    Form(
+        "periodic(period=4, warmup_steps=10)",
+        "Parameters become the mean over the group at steps 10, 14, 18, ..., counted from 0, and "
+        "stay as they are at other steps.",
+        "14.1, 14.2",
+    ),
+    read=_read_periodic,
+)
+
+
+def _read_hierarchical(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
     sizes = options.get("period_group_size_dict")
-    if args or not options.keys() <= {"period_group_size_dict", "warmup_steps"} or not isinstance(sizes, dict) or not sizes:
-        raise ValueError("takes period_group_size_dict=, group sizes by period, and warmup_steps= if there are any")
+    unknown = options.keys() - {"period_group_size_dict", "warmup_steps"}
+    if args or unknown or not isinstance(sizes, dict) or not sizes:
+        raise ValueError(
+            "takes period_group_size_dict=, group sizes by period, and warmup_steps= if there are "
+            "any: hierarchical(period_group_size_dict={2: 2, 4: 4})"
+        )
     for period, size in sizes.items():
-        whole("periods", period, 1), whole("group sizes", size, 1)
-    return {"period_group_size_dict": sizes, "warmup_steps": whole("warmup_steps=", options.get("warmup_steps", 0), 0)}
+        whole_number("periods", period, 1)
+        whole_number("group sizes", size, 1)
+    return {"period_group_size_dict": sizes, "warmup_steps": _read_warmup_steps(options)}
+
+
+HIERARCHICAL = option_claim(
+    "hierarchical",
+    Form(
+        "hierarchical(period_group_size_dict={2: 2, 4: 4}, warmup_steps=0)",
+        "From step 0 on, parameters become the mean over groups of 4 neighbours every four steps "
+        "and over groups of 2 every two; if two means are due the larger group counts, and the "
+        "largest group is the whole group.",
+        "14.1, 14.2",
+    ),
+    read=_read_hierarchical,
+)
+
+
+def _read_warmup_steps(options: Mapping[str, Any]) -> int:
+    return whole_number("warmup_steps=", options.get("warmup_steps", 0), 0)
+
+
+_NAMES = (
+    "PeriodicModelAverager",
+    "HierarchicalModelAverager",
+    "DiLoCoModelAverager",
+    "EMAModelAverager",
+    "GossipModelAverager",
+)
+REFERENCES = {name: Reference(f"hooks_ref:{name}") for name in _NAMES}
+_read_like_text = read_reference(REFERENCES)
+
+
+def _read_like(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    return {"reference": _read_like_text(args, options)}
+
+
+def _write_like(claims: "Claims") -> str | None:
+    return write_reference(claims.reference) if "like" in claims.options else None
+
+
+LIKE = Claim(
+    "like",
+    (
+        Form(
+            "like(DiLoCoModelAverager, period=4)",
+            "Every step makes the same of the parameters as that averager of hooks_ref, made with "
+            "these options.",
+            "14.12",
+        ),
+    ),
+    _read_like,
+    _write_like,
+)
 
 
 def _default(arguments: Mapping[str, Any]) -> str:
-    for name, first in (("hierarchical", "period_group_size_dict"), ("periodic", "period")):
-        if first in arguments:
-            smallest = f", min_world_size({max(arguments[first].values())})" if isinstance(arguments[first], dict) else ""
-            return f"{name}({first}={arguments[first]!r}, warmup_steps={arguments.get('warmup_steps', 0)!r}){smallest}"
-    raise ValueError('say when it averages: --claims "periodic(period=4, warmup_steps=10)"')
+    warmup = arguments.get("warmup_steps", 0)
+    if "period_group_size_dict" in arguments:
+        sizes = arguments["period_group_size_dict"]
+        options = {"period_group_size_dict": sizes, "warmup_steps": warmup}
+        claim = write_call("hierarchical", *write_named(options.items()))
+        if not isinstance(sizes, dict) or not sizes:
+            return claim  # parsing it raises the error
+        # The largest group is the whole group, so a smaller world cannot be averaged.
+        return f"{claim}, min_world_size({max(sizes.values())})"
+    if "period" in arguments:
+        options = {"period": arguments["period"], "warmup_steps": warmup}
+        return write_call("periodic", *write_named(options.items()))
+    raise ValueError(
+        "no claims follow from its arguments; "
+        'type e.g. --claims "periodic(period=4, warmup_steps=10)"'
+    )
 
-
-_REFERENCES = (*("PeriodicModelAverager", "HierarchicalModelAverager", "DiLoCoModelAverager", "EMAModelAverager", "GossipModelAverager"),)
 
 AVERAGER = Kind(
     "averager",
@@ -49,6 +147,7 @@ AVERAGER = Kind(
     ("14",),
     reference="hooks_ref:PeriodicModelAverager,period=4,warmup_steps=10",
     scenarios=(PLAIN, RANDOM, FORMS, DTYPES, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
-    claims={"periodic": _periodic, "hierarchical": _hierarchical, "like": like(*_REFERENCES)},
+    claims=table(PERIODIC, HIERARCHICAL, LIKE, min_world_size("14.13")),
     default_claims=_default,
+    references=REFERENCES,
 )

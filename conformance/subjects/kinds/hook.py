@@ -1,7 +1,532 @@
-"""Communication hooks, registered with ``DistributedDataParallel.register_comm_hook``."""
+"""Communication hooks, registered with ``DistributedDataParallel.register_comm_hook``.
+
+Claims combine with commas: ``sum, rounded(bfloat16), world_only``. A claim changes which result is
+right. It never switches a rule off unless another rule holds the subject to the claim itself.
+
+``delta``, in (0, 1], is the share of its input that a compressor delivers at least:
+
+    ||C(x) - x||**2  <=  (1 - delta) ||x||**2
+
+With error feedback it bounds how fast held-back values have to come out, and so determines the
+number of steps of a run. It is 0.1 unless it is given.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from conformance.scenarios.hook import ALL
+from conformance.subjects.arguments import write_call, write_named
+from conformance.subjects.kinds._claim import (
+    Claim,
+    Form,
+    Reader,
+    Reference,
+    Writer,
+    field_flag,
+    is_number,
+    min_world_size,
+    no_arguments,
+    read_reference,
+    table,
+    write_reference,
+)
 from conformance.subjects.kinds._kind import Kind
+
+if TYPE_CHECKING:
+    from conformance.subjects.claims import Claims
+
+ROUNDED_DTYPES = ("float16", "bfloat16")
+DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64")
+OPTIMIZERS = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "RMSprop",
+    "Rprop",
+    "NAdam",
+    "RAdam",
+)
+DEFAULT_DELTA = 0.1
+# The ways in which a result can differ from the mean: the values of Claims.lossy.
+FEEDBACK = "feedback"
+DIFFERENCE = "difference"
+CONTRACTION = "contraction"
+UNBIASED = "unbiased"
+LOCAL = "local"
+_COMPRESSED = {FEEDBACK: "", DIFFERENCE: "feedback=ef21", CONTRACTION: "feedback=False"}
+
+
+# ---- exact, rounded, sum
+
+
+def _write_exact(claims: "Claims") -> str | None:
+    return None if claims.rounded or claims.sum or claims.lossy else "exact"
+
+
+EXACT = Claim(
+    "exact",
+    (
+        Form(
+            "exact",
+            "The result is the mean over the group, in the bucket's dtype; the default.",
+            "2.1, 2.2",
+        ),
+    ),
+    no_arguments,
+    _write_exact,
+    sets_fields=True,
+)
+
+
+def _read_rounded(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    ratio = _read_ratio(options)
+    if len(args) != 1 or args[0] not in ROUNDED_DTYPES or options:
+        raise ValueError(
+            "takes one dtype, and ratio= if bytes are limited: "
+            "rounded(float16), rounded(bfloat16, ratio=0.5)"
+        )
+    return {"rounded": args[0], **ratio}
+
+
+def _write_rounded(claims: "Claims") -> str | None:
+    if not claims.rounded:
+        return None
+    return write_call("rounded", claims.rounded, _write_ratio(claims))
+
+
+ROUNDED = Claim(
+    "rounded",
+    (
+        Form(
+            "rounded(float16)",
+            "The result is the mean of the values rounded to float16.",
+            "2.1, 2.2; it rounds: 2.10",
+        ),
+        Form(
+            "rounded(bfloat16)",
+            "The result is the mean of the values rounded to bfloat16.",
+            "2.1, 2.2; it rounds: 2.10",
+        ),
+        Form(
+            "rounded(float16, ratio=0.5)",
+            "A rank also sends at most half the bytes of its gradients.",
+            "13.7",
+        ),
+    ),
+    _read_rounded,
+    _write_rounded,
+    sets_fields=True,
+)
+SUM = field_flag(
+    "sum",
+    "The result is the sum over the group, and the trainer divides it.",
+    "2.1, 2.2; it is not the mean: 2.10",
+)
+
+
+# ---- Lossy claims
+
+
+def _read_ratio(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the largest share of the gradients' bytes that a rank sends out of the options."""
+    ratio = options.pop("ratio", None)
+    if ratio is None:
+        return {}
+    if not is_number(ratio) or not 0 <= ratio <= 1:
+        raise ValueError(f"takes ratio=, a number from 0 to 1; got {ratio!r}")
+    return {"ratio": float(ratio)}
+
+
+def _write_ratio(claims: "Claims") -> str:
+    return "" if claims.ratio is None else f"ratio={_write_number(claims.ratio)}"
+
+
+def _write_number(value: float) -> str:
+    """Return a number in the shortest text that parses to it."""
+    # Certificates hold the short form, so it is kept for every number that it can hold.
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
+
+
+def _read_compressed(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    feedback = options.pop("feedback", True)
+    delta = options.pop("delta", None)
+    ratio = _read_ratio(options)
+    # Compared one by one, since a value such as a list cannot be looked up in a dict.
+    kinds = ((True, FEEDBACK), ("ef21", DIFFERENCE), (False, CONTRACTION))
+    lossy = next((kind for value, kind in kinds if feedback == value), None)
+    if args or options or lossy is None:
+        raise ValueError("takes feedback=True, ef21 or False, delta= and ratio=")
+    if delta is None and lossy == CONTRACTION:
+        raise ValueError(
+            "needs delta= with feedback=False: ||C(x) - x||**2 <= (1 - delta) ||x||**2"
+        )
+    values = {"lossy": lossy, **ratio}
+    if delta is not None:
+        if not is_number(delta) or not 0.01 <= delta <= 1:
+            raise ValueError(
+                f"takes delta=, a number from 0.01 to 1; got {delta!r}; "
+                "try a stronger setting of the same hook"
+            )
+        values["delta"] = float(delta)
+    return values
+
+
+def _write_compressed(claims: "Claims") -> str | None:
+    if claims.lossy not in _COMPRESSED:
+        return None
+    delta = "" if claims.delta == DEFAULT_DELTA else f"delta={_write_number(claims.delta)}"
+    return write_call("compressed", _COMPRESSED[claims.lossy], delta, _write_ratio(claims))
+
+
+COMPRESSED = Claim(
+    "compressed",
+    (
+        Form(
+            "compressed",
+            "The result is a lossy mean with error feedback: later steps add the values that a "
+            "step leaves out.",
+            "13.1, 13.10; it loses something: 2.10",
+        ),
+        Form(
+            "compressed(feedback=ef21)",
+            "The result is a lossy mean that converges to the mean when all steps feed the same "
+            "gradients.",
+            "13.1, 13.10; it loses something: 2.10",
+        ),
+        Form(
+            "compressed(feedback=False, delta=0.99)",
+            "The result is a lossy mean without feedback: its distance from the mean is at most "
+            "sqrt(1 - delta) times the mean norm of the ranks' gradients.",
+            "13.2, 13.10; it loses something: 2.10",
+        ),
+        Form(
+            "compressed(delta=0.25)",
+            "In each step the compressor delivers at least the share delta of its input, 0.1 "
+            "unless it is given; the number of steps follows from it.",
+            "13.1, 13.2",
+        ),
+        Form(
+            "compressed(ratio=0.3)",
+            "A rank also sends at most that share of its gradients' bytes; every lossy claim "
+            "takes ratio=.",
+            "13.7",
+        ),
+    ),
+    _read_compressed,
+    _write_compressed,
+    sets_fields=True,
+)
+
+
+def _other_lossy(name: str, meaning: str, judged_by: str) -> Claim:
+    """Return a lossy claim that takes ratio= alone."""
+
+    def read(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+        values = {"lossy": name, **_read_ratio(options)}
+        if args or options:
+            raise ValueError("takes ratio=, or nothing")
+        return values
+
+    def write(claims: "Claims") -> str | None:
+        return write_call(name, _write_ratio(claims)) if claims.lossy == name else None
+
+    return Claim(name, (Form(name, meaning, judged_by),), read, write, sets_fields=True)
+
+
+UNBIASED_RESULT = _other_lossy(
+    UNBIASED,
+    "The result is random, and its expectation is the mean.",
+    "13.3, 13.10; it varies: 2.10",
+)
+LOCAL_RESULT = _other_lossy(
+    LOCAL,
+    "The result is a weighted mean of some ranks' gradients, so replicas drift apart.",
+    "13.5, 13.10; replicas differ: 2.10",
+)
+
+
+def _read_warmup(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    # Runs are longer by the warm-up, so a long one would make them slow.
+    if len(args) != 1 or options or not args[0].isdigit() or not 1 <= int(args[0]) <= 50:
+        raise ValueError(
+            "takes a number of steps from 1 to 50; "
+            "certify a hook that has a longer warm-up with a shorter one"
+        )
+    return {"warmup": int(args[0])}
+
+
+def _write_warmup(claims: "Claims") -> str | None:
+    return f"warmup({claims.warmup})" if claims.warmup else None
+
+
+WARMUP = Claim(
+    "warmup",
+    (
+        Form(
+            "warmup(2)",
+            "The result is exact in the first two steps; combines with a lossy claim.",
+            "13.4",
+        ),
+    ),
+    _read_warmup,
+    _write_warmup,
+    sets_fields=True,
+)
+
+
+# ---- Hooks that step parameters
+
+
+def _read_fused(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    after = options.pop("after", 0)
+    frees = options.pop("frees_gradients", False)
+    name = args[0].removeprefix("optim.") if len(args) == 1 else ""
+    if name not in OPTIMIZERS:
+        raise ValueError(
+            "takes the name of an optimizer, and its options: fused(SGD, lr=0.1); "
+            f"one of {', '.join(OPTIMIZERS)}"
+        )
+    # Runs have few steps, and some of them must step the parameters.
+    if not isinstance(after, int) or isinstance(after, bool) or not 0 <= after <= 4:
+        raise ValueError(f"takes after=, a number of steps from 0 to 4; got {after!r}")
+    if not isinstance(frees, bool):
+        raise ValueError(f"takes frees_gradients=, which is True or False; got {frees!r}")
+    inside = ", ".join(write_named(options.items()))
+    return {"fused": f"{name}({inside})", "after": after, "frees_gradients": frees}
+
+
+def _write_fused(claims: "Claims") -> str | None:
+    if not claims.fused:
+        return None
+    name, _, options = claims.fused.removesuffix(")").partition("(")
+    after = f"after={claims.after}" if claims.after else ""
+    frees = "frees_gradients=True" if claims.frees_gradients else ""
+    return write_call("fused", name, options, after, frees)
+
+
+FUSED = Claim(
+    "fused",
+    (
+        Form(
+            "fused(SGD, lr=0.1)",
+            "The hook steps the parameters as torch.optim.SGD would; combines with any result.",
+            "13.6 in place of 9.2; it moves parameters: 2.10",
+        ),
+        Form(
+            "fused(SGD, lr=0.1, after=2)",
+            "The hook steps no parameters in the first two steps.",
+            "13.6",
+        ),
+        Form(
+            "fused(SGD, lr=0.1, frees_gradients=True)",
+            "The gradients are None when backward is over.",
+            "13.9",
+        ),
+    ),
+    _read_fused,
+    _write_fused,
+    sets_fields=True,
+)
+
+
+# ---- like
+
+_POWER_SGD_SEED = "random_seed"
+# The compressors are options of one hook; the state draws their random numbers.
+_COMPRESSOR = Reference("hooks_ref:compression_hook", has_state=True)
+_RANDOM_COMPRESSOR = Reference("hooks_ref:compression_hook", seed="seed", has_state=True)
+REFERENCES = {
+    "powerSGD_hook": Reference("hooks_ref:powerSGD_hook", _POWER_SGD_SEED, has_state=True),
+    "batched_powerSGD_hook": Reference(
+        "hooks_ref:batched_powerSGD_hook", _POWER_SGD_SEED, has_state=True
+    ),
+    "RandomK": _RANDOM_COMPRESSOR,
+    "QSGD": _RANDOM_COMPRESSOR,
+    "TernGrad": _RANDOM_COMPRESSOR,
+    "TopK": _COMPRESSOR,
+    "ScaledSign": _COMPRESSOR,
+    "OneBit": _COMPRESSOR,
+    "gossip_grad_hook": Reference("hooks_ref:gossip_grad_hook", has_state=True),
+    "quantization_pertensor_hook": Reference("hooks_ref:quantization_pertensor_hook"),
+    "quantization_perchannel_hook": Reference("hooks_ref:quantization_perchannel_hook"),
+}
+_read_like_text = read_reference(REFERENCES)
+
+
+def _read_like(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    return {"like": _read_like_text(args, options)}
+
+
+def _write_like(claims: "Claims") -> str | None:
+    return write_reference(claims.like) if claims.like else None
+
+
+LIKE = Claim(
+    "like",
+    (
+        Form(
+            "like(powerSGD_hook, matrix_approximation_rank=2)",
+            "Every step gives the result of that hook or compressor of hooks_ref, made with these "
+            "options; combines with a lossy claim.",
+            "13.8",
+        ),
+    ),
+    _read_like,
+    _write_like,
+    sets_fields=True,
+)
+
+
+# ---- Restrictions
+
+
+def _read_dtypes(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    repeated = len(set(args)) < len(args)
+    # Nearly all scenarios have parameters of float32 alone.
+    if "float32" not in args or options or not set(args) <= set(DTYPES) or repeated:
+        raise ValueError(
+            f"takes float32, and any of {', '.join(DTYPES[1:])}: dtypes(float32, float64)"
+        )
+    return {"dtypes": tuple(args)}
+
+
+def _names_writer(name: str) -> Writer:
+    """Return the writer of a claim that lists names in the field of its name."""
+
+    def write(claims: "Claims") -> str | None:
+        names = getattr(claims, name)
+        return write_call(name, *names) if names else None
+
+    return write
+
+
+_TAKEN_DTYPES = Claim(
+    "dtypes",
+    (
+        Form(
+            "dtypes(float32)",
+            "The hook takes models whose parameters all have these dtypes, and refuses other "
+            "models with an error.",
+            "2.4",
+        ),
+    ),
+    _read_dtypes,
+    _names_writer("dtypes"),
+    sets_fields=True,
+)
+
+
+def _names_reader(name: str, example: str) -> Reader:
+    def read(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+        repeated = len(set(args)) < len(args)
+        if not args or options or repeated or not all(arg.isidentifier() for arg in args):
+            raise ValueError(f"takes names: {example}")
+        return {name: tuple(args)}
+
+    return read
+
+
+def _restriction(name: str, text: str, meaning: str, example: str) -> Claim:
+    """Return a claim that lists the only profiles on which the hook is judged."""
+    forms = (Form(text, meaning, None),)
+    return Claim(name, forms, _names_reader(name, example), _names_writer(name), sets_fields=True)
+
+
+BACKENDS = _restriction(
+    "backends",
+    "backends(nccl)",
+    "The hook takes these backends alone; on a profile with another one it is not judged.",
+    "backends(gloo, nccl)",
+)
+DEVICES = _restriction(
+    "devices",
+    "devices(cuda)",
+    "The hook takes these devices alone; on a profile with another one it is not judged.",
+    "devices(cpu, cuda)",
+)
+WORLD_ONLY = field_flag(
+    "world_only",
+    "The hook takes no process group and always uses WORLD.",
+    "2.7",
+)
+
+
+# ---- The life of a hook
+
+
+def _read_poststep(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    call = options.pop("call", "")
+    if args or options or not isinstance(call, str) or (call and not call.isidentifier()):
+        raise ValueError(
+            "takes call=, the name of a function or method, or nothing: poststep(call=flush)"
+        )
+    return {"poststep": True, "call": call}
+
+
+def _write_poststep(claims: "Claims") -> str | None:
+    if not claims.poststep:
+        return None
+    return write_call("poststep", f"call={claims.call}" if claims.call else "")
+
+
+POSTSTEP = Claim(
+    "poststep",
+    (
+        Form(
+            "poststep(call=flush)",
+            "The gradients are right after the trainer has called this function when backward is "
+            "over; it belongs to the state, to the hook's object or to its module.",
+            "not before that call: 1.12",
+        ),
+        Form(
+            "poststep",
+            "The gradients are right after the after_backward of the set-up's Case.",
+            "not before that call: 1.12",
+        ),
+    ),
+    _read_poststep,
+    _write_poststep,
+    sets_fields=True,
+)
+CHAINED = field_flag(
+    "chained",
+    # Gloo does not run collectives in the order of a stream.
+    "Callbacks start collectives, which needs the order of a stream; on Gloo each collective is "
+    "over before the next one begins, and the certificate names that.",
+    "callbacks start collectives: 10.4; without that order: 10.5",
+)
+CHECKPOINTABLE = field_flag(
+    "checkpointable",
+    "The state can be saved, and continues in new processes from that step; with a set-up, the "
+    "saved of its Case counts as the state.",
+    "11.2, 11.3; SHOULD: 11.4",
+)
+
+
+def _contradiction(claimed: Mapping[str, Any]) -> str | None:
+    lossy = sorted(claimed.keys() & {"compressed", "unbiased", "local"})
+    inexact = sorted(claimed.keys() & {"rounded", "sum"})
+    if "exact" in claimed and (lossy or inexact):
+        others = ", ".join([*lossy, *inexact])
+        return f"exact contradicts {others}: it is the mean without rounding"
+    if len(lossy) > 1 or (lossy and inexact):
+        return f"{' contradicts '.join([*lossy, *inexact])}: claim one of them"
+    if "like" in claimed and not lossy:
+        return "like needs a lossy claim beside it: compressed, unbiased or local"
+    if "warmup" in claimed and not lossy:
+        return "warmup needs a lossy claim beside it: compressed, unbiased or local"
+    if "poststep" in claimed and "fused" in claimed:
+        return "poststep contradicts fused: a fused hook steps parameters before backward is over"
+    return None
+
+
+def _default(arguments: Mapping[str, Any]) -> str:
+    return "exact"
+
 
 HOOK = Kind(
     "hook",
@@ -9,8 +534,28 @@ HOOK = Kind(
     (*map(str, range(1, 14)), "20", "21"),
     reference="hooks_ref:allreduce_hook",
     scenarios=ALL,
-    claims={},
-    default_claims=lambda arguments: "exact",
+    claims=table(
+        EXACT,
+        ROUNDED,
+        SUM,
+        COMPRESSED,
+        UNBIASED_RESULT,
+        LOCAL_RESULT,
+        WARMUP,
+        FUSED,
+        LIKE,
+        min_world_size("2.11"),
+        _TAKEN_DTYPES,
+        BACKENDS,
+        DEVICES,
+        POSTSTEP,
+        CHAINED,
+        WORLD_ONLY,
+        CHECKPOINTABLE,
+    ),
+    default_claims=_default,
+    contradiction=_contradiction,
+    references=REFERENCES,
     default_reason="nobody: exact is the default",
     searches_claims=True,
 )

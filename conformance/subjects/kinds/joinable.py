@@ -1,17 +1,28 @@
-"""Training on uneven inputs. Two shapes of subject, told apart by what the target is:
+"""Training on uneven inputs. The target names a subject of one of two shapes:
 
-- a join context, as ``torch.distributed.algorithms.join.Join`` is: ``Join(joinables, enable=True, throw_on_early_termination=False,
-  **kwargs)``, with a static method ``notify_join_context(joinable)``. It is driven with joinables of the kit, and with torch's
+- a join context, as ``torch.distributed.algorithms.join.Join`` is: ``Join(joinables, enable=True,
+  throw_on_early_termination=False, **kwargs)``, with a static method
+  ``notify_join_context(joinable)``. It runs with joinables of the kit, and with torch's
   DistributedDataParallel and ZeroRedundancyOptimizer.
-- a joinable: what makes an object that has ``join_hook``, on each rank, with ``process_group``, ``rank``, ``world_size`` or
-  ``device`` where its signature names them. One step of it is ``joinable()``, or ``joinable.step()`` where it cannot be called.
-  It is run in torch's context.
+- a joinable: a class or function that makes an object with ``join_hook`` on each rank. It receives
+  those of ``process_group``, ``rank``, ``world_size`` and ``device`` that its signature names. One
+  step of the object is ``joinable()``, or ``joinable.step()`` if it cannot be called. It runs in
+  torch's context.
 
-A run is some contexts, one after another; what a record calls a step is a context there. It claims nothing.
+A run is a sequence of contexts; a step of its record is a context.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from conformance.scenarios.joinable import SCENARIOS
+from conformance.subjects.kinds._claim import min_world_size, table
 from conformance.subjects.kinds._kind import Kind
+
+
+def _default(arguments: Mapping[str, Any]) -> None:
+    return None
+
 
 JOINABLE = Kind(
     "joinable",
@@ -19,7 +30,7 @@ JOINABLE = Kind(
     ("17",),
     reference="hooks_ref:Join",
     scenarios=SCENARIOS,
-    claims={},
-    default_claims=lambda arguments: "",
+    claims=table(min_world_size()),
+    default_claims=_default,
     bound=True,
 )

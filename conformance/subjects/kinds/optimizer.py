@@ -1,11 +1,16 @@
-"""Optimizer wrappers: what has ``step()``, called by all ranks, and steps parameters with more than one rank's doing.
+"""Optimizer wrappers: all ranks call ``step()``, which steps parameters together with other ranks.
 
-There are two families. What takes an ``averager`` wraps a local optimizer and asks that averager after each step: ranks have
-gradients of their own, and drift apart until they are averaged. Anything else stands for one optimizer of all ranks, such as a
-sharded one: ranks are fed the same gradients, averaged already, and hold what a local optimizer would make of them.
+There are two families. A wrapper that takes an ``averager`` wraps a local optimizer and calls that
+averager after each step: ranks have different gradients, and drift apart until they are averaged.
+Any other wrapper stands for one optimizer of all ranks, such as a sharded one: all ranks receive
+the same gradients, which are averaged already, and hold the parameters of a local optimizer.
 
-The optimizer inside is torch's SGD, or Adam. The averager is the kit's own: so whatever differs is the wrapper's doing.
+The optimizer inside is torch's SGD, or Adam. The averager belongs to the kit, so that every
+difference comes from the wrapper.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 from conformance.scenarios.optimizer import (
     ADAM,
@@ -26,17 +31,23 @@ from conformance.scenarios.optimizer import (
     UNUSED,
     ZEROED,
 )
+from conformance.subjects.kinds._claim import min_world_size, table
 from conformance.subjects.kinds._kind import Kind
+
+
+def _default(arguments: Mapping[str, Any]) -> None:
+    return None
+
 
 OPTIMIZER = Kind(
     "optimizer",
-    "an optimizer wrapper: what takes a local optimizer and an averager, or a sharded optimizer",
+    "an optimizer wrapper, which takes a local optimizer and an averager, or a sharded optimizer",
     ("15",),
     reference="hooks_ref:PostLocalSGDOptimizer",
     scenarios=(
-        *(PLAIN, ADAM, RANDOM, GROUPS, SCHEDULED, CLOSURE, ZEROED, UNUSED, DTYPES, SUBGROUPS, ORDERED, SAVED, RESUMED, RELOADED),
-        *(DDP, DDP_VIEWS, UNEVEN),
+        *(PLAIN, ADAM, RANDOM, GROUPS, SCHEDULED, CLOSURE, ZEROED, UNUSED, DTYPES, SUBGROUPS),
+        *(ORDERED, SAVED, RESUMED, RELOADED, DDP, DDP_VIEWS, UNEVEN),
     ),
-    claims={},
-    default_claims=lambda arguments: "",
+    claims=table(min_world_size("15.20")),
+    default_claims=_default,
 )

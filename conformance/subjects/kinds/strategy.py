@@ -1,14 +1,12 @@
-"""Sync strategies: a context manager around forward and backward of each micro-batch, after whose last one gradients are averaged.
+"""Sync strategies: context managers around the forward and backward of each micro-batch.
 
-It is called once for each micro-batch with what its signature names of ``model`` (the DDP module), ``is_final_microbatch``,
-``optimizers`` (a list), ``state`` (which has ``model`` and ``optimizers``, as Composer's), ``process_group``, ``rank``,
-``world_size`` and ``device``; and returns a context manager.
+After the last micro-batch gradients are averaged. A strategy is called once for each micro-batch,
+with those of these arguments that its signature names, and returns a context manager: ``model``
+(the DDP module), ``is_final_microbatch``, ``optimizers`` (a list), ``state`` (which has ``model``
+and ``optimizers``, as Composer's has), ``process_group``, ``rank``, ``world_size`` and ``device``.
 
-    find_unused     it needs DDP(find_unused_parameters=True), and models are made so
-    all_used        it is right where every micro-batch of every rank uses every parameter, and nothing is asked of it elsewhere
-
-Without claims it is right when micro-batches and ranks use different parameters, with DDP as it is by default. Composer's
-``multi_auto_sync``, by its argument, is find_unused.
+Without claims a strategy is right when micro-batches and ranks use different parameters, with the
+default options of DDP. Composer's ``multi_auto_sync``, by its argument, claims find_unused.
 """
 
 from collections.abc import Collection, Mapping
@@ -36,35 +34,60 @@ from conformance.scenarios.strategy import (
     VIEWS,
     WITHOUT,
 )
-from conformance.subjects.kinds._kind import Kind, flag
+from conformance.subjects.kinds._claim import min_world_size, option_flag, table
+from conformance.subjects.kinds._kind import Kind
 
-CLAIM = replace(MICROBATCHES, name="strategy_claim", summary="the same with DDP as it is by default", world_sizes=(2,), variant="claim")
+CLAIM = replace(
+    MICROBATCHES,
+    name="strategy_claim",
+    summary="the same with DDP as it is by default",
+    world_sizes=(2,),
+    variant="claim",
+)
 
 
-def _under(scenario: Scenario, said: Collection[str]) -> Scenario:
-    """Return the scenario as it is run for a subject that says this."""
+def _adapt(scenario: Scenario, claimed: Collection[str]) -> Scenario:
+    """Return the scenario as it is run for a subject that makes these claims."""
     if scenario.variant == "claim":
-        return scenario
-    if "all_used" in said and scenario.variant in _DIFFERENT:
-        scenario = replace(scenario, variant="four" if scenario.variant == "microbatches" else "two")
-    return replace(scenario, ddp=replace(scenario.ddp, find_unused_parameters=True)) if "find_unused" in said else scenario
+        return scenario  # it shows that the claims are needed, so it makes no allowance for them
+    if "all_used" in claimed and scenario.variant in _DIFFERENT:
+        # The variants with as many micro-batches in which all parameters are used.
+        variant = "four" if scenario.variant == "microbatches" else "two"
+        scenario = replace(scenario, variant=variant)
+    if "find_unused" in claimed:
+        scenario = replace(scenario, ddp=replace(scenario.ddp, find_unused_parameters=True))
+    return scenario
 
 
-def _default(arguments: Mapping[str, Any]) -> str:
-    return "find_unused" if arguments.get("sync_strategy") == "multi_auto_sync" else ""
+def _default(arguments: Mapping[str, Any]) -> str | None:
+    return "find_unused" if arguments.get("sync_strategy") == "multi_auto_sync" else None
 
 
 STRATEGY = Kind(
     "strategy",
-    "a sync strategy, called for each micro-batch with any of model, is_final_microbatch, optimizers",
+    "a sync strategy, called for each micro-batch with any of model, is_final_microbatch, "
+    "optimizers",
     ("16",),
     reference="hooks_ref:ddp_sync_context,sync_strategy=forced_sync",
     scenarios=(
-        *(PLAIN, ACCUMULATED, RANDOM, MICROBATCHES, RANKS, VIEWS, COMBINED, SHARED, KEPT, FORMS, SPARSE, SUBGROUPS, ORDERED),
-        *(RAISES, WITHOUT, NO_DDP, COUNTED, CLAIM),
+        *(PLAIN, ACCUMULATED, RANDOM, MICROBATCHES, RANKS, VIEWS, COMBINED, SHARED, KEPT, FORMS),
+        *(SPARSE, SUBGROUPS, ORDERED, RAISES, WITHOUT, NO_DDP, COUNTED, CLAIM),
     ),
-    claims={"find_unused": flag, "all_used": flag},
+    claims=table(
+        option_flag(
+            "find_unused",
+            "The strategy needs DDP(find_unused_parameters=True); models are made with it.",
+            "16.16",
+        ),
+        option_flag(
+            "all_used",
+            "The strategy is right if every micro-batch of every rank uses every parameter; other "
+            "cases are not judged.",
+            "16.16",
+        ),
+        min_world_size("16.17"),
+    ),
     default_claims=_default,
     bound=True,
-    adapt=_under,
+    adapt=_adapt,
 )

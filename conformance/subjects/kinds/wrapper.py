@@ -1,13 +1,9 @@
-"""Wrappers of modules, for activation checkpointing and offloading: called with a module, they return one in its place.
+"""Wrappers of modules, for activation checkpointing and offloading.
 
-    recomputes      it keeps a block's inputs alone, and runs the block's forward again in the backward
-    reentrant       it has the limits that torch documents for use_reentrant=True: tensors in containers get no gradients, nor do
-                    parameters of a block none of whose inputs asks for one; under DDP a block that is used twice, and parameters
-                    that are not used, need static_graph=True
-    draws_anew      what runs again draws other random numbers, as torch documents for preserve_rng_state=False
-
-Without claims it is what the arguments of the target say, if torch's names are among them: checkpoint_impl or use_reentrant, and
-preserve_rng_state. Where nothing says that it recomputes, it need not; one that does is held to it that it keeps less.
+A wrapper is called with a module and returns a module in its place. Claims follow from the
+arguments of the target if torch's names are among them: checkpoint_impl or use_reentrant, and
+preserve_rng_state. A wrapper that does not claim ``recomputes`` may recompute; if it does, it has
+to keep less in memory.
 """
 
 from collections.abc import Mapping
@@ -30,19 +26,22 @@ from conformance.scenarios.wrapper import (
     TWICE,
     UNUSED,
 )
-from conformance.subjects.kinds._kind import Kind, flag
+from conformance.subjects.kinds._claim import min_world_size, option_flag, table
+from conformance.subjects.kinds._kind import Kind
 
 
-def _default(arguments: Mapping[str, Any]) -> str:
-    named = str(arguments.get("checkpoint_impl", "")).rpartition(".")[2]
+def _default(arguments: Mapping[str, Any]) -> str | None:
+    # torch's enum may be written with its class, as CheckpointImpl.REENTRANT.
+    variant = str(arguments.get("checkpoint_impl", "")).rpartition(".")[2]
+    reentrant = arguments.get("use_reentrant")
     claims = []
-    if named in ("REENTRANT", "NO_REENTRANT") or isinstance(arguments.get("use_reentrant"), bool):
+    if variant in ("REENTRANT", "NO_REENTRANT") or isinstance(reentrant, bool):
         claims.append("recomputes")
-    if named == "REENTRANT" or arguments.get("use_reentrant") is True:
+    if variant == "REENTRANT" or reentrant is True:
         claims.append("reentrant")
     if arguments.get("preserve_rng_state") is False:
         claims.append("draws_anew")
-    return ", ".join(claims)
+    return ", ".join(claims) or None
 
 
 WRAPPER = Kind(
@@ -51,10 +50,32 @@ WRAPPER = Kind(
     ("19",),
     reference="hooks_ref:checkpoint_wrapper,checkpoint_impl=NO_REENTRANT",
     scenarios=(
-        *(PLAIN, RANDOM, CALLS, CONTAINERS, FIRST, STATIC, ACCUMULATED, SUBGROUPS, TWICE, UNUSED, MODES, AUTOCAST, RAISES),
-        *(HOOKED, MODULE),
+        *(PLAIN, RANDOM, CALLS, CONTAINERS, FIRST, STATIC, ACCUMULATED, SUBGROUPS, TWICE, UNUSED),
+        *(MODES, AUTOCAST, RAISES, HOOKED, MODULE),
     ),
-    claims={"recomputes": flag, "reentrant": flag, "draws_anew": flag},
+    claims=table(
+        option_flag(
+            "recomputes",
+            "The wrapper keeps a block's inputs alone, and runs the block's forward again in the "
+            "backward.",
+            "19.17",
+        ),
+        option_flag(
+            "reentrant",
+            "The wrapper has the limits that torch documents for use_reentrant=True: there are no "
+            "gradients for tensors in containers, nor for parameters of a block if none of its "
+            "inputs requires a gradient; under DDP, blocks that are used twice and parameters "
+            "that are not used need static_graph=True.",
+            "19.18 in place of 19.5, 19.6, 19.8",
+        ),
+        option_flag(
+            "draws_anew",
+            "The recomputation draws other random numbers, as torch documents for "
+            "preserve_rng_state=False.",
+            "19.18; the output alone: 19.2",
+        ),
+        min_world_size(),
+    ),
     default_claims=_default,
     bound=True,
 )
