@@ -1,6 +1,7 @@
 import random
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import expecttest
@@ -8,7 +9,7 @@ import pytest
 
 from conformance.errors import UsageError
 from conformance.judging.rule import Rule
-from conformance.session.options import TEXT_OPTIONS
+from conformance.session.options import Options
 from conformance.subjects.claims import (
     Claims,
     claims_help,
@@ -249,7 +250,8 @@ def test_errors_list_all_claims_of_the_kind(kind: str) -> None:
 
 
 def test_the_help_names_all_claims() -> None:
-    assert TEXT_OPTIONS["claims"] == claims_help()
+    option = next(option for option in fields(Options) if option.name == "claims")
+    assert option.metadata["help"] == claims_help()
     for kind in KINDS.values():
         for claim in kind.claims.values():
             assert claim.forms[0].text in claims_help()
