@@ -12,7 +12,7 @@ import pytest
 
 from conformance.errors import KitError
 from conformance.hosts.pool import Pool
-from conformance.judging.run_failures import breakage
+from conformance.judging.run_failures import failed_run
 from conformance.scenarios.hook import ALL, VALUES, VALUES_AGAIN
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.spec import REFERENCE, SubjectSpec
@@ -138,7 +138,7 @@ def test_a_killed_controller_leaves_nothing_behind(script: str) -> None:
 def test_goes_on_after_the_host_was_killed() -> None:
     with Pool(10.0) as pool:
         killed = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:kills_parent"), "killed")
-        broken = breakage(killed)
+        broken = failed_run(killed)
         assert broken is not None
         assert broken.kind == "host"
         assert "signal SIGKILL" in broken.line
@@ -147,7 +147,7 @@ def test_goes_on_after_the_host_was_killed() -> None:
 
 def test_a_gigabyte_is_neither_kept_nor_waited_for(pool: Pool) -> None:
     run = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:prints_a_gigabyte"), "flood")
-    broken = breakage(run)
+    broken = failed_run(run)
     assert broken is not None
     assert broken.kind == "flood"
     assert all(len(rank.evidence["output"]) < 100_000 for rank in run.ranks)
@@ -155,7 +155,7 @@ def test_a_gigabyte_is_neither_kept_nor_waited_for(pool: Pool) -> None:
 
 @pytest.mark.parametrize("name", ["spins", "sleeps_in_c"])
 def test_a_hang_is_told_with_the_line_that_it_hangs_in(impatient: Pool, name: str) -> None:
-    broken = breakage(LocalSource(impatient).run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{name}"), f"hang-{name}"))
+    broken = failed_run(LocalSource(impatient).run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{name}"), f"hang-{name}"))
     assert broken is not None
     assert broken.kind == "hang"
     assert "the hook did not return" in broken.line
@@ -165,7 +165,7 @@ def test_a_hang_is_told_with_the_line_that_it_hangs_in(impatient: Pool, name: st
 
 def test_the_flight_recorder_names_the_last_collectives(impatient: Pool) -> None:
     run = LocalSource(impatient).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:never_completes_on_rank_1"), "hang-1")
-    broken = breakage(run)
+    broken = failed_run(run)
     assert broken is not None
     assert any("gloo:all_reduce" in line for line in json.dumps(broken.evidence).split("#"))
 

@@ -16,7 +16,7 @@ from conformance.errors import KitError, TargetError, UsageError
 from conformance.judging.collective_order import disagreement
 from conformance.judging.oracles.mean import compare
 from conformance.judging.rule import Rule, WorldSizes
-from conformance.judging.run_failures import Breakage, breakage, refused
+from conformance.judging.run_failures import FailedRun, failed_run, refused_on_every_rank
 from conformance.judging.verdict import NOT_CLAIMED, Failure, Found, Judgement, Verdict
 from conformance.records.run import Run
 from conformance.scenarios.hook import BY_NAME, NORMAL, VALUES, explained
@@ -82,7 +82,7 @@ class Engine:
         self.control = control
         self._runs: dict[tuple[str, int], Run | str] = {}
         self._others: dict[tuple[str, Scenario], Run] = {}
-        self._breakages: dict[str, Breakage | None] = {}
+        self._breakages: dict[str, FailedRun | None] = {}
         self._judgements: dict[str, Judgement] = {}
         self._hangs: list[str] = []
         self._expected: Sequence[str] = ()
@@ -274,10 +274,10 @@ class Engine:
             if (name, scenario) not in others:
                 others[name, scenario] = self.source.run(scenario, world, subject, name)
             runs[name] = others[name, scenario]
-            if (broken := breakage(runs[name])) and broken.kind == "node":
+            if (broken := failed_run(runs[name])) and broken.kind == "node":
                 del others[name, scenario]
                 raise _NodeLost(broken.line)
-            if (broken := breakage(runs[name])) and subject:
+            if (broken := failed_run(runs[name])) and subject:
                 raise TargetError(f"--claims {self.claims}: the reference itself does not run so: {broken.line}")
             if broken:
                 raise KitError(f"DDP without a hook does not run {name}: {broken.line}")
@@ -345,24 +345,24 @@ class Engine:
     def _builds_on(self, rule: Rule, number: str) -> bool:
         return number in rule.needs or any(self._builds_on(self._rules[needed], number) for needed in rule.needs)
 
-    def _breakage(self, run: Run) -> Breakage | None:
+    def _breakage(self, run: Run) -> FailedRun | None:
         if run.name not in self._breakages:
-            found = self._breakages[run.name] = breakage(run)
+            found = self._breakages[run.name] = failed_run(run)
             if found and found.kind == "kit":
                 raise KitError(found.line)
             if found and found.kind == "target" and run.world >= self.claims.min_world_size:
                 raise TargetError(found.line)
         return self._breakages[run.name]
 
-    def _note_broken(self, rule: Rule, run: Run, broken: Breakage, judgement: Judgement) -> None:
+    def _note_broken(self, rule: Rule, run: Run, broken: FailedRun, judgement: Judgement) -> None:
         blamed = self._blamed(run, broken)
         if broken.kind == "node":
             self._note(judgement, run.name, Verdict.NOT_RUN, reason=broken.line)
-        elif rule.worlds is WorldSizes.BELOW_MINIMUM and refused(run):
+        elif rule.worlds is WorldSizes.BELOW_MINIMUM and refused_on_every_rank(run):
             self._note(judgement, run.name, Verdict.PASS, reason=broken.line, checks=1)
-        elif self._does_not_take(run) and refused(run) and len(rule.on) > 1 and not self._owns(rule, run):
+        elif self._does_not_take(run) and refused_on_every_rank(run) and len(rule.on) > 1 and not self._owns(rule, run):
             return  # said of it by the run's owner; judged on the others
-        elif (rule.may_refuse or self._does_not_take(run)) and refused(run):
+        elif (rule.may_refuse or self._does_not_take(run)) and refused_on_every_rank(run):
             self._note(judgement, run.name, Verdict.NOT_APPLICABLE, reason=f"refused with an error on every rank: {broken.line}", checks=1)
         elif rule.number == blamed or (blamed is None and self._owns(rule, run)):
             judgement.failures.append(Failure(broken.expected, broken.line, broken.cause or self._explain(run, broken), broken.evidence))
@@ -370,7 +370,7 @@ class Engine:
         else:
             self._note(judgement, run.name, Verdict.NOT_RUN, reason=f"{run.name} broke: {broken.line}")
 
-    def _blamed(self, run: Run, broken: Breakage) -> str | None:
+    def _blamed(self, run: Run, broken: FailedRun) -> str | None:
         """Return the rule that this kind of breaking belongs to, where it reads the run; None where the run's owner is to speak."""
         for rule in self._rules.values():
             if rule.blamed_for == broken.kind and run.scenario.name in {scenario.name for scenario in rule.on}:
@@ -382,7 +382,7 @@ class Engine:
         few = any(len(group) < self.claims.min_world_size for group in run.scenario.groups)
         return few or bool(self.claims.dtypes and {spec.dtype for spec in run.scenario.params} - set(self.claims.dtypes))
 
-    def _explain(self, run: Run, broken: Breakage) -> str:
+    def _explain(self, run: Run, broken: FailedRun) -> str:
         """Repeat a run that broke where collectives may be the reason, with those on record: where do ranks disagree?"""
         if (
             broken.kind not in ("hang", "died", "raised")
@@ -411,7 +411,7 @@ class Engine:
             self._note(judgement, name, Verdict.KIT_ERROR, reason=f"the rule itself failed: {found}")
             return
         verdict = found.verdict()
-        reason = found.failures[0].actual if found.failures else found.not_applicable
+        reason = found.failures[0].actual if found.failures else found.not_applicable or ""
         if verdict is Verdict.FAIL and not judgement.failures:
             judgement.failures = found.failures
         if verdict is Verdict.NOT_RUN:
