@@ -49,7 +49,7 @@ def test_groups_are_compared_by_themselves() -> None:
 
 def test_two_groups_of_the_same_ranks() -> None:
     first, second = issued("barrier", named="1"), issued("allreduce SUM 1 int64", named="2")
-    assert "(the 2. of theirs): rank 0 issues allreduce SUM 1 int64" in disagreement(
+    assert "(number 2 of these ranks): rank 0 issues allreduce SUM 1 int64" in disagreement(
         run([first, second], [first, second | {"what": "allreduce SUM 2 int64"}])
     )
 
@@ -71,7 +71,7 @@ def test_two_groups_of_the_same_ranks_in_another_order() -> None:
     assert disagreement(swapped) == ""
     assert order_of_groups(swapped) == (
         "rank 0 issues allreduce 4 float32 (step 0, bucket 0) on the group of ranks 0, 1, "
-        "and rank 1 allreduce 5 float32 (step 0, bucket 0) on the group of ranks 0, 1 (the 2. of theirs) first"
+        "and rank 1 allreduce 5 float32 (step 0, bucket 0) on the group of ranks 0, 1 (number 2 of these ranks) first"
     )
 
 
