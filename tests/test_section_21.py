@@ -45,7 +45,7 @@ def test_what_is_read_too_early_is_refused(rules: dict[str, Rule], claims: Any) 
     assert right.checks > 10
     wrong = ask(rules["21.1"], both(early), claims)
     assert wrong.verdict() is Verdict.FAIL
-    assert wrong.failures[0].cause.startswith("right where no stream is late")
+    assert wrong.failures[0].cause.startswith("right if no stream is late")
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def measured(lent: Callable[[int], int], reserved: Callable[[int], int]) -> Run:
         (lambda step: 1 << 20, lambda step: 20 << 20, ""),
         (lambda step: min(step, 5) << 20, lambda step: (20 + 20 * (step > 7)) << 20, ""),  # warms up, and takes one more piece
         (lambda step: step << 20, lambda step: 200 << 20, "tensors on the device grew"),
-        (lambda step: 1 << 20, lambda step: (step * step) << 20, "what the allocator has reserved grew at 6 of the last 6 steps"),
-        (lambda step: 1 << 20, lambda step: (step // 2) << 20, "what the allocator has reserved grew at 3 of the last 6 steps"),
+        (lambda step: 1 << 20, lambda step: (step * step) << 20, "reserved memory grew at 6 of the last 6 steps"),
+        (lambda step: 1 << 20, lambda step: (step // 2) << 20, "reserved memory grew at 3 of the last 6 steps"),
     ],
 )
 def test_memory_of_the_device(rules: dict[str, Rule], lent: Callable[[int], int], reserved: Callable[[int], int], said: str) -> None:
