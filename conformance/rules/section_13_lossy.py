@@ -241,9 +241,9 @@ def like(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     distance between its runs with other seeds. Over all steps on new gradients, and over all on the
     same ones, results have the same length and the same distance from the mean as the reference's.
 
-    A subject that draws random numbers is one more run of the reference: its distance has the
-    distribution of the distances of three pairs of runs, of which the largest is doubled, and the
-    same holds for lengths. A subject without random numbers has a 256th of the mean's length, a
+    A subject that draws random numbers is one more run of the reference: its distance is
+    distributed as those of three pairs of runs, of which the largest is doubled, and the same holds
+    for lengths. For a subject without random numbers the slack is a 256th of the mean's length, a
     level of eight bits, because roundings decide between levels; and a 64th of the lengths. Smaller
     differences pass, such as whether PowerSGD with feedback begins with the factors of the step
     before; without feedback that difference is found.
