@@ -189,7 +189,7 @@ def _is_alike(
     index: int,
     claims: Claims,
 ) -> bool:
-    """Return whether a result is what a mistake predicts, up to rounding."""
+    """Return whether a result has the values that a mistake predicts, up to rounding."""
     if isinstance(predicted, _Rounded):
         # Crafted values survive a rounding: only random ones show it.
         if run.scenario.steps[step] != "normal":

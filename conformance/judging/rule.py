@@ -77,7 +77,7 @@ class Rule:
         worlds: the world sizes that the rule is judged at.
         certifies_machine: the reference must pass the rule before a subject is judged.
         blamed_for: the kind of failed run (``run_failures.FailedRun.kind``) that fails this rule,
-            in whatever scenario it happens. Empty for none.
+            in any scenario that the rule reads. Empty for none.
         judges_lossy_results: the rule replaces 2.1 and 2.2 for a subject with a lossy claim.
         source: torch documentation, paper or issue number.
         remedy: likely places of the mistake if the rule fails.

@@ -70,11 +70,11 @@ _REFUSALS_BY_DDP = {
     ),
     "bucket annotation should be": (
         "the annotation of bucket is not dist.GradBucket itself: leave it out, and do not use "
-        "`from __future__ import annotations` in this file, which makes a string of it"
+        "`from __future__ import annotations` in this file, which turns it into a string"
     ),
     "return annotation should be": (
         "the return annotation is not torch.futures.Future[torch.Tensor] itself: leave it out, and "
-        "do not use `from __future__ import annotations` in this file, which makes a string of it"
+        "do not use `from __future__ import annotations` in this file, which turns it into a string"
     ),
     "is not a callable": "the registered object cannot be called",
     "required CUDA": (

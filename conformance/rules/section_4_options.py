@@ -27,7 +27,8 @@ def left_out(run: Run, claims: Claims, found: Found) -> None:
     all ranks, with zeros for those, on every rank. A parameter that no rank has used keeps no
     gradient. Or the subject refuses such a model with an error on every rank."""
     require_steps(run, claims, found, run.steps("crafted"))
-    # A fused hook frees the gradients: the results of its futures are no evidence of what DDP left.
+    # A fused hook frees the gradients: the results of its futures are no evidence of those that
+    # DDP left.
     if claims.fused:
         return
     steps = range(len(run.scenario.steps))

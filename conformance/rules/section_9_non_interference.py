@@ -256,6 +256,6 @@ def _difference(value: str | None, other: str | None) -> str:
     if value is None or other is None or len(value) < 80:
         return str(value)
     words = set(value.split()) - set(other.split())
-    # Addresses of objects tell people nothing.
+    # Addresses of objects do not help people.
     kept = sorted(word for word in words if not word.startswith("0x"))
     return " ".join(kept)[:200] or "..."

@@ -1,4 +1,4 @@
-"""Compute from a run's inputs what its results must be, and how far a right result can be from it.
+"""Compute the right results from a run's inputs, and the largest error of a right result.
 
 ``mean`` serves hooks with an exact claim, ``lossy`` hooks with a lossy one; every other kind of
 subject has an oracle of its own.

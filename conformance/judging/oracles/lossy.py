@@ -1,4 +1,4 @@
-"""Judge lossy results: compressed, random or local ones, of which no single step is right or wrong.
+"""Judge lossy results, which are compressed, random or local: no single step is right or wrong.
 
 Let x_r be the gradient that rank r feeds, m the mean over the group and y the result. The following
 must hold for each parameter, in float64, over the steps after the warm-up:
@@ -178,7 +178,7 @@ def differs(run: Run, step: int, claims: Claims) -> bool:
     """Return whether a result of ``step`` is further from the mean than rounding explains."""
     judge = _Judge(run, claims, Found())
     for rank, index in product(range(run.world), range(len(run.scenario.params))):
-        # State may keep roundings of earlier steps, which are relative to the gradients of those.
+        # State may keep roundings of earlier steps, relative to the gradients of those steps.
         fed = max(judge.fed_norm(rank, [earlier], [index]) for earlier in range(step + 1))
         got = run.got(rank, step, index)
         right = judge.mean(rank, step, index)
@@ -610,7 +610,7 @@ def _cause(
     if size > 1 and float((total - own).norm()) <= LIMIT * float(own.norm()):
         cause = "equal to this rank's own gradients: nothing was communicated"
         if feedback:
-            cause += ", or its residual is taken against what it received"
+            cause += ", or its residual is taken against the values that it received"
         return cause
     if size > 1 and is_multiple and abs(ratio - size) <= LIMIT * size:
         return "world_size times the mean: the sum was not divided"

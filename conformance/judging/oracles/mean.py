@@ -1,4 +1,4 @@
-"""Compute in float64 what a result must be, and the largest error of a right hook.
+"""Compute the right result in float64, and the largest error of a right hook.
 
 Exact inputs. For the crafted kinds (``scenarios/gradients.py``) every intermediate value of every
 right algorithm is representable, so the bound is 0.
