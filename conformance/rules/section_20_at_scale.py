@@ -1,10 +1,11 @@
 """Section 20: errors that only show among many ranks, which are simulated in one process.
 
 The limits, as shares of the largest gradient, follow from the bound in ``judging/oracles/mean.py``,
-gamma_k mean_r |x_r|, for n = 1024 ranks. Full precision, a sum in any order: k = n + 1 and u = 2**-24
-give 6.1e-5, below 2**-10. Half precision, a sum in pairs: k = log2(n) + 3 and u = 2**-8 (bfloat16)
-give 0.054, below 1/16. A hook that gathers and then sums in half precision, one after another, has
-k = n + 2, and may exceed the limit. A value that underflows or overflows is off by all of it.
+gamma_k mean_r |x_r|, for n = 1024 ranks. Full precision, a sum in any order: k = n + 1 and
+u = 2**-24 give 6.1e-5, below 2**-10. Half precision, a sum in pairs: k = log2(n) + 3 and
+u = 2**-8 (bfloat16) give 0.054, below 1/16. A hook that gathers and then sums in half precision,
+one after another, has k = n + 2, and may exceed the limit. A value that underflows or overflows is
+off by all of it.
 """
 
 import math
