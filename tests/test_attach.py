@@ -21,7 +21,7 @@ from conformance.hosts.remote import rendezvous as announce
 from conformance.hosts.remote.pool import AttachedPool, _Host, environments, place
 from conformance.hosts.remote.rendezvous import Announcement, NobodyThere, kit_digest
 from conformance.hosts.remote.wire import Stream
-from conformance.judging.run_failures import breakage
+from conformance.judging.run_failures import failed_run
 from conformance.judging.verdict import Verdict
 from conformance.scenarios.hook import VALUES
 from conformance.session.options import Options
@@ -137,7 +137,7 @@ def test_a_hostile_hook_is_told_as_on_one_machine(torchrun: Torchrun, hook: str,
     # Only a hang needs a short deadline; runs that come to their end may be slow on a busy machine.
     with torchrun.pool(deadline=8.0 if kind == "hang" else PATIENT) as pool:
         source = LocalSource(pool)
-        broken = breakage(source.run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{hook}"), hook))
+        broken = failed_run(source.run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{hook}"), hook))
         assert broken is not None
         assert (broken.kind, line in broken.line) == (kind, True), broken.line
         assert kind == "host" or "stacks" in broken.evidence["rank 1"]

@@ -477,7 +477,7 @@ def test_interrupting_leaves_nothing_behind(project: Path) -> None:
 
 def test_a_full_disk_is_the_kits_error() -> None:
     """A rank that cannot write its record reports it; the subject gets no verdict."""
-    from conformance.judging.run_failures import breakage
+    from conformance.judging.run_failures import failed_run
     from conformance.scenarios.hook import VALUES
     from conformance.session.run_sources import LocalSource
     from conformance.subjects.spec import REFERENCE
@@ -489,7 +489,7 @@ def test_a_full_disk_is_the_kits_error() -> None:
             Path(f"/proc/{pool._host.pid}/task/{pool._host.pid}/children").read_text().split()
         ):
             resource.prlimit(int(lane), resource.RLIMIT_FSIZE, (3000, 3000))
-        broken = breakage(LocalSource(pool).run(VALUES, 2, REFERENCE, "full"))
+        broken = failed_run(LocalSource(pool).run(VALUES, 2, REFERENCE, "full"))
     assert broken is not None
     assert broken.kind == "kit"
     assert "File too large" in broken.line

@@ -13,7 +13,7 @@ from conformance.hosts.remote import run as crew
 from conformance.hosts.remote.rendezvous import Announcement
 from conformance.hosts.remote.run import Member, RemoteRun
 from conformance.hosts.remote.wire import ConnectionLost, Stream
-from conformance.judging.run_failures import breakage
+from conformance.judging.run_failures import failed_run
 from conformance.records.files import OUTCOME, write_json
 from conformance.records.run import load_run
 from conformance.scenarios.hook import VALUES
@@ -97,7 +97,7 @@ def test_peers_of_a_rank_that_died_are_stopped(tmp_path: Path) -> None:
     assert said["stopped"] == "peer"
     assert [rank["exit"] for rank in said["ranks"]] == [-9, -11, -9]
     write_json(tmp_path / OUTCOME, said)
-    broken = breakage(load_run(tmp_path, VALUES, 3))
+    broken = failed_run(load_run(tmp_path, VALUES, 3))
     assert broken is not None
     assert broken.line == "rank 1 died (signal SIGSEGV) before it began"
 

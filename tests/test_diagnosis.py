@@ -1,4 +1,4 @@
-"""Each known mistake is named from its pattern."""
+"""Each known mistake is named by its pattern."""
 
 import pytest
 import torch
@@ -10,20 +10,30 @@ from conformance.scenarios.hook import SUBGROUPS, VALUES
 from conformance.subjects.claims import Claims
 from tests.made_runs import made_run
 
+
+def _ramp(run: Run, index: int) -> torch.Tensor:
+    """Return 1, 2, 3 ..., an offset that no known mistake leaves."""
+    return torch.arange(1.0, 1 + len(run.fed(0, 0, index)))
+
+
 NORMAL = VALUES.steps.index("normal")
 CASES = {
     "the sum was not divided": lambda run, r, s, i: mean(run, r, s, i) * run.world,
     "divided twice": lambda run, r, s, i: mean(run, r, s, i) / run.world,
     "nothing was communicated": lambda run, r, s, i: run.fed(r, s, i),
-    "it was divided, but nothing was communicated": lambda run, r, s, i: run.fed(r, s, i) / run.world,
+    "it was divided, but nothing was communicated": lambda run, r, s, i: (
+        run.fed(r, s, i) / run.world
+    ),
     "equal to rank 0's gradient": lambda run, r, s, i: run.fed(0, s, i),
     "one step late": lambda run, r, s, i: mean(run, r, max(s - 1, 0), i),
     "wrong sign": lambda run, r, s, i: -mean(run, r, s, i),
     "is zero": lambda run, r, s, i: mean(run, r, s, i) * 0,
     "1.5 times the mean": lambda run, r, s, i: mean(run, r, s, i) * 1.5,
-    "0.01 times what the parameters hold": lambda run, r, s, i: mean(run, r, s, i) + 0.01 * run.scenario.initial_value,
+    "0.01 times what the parameters hold": lambda run, r, s, i: (
+        mean(run, r, s, i) + 0.01 * run.scenario.initial_value
+    ),
     "fraction cut off": lambda run, r, s, i: mean(run, r, s, i).trunc(),
-    "wrong on rank 1": lambda run, r, s, i: mean(run, r, s, i) + (r == 1) * torch.arange(1.0, 1 + len(mean(run, r, s, i))),
+    "wrong on rank 1": lambda run, r, s, i: mean(run, r, s, i) + (r == 1) * _ramp(run, i),
 }
 
 

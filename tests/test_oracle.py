@@ -1,4 +1,4 @@
-"""The oracle accepts every right algorithm, and refuses what is off by more than rounding explains."""
+"""The oracle accepts every right algorithm, and refuses larger errors than rounding explains."""
 
 import itertools
 
@@ -9,9 +9,10 @@ from conformance.judging.oracles.mean import compare, expected, mean
 from conformance.records.run import Run
 from conformance.scenarios.hook import VALUES
 from conformance.subjects.claims import Claims
-from tests.made_runs import made_run
+from tests.made_runs import Result, made_run
 
-NORMAL, WIDE = VALUES.steps.index("normal"), VALUES.steps.index("wide")
+NORMAL = VALUES.steps.index("normal")
+WIDE = VALUES.steps.index("wide")
 
 
 def fed32(run: Run, rank: int, step: int, index: int) -> list[torch.Tensor]:
@@ -29,7 +30,7 @@ def divide_last(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
 
 
 def reciprocal(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
-    """As DDP itself does without a hook."""
+    """Average as DDP does without a hook."""
     terms = [x * torch.tensor(1 / run.world) for x in fed32(run, rank, step, index)]
     return sum(terms[1:], terms[0])
 
@@ -41,7 +42,7 @@ def backwards(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("algorithm", [mean, divide_first, divide_last, reciprocal, backwards])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_right_algorithms_are_right(algorithm: object, world: int) -> None:
+def test_right_algorithms_are_right(algorithm: Result, world: int) -> None:
     run = made_run(algorithm, world=world)
     for step in range(len(run.scenario.steps)):
         comparison = compare(run, step, Claims())
@@ -50,8 +51,10 @@ def test_right_algorithms_are_right(algorithm: object, world: int) -> None:
         assert comparison.checked == 47 * world
 
 
-def test_three_ranks_differ_by_reciprocal_but_nobody_is_blamed() -> None:
-    one, other = made_run(divide_first, world=3), made_run(reciprocal, world=3)
+def test_a_quotient_and_a_reciprocal_differ_on_three_ranks() -> None:
+    """Both are right, see above."""
+    one = made_run(divide_first, world=3)
+    other = made_run(reciprocal, world=3)
     assert any((one.got(0, NORMAL, i) != other.got(0, NORMAL, i)).any() for i in range(4))
 
 
@@ -68,7 +71,7 @@ def test_rounding_needs_its_claim(dtype: str) -> None:
         assert compare(run, step, Claims(rounded=dtype)).mismatch is None
 
 
-def test_a_finite_lie_is_no_overflow() -> None:
+def test_a_finite_value_is_no_overflow() -> None:
     def clamped(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
         return mean(run, rank, step, index).clamp(-65504, 65504)
 
@@ -81,7 +84,7 @@ def test_a_finite_lie_is_no_overflow() -> None:
     assert compare(made_run(overflowed), WIDE, claims).mismatch is None
 
 
-def test_the_bound_is_as_written() -> None:
+def test_the_bound_is_that_of_the_docstring() -> None:
     run = made_run(world=3)
     right, bound, values = expected(run, 0, NORMAL, 0, Claims())
     unit = 2.0**-24
@@ -94,7 +97,7 @@ def test_the_bound_is_as_written() -> None:
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_errors_beyond_the_bound_are_found(bits: int) -> None:
-    """One element, moved by a few units in the last place of the largest term, is found and named."""
+    """One element that is off by a few times its bound is found and named."""
 
     def moved(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
         result = divide_first(run, rank, step, index).double()
@@ -121,9 +124,12 @@ def test_no_order_of_summation_leaves_the_bound() -> None:
     """All 24 orders at four ranks, random and wide-ranged."""
     for order in itertools.permutations(range(4)):
 
-        def ordered(run: Run, rank: int, step: int, index: int, order: tuple[int, ...] = order) -> torch.Tensor:
+        def ordered(
+            run: Run, rank: int, step: int, index: int, order: tuple[int, ...] = order
+        ) -> torch.Tensor:
             terms = fed32(run, rank, step, index)
-            return (((terms[order[0]] + terms[order[1]]) + terms[order[2]]) + terms[order[3]]) / 4
+            first, *others = (terms[place] for place in order)
+            return sum(others, first) / 4
 
         run = made_run(ordered, world=4)
         assert all(compare(run, step, Claims()).mismatch is None for step in (NORMAL, WIDE))

@@ -12,7 +12,7 @@ import pytest
 
 from conformance.errors import KitError
 from conformance.hosts.pool import Pool
-from conformance.judging.run_failures import Breakage, breakage
+from conformance.judging.run_failures import FailedRun, failed_run
 from conformance.scenarios.hook import ALL, VALUES, VALUES_AGAIN
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.spec import REFERENCE, SubjectSpec
@@ -136,7 +136,7 @@ def test_a_killed_controller_leaves_nothing_behind(script: str) -> None:
 def test_goes_on_after_the_host_was_killed() -> None:
     with Pool(PATIENT) as pool:
         killed = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:kills_parent"), "killed")
-        broken = breakage(killed)
+        broken = failed_run(killed)
         assert broken is not None
         assert broken.kind == "host"
         assert "signal SIGKILL" in broken.line
@@ -145,23 +145,23 @@ def test_goes_on_after_the_host_was_killed() -> None:
 
 def test_a_gigabyte_is_neither_kept_nor_waited_for(pool: Pool) -> None:
     run = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:prints_a_gigabyte"), "flood")
-    broken = breakage(run)
+    broken = failed_run(run)
     assert broken is not None
     assert broken.kind == "flood"
     assert all(len(rank.evidence["output"]) < 100_000 for rank in run.ranks)
 
 
-def hang(impatient: Pool, name: str, seen: str) -> Breakage:
+def hang(impatient: Pool, name: str, seen: str) -> FailedRun:
     """Run a hook that hangs, and return what its evidence shows.
 
     On a busy machine the short deadline may pass before the ranks are where they hang. If the
     evidence does not mention ``seen``, the run is repeated with a longer deadline.
     """
     spec = SubjectSpec(hook=f"tests.mutants.process:{name}")
-    broken = breakage(LocalSource(impatient).run(VALUES, 2, spec, f"hang-{name}"))
+    broken = failed_run(LocalSource(impatient).run(VALUES, 2, spec, f"hang-{name}"))
     if broken is None or seen not in json.dumps(broken.evidence):
         with Pool(PATIENT, lanes=1) as pool:
-            broken = breakage(LocalSource(pool).run(VALUES, 2, spec, f"hang-{name}"))
+            broken = failed_run(LocalSource(pool).run(VALUES, 2, spec, f"hang-{name}"))
     assert broken is not None
     return broken
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conformance.hosts.pool import Pool
-from conformance.judging.run_failures import breakage
+from conformance.judging.run_failures import failed_run
 from conformance.scenarios.hook import VALUES
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.spec import SubjectSpec
@@ -69,7 +69,7 @@ def test_references_that_the_path_leads_to_are_the_ones_that_run(pool: Pool, tmp
     monkeypatch.chdir(tmp_path)
     spec = SubjectSpec("hooks_ref:theirs")
     assert pool.describe(spec)["module"] == "hooks_ref"
-    broken = breakage(LocalSource(pool).run(VALUES, 2, spec, "others@2"))
+    broken = failed_run(LocalSource(pool).run(VALUES, 2, spec, "others@2"))
     assert broken is not None
     assert "of another package" in broken.line
     assert "error" in pool.describe(SubjectSpec("hooks_ref:allreduce_hook"))

@@ -1,4 +1,4 @@
-"""Numbers that tell whether parameters have the same bits, and the place where they do not."""
+"""Hashes of parameters find replicas that differ, and a search finds the first such element."""
 
 import threading
 
@@ -8,23 +8,27 @@ import torch
 from conformance.watching.replicas import LOOK, differing, elements, fold, folds, place
 
 
-def find(one: torch.Tensor, other: torch.Tensor, places: list[int]) -> tuple[int, torch.Tensor] | None:
-    """Run the search of two ranks in one process, in step."""
-    barrier, said, found = threading.Barrier(2), [torch.zeros(0), torch.zeros(0)], [None, None]  # type: ignore[var-annotated]
+def find(
+    one: torch.Tensor, other: torch.Tensor, places: list[int]
+) -> tuple[int, torch.Tensor] | None:
+    """Run the search of two ranks in one process, in two threads that exchange values."""
+    barrier = threading.Barrier(2)
+    gathered = [torch.zeros(0), torch.zeros(0)]
+    found: list[tuple[int, torch.Tensor] | None] = [None, None]
 
     class Exchange:
         def __init__(self, rank: int) -> None:
             self.rank = rank
 
         def gather(self, mine: torch.Tensor) -> torch.Tensor:
-            said[self.rank] = mine
+            gathered[self.rank] = mine
             barrier.wait()
-            rows = torch.stack(said)
+            rows = torch.stack(gathered)
             barrier.wait()
             return rows
 
     def search(rank: int, tensor: torch.Tensor) -> None:
-        found[rank] = differing(Exchange(rank), tensor, places)  # type: ignore[arg-type, call-overload]
+        found[rank] = differing(Exchange(rank), tensor, places)  # type: ignore[arg-type]
 
     threads = [threading.Thread(target=search, args=pair) for pair in enumerate((one, other))]
     for thread in threads:
@@ -36,7 +40,7 @@ def find(one: torch.Tensor, other: torch.Tensor, places: list[int]) -> tuple[int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.int8])
 @pytest.mark.parametrize("numel", [1, 7, 4096, 40_001])
-def test_one_bit_changes_the_number(numel: int, dtype: torch.dtype) -> None:
+def test_one_bit_changes_the_hash(numel: int, dtype: torch.dtype) -> None:
     tensor = (torch.randn(numel) * 50).to(dtype)
     before = fold(tensor)
     for at in {0, numel // 2, numel - 1}:
@@ -45,7 +49,7 @@ def test_one_bit_changes_the_number(numel: int, dtype: torch.dtype) -> None:
         assert fold(other) != before
 
 
-def test_blocks_in_another_order_change_it_and_another_alignment_does_not() -> None:
+def test_the_order_of_blocks_changes_the_hash_and_the_alignment_does_not() -> None:
     tensor = torch.randn(30_000)
     assert fold(torch.cat([tensor[10_000:], tensor[:10_000]])) != fold(tensor)
     shifted = torch.empty(30_001)[1:].copy_(tensor)
@@ -62,7 +66,8 @@ def test_the_place_of_an_element_in_memory() -> None:
     ):
         flat, strides = elements(tensor)
         assert flat.data_ptr() == tensor.data_ptr()
-        assert all(tensor[place(tensor.shape, strides, at)] == flat[at] for at in range(tensor.numel()))
+        for at in range(tensor.numel()):
+            assert tensor[place(tensor.shape, strides, at)] == flat[at]
     gaps = torch.randn(4, 6)[:, ::2]
     flat, strides = elements(gaps)
     assert all(gaps[place(gaps.shape, strides, at)] == flat[at] for at in range(gaps.numel()))
@@ -79,4 +84,5 @@ def test_the_first_element_that_differs_is_found(at: int) -> None:
     assert (rows[0] != rows[1]).nonzero().tolist() == [[at - begin]]
     assert rows.shape[1] <= LOOK
     assert find(one, one.clone(), [0, 1]) is None
-    assert find(one, other, [0]) is None  # the other has joined, and its replica is an older one
+    # The other rank has joined: its replica is older, and is not compared.
+    assert find(one, other, [0]) is None

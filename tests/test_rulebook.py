@@ -1,5 +1,6 @@
-"""The lint of the rule book: rule, scenario, remedy, golden list, page and mutants hang together."""
+"""The rule book is consistent: rules, scenarios, golden list, page and mutants fit together."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 import conformance
 from conformance.judging.rule import MUST, SECTIONS, SHOULD, Rule, golden_list
-from conformance.judging.rule import rule as entered
+from conformance.judging.rule import rule as enter_rule
 from conformance.rules import book
 from conformance.scenarios.hook import ALL, BY_NAME
 from conformance.session.options import Options
@@ -16,7 +17,7 @@ from conformance.subjects.claims import claims_table
 from conformance.subjects.kinds import KINDS
 from tests.mutants import catalogue
 
-EVERY = tuple(scenario for kind in KINDS.values() for scenario in kind.scenarios)
+SCENARIOS = tuple(scenario for kind in KINDS.values() for scenario in kind.scenarios)
 PAGE = Path(conformance.__file__).parent / "RULES.md"
 
 
@@ -27,7 +28,7 @@ def test_numbers_belong_to_sections_without_gaps(rules: dict[str, Rule]) -> None
         assert places == list(range(1, len(places) + 1))
 
 
-def test_every_rule_says_what_it_wants_and_what_to_do(rules: dict[str, Rule]) -> None:
+def test_every_rule_has_its_texts(rules: dict[str, Rule]) -> None:
     for rule in rules.values():
         assert rule.level in (MUST, SHOULD), rule.number
         assert rule.requirement.endswith("."), rule.number
@@ -35,19 +36,23 @@ def test_every_rule_says_what_it_wants_and_what_to_do(rules: dict[str, Rule]) ->
         assert rule.remedy, rule.number
         assert rule.source, rule.number
         assert re.fullmatch(r"\d+\.\d+", rule.since), rule.number
-        assert rule.check.__module__ == f"conformance.rules.section_{rule.section}_{_stem(rule.section)}", rule.number
 
 
-def _stem(section: str) -> str:
-    return next(path.stem.split("_", 2)[2] for path in (PAGE.parent / "rules").glob(f"section_{section}_*.py"))
+def test_the_file_of_a_section_holds_its_rules_and_no_others(rules: dict[str, Rule]) -> None:
+    """pytest collects the rules among the names of a file."""
+    for section in SECTIONS:
+        (path,) = (PAGE.parent / "rules").glob(f"section_{section}_*.py")
+        module = importlib.import_module(f"conformance.rules.{path.stem}")
+        held = {value.number for value in vars(module).values() if isinstance(value, Rule)}
+        assert held == {rule.number for rule in rules.values() if rule.section == section}
 
 
 def test_every_rule_reads_a_scenario_and_every_scenario_is_read(rules: dict[str, Rule]) -> None:
     read = {scenario.name for rule in rules.values() for scenario in rule.on}
     assert all(rule.on for rule in rules.values())
-    assert read == {scenario.name for scenario in EVERY}
+    assert read == {scenario.name for scenario in SCENARIOS}
     assert {scenario.name for scenario in ALL} == set(BY_NAME)
-    assert len(EVERY) == len(read), "two scenarios have one name"
+    assert len(SCENARIOS) == len(read), "two scenarios have one name"
 
 
 def test_a_rule_reads_scenarios_of_its_kind(rules: dict[str, Rule]) -> None:
@@ -61,10 +66,11 @@ def test_every_kind_has_a_section_and_an_option() -> None:
     assert all(hasattr(Options(), name) for name in KINDS)
 
 
-def test_every_scenario_is_owned(rules: dict[str, Rule]) -> None:
-    """A run that breaks must fail somebody."""
+def test_every_scenario_has_an_owner(rules: dict[str, Rule]) -> None:
+    """A failed run must fail a rule."""
     owned = {scenario.name for rule in rules.values() for scenario in rule.owns}
-    assert {scenario.name for scenario in EVERY} - owned == {"at_scale"}, "which has no real ranks"
+    without_owner = {scenario.name for scenario in SCENARIOS} - owned
+    assert without_owner == {"at_scale"}, "which has no real ranks"
     for rule in rules.values():
         assert set(rule.owns) <= set(rule.on), rule.number
 
@@ -72,20 +78,22 @@ def test_every_scenario_is_owned(rules: dict[str, Rule]) -> None:
 def test_needs_have_no_circle(rules: dict[str, Rule]) -> None:
     def depth(number: str, seen: tuple[str, ...] = ()) -> int:
         assert number not in seen, seen
-        return 1 + max((depth(needed, (*seen, number)) for needed in rules[number].needs), default=0)
+        needs = (depth(needed, (*seen, number)) for needed in rules[number].needs)
+        return 1 + max(needs, default=0)
 
     assert max(map(depth, rules)) < 10
 
 
-def test_the_machine_is_checked_by_must_rules(rules: dict[str, Rule]) -> None:
+def test_must_rules_certify_the_machine(rules: dict[str, Rule]) -> None:
     for kind in KINDS:
-        certify = [rule for rule in rules.values() if rule.certifies_machine and rule.kind == kind]
-        assert certify
-        assert all(rule.level == MUST for rule in certify)
+        of_kind = [rule for rule in rules.values() if rule.kind == kind]
+        certifying = [rule for rule in of_kind if rule.certifies_machine]
+        assert certifying
+        assert all(rule.level == MUST for rule in certifying)
 
 
 def test_the_golden_list_is_the_must_rules(rules: dict[str, Rule]) -> None:
-    """A rule leaves or enters the list by a change of golden.txt that somebody reads."""
+    """A rule enters or leaves the list by a change of golden.txt, which a reviewer reads."""
     for kind in KINDS:
         for device in ("cpu", "cuda", "xpu"):
             must = [number for number, one in book(kind, device).items() if one.level == MUST]
@@ -94,7 +102,7 @@ def test_the_golden_list_is_the_must_rules(rules: dict[str, Rule]) -> None:
 
 
 def test_the_page_is_as_the_rules_say(rules: dict[str, Rule]) -> None:
-    """conformance/RULES.md is written from the rules and the mutants. EXPECTTEST_ACCEPT=1 writes it."""
+    """conformance/RULES.md is written from the rules and the mutants by EXPECTTEST_ACCEPT=1."""
     text = page(rules)
     if expecttest.ACCEPT:
         PAGE.write_text(text)
@@ -107,9 +115,10 @@ def test_the_page_has_the_claims_of_every_kind(rules: dict[str, Rule]) -> None:
         assert f"### Claims of {kind.with_article}\n\n{claims_table(name)}" in text
 
 
-def test_what_upstream_tests_is_judged_by_what_there_is(rules: dict[str, Rule]) -> None:
-    """conformance/UPSTREAM.md names rules of the book, and after each a scenario that it reads."""
-    rows = [row.split("|")[2] for row in (PAGE.parent / "UPSTREAM.md").read_text().splitlines() if row.startswith("| ")]
+def test_the_list_of_upstream_tests_names_rules_and_their_scenarios(rules: dict[str, Rule]) -> None:
+    """UPSTREAM.md names rules of the book, each followed by a scenario that it reads."""
+    lines = (PAGE.parent / "UPSTREAM.md").read_text().splitlines()
+    rows = [line.split("|")[2] for line in lines if line.startswith("| ")]
     numbers = {number for row in rows for number in re.findall(r"\b\d+\.\d+\b", row)}
     assert numbers <= set(rules)
     assert {rules[number].kind for number in numbers} == {*KINDS}
@@ -119,8 +128,9 @@ def test_what_upstream_tests_is_judged_by_what_there_is(rules: dict[str, Rule]) 
 
 
 def test_a_number_cannot_be_used_twice(rules: dict[str, Rule]) -> None:
+    enter = enter_rule("2.1", "again", on=(), remedy="", source="")
     with pytest.raises(ValueError, match=r"rule 2\.1 is in the book twice"):
-        entered("2.1", "again", on=(), remedy="", source="")(lambda run, claims, found: None)
+        enter(lambda run, claims, found: None)
 
 
 INTRODUCTION = """# The rule book
@@ -168,22 +178,32 @@ def claims_of_every_kind() -> str:
 
 
 def page(rules: dict[str, Rule]) -> str:
+    """Return the page of the rule book."""
     mutants: dict[str, list[str]] = {}
     for module, mutant in catalogue():
-        mutants.setdefault(mutant.breaks[0], []).append(f"`{module.rpartition('.')[2]}:{mutant.name}`")
-    parts = [INTRODUCTION.replace("{claims}", claims_of_every_kind())]
+        name = f"`{module.rpartition('.')[2]}:{mutant.name}`"
+        mutants.setdefault(mutant.breaks[0], []).append(name)
+    parts = [INTRODUCTION]
     for section, title in SECTIONS.items():
         parts.append(f"## {section} {title}\n")
-        for rule in (rule for rule in rules.values() if rule.section == section):
-            parts.append(f'### <a name="{rule.number}"></a>{rule.number} {rule.title}\n')
-            parts.append(f"**{rule.level}**, since {rule.since}. {rule.requirement}\n")
-            if rule.intent:
-                parts.append(f"Intent: {rule.intent}\n")
-            parts.append(f"- Source: {rule.source}")
-            scenarios = "; ".join(f"`{scenario.name}` ({scenario.summary})" for scenario in rule.on)
-            parts.append(f"- Judged on: {scenarios}; {rule.worlds.value} that the scenario is meant for")
-            if rule.needs:
-                parts.append(f"- Builds on: {', '.join(rule.needs)}")
-            parts.append(f"- If this fails, look at: {rule.remedy}")
-            parts.append(f"- Mutants: {', '.join(mutants.get(rule.number, ['none']))}\n")
+        for rule in rules.values():
+            if rule.section == section:
+                parts += _paragraphs(rule, mutants.get(rule.number, ["none"]))
     return "\n".join(parts)
+
+
+def _paragraphs(rule: Rule, mutants: list[str]) -> list[str]:
+    scenarios = "; ".join(f"`{scenario.name}` ({scenario.summary})" for scenario in rule.on)
+    parts = [
+        f'### <a name="{rule.number}"></a>{rule.number} {rule.title}\n',
+        f"**{rule.level}**, since {rule.since}. {rule.requirement}\n",
+    ]
+    if rule.intent:
+        parts.append(f"Intent: {rule.intent}\n")
+    parts.append(f"- Source: {rule.source}")
+    parts.append(f"- Judged on: {scenarios}; {rule.worlds.value} that the scenario is meant for")
+    if rule.needs:
+        parts.append(f"- Builds on: {', '.join(rule.needs)}")
+    parts.append(f"- If this fails, look at: {rule.remedy}")
+    parts.append(f"- Mutants: {', '.join(mutants)}\n")
+    return parts

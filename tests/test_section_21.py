@@ -1,4 +1,7 @@
-"""The rules of CUDA devices on records written by hand, and the delays on streams that do nothing: neither needs a device."""
+"""The rules of CUDA devices, delays and graphs, on hand-written records and fake streams.
+
+No test needs a device.
+"""
 
 import contextlib
 import warnings
@@ -20,18 +23,21 @@ from conformance.session.plan import adapt_scenario
 from conformance.subjects.claims import parse_claims
 from tests.made_runs import event, made_run
 
-EXACT, LOSSY = parse_claims("exact"), parse_claims("compressed")
+EXACT = parse_claims("exact")
+LOSSY = parse_claims("compressed")
 
 
-def ask(rule: Rule, records: Run | dict[str, Run], claims: Any = EXACT) -> Found:
+def judge(rule: Rule, records: Run | dict[str, Run], claims: Any = EXACT) -> Found:
     found = Found()
     rule.check(records, claims, found)
     return found
 
 
 def early(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
-    """Rank 1 has read what it fed at step 3, and the mean at all others."""
-    return run.fed(rank, step, index) if (rank, step) == (1, 3) else mean(run, rank, step, index)
+    """Return the mean, but the rank's own gradient on rank 1 at step 3."""
+    if (rank, step) == (1, 3):
+        return run.fed(rank, step, index)
+    return mean(run, rank, step, index)
 
 
 def both(result: Callable[..., torch.Tensor] = mean) -> dict[str, Run]:
@@ -39,22 +45,30 @@ def both(result: Callable[..., torch.Tensor] = mean) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("claims", [EXACT, LOSSY], ids=str)
-def test_what_is_read_too_early_is_refused(rules: dict[str, Rule], claims: Any) -> None:
-    right = ask(rules["21.1"], both(), claims)
+def test_a_result_that_is_read_too_early_is_refused(rules: dict[str, Rule], claims: Any) -> None:
+    right = judge(rules["21.1"], both(), claims)
     assert right.verdict() is Verdict.PASS
     assert right.checks > 10
-    wrong = ask(rules["21.1"], both(early), claims)
+    wrong = judge(rules["21.1"], both(early), claims)
     assert wrong.verdict() is Verdict.FAIL
-    assert wrong.failures[0].cause.startswith("right where no stream is late")
+    assert wrong.failures[0].cause.startswith("right if no stream is late")
 
 
 @pytest.mark.parametrize(
-    "claims", ["compressed", "compressed(delta=0.25), warmup(2)", "unbiased", "local, warmup(2)", "compressed(feedback=ef21)"]
+    "claims",
+    [
+        "compressed",
+        "compressed(delta=0.25), warmup(2)",
+        "unbiased",
+        "local, warmup(2)",
+        "compressed(feedback=ef21)",
+    ],
 )
 def test_lossy_runs_begin_alike(rules: dict[str, Rule], claims: str) -> None:
-    """With and without delays, beyond the warm-up: there is something to compare."""
+    """The runs with and without delays share steps beyond the warm-up, which are compared."""
     lossy = parse_claims(claims)
-    plain, delayed = adapt_scenario(BUCKETS, lossy), adapt_scenario(STREAMS, lossy)
+    plain = adapt_scenario(BUCKETS, lossy)
+    delayed = adapt_scenario(STREAMS, lossy)
     assert len(delayed.steps) <= len(plain.steps) + 1
     alike = [one == other for one, other in zip(plain.steps, delayed.steps, strict=False)]
     assert all(alike[: lossy.warmup + 4])
@@ -62,43 +76,44 @@ def test_lossy_runs_begin_alike(rules: dict[str, Rule], claims: str) -> None:
     assert plain.params == delayed.params
 
 
-def test_a_record_that_is_missing_is_refused(rules: dict[str, Rule]) -> None:
+def test_a_missing_record_is_refused(rules: dict[str, Rule]) -> None:
     records = both()
     records["streams@2"].ranks[1].tensors.clear()
     for claims in (EXACT, LOSSY):
-        assert ask(rules["21.1"], records, claims).verdict() is Verdict.FAIL
+        assert judge(rules["21.1"], records, claims).verdict() is Verdict.FAIL
 
 
 def test_other_orders_of_sums_are_no_early_reads(rules: dict[str, Rule]) -> None:
     records = both(lambda run, rank, step, index: mean(run, rank, step, index) * (1 + 1e-5))
-    assert ask(rules["21.1"], records, LOSSY).verdict() is Verdict.PASS
+    assert judge(rules["21.1"], records, LOSSY).verdict() is Verdict.PASS
 
 
 def test_on_a_device_a_future_may_be_complete_at_once(rules: dict[str, Rule]) -> None:
-    """Its value is not read in the hook, which would wait for it; on the CPU it is, and is final."""
+    """There its value is not read in the hook, which would wait. On the CPU it is, and is final."""
     run = made_run(scenario=ORDERED)
     for rank in run.ranks:
         for returned in rank.all("returned"):
             returned |= {"done": True, "digest": None}
-    assert ask(rules["1.6"], run).verdict() is Verdict.FAIL
+    assert judge(rules["1.6"], run).verdict() is Verdict.FAIL
     for rank in run.ranks:
         for value in rank.all("value"):
             value |= {"device": "cuda:0", "bucket_device": "cuda:0"}
-    assert ask(rules["1.6"], run).verdict() is Verdict.PASS
+    assert judge(rules["1.6"], run).verdict() is Verdict.PASS
     next(run.ranks[1].all("rest"))["digest"] = "written later"
-    assert ask(rules["1.6"], run).verdict() is Verdict.FAIL
+    assert judge(rules["1.6"], run).verdict() is Verdict.FAIL
 
 
 def test_a_wait_on_the_host_is_named_with_its_line(rules: dict[str, Rule]) -> None:
     run = made_run(scenario=STREAMS)
-    assert ask(rules["21.2"], run).verdict() is Verdict.PASS
-    run.ranks[0].events.append(event("waited_for_device", 2, call=2, where="hook.py:7: if flag.item():"))
-    found = ask(rules["21.2"], run)
-    assert [failure.actual for failure in found.failures] == ["rank 0, step 2: it waits in hook.py:7: if flag.item():"]
+    assert judge(rules["21.2"], run).verdict() is Verdict.PASS
+    line = "hook.py:7: if flag.item():"
+    run.ranks[0].events.append(event("waited_for_device", 2, call=2, where=line))
+    found = judge(rules["21.2"], run)
+    assert [failure.actual for failure in found.failures] == [f"rank 0, step 2: it waits in {line}"]
 
 
 def states(run: Run, **rng: str) -> Run:
-    """Put on record what generators were before and after the set-up; ``cuda`` is ``a`` before."""
+    """Record the generators' states before and after the set-up; that of CUDA is ``a`` before."""
     for rank in run.ranks:
         rank.events.insert(0, event("state", -1, at="start", rng={"torch": "a", "cuda": "a"}))
         rank.events.insert(1, event("state", -1, at="registered", rng={"torch": "a", **rng}))
@@ -106,50 +121,63 @@ def states(run: Run, **rng: str) -> Run:
 
 
 def test_the_generator_of_cuda(rules: dict[str, Rule]) -> None:
-    assert ask(rules["21.3"], states(made_run(), cuda="a")).verdict() is Verdict.PASS
-    assert "while the subject was set up" in ask(rules["21.3"], states(made_run(), cuda="b")).failures[0].actual
+    assert judge(rules["21.3"], states(made_run(), cuda="a")).verdict() is Verdict.PASS
+    changed = judge(rules["21.3"], states(made_run(), cuda="b"))
+    assert "while the subject was set up" in changed.failures[0].actual
     drawn = states(made_run(), cuda="a")
     next(drawn.ranks[1].all("stepped", step=2))["rng_changed"] = ["cuda"]
-    assert ask(rules["21.3"], drawn).failures[0].actual == "rank 1, step 2: it changed"
-    assert ask(rules["9.1"], drawn).verdict() is Verdict.PASS, "one defect, one failure"
+    assert judge(rules["21.3"], drawn).failures[0].actual == "rank 1, step 2: it changed"
+    assert judge(rules["9.1"], drawn).verdict() is Verdict.PASS, "one defect, one failure"
 
 
 def test_without_cuda_there_is_nothing_to_judge(rules: dict[str, Rule]) -> None:
-    assert ask(rules["21.3"], states(made_run())).verdict() is Verdict.NOT_RUN
-    assert ask(rules["21.4"], made_run(scenario=LONG)).verdict() is Verdict.NOT_RUN
+    assert judge(rules["21.3"], states(made_run())).verdict() is Verdict.NOT_RUN
+    assert judge(rules["21.4"], made_run(scenario=LONG)).verdict() is Verdict.NOT_RUN
 
 
 def measured(lent: Callable[[int], int], reserved: Callable[[int], int]) -> Run:
-    """A run in which each rank's allocator has lent out and reserved that many bytes after each step."""
+    """Return a run whose allocators have lent and reserved that many bytes after each step."""
     run = made_run(scenario=LONG)
     for rank in run.ranks:
-        rank.events += [
-            event("memory", step, tensors=0, allocated=0, cuda=lent(step), reserved=reserved(step)) for step in range(len(LONG.steps))
-        ]
+        for step in range(len(LONG.steps)):
+            sizes = {"cuda": lent(step), "reserved": reserved(step)}
+            rank.events.append(event("memory", step, tensors=0, allocated=0, **sizes))
     return run
 
 
 @pytest.mark.parametrize(
-    ("lent", "reserved", "said"),
+    ("lent", "reserved", "message"),
     [
-        (lambda step: 1 << 20, lambda step: 20 << 20, ""),
-        (lambda step: min(step, 5) << 20, lambda step: (20 + 20 * (step > 7)) << 20, ""),  # warms up, and takes one more piece
-        (lambda step: step << 20, lambda step: 200 << 20, "tensors on the device grew"),
-        (lambda step: 1 << 20, lambda step: (step * step) << 20, "what the allocator has reserved grew at 6 of the last 6 steps"),
-        (lambda step: 1 << 20, lambda step: (step // 2) << 20, "what the allocator has reserved grew at 3 of the last 6 steps"),
+        (lambda step: 1, lambda step: 20, None),
+        # It warms up, and reserves one more piece.
+        (lambda step: min(step, 5), lambda step: 20 + 20 * (step > 7), None),
+        (lambda step: step, lambda step: 200, "tensors on the device grew"),
+        (lambda step: 1, lambda step: step * step, "reserved memory grew at 6 of the last 6 steps"),
+        (lambda step: 1, lambda step: step // 2, "reserved memory grew at 3 of the last 6 steps"),
     ],
 )
-def test_memory_of_the_device(rules: dict[str, Rule], lent: Callable[[int], int], reserved: Callable[[int], int], said: str) -> None:
-    found = ask(rules["21.4"], measured(lent, reserved))
+def test_memory_of_the_device(
+    rules: dict[str, Rule],
+    lent: Callable[[int], int],
+    reserved: Callable[[int], int],
+    message: str | None,
+) -> None:
+    """Sizes are in MiB."""
+    run = measured(lambda step: lent(step) << 20, lambda step: reserved(step) << 20)
+    found = judge(rules["21.4"], run)
     assert found.checks == 4
-    assert [said in failure.actual for failure in found.failures] == [True, True] if said else found.failures == []
+    if message is None:
+        assert found.failures == []
+    else:
+        assert [message in failure.actual for failure in found.failures] == [True, True]
 
 
 def test_replays_of_a_graph(rules: dict[str, Rule]) -> None:
-    assert ask(rules["21.5"], made_run(scenario=GRAPH)).verdict() is Verdict.PASS
-    assert ask(rules["21.5"], made_run(early, GRAPH)).verdict() is Verdict.FAIL
+    assert judge(rules["21.5"], made_run(scenario=GRAPH)).verdict() is Verdict.PASS
+    assert judge(rules["21.5"], made_run(early, GRAPH)).verdict() is Verdict.FAIL
     for claims in ("compressed", "poststep(call=flush)", "fused(SGD, lr=0.1)"):
-        assert ask(rules["21.5"], made_run(scenario=GRAPH), parse_claims(claims)).verdict() is Verdict.NOT_APPLICABLE
+        found = judge(rules["21.5"], made_run(scenario=GRAPH), parse_claims(claims))
+        assert found.verdict() is Verdict.NOT_APPLICABLE
 
 
 def test_ranks_are_late_in_turn_and_one_way_each() -> None:
@@ -162,16 +190,17 @@ def test_ranks_are_late_in_turn_and_one_way_each() -> None:
 
 
 class _Cuda:
-    """As much of torch.cuda as the delays ask for; it writes down on which stream something sleeps."""
+    """The part of torch.cuda that the delays use; it records the streams that sleep."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.slept: list[str] = []
         self.mode: int | str = 0
-        cuda, made = self, iter(range(1000))
+        cuda = self
+        numbers = iter(range(1000))
 
         class Stream:
             def __init__(self, priority: int = 0) -> None:
-                self.name = f"pool {next(made)}"
+                self.name = f"pool {next(numbers)}"
 
             def synchronize(self) -> None:
                 pass
@@ -186,7 +215,7 @@ class _Cuda:
             def __exit__(self, *_: object) -> None:
                 cuda.streams.pop()
 
-        self.streams, self.Stream, self.StreamContext = ["backward's"], Stream, StreamContext
+        self.streams = ["backward's"]
         for name, value in {
             "Stream": Stream,
             "StreamContext": StreamContext,
@@ -199,8 +228,9 @@ class _Cuda:
             monkeypatch.setattr(torch.cuda, name, value)
 
 
-def test_delays_lie_in_front_of_what_the_hook_puts_on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, lines = _Cuda(monkeypatch), list[str]()
+def test_delays_come_before_the_work_of_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = _Cuda(monkeypatch)
+    lines: list[str] = []
     delays = streams.Streams(0, torch.device("cpu"), [3, 5], lines.append)
     delays.install()
 
@@ -220,16 +250,20 @@ def test_delays_lie_in_front_of_what_the_hook_puts_on_streams(monkeypatch: pytes
     assert step(0) == []
     assert step(2) == ["backward's"]
     late = step(1)
-    assert set(late[:-2]) >= {f"pool {number}" for number in range(2 * streams.POOL)}, "every stream of the pool, of both priorities"
-    assert len(set(late[-2:])) == 2, "and what the hook enters, in each of its calls"
+    pool = {f"pool {number}" for number in range(2 * streams.POOL)}
+    assert set(late[:-2]) >= pool, "every stream of the pool, of both priorities"
+    assert len(set(late[-2:])) == 2, "and the stream that the hook enters, in each of its calls"
     assert lines == []
     assert cuda.streams == ["backward's"]
 
 
-def test_who_waits_on_the_host_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, lines = _Cuda(monkeypatch), list[str]()
-    monkeypatch.setattr(streams, "_CALLS", ((torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize")))
-    delays, before = streams.Streams(0, torch.device("cpu"), [3], lines.append), torch.cuda.synchronize
+def test_waits_on_the_host_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = _Cuda(monkeypatch)
+    lines: list[str] = []
+    calls = ((torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"))
+    monkeypatch.setattr(streams, "_CALLS", calls)
+    delays = streams.Streams(0, torch.device("cpu"), [3], lines.append)
+    before = torch.cuda.synchronize
     delays.before_backward(1)
     delays.before_hook()
     assert cuda.mode == "warn"
@@ -246,14 +280,14 @@ def test_who_waits_on_the_host_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_captured_step_is_replayed_on_other_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eleven eager steps, one that is captured, and then none but replays, of what lies in the same memory."""
-    said: list[str] = []
+    """Eleven eager steps, one that is captured, and then replays on the same memory."""
+    log: list[str] = []
     captured: list[Callable[[], None]] = []
     stream = SimpleNamespace(wait_stream=lambda other: None)
 
     @contextlib.contextmanager
     def capturing(graph: Any, stream: Any) -> Iterator[None]:
-        said.append("captures")
+        log.append("captures")
         yield
         captured.append(steps.pop())
 
@@ -269,7 +303,8 @@ def test_a_captured_step_is_replayed_on_other_inputs(monkeypatch: pytest.MonkeyP
 
     def ddp(grads: list[torch.Tensor | None]) -> Any:
         def backward() -> None:
-            said.append(f"backward of {[None if grad is None else grad.item() for grad in grads]}")
+            values = [grad and grad.item() for grad in grads]
+            log.append(f"backward of {values}")
             steps.append(backward)
 
         return SimpleNamespace(backward=backward)
@@ -277,13 +312,14 @@ def test_a_captured_step_is_replayed_on_other_inputs(monkeypatch: pytest.MonkeyP
     graphs.train_captured(
         stream,
         ddp,
-        lambda: said.append("forgets"),
+        lambda: log.append("forgets"),
         lambda step, kind: [torch.full((), 10.0 + step), None],
         [(0, "crafted"), (1, "crafted")],
-        lambda step, kind: said.append(f"begins {step}"),
-        lambda step: said.append(f"keeps {step}"),
+        lambda step, kind: log.append(f"begins {step}"),
+        lambda step: log.append(f"keeps {step}"),
     )
     eager = ["forgets", "backward of [10.0, None]"] * graphs.WARM_UPS
-    replays = ["begins 0", "backward of [10.0, None]", "keeps 0", "begins 1", "backward of [11.0, None]", "keeps 1"]
-    assert said == [*eager, "forgets", "captures", "backward of [10.0, None]", *replays]
+    first = ["begins 0", "backward of [10.0, None]", "keeps 0"]
+    second = ["begins 1", "backward of [11.0, None]", "keeps 1"]
+    assert log == [*eager, "forgets", "captures", "backward of [10.0, None]", *first, *second]
     assert graphs.WARM_UPS == 11

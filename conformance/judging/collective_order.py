@@ -1,8 +1,12 @@
-"""Whether the ranks of a group issue the same collectives in the same order, and the first that differs if not.
+"""Compare the collectives of ranks: whether all ranks of a group issue the same, in the same order.
 
-Each group is compared by itself: on different groups, ranks may come in any order; whether they come in one is asked apart.
-Groups of the same ranks are told apart by their names where ranks have the same for them, and else by the order in which they are
-first used.
+Each group is compared by itself: on different groups, ranks may issue collectives in any order.
+:func:`order_of_groups` judges that order separately.
+
+Several groups may consist of the same ranks. Their names distinguish them if the ranks know them by
+the same names; otherwise they are numbered in the order of their first use.
+
+All three functions return a sentence on the first difference, and an empty text if there is none.
 """
 
 import re
@@ -13,120 +17,153 @@ from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 
 _BYTES = re.compile(r"\d+ uint8")
-Group = tuple[tuple[int, ...], int]  # its ranks, and how many groups of the same ranks were used before it
+
+Event = dict[str, Any]
+
+# The ranks of a group, and the number of groups of the same ranks that were used before it.
+Group = tuple[tuple[int, ...], int]
 
 
 def disagreement(run: Run) -> str:
-    """Return the first collective in which ranks of a group differ, in words; '' where they agree.
+    """Return a sentence on the first collective in which two ranks of a group differ.
 
-    Of a run that broke, a rank that issues none where another does counts only if it has gone on.
+    In a failed run, a rank without a collective that another issued counts only if it has gone on.
     """
-    issued = _issued(run)
+    issued = _by_rank_and_group(run)
     for group in dict.fromkeys(group for groups in issued.values() for group in groups):
         sequences = {rank: issued[rank].get(group, []) for rank in group[0] if rank in issued}
         for number in range(max(map(len, sequences.values()))):
-            at = {rank: events[number] if number < len(events) else None for rank, events in sequences.items()}
-            said = {rank: _asked(event) for rank, event in at.items() if event}
-            if len(set(said.values())) > 1:
-                first, other = next(iter(said)), next(rank for rank, what in said.items() if what != next(iter(said.values())))
-                return _sentence(run, group, number, first, at[first], other, at[other])
-            first = next(iter(said))
-            for rank in at.keys() - said.keys():
-                if run.finished or _is_past(run.ranks[rank], at[first]):
-                    return _sentence(run, group, number, first, at[first], rank, None)
+            events = {rank: seq[number] for rank, seq in sequences.items() if number < len(seq)}
+            first = next(iter(events))
+            wanted = _content(events[first])
+            for other, event in events.items():
+                if _content(event) != wanted:
+                    return _difference(run, group, number, (first, events[first]), (other, event))
+            for other in sequences.keys() - events.keys():
+                if run.finished or _is_past(run.ranks[other], events[first]):
+                    return _difference(run, group, number, (first, events[first]), (other, None))
     return ""
 
 
-def _asked(event: dict[str, Any]) -> str:
-    """Return what a collective does. An operation that is not named is a sum: that is the default, and DDP's own."""
-    return str(event["what"]).replace(" SUM ", " ")
-
-
 def order_of_groups(run: Run) -> str:
-    """Return the first place where two ranks use the groups that both are in in another order, in words; '' where there is none."""
-    orders = _orders(run)
+    """Return a sentence on the first two groups that two of their ranks use in different orders."""
+    orders = _with_groups(run)
     for one, other in combinations(run.ranks, 2):
-        both = [[(g, event) for g, event in orders[rank.rank] if {one.rank, other.rank} <= set(g[0])] for rank in (one, other)]
-        for (group, event), (others_group, others_event) in zip(*both, strict=False):
+        pair = {one.rank, other.rank}
+        first = [(group, event) for group, event in orders[one.rank] if pair <= set(group[0])]
+        second = [(group, event) for group, event in orders[other.rank] if pair <= set(group[0])]
+        for (group, event), (others_group, others_event) in zip(first, second, strict=False):
             if group != others_group:
-                return (
-                    f"rank {one.rank} issues {_in_words(one, event)} on {_named(group)}, and rank {other.rank} "
-                    f"{_in_words(other, others_event)} on {_named(others_group)} first"
-                )
+                its = f"{_describe(one, event)} on {_name(group)}"
+                others = f"{_describe(other, others_event)} on {_name(others_group)}"
+                return f"rank {one.rank} issues {its}, and rank {other.rank} {others} first"
     return ""
 
 
 def changed_order(run: Run, again: Run) -> str:
-    """Return the first collective that a rank issues inside the hook in one of two runs and not in the other, in words; '' if none.
-
-    Bytes are not counted: of pickled objects there are a few more or fewer each time.
-    """
+    """Return a sentence on the first collective in the hook that a rank issues in one run only."""
     for one, other in zip(run.ranks, again.ranks, strict=True):
-        both = [[event for event in rank.all("collective") if event["inside"] and not event["callback"]] for rank in (one, other)]
-        for number, (event, others_event) in enumerate(zip_longest(*both), 1):
-            if event is None or others_event is None or len({_BYTES.sub("uint8", _asked(e)) for e in (event, others_event)}) > 1:
+        pairs = zip_longest(_inside_the_hook(one), _inside_the_hook(other))
+        for number, (event, others_event) in enumerate(pairs, 1):
+            if event is None or others_event is None or not _is_repeated(event, others_event):
                 return (
-                    f"rank {one.rank} issues {_in_words(one, event)} as collective {number} in {run.name}, "
-                    f"and in {again.name} {_in_words(other, others_event)}"
+                    f"rank {one.rank} issues {_describe(one, event)} as collective {number} "
+                    f"in {run.name}, and in {again.name} {_describe(other, others_event)}"
                 )
     return ""
 
 
-def _issued(run: Run) -> dict[int, dict[Group, list[dict[str, Any]]]]:
-    """Return by rank and group the collectives in the order of their issue."""
-    found: dict[int, dict[Group, list[dict[str, Any]]]] = {}
-    for rank, order in _orders(run).items():
-        found[rank] = {}
+def _inside_the_hook(rank: RankRecord) -> list[Event]:
+    events = rank.all("collective")
+    return [event for event in events if event["inside"] and not event["callback"]]
+
+
+def _is_repeated(event: Event, other: Event) -> bool:
+    # The size of a pickled object, sent as uint8, varies by a few bytes between processes.
+    return _BYTES.sub("uint8", _content(event)) == _BYTES.sub("uint8", _content(other))
+
+
+def _content(event: Event) -> str:
+    """Return operation, size, dtype and root of a collective."""
+    # A reduction that names no operation is a sum: that is the default, and DDP's own.
+    return str(event["what"]).replace(" SUM ", " ")
+
+
+def _by_rank_and_group(run: Run) -> dict[int, dict[Group, list[Event]]]:
+    """Return the collectives by rank and group, in the order of their issue."""
+    issued: dict[int, dict[Group, list[Event]]] = {}
+    for rank, order in _with_groups(run).items():
+        issued[rank] = {}
         for group, event in order:
-            found[rank].setdefault(group, []).append(event)
-    return found
+            issued[rank].setdefault(group, []).append(event)
+    return issued
 
 
-def _orders(run: Run) -> dict[int, list[tuple[Group, dict[str, Any]]]]:
-    """Return by rank the groups and collectives in the order of their issue."""
-    names: dict[int, dict[tuple[int, ...], list[str]]] = {rank.rank: {} for rank in run.ranks}
-    for rank in run.ranks:
-        for event in rank.all("collective"):
-            known = names[rank.rank].setdefault(tuple(event["group"]), [])
-            if event["named"] not in known:
-                known.append(event["named"])
+def _with_groups(run: Run) -> dict[int, list[tuple[Group, Event]]]:
+    """Return the collectives by rank with their groups, in the order of their issue."""
+    names = {rank.rank: _names_of_groups(rank) for rank in run.ranks}
     common: dict[tuple[int, ...], list[str]] = {}
     for ranks in {ranks for known in names.values() for ranks in known}:
         each = [names[rank][ranks] for rank in ranks if ranks in names.get(rank, {})]
         if all(set(known) == set(each[0]) for known in each):
             common[ranks] = each[0]
-    return {
-        rank.rank: [
-            ((ranks, common.get(ranks, names[rank.rank][ranks]).index(event["named"])), event)
-            for event in rank.all("collective")
-            for ranks in [tuple(event["group"])]
-        ]
-        for rank in run.ranks
-    }
+    orders: dict[int, list[tuple[Group, Event]]] = {}
+    for rank in run.ranks:
+        orders[rank.rank] = []
+        for event in rank.all("collective"):
+            ranks = tuple(event["group"])
+            known = common.get(ranks, names[rank.rank][ranks])
+            orders[rank.rank].append(((ranks, known.index(event["named"])), event))
+    return orders
 
 
-def _is_past(rank: RankRecord, event: dict[str, Any] | None) -> bool:
-    """Whether a rank has returned from the call in which another issued a collective, and from the next if that was later."""
-    return event is not None and any(returned["call"] >= event["call"] + (not event["inside"]) for returned in rank.all("returned"))
+def _names_of_groups(rank: RankRecord) -> dict[tuple[int, ...], list[str]]:
+    """Return by ranks the names of the groups that a rank used, in the order of their first use."""
+    names: dict[tuple[int, ...], list[str]] = {}
+    for event in rank.all("collective"):
+        known = names.setdefault(tuple(event["group"]), [])
+        if event["named"] not in known:
+            known.append(event["named"])
+    return names
 
 
-def _sentence(
-    run: Run, group: Group, number: int, first: int, its: dict[str, Any] | None, other: int, others: dict[str, Any] | None
+def _is_past(rank: RankRecord, event: Event) -> bool:
+    """Return whether a rank has left the call in which another rank issued a collective."""
+    # A collective that was issued outside the hook came after the call, and before the next one.
+    call = event["call"] + (0 if event["inside"] else 1)
+    return any(returned["call"] >= call for returned in rank.all("returned"))
+
+
+def _difference(
+    run: Run,
+    group: Group,
+    number: int,
+    first: tuple[int, Event],
+    other: tuple[int, Event | None],
 ) -> str:
+    one_rank, event = first
+    other_rank, others_event = other
     return (
-        f"ranks disagree in collective {number + 1} of {_named(group)}: "
-        f"rank {first} issues {_in_words(run.ranks[first], its)}, rank {other} {_in_words(run.ranks[other], others)}"
+        f"ranks disagree in collective {number + 1} of {_name(group)}: "
+        f"rank {one_rank} issues {_describe(run.ranks[one_rank], event)}, "
+        f"rank {other_rank} {_describe(run.ranks[other_rank], others_event)}"
     )
 
 
-def _named(group: Group) -> str:
-    ranks, nth = group
-    return f"the group of ranks {', '.join(map(str, ranks))}" + (f" (the {nth + 1}. of theirs)" if nth else "")
+def _name(group: Group) -> str:
+    ranks, before = group
+    name = f"the group of ranks {', '.join(map(str, ranks))}"
+    return f"{name} (number {before + 1} of these ranks)" if before else name
 
 
-def _in_words(rank: RankRecord, event: dict[str, Any] | None) -> str:
+def _describe(rank: RankRecord, event: Event | None) -> str:
+    """Return a collective and its place in words."""
     if event is None:
         return "none"
+    place = f"step {event['step']}"
     call = rank.first("call", call=event["call"])
-    where = f"step {event['step']}" + (f", bucket {call['index']}" if call else "")
-    return f"{event['what']} ({where}{'' if event['inside'] else ', outside the hook'})"
+    if call:
+        place += f", bucket {call['index']}"
+    if not event["inside"]:
+        place += ", outside the hook"
+    return f"{event['what']} ({place})"

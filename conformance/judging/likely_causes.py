@@ -1,8 +1,8 @@
-"""Known mistakes by the pattern they leave: from a wrong step to one line that names the likely cause."""
+"""Name the likely cause of a wrong step: known mistakes leave patterns of their own."""
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,89 +11,188 @@ from conformance.records.run import Run
 from conformance.subjects.claims import Claims
 
 
-def diagnose(run: Run, step: int, claims: Claims) -> str:
-    """Return the known mistake that explains every element of ``step``, or where it goes wrong, or ''."""
-    ranks = list(range(run.world))
-    indices = [i for i, spec in enumerate(run.scenario.params) if torch.Size(spec.shape).numel()]
-    receiving = [(r, i) for r in ranks for i in indices if run.receives(r, step, i)]
-    got = {(r, i): value for r, i in receiving if (value := run.got(r, step, i)) is not None}
-    if len(got) < len(receiving):
-        return "a parameter has no gradient at all on at least one rank"
-    for cause, pattern in _patterns(run, step, claims):
-        if all(_alike(run, got[r, i], pattern(r, i), r, step, i, claims) for r, i in receiving):
-            return cause
-    return _ratio(run, step, got) or _offset(run, step, got) or _place(run, step, claims)
-
-
-def _patterns(run: Run, step: int, claims: Claims) -> Iterator[tuple[str, "Pattern"]]:
-    """Yield (cause, function of rank and parameter that gives the values it predicts)."""
-
-    def group(rank: int) -> tuple[int, ...]:
-        return run.group(rank)
-
-    def fed(rank: int, index: int) -> torch.Tensor:
-        return run.fed(rank, step, index)
-
-    def right(rank: int, index: int) -> torch.Tensor:
-        return mean(run, rank, step, index)
-
-    def multiple(share: int, rank: int, index: int) -> torch.Tensor:
-        return right(rank, index) * share
-
-    if claims.sum:
-        yield "equal to the mean: it claims the sum, but divides", right
-    if run.scenario.groups and claims.world_only:
-        yield "equal to the mean over the model's own group: it claims world_only, but uses the group", right
-    if run.scenario.groups:
-        world = tuple(range(run.world))
-        yield "equal to the mean over WORLD: the process group that it was given was not used", lambda r, i: mean(run, r, step, i, world)
-        yield (
-            "equal to the sum over the group divided by the size of WORLD: the divisor ignores the group",
-            lambda r, i: right(r, i) * len(group(r)) / run.world,
-        )
-    for share in set(run.scenario.microbatch_weights) - {1}:
-        last = share == run.scenario.microbatch_weights[-1]
-        which = "the last micro-batch" if last else "one of the first micro-batches"
-        yield f"equal to the mean of {which} alone: gradients did not accumulate", functools.partial(multiple, share)
-    if run.scenario.ddp.find_unused_parameters or run.scenario.uneven:
-        yield (
-            "equal to the mean over the ranks that have a gradient: the zeros of the others count too",
-            lambda r, i: right(r, i) * len(group(r)) / max(1, sum(run.feeds(other, step, i) for other in group(r))),
-        )
-    yield "equal to this rank's own gradient: nothing was communicated", fed
-    yield "equal to rank 0's gradient on every rank: it was broadcast, not reduced", lambda r, i: fed(group(r)[0], i)
-    yield "every element is world_size times the mean: the sum was not divided", lambda r, i: right(r, i) * len(group(r))
-    yield "every element is the mean divided by world_size: it was divided twice", lambda r, i: right(r, i) / len(group(r))
-    yield (
-        "equal to this rank's own gradient divided by world_size: it was divided, but nothing was communicated",
-        lambda r, i: fed(r, i) / len(group(r)),
-    )
-    yield "every element has the wrong sign", lambda r, i: -right(r, i)
-    yield "every element is zero", lambda r, i: torch.zeros_like(right(r, i))
-    if run.knows(step - 1):
-        yield "equal to the previous step's mean: the result is one step late", lambda r, i: mean(run, r, step - 1, i)
-    yield "equal to the mean rounded to bfloat16", lambda r, i: _Rounded(right(r, i), torch.bfloat16, on_grid=True)
-    yield "equal to the mean rounded to float16", lambda r, i: _Rounded(right(r, i), torch.float16)
-    yield "equal to the mean rounded to bfloat16", lambda r, i: _Rounded(right(r, i), torch.bfloat16)
-    yield "equal to the mean with its fraction cut off: it went through an integer dtype", lambda r, i: right(r, i).trunc()
-
-
 @dataclass
 class _Rounded:
-    """The mean, somewhere rounded to ``dtype``; ``on_grid`` where the result itself is a value of that dtype."""
+    """The mean, rounded to ``dtype`` at some place of the computation.
+
+    Attributes:
+        values: the mean itself.
+        dtype: the dtype.
+        on_grid: the result itself is a value of that dtype.
+    """
 
     values: torch.Tensor
     dtype: torch.dtype
     on_grid: bool = False
 
 
-Pattern = Callable[[int, int], "torch.Tensor | _Rounded"]
+# The values that a mistake predicts for a parameter of a rank: a function of both.
+Pattern = Callable[[int, int], torch.Tensor | _Rounded]
+
+# The results of one step by rank and parameter.
+Results = dict[tuple[int, int], torch.Tensor]
 
 
-def _alike(run: Run, got: torch.Tensor, predicted: "torch.Tensor | _Rounded", rank: int, step: int, index: int, claims: Claims) -> bool:
-    """Whether ``got`` is what a mistake predicts, within what rounding can explain."""
+def diagnose(run: Run, step: int, claims: Claims) -> str:
+    """Return the known mistake that explains every element of ``step``, or the place of the errors.
+
+    The text is empty if neither is known.
+    """
+    results = _results(run, step)
+    if results is None:
+        return "a parameter has no gradient at all on at least one rank"
+    for cause, pattern in _patterns(run, step, claims):
+        if all(
+            _is_alike(run, got, pattern(rank, index), rank, step, index, claims)
+            for (rank, index), got in results.items()
+        ):
+            return cause
+    ratio = _common_ratio(run, step, results)
+    return ratio or _common_offset(run, step, results) or _location(run, step, claims)
+
+
+def _results(run: Run, step: int) -> Results | None:
+    """Return the results of every nonempty parameter that gets one, or None if one is missing."""
+    results = {}
+    for rank in range(run.world):
+        for index, spec in enumerate(run.scenario.params):
+            if not torch.Size(spec.shape).numel() or not run.receives(rank, step, index):
+                continue
+            got = run.got(rank, step, index)
+            if got is None:
+                return None
+            results[rank, index] = got
+    return results
+
+
+def _patterns(run: Run, step: int, claims: Claims) -> Iterator[tuple[str, Pattern]]:
+    """Yield (cause, pattern), the more specific causes first."""
+    yield from _patterns_of_claims(run, step, claims)
+    yield from _patterns_of_scenario(run, step)
+    yield from _patterns_of_communication(run, step)
+    yield from _patterns_of_values(run, step)
+
+
+def _patterns_of_claims(run: Run, step: int, claims: Claims) -> Iterator[tuple[str, Pattern]]:
+    def right(rank: int, index: int) -> torch.Tensor:
+        return mean(run, rank, step, index)
+
+    if claims.sum:
+        yield "equal to the mean: the subject claims the sum, but divides", right
+    if run.scenario.groups and claims.world_only:
+        cause = (
+            "equal to the mean over the model's own group, although the subject claims world_only"
+        )
+        yield cause, right
+
+
+def _patterns_of_scenario(run: Run, step: int) -> Iterator[tuple[str, Pattern]]:
+    def right(rank: int, index: int) -> torch.Tensor:
+        return mean(run, rank, step, index)
+
+    def feeding(rank: int, index: int) -> int:
+        return sum(run.feeds(other, step, index) for other in run.group(rank))
+
+    if run.scenario.groups:
+        world = tuple(range(run.world))
+        yield (
+            "equal to the mean over WORLD: the given process group was not used",
+            lambda rank, index: mean(run, rank, step, index, world),
+        )
+        yield (
+            "equal to the sum over the group divided by the size of WORLD: "
+            "the divisor ignores the group",
+            lambda rank, index: right(rank, index) * len(run.group(rank)) / run.world,
+        )
+    weights = run.scenario.microbatch_weights
+    for weight in set(weights) - {1}:
+        batch = (
+            "the last micro-batch" if weight == weights[-1] else "one of the first micro-batches"
+        )
+        yield (
+            f"equal to the mean of {batch} alone: gradients did not accumulate",
+            lambda rank, index, weight=weight: right(rank, index) * weight,  # type: ignore[misc]
+        )
+    if run.scenario.ddp.find_unused_parameters or run.scenario.uneven:
+        yield (
+            "equal to the mean over the ranks that have a gradient: zeros of the others count too",
+            lambda rank, index: (
+                right(rank, index) * len(run.group(rank)) / max(1, feeding(rank, index))
+            ),
+        )
+
+
+def _patterns_of_communication(run: Run, step: int) -> Iterator[tuple[str, Pattern]]:
+    def right(rank: int, index: int) -> torch.Tensor:
+        return mean(run, rank, step, index)
+
+    def own(rank: int, index: int) -> torch.Tensor:
+        return run.fed(rank, step, index)
+
+    yield "equal to this rank's own gradient: nothing was communicated", own
+    yield (
+        "equal to rank 0's gradient on every rank: it was broadcast, not reduced",
+        lambda rank, index: own(run.group(rank)[0], index),
+    )
+    yield (
+        "every element is world_size times the mean: the sum was not divided",
+        lambda rank, index: right(rank, index) * len(run.group(rank)),
+    )
+    yield (
+        "every element is the mean divided by world_size: it was divided twice",
+        lambda rank, index: right(rank, index) / len(run.group(rank)),
+    )
+    yield (
+        "equal to this rank's own gradient divided by world_size: "
+        "it was divided, but nothing was communicated",
+        lambda rank, index: own(rank, index) / len(run.group(rank)),
+    )
+
+
+def _patterns_of_values(run: Run, step: int) -> Iterator[tuple[str, Pattern]]:
+    def right(rank: int, index: int) -> torch.Tensor:
+        return mean(run, rank, step, index)
+
+    yield "every element has the wrong sign", lambda rank, index: -right(rank, index)
+    yield "every element is zero", lambda rank, index: torch.zeros_like(right(rank, index))
+    if run.knows(step - 1):
+        yield (
+            "equal to the previous step's mean: the result is one step late",
+            lambda rank, index: mean(run, rank, step - 1, index),
+        )
+    # float16 is tried between the two: a result that lies on bfloat16's grid was rounded to it, but
+    # the bound of a bfloat16 rounding elsewhere covers a float16 rounding, too.
+    yield (
+        "equal to the mean rounded to bfloat16",
+        lambda rank, index: _Rounded(right(rank, index), torch.bfloat16, on_grid=True),
+    )
+    yield (
+        "equal to the mean rounded to float16",
+        lambda rank, index: _Rounded(right(rank, index), torch.float16),
+    )
+    yield (
+        "equal to the mean rounded to bfloat16",
+        lambda rank, index: _Rounded(right(rank, index), torch.bfloat16),
+    )
+    yield (
+        "equal to the mean with its fraction cut off: it went through an integer dtype",
+        lambda rank, index: right(rank, index).trunc(),
+    )
+
+
+def _is_alike(
+    run: Run,
+    got: torch.Tensor,
+    predicted: torch.Tensor | _Rounded,
+    rank: int,
+    step: int,
+    index: int,
+    claims: Claims,
+) -> bool:
+    """Return whether a result has the values that a mistake predicts, up to rounding."""
     if isinstance(predicted, _Rounded):
-        if run.scenario.steps[step] not in ("normal",):
+        # Crafted values survive a rounding: only random ones show it.
+        if run.scenario.steps[step] != "normal":
             return False
         info = torch.finfo(predicted.dtype)
         _, _, values = expected(run, rank, step, index, claims)
@@ -103,74 +202,86 @@ def _alike(run: Run, got: torch.Tensor, predicted: "torch.Tensor | _Rounded", ra
         return bool(((got - predicted.values).abs() <= bound + info.tiny).all())
     unit, _, _ = precision(run.scenario.params[index].dtype, claims)
     slack = 8 * run.world * unit * predicted.abs()
-    same = (got == predicted) | (got.isnan() & predicted.isnan()) | ((got - predicted).abs() <= slack)
+    near = (got - predicted).abs() <= slack
+    same = (got == predicted) | (got.isnan() & predicted.isnan()) | near
     return bool(same.all())
 
 
-def _ratio(run: Run, step: int, got: dict[tuple[int, int], torch.Tensor]) -> str:
-    """One factor between result and mean, when there is one."""
-    for rank in sorted({rank for rank, _ in got}):
-        results = torch.cat([value for (r, _), value in got.items() if r == rank])
-        means = torch.cat([mean(run, rank, step, i) for (r, i) in got if r == rank])
-        used = (means != 0) & means.isfinite() & results.isfinite()
+def _common_ratio(run: Run, step: int, results: Results) -> str:
+    """Return a text on the one factor between results and means, or an empty one."""
+    first: float | None = None
+    for rank in sorted({rank for rank, _ in results}):
+        of_rank = {index: value for (other, index), value in results.items() if other == rank}
+        values = torch.cat(list(of_rank.values()))
+        means = torch.cat([mean(run, rank, step, index) for index in of_rank])
+        used = (means != 0) & means.isfinite() & values.isfinite()
         if not used.any():
             return ""
-        ratios = results[used] / means[used]
-        if rank == 0:
+        ratios = values[used] / means[used]
+        if first is None:
             first = ratios[0].item()
-        if not torch.allclose(ratios, torch.full_like(ratios, first), rtol=1e-4, atol=0.0) or abs(first - 1) < 1e-3:
+        same = torch.allclose(ratios, torch.full_like(ratios, first), rtol=1e-4, atol=0.0)
+        if not same or abs(first - 1) < 1e-3:
             return ""
     return f"every element is {first:.6g} times the mean: it was scaled by a wrong factor"
 
 
-def _offset(run: Run, step: int, got: dict[tuple[int, int], torch.Tensor]) -> str:
-    """One difference between result and mean, when there is one: all parameters hold the same."""
-    means = [mean(run, r, step, i) for r, i in got]
-    off, level = torch.cat([value - right for value, right in zip(got.values(), means, strict=True)]), run.scenario.initial_value
-    first = float(off[0]) if len(off) else 0.0
-    if (
-        not level
-        or not first
-        or not any(right.any() for right in means)
-        or not torch.allclose(off, torch.full_like(off, first), rtol=1e-2, atol=0.0)
-    ):
+def _common_offset(run: Run, step: int, results: Results) -> str:
+    """Return a text on the one difference between results and means, or an empty one."""
+    level = run.scenario.initial_value  # of every element of every parameter
+    means = {key: mean(run, key[0], step, key[1]) for key in results}
+    offsets = torch.cat([value - means[key] for key, value in results.items()])
+    first = float(offsets[0]) if len(offsets) else 0.0
+    if not level or not first or not any(value.any() for value in means.values()):
+        return ""
+    if not torch.allclose(offsets, torch.full_like(offsets, first), rtol=1e-2, atol=0.0):
         return ""
     return (
-        f"every element is off by {first:.4g}, {first / level:.4g} times what the parameters hold: they are mixed into the gradients, "
-        "as by a weight decay"
+        f"every element is off by {first:.4g}, {first / level:.4g} times what the parameters hold: "
+        "they are mixed into the gradients, as by a weight decay"
     )
 
 
-def _place(run: Run, step: int, claims: Claims) -> str:
-    """Where a step is wrong, when it is right elsewhere."""
-    wrong_ranks = [r for r in range(run.world) if compare(run, step, claims, [r]).mismatch]
-    said = ""
+def _location(run: Run, step: int, claims: Claims) -> str:
+    """Return the ranks, buckets or elements that are wrong, if others are right."""
+    wrong_ranks = [rank for rank in range(run.world) if compare(run, step, claims, [rank]).mismatch]
+    parts = []
     if len(wrong_ranks) < run.world:
-        said = f"right on the other ranks, wrong on rank {', '.join(map(str, wrong_ranks))}"
-    rank = wrong_ranks[0]
+        ranks = ", ".join(map(str, wrong_ranks))
+        parts.append(f"right on the other ranks, wrong on rank {ranks}")
+    parts.append(_location_in_buckets(run, wrong_ranks[0], step, claims))
+    return "; ".join(filter(None, parts))
+
+
+def _location_in_buckets(run: Run, rank: int, step: int, claims: Claims) -> str:
     calls = sorted(run.ranks[rank].all("call", step=step), key=lambda call: call["index"])
-    wrong = {i: _wrong_elements(run, rank, step, i, claims) for i in range(len(run.scenario.params))}
-    bad_buckets = [c for c in calls if any(wrong[i].any() for i in _indices(run, c))]
-    if len(calls) > 1 and len(bad_buckets) < len(calls):
-        last = bad_buckets == calls[-1:]
-        names = "the last" if last else ", ".join(str(c["index"]) for c in bad_buckets)
-        return _join(said, f"right in all buckets but {names}")
-    for call in bad_buckets:
+    wrong = [
+        _wrong_elements(run, rank, step, index, claims) for index in range(len(run.scenario.params))
+    ]
+    bad_calls = [call for call in calls if any(wrong[i].any() for i in _indices(run, call))]
+    if len(calls) > 1 and len(bad_calls) < len(calls):
+        buckets = ", ".join(str(call["index"]) for call in bad_calls)
+        if bad_calls == calls[-1:]:
+            buckets = "the last"
+        return f"right in all buckets but {buckets}"
+    for call in bad_calls:
         flat = torch.cat([wrong[i] for i in _indices(run, call)])
-        size = len(run.group(rank))
-        tail = len(flat) % size
+        tail = len(flat) % len(run.group(rank))
         if tail and flat[-tail:].any() and not flat[:-tail].any():
-            return _join(said, "right but for the last numel % world_size elements of the bucket: the uneven tail was left out")
-        if flat[-1] and not flat[: int(flat.nonzero()[0])].any() and flat[int(flat.nonzero()[0]) :].all() and not flat.all():
-            return _join(said, f"right but for the last {int(flat.sum())} elements of the bucket")
-    return said
+            return (
+                "right but for the last numel % world_size elements of the bucket: "
+                "the uneven tail was left out"
+            )
+        count = int(flat.sum())
+        if flat[-count:].all() and not flat.all():
+            return f"right but for the last {count} elements of the bucket"
+    return ""
 
 
-def _indices(run: Run, call: dict[str, object]) -> list[int]:
-    names = {run.parameter_name(i): i for i in range(len(run.scenario.params))}
-    parameters = call["parameters"]
-    assert isinstance(parameters, list)
-    return [names[name] for name in parameters if name in names]
+def _indices(run: Run, call: dict[str, Any]) -> list[int]:
+    """Return the parameters of a call's bucket, in the bucket's order."""
+    indices = {run.parameter_name(i): i for i in range(len(run.scenario.params))}
+    return [indices[name] for name in call["parameters"] if name in indices]
 
 
 def _wrong_elements(run: Run, rank: int, step: int, index: int, claims: Claims) -> torch.Tensor:
@@ -178,20 +289,21 @@ def _wrong_elements(run: Run, rank: int, step: int, index: int, claims: Claims) 
     got = run.got(rank, step, index)
     if got is None or got.shape != right.shape:
         return torch.full_like(right, run.receives(rank, step, index), dtype=torch.bool)
-    return ~((got == right) | (got.isnan() & right.isnan()) | ((got - right).abs() <= bound))
-
-
-def _join(*parts: str) -> str:
-    return "; ".join(filter(None, parts))
-
-
-def _norms(run: Run, rank: int, step: int) -> float:
-    got = [run.got(rank, step, i) for i in range(len(run.scenario.params))]
-    results = sum(float(value.square().sum()) for value in got if value is not None) ** 0.5
-    means = torch.cat([mean(run, rank, step, i) for i in range(len(run.scenario.params))]).norm().item()
-    return results / means if means else float("nan")
+    near = (got - right).abs() <= bound
+    return ~((got == right) | (got.isnan() & right.isnan()) | near)
 
 
 def norm_ratios(run: Run, steps: list[int]) -> str:
-    """The ratio of norms, result over mean, per step on rank 0: 2.0, 0.5 and 1/W name the commonest bugs."""
-    return " ".join(f"{_norms(run, 0, step):.4g}" for step in steps)
+    """Return the ratio of norms, result over mean, of each step on rank 0.
+
+    2.0, 0.5 and 1 / W are the signs of the commonest mistakes.
+    """
+    return " ".join(f"{_norm_ratio(run, 0, step):.4g}" for step in steps)
+
+
+def _norm_ratio(run: Run, rank: int, step: int) -> float:
+    indices = range(len(run.scenario.params))
+    results = [run.got(rank, step, index) for index in indices]
+    size = sum(float(value.square().sum()) for value in results if value is not None) ** 0.5
+    size_of_mean = torch.cat([mean(run, rank, step, index) for index in indices]).norm().item()
+    return size / size_of_mean if size_of_mean else float("nan")

@@ -1,7 +1,8 @@
-"""Rules: their numbers, words and functions; and the golden list that a certificate needs.
+"""Rules: their numbers, texts and functions, and the golden list of rules that a certificate needs.
 
-A rule is a function of records. Its docstring's first paragraph is the requirement, the rest the
-intent. The files of ``conformance/rules`` hold one section each; importing them fills the book.
+A rule is a function of records. The first paragraph of its docstring is the requirement, the rest
+is the intent. Each file of ``conformance/rules`` holds one section, and enters its rules in the
+book when it is imported.
 """
 
 import enum
@@ -13,7 +14,8 @@ from pathlib import Path
 from conformance.scenarios.model import Scenario
 from conformance.subjects.kinds import HOOK, kind_of
 
-MUST, SHOULD = "MUST", "SHOULD"
+MUST = "MUST"
+SHOULD = "SHOULD"
 SECTIONS = {
     "1": "Contract with DDP",
     "2": "Equivalence with vanilla allreduce",
@@ -38,12 +40,12 @@ SECTIONS = {
     "21": "CUDA",
 }
 AT_SCALE = "20"
-OF_DEVICES = {"21": "cuda"}  # sections that speak of what one type of device has, and no other
+OF_DEVICES = {"21": "cuda"}  # sections that apply to one type of device
 GOLDEN = Path(__file__).parent.parent / "golden.txt"
 
 
 class WorldSizes(enum.Enum):
-    """The world sizes of the profile that a rule is judged at; each with the sentence of RULES.md."""
+    """The world sizes of the profile that a rule is judged at. The values are texts of RULES.md."""
 
     ALL = "at every world size"
     PRIMARY = "at the smallest world size above 1"
@@ -57,25 +59,30 @@ class Rule:
 
     Attributes:
         number: ``section.place``.
-        title: a few words.
-        level: MUST decides the certificate, SHOULD is reported beside it.
-        since: the version of the rule book that has it.
-        on: the scenarios whose records it reads.
-        owns: those of them whose breaking is its failure; for other rules such a run is "not run".
-        needs: rules without which this one would say nothing new; it runs only where they hold.
-        reads_all_runs: whether it reads all its runs at once instead of one after another.
-        may_refuse: whether an exception of the hook, on every rank, is an answer too.
-        claimed: the claim (an attribute of ``Claims``) without which it does not apply, and nothing is run for it; '' is none.
-        baseline: what else is run in the same scenario, and read after the subject's own run: ``vanilla`` is DDP without a hook,
-            ``like`` are the references that the claim of that name says; '' is nothing.
-        worlds: the world sizes it is judged at.
-        certifies_machine: the reference must pass it before a subject is judged.
+        title: a few words, in the present tense.
+        level: a MUST decides the certificate, a SHOULD is reported beside it.
+        since: the version of the rule book that introduced the rule.
+        on: the scenarios whose records the rule reads.
+        owns: the scenarios among them whose failed runs fail this rule. Other rules that read a
+            failed run are "not run".
+        needs: the rules that must hold before this one is judged, because one defect is to fail one
+            rule.
+        reads_all_runs: the function gets all runs at once, instead of one after another.
+        may_refuse: the hook may raise an exception on every rank instead.
+        claimed: the claim (an attribute of ``Claims``) that the rule applies to. A subject without
+            the claim is not run for it. Empty if the rule applies to all.
+        baseline: the runs of the same scenario that are passed after the subject's own: ``vanilla``
+            for DDP without a hook, ``like`` for the references that the claim of that name names.
+            Empty for none.
+        worlds: the world sizes that the rule is judged at.
+        certifies_machine: the reference must pass the rule before a subject is judged.
         blamed_for: the kind of failed run (``run_failures.FailedRun.kind``) that fails this rule,
-            whatever scenario it happens in; '' for none.
-        judges_lossy_results: it takes the place of 2.1 and 2.2 for a subject with a lossy claim.
+            in any scenario that the rule reads. Empty for none.
+        judges_lossy_results: the rule replaces 2.1 and 2.2 for a subject with a lossy claim.
         source: torch documentation, paper or issue number.
-        remedy: where to look when it fails.
-        check: the function, ``(run, claims, found)``, or ``(runs, claims, found)`` if ``across``.
+        remedy: likely places of the mistake if the rule fails.
+        check: the function, ``(run, claims, found)``; ``(runs, claims, found)`` if
+            ``reads_all_runs``.
     """
 
     number: str
@@ -103,12 +110,12 @@ class Rule:
 
     @property
     def kind(self) -> str:
-        """The kind of subject that it speaks of."""
+        """The kind of subject that the rule applies to."""
         return kind_of(self.section)
 
     @property
     def device(self) -> str:
-        """The type of device that it speaks of; '' is every one."""
+        """The type of device that the rule applies to; empty for all types."""
         return OF_DEVICES.get(self.section, "")
 
     @property
@@ -148,7 +155,10 @@ def rule(
     blamed_for: str = "",
     judges_lossy_results: bool = False,
 ) -> Callable[[Callable[..., None]], Rule]:
-    """Make a rule of a function and enter it in the book."""
+    """Decorate a function of records: make a rule of it, and enter the rule in the book.
+
+    The arguments are the attributes of :class:`Rule`.
+    """
 
     def enter(check: Callable[..., None]) -> Rule:
         if number in _BOOK:
@@ -178,12 +188,28 @@ def rule(
     return enter
 
 
+def registered_rules() -> dict[str, Rule]:
+    """Return by number, in order, the rules of the sections that have been imported.
+
+    :func:`conformance.rules.book` imports all sections first.
+    """
+    return dict(sorted(_BOOK.items(), key=lambda item: item[1].order))
+
+
 def golden_list(kind: str = HOOK, device: str = "cpu") -> list[str]:
-    """Return the numbers of the MUST rules that a certificate for such a subject, on such a device, needs: as kept under version
-    control."""
-    numbers = [line.split()[0] for line in GOLDEN.read_text().splitlines() if line and not line.startswith("#")]
-    sections = {number: number.partition(".")[0] for number in numbers}
-    return [n for n in numbers if kind_of(sections[n]) == kind and OF_DEVICES.get(sections[n], device) == device]
+    """Return the numbers of the MUST rules that a certificate needs, as ``golden.txt`` lists them.
+
+    Args:
+        kind: the kind of subject.
+        device: the type of device.
+    """
+    lines = GOLDEN.read_text().splitlines()
+    numbers = [line.split()[0] for line in lines if line and not line.startswith("#")]
+    return [number for number in numbers if _is_golden_for(number.partition(".")[0], kind, device)]
+
+
+def _is_golden_for(section: str, kind: str, device: str) -> bool:
+    return kind_of(section) == kind and OF_DEVICES.get(section, device) == device
 
 
 def _paragraphs(function: Callable[..., None]) -> list[str]:

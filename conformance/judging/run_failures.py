@@ -1,21 +1,54 @@
-"""Why a run broke: the root cause in one line, and the evidence of every rank.
+"""Find out why a run failed: the root cause in one line, and the evidence of every rank.
 
-The first thing that went wrong is the cause. An error that a rank wrote down has its time, a death
-has the time at which the host saw it; what other ranks say afterwards ("connection reset by peer")
-is secondary. A rank that the host had to kill did not fail: it was waiting, and its stack says where.
+The first thing that went wrong is the cause. An error that a rank recorded has its time, and so has
+a death that the host saw. The errors that other ranks raise afterwards ("connection reset by peer")
+are secondary. A rank that the host had to kill did not fail: it was waiting, and its stack shows
+the line.
 """
 
 import json
+import re
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from conformance.records.files import KIT_FAILED
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
-from conformance.subjects.kinds import HOOK
 
-_SECONDARY = ("connection reset", "connection closed", "timed out waiting", "broken pipe", "connection refused")
+# Texts of errors that follow from the failure of another rank.
+_SECONDARY = (
+    "connection reset",
+    "connection closed",
+    "timed out waiting",
+    "broken pipe",
+    "connection refused",
+)
+
+# Activities of a rank (``where`` in its record of an error) in which an error is no refusal: work
+# of the kit, of DDP or of the model, and calls of the subject beside its set-up and its steps.
+_NO_REFUSAL = {
+    "close",
+    "forward",
+    "kit",
+    "load",
+    "load_state",
+    "on_step",
+    "optimizer",
+    "register",
+    "save_state",
+    "simulation",
+    "twin",
+}
+
+# Events that begin a call of the subject, and those that end it. Hooks have events of their own.
+_ENTRIES = ("call", "enters")
+_EXITS = ("returned", "raised", "leaves")
+
+# The frames of the kit that call a subject. The driver of hooks leaves that to the observer: its
+# own frames are on the main thread's stack also while the hook runs on a thread of autograd.
+_CALLS_SUBJECT = re.compile(r"hook_observer\.py|/drivers/(?!hook\.py)")
 
 _EXPECTED = {
     "register": "a hook that DistributedDataParallel.register_comm_hook accepts",
@@ -24,35 +57,43 @@ _EXPECTED = {
     "dtype": "a dense result on the bucket's device",
     "flood": "at most 64 KiB of output per call",
 }
-_PLACES = {
+_ACTIVITIES = {
     "backward": "in backward, after the hook had returned",
     "join": "under Join, on a rank that has run out of inputs",
-    "twin": "where another model trains in between",
-    "save_state": "when its state was saved",
-    "load_state": "when its state was loaded in a new process",
+    "twin": "while another model trained in between",
+    "save_state": "while its state was saved",
+    "load_state": "while its state was loaded in a new process",
 }
-_REFUSALS = {
-    "KeyError: 'bucket'": "the second parameter is not called bucket: DDP looks it up by that name",
-    "bucket annotation should be": "the annotation of bucket is not dist.GradBucket itself: leave it out, and do not use "
-    "`from __future__ import annotations` in this file, which makes a string of it",
-    "return annotation should be": "the return annotation is not torch.futures.Future[torch.Tensor] itself: leave it out, and do not "
-    "use `from __future__ import annotations` in this file, which makes a string of it",
-    "is not a callable": "what is registered cannot be called",
-    "required CUDA": "DDP refuses hooks called bf16_compress_hook or bf16_compress_wrapper_hook on this machine by their name alone",
+_REFUSALS_BY_DDP = {
+    "KeyError: 'bucket'": (
+        "the second parameter is not called bucket: DDP looks it up by that name"
+    ),
+    "bucket annotation should be": (
+        "the annotation of bucket is not dist.GradBucket itself: leave it out, and do not use "
+        "`from __future__ import annotations` in this file, which turns it into a string"
+    ),
+    "return annotation should be": (
+        "the return annotation is not torch.futures.Future[torch.Tensor] itself: leave it out, and "
+        "do not use `from __future__ import annotations` in this file, which turns it into a string"
+    ),
+    "is not a callable": "the registered object cannot be called",
+    "required CUDA": (
+        "DDP refuses hooks called bf16_compress_hook or bf16_compress_wrapper_hook on this machine "
+        "because of their name"
+    ),
 }
 
 
 @dataclass
-class Breakage:
-    """What happened, for a person.
+class FailedRun:
+    """Why a run failed, for people.
 
     Attributes:
-        kind: ``kit``, ``target``, ``register``, ``contract``, ``shape``, ``dtype``, ``raised``, ``died``,
-            ``hang``, ``flood``, ``host`` or ``node``; the last is not known to be the subject's doing.
+        kind: ``kit``, ``target``, ``register``, ``contract``, ``shape``, ``dtype``, ``raised``,
+            ``died``, ``hang``, ``flood``, ``host`` or ``node``. Only a ``node``, lost during the
+            run, is not attributed to the subject or the kit.
         line: the root cause in one line.
-        expected: what should have been instead.
-        cause: the known mistake behind a refusal of DDP's, which names none.
-        evidence: by rank: exit, what it printed, error, stacks, last collectives.
+        evidence: by rank: exit status, output, error, stacks and last collectives.
     """
 
     kind: str
@@ -61,143 +102,208 @@ class Breakage:
 
     @property
     def expected(self) -> str:
+        """The outcome that the run should have had."""
         return _EXPECTED.get(self.kind, "a run that comes to its end on every rank")
 
     @property
-    def cause(self) -> str:
-        return next((cause for words, cause in _REFUSALS.items() if self.kind == "register" and words in self.line), "")
+    def cause(self) -> str | None:
+        """The mistake behind a refusal by DDP, whose errors do not name it."""
+        if self.kind != "register":
+            return None
+        return next((cause for text, cause in _REFUSALS_BY_DDP.items() if text in self.line), None)
 
 
-def breakage(run: Run) -> Breakage | None:
-    """Return why ``run`` has no complete record, or None if it has."""
+@dataclass
+class _RankFailure:
+    """The failure of one rank by itself."""
+
+    secondary: bool
+    time: float
+    kind: str
+    line: str
+
+
+def failed_run(run: Run) -> FailedRun | None:
+    """Return why ``run`` has no complete record, or None if it has one."""
     if run.finished:
         return None
-    evidence = {f"rank {rank.rank}": _evidence(rank) for rank in run.ranks}
+    kind, line = _kind_and_line(run)
+    return FailedRun(kind, line, {f"rank {rank.rank}": _evidence(rank) for rank in run.ranks})
+
+
+def _kind_and_line(run: Run) -> tuple[str, str]:
     if run.stopped == "node":
-        return Breakage("node", run.host, evidence)
+        return "node", run.host
     if run.stopped == "host":
-        return Breakage("host", f"a process above the ranks died during the run ({run.host}): the subject killed it", evidence)
+        line = f"a process above the ranks died during the run ({run.host}): the subject killed it"
+        return "host", line
     for rank in run.ranks:
         if rank.exit == KIT_FAILED or "unreadable" in rank.evidence:
-            output = rank.evidence.get("unreadable") or str(rank.evidence.get("output", "")).strip().splitlines()[-1:]
-            return Breakage("kit", f"the record of rank {rank.rank} could not be written: {output}", evidence)
+            last_line = str(rank.evidence.get("output", "")).strip().splitlines()[-1:]
+            reason = rank.evidence.get("unreadable") or last_line
+            return "kit", f"the record of rank {rank.rank} could not be written: {reason}"
     if run.stopped == "flood":
         worst = max(run.ranks, key=lambda rank: rank.evidence.get("printed", 0))
-        return Breakage(
-            "flood", f"rank {worst.rank} printed more than {worst.evidence['printed'] >> 20} MiB{_during(worst)} and was stopped", evidence
+        size = f"{worst.evidence['printed'] >> 20} MiB"
+        return (
+            "flood",
+            f"rank {worst.rank} printed more than {size}{_during(worst)} and was stopped",
         )
-    causes = sorted((cause for rank in run.ranks if (cause := _cause(rank))), key=lambda cause: (cause[0], cause[1]))
-    if causes:
-        _, _, kind, line = causes[0]
-        return Breakage(kind, line, evidence)
+    failures = [failure for rank in run.ranks if (failure := _rank_failure(rank))]
+    if failures:
+        first = min(failures, key=lambda failure: (failure.secondary, failure.time))
+        return first.kind, first.line
     waiting = [rank for rank in run.ranks if rank.evidence.get("killed")]
     if waiting:
-        return Breakage("hang", _hang(run, waiting), evidence)
-    return Breakage("died", "ranks ended without a complete record", evidence)
+        return "hang", _hang(run, waiting)
+    return "died", "ranks ended without a complete record"
 
 
-def refused(run: Run) -> bool:
-    """Whether the hook, or what sets it up, raised an error of its own on every rank, and every process came to its end.
+def refused_on_every_rank(run: Run) -> bool:
+    """Return whether the subject or its set-up raised an error on every rank, and all ended.
 
-    On uneven inputs ranks meet in other calls than the hook's: there one may hear of it from another, wherever it is.
+    On uneven inputs one rank is enough, if the run ended with an error on all: ranks meet in other
+    calls than the subject's, so that a rank may learn of another's refusal anywhere.
     """
     if run.stopped != "ended":
         return False
-    places = ("backward", "after_backward", "setup", "state", "join")
-    raised = [next((e for e in rank.all("error") if e["where"] in places), None) for rank in run.ranks]
-    if run.scenario.kind != HOOK:
-        raised = [next((e for e in rank.all("error") if e["where"] not in ("kit", "load")), None) for rank in run.ranks]
-    own = [error is not None and not _is_secondary(f"{error['type']}: {error['message']}") for error in raised]
-    return any(own) and all(rank.first("error") for rank in run.ranks) if run.scenario.uneven else all(own)
+    refusals = [_is_refusal(rank) for rank in run.ranks]
+    if run.scenario.uneven:
+        return any(refusals) and all(rank.first("error") for rank in run.ranks)
+    return all(refusals)
+
+
+def _is_refusal(rank: RankRecord) -> bool:
+    errors = (error for error in rank.all("error") if error["where"] not in _NO_REFUSAL)
+    error = next(errors, None)
+    return error is not None and not _is_secondary(f"{error['type']}: {error['message']}")
 
 
 def _is_secondary(text: str) -> bool:
     return any(words in text.lower() for words in _SECONDARY)
 
 
-def _cause(rank: RankRecord) -> tuple[int, float, str, str] | None:
-    """Return (secondary?, time, kind, line) of what went wrong on a rank by itself."""
+def _rank_failure(rank: RankRecord) -> _RankFailure | None:
+    """Return the failure of a rank, or None if it was well or only waited."""
     error = rank.first("error")
     if error:
         text = f"{error['type']}: {error['message']}".strip()
-        line = text.splitlines()[0][:300]
-        secondary = int(_is_secondary(text))
-        if error["where"] == "load" or error["type"] == "target":
-            return secondary, error["time"], "target", error["message"].splitlines()[0]
-        if error["type"] == "ContractBreach":
-            return secondary, error["time"], "contract", error["message"].splitlines()[0]
-        if error["where"] == "register":
-            return secondary, error["time"], "register", line
-        if breach := _breach(rank, error["step"]):
-            return secondary, error["time"], *breach
-        raised = rank.first("raised")
-        place = f"in hook call {raised['call']}" if raised else _PLACES.get(error["where"], f"in {error['where']}")
-        return secondary, error["time"], "raised", f"rank {rank.rank} raised {line} ({place}, step {error['step']})"
+        kind, line = _kind_and_line_of_error(rank, error, text)
+        return _RankFailure(_is_secondary(text), error["time"], kind, line)
     if rank.exit is not None and not rank.evidence.get("killed") and not rank.finished:
-        how = f"signal {signal.Signals(-rank.exit).name}" if rank.exit < 0 else f"exit status {rank.exit}"
-        return 0, rank.evidence.get("died") or 0.0, "died", f"rank {rank.rank} died ({how}){_during(rank)}"
+        how = f"exit status {rank.exit}"
+        if rank.exit < 0:
+            how = f"signal {signal.Signals(-rank.exit).name}"
+        line = f"rank {rank.rank} died ({how}){_during(rank)}"
+        return _RankFailure(False, rank.evidence.get("died") or 0.0, "died", line)
     return None
+
+
+def _kind_and_line_of_error(rank: RankRecord, error: dict[str, Any], text: str) -> tuple[str, str]:
+    line = text.splitlines()[0][:300]
+    message = error["message"].splitlines()[:1]
+    if error["where"] == "load" or error["type"] == "target":
+        return "target", message[0]
+    if error["type"] == "ContractBreach":
+        return "contract", message[0]
+    if error["where"] == "register":
+        return "register", line
+    if breach := _breach(rank, error["step"]):
+        return breach
+    raised = rank.first("raised")
+    place = _ACTIVITIES.get(error["where"], f"in {error['where']}")
+    if raised:
+        place = f"in hook call {raised['call']}"
+    return "raised", f"rank {rank.rank} raised {line} ({place}, step {error['step']})"
 
 
 def _breach(rank: RankRecord, step: int) -> tuple[str, str] | None:
-    """Whether the future of the step that failed held something that DDP cannot take: (kind, line)."""
+    """Return kind and line if a future of the failed step held a value that DDP cannot take."""
     for value in rank.all("value", step=step, state="value"):
         if not value["tensor"]:
-            return "contract", f"the future holds {value['type']}, not a tensor (call {value['call']})"
-        if value["layout"] != value["bucket_layout"] or value["device"] != value["bucket_device"]:
-            return (
-                "dtype",
-                f"the result is {value['layout']} on {value['device']}, the bucket {value['bucket_layout']} on {value['bucket_device']}",
-            )
+            line = f"the future holds {value['type']}, not a tensor (call {value['call']})"
+            return "contract", line
+        bucket_device = value["bucket_device"]
+        if value["layout"] != value["bucket_layout"] or value["device"] != bucket_device:
+            result = f"the result is {value['layout']} on {value['device']}"
+            return "dtype", f"{result}, the bucket {value['bucket_layout']} on {bucket_device}"
         if value["shape"] != value["bucket_shape"] or not value["contiguous"]:
             strided = "" if value["contiguous"] else " and is not contiguous"
-            return "shape", f"the result has shape {value['shape']}{strided}, the bucket {value['bucket_shape']} (call {value['call']})"
+            result = f"the result has shape {value['shape']}{strided}"
+            return "shape", f"{result}, the bucket {value['bucket_shape']} (call {value['call']})"
     return None
 
 
+def _open_call(rank: RankRecord) -> dict[str, Any] | None:
+    """Return the event that began the call of the subject which a rank has not left, if any."""
+    limits = (event for event in reversed(rank.events) if event["event"] in _ENTRIES + _EXITS)
+    last = next(limits, None)
+    return last if last and last["event"] in _ENTRIES else None
+
+
 def _during(rank: RankRecord) -> str:
-    """Where a rank was when it was last heard of."""
+    """Return the last known activity of a rank, in words that follow "rank 0"."""
     if not rank.events:
         return " before it began"
-    last = _entered(rank) or rank.events[-1]
-    if last["event"] == "call":
-        return f" inside hook call {last['call']}: step {last['step']}, bucket {last['index']}, {last['numel']} elements of {last['dtype']}"
-    if last["event"] == "enters":
-        return f" inside {last['what']}, step {last['step']}"
-    if last["event"] == "returned":
-        return f" after hook call {last['call']} of step {last['step']} had returned"
-    if last["event"] == "called":
-        return f" after the trainer's call in step {last['step']}"
-    return f" in step {last['step']}, after {last['event']!r}"
+    last = _open_call(rank) or rank.events[-1]
+    return _DURING.get(last["event"], _after_event)(last)
 
 
-def _entered(rank: RankRecord) -> dict[str, Any] | None:
-    """The call of a subject that is no hook which a rank has entered and not left."""
-    last = next((event for event in reversed(rank.events) if event["event"] in ("enters", "leaves")), None)
-    return last if last and last["event"] == "enters" else None
+def _in_hook_call(event: dict[str, Any]) -> str:
+    bucket = f"bucket {event['index']}, {event['numel']} elements of {event['dtype']}"
+    return f" inside hook call {event['call']}: step {event['step']}, {bucket}"
+
+
+def _in_call(event: dict[str, Any]) -> str:
+    return f" inside {event['what']}, step {event['step']}"
+
+
+def _after_hook_call(event: dict[str, Any]) -> str:
+    return f" after hook call {event['call']} of step {event['step']} had returned"
+
+
+def _after_trainer_call(event: dict[str, Any]) -> str:
+    return f" after the trainer's call in step {event['step']}"
+
+
+def _after_event(event: dict[str, Any]) -> str:
+    return f" in step {event['step']}, after {event['event']!r}"
+
+
+_DURING: dict[str, Callable[[dict[str, Any]], str]] = {
+    "call": _in_hook_call,
+    "enters": _in_call,
+    "returned": _after_hook_call,
+    "called": _after_trainer_call,
+}
 
 
 def _hang(run: Run, waiting: list[RankRecord]) -> str:
-    inside = [rank for rank in waiting if rank.events and (_entered(rank) or rank.events[-1])["event"] in ("call", "enters")]
+    inside = [rank for rank in waiting if _open_call(rank)]
     if inside:
-        places = "; ".join(f"rank {rank.rank}{_during(rank)}{_at(rank)}" for rank in inside)
-        return f"the {run.scenario.kind} did not return: {places}"
-    if run.scenario.kind != HOOK:
-        return "a rank did not come to its end: " + "; ".join(f"rank {rank.rank}{_during(rank)}" for rank in waiting)
-    places = "; ".join(f"rank {rank.rank}{_during(rank)}" for rank in waiting)
-    return f"the future was never completed: {places}"
+        ranks = "; ".join(f"rank {rank.rank}{_during(rank)}{_at_line(rank)}" for rank in inside)
+        return f"the {run.scenario.kind} did not return: {ranks}"
+    ranks = "; ".join(f"rank {rank.rank}{_during(rank)}" for rank in waiting)
+    # Only a hook's call records that it returned: its result may still be on the way.
+    if any(rank.first("returned") for rank in waiting):
+        return f"the future was never completed: {ranks}"
+    return f"a rank did not come to its end: {ranks}"
 
 
-def _at(rank: RankRecord) -> str:
-    """The innermost Python line of the main thread, outside torch and the kit."""
+def _at_line(rank: RankRecord) -> str:
+    """Return the innermost Python line outside torch and the kit, preferably of the main thread."""
     stacks = str(rank.evidence.get("stacks", ""))
     _, _, main = stacks.rpartition("Current thread")
-    main = main if "observe.py" in main or "drive/" in main else stacks
-    for line in main.splitlines():
-        line = line.strip()
-        if line.startswith('File "') and "/torch/" not in line and "/conformance/" not in line and "threading.py" not in line:
+    # A hook may run on a thread of autograd, while the main thread waits in backward.
+    searched = main if _CALLS_SUBJECT.search(main) else stacks
+    for line in map(str.strip, searched.splitlines()):
+        if line.startswith('File "') and not _is_of_torch_or_kit(line):
             return f", at {line.removeprefix('File ')}"
     return ""
+
+
+def _is_of_torch_or_kit(line: str) -> bool:
+    return "/torch/" in line or "/conformance/" in line or "threading.py" in line
 
 
 def _evidence(rank: RankRecord) -> dict[str, Any]:
@@ -215,13 +321,16 @@ def _evidence(rank: RankRecord) -> dict[str, Any]:
 
 
 def _last_collectives(flight: str) -> list[str]:
-    """The flight recorder's last four entries, in a line each."""
+    """Return the last four entries of the flight recorder, one line each."""
     try:
         entries = json.loads(flight)["entries"]
     except (ValueError, KeyError, TypeError):
         return [flight[:300]]
-    return [
-        f"#{entry.get('collective_seq_id')} {entry.get('profiling_name')} {entry.get('input_sizes')} {entry.get('input_dtypes')} "
-        f"{'finished' if entry.get('retired') else 'not finished'}"
-        for entry in entries[-4:]
-    ]
+    return [_collective_line(entry) for entry in entries[-4:]]
+
+
+def _collective_line(entry: dict[str, Any]) -> str:
+    name = f"#{entry.get('collective_seq_id')} {entry.get('profiling_name')}"
+    inputs = f"{entry.get('input_sizes')} {entry.get('input_dtypes')}"
+    state = "finished" if entry.get("retired") else "not finished"
+    return f"{name} {inputs} {state}"

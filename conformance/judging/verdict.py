@@ -1,15 +1,16 @@
-"""What a rule can say, ordered so that nothing hides behind a skip."""
+"""The verdicts of a rule, ordered so that a skipped rule never hides a failed one."""
 
 import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+# Certificates leave out rules whose reason ends in one of these: they say nothing about a subject.
 NOT_CLAIMED = "it is not claimed"
 INSTEAD = "is judged instead"
 
 
 class Verdict(enum.IntEnum):
-    """pass < not applicable (declared, and its mirror verified) < not run < fail < kit error."""
+    """From best to worst; "not applicable" stands for a declared exception that was verified."""
 
     PASS = 0
     NOT_APPLICABLE = 1
@@ -28,13 +29,13 @@ class Verdict(enum.IntEnum):
 
 @dataclass
 class Failure:
-    """One thing that should not have been: the only shape of failure that there is.
+    """One requirement that does not hold.
 
     Attributes:
-        expected: what the requirement asks for, at this place.
-        actual: what was seen, with its place: rank, step, bucket, parameter, index.
-        cause: the known mistake that makes this pattern; empty when none is recognised.
-        evidence: per rank, what the host kept of a run that broke.
+        expected: the requirement, in the terms of this run.
+        actual: the observation and its place: rank, step, bucket, parameter, index.
+        cause: the known mistake that leaves this pattern; empty if none is recognised.
+        evidence: by rank, the output and stacks that the host kept of a failed run.
     """
 
     expected: str
@@ -44,40 +45,50 @@ class Failure:
 
 
 class Found:
-    """What a rule finds in the records of one run. A rule that checks nothing has not run."""
+    """The findings of a rule in the records of one run."""
 
     def __init__(self) -> None:
         self.checks = 0
         self.margin: float | None = None
         self.failures: list[Failure] = []
-        self.not_applicable = ""
+        self.not_applicable: str | None = None
         self.notes: list[str] = []
         self._sent: list[tuple[int, int]] = []
 
     def note(self, text: str) -> None:
-        """Say something that the certificate is to hold, whatever the verdict."""
+        """Add a note to the certificate, whatever the verdict."""
         self.notes.append(text)
 
     def require(self, holds: bool, expected: str, actual: str, cause: str = "") -> bool:
-        """Count one check; keep the failure when it does not hold. Returns ``holds``."""
+        """Count one check, and keep a failure if it does not hold. Return ``holds``."""
         self.checks += 1
         if not holds:
             self.failures.append(Failure(expected, actual, cause))
         return holds
 
     def checked(self, count: int, margin: float | None = None) -> None:
-        """Count checks that held, with the largest error as a fraction of its bound."""
+        """Count checks that held.
+
+        Args:
+            count: the number of checks.
+            margin: the largest error as a fraction of its bound.
+        """
         self.checks += count
         if margin is not None:
             self.margin = max(margin, self.margin or 0.0)
 
     def sends(self, size: int, of: int) -> None:
-        """Keep how many bytes a rank sent in a step, and how many it would have without compression; the certificate holds both."""
+        """Add the traffic of one rank in one step to the certificate.
+
+        Args:
+            size: the bytes that the rank sent.
+            of: the bytes that it would have sent without compression.
+        """
         self._sent.append((size, of))
 
     @property
     def traffic(self) -> dict[str, float] | None:
-        """What was sent, as a share of what it is without compression: of the step that sent most, and of all steps together."""
+        """Traffic as a share of the uncompressed bytes: of the largest step, and of all steps."""
         shares = [size / of for size, of in self._sent if of]
         if not shares:
             return None
@@ -85,14 +96,15 @@ class Found:
         return {"largest": round(max(shares), 6), "mean": round(mean, 6)}
 
     def does_not_apply(self, reason: str = NOT_CLAIMED) -> None:
-        """Say that the requirement does not apply, for a reason that was verified."""
+        """Declare the requirement not applicable, for a reason that was verified."""
         self.not_applicable = reason
 
     def verdict(self) -> Verdict:
         if self.failures:
             return Verdict.FAIL
-        if self.not_applicable:
+        if self.not_applicable is not None:
             return Verdict.NOT_APPLICABLE
+        # A rule that found nothing to check must not count as a pass.
         return Verdict.PASS if self.checks else Verdict.NOT_RUN
 
 
@@ -101,11 +113,12 @@ class Judgement:
     """The verdict on one rule.
 
     Attributes:
-        number: of the rule.
-        verdict: the worst over its runs.
-        reason: one line for anything but a pass.
-        failures: of the first run that failed.
-        runs: for each run, its verdict, number of checks and margin; and, of rules that count bytes, its traffic.
+        number: the rule's number.
+        verdict: the worst verdict over the rule's runs.
+        reason: one line for any verdict but a pass.
+        failures: the failures of the first run that failed.
+        runs: by run, its verdict, number of checks and margin, and the traffic if the rule
+            counts bytes.
     """
 
     number: str
@@ -120,4 +133,5 @@ class Judgement:
 
     @property
     def margin(self) -> float | None:
-        return max((run["margin"] for run in self.runs.values() if run.get("margin") is not None), default=None)
+        margins = [run["margin"] for run in self.runs.values() if run.get("margin") is not None]
+        return max(margins, default=None)

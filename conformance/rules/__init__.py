@@ -1,16 +1,22 @@
-"""The rules, one file per section of the rule book."""
+"""The rule book: one file for each section, with rules and nothing else."""
 
 import importlib
 import pkgutil
 
-from conformance.judging.rule import _BOOK, Rule
+from conformance.judging.rule import Rule, registered_rules
 
 
 def book(kind: str = "", device: str = "") -> dict[str, Rule]:
-    """Return all rules by number, in order; those that speak of one kind of subject, or of one type of device, if it is named."""
-    import conformance.rules as package
+    """Return the rules by number, in order.
 
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"conformance.rules.{module.name}")
-    every = sorted(_BOOK.items(), key=lambda item: item[1].order)
-    return {number: rule for number, rule in every if kind in ("", rule.kind) and (not device or rule.device in ("", device))}
+    Args:
+        kind: return only the rules of this kind of subject.
+        device: return only the rules that apply to this type of device.
+    """
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    return {
+        number: rule
+        for number, rule in registered_rules().items()
+        if kind in ("", rule.kind) and (not device or rule.device in ("", device))
+    }

@@ -1,4 +1,4 @@
-"""Section 3: replicas stay replicas."""
+"""Section 3: replicas stay identical."""
 
 from conformance.judging.requirements import require_same
 from conformance.judging.rule import WorldSizes, rule
@@ -8,58 +8,73 @@ from conformance.scenarios.hook import TRAINING, VALUES, VALUES_AGAIN
 from conformance.subjects.claims import LOCAL, Claims
 
 
+def _require_same_on_all_ranks(run: Run, found: Found) -> None:
+    first = run.ranks[0]
+    for rank in run.ranks[1:]:
+        pair = f"ranks 0 and {rank.rank}"
+        require_same(first.tensors, rank.tensors, pair, found, run.element)
+
+
 @rule(
     "3.1",
-    "results are bit-identical on all ranks",
+    "Gives bit-identical results on all ranks",
     on=(VALUES,),
     needs=("2.2",),
     certifies_machine=True,
     source="DDP's contract: replicas start equal and receive equal gradients; b12x#44",
-    remedy="sums in an order that depends on the rank; an owner that keeps what it has not sent over the wire",
+    remedy="sums in an order that depends on the rank; an owner that keeps values which it has not "
+    "sent over the wire",
 )
 def identical_results(run: Run, claims: Claims, found: Found) -> None:
     """On every step the gradients have the same bits on all ranks of a group."""
     if claims.lossy == LOCAL:
-        found.does_not_apply("replicas drift apart under local: 13.5 says how, and 2.10 that they do")
+        found.does_not_apply(
+            "replicas drift apart under local: 13.5 bounds it, and 2.10 requires it"
+        )
         return
-    for rank in range(1, run.world):
-        require_same(run.ranks[0].tensors, run.ranks[rank].tensors, f"ranks 0 and {rank}", found, run.element)
+    _require_same_on_all_ranks(run, found)
     if run.world == 1:
         found.checked(1)
 
 
 @rule(
     "3.2",
-    "parameters and buffers are identical after training steps",
+    "Keeps parameters and buffers identical in training",
     on=(TRAINING,),
     owns=(TRAINING,),
     needs=("3.1", "1.8"),
     source="torch documentation, DistributedDataParallel: replicas",
-    remedy="anything that a hook does to one rank alone: parameters, buffers, optimizer state, skipped buckets",
+    remedy="changes that a hook makes on one rank alone: parameters, buffers, optimizer state, "
+    "skipped buckets",
 )
 def identical_models(run: Run, claims: Claims, found: Found) -> None:
-    """After each step of a real optimizer the parameters, and the buffers that DDP synchronises, are identical on all ranks."""
+    """After each step of a real optimizer the parameters, and the buffers that DDP synchronises,
+    are identical on all ranks."""
     if claims.lossy == LOCAL:
-        found.does_not_apply("replicas drift apart under local, until their parameters are averaged")
+        found.does_not_apply("replicas drift apart under local until their parameters are averaged")
         return
-    for rank in range(1, run.world):
-        require_same(run.ranks[0].tensors, run.ranks[rank].tensors, f"ranks 0 and {rank}", found, run.element)
+    _require_same_on_all_ranks(run, found)
 
 
 @rule(
     "3.3",
-    "the same seeds give the same bits again",
+    "Repeats its bits with the same seeds",
     on=(VALUES, VALUES_AGAIN),
     owns=(VALUES_AGAIN,),
     needs=("2.2",),
     reads_all_runs=True,
     worlds=WorldSizes.PRIMARY,
     source="torch documentation, Reproducibility",
-    remedy="time, process ids, addresses, unseeded generators, the order in which messages happen to arrive",
+    remedy="time, process ids, addresses, unseeded generators, the order in which messages happen "
+    "to arrive",
 )
 def reproducible(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """A second run on the same inputs gives the same bits."""
     first, second = runs.values()
     for one, other in zip(first.ranks, second.ranks, strict=True):
-        names = one.tensors.keys() & other.tensors.keys() if claims.lossy else one.tensors.keys()  # the second is shorter then
-        require_same({name: one.tensors[name] for name in names}, other.tensors, f"two runs on rank {one.rank}", found)
+        names = set(one.tensors)
+        # The second run of a lossy subject is shorter.
+        if claims.lossy:
+            names &= other.tensors.keys()
+        tensors = {name: one.tensors[name] for name in names}
+        require_same(tensors, other.tensors, f"two runs on rank {one.rank}", found)

@@ -5,14 +5,14 @@ from itertools import product
 import torch
 
 from conformance.judging.oracles import lossy
-from conformance.judging.requirements import lossy_instead, require_steps
+from conformance.judging.requirements import require_steps, skip_if_lossy
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.hook import SPECIAL
 from conformance.subjects.claims import CONTRACTION, LOCAL, UNBIASED, Claims
 
-SOURCE = "torch documentation, torch.amp.GradScaler: an overflow must be seen by every rank"
+SOURCE = "torch documentation, torch.amp.GradScaler: every rank must see an overflow"
 
 
 def _require_special(run: Run, claims: Claims, found: Found, steps: list[int]) -> None:
@@ -25,12 +25,13 @@ def _require_special(run: Run, claims: Claims, found: Found, steps: list[int]) -
 def _require_zeros(run: Run, found: Found, steps: list[int]) -> None:
     for step, rank, index in product(steps, range(run.world), range(len(run.scenario.params))):
         got = run.got(rank, step, index)
-        found.require(got is not None and not got.any(), "zeros for zeros", f"rank {rank}, step {step}, parameter p{index}: other values")
+        actual = f"rank {rank}, step {step}, parameter p{index}: other values"
+        found.require(got is not None and not got.any(), "zeros for zeros", actual)
 
 
 @rule(
     "8.1",
-    "NaN on one rank reaches all",
+    "Passes NaN on one rank to all",
     on=(SPECIAL,),
     needs=("2.1", "8.4"),
     source=SOURCE,
@@ -39,53 +40,59 @@ def _require_zeros(run: Run, found: Found, steps: list[int]) -> None:
 def nan(run: Run, claims: Claims, found: Found) -> None:
     """An element that is NaN on one rank is NaN on all; the elements beside it are still right.
 
-    Of a lossy result: some element is not finite, on every rank; under ``local`` on each that fed or was given some.
+    A lossy result has some element that is not finite, on every rank; under ``local``, on each rank
+    that fed or received one.
     """
     _require_special(run, claims, found, run.steps("nan"))
 
 
 @rule(
     "8.2",
-    "infinities reach all ranks with their sign",
+    "Passes infinities to all ranks with their sign",
     on=(SPECIAL,),
     needs=("2.1", "8.4"),
     source=SOURCE,
     remedy="clamping to the largest value",
 )
 def infinity(run: Run, claims: Claims, found: Found) -> None:
-    """An element that is infinite on one rank is that infinity on all, and NaN where ranks disagree in sign."""
+    """An element that is infinite on one rank is that infinity on all, and NaN if ranks have
+    infinities of both signs."""
     _require_special(run, claims, found, run.steps("inf"))
 
 
 @rule(
     "8.3",
-    "all-zero gradients, on one rank or on all",
+    "Takes gradients of zeros, on one rank or on all",
     on=(SPECIAL,),
     needs=("2.1", "8.4"),
     source="torch's PowerSGD gives NaN; DeepSpeed#817",
     remedy="a division by a norm or a maximum that is zero",
 )
 def zeros(run: Run, claims: Claims, found: Found) -> None:
-    """A rank whose gradients are all zero contributes zeros; when all are zero the result is zero."""
-    if claims.lossy:
-        lossy.require_finite(run, found, run.steps("zero_one", "zero_all"))
-        if claims.lossy in (CONTRACTION, UNBIASED, LOCAL):  # nothing is held back that could come out now
-            _require_zeros(run, found, run.steps("zero_all"))
+    """A rank whose gradients are all zero contributes zeros; if all gradients are zero the result
+    is zero."""
+    if not claims.lossy:
+        require_steps(run, claims, found, run.steps("zero_one", "zero_all"))
         return
-    require_steps(run, claims, found, run.steps("zero_one", "zero_all"))
+    lossy.require_finite(run, found, run.steps("zero_one", "zero_all"))
+    # Without feedback there is no residual that could come out in a step of zeros.
+    if claims.lossy in (CONTRACTION, UNBIASED, LOCAL):
+        _require_zeros(run, found, run.steps("zero_all"))
 
 
 @rule(
     "8.4",
-    "control flow does not depend on values",
+    "Issues its collectives whatever the values",
     on=(SPECIAL,),
     owns=(SPECIAL,),
     needs=("2.1",),
-    source="WeatherGenerator#2724, fairscale#179: a rank that skips its collective leaves the others waiting",
+    source="WeatherGenerator#2724, fairscale#179: a rank that skips its collective leaves the "
+    "others waiting",
     remedy="`if` on a local value before a collective; state that keeps a NaN",
 )
 def control_flow(run: Run, claims: Claims, found: Found) -> None:
-    """Whatever the values, every rank issues its collectives, and ordinary values afterwards are right again."""
+    """Whatever the values, every rank issues its collectives, and ordinary values afterwards are
+    right again."""
     if claims.lossy:
         lossy.require_finite(run, found, run.steps("crafted", "constant"))
         return
@@ -94,35 +101,37 @@ def control_flow(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "8.5",
-    "subnormal values are not lost",
+    "Keeps subnormal values",
     on=(SPECIAL,),
     needs=("2.1", "8.4"),
     source="IEEE 754; horovod#278: dividing first underflows",
     remedy="torch.set_flush_denormal, an epsilon, a cast to a dtype with a smaller range",
 )
 def subnormals(run: Run, claims: Claims, found: Found) -> None:
-    """Multiples of the smallest subnormal, of float32 or of the dtype that the subject claims to round to, give the exact mean."""
-    if lossy_instead(claims, found, "small values may be lost"):
+    """Multiples of the smallest subnormal, of float32 or of the dtype that the subject claims to
+    round to, give the exact mean."""
+    if skip_if_lossy(claims, found, "small values may be lost"):
         return
-    require_steps(run, claims, found, run.steps(f"tiny_{claims.rounded}" if claims.rounded else "tiny"))
+    kind = f"tiny_{claims.rounded}" if claims.rounded else "tiny"
+    require_steps(run, claims, found, run.steps(kind))
 
 
 @rule(
     "8.6",
-    "zeros keep their sign",
+    "Keeps the sign of zeros",
     on=(SPECIAL,),
     needs=("2.1", "8.4"),
     level=SHOULD,
     source="IEEE 754; allreduce keeps it, a sum that starts from +0 does not",
-    remedy="accumulate from the first term instead of from zero",
+    remedy="a sum that starts from zero instead of from the first term",
 )
 def signed_zeros(run: Run, claims: Claims, found: Found) -> None:
     """The mean of negative zeros is a negative zero."""
-    if lossy_instead(claims, found, "zeros may come out of a residual"):
+    if skip_if_lossy(claims, found, "zeros may come out of a residual"):
         return
-    for rank in run.ranks:
-        for step in run.steps("minus_zero"):
-            for index in range(len(run.scenario.params)):
-                got = run.got(rank.rank, step, index)
-                kept = got is not None and bool((torch.signbit(got) & (got == 0)).all())
-                found.require(kept, "-0.0", f"+0.0 or another value on rank {rank.rank}, step {step}, parameter p{index}")
+    indices = range(len(run.scenario.params))
+    for rank, step, index in product(range(run.world), run.steps("minus_zero"), indices):
+        got = run.got(rank, step, index)
+        kept = got is not None and bool((torch.signbit(got) & (got == 0)).all())
+        actual = f"+0.0 or another value on rank {rank}, step {step}, parameter p{index}"
+        found.require(kept, "-0.0", actual)

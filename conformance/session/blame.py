@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from conformance.judging.rule import Rule, WorldSizes
-from conformance.judging.run_failures import Breakage, refused
+from conformance.judging.run_failures import FailedRun, refused_on_every_rank
 from conformance.judging.verdict import Verdict
 from conformance.records.run import Run
 from conformance.subjects.claims import Claims
@@ -32,11 +32,11 @@ class Consequence:
 
 
 def consequence(
-    rules: Mapping[str, Rule], rule: Rule, claims: Claims, run: Run, failed: Breakage
+    rules: Mapping[str, Rule], rule: Rule, claims: Claims, run: Run, failed: FailedRun
 ) -> Consequence | None:
     """Return the meaning of a failed run for a rule; None to judge it on its other runs."""
     excluded = claims_exclude(claims, run)
-    refuses = refused(run)
+    refuses = refused_on_every_rank(run)
     if failed.kind == "node":
         return Consequence(Verdict.NOT_RUN, failed.line)
     if rule.worlds is WorldSizes.BELOW_MINIMUM and refuses:
@@ -51,7 +51,7 @@ def consequence(
     return Consequence(Verdict.NOT_RUN, f"{run.name} broke: {failed.line}")
 
 
-def is_responsible(rules: Mapping[str, Rule], rule: Rule, run: Run, failed: Breakage) -> bool:
+def is_responsible(rules: Mapping[str, Rule], rule: Rule, run: Run, failed: FailedRun) -> bool:
     """Whether a failed run fails this rule."""
     blamed = blamed_rule(rules, run, failed)
     if blamed is not None:
@@ -59,7 +59,7 @@ def is_responsible(rules: Mapping[str, Rule], rule: Rule, run: Run, failed: Brea
     return owns(rule, run)
 
 
-def blamed_rule(rules: Mapping[str, Rule], run: Run, failed: Breakage) -> Rule | None:
+def blamed_rule(rules: Mapping[str, Rule], run: Run, failed: FailedRun) -> Rule | None:
     """Return the rule that this kind of failure belongs to, if it reads the run; else None."""
     for rule in rules.values():
         if rule.blamed_for == failed.kind and run.scenario.name in {

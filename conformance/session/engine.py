@@ -13,7 +13,7 @@ from typing import Any
 from conformance.errors import KitError, TargetError, UsageError
 from conformance.judging.collective_order import disagreement
 from conformance.judging.rule import Rule, WorldSizes
-from conformance.judging.run_failures import Breakage, breakage
+from conformance.judging.run_failures import FailedRun, failed_run
 from conformance.judging.verdict import NOT_CLAIMED, Failure, Found, Judgement, Verdict
 from conformance.records.run import Run
 from conformance.scenarios.hook import explained
@@ -86,7 +86,7 @@ class Engine:
         self._rules = rules
         self._runs: dict[tuple[str, int], Run | NotRun] = {}
         self._baselines: dict[tuple[str, Scenario], Run] = {}
-        self._failed_runs: dict[str, Breakage | None] = {}
+        self._failed_runs: dict[str, FailedRun | None] = {}
         self._judgements: dict[str, Judgement] = {}
         self._hangs: list[str] = []
         self._announced: Sequence[str] = ()
@@ -255,7 +255,7 @@ class Engine:
             _note(judgement, name, Verdict.KIT_ERROR, f"the rule itself failed: {error}")
             return
         verdict = found.verdict()
-        reason = found.failures[0].actual if found.failures else found.not_applicable
+        reason = found.failures[0].actual if found.failures else found.not_applicable or ""
         if verdict is Verdict.FAIL and not judgement.failures:
             judgement.failures = found.failures
         if verdict is Verdict.NOT_RUN:
@@ -277,7 +277,7 @@ class Engine:
         return found
 
     def _note_failed_run(
-        self, rule: Rule, run: Run, failed: Breakage, judgement: Judgement
+        self, rule: Rule, run: Run, failed: FailedRun, judgement: Judgement
     ) -> None:
         meaning = consequence(self._rules, rule, self.claims, run, failed)
         if meaning is None:
@@ -415,14 +415,14 @@ class Engine:
                 return NotRun(f"not tried: {plainer.name}@{size} broke")
         return None
 
-    def _failure_of(self, run: Run) -> Breakage | None:
+    def _failure_of(self, run: Run) -> FailedRun | None:
         """Return why a run failed, or None.
 
         Raises:
             KitError, TargetError: the failure is not a verdict on the subject.
         """
         if run.name not in self._failed_runs:
-            failed = breakage(run)
+            failed = failed_run(run)
             self._failed_runs[run.name] = failed
             if failed and failed.kind == "kit":
                 raise KitError(failed.line)
@@ -460,7 +460,7 @@ class Engine:
             if key not in runs_of_baseline:
                 runs_of_baseline[key] = self.source.run(scenario, size, subject, name)
             run = runs_of_baseline[key]
-            failed = breakage(run)
+            failed = failed_run(run)
             if failed and failed.kind == "node":
                 del runs_of_baseline[key]
                 raise _NodeLost(failed.line)
@@ -473,7 +473,7 @@ class Engine:
             runs[name] = run
         return runs
 
-    def _explain(self, run: Run, failed: Breakage) -> str:
+    def _explain(self, run: Run, failed: FailedRun) -> str:
         """Repeat a failed run with its collectives on record, and return the first on which ranks
         disagree.
         """

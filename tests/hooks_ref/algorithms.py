@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conformance.hosts.pool import Pool
-from conformance.judging.run_failures import breakage
+from conformance.judging.run_failures import failed_run
 from conformance.records.run import Run, load_run
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.model import DDPOptions, Param, Scenario
@@ -63,7 +63,7 @@ def run_hook(
 ) -> Run:
     """Run a hook, named as on the command line, and return the finished run."""
     run = try_hook(pool, what, world, hook=hook, state=state, setup=setup)
-    broken = breakage(run)
+    broken = failed_run(run)
     assert broken is None, f"{broken.line}\n{broken.evidence}"
     return run
 

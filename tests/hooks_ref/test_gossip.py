@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conformance.hosts.pool import Pool
-from conformance.judging.run_failures import breakage
+from conformance.judging.run_failures import failed_run
 from conformance.records.run import Run
 from conformance.scenarios.hook import COLLECTIVE_RAISES, PEER_DIES
 from conformance.scenarios.model import Param, Scenario
@@ -203,7 +203,7 @@ def test_a_hypercube_of_another_size_is_refused(pool: Pool) -> None:
         ("gossips,topology=hypercube", "in setup"),
         ("gossips_by_default", "in hook call 0"),
     ):
-        broken = breakage(try_hook(pool, scenario(3), 3, setup=f"{SUBJECTS}:{setup}"))
+        broken = failed_run(try_hook(pool, scenario(3), 3, setup=f"{SUBJECTS}:{setup}"))
         assert broken is not None
         assert (
             "ValueError: topology: a hypercube needs a group of 1, 2, 4, 8, ... ranks; this one has 3"

@@ -5,7 +5,7 @@ import torch
 
 import hooks_ref
 from conformance.hosts.pool import Pool
-from conformance.judging.run_failures import breakage
+from conformance.judging.run_failures import failed_run
 from conformance.records.run import Run
 from conformance.scenarios.hook import SUBGROUPS
 from conformance.scenarios.model import Param, Scenario
@@ -115,7 +115,7 @@ def test_views_and_subgroups(pool: Pool, strategy: str) -> None:
 
 def test_sparse_and_strided(pool: Pool) -> None:
     run_hook(pool, WHAT, 3, setup=f"{SUBJECTS}:sparse_and_strided,strategy='forced_sync'")
-    broken = breakage(
+    broken = failed_run(
         try_hook(pool, WHAT, 1, setup=f"{SUBJECTS}:sparse_and_strided,strategy='overlapped_sync'")
     )
     assert broken is not None
@@ -127,7 +127,7 @@ def test_an_exception_is_what_is_seen(pool: Pool, strategy: str) -> None:
     """On the rank that raises nothing is communicated, so that its own error is the one that comes
     out."""
     setup = f"{SUBJECTS}:synchronised,strategy={strategy!r},fails_on=0"
-    broken = breakage(try_hook(pool, WHAT, 2, setup=setup))
+    broken = failed_run(try_hook(pool, WHAT, 2, setup=setup))
     assert broken is not None
     assert "this micro-batch failed" in broken.line
 

@@ -1,12 +1,12 @@
-"""What the result must be, in float64, and how far from it a right hook can end up.
+"""Compute the right result in float64, and the largest error of a right hook.
 
-Exact inputs. For the crafted kinds (``inputs.py``) every intermediate value of every right
-algorithm is representable, so the bound is 0.
+Exact inputs. For the crafted kinds (``scenarios/gradients.py``) every intermediate value of every
+right algorithm is representable, so the bound is 0.
 
 Other inputs. Let x_1 .. x_W be the values of one element on the W ranks of the group, u the unit
-roundoff of the coarsest dtype on the way (the bucket's, or the one that the subject claims to round
-to) and eta its smallest subnormal. A right hook computes the mean with at most k rounded operations
-on the path of each x_r:
+roundoff of the coarsest dtype on the way (the bucket's dtype, or the dtype that the subject claims
+to round to) and eta its smallest subnormal. A right hook computes the mean with at most k rounded
+operations on the path of each x_r:
 
     exact      W - 1 additions in some order, and at most 2 for the division (a quotient, or a
                rounded reciprocal and a product)                                         k = W + 1
@@ -18,17 +18,19 @@ section 4.2), whatever the order,
     |computed - mean| <= gamma_k * sum_r |x_r| / W + k * eta,      gamma_k = k u / (1 - k u)
 
 where k * eta covers operations that underflow (each errs by at most eta / 2; a W-fold division of a
-sum only shrinks what came before). For the claim ``sum`` both sides are W times as large.
+sum only shrinks the earlier errors). For the claim ``sum`` both sides are W times as large.
 
-Backends. A ring or a tree adds in another order than that of ranks, and rounds to the bucket's dtype at each hop, also in half
-precision: what a rank gives passes at most W - 1 of these additions, however they are arranged. NCCL's AVG multiplies it by
-1 / W, both rounded to that dtype, before it adds: these are the 2 for the division, come first. Where a switch or a kernel
-adds in a wider dtype and rounds once, less is lost. So NCCL needs no wider bound, in half precision neither, and crafted
-values are exact there too: they are for every order, and for a product with a rounded 1 / W.
+Backends. A ring or a tree adds in another order than the order of ranks, and rounds to the bucket's
+dtype at each hop, also in half precision. A rank's value passes at most W - 1 of these additions,
+however they are arranged. NCCL's AVG multiplies the value by 1 / W, both rounded to that dtype,
+before it adds: these are the 2 operations of the division, done first. If a switch or a kernel adds
+in a wider dtype and rounds once, less is lost. So NCCL needs no wider bound, not even in half
+precision. Crafted values are exact there, too: they are exact for every order, and for a product
+with a rounded 1 / W.
 
-Overflow. Where the partial sums of one sign can exceed the largest value of the dtype, an infinity
-of that sign is right, and NaN where both can; a finite value is right only within the bound, so a
-value clamped to the largest one is not.
+Overflow. If the partial sums of one sign can exceed the largest value of the dtype, an infinity of
+that sign is right, and NaN if those of both signs can. A finite value is right only within the
+bound: a value that was clamped to the largest one is not.
 """
 
 import functools
@@ -40,16 +42,26 @@ from conformance.records.run import Run, fed
 from conformance.scenarios.model import Param
 from conformance.subjects.claims import Claims
 
-EXACT_KINDS = ("crafted", "nan", "inf", "zero_one", "zero_all", "tiny", "tiny_float16", "tiny_bfloat16")
+# The kinds of gradients with a bound of 0.
+EXACT_KINDS = (
+    "crafted",
+    "nan",
+    "inf",
+    "zero_one",
+    "zero_all",
+    "tiny",
+    "tiny_float16",
+    "tiny_bfloat16",
+)
 
 
 @dataclass
 class Mismatch:
-    """The first element that is not right, and how many are not.
+    """The first wrong element of a step, and the number of wrong elements.
 
     Attributes:
-        rank, step, parameter, index: where; ``index`` counts in C order within the parameter.
-        expected, actual, bound: the values; ``bound`` is 0 where the result must be bit-exact.
+        rank, step, parameter, index: its place; ``index`` counts in C order within the parameter.
+        expected, actual, bound: the values; ``bound`` is 0 if the result must be bit-exact.
         wrong, total: elements, over all ranks and parameters of the step.
         missing: the parameter has no gradient at all.
     """
@@ -68,40 +80,76 @@ class Mismatch:
 
 @dataclass
 class Comparison:
-    """One step of one run, judged against the oracle."""
+    """One step of one run, compared with the oracle.
+
+    Attributes:
+        checked: the number of elements.
+        margin: the largest error as a fraction of its bound.
+        mismatch: the first wrong element, if any.
+    """
 
     checked: int
     margin: float
     mismatch: Mismatch | None
 
 
-def mean(run: Run, rank: int, step: int, index: int, group: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return the mean over ``group`` (by default that of ``rank``) in float64."""
+def mean(
+    run: Run, rank: int, step: int, index: int, group: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Return the mean over ``group`` (by default the group of ``rank``) in float64."""
     group = group or run.group(rank)
     return torch.stack([run.fed(r, step, index) for r in group]).sum(0) / len(group)
 
 
-def expected(run: Run, rank: int, step: int, index: int, claims: Claims) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def expected(
+    run: Run, rank: int, step: int, index: int, claims: Claims
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (right value, its bound, values of the ranks ``[W, numel]``) of one parameter."""
     group = tuple(range(run.world)) if claims.world_only else run.group(rank)
-    if (values := run.recorded(group, step, index)) is not None:
-        dtype = run.scenario.params[index].dtype
-        right, bound = _bounded(values, dtype, claims, exact=False)
-        return right, bound + _flushed(dtype) * len(group), values
-    kind, spec, number = run.scenario.steps[step], run.scenario.params[index], step + run.scenario.first_step
+    spec = run.scenario.params[index]
+    recorded = run.recorded(group, step, index)
+    if recorded is not None:
+        right, bound = _bounded(recorded, spec.dtype, claims, exact=False)
+        return right, bound + _flushed(spec.dtype) * len(group), recorded
+    kind = run.scenario.steps[step]
+    number = step + run.scenario.first_step
     feeding = tuple(run.feeds(other, step, index) for other in group)
-    return _expected(kind, spec, group, feeding, len(run.group(rank)), number, index, claims)
+    size = len(run.group(rank))
+    return _expected_of_inputs(kind, spec, group, feeding, size, number, index, claims)
 
 
 @functools.lru_cache(maxsize=4096)  # the ranks of a group expect the same
-def _expected(
-    kind: str, spec: Param, group: tuple[int, ...], feeding: tuple[bool, ...], world: int, step: int, index: int, claims: Claims
+def _expected_of_inputs(
+    kind: str,
+    spec: Param,
+    group: tuple[int, ...],
+    feeding: tuple[bool, ...],
+    size: int,
+    step: int,
+    index: int,
+    claims: Claims,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    values = torch.stack([fed(kind, spec, world, rank, step, index) * feeds for rank, feeds in zip(group, feeding, strict=True)])
-    return *_bounded(values, spec.dtype, claims, exact=kind in EXACT_KINDS), values
+    """Return the same for inputs that the kit has made.
+
+    Args:
+        kind: the kind of gradients of the step.
+        spec: the parameter.
+        group: the ranks that the mean is taken over.
+        feeding: for each of them, whether it has a gradient; if not, it counts as zeros.
+        size: the number of ranks that the inputs were made for.
+        step: the number of the step.
+        index: the number of the parameter.
+        claims: the claims.
+    """
+    inputs = [fed(kind, spec, size, rank, step, index) for rank in group]
+    values = torch.stack([one * feeds for one, feeds in zip(inputs, feeding, strict=True)])
+    right, bound = _bounded(values, spec.dtype, claims, exact=kind in EXACT_KINDS)
+    return right, bound, values
 
 
-def _bounded(values: torch.Tensor, dtype: str, claims: Claims, *, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _bounded(
+    values: torch.Tensor, dtype: str, claims: Claims, *, exact: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (right value, its bound) for the values of the ranks, ``[W, numel]``."""
     size = len(values)
     right = values.sum(0) / size
@@ -116,15 +164,18 @@ def _bounded(values: torch.Tensor, dtype: str, claims: Claims, *, exact: bool) -
 
 
 def _flushed(dtype: str) -> float:
-    """Return what a training run may lose of a number that it has set to be flushed to zero; nothing where that would be much."""
+    """Return the largest number that a training run may have flushed to zero."""
     smallest = torch.finfo(getattr(torch, dtype)).smallest_normal
+    # Half precision is not flushed: its smallest normal number is no negligible gradient.
     return smallest if smallest < 1e-30 else 0.0
 
 
 def precision(dtype: str, claims: Claims) -> tuple[float, float, float]:
-    """Return (unit roundoff, smallest subnormal, largest value) of the coarsest dtype on the way."""
+    """Return (unit roundoff, smallest subnormal, largest value) of the coarsest dtype."""
     names = [dtype.replace("complex64", "float32").replace("complex128", "float64")]
-    infos = [torch.finfo(getattr(torch, name)) for name in names + ([claims.rounded] if claims.rounded else [])]
+    if claims.rounded:
+        names.append(claims.rounded)
+    infos = [torch.finfo(getattr(torch, name)) for name in names]
     return (
         max(info.eps / 2 for info in infos),
         max(info.smallest_normal * info.eps for info in infos),
@@ -133,40 +184,68 @@ def precision(dtype: str, claims: Claims) -> tuple[float, float, float]:
 
 
 def compare(run: Run, step: int, claims: Claims, ranks: list[int] | None = None) -> Comparison:
-    """Compare every element of every parameter on every rank at ``step`` with the oracle."""
-    checked, margin, first, wrong = 0, 0.0, None, 0
-    for rank in ranks if ranks is not None else range(run.world):
+    """Compare every element of every parameter at ``step`` with the oracle.
+
+    Args:
+        run: the run.
+        step: the step.
+        claims: the claims.
+        ranks: the ranks to compare; all if None.
+    """
+    result = Comparison(0, 0.0, None)
+    wrong = 0
+    for rank in range(run.world) if ranks is None else ranks:
         for index in range(len(run.scenario.params)):
-            if not run.receives(rank, step, index):
-                continue
-            right, bound, values = expected(run, rank, step, index, claims)
-            got = run.got(rank, step, index)
-            checked += right.numel()
-            if got is None or got.numel() != right.numel():
-                if right.numel():
-                    wrong += right.numel()
-                    first = first or Mismatch(rank, step, index, 0, right[0].item(), float("nan"), 0.0, 0, 0, missing=True)
-                continue
-            bad = ~_is_right(got, right, bound, values, precision(run.scenario.params[index].dtype, claims)[2])
-            if bad.any():
-                wrong += int(bad.sum())
-                at = int(bad.nonzero()[0])
-                first = first or Mismatch(rank, step, index, at, right[at].item(), got[at].item(), bound[at].item(), 0, 0)
-            elif (bound > 0).any():
-                within = got.isfinite() & (bound > 0)
-                if within.any():
-                    margin = max(margin, float(((got - right).abs()[within] / bound[within]).max()))
-    if first:
-        first.wrong, first.total = wrong, checked
-    return Comparison(checked, margin, first)
+            if run.receives(rank, step, index):
+                wrong += _compare_parameter(run, rank, step, index, claims, result)
+    if result.mismatch:
+        result.mismatch.wrong = wrong
+        result.mismatch.total = result.checked
+    return result
 
 
-def _is_right(got: torch.Tensor, right: torch.Tensor, bound: torch.Tensor, values: torch.Tensor, largest: float) -> torch.Tensor:
+def _compare_parameter(
+    run: Run, rank: int, step: int, index: int, claims: Claims, result: Comparison
+) -> int:
+    """Compare one parameter of one rank, add it to ``result``, and return its wrong elements."""
+    right, bound, values = expected(run, rank, step, index, claims)
+    got = run.got(rank, step, index)
+    result.checked += right.numel()
+    if got is None or got.numel() != right.numel():
+        if right.numel() and result.mismatch is None:
+            value = right[0].item()
+            result.mismatch = Mismatch(
+                rank, step, index, 0, value, float("nan"), 0.0, 0, 0, missing=True
+            )
+        return right.numel()
+    largest = precision(run.scenario.params[index].dtype, claims)[2]
+    bad = ~_is_right(got, right, bound, values, largest)
+    if bad.any():
+        if result.mismatch is None:
+            at = int(bad.nonzero()[0])
+            numbers = (right[at].item(), got[at].item(), bound[at].item())
+            result.mismatch = Mismatch(rank, step, index, at, *numbers, 0, 0)
+        return int(bad.sum())
+    bounded = got.isfinite() & (bound > 0)
+    if bounded.any():
+        errors = (got - right).abs()[bounded] / bound[bounded]
+        result.margin = max(result.margin, float(errors.max()))
+    return 0
+
+
+def _is_right(
+    got: torch.Tensor,
+    right: torch.Tensor,
+    bound: torch.Tensor,
+    values: torch.Tensor,
+    largest: float,
+) -> torch.Tensor:
+    """Return for each element whether it is right, see "Overflow" above."""
     same = (got == right) | (got.isnan() & right.isnan())
     if not (bound > 0).any():
         return same
     near = (got - right).abs() <= bound
-    above = values.clamp(min=0).sum(0) * 1.01 >= largest  # 1.01 is far above 1 + gamma_k for any k here
+    above = values.clamp(min=0).sum(0) * 1.01 >= largest  # 1.01 is far above 1 + gamma_k for any k
     below = -values.clamp(max=0).sum(0) * 1.01 >= largest
-    overflow = ((got == torch.inf) & above) | ((got == -torch.inf) & below) | (got.isnan() & above & below)
-    return same | near | overflow
+    overflow = ((got == torch.inf) & above) | ((got == -torch.inf) & below)
+    return same | near | overflow | (got.isnan() & above & below)
