@@ -1,0 +1,96 @@
+"""Make the rules that several sections of the rule book share; each section gives its own number.
+
+Assign the rule to a name of the section's file: pytest collects the rules among the file's names.
+"""
+
+from conformance.judging.rule import Rule, WorldSizes, rule
+from conformance.judging.side_effects import require_no_side_effects
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.model import Scenario
+from conformance.subjects.claims import Claims
+
+
+def leaves_no_trace(
+    number: str,
+    title: str = "Leaves the process as it was",
+    *,
+    on: tuple[Scenario, ...],
+    owns: tuple[Scenario, ...] = (),
+    needs: tuple[str, ...] = (),
+    since: str = "1.0",
+    source: str = (
+        "torch documentation, reproducibility; the same as 9.1, 9.3, 9.4 and 9.6 of hooks"
+    ),
+    remedy: str = (
+        "a seed that is set; a setting or a patched function that is not put back; "
+        "a thread or a file that is left"
+    ),
+) -> Rule:
+    """Enter a rule in the book: the process of every rank is the same after the run as before.
+
+    A section with more to require decorates a function of its own, and calls
+    :func:`conformance.judging.side_effects.require_no_side_effects` in it.
+
+    Use it so::
+
+        no_trace = leaves_no_trace("14.14", on=(PLAIN,))
+    """
+    enter = rule(
+        number, title, on=on, owns=owns, needs=needs, since=since, source=source, remedy=remedy
+    )
+    return enter(_leaves_no_trace)
+
+
+def _leaves_no_trace(run: Run, claims: Claims, found: Found) -> None:
+    """After the run, random generators, torch's settings, functions of torch and Python, threads,
+    child processes and temporary files are as they were before it.
+    """
+    require_no_side_effects(run, found)
+
+
+def refuses_fewer_ranks(
+    number: str,
+    title: str = "Refuses fewer ranks than it takes",
+    *,
+    on: tuple[Scenario, ...],
+    owns: tuple[Scenario, ...] = (),
+    needs: tuple[str, ...] = (),
+    since: str = "1.0",
+    source: str = "the same as 2.11 of hooks",
+    remedy: str,
+) -> Rule:
+    """Enter a rule in the book: a group smaller than the claim ``min_world_size`` is refused.
+
+    The rule is judged at world sizes below the claim. It does not apply without the claim.
+
+    Use it so::
+
+        fewer = refuses_fewer_ranks("14.13", on=(PLAIN,), remedy="check the group's size ...")
+    """
+    enter = rule(
+        number,
+        title,
+        on=on,
+        owns=owns,
+        needs=needs,
+        since=since,
+        source=source,
+        remedy=remedy,
+        claimed="min_world_size",
+        worlds=WorldSizes.BELOW_MINIMUM,
+    )
+    return enter(_refuses_fewer_ranks)
+
+
+def _refuses_fewer_ranks(run: Run, claims: Claims, found: Found) -> None:
+    """With fewer ranks than ``min_world_size`` claims, the subject or its set-up raises an error
+    on every rank, and no rank hangs.
+    """
+    # The engine counts a run that every rank refused as a pass. Only completed runs come here.
+    found.require(
+        False,
+        "an error on every rank",
+        f"{run.name}: every rank came to its end without an error",
+        "min_world_size is claimed, but the subject does not check it",
+    )
