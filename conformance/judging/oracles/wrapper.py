@@ -1,8 +1,8 @@
 """Right results of wrapped modules: those of the same network without the wrapper, in another run.
 
-Each run of the subject has a vanilla run beside it, with the same inputs, parameters and seeds. Both
-compute in float64. A tensor of the subject's run may differ from the vanilla one by a share of the
-vanilla tensor's largest magnitude:
+Each run of the subject has a vanilla run beside it, with the same inputs, parameters and seeds.
+Both compute in float64. A tensor of the subject's run may differ from the vanilla one by a share
+of the vanilla tensor's largest magnitude:
 
     2**-30    The networks are ten operations deep, with sums of at most 48 terms. In three steps
               another order of summation, for example after saved tensors come back with other
@@ -10,8 +10,8 @@ vanilla tensor's largest magnitude:
     2**-4     With autocast the first operation already rounds to 2**-9, and a few more follow.
     0         In 19.22, which compares bits.
 
-If a wrapper breaks the graph, a step fails or lacks gradients, and the record of that rank ends there.
-Every tensor is then compared up to that step. In the last step outputs and losses are still
+If a wrapper breaks the graph, a step fails or lacks gradients, and the record of that rank ends
+there. Every tensor is then compared up to that step. In the last step outputs and losses are still
 comparable, but no gradients if some are missing: DDP has not averaged the others.
 """
 
@@ -29,7 +29,7 @@ from conformance.subjects.claims import Claims
 Runs = dict[str, Run]
 Event = dict[str, Any]
 
-# The tensors of a step in the order in which it computes them: the first difference explains the rest.
+# The order in which a step computes its tensors: the first difference explains the rest.
 ORDER = ("output", "loss", "gradient", "input", "parameter")
 # By the scenario's variant; the empty one stands for all others.
 TOLERANCES = {"": 2.0**-30, AUTOCAST.variant: 2.0**-4}
@@ -121,8 +121,8 @@ def require_same_modes(runs: Runs, found: Found) -> None:
                     f"rank {rank.rank}, {event['what']} of {name}: requires_grad={event['asks']}",
                 )
         for number, event in forwards(run):
-            wanted = event["autocast"]["forward"]
             for phase, dtypes in event["autocast"].items():
+                wanted = event["autocast"]["forward"]
                 found.require(
                     dtypes == wanted,
                     f"autocast to {', '.join(wanted)}, as in the forward",
@@ -147,7 +147,8 @@ def require_no_saved_tensor_hooks(run: Run, found: Found, of_run: str, cause: st
             found.require(
                 not event["packs"],
                 "no hook on saved tensors outside of the forward",
-                f"rank {rank.rank}, step {event['step']}{of_run}: hooks on saved tensors are in force",
+                f"rank {rank.rank}, step {event['step']}{of_run}: hooks on saved tensors are in "
+                "force",
                 cause,
             )
 
@@ -177,7 +178,8 @@ def require_recomputation(run: Run, found: Found) -> None:
 
 
 def require_less_memory(runs: Runs, found: Found) -> None:
-    """Require less kept memory than without the wrapper if blocks recompute, and none afterwards."""
+    """Require less kept memory than without the wrapper if blocks recompute, and none
+    afterwards."""
     for name, run, plain in pairs(runs):
         for (rank, event), (_, right) in zip(forwards(run), forwards(plain), strict=False):
             place = f"rank {rank}, step {event['step']} of {name}"
