@@ -321,7 +321,7 @@ fewer = refuses_fewer_ranks(
     "14.13",
     on=(PLAIN,),
     source="torch documentation, HierarchicalModelAverager: raises if the group sizes do not fit",
-    remedy="check the group's size where the averager is made, or in its first call, and raise on "
+    remedy="check the group's size when the averager is made, or in its first call, and raise on "
     "every rank",
 )
 

@@ -458,6 +458,6 @@ no_trace = leaves_no_trace("15.19", on=(PLAIN,))
 fewer = refuses_fewer_ranks(
     "15.20",
     on=(PLAIN,),
-    remedy="check the group's size where the optimizer is made, or in its first step, and raise on "
+    remedy="check the group's size when the optimizer is made, or in its first step, and raise on "
     "every rank",
 )

@@ -392,7 +392,7 @@ fewer = refuses_fewer_ranks(
     "16.17",
     on=(PLAIN,),
     source="the claim min_world_size, without which 16.1 applies to every group",
-    remedy="check the size of the model's process_group where the context is made, and raise on "
+    remedy="check the size of the model's process_group when the context is made, and raise on "
     "every rank",
 )
 
