@@ -1,4 +1,4 @@
-"""What the kit says of averagers: of torch's own, and of what cannot be judged."""
+"""Judging averagers: schedules, torch's own, and targets and claims that are refused."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from conformance.errors import TargetError, UsageError
 from conformance.hosts.pool import Pool
 from conformance.judging.oracles.averager import due
 from conformance.judging.rule import MUST, Rule
+from conformance.ranks.drivers.averager import has_gradient
 from conformance.scenarios.averager import PLAIN, UNUSED
 from conformance.session.options import Options
 from conformance.session.request import named_subject
@@ -20,10 +21,16 @@ TORCHS = "torch.distributed.algorithms.model_averaging"
 
 
 def refused(rules: dict[str, Rule], case: Case) -> dict[str, str]:
-    """Return the MUST rules that do not hold, each with what was said first."""
-    judgements = own_judge().judge(case).values()
-    wrong = [j for j in judgements if rules[j.number].level == MUST and not j.verdict.holds]
-    return {j.number: j.failures[0].cause or j.failures[0].actual if j.failures else j.reason for j in wrong}
+    """Return the MUST rules that do not hold, each with its first cause or observation."""
+    reasons = {}
+    for judgement in own_judge().judge(case).values():
+        if judgement.verdict.holds or rules[judgement.number].level != MUST:
+            continue
+        reasons[judgement.number] = judgement.reason
+        if judgement.failures:
+            first = judgement.failures[0]
+            reasons[judgement.number] = first.cause or first.actual
+    return reasons
 
 
 @pytest.mark.parametrize(
@@ -34,8 +41,8 @@ def refused(rules: dict[str, Rule], case: Case) -> dict[str, str]:
     ],
 )
 @pytest.mark.ranks
-def test_torchs_own_are_refused_for_what_is_wrong_with_them(rules: dict[str, Rule], target: str) -> None:
-    """Each rank leaves out what it has no gradient for itself, and parameters are put elsewhere with other strides."""
+def test_torchs_own_are_refused_by_these_rules_alone(rules: dict[str, Rule], target: str) -> None:
+    """Each rank leaves out its own parameters without a gradient, and strides change."""
     wrong = refused(rules, Case(f"{TORCHS}.{target}", worlds=(2, 4), kind="averager"))
     assert wrong.keys() == {"14.5", "14.8"}
     assert "ranks disagree in collective" in wrong["14.5"]
@@ -45,17 +52,20 @@ def test_torchs_own_are_refused_for_what_is_wrong_with_them(rules: dict[str, Rul
 @pytest.mark.parametrize(("period", "warmup"), [(1, 0), (100, 0), (4, 29)])
 @pytest.mark.ranks
 def test_any_schedule(rules: dict[str, Rule], period: int, warmup: int) -> None:
-    """In every step, at the first and at the last alone, and at none."""
-    case = Case(f"hooks_ref:PeriodicModelAverager,period={period},warmup_steps={warmup}", worlds=(2,), kind="averager")
+    """It may average in every step, in the first one only, or in the last one only."""
+    target = f"hooks_ref:PeriodicModelAverager,period={period},warmup_steps={warmup}"
+    case = Case(target, worlds=(2,), kind="averager")
     assert set(refused(rules, case)) <= {"14.13"}
 
 
 def test_steps_that_are_due() -> None:
     run = made_run(scenario=PLAIN, world=4)
-    claims = parse_claims("hierarchical(period_group_size_dict={2: 2, 4: 4}, warmup_steps=3)", "averager")
-    found = [due(run, 3, step, claims) for step in range(9)]
-    assert found == [(), (), (), (), (0, 1, 2, 3), (), (2, 3), (), (0, 1, 2, 3)]
-    assert due(run, 0, 10, parse_claims("periodic(period=4, warmup_steps=10)", "averager")) == (0, 1, 2, 3)
+    text = "hierarchical(period_group_size_dict={2: 2, 4: 4}, warmup_steps=3)"
+    hierarchical = parse_claims(text, "averager")
+    groups = [due(run, 3, step, hierarchical) for step in range(9)]
+    assert groups == [(), (), (), (), (0, 1, 2, 3), (), (2, 3), (), (0, 1, 2, 3)]
+    periodic = parse_claims("periodic(period=4, warmup_steps=10)", "averager")
+    assert due(run, 0, 10, periodic) == (0, 1, 2, 3)
     assert due(run, 0, 9, parse_claims("periodic(period=3)", "averager")) == (0, 1, 2, 3)
 
 
@@ -63,7 +73,10 @@ def test_steps_that_are_due() -> None:
     ("arguments", "text"),
     [
         ({"period": 4}, "periodic(period=4, warmup_steps=0)"),
-        ({"period_group_size_dict": {2: 2, 4: 4}}, "hierarchical(period_group_size_dict={2: 2, 4: 4}, warmup_steps=0), min_world_size(4)"),
+        (
+            {"period_group_size_dict": {2: 2, 4: 4}},
+            "hierarchical(period_group_size_dict={2: 2, 4: 4}, warmup_steps=0), min_world_size(4)",
+        ),
     ],
 )
 def test_claims_follow_from_arguments(arguments: dict[str, object], text: str) -> None:
@@ -72,13 +85,13 @@ def test_claims_follow_from_arguments(arguments: dict[str, object], text: str) -
     assert parse_claims(text, "averager") == claims
 
 
-def test_nothing_follows_from_none() -> None:
+def test_no_arguments_need_claims() -> None:
     with pytest.raises(UsageError, match=r"--averager: no claims follow from its arguments; type e\.g\. --claims"):
         default_claims("averager", {})
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("exact", "is not a claim of an averager"),
         ("periodic", "periodic takes period="),
@@ -89,13 +102,13 @@ def test_nothing_follows_from_none() -> None:
         ("like(NoSuchAverager)", "got NoSuchAverager"),
     ],
 )
-def test_claims_that_cannot_be_read(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_claims_that_do_not_parse(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         parse_claims(text, "averager")
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         ("nopkg:thing,period=4", "no module 'nopkg'"),
         ("hooks_ref:PeriodicModelAveragr,period=4", "did you mean PeriodicModelAverager"),
@@ -104,15 +117,19 @@ def test_claims_that_cannot_be_read(text: str, said: str) -> None:
         ("tests.test_averager:NoAverager,period=4", "NoAverager has none"),
     ],
 )
-def test_what_is_no_averager_is_one_clear_line(pool: Pool, tmp_path: Path, target: str, said: str) -> None:
-    options = Options(averager=target, world_size="2", certificate=str(tmp_path / "certificate.json"))
-    session = Session.of(options, pool)  # it is not closed: the pool is everybody's
+def test_other_targets_are_refused_in_one_line(
+    pool: Pool, tmp_path: Path, target: str, message: str
+) -> None:
+    certificate = str(tmp_path / "certificate.json")
+    options = Options(averager=target, world_size="2", certificate=certificate)
+    # The session is not closed: it would close the pool, which all tests share.
+    session = Session.of(options, pool)
 
     def judge() -> None:
         session.begin()
         session.judge("14.1")
 
-    with pytest.raises(TargetError, match=said):
+    with pytest.raises(TargetError, match=message):
         judge()
 
 
@@ -121,17 +138,16 @@ class NoAverager:
 
 
 def test_one_subject_at_a_time() -> None:
+    averager = "hooks_ref:PeriodicModelAverager,period=4"
+    options = Options(hook="hooks_ref:allreduce_hook", averager=averager)
     with pytest.raises(UsageError, match="--hook, --averager do not go together"):
-        named_subject(Options(hook="hooks_ref:allreduce_hook", averager="hooks_ref:PeriodicModelAverager,period=4"))
+        named_subject(options)
 
 
 def test_gradients_are_missing_on_some_ranks_and_on_all() -> None:
-    """What the scenario is for, seen in what it feeds."""
-    from conformance.ranks.drivers.averager import has_gradient
-
-    seen = {
+    on_ranks = {
         tuple(has_gradient(UNUSED, 2, place, step, index) for place in (0, 1))
         for step in range(10, 30, 4)
         for index in range(len(UNUSED.params))
     }
-    assert seen == {(True, True), (True, False), (False, True), (False, False)}
+    assert on_ranks == {(True, True), (True, False), (False, True), (False, False)}

@@ -1,4 +1,4 @@
-"""What the kit says of torch's own joins, of what is none, and the oracle of section 17."""
+"""Judging joins: the oracle, torch's own context, and targets and claims that are refused."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,7 +7,7 @@ import torch
 
 from conformance.errors import TargetError, UsageError
 from conformance.hosts.pool import Pool
-from conformance.judging.oracles import join as oracle
+from conformance.judging.oracles.join import Member, right_gradient
 from conformance.judging.rule import MUST, Rule
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import RankRecord
@@ -23,19 +23,22 @@ from conformance.subjects.spec import parse_other
 from tests.cases import Case, Judgements
 from tests.made_runs import event
 
+EVEN_VARIANTS = ("even", "disabled", "keywords", "raises", "wrong", "outside")
 TORCHS = Case("torch.distributed.algorithms.join:Join", worlds=(1, 2, 3), kind="joinable")
 
 
 @pytest.mark.parametrize("case", [TORCHS], ids=str)
-def test_torchs_context(judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case) -> None:
-    judgements = judgements_of(case)
-    refused = {number: judgement for number, judgement in judgements.items() if not judgement.verdict.holds}
+def test_torchs_context(
+    judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
+) -> None:
+    refused = {number: j for number, j in judgements_of(case).items() if not j.verdict.holds}
     assert [number for number in refused if rules[number].level == MUST] == ["17.15"], refused
-    said = {number: judgement.failures[0].actual for number, judgement in refused.items()}
-    assert said == {
+    assert {number: j.failures[0].actual for number, j in refused.items()} == {
         "17.15": "rank 0: warnings filters changed",
         "17.16": "rank 0, a step of two counters after a context: 3",
-        "17.17": "rank 1, context 0 with inputs (3, 2): joinable 0 is enabled and first in its main hook",
+        "17.17": (
+            "rank 1, context 0 with inputs (3, 2): joinable 0 is enabled and first in its main hook"
+        ),
     }
     outside = [failure.actual for failure in refused["17.16"].failures]
     assert "rank 0, a step of DistributedDataParallel after an exception in one: 5" in outside
@@ -48,22 +51,26 @@ def test_torchs_context(judgements_of: Callable[[Case], Judgements], rules: dict
         ("tests.nowhere:Join", "there is no module 'tests.nowhere' on the path"),
         ("hooks_ref:Joinn", "no attribute 'Joinn'; did you mean Join"),
         ("hooks_ref:topk", "no attribute"),
-        ("hooks_ref:QSGD", "a join context has notify_join_context, a joinable has join_hook; QSGD has neither"),
+        (
+            "hooks_ref:QSGD",
+            "a join context has notify_join_context, a joinable has join_hook; QSGD has neither",
+        ),
         ("torch.nn.parallel:DistributedDataParallel", "calling DistributedDataParallel failed: "),
         ("hooks_ref:Join,enable=False", "enable: the scenarios say so; leave it out of the target"),
     ],
 )
-def test_what_is_no_subject_is_said_in_a_line(pool: Pool, target: str, line: str) -> None:
-    engine = Engine(
-        LocalSource(pool), book("joinable"), parse_other("joinable", target), parse_claims("min_world_size(2)", "joinable"), (2,)
-    )
+def test_other_targets_are_refused_in_one_line(pool: Pool, target: str, line: str) -> None:
+    spec = parse_other("joinable", target)
+    claims = parse_claims("min_world_size(2)", "joinable")
+    engine = Engine(LocalSource(pool), book("joinable"), spec, claims, (2,))
     with pytest.raises(TargetError, match=r"^[^\n]*$") as raised:
         engine.judge("17.1")
     assert line in str(raised.value)
 
 
 def test_it_claims_nothing() -> None:
-    with pytest.raises(UsageError, match="'local' is not a claim of a joinable; known: min_world_size"):
+    text = r"'local' is not a claim of a joinable; known: min_world_size"
+    with pytest.raises(UsageError, match=text):
         parse_claims("local", "joinable")
 
 
@@ -72,77 +79,104 @@ def test_lengths_are_as_the_scenarios_say() -> None:
         for size in (2, 3, 4):
             group = scenario.groups[0] if scenario.groups else tuple(range(size))
             planned = lengths(scenario, group)
-            uneven = scenario.variant not in ("even", "disabled", "keywords", "raises", "wrong", "outside")
-            assert any(len(set(inputs)) > 1 for inputs in planned) == uneven, scenario.name
-            assert (
-                not uneven
-                or scenario.groups
-                or any(0 in inputs and max(inputs) for inputs in planned)
-                or scenario.variant in ("again", "throws_ddp")
-            )
+            is_uneven = scenario.variant not in EVEN_VARIANTS
+            assert any(len(set(inputs)) > 1 for inputs in planned) == is_uneven, scenario.name
+            has_empty_rank = any(0 in inputs and max(inputs) for inputs in planned)
+            may_have_none = scenario.groups or scenario.variant in ("again", "throws_ddp")
+            assert not is_uneven or has_empty_rank or may_have_none
+    # If both groups had equally many inputs, collectives on WORLD would pass for both.
     first, second = (lengths(SUBGROUPS, group) for group in SUBGROUPS.groups)
-    assert all(sum(one) < sum(other) for one, other in zip(first, second, strict=True)), "or WORLD would do for both"
+    assert all(sum(one) < sum(other) for one, other in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_order_of_operations_is_within_its_bound(size: int) -> None:
-    """And exactly the same where none of them rounds."""
+    """The bound is 0 if no operation rounds."""
     run = Run(DDP, size, [])
-    for number, inputs in enumerate(lengths(DDP, tuple(range(size)))):
-        at = oracle.At(_nobody(0), number, inputs, tuple(range(size)))
-        for step in range(at.most):
+    group = tuple(range(size))
+    for context, inputs in enumerate(lengths(DDP, group)):
+        member = Member(_empty_record(0), context, inputs, group)
+        for step in range(member.most_inputs):
+            training = member.training(step)
             for by_all in (True, False):
-                right, bound = oracle._gradient(run, at, step, 0, by_all)
-                for got in _means(size, at.trains(step), step, size if by_all else len(at.trains(step))):
+                divisor = size if by_all else len(training)
+                right, bound = right_gradient(run, member, step, 0, by_all)
+                for got in _means(size, training, step, divisor):
                     assert float((got.double() - right).abs().max()) <= bound
 
 
 def _means(size: int, ranks: list[int], step: int, divisor: int) -> Iterator[torch.Tensor]:
-    fed = [gradient("crafted", (15,), torch.float32, world=size, rank=rank, step=step, param=0) for rank in ranks]
+    fed = [
+        gradient("crafted", (15,), torch.float32, world=size, rank=rank, step=step, param=0)
+        for rank in ranks
+    ]
     yield torch.stack(fed).sum(0) / divisor
     yield torch.stack([values * (1 / torch.tensor(float(divisor))) for values in fed]).sum(0)
     yield torch.stack([values / divisor for values in fed[::-1]]).sum(0)
 
 
-def _nobody(rank: int) -> RankRecord:
+def _empty_record(rank: int) -> RankRecord:
     return RankRecord(rank, exit=0)
 
 
-def made(sums: Callable[[int, int], list[int]]) -> Run:
-    """Return a run of three contexts in which every joinable's collective summed what is given."""
-    run = Run(PLAIN, 2, [_nobody(rank) for rank in range(2)])
+def run_of_sums(sums: Callable[[int], list[int]]) -> Run:
+    """Return a run of three contexts, with these sums in the collectives of each joinable."""
+    run = Run(PLAIN, 2, [_empty_record(rank) for rank in range(2)])
     for record in run.ranks:
         record.events.append(event("subject", -1, is_context=True))
         for number, inputs in enumerate(lengths(PLAIN, (0, 1))):
             record.events.append(event("step", number))
-            for at in range(inputs[0]):
-                record.events += [event("summed", number, joinable=i, sums=sums(i, at)) for i in range(JOINABLES)]
+            for _ in range(inputs[0]):
+                record.events += [
+                    event("summed", number, joinable=joinable, sums=sums(joinable))
+                    for joinable in range(JOINABLES)
+                ]
     return run
 
 
+def all_stepped(joinable: int) -> list[int]:
+    """Return the sums if both ranks step a joinable."""
+    sums = [0] * (2 * JOINABLES)
+    sums[joinable] = 0b11
+    return sums
+
+
+def first_rank_stepped_joinable_1(joinable: int) -> list[int]:
+    sums = all_stepped(joinable)
+    if joinable == 1:
+        sums[1] = 0b01
+    return sums
+
+
+def second_rank_shadowed(joinable: int) -> list[int]:
+    sums = [0] * (2 * JOINABLES)
+    sums[joinable] = 0b01
+    sums[JOINABLES + joinable] = 0b10
+    return sums
+
+
+FIRST_STEP = "rank 0, context 0 with inputs (2, 2), step 0: "
+
+
 @pytest.mark.parametrize(
-    ("sums", "said"),
+    ("sums", "actual"),
     [
-        (lambda i, at: [3 * (slot == i) for slot in range(2 * JOINABLES)], ""),
+        (all_stepped, None),
+        (first_rank_stepped_joinable_1, f"{FIRST_STEP}joinable 1 stepped by ranks [0]"),
         (
-            lambda i, at: [3 * (slot == i) - 2 * (slot == i == 1) for slot in range(2 * JOINABLES)],
-            "rank 0, context 0 with inputs (2, 2), step 0: joinable 1 stepped by ranks [0]",
-        ),
-        (
-            lambda i, at: [(slot == i) + 2 * (slot == i + JOINABLES) for slot in range(2 * JOINABLES)],
-            "rank 0, context 0 with inputs (2, 2), step 0: joinable 0 stepped by ranks [0], joinable 0 shadowed by ranks [1]",
+            second_rank_shadowed,
+            f"{FIRST_STEP}joinable 0 stepped by ranks [0], joinable 0 shadowed by ranks [1]",
         ),
     ],
-    ids=["right", "a rank left out", "shadowed"],
 )
-def test_what_a_collective_sums_is_said(sums: Callable[[int, int], list[int]], said: str) -> None:
+def test_sums_show_the_roles_of_ranks(sums: Callable[[int], list[int]], actual: str | None) -> None:
     found = Found()
-    section.even.check(made(sums), parse_claims("min_world_size(2)", "joinable"), found)
-    assert [failure.actual for failure in found.failures][:1] == ([said] if said else [])
+    section.even.check(run_of_sums(sums), parse_claims("min_world_size(2)", "joinable"), found)
+    assert [failure.actual for failure in found.failures][:1] == ([actual] if actual else [])
 
 
-def test_a_run_whose_ranks_do_not_say_what_they_ran_is_never_a_pass() -> None:
-    run = made(lambda i, at: [3 * (slot == i) for slot in range(2 * JOINABLES)])
+def test_a_run_without_a_record_of_the_subject_never_passes() -> None:
+    run = run_of_sums(all_stepped)
     run.ranks[1].events.pop(0)
-    with pytest.raises(ValueError, match="ranks do not say what the subject is"):
+    with pytest.raises(ValueError, match="ranks disagree on the kind of the subject"):
         section.even.check(run, parse_claims("min_world_size(2)", "joinable"), Found())

@@ -1,4 +1,7 @@
-"""``like(reference)``: what is alike holds 13.8, torch's own among it, and what is nearly alike does not."""
+"""Rule 13.8: hooks give the results of the reference that they claim with ``like(reference)``.
+
+Torch's own hooks hold the rule. Hooks with slightly different options do not.
+"""
 
 import pytest
 
@@ -8,13 +11,17 @@ from tests.cases import Case, own_judge
 
 pytestmark = pytest.mark.ranks
 
-POWER_SGD = "like(powerSGD_hook, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1)"
+POWER_SGD = (
+    "like(powerSGD_hook, matrix_approximation_rank=2, start_powerSGD_iter=2, "
+    "min_compression_rate=1)"
+)
 TORCHS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
 SETTING = "matrix_approximation_rank=2,start_powerSGD_iter=2,min_compression_rate=1"
 
 
 def judge(hook: str, claims: str, state: str) -> Judgement:
-    return own_judge().judge(Case(hook, claims, state, worlds=(2,), rules=("13.8",)))["13.8"]
+    case = Case(hook, claims, state, worlds=(2,), rules=("13.8",))
+    return own_judge().judge(case)["13.8"]
 
 
 @pytest.mark.parametrize(
@@ -27,8 +34,9 @@ def judge(hook: str, claims: str, state: str) -> Judgement:
     ],
 )
 def test_power_sgd_of_torch(setting: str, verdict: Verdict) -> None:
-    """In one bucket, where torch's does not hang on Gloo."""
-    judged = judge(f"{TORCHS}:powerSGD_hook", f"compressed, warmup(2), {POWER_SGD}", f"{TORCHS}:PowerSGDState,{setting}")
+    """The model has one bucket: with several, torch's hook hangs on Gloo."""
+    claims = f"compressed, warmup(2), {POWER_SGD}"
+    judged = judge(f"{TORCHS}:powerSGD_hook", claims, f"{TORCHS}:PowerSGDState,{setting}")
     assert judged.verdict is verdict, judged
 
 
@@ -48,6 +56,8 @@ def test_compressors(state: str, claims: str, verdict: Verdict) -> None:
     assert judged.verdict is verdict, judged
 
 
-def test_options_that_the_reference_does_not_have() -> None:
+def test_unknown_options_of_the_reference_are_refused() -> None:
     with pytest.raises(TargetError, match=r"like\(TopK, part=1\).*part"):
-        judge("hooks_ref:compression_hook", "compressed, like(TopK, part=1)", "examples.states:top_k")
+        judge(
+            "hooks_ref:compression_hook", "compressed, like(TopK, part=1)", "examples.states:top_k"
+        )

@@ -1,4 +1,4 @@
-"""Certifying optimizer wrappers: what is right, what the kit says of torch's own, and of targets that are none."""
+"""Judging optimizer wrappers: the oracle, torch's own wrappers, and targets that are refused."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conformance.errors import TargetError, UsageError
-from conformance.judging.oracles.optimizer import _right
+from conformance.judging.oracles.optimizer import right_steps
 from conformance.judging.rule import MUST, Rule
 from conformance.judging.verdict import Verdict
 from conformance.records.rank_record import RankRecord
@@ -20,82 +20,103 @@ from conformance.subjects.kinds.optimizer import OPTIMIZER
 from tests.cases import Case, Judgements, own_judge
 from tests.made_runs import event
 
-TORCHS = Case("torch.distributed.optim.post_localSGD_optimizer:PostLocalSGDOptimizer", worlds=(2,), kind="optimizer")
-VIEWS = Case("torch.distributed.optim:ZeroRedundancyOptimizer,parameters_as_bucket_view=True", worlds=(2,), kind="optimizer")
-FOUND = {
+LOCAL_SGD = "torch.distributed.optim.post_localSGD_optimizer:PostLocalSGDOptimizer"
+ZERO_VIEWS = "torch.distributed.optim:ZeroRedundancyOptimizer,parameters_as_bucket_view=True"
+TORCHS = Case(LOCAL_SGD, worlds=(2,), kind="optimizer")
+VIEWS = Case(ZERO_VIEWS, worlds=(2,), kind="optimizer")
+# The MUST rules that fail for each, with a part of the cause or of the observation.
+FAILURES = {
     TORCHS: {
         "15.7": "PostLocalSGDOptimizer.step() takes 1 positional argument but 2 were given",
         "15.14": "stepped with an earlier learning rate, 0.125",
     },
-    VIEWS: {"15.16": "elements are in another order: the parameter is where it has other strides than its gradient"},
+    VIEWS: {
+        "15.16": (
+            "elements are in another order: the parameter's strides differ from those of its "
+            "gradient"
+        )
+    },
 }
 SGD = [scenario for scenario in OPTIMIZER.scenarios if "normal" not in scenario.steps]
 
 
-@pytest.mark.parametrize("case", FOUND, ids=str)
+@pytest.mark.parametrize("case", FAILURES, ids=str)
 def test_torchs_own_are_refused_by_these_rules_alone(
     judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
 ) -> None:
     judgements = judgements_of(case)
-    failed = {number: j.failures[0] for number, j in judgements.items() if j.verdict is Verdict.FAIL and rules[number].level == MUST}
-    assert failed.keys() == FOUND[case].keys()
-    for number, said in FOUND[case].items():
-        assert said in (failed[number].cause or failed[number].actual)
-    advised = {number for number, j in judgements.items() if j.verdict is Verdict.FAIL} - failed.keys()
-    assert advised == ({"15.18"} if case is TORCHS else set())
+    failed = {number for number, j in judgements.items() if j.verdict is Verdict.FAIL}
+    refused = {number for number in failed if rules[number].level == MUST}
+    assert refused == FAILURES[case].keys()
+    for number, text in FAILURES[case].items():
+        first = judgements[number].failures[0]
+        assert text in (first.cause or first.actual)
+    assert failed - refused == ({"15.18"} if case is TORCHS else set())
 
 
-def made(scenario: Scenario, world: int, averager: bool) -> Run:
-    """Return a run with nothing on record but how its optimizer was made."""
-    said = event("made", -1, averager=averager, options=dict(setting(scenario).options), takes_any=True)
-    return Run(scenario, world, [RankRecord(rank, [said]) for rank in range(world)])
+def run_of(scenario: Scenario, world: int, averager: bool) -> Run:
+    """Return a run whose records hold nothing but the construction of the subject."""
+    options = dict(setting(scenario).options)
+    made = event("made", -1, averager=averager, options=options, takes_any=True)
+    return Run(scenario, world, [RankRecord(rank, [made]) for rank in range(world)])
 
 
 @pytest.mark.parametrize("averager", [False, True])
 @pytest.mark.parametrize("scenario", SGD, ids=lambda scenario: scenario.name)
 def test_sgd_is_exact(scenario: Scenario, averager: bool) -> None:
-    """Every step of it, and every average, is a number that its dtype has: so a right wrapper gives the same bits."""
+    """The dtype represents every step and average, so that right wrappers give the same bits."""
     for world in scenario.fits((1, 2, 3, 4)):
-        for now in _right(made(scenario, world, averager)).values():
-            for spec, stepped, after in zip(scenario.params, now.stepped, now.after, strict=True):
+        for step in right_steps(run_of(scenario, world, averager)).values():
+            for spec, stepped, after in zip(scenario.params, step.stepped, step.after, strict=True):
                 for value in (stepped, after):
                     assert torch.equal(value.to(getattr(torch, spec.dtype)).double(), value)
 
 
 def test_adam_is_torchs() -> None:
     scenario = replace(ADAM, params=ADAM.params[:1])
-    start, rate = gradient("crafted", (5, 3), torch.float32, world=1, rank=0, step=START, param=0).double(), 2.0**-7
-    parameter = torch.nn.Parameter(start)
-    optimizer = torch.optim.Adam([parameter], lr=rate)
-    right = _right(made(scenario, 1, False))
+    start = gradient("crafted", (5, 3), torch.float32, world=1, rank=0, step=START, param=0)
+    parameter = torch.nn.Parameter(start.double())
+    optimizer = torch.optim.Adam([parameter], lr=2.0**-7)
+    right = right_steps(run_of(scenario, 1, False))
     for step in range(8):
-        parameter.grad = gradient("normal", (5, 3), torch.float32, world=1, rank=0, step=step, param=0).double()
+        grad = gradient("normal", (5, 3), torch.float32, world=1, rank=0, step=step, param=0)
+        parameter.grad = grad.double()
         optimizer.step()
-        assert torch.allclose(right[0, step].after[0].view(5, 3), parameter.detach(), rtol=1e-14, atol=1e-14)
+        after = right[0, step].after[0].view(5, 3)
+        assert torch.allclose(after, parameter.detach(), rtol=1e-14, atol=1e-14)
 
 
-def test_what_is_put_back_counts_again() -> None:
-    """Averages come at the averager's counts 1, 3, 5: at step 5 its count is 2 again."""
-    right = _right(made(RELOADED, 2, True))
+def test_a_restored_averager_repeats_its_count() -> None:
+    """Averages are due at the averager's counts 1, 3, 5; at step 5 its count is 2 again."""
+    right = right_steps(run_of(RELOADED, 2, True))
     assert [step for step in range(9) if right[0, step].averaged] == [1, 3, 6, 8]
     assert torch.equal(right[0, 5].before[0], right[0, 1].after[0])
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "text"),
     [
         ("no_such_module:Optimizer", "there is no module 'no_such_module' on the path"),
         ("hooks_ref:PostLocalSGDOptimiser", "did you mean PostLocalSGDOptimizer"),
-        ("hooks_ref:allreduce_hook", "takes optim, or optimizer_class and **options, or lr: its signature has none of them"),
-        ("tests.test_optimizer:nothing", "an optimizer wrapper has a method step(); NoneType has none"),
-        ("torch.distributed.optim:ZeroRedundancyOptimizer,lr=0.1", "lr= is for the kit to choose; leave it out of the target"),
+        (
+            "hooks_ref:allreduce_hook",
+            "takes optim, or optimizer_class and **options, or lr: its signature has none of them",
+        ),
+        (
+            "tests.test_optimizer:nothing",
+            "an optimizer wrapper has a method step(); NoneType has none",
+        ),
+        (
+            "torch.distributed.optim:ZeroRedundancyOptimizer,lr=0.1",
+            "lr= is for the kit to choose; leave it out of the target",
+        ),
     ],
 )
 @pytest.mark.ranks
-def test_what_is_no_optimizer_wrapper(target: str, said: str) -> None:
+def test_other_targets_are_refused_in_one_line(target: str, text: str) -> None:
     with pytest.raises(TargetError) as raised:
         own_judge().judge(Case(target, worlds=(2,), kind="optimizer"))
-    assert said in str(raised.value)
+    assert text in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -104,13 +125,16 @@ def nothing(optim: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("claims", "said"),
+    ("claims", "text"),
     [
-        ("exact", "'exact' is not a claim of an optimizer; known: min_world_size"),
+        (
+            "exact",
+            "'exact' is not a claim of an optimizer; known: min_world_size",
+        ),
         ("min_world_size(0)", "min_world_size"),
     ],
 )
-def test_claims_that_do_not_parse(claims: str, said: str) -> None:
+def test_claims_that_do_not_parse(claims: str, text: str) -> None:
     with pytest.raises(UsageError) as raised:
         parse_claims(claims, "optimizer")
-    assert said in str(raised.value)
+    assert text in str(raised.value)

@@ -183,7 +183,7 @@ def page(rules: dict[str, Rule]) -> str:
     for module, mutant in catalogue():
         name = f"`{module.rpartition('.')[2]}:{mutant.name}`"
         mutants.setdefault(mutant.breaks[0], []).append(name)
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION.replace("{claims}", claims_of_every_kind())]
     for section, title in SECTIONS.items():
         parts.append(f"## {section} {title}\n")
         for rule in rules.values():

@@ -1,15 +1,19 @@
-"""Section 15: optimizer wrappers.
-
-What is right is computed here, in float64, from what ranks were fed. Rates, momenta and gradients are such that SGD is exact, in
-whatever order it is computed: a right wrapper gives the same bits. A torch optimizer in the rank beside the subject's would be
-shorter, but a subject that changes torch's would change what it is compared with.
-"""
+"""Section 15: optimizer wrappers."""
 
 import torch
 
-from conformance.judging.oracles.optimizer import _averages, _got, _is_due, _Local, _made, _require_asked, _require_right, _steps
-from conformance.judging.rule import SHOULD, WorldSizes, rule
-from conformance.judging.side_effects import left_behind
+from conformance.judging.common_rules import leaves_no_trace, refuses_fewer_ranks
+from conformance.judging.oracles.optimizer import (
+    construction,
+    is_due,
+    local_optimizer_after,
+    require_one_averager_call,
+    require_right,
+    result,
+    steps,
+    takes_averager,
+)
+from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.optimizer import (
@@ -40,61 +44,70 @@ BASIC = ("15.1", "15.2", "15.3")
 
 @rule(
     "15.1",
-    "Steps as the local optimizer",
+    "It steps as the local optimizer does",
     on=(PLAIN, ADAM),
     owns=(PLAIN, ADAM),
     certifies_machine=True,
-    source="torch documentation, PostLocalSGDOptimizer and ZeroRedundancyOptimizer: each step is the wrapped optimizer's",
-    remedy="step(): whether it steps every parameter, once, with its own gradient; the partition of parameters, and who sends which",
+    source="torch documentation, PostLocalSGDOptimizer and ZeroRedundancyOptimizer: each step is "
+    "the wrapped optimizer's",
+    remedy="step(): it steps every parameter once, with its own gradient; the partition of "
+    "parameters, and the rank that sends each",
 )
 def local_steps(run: Run, claims: Claims, found: Found) -> None:
-    """Until something is averaged, each step makes of the parameters what the optimizer inside makes of them alone, on every rank.
+    """Until the first average, each step gives the parameters that the wrapped optimizer alone
+    gives, on every rank.
 
-    With an averager that is each rank's own optimizer on its own gradients, until the first average. Without one it is one
-    optimizer on all parameters, on gradients that are the same on all ranks. SGD with momentum, bit for bit; Adam on random
-    gradients up to the roundings of its operations.
+    With an averager that is each rank's own optimizer on its own gradients. Without one it is one
+    optimizer on all parameters, on gradients that are the same on all ranks. SGD with momentum is
+    exact to the bit. Adam on random gradients may differ by the roundings of its operations.
     """
-    if run.scenario.variant == "adam" and not _made(run)["takes_any"]:
-        found.does_not_apply("it takes no optimizer, nor a class of optimizers: it is one of its own")
+    if run.scenario.variant == "adam" and not construction(run)["takes_any"]:
+        found.does_not_apply("it takes neither an optimizer nor a class of optimizers")
         return
-    averaged = [event["step"] for rank in run.ranks for event in rank.all("asked", averages=True)]
-    _require_right(run, found, until=min([setting(run.scenario).warmup, *averaged]) if _averages(run) else None)
+    until = None
+    if takes_averager(run):
+        calls = [event for rank in run.ranks for event in rank.all("asked", averages=True)]
+        until = min([setting(run.scenario).warmup, *(event["step"] for event in calls)])
+    require_right(run, found, until)
 
 
 @rule(
     "15.2",
-    "Asks the averager once in each step",
+    "It calls the averager once in each step",
     on=(PLAIN,),
     needs=("15.1",),
     source="torch documentation, PostLocalSGDOptimizer; pytorch #74737, averaging too often",
-    remedy="one call of average_parameters at the end of step(), whatever the number of groups and parameters",
+    remedy="one call of average_parameters at the end of step(), independent of the number of "
+    "groups and parameters",
 )
 def asks_once(run: Run, claims: Claims, found: Found) -> None:
-    """In each step the averager is asked once, after the optimizer has stepped, with all parameters."""
-    if not _averages(run):
+    """In each step the averager is called once, after the optimizer's step, with all parameters."""
+    if not takes_averager(run):
         found.does_not_apply(NO_AVERAGER)
         return
-    _require_asked(run, found)
+    require_one_averager_call(run, found)
 
 
 @rule(
     "15.3",
-    "Post-local SGD as it is defined",
+    "Its result is post-local SGD",
     on=(PLAIN,),
     needs=("15.1", "15.2"),
     certifies_machine=True,
     source="Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020, algorithm 2",
-    remedy="what the averager is given: the parameters themselves, and no copies; nothing is written over what it has made of them",
+    remedy="the averager is given the parameters themselves, not copies; nothing overwrites its "
+    "result",
 )
 def post_local_sgd(run: Run, claims: Claims, found: Found) -> None:
-    """Parameters are at each step those of local steps, with averages where the averager makes them; momentum is not averaged.
+    """In each step parameters are those of local steps and of the averager's averages; momentum is
+    not averaged.
 
-    The averager is the kit's own, so that what is wrong is the wrapper's doing.
+    The averager is the kit's own, so that an error is the wrapper's.
     """
-    if not _averages(run):
+    if not takes_averager(run):
         found.does_not_apply(NO_AVERAGER)
         return
-    _require_right(run, found)
+    require_right(run, found)
 
 
 @rule(
@@ -103,193 +116,228 @@ def post_local_sgd(run: Run, claims: Claims, found: Found) -> None:
     on=(RANDOM,),
     owns=(RANDOM,),
     needs=BASIC,
-    source="torch documentation, ZeroRedundancyOptimizer: broadcasts, to keep all replicas in the same state",
-    remedy="what a rank computes by itself: what one rank has stepped has to come from there to all",
+    source="torch documentation, ZeroRedundancyOptimizer: broadcasts, to keep all replicas in the "
+    "same state",
+    remedy="local computation after the step: the result of one rank's step has to be sent from "
+    "there to all",
 )
 def replicas(run: Run, claims: Claims, found: Found) -> None:
-    """On random gradients ranks of a group hold the same bits: with an averager after each average, otherwise after each step."""
+    """On random gradients the ranks of a group hold the same bits: with an averager after each
+    average, without one after each step."""
     if run.world == 1:
         found.does_not_apply("there is one rank")
-    plan, averages = setting(run.scenario), _averages(run)
-    for rank, step in _steps(run):
-        if averages and not _is_due(step, plan.warmup, plan.period):
+    plan = setting(run.scenario)
+    has_averager = takes_averager(run)
+    for rank, step in steps(run):
+        if has_averager and not is_due(step, plan.warmup, plan.period):
             continue
         first = run.group(rank)[0]
         for index in range(len(run.scenario.params)):
-            same = torch.equal(_got(run, first, step, index), _got(run, rank, step, index))
-            found.require(same, f"what rank {first} holds", f"rank {rank}, step {step}: p{index} differs")
+            found.require(
+                torch.equal(result(run, first, step, index), result(run, rank, step, index)),
+                f"the bits of rank {first}",
+                f"rank {rank}, step {step}: p{index} differs",
+            )
 
 
 @rule(
     "15.5",
-    "Parameter groups",
+    "Parameter groups have their own options",
     on=(GROUPS,),
     owns=(GROUPS,),
     needs=BASIC,
-    source="torch documentation, torch.optim, Per-parameter options; Optimizer.add_param_group; pytorch #54736, #59973",
-    remedy="options of a group other than the first; add_param_group: the optimizer inside, and the partition, have to hear of it",
+    source="torch documentation, torch.optim, Per-parameter options; Optimizer.add_param_group; "
+    "pytorch #54736, #59973",
+    remedy="options of a group other than the first; add_param_group has to update the wrapped "
+    "optimizer and the partition",
 )
 def parameter_groups(run: Run, claims: Claims, found: Found) -> None:
-    """Each parameter group is stepped with its own learning rate, momentum and weight decay, and one that is added by
-    add_param_group from its next step on; what is in no group stays what it is."""
-    _require_right(run, found)
+    """Each parameter group is stepped with its own learning rate, momentum and weight decay, a
+    group from add_param_group from its next step on; parameters in no group keep their values."""
+    require_right(run, found)
 
 
 @rule(
     "15.6",
-    "A learning-rate schedule is obeyed",
+    "A learning-rate schedule takes effect",
     on=(SCHEDULED,),
     owns=(SCHEDULED,),
     needs=BASIC,
     source="torch documentation, torch.optim.lr_scheduler, which writes to param_groups",
-    remedy="param_groups have to be the inner optimizer's own, or be copied to it before each step",
+    remedy="param_groups have to be the wrapped optimizer's own, or be copied to it before a step",
 )
 def scheduled(run: Run, claims: Claims, found: Found) -> None:
-    """A learning rate that is written to param_groups is that of the next step, 0 too."""
-    _require_right(run, found)
+    """The next step uses the learning rate that was written to param_groups, also 0."""
+    require_right(run, found)
 
 
 @rule(
     "15.7",
-    "step(closure)",
+    "It steps with a closure",
     on=(CLOSURE,),
     owns=(CLOSURE,),
     needs=BASIC,
     source="torch documentation, Optimizer.step(closure)",
-    remedy="pass the closure on to the optimizer inside, and return what that returns; do not wrap step in torch.no_grad()",
+    remedy="pass the closure to the wrapped optimizer and return its result; do not wrap step() in "
+    "torch.no_grad()",
 )
 def closures(run: Run, claims: Claims, found: Found) -> None:
-    """step(closure) calls the closure once, with gradients enabled, before it steps, and returns its loss; the averager is asked once."""
-    for rank, step in _steps(run):
-        said, where = run.ranks[rank].first("closure", step=step), f"rank {rank}, step {step}"
-        if not found.require(said is not None, "a step with a closure", f"{where}: none is on record"):
+    """step(closure) calls the closure once, with gradients enabled, before it steps, and returns
+    the closure's loss; the averager is called once."""
+    for rank, step in steps(run):
+        place = f"rank {rank}, step {step}"
+        event = run.ranks[rank].first("closure", step=step)
+        if event is None:
+            found.require(False, "a step with a closure", f"{place}: no record of one")
             continue
-        assert said is not None
-        found.require(len(said["calls"]) == 1, "one call of the closure", f"{where}: it was called {len(said['calls'])} times")
-        found.require(all(said["calls"]), "gradients enabled in the closure", f"{where}: torch.is_grad_enabled() was False")
-        found.require(said["loss"] == step + 1, f"the closure's loss, {step + 1}", f"{where}: step returned {said['loss']}")
-    if _averages(run):
-        _require_asked(run, found)
-    _require_right(run, found)
+        found.checked(1)
+        # One entry per call of the closure: whether gradients were enabled in it.
+        calls = event["calls"]
+        actual = f"{place}: {len(calls)} calls of the closure"
+        found.require(len(calls) == 1, "one call of the closure", actual)
+        actual = f"{place}: torch.is_grad_enabled() was False"
+        found.require(all(calls), "gradients enabled in the closure", actual)
+        actual = f"{place}: step returned {event['loss']}"
+        found.require(event["loss"] == step + 1, f"the closure's loss, {step + 1}", actual)
+    if takes_averager(run):
+        require_one_averager_call(run, found)
+    require_right(run, found)
 
 
 @rule(
     "15.8",
-    "zero_grad",
+    "zero_grad clears all gradients",
     on=(ZEROED,),
     owns=(ZEROED,),
     needs=BASIC,
     source="torch documentation, Optimizer.zero_grad(set_to_none)",
-    remedy="zero_grad of all parameters, not of this rank's share alone; pass set_to_none on",
+    remedy="zero_grad has to clear all parameters, not this rank's share only, and to pass "
+    "set_to_none",
 )
 def zero_grad(run: Run, claims: Claims, found: Found) -> None:
-    """zero_grad() leaves no gradient on any parameter, or zeros; zero_grad(set_to_none=False) leaves zeros."""
+    """zero_grad() leaves every parameter without a gradient or with zeros;
+    zero_grad(set_to_none=False) leaves zeros."""
     for rank in run.ranks:
-        for said in rank.all("zeroed"):
-            where = f"rank {rank.rank}, step {said['step']}"
-            call = "zero_grad(set_to_none=False)" if said["keeps"] else "zero_grad()"
-            left, none = (", ".join(f"p{index}" for index in said[name]) for name in ("left", "none"))
-            found.require(not left, "no gradient, or zeros", f"{where}: {call} left those of {left}")
-            found.require(not (said["keeps"] and none), "zeros", f"{where}: {call} left None for {none}")
-    _require_right(run, found)
+        for event in rank.all("zeroed"):
+            place = f"rank {rank.rank}, step {event['step']}"
+            call = "zero_grad(set_to_none=False)" if event["keeps"] else "zero_grad()"
+            left = ", ".join(f"p{index}" for index in event["left"])
+            none = ", ".join(f"p{index}" for index in event["none"])
+            actual = f"{place}: {call} left the gradients of {left}"
+            found.require(not left, "no gradient, or zeros", actual)
+            actual = f"{place}: {call} left None for {none}"
+            found.require(not (event["keeps"] and none), "zeros", actual)
+    require_right(run, found)
 
 
 @rule(
     "15.9",
-    "Parameters without a gradient",
+    "Parameters without a gradient are not stepped",
     on=(UNUSED,),
     owns=(UNUSED,),
     needs=BASIC,
-    source="torch documentation, Optimizer.zero_grad: a parameter whose gradient is None is not stepped",
-    remedy="a gradient of None that is taken for zeros, for which momentum moves the parameter; collectives that skip what has none",
+    source="torch documentation, Optimizer.zero_grad: a parameter whose gradient is None is not "
+    "stepped",
+    remedy="a gradient of None that is treated as zeros, so that momentum moves the parameter; "
+    "collectives that skip parameters without a gradient",
 )
 def unused(run: Run, claims: Claims, found: Found) -> None:
-    """A parameter without a gradient keeps its value and its momentum in that step; the others are stepped.
+    """A parameter without a gradient keeps its value and its momentum in that step; the others are
+    stepped.
 
-    With an averager a parameter may have a gradient on some ranks only; without one it has on none.
+    With an averager a parameter may have a gradient on some ranks only; without one it has a
+    gradient on all ranks or on none.
     """
-    _require_right(run, found)
+    require_right(run, found)
 
 
 @rule(
     "15.10",
-    "Any group",
+    "Any process group works",
     on=(SUBGROUPS,),
     owns=(SUBGROUPS,),
     needs=BASIC,
-    source="torch documentation, torch.distributed.new_group; ranks in a group are not global ranks",
-    remedy="a collective without group=; a place in the group where a global rank is meant, as in broadcast(src=), or the other way round",
+    source="torch documentation, torch.distributed.new_group; ranks in a group are not global "
+    "ranks",
+    remedy="a collective without group=; a rank in the group in place of a global rank, as in "
+    "broadcast(src=), or the reverse",
 )
 def subgroups(run: Run, claims: Claims, found: Found) -> None:
-    """On a subgroup it works with its ranks alone, whatever WORLD is."""
-    _require_right(run, found)
+    """On a subgroup of WORLD it works with the ranks of the subgroup only."""
+    require_right(run, found)
 
 
 @rule(
     "15.11",
-    "Any dtype",
+    "Any dtype works, or is refused",
     on=(DTYPES,),
     owns=(DTYPES,),
     may_refuse=True,
     needs=BASIC,
-    source="torch documentation, ZeroRedundancyOptimizer: requires that all parameters are of one dense type, and raises otherwise",
-    remedy="one flat buffer for parameters of several dtypes; or refuse them with an error where the optimizer is made",
+    source="torch documentation, ZeroRedundancyOptimizer: requires that all parameters are of one "
+    "dense type, and raises otherwise",
+    remedy="one flat buffer for parameters of several dtypes; or raise an error for them when the "
+    "optimizer is made",
 )
 def dtypes(run: Run, claims: Claims, found: Found) -> None:
-    """Parameters of float32, float64, float16 and bfloat16 in one model are stepped each in its own dtype, and one without elements
-    is no obstacle; or it refuses them with an error on every rank."""
-    _require_right(run, found)
+    """In a model of float32, float64, float16 and bfloat16 parameters, an empty one among them,
+    each is stepped in its own dtype; or an error on every rank refuses the model."""
+    require_right(run, found)
 
 
 @rule(
     "15.12",
-    "It is done when step() returns",
+    "The step is complete on return",
     on=(ORDERED,),
     owns=(ORDERED,),
     needs=BASIC,
-    source="torch documentation, async_op: a collective's result is there after wait()",
-    remedy="an asynchronous collective that nobody waits for",
+    source="torch documentation, async_op: a collective's result is available after wait()",
+    remedy="an asynchronous collective without a wait()",
 )
 def done(run: Run, claims: Claims, found: Found) -> None:
-    """When step() returns, parameters are what they are to be.
+    """When step() returns, parameters hold the result of the step.
 
-    Peers enter each step when rank 0 has left it, or waits for them: a rank that returns without waiting is found out every time.
+    Peers enter each step when rank 0 has left it or waits for them. A rank that returns without
+    waiting therefore fails every time.
     """
-    _require_right(run, found)
+    require_right(run, found)
 
 
 @rule(
     "15.13",
-    "Goes on from a checkpoint",
+    "It continues from a checkpoint",
     on=(RESUMED, SAVED),
     owns=(RESUMED, SAVED),
     needs=BASIC,
-    source="torch documentation, PostLocalSGDOptimizer.load_state_dict, consolidate_state_dict; pytorch #63340, #78988",
-    remedy="state_dict() has to hold the inner optimizer's state and the averager's step; indices of parameters across ranks",
+    source="torch documentation, PostLocalSGDOptimizer.load_state_dict, consolidate_state_dict; "
+    "pytorch #63340, #78988",
+    remedy="state_dict() has to hold the wrapped optimizer's state and the averager's step; "
+    "indices of parameters across ranks",
 )
 def checkpoint(run: Run, claims: Claims, found: Found) -> None:
-    """What state_dict() holds after 13 steps lets new processes go on with load_state_dict() as if there had been no break.
+    """New processes that load the state_dict() of step 13 continue as if there had been no break.
 
-    Momentum goes on, and so does the averager's count of steps: a warm-up does not begin again. What has
-    consolidate_state_dict() is asked for its state in the group's first place, which all ranks load; of others each rank
-    saves and loads its own.
+    Momentum continues, and so does the averager's count of steps: a warm-up does not begin again. A
+    subject with consolidate_state_dict() collects its state on the group's first rank, and all
+    ranks load that one. Of other subjects each rank saves and loads its own.
     """
-    _require_right(run, found)
+    require_right(run, found)
 
 
 @rule(
     "15.14",
-    "Put back in the same process",
+    "Its state can be restored in the same process",
     on=(RELOADED,),
     owns=(RELOADED,),
     needs=(*BASIC, "15.6", "15.13"),
     source="torch documentation, Optimizer.load_state_dict and torch.optim.lr_scheduler",
-    remedy="load_state_dict of the inner optimizer makes new param_groups: have the wrapper's own be those, not the ones from before",
+    remedy="load_state_dict of the wrapped optimizer makes new param_groups: the wrapper's have to "
+    "be these, not the old ones",
 )
 def reloaded(run: Run, claims: Claims, found: Found) -> None:
-    """load_state_dict() puts it back in the same process to where state_dict() was called; and a schedule that writes to
-    param_groups afterwards is obeyed."""
-    _require_right(run, found)
+    """load_state_dict() in the same process restores the state of the matching state_dict(), and a
+    learning-rate schedule that writes to param_groups afterwards takes effect."""
+    require_right(run, found)
 
 
 @rule(
@@ -297,118 +345,119 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
     "The consolidated state is the local optimizer's",
     on=(SAVED,),
     needs=BASIC,
-    source="torch documentation, ZeroRedundancyOptimizer.consolidate_state_dict and state_dict; pytorch #54736, #60284",
-    remedy="from places in a rank's share to places among all parameters; state that a rank has not sent, or that is out of date",
+    source="torch documentation, ZeroRedundancyOptimizer.consolidate_state_dict and state_dict; "
+    "pytorch #54736, #60284",
+    remedy="the mapping from a rank's share to all parameters; state that a rank has not sent, or "
+    "that is out of date",
 )
 def consolidated(run: Run, claims: Claims, found: Found) -> None:
-    """After consolidate_state_dict(0), state_dict() in the first place is that of a local optimizer on all parameters: for each of
-    them, by its number, its momentum; and the parameter groups."""
+    """After consolidate_state_dict(0) the state_dict() of the group's first rank is that of a local
+    optimizer on all parameters: the momentum of each, by its number, and the parameter groups."""
     rank = run.ranks[0]
-    said = rank.first("consolidated")
-    if said is None:
+    event = rank.first("consolidated")
+    if event is None:
         found.does_not_apply("it has no consolidate_state_dict()")
         return
-    if not found.require(said["form"], "a dict with state and param_groups", "rank 0: state_dict() returned something else"):
+    actual = "rank 0: state_dict() returned something else"
+    if not found.require(event["form"], "a dict with state and param_groups", actual):
         return
-    step, options = run.scenario.resume.saves_at - 1, _made(run)["options"]
-    groups = [{"lr": options["lr"], "momentum": options.get("momentum", 0.0), "params": list(range(len(run.scenario.params)))}]
-    found.require(said["groups"] == groups, f"param_groups {groups}", f"rank 0, step {step}: {said['groups']}")
-    local = _Local(run, 0)
-    for number in range(step + 1):
-        local.step(number)
-    for index, right in enumerate(local.momenta if options.get("momentum") else ()):
-        got = rank.tensors.get(f"{step}/state/{index}/momentum_buffer")
-        where = f"rank 0, step {step}: state[{index}]"
-        if not found.require(got is not None, f"the momentum of p{index}", f"{where} has no momentum_buffer"):
+    step = run.scenario.resume.saves_at - 1
+    options = construction(run)["options"]
+    momentum = options.get("momentum", 0.0)
+    indices = list(range(len(run.scenario.params)))
+    groups = [{"lr": options["lr"], "momentum": momentum, "params": indices}]
+    place = f"rank 0, step {step}"
+    found.require(
+        event["groups"] == groups, f"param_groups {groups}", f"{place}: {event['groups']}"
+    )
+    # SGD without momentum has no state.
+    momenta = local_optimizer_after(run, 0, step + 1).momenta if momentum else []
+    for index, right in enumerate(momenta):
+        expected = f"the momentum of p{index}"
+        tensor = rank.tensors.get(f"{step}/state/{index}/momentum_buffer")
+        if tensor is None:
+            found.require(False, expected, f"{place}: state[{index}] has no momentum_buffer")
             continue
-        assert got is not None
-        got = got.reshape(-1).double()
+        found.checked(1)
+        got = tensor.reshape(-1).double()
         same = torch.equal(got, right)
-        other = next((place for place, values in enumerate(local.momenta) if torch.equal(got, values)), None)
-        cause = "" if same or other is None else f"it is that of p{other}"
-        found.require(same, f"the momentum of p{index}", f"{where} has another momentum_buffer", cause)
+        owners = [other for other, values in enumerate(momenta) if torch.equal(got, values)]
+        cause = "" if same or not owners else f"it is the momentum of p{owners[0]}"
+        actual = f"{place}: state[{index}] has another momentum_buffer"
+        found.require(same, expected, actual, cause)
 
 
 @rule(
     "15.16",
-    "Together with DDP",
+    "It works together with DDP",
     on=(DDP, DDP_VIEWS),
     owns=(DDP, DDP_VIEWS),
     needs=BASIC,
-    source="torch documentation, PostLocalSGDOptimizer, ZeroRedundancyOptimizer: examples with DistributedDataParallel; pytorch #73150",
-    remedy="parameters that are put elsewhere, with other strides than DDP saw; gradients that are taken before DDP has averaged them",
+    source="torch documentation, PostLocalSGDOptimizer, ZeroRedundancyOptimizer: examples with "
+    "DistributedDataParallel; pytorch #73150",
+    remedy="parameters that are replaced by tensors of other strides than DDP saw; gradients that "
+    "are read before DDP has averaged them",
 )
 def with_ddp(run: Run, claims: Claims, found: Found) -> None:
-    """Under DDP, which averages gradients, it makes of each rank's parameters what the local optimizer makes of the mean gradient.
+    """Under DDP, which averages gradients, each rank's parameters are those of a local optimizer on
+    the mean gradients.
 
-    Where there is an averager, DDP averages in its warm-up; after that ranks step with their own gradients, and it is
-    averaged as 15.3 says: post-local SGD as a whole.
+    With an averager DDP averages during the warm-up only. Afterwards ranks step with their own
+    gradients and are averaged as in 15.3, which is post-local SGD as a whole.
     """
-    _require_right(run, found)
+    require_right(run, found)
 
 
 @rule(
     "15.17",
-    "Ranks that have run out of inputs",
+    "Ranks may run out of inputs",
     on=(UNEVEN,),
     owns=(UNEVEN,),
     needs=(*BASIC, "15.16"),
-    source="torch documentation, Distributed Training with Uneven Inputs Using the Join Context Manager; ZeroRedundancyOptimizer.join_hook",
-    remedy="the join hook's main_hook: the collectives of one step, in the order of step(), and this rank's share is stepped too",
+    source="torch documentation, Distributed Training with Uneven Inputs Using the Join Context "
+    "Manager; ZeroRedundancyOptimizer.join_hook",
+    remedy="the join hook's main_hook: it issues the collectives of one step in the order of "
+    "step(), and steps this rank's share as well",
 )
 def uneven(run: Run, claims: Claims, found: Found) -> None:
-    """What has a join_hook trains under Join together with DDP on different numbers of inputs: all ranks come to their end, and
-    hold what a local optimizer makes of the mean gradients, to which ranks without an input contribute zeros."""
+    """An optimizer with a join_hook trains with DDP under Join on uneven inputs: all ranks complete
+    and hold the result of a local optimizer on the mean gradients, in which ranks without an input
+    count as zeros."""
     if run.ranks[0].first("not_joinable"):
         found.does_not_apply("it has no join_hook")
         return
-    _require_right(run, found)
+    require_right(run, found)
 
 
 @rule(
     "15.18",
-    "It passes for an optimizer",
+    "It can be used as a torch.optim.Optimizer",
     on=(PLAIN,),
     needs=BASIC,
     level=SHOULD,
     source="torch documentation, torch.optim.Optimizer, torch.optim.lr_scheduler",
-    remedy="a subclass of torch.optim.Optimizer calls super().__init__(), and then shares the groups and state of the one inside",
+    remedy="a subclass of torch.optim.Optimizer calls super().__init__() and shares the groups "
+    "and the state of the wrapped optimizer",
 )
 def is_an_optimizer(run: Run, claims: Claims, found: Found) -> None:
-    """It is a torch.optim.Optimizer, a learning-rate scheduler takes it, and hooks that are registered to run after a step run once
-    in each, when it is averaged."""
+    """It is a torch.optim.Optimizer, a learning-rate scheduler accepts it, and a registered
+    post-step hook runs once in each step, after the average."""
+    requirements = {
+        "isinstance": "a torch.optim.Optimizer",
+        "scheduler": "a scheduler that steps it",
+        "hook": "a post-step hook that runs once, at the end of a step",
+    }
     for rank in run.ranks:
-        for said in rank.all("as_optimizer"):
-            for what, expected in (
-                ("isinstance", "a torch.optim.Optimizer"),
-                ("scheduler", "a scheduler that steps it"),
-                ("hook", "a post-step hook that runs once, at the end of a step"),
-            ):
-                found.require(not said[what], expected, f"rank {rank.rank}: {said[what]}")
+        for event in rank.all("as_optimizer"):
+            for name, expected in requirements.items():
+                found.require(not event[name], expected, f"rank {rank.rank}: {event[name]}")
 
 
-@rule(
-    "15.19",
-    "It leaves the process as it was",
-    on=(PLAIN,),
-    source="torch documentation, reproducibility; the same as 9.1, 9.3, 9.4 and 9.6 of hooks",
-    remedy="a seed that is set, a global setting or a patched function that is not put back, a thread or a file that is left",
-)
-def leaves_no_trace(run: Run, claims: Claims, found: Found) -> None:
-    """Random generators, torch's settings, functions of torch and Python, and the process's threads, children and temporary files
-    are after it what they were before."""
-    left_behind(run, found)
+no_trace = leaves_no_trace("15.19", on=(PLAIN,))
 
-
-@rule(
+fewer = refuses_fewer_ranks(
     "15.20",
-    "Smaller groups than it says are refused",
     on=(PLAIN,),
-    worlds=WorldSizes.BELOW_MINIMUM,
-    claimed="min_world_size",
-    source="the same as 2.11 of hooks",
-    remedy="check the group's size where the optimizer is made, or in its first step, and raise on every rank",
+    remedy="check the group's size when the optimizer is made, or in its first step, and raise on "
+    "every rank",
 )
-def fewer(run: Run, claims: Claims, found: Found) -> None:
-    """In a group of fewer ranks than it claims to take, it raises an error on every rank."""
-    found.require(False, "an error on every rank", f"{run.name}: it ran to its end", "min_world_size is claimed and not checked")

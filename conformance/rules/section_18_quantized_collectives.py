@@ -2,288 +2,342 @@
 
 import torch
 
+from conformance.judging.common_rules import leaves_no_trace, refuses_fewer_ranks
 from conformance.judging.oracles.collective import (
     FLOAT32,
-    HEADER,
     ROUGH,
-    _arrivals,
-    _calls,
-    _hold,
-    _judge,
-    _loss,
-    _padding,
-    _require,
-    _share,
-    _tensor,
-    _wide,
+    arrivals,
+    arrived_tensor,
+    byte_limit,
+    calls,
+    largest_share,
+    loss_factor,
+    require_arrival,
+    require_call,
+    require_calls,
+    require_mean_of_calls,
+    require_zero_signs,
 )
-from conformance.judging.rule import SHOULD, WorldSizes, rule
-from conformance.judging.side_effects import left_behind
+from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.collective import CALLED, FORMS, ORDERED, PLAIN, REPEATED, SPECIAL, SUBGROUPS, WAITED
+from conformance.scenarios.collective import (
+    CALLED,
+    FORMS,
+    ORDERED,
+    PLAIN,
+    REPEATED,
+    SPECIAL,
+    SUBGROUPS,
+    WAITED,
+)
 from conformance.subjects.claims import Claims
 
 
 @rule(
     "18.1",
-    "What is sent arrives",
+    "Every message arrives at its place",
     on=(PLAIN,),
     owns=(PLAIN,),
     certifies_machine=True,
-    source="torch documentation, torch.distributed.all_gather, all_to_all, all_to_all_single, scatter",
-    remedy="the order of the parts on the wire, and where each is put; a rank that is taken for another",
+    source="torch documentation, torch.distributed.all_gather, all_to_all, all_to_all_single, "
+    "scatter",
+    remedy="the order of the parts on the wire, and the output that each is written to; a rank "
+    "that is taken for another",
 )
 def arrives(run: Run, claims: Claims, found: Found) -> None:
-    """At each place arrives the message of the rank that it belongs to, in its own shape; what its format holds, exactly.
+    """Each output holds the message of the rank that it belongs to, in its own shape, and exactly
+    if the format represents it.
 
-    Each rank sends each other one something else. Values have four significant bits, of which every format of 16 bits holds
-    all; with fewer bits they are about what they were: how near is 18.2's. A rank's own part may be as it was.
+    Each rank sends every other rank a different message. Values have four significant bits, which
+    every format of 16 bits represents. With fewer bits they arrive approximately, and rule 18.2
+    judges the error. A rank's own part may arrive unchanged.
     """
-    _hold(run, claims, found, kinds=(ROUGH,))
+    require_calls(run, claims, found, kinds=(ROUGH,))
 
 
 @rule(
     "18.2",
-    "The round trip loses what it says",
+    "The round trip loses no more than claimed",
     on=(PLAIN,),
     needs=("18.1",),
     certifies_machine=True,
-    source="IEEE 754; Dettmers et al., ICLR 2022 (blocks with a scale each); Micikevicius et al., FP8 Formats for Deep Learning, 2022",
-    remedy="how values are rounded; of which values a scale is the largest, and that it goes with them",
+    source="IEEE 754; Dettmers et al., ICLR 2022 (blocks with a scale each); Micikevicius et al., "
+    "FP8 Formats for Deep Learning, 2022",
+    remedy="the rounding of values; the block that a scale is computed from, and the transfer of "
+    "the scale with it",
 )
 def round_trip(run: Run, claims: Claims, found: Found) -> None:
-    """Every value arrives as its format rounds it: for rounded(float16) the nearest, ties to even; for rounded(bfloat16) one of
-    the two beside it; for blocks(...) and bounded(...) within the bound, in float64.
+    """Every value arrives as its format rounds it: for rounded(float16) the nearest, ties to even;
+    for rounded(bfloat16) one of the two neighbours; for blocks(...) and bounded(...) within the
+    bound.
 
-    Magnitudes differ from message to message, and from block to block of 128 elements: a scale of something else shows. With
-    q the format's largest value, M the largest magnitude in a block and y = |x| q / M, the error is at most M / q times
-    half a step of the format at y, and some roundings of float32.
+    Magnitudes differ from message to message, and from block to block of 128 elements, which shows
+    a scale that was computed from other values. With q the format's largest value, M the largest
+    magnitude in a block and y = |x| q / M, the error is at most M / q times half a step of the
+    format at y, and some roundings of float32.
     """
-    _hold(run, claims, found, kinds=("normal", "uneven"))
+    require_calls(run, claims, found, kinds=("normal", "uneven"))
 
 
 @rule(
     "18.3",
-    "Divided by its loss factor",
+    "Values are divided by the claimed loss factor",
     on=(PLAIN,),
     needs=("18.1",),
     claimed="divided",
     source="torch.distributed.algorithms._quantization.quantization.auto_quantize, quant_loss",
-    remedy="the factor is handed on to what dequantizes, lists of tensors and every format among it",
+    remedy="pass the factor to the dequantization, also for lists of tensors and for every format",
 )
 def divided(run: Run, claims: Claims, found: Found) -> None:
-    """What arrives is divided by the factor that is claimed, whichever collective and format it is."""
-    loss, actual = claims.options["divided"]["loss"], _loss(run, claims)
-    found.require(actual == loss, f"what was fed, divided by {loss:g}", "what was fed, not divided", "the factor is ignored")
+    """Arriving values are divided by the claimed factor, for every collective and format."""
+    loss = claims.options["divided"]["loss"]
+    expected = f"the sent values, divided by {loss:g}"
+    is_divided = loss_factor(run, claims) == loss
+    found.require(is_divided, expected, "the sent values, not divided", "the factor is ignored")
 
 
 @rule(
     "18.4",
-    "Any shape",
+    "Any shape works",
     on=(FORMS,),
     owns=(FORMS,),
     needs=("18.9",),
-    source="torch documentation, torch.distributed.all_gather: tensors of any shape; pytorch #62142",
-    remedy="flatten before quantizing; what a kernel takes of matrices alone; the largest of no elements",
+    source="torch documentation, torch.distributed.all_gather: tensors of any shape; pytorch "
+    "#62142",
+    remedy="flatten before quantizing; a kernel that takes matrices only; the maximum of no "
+    "elements",
 )
 def shapes(run: Run, claims: Claims, found: Found) -> None:
-    """Tensors of one, two, three and four dimensions arrive, empty ones and those of one element too.
+    """Tensors of one, two, three and four dimensions arrive, also empty ones and those of one
+    element.
 
-    Where it claims to take tensors of so many dimensions alone, others are refused with an error.
+    With the claim dimensions(n) tensors of another number of dimensions are refused with an error.
     """
-    taken = int(claims.options["dimensions"]["name"]) if claims.has("dimensions") else 0
-    for call in _calls(run):
+    dimensions = None
+    if claims.has("dimensions"):
+        dimensions = int(claims.options["dimensions"]["name"])
+    for call in calls(run):
         spec = run.scenario.params[call.index]
+        # 18.5 and 18.6 judge the other layouts and dtypes.
         if spec.dtype != "float32" or spec.layout != "contiguous":
             continue
-        if taken not in (0, len(spec.shape)):
-            found.require(bool(call.refused), f"an error: dimensions({taken}) is claimed", f"{call}, of shape {spec.shape}: there was none")
+        if dimensions in (None, len(spec.shape)):
+            require_call(run, claims, found, call)
             continue
-        _require(run, claims, found, call)
+        expected = f"an error: dimensions({dimensions}) is claimed"
+        actual = f"{call}, of shape {spec.shape}: there was none"
+        found.require(bool(call.refused), expected, actual)
 
 
 @rule(
     "18.5",
-    "Any memory layout",
+    "Any memory layout works, or is refused",
     on=(FORMS,),
     needs=("18.9",),
-    source="torch documentation, torch.Tensor.contiguous: memory is in another order than elements are",
+    source="torch documentation, torch.Tensor.contiguous: the order in memory may differ from the "
+    "order of elements",
     remedy="contiguous(), or copy_ into a contiguous tensor, before memory is read",
 )
 def layouts(run: Run, claims: Claims, found: Found) -> None:
-    """Elements of a tensor that is not contiguous arrive at their own places, or it is refused with an error."""
-    _hold(run, claims, found, may_refuse=True, params=[i for i, p in enumerate(run.scenario.params) if p.layout != "contiguous"])
+    """Elements of a tensor that is not contiguous arrive at their own places, or an error refuses
+    the tensor."""
+    specs = enumerate(run.scenario.params)
+    strided = [index for index, spec in specs if spec.layout != "contiguous"]
+    require_calls(run, claims, found, params=strided, may_refuse=True)
 
 
 @rule(
     "18.6",
-    "Other dtypes, or an error",
+    "Other dtypes work, or are refused",
     on=(FORMS,),
     needs=("18.9",),
     source="torch documentation, torch.distributed.all_gather: outputs have the dtype of the input",
-    remedy="check is_floating_point() on every rank before anything is sent; cast back to the dtype of the output",
+    remedy="check is_floating_point() on every rank before anything is sent; cast back to the "
+    "dtype of the output",
 )
 def dtypes(run: Run, claims: Claims, found: Found) -> None:
-    """float64, float16 and bfloat16 arrive in their own dtype, or are refused with an error; integers arrive as they are, to the
-    last bit, or are refused."""
-    for call in _calls(run):
+    """float64, float16 and bfloat16 tensors arrive in their own dtype, and integers unchanged to
+    the last bit; or an error refuses them."""
+    for call in calls(run):
         spec = run.scenario.params[call.index]
-        if spec.dtype == "float32" or call.not_asked:
+        if spec.dtype == "float32" or call.was_not_made:
             continue
         if call.refused:
             found.checked(1)
             continue
         others = sorted({dtype for dtype in call.event["dtypes"] if dtype != spec.dtype})
-        if found.require(not others, f"tensors of {spec.dtype}", f"{call}: {', '.join(others)} in their place"):
-            _require(run, claims, found, call, exact=spec.dtype.startswith("int"))
+        actual = f"{call}: {', '.join(others)} in their place"
+        if found.require(not others, f"tensors of {spec.dtype}", actual):
+            require_call(run, claims, found, call, is_exact=spec.dtype.startswith("int"))
 
 
 @rule(
     "18.7",
-    "Written in place",
+    "Outputs are written in place",
     on=(PLAIN,),
     needs=("18.1",),
-    source="torch documentation, torch.distributed.all_gather: tensor_list is where the outputs are written to",
-    remedy="copy_ into the tensors that were handed in, instead of putting others into their list",
+    source="torch documentation, torch.distributed.all_gather: outputs are written to tensor_list",
+    remedy="copy_ into the given tensors instead of putting others into their list",
 )
 def in_place(run: Run, claims: Claims, found: Found) -> None:
-    """The tensors that were handed in hold what arrives: views of one buffer, and other names of them, see it too."""
-    for call in _calls(run):
-        where = f"{call}: outputs {', '.join(map(str, call.event['replaced']))} are other tensors; those handed in were not written"
-        found.require(not call.event["replaced"], "the tensors that were handed in", where, "other tensors are put into the list")
+    """The given output tensors hold the messages, so that views of one buffer, and other references
+    to the tensors, see them."""
+    for call in calls(run):
+        replaced = call.event["replaced"]
+        outputs = ", ".join(map(str, replaced))
+        found.require(
+            not replaced,
+            "messages in the given tensors",
+            f"{call}: outputs {outputs} are other tensors; the given ones were not written",
+            "other tensors are put into the list",
+        )
 
 
 @rule(
     "18.8",
-    "Inputs stay",
+    "Inputs stay unchanged",
     on=(PLAIN, FORMS),
     needs=("18.1",),
-    source="torch documentation, torch.distributed: inputs of a collective that gathers, scatters or exchanges are not changed",
-    remedy="clone() before an operation in place; half() and float() give the tensor itself where the dtype is the same",
+    source="torch documentation, torch.distributed: inputs of a collective that gathers, "
+    "scatters or exchanges are not changed",
+    remedy="clone() before an operation in place; half() and float() return the tensor itself if "
+    "the dtype is the same",
 )
 def inputs_stay(run: Run, claims: Claims, found: Found) -> None:
-    """Tensors that are handed in to be sent stay what they are, bit for bit."""
-    for call in _calls(run):
-        changed = call.event["inputs_changed"]
-        found.require(not changed, "inputs as they were", f"{call}: inputs {', '.join(map(str, changed))} changed")
+    """The tensors to send keep their bits."""
+    for call in calls(run):
+        names = ", ".join(map(str, call.event["inputs_changed"]))
+        found.require(not names, "unchanged inputs", f"{call}: inputs {names} changed")
 
 
 @rule(
     "18.9",
-    "It has arrived when it returns",
+    "Messages are there on return",
     on=(ORDERED,),
     owns=(ORDERED,),
     needs=("18.1", "18.2"),
-    source="torch documentation, async_op: without it the call is over when it returns",
-    remedy="an asynchronous collective that nobody waits for before its result is dequantized",
+    source="torch documentation, async_op: without it the call is complete when it returns",
+    remedy="an asynchronous collective without a wait() before its result is dequantized",
 )
 def done(run: Run, claims: Claims, found: Found) -> None:
-    """Called without async_op, everything has arrived when the call returns.
+    """Without async_op all messages have arrived when the call returns.
 
-    Peers enter each call when rank 0 has left it, or waits for them: a rank that returns without waiting is found out every time.
+    Peers enter each call when rank 0 has left it or waits for them. A rank that returns without
+    waiting therefore fails every time.
     """
-    _hold(run, claims, found)
+    require_calls(run, claims, found)
 
 
 @rule(
     "18.10",
-    "Begun, and waited for later",
+    "An asynchronous call completes in wait(), or is refused",
     on=(WAITED,),
     owns=(WAITED,),
     needs=("18.9",),
-    source="torch documentation, async_op: a Work whose wait() returns when the call is over",
-    remedy="dequantize in wait(), after the collective's own; buffers of a call's own; refuse what is not supported",
+    source="torch documentation, async_op: a Work whose wait() returns when the call is complete",
+    remedy="dequantize in wait(), after the wait of the collective; separate buffers for each "
+    "call; refuse async_op=True if it is not supported",
 )
 def waited(run: Run, claims: Claims, found: Found) -> None:
-    """With async_op=True it returns what has wait(), after which everything has arrived, or it refuses that with an error.
+    """With async_op=True the call returns an object whose wait() ends after all messages have
+    arrived, or an error refuses the argument.
 
-    Two calls are under way at once, and are waited for in the opposite order.
+    Two calls are under way at once, and the test waits for them in the opposite order.
     """
-    for call in _calls(run):
+    for call in calls(run):
         if call.refused:
             found.checked(1)
             continue
         actual = f"{call}: returned {call.event['returned']}"
-        if found.require(call.event["waits"], "an object with wait()", actual, "async_op=True is ignored"):
-            _require(run, claims, found, call)
+        cause = "async_op=True is ignored"
+        if found.require(call.event["waits"], "an object with wait()", actual, cause):
+            require_call(run, claims, found, call)
 
 
 @rule(
     "18.11",
-    "Any group",
+    "Any process group works",
     on=(SUBGROUPS,),
     owns=(SUBGROUPS,),
     needs=("18.1", "18.2"),
-    source="torch documentation, torch.distributed.new_group; torch.distributed.scatter: src is a global rank",
-    remedy="dist.get_world_size() and get_rank() without the group; a collective without group=; a place where src is a global rank",
+    source="torch documentation, torch.distributed.new_group; torch.distributed.scatter: src is a "
+    "global rank",
+    remedy="dist.get_world_size() and get_rank() without the group; a collective without group=; a "
+    "rank in the group in place of the global rank src",
 )
 def subgroups(run: Run, claims: Claims, found: Found) -> None:
-    """With group= it is the collective of that group, whatever WORLD is; the source of a scatter is a global rank."""
-    _hold(run, claims, found)
+    """With group= messages are exchanged within that group; the source of a scatter is a global
+    rank."""
+    require_calls(run, claims, found)
 
 
 @rule(
     "18.12",
-    "Arguments by position and by keyword",
+    "Arguments may be positional or keywords",
     on=(CALLED,),
     owns=(CALLED,),
     needs=("18.9", "18.11"),
-    source="torch documentation, torch.distributed.all_gather, all_to_all, all_to_all_single, scatter",
-    remedy="kwargs.get('group') alone, which does not see a group given by position; **kwargs that nobody reads",
+    source="torch documentation, torch.distributed.all_gather, all_to_all, all_to_all_single, "
+    "scatter",
+    remedy="kwargs.get('group') alone, which misses a positional group; **kwargs that are not read",
 )
 def arguments(run: Run, claims: Claims, found: Found) -> None:
-    """Arguments given by position or by keyword, as torch.distributed's functions have them, are heeded, or refused with an error;
-    likewise group_src of a scatter."""
-    _hold(run, claims, found, may_refuse=True, forms=("positional", "keywords", "group_src"))
+    """Arguments take effect by position and by keyword, as in torch.distributed, or an error
+    refuses them; this includes group_src of a scatter."""
+    forms = ("positional", "keywords", "group_src")
+    require_calls(run, claims, found, forms=forms, may_refuse=True)
 
 
 @rule(
     "18.13",
-    "Uneven splits",
+    "Uneven splits work, or are refused",
     on=(CALLED,),
     needs=("18.9", "18.11"),
-    source="torch documentation, torch.distributed.all_to_all_single: output_split_sizes and input_split_sizes",
-    remedy="hand the split sizes on, by the names that they have in torch.distributed",
+    source="torch documentation, torch.distributed.all_to_all_single: output_split_sizes and "
+    "input_split_sizes",
+    remedy="pass the split sizes on, under the names that they have in torch.distributed",
 )
 def splits(run: Run, claims: Claims, found: Found) -> None:
-    """With output_split_sizes and input_split_sizes each rank gets as many rows as are meant for it, or they are refused with an
-    error.
+    """With output_split_sizes and input_split_sizes each rank gets the rows that are meant for it,
+    or an error refuses them.
 
-    Ranks send as many rows in all as they would without: what ignores the sizes goes on with the rows of others.
+    The total number of rows is the same as without the sizes, so that a collective that ignores
+    them ends with the rows of other ranks.
     """
-    if run.scenario.options[0] != "all_to_all_single":
-        found.does_not_apply(f"{run.scenario.options[0]} has no split sizes")
+    collective = run.scenario.options[0]
+    if collective != "all_to_all_single":
+        found.does_not_apply(f"{collective} has no split sizes")
         return
-    _hold(run, claims, found, may_refuse=True, forms=("splits", "positional_splits"))
+    forms = ("splits", "positional_splits")
+    require_calls(run, claims, found, forms=forms, may_refuse=True)
 
 
 @rule(
     "18.14",
-    "Special values",
+    "Special values arrive",
     on=(SPECIAL,),
     owns=(SPECIAL,),
     needs=("18.1", "18.2"),
     claimed="rounded",
-    source="IEEE 754; pytorch #62142; torch.distributed.algorithms._quantization.quantization clamps to float16's range",
-    remedy="an addition to the bits of a NaN that overflows; a scale that loses subnormals; a clamp that loses NaN",
+    source="IEEE 754; pytorch #62142; torch.distributed.algorithms._quantization.quantization "
+    "clamps to float16's range",
+    remedy="an addition to the bits of a NaN that overflows; a scale that loses subnormals; a "
+    "clamp that loses NaN",
 )
 def special(run: Run, claims: Claims, found: Found) -> None:
-    """NaN arrives as NaN, an infinity with its sign, zeros with theirs, subnormals and ties rounded as others are.
+    """NaN arrives as NaN, infinities and zeros with their signs, and subnormals and ties are
+    rounded like other values.
 
-    Beyond float16's range a value arrives as infinite, or as the largest that float16 has, with its sign. NaN is NaN
-    whichever bits it has: those of a CUDA device are 7fffffff.
+    A value beyond float16's range arrives as infinite or as the largest float16, with its sign. Any
+    bits of a NaN are a NaN; on a CUDA device they are 7fffffff.
     """
-    for call in _calls(run):
-        for arrival in _arrivals(run, claims, call):
-            right, got = arrival.right, arrival.got
-            if not _judge(found, run, claims, arrival) or got is None:
-                continue
-            if claims.has("feedback"):
-                continue  # -0.0 and an error of 0.0 are 0.0
-            zeros = right.exact == 0
-            wrong = (zeros & (got.signbit() != right.exact.signbit())).nonzero().reshape(-1)
-            found.require(not len(wrong), "-0.0 where it was sent", f"{arrival}: a zero with another sign, index {wrong[:1].tolist()}")
+    for call in calls(run):
+        for arrival in arrivals(run, claims, call):
+            is_right = require_arrival(run, claims, found, arrival)
+            # With error feedback -0.0 and an error of 0.0 add up to 0.0.
+            if is_right and not claims.has("feedback"):
+                require_zero_signs(found, arrival)
 
 
 @rule(
@@ -292,99 +346,88 @@ def special(run: Run, claims: Claims, found: Found) -> None:
     on=(ORDERED,),
     needs=("18.9",),
     source="the definition of a quantized collective",
-    remedy="what is handed to the collective has to be of the narrow dtype, not rounded values in a wide one",
+    remedy="the collective has to be given a tensor of the narrow dtype, not rounded values in a "
+    "wide one",
 )
 def fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
-    """What a rank gives to torch's collectives is at most what its format needs: half for 16 bits, a quarter and the scales for 8
-    bits, and always less than float32.
+    """A rank passes to torch's collectives no more bytes than its format needs: half of float32's
+    for 16 bits, a quarter and the scales for 8 bits; and always less than float32 needs.
 
-    Counted as messages, one for each rank of the group, whatever collectives they are sent by.
+    Bytes count per message, one for each rank of the group, whatever collectives send them.
     """
-    size, seen = run.world, False
-    for call in _calls(run):
-        handed = run.scenario.params[call.index]
-        count = size * torch.Size(handed.shape).numel()
-        given = sum(number * (size if name.lstrip("_").startswith("allgather") else 1) for name, number in call.event["sent"])
-        seen |= bool(given)
-        if given:  # or it cannot be seen what it sends
-            found.sends(given, FLOAT32 * count)
-        limit = _share(claims) * FLOAT32 * count + (HEADER + _padding(claims)) * size
-        what = f"at most {limit / size:.0f} bytes a message, by {claims}"
-        sent = given < FLOAT32 * count if claims.has("bounded") and _share(claims) == 1 else given <= limit
-        found.require(sent, what, f"{call}: {given / size:.0f} bytes for {count // size} elements", _wide(given, count))
-    if not seen:
+    size = run.world
+    is_seen = False
+    for call in calls(run):
+        numel = torch.Size(run.scenario.params[call.index].shape).numel()
+        unquantized = FLOAT32 * size * numel
+        sent = 0
+        for name, number in call.event["sent"]:
+            # An all-gather is given one message, which it sends to each rank.
+            sent += number * (size if name.lstrip("_").startswith("allgather") else 1)
+        if sent:
+            is_seen = True
+            found.sends(sent, unquantized)
+        limit = byte_limit(claims, size, size * numel)
+        is_fewer = sent <= limit
+        # Without a claimed ratio all that is known is that something has to be saved.
+        if claims.has("bounded") and largest_share(claims) == 1:
+            is_fewer = sent < unquantized
+        is_wide = sent >= unquantized
+        found.require(
+            is_fewer,
+            f"at most {limit / size:.0f} bytes a message, by {claims}",
+            f"{call}: {sent / size:.0f} bytes for {numel} elements",
+            "as many bytes as in float32: rounded values are sent in a wide dtype"
+            if is_wide
+            else "",
+        )
+    if not is_seen:
         found.checks = 0
-        found.does_not_apply("it gives nothing to torch's collectives: what it sends cannot be seen here")
+        found.does_not_apply(
+            "it passes nothing to torch's collectives: its bytes are not seen here"
+        )
 
 
 @rule(
     "18.16",
-    "What is lost is made up for",
+    "Error feedback makes up for losses",
     on=(REPEATED,),
     owns=(REPEATED,),
     needs=("18.1", "18.2"),
     claimed="feedback",
     source="Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019: error feedback",
-    remedy="e <- x + e - D(Q(x + e)), of the values before they are divided by a loss factor; kept from call to call",
+    remedy="e <- x + e - D(Q(x + e)), of the values before they are divided by a loss factor; kept "
+    "from call to call",
 )
 def feedback(run: Run, claims: Claims, found: Found) -> None:
-    """Fed the same N times, the mean of what arrives is within one call's bound, divided by N, of what was fed.
+    """Over N calls with the same input, the mean of the arriving values is within one call's bound,
+    divided by N, of the input.
 
-    With e the error that is kept, the sum of what arrives is N x - e. Without feedback the mean is off by what one call loses.
+    With e the error that is kept, the sum of the arriving values is N x - e. Without feedback the
+    mean is off by the loss of one call.
     """
-    count = len(run.scenario.steps)
     for rank in run.ranks:
-        first = next((call for call in _calls(run) if call.rank == rank.rank), None)
-        if first is None:
+        own_calls = [call for call in calls(run) if call.rank == rank.rank]
+        if not own_calls:
             continue
-        calls = [call for call in _calls(run) if call.rank == rank.rank]
-        for k, arrival in enumerate(_arrivals(run, claims, first)):
-            right, tensors = arrival.right, [tensor for call in calls if (tensor := _tensor(run, call, k)) is not None]
-            if not found.require(len(tensors) == count, f"{count} tensors", f"{arrival}: {len(tensors)} arrived"):
-                continue
-            total = sum((tensor.reshape(-1).double() for tensor in tensors), torch.zeros_like(right.exact))
-            # What is sent is x + e, and e at most a twentieth of x: its bound is a little larger. And roundings of float32.
-            bound = 1.1 * right.bound / count + 2.0**-21 * right.exact.abs() + 2.0**-40
-            error = (total / count - right.exact).abs()
-            at = int((error / bound).argmax())
-            actual = (
-                f"{arrival}, index {at}: off by {error[at].item():.3g} over {count} calls; one call's bound is {right.bound[at].item():.3g}"
-            )
-            same = all(torch.equal(tensor, tensors[0]) for tensor in tensors)
-            cause = "nothing is fed back: each call loses the same again" if same else ""
-            found.require(bool((error <= bound).all()), f"a mean within {bound[at].item():.3g}", actual, cause)
+        for output, arrival in enumerate(arrivals(run, claims, own_calls[0])):
+            outputs = [arrived_tensor(run, call, output) for call in own_calls]
+            tensors = [tensor for tensor in outputs if tensor is not None]
+            require_mean_of_calls(found, arrival, tensors, len(run.scenario.steps))
 
 
-@rule(
-    "18.17",
-    "It leaves the process as it was",
-    on=(PLAIN,),
-    source="torch documentation, reproducibility; the same as 9.1, 9.3, 9.4 and 9.6 of hooks",
-    remedy="a seed that is set, a global setting or a patched function that is not put back, a thread or a file that is left",
-)
-def leaves_no_trace(run: Run, claims: Claims, found: Found) -> None:
-    """Random generators, torch's settings, functions of torch and Python, and the process's threads, children and temporary files
-    are after it what they were before."""
-    left_behind(run, found)
+no_trace = leaves_no_trace("18.17", on=(PLAIN,))
 
-
-@rule(
+fewer = refuses_fewer_ranks(
     "18.18",
-    "Smaller groups than it says are refused",
     on=(PLAIN,),
-    worlds=WorldSizes.BELOW_MINIMUM,
-    claimed="min_world_size",
-    source="the same as 2.11 of hooks",
-    remedy="check the group's size where it is called, and raise on every rank",
+    remedy="check the group's size in the call, and raise on every rank",
 )
-def fewer(run: Run, claims: Claims, found: Found) -> None:
-    """In a group of fewer ranks than it claims to take, it raises an error on every rank."""
-    found.require(False, "an error on every rank", f"{run.name}: it ran to its end", "min_world_size is claimed and not checked")
 
 
 @rule(
     "18.19",
-    "It can be begun and waited for later",
+    "It supports asynchronous calls",
     on=(WAITED,),
     level=SHOULD,
     needs=("18.10",),
@@ -392,9 +435,9 @@ def fewer(run: Run, claims: Claims, found: Found) -> None:
     remedy="return an object whose wait() waits for the collective's Work, and then dequantizes",
 )
 def can_wait(run: Run, claims: Claims, found: Found) -> None:
-    """async_op=True is supported, as it is by torch.distributed's collectives."""
-    for call in _calls(run):
-        if not call.not_asked:
+    """async_op=True is supported, as in torch.distributed's collectives."""
+    for call in calls(run):
+        if not call.was_not_made:
             found.require(not call.refused, "an object with wait()", f"{call}: {call.refused}")
 
 
@@ -404,17 +447,21 @@ def can_wait(run: Run, claims: Claims, found: Found) -> None:
     on=(PLAIN,),
     level=SHOULD,
     needs=("18.1", "18.2"),
-    source="DeepSpeed and b12x #44: an owner that keeps what it had before it was rounded; replicas drift apart",
-    remedy="dequantize a rank's own part as those of others",
+    source="DeepSpeed and b12x #44: an owner that keeps its unrounded values; replicas drift apart",
+    remedy="dequantize a rank's own part like the others",
 )
 def replicas(run: Run, claims: Claims, found: Found) -> None:
-    """After an all_gather all ranks of the group hold the same bits, their own part too."""
-    if run.scenario.options[0] != "all_gather":
-        found.does_not_apply(f"of {run.scenario.options[0]} each rank gets its own")
+    """After an all_gather all ranks of the group hold the same bits, also of their own parts."""
+    collective = run.scenario.options[0]
+    if collective != "all_gather":
+        found.does_not_apply(f"{collective} gives each rank other messages")
         return
-    for call in _calls(run):
-        first = next(other for other in _calls(run) if (other.step, other.index) == (call.step, call.index))
-        for k in range(run.world):
-            mine, other = (_tensor(run, one, k) for one in (call, first))
-            same = mine is not None and other is not None and torch.equal(mine, other)
-            found.require(same, f"the bits that rank {first.rank} holds", f"{call}, output {k}: it differs")
+    for call in calls(run):
+        same_calls = (c for c in calls(run) if (c.step, c.index) == (call.step, call.index))
+        first = next(same_calls)
+        for output in range(run.world):
+            mine = arrived_tensor(run, call, output)
+            other = arrived_tensor(run, first, output)
+            is_same = mine is not None and other is not None and torch.equal(mine, other)
+            actual = f"{call}, output {output}: it differs"
+            found.require(is_same, f"the bits of rank {first.rank}", actual)

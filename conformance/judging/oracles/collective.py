@@ -1,7 +1,49 @@
-"""TODO: conformance/judging/oracles/collective.py."""
+"""Values that may arrive through a quantized collective, in float64.
+
+Let x be an element of a message, l the claimed loss factor (1 without ``divided``) and y the
+element that arrives, so that l y stands for x. The claims bound the error:
+
+    rounded(float16)
+        l y is the nearest float16 to x, ties to even. Beyond the range of float16 it is either
+        infinite or the largest float16, with the sign of x.
+    rounded(bfloat16)
+        l y is one of the two bfloat16 next to x, so that both rounding to nearest and truncation
+        are right.
+    blocks(q, size=n)
+        Let M be the largest magnitude in the block of n elements that holds x. With Q the largest
+        value of the format q, r half of its relative step and h half of its smallest step, x is
+        sent as x Q / M, which is rounded to within max(r |x| Q / M, h). So
+        |l y - x| <= max(r |x|, h M / Q).
+    bounded(relative=p)
+        |l y - x| <= p M, with M the largest magnitude in the block or, without ``block=``, the
+        largest that the rank sends in this call.
+
+Roundings. A scale is a quotient in float32 and is multiplied by values in float32: the bounds of
+blocks(...) and bounded(...) are widened by ``SLACK``. The division by l and the cast to the
+output's dtype may round a few times in that dtype: 4 eps |y| and its smallest subnormal are added,
+except for rounded(...) without a loss factor, which has to give the exact bits.
+
+A rank's own part need not pass through the quantization: it may also arrive as x / l.
+
+Messages of the first step of the plain scenario only have to be told apart (18.1; 18.2 judges how
+much is lost): the bound there is at least an eighth of the largest magnitude that the rank sends.
+
+If the loss factor is ignored, 18.3 fails; the other rules then judge against l = 1. Which of the
+two holds is decided by the first tensor that arrived: by the number of elements nearer to x than
+to x / l.
+
+Bytes. A message may take its share of float32's bytes: a half for rounded(...), for blocks(...)
+one byte per element and a float32 scale per block, ``ratio`` for bounded(...). It may be padded to
+whole blocks, with a scale, and have ``HEADER`` bytes beside its values.
+
+Error feedback. Let e be the error that a rank keeps. The sum of N arrivals of the same x is
+N x - e, so that their mean is off by at most the bound of one call divided by N. A call sends
+x + e, with e at most a twentieth of x, which makes its bound a little larger: a factor of 1.1
+covers that. Roundings of float32 add 2**-21 |x| + 2**-40.
+"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -16,32 +58,24 @@ from conformance.subjects.claims import Claims
 from conformance.subjects.kinds.collective import NARROW
 
 LARGEST_HALF = torch.finfo(torch.float16).max
+SLACK = 1 + 2.0**-16
+FLOAT32 = 4  # bytes
+HEADER = 256  # bytes
+ROUGH = "crafted"  # the kind of input that tells messages apart in the plain scenario
 
-
-SLACK = 1 + 2.0**-16  # of a scale that is a quotient of float32, and what is multiplied by it
-
-
-FLOAT32 = 4
-
-
-HEADER = 256  # bytes that a message may have beside its values
-
-
-ROUGH = "crafted"  # what tells messages apart, in the plain scenario
-
-
-# What arrives in a call of this form is something else: the likely cause.
+# The likely cause of wrong values in a call of this form.
 _IGNORED = {
-    "positional": "an argument is not seen where it is given by position",
-    "keywords": "an argument is not seen where it is given by keyword",
+    "positional": "an argument is not seen if it is given by position",
+    "keywords": "an argument is not seen if it is given by keyword",
     "group_src": "group_src is ignored",
-    **dict.fromkeys(("splits", "positional_splits"), "the split sizes are ignored"),
+    "splits": "the split sizes are ignored",
+    "positional_splits": "the split sizes are ignored",
 }
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A call on record."""
+class Call:
+    """A recorded call of the collective on one rank."""
 
     rank: int
     step: int
@@ -51,10 +85,12 @@ class _Call:
 
     @property
     def refused(self) -> str:
+        """The error of a refusal, empty if the call was not refused."""
         return str(self.event["refused"])
 
     @property
-    def not_asked(self) -> bool:
+    def was_not_made(self) -> bool:
+        # If rank 0 refuses a call, its peers do not make it: they would wait for rank 0.
         return self.refused == "not asked"
 
     def __str__(self) -> str:
@@ -63,277 +99,432 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Right:
-    """What may arrive of a message, flat in float64.
+class Allowed:
+    """The values that may arrive of a message, flat in float64.
 
     Attributes:
-        exact: what was sent, divided by the loss factor.
-        low, high: the two values beside it, where it is ``grid``; or else the bounds of an interval.
-        bound: the largest error that it may have.
-        rounding: the relative error of a few operations in the dtype that it arrives in, and the smallest value of that.
+        exact: the sent values, divided by the loss factor.
+        low, high: with ``two_values`` the two right values, otherwise the ends of an interval.
+        two_values: whether only ``low`` and ``high`` are right, and nothing between them.
+        bound: the largest error.
+        relative_rounding: the relative error of a few operations in the dtype of the output.
+        smallest_rounding: their absolute error, the smallest subnormal of that dtype.
     """
 
     exact: torch.Tensor
     low: torch.Tensor
     high: torch.Tensor
-    grid: bool
+    two_values: bool
     bound: torch.Tensor
-    rounding: tuple[float, float]
+    relative_rounding: float
+    smallest_rounding: float
 
-    def wrong(self, got: torch.Tensor, own: bool = False) -> torch.Tensor:
-        """Return which elements are none that may arrive; at a rank from itself they may also be as they were."""
-        if self.grid:
+    def wrong(self, got: torch.Tensor, is_own: bool = False) -> torch.Tensor:
+        """Return which elements are wrong; a rank's own part may also be exact."""
+        if self.two_values:
             right = self._near(got, self.low) | self._near(got, self.high)
         else:
-            right = (got >= self.low - self.tolerance(self.low)) & (got <= self.high + self.tolerance(self.high))
-        return ~(right | (self._near(got, self.exact) if own else False))
-
-    def _near(self, got: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return (got == value) | (got.isnan() & value.isnan()) | ((got - value).abs() <= self.tolerance(value))
+            lowest = self.low - self.tolerance(self.low)
+            highest = self.high + self.tolerance(self.high)
+            right = (got >= lowest) & (got <= highest)
+        if is_own:
+            right |= self._near(got, self.exact)
+        return ~right
 
     def tolerance(self, value: torch.Tensor) -> torch.Tensor:
-        relative, smallest = self.rounding
-        return (relative * value.abs() + smallest).nan_to_num(0.0, 0.0, 0.0)
+        """Return how far roundings of the output's dtype may move a value; 0 for infinities."""
+        tolerance = self.relative_rounding * value.abs() + self.smallest_rounding
+        return tolerance.nan_to_num(0.0, 0.0, 0.0)
+
+    @property
+    def has_rounding(self) -> bool:
+        return self.relative_rounding > 0 or self.smallest_rounding > 0
+
+    def _near(self, got: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        # Infinities are equal, but their difference is NaN.
+        is_same = (got == value) | (got.isnan() & value.isnan())
+        return is_same | ((got - value).abs() <= self.tolerance(value))
 
 
 @dataclass(frozen=True)
-class _Arrival:
-    """What has arrived at a place of a call, and what should have."""
+class Arrival:
+    """A message that arrived in a call, from the rank ``source`` at the rank in ``place``."""
 
-    call: _Call
+    call: Call
     source: int
     place: int
     got: torch.Tensor | None
-    right: _Right
+    allowed: Allowed
 
     def __str__(self) -> str:
         return f"{self.call}, from rank {self.source}"
 
 
-def _calls(run: Run) -> Iterator[_Call]:
+def calls(run: Run) -> Iterator[Call]:
+    """Yield all recorded calls."""
     for rank in run.ranks:
         for event in rank.all("called"):
-            yield _Call(rank.rank, event["step"], event["index"], messages.form_of(run.scenario, event["index"]), event)
+            form = messages.form_of(run.scenario, event["index"])
+            yield Call(rank.rank, event["step"], event["index"], form, event)
 
 
-def _hold(
+def arrivals(run: Run, claims: Claims, call: Call) -> Iterator[Arrival]:
+    """Yield the messages of a call in the order of its outputs."""
+    group = run.group(call.rank)
+    for output, (source, to) in enumerate(_pairs(run, call)):
+        tensor = arrived_tensor(run, call, output)
+        got = None if tensor is None else tensor.reshape(-1).double()
+        allowed = _allowed(run, claims, call, source, to, call.step)
+        yield Arrival(call, group[source], group.index(call.rank), got, allowed)
+
+
+def arrived_tensor(run: Run, call: Call, output: int) -> torch.Tensor | None:
+    """Return an output of a call as it was recorded."""
+    record = next(rank for rank in run.ranks if rank.rank == call.rank)
+    return record.tensors.get(f"{call.step}/arrived/p{call.index}/{output}")
+
+
+def require_calls(
     run: Run,
     claims: Claims,
     found: Found,
-    kinds: tuple[str, ...] = (),
-    params: list[int] | None = None,
-    forms: tuple[str, ...] = (),
+    kinds: Sequence[str] = (),
+    params: Sequence[int] | None = None,
+    forms: Sequence[str] = (),
     may_refuse: bool = False,
 ) -> None:
-    """Require that everything arrives of the calls that feed one of ``kinds``, are of one of ``params``, made in one of ``forms``."""
-    for call in _calls(run):
-        if (kinds and run.scenario.steps[call.step] not in kinds) or (params is not None and call.index not in params):
-            continue
-        if forms and call.form not in forms:
-            continue
-        if may_refuse and call.refused:
+    """Require that every message of the selected calls arrives.
+
+    The calls are those with inputs of one of ``kinds``, for one of ``params``, in one of ``forms``.
+    """
+    for call in calls(run):
+        is_selected = (
+            (not kinds or run.scenario.steps[call.step] in kinds)
+            and (params is None or call.index in params)
+            and (not forms or call.form in forms)
+        )
+        if is_selected and may_refuse and call.refused:
             found.checked(1)
-            continue
-        _require(run, claims, found, call)
+        elif is_selected:
+            require_call(run, claims, found, call)
 
 
-def _require(run: Run, claims: Claims, found: Found, call: _Call, exact: bool = False) -> None:
-    """Require that a call was not refused and that everything of it has arrived; as it was, if ``exact``."""
-    if call.not_asked:
+def require_call(
+    run: Run, claims: Claims, found: Found, call: Call, is_exact: bool = False
+) -> None:
+    """Require that a call was not refused and that all its messages arrived, perhaps exactly."""
+    if call.was_not_made:
         return
     shape = run.scenario.params[call.index].shape
-    if not found.require(not call.refused, "the collective", f"{call}, of shape {shape}: it raised {call.refused}"):
+    actual = f"{call}, of shape {shape}: it raised {call.refused}"
+    if not found.require(not call.refused, "the collective", actual):
         return
-    for arrival in _arrivals(run, claims, call):
-        _judge(found, run, claims, arrival, exact)
+    for arrival in arrivals(run, claims, call):
+        require_arrival(run, claims, found, arrival, is_exact)
 
 
-def _judge(found: Found, run: Run, claims: Claims, arrival: _Arrival, exact: bool = False) -> bool:
-    got, right = arrival.got, arrival.right
-    shape = f"{len(right.exact)} elements"
-    if got is None or len(got) != len(right.exact):
-        return found.require(False, shape, f"{arrival}: {'no tensor' if got is None else f'{len(got)} elements'}")
-    group = run.group(arrival.call.rank)
-    own = group[arrival.place] == arrival.source
-    wrong = (got != right.exact if exact else right.wrong(got, own)).nonzero().reshape(-1)
-    if not right.grid and not len(wrong) and len(got):
-        found.checked(0, ((got - right.exact).abs() / (right.bound + right.tolerance(right.exact))).nan_to_num(0.0).max().item())
-    if found.require(not len(wrong), "", ""):
+def require_arrival(
+    run: Run, claims: Claims, found: Found, arrival: Arrival, is_exact: bool = False
+) -> bool:
+    """Require the right values of one message; return whether they are."""
+    got = arrival.got
+    allowed = arrival.allowed
+    expected = f"{len(allowed.exact)} elements"
+    if got is None:
+        return found.require(False, expected, f"{arrival}: no tensor")
+    if len(got) != len(allowed.exact):
+        return found.require(False, expected, f"{arrival}: {len(got)} elements")
+    is_own = run.group(arrival.call.rank)[arrival.place] == arrival.source
+    is_wrong = got != allowed.exact if is_exact else allowed.wrong(got, is_own)
+    wrong = is_wrong.nonzero().reshape(-1)
+    if not len(wrong):
+        margin = None
+        if not allowed.two_values and len(got):
+            bound = allowed.bound + allowed.tolerance(allowed.exact)
+            # An error of 0 beside a bound of 0 uses nothing of the bound.
+            used = ((got - allowed.exact).abs() / bound).nan_to_num(0.0)
+            margin = used.max().item()
+        found.checked(1, margin)
         return True
-    at, failure = int(wrong[0]), found.failures[-1]
-    failure.expected = _expected(right, at, exact)
-    failure.actual = f"{arrival}, index {at}: {got[at].item():.9g} ({len(wrong)} of {len(got)} elements differ)"
-    failure.cause = "integers are rounded" if exact else _cause(run, claims, arrival, at)
-    return False
+    at = int(wrong[0])
+    cause = "integers are rounded" if is_exact else _cause(run, claims, arrival, at)
+    return found.require(
+        False,
+        _describe_allowed(allowed, at, is_exact),
+        f"{arrival}, index {at}: {got[at].item():.9g} ({len(wrong)} of {len(got)} elements differ)",
+        cause,
+    )
 
 
-def _expected(right: _Right, at: int, exact: bool) -> str:
-    low, high, fed = (tensor[at].item() for tensor in (right.low, right.high, right.exact))
-    if exact:
-        return f"{fed:.17g}, or an error"
-    if low == high or low != low:
-        return f"{low:.9g}, of {fed:.9g}"
-    return f"{low:.9g} or {high:.9g}, of {fed:.9g}" if right.grid else f"{low:.9g} to {high:.9g}, of {fed:.9g}"
+def require_zero_signs(found: Found, arrival: Arrival) -> None:
+    """Require the sign of every zero."""
+    assert arrival.got is not None
+    exact = arrival.allowed.exact
+    wrong = ((exact == 0) & (arrival.got.signbit() != exact.signbit())).nonzero().reshape(-1)
+    actual = f"{arrival}: a zero with another sign, index {wrong[:1].tolist()}"
+    found.require(not len(wrong), "zeros with the signs that were sent", actual)
 
 
-def _cause(run: Run, claims: Claims, arrival: _Arrival, at: int) -> str:
-    """Name the mistake that makes this of what was sent, where it is a known one; ``at`` is the first element that is wrong."""
-    call, got, right = arrival.call, arrival.got, arrival.right
+def require_mean_of_calls(
+    found: Found, arrival: Arrival, tensors: list[torch.Tensor], count: int
+) -> None:
+    """Require that ``count`` tensors arrived for the same message, and that their mean is right.
+
+    ``arrival`` is the first arrival.
+    """
+    actual = f"{arrival}: {len(tensors)} arrived"
+    if not found.require(len(tensors) == count, f"{count} tensors", actual):
+        return
+    exact = arrival.allowed.exact
+    bound_of_call = arrival.allowed.bound
+    bound = 1.1 * bound_of_call / count + 2.0**-21 * exact.abs() + 2.0**-40
+    total = torch.zeros_like(exact)
+    for tensor in tensors:
+        total = total + tensor.reshape(-1).double()
+    error = (total / count - exact).abs()
+    at = int((error / bound).argmax())
+    are_same = all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+    found.require(
+        bool((error <= bound).all()),
+        f"a mean within {bound[at].item():.3g}",
+        f"{arrival}, index {at}: off by {error[at].item():.3g} over {count} calls; "
+        f"one call's bound is {bound_of_call[at].item():.3g}",
+        "nothing is fed back: each call loses the same again" if are_same else "",
+    )
+
+
+def loss_factor(run: Run, claims: Claims) -> float:
+    """Return the factor that the arrived values are divided by: the claimed one, or 1."""
+    loss = float(claims.options["divided"]["loss"]) if claims.has("divided") else 1.0
+    first = next((call for call in calls(run) if not call.refused), None)
+    if first is None or loss == 1.0:
+        return loss
+    tensor = arrived_tensor(run, first, 0)
+    if tensor is None:
+        return loss
+    got = tensor.double().reshape(-1)
+    size = len(run.group(first.rank))
+    pair = _pairs(run, first)[0]
+    sent = messages.message(run.scenario, size, first.step, first.index, *pair).double()
+    sent = sent.reshape(-1)
+    if len(sent) != len(got):
+        return loss
+    error_undivided = (got - sent).abs()
+    error_divided = (got - sent / loss).abs()
+    nearer_undivided = (error_undivided < error_divided).sum()
+    nearer_divided = (error_undivided > error_divided).sum()
+    return 1.0 if nearer_undivided > nearer_divided else loss
+
+
+def byte_limit(claims: Claims, size: int, count: int) -> float:
+    """Return the most bytes that ``size`` messages of ``count`` elements together may take."""
+    return largest_share(claims) * FLOAT32 * count + (HEADER + _padding(claims)) * size
+
+
+def largest_share(claims: Claims) -> float:
+    """Return the largest share of float32's bytes that values may take."""
+    if claims.has("bounded"):
+        return float(claims.options["bounded"]["ratio"])
+    if claims.has("rounded"):
+        return 0.5
+    return (1 + FLOAT32 / claims.options["blocks"]["size"]) / FLOAT32
+
+
+def neighbours(sent: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two values that a rounding may give: the same value twice if only one is right."""
+    if dtype == "float16":
+        nearest = sent.half().double()
+        return nearest.clamp(-LARGEST_HALF, LARGEST_HALF), nearest
+    # A bfloat16 is the upper half of a float32. One more in it is the next value away from zero.
+    bits = sent.float().view(torch.int32)
+    toward_zero = bits & ~0xFFFF
+    is_final = (bits == toward_zero) | ~sent.isfinite()
+    away = torch.where(is_final, toward_zero, toward_zero + 0x10000)
+    # Cutting off the lower half of a NaN's bits can leave those of an infinity.
+    low = torch.where(sent.isnan(), sent.float(), toward_zero.view(torch.float32))
+    high = torch.where(sent.isnan(), sent.float(), away.view(torch.float32))
+    return low.double(), high.double()
+
+
+def claimed_bound(claims: Claims, sent: torch.Tensor, largest_sent: torch.Tensor) -> torch.Tensor:
+    """Return the claimed bound of blocks(...) or bounded(...) for each element of a message.
+
+    ``largest_sent`` is the largest magnitude that the rank sends in the call.
+    """
+    if blocks := claims.options.get("blocks"):
+        largest_value, half_relative_step, half_smallest_step = NARROW[blocks["name"]]
+        scale = _largest_in_block(sent, blocks["size"]) / largest_value
+        return torch.maximum(sent.abs() * half_relative_step, scale * half_smallest_step)
+    bounded = claims.options["bounded"]
+    if "block" in bounded:
+        return bounded["relative"] * _largest_in_block(sent, bounded["block"])
+    return bounded["relative"] * largest_sent
+
+
+def _pairs(run: Run, call: Call) -> list[tuple[int, int]]:
+    """Return the places (source, destination) of the messages of a call, in their order."""
+    group = run.group(call.rank)
+    place = group.index(call.rank)
+    return messages.received(run.scenario, len(group), place, call.step, call.index)
+
+
+def _allowed(run: Run, claims: Claims, call: Call, source: int, to: int, step: int) -> Allowed:
+    """Return the values that may arrive of a message between two places of the group."""
+    size = len(run.group(call.rank))
+    loss = loss_factor(run, claims)
+    message = messages.message(run.scenario, size, step, call.index, source, to).reshape(-1)
+    sent = message.double()
+    is_rounded = claims.has("rounded")
+    if is_rounded:
+        dtype = claims.options["rounded"]["name"]
+        low, high = neighbours(message, dtype)
+        bound = sent.abs() * 2.0**-7 + 2.0**-133
+        if dtype == "float16":
+            bound = sent.abs() * 2.0**-11 + 2.0**-25
+    else:
+        bound = SLACK * _bound(run, claims, call, sent, source, step)
+        low = sent - bound
+        high = sent + bound
+    relative = 0.0
+    smallest = 0.0
+    # Rounded values need no other operation, and integers are not divided.
+    if message.is_floating_point() and not (is_rounded and loss == 1.0):
+        info = torch.finfo(message.dtype)
+        relative = 4 * info.eps
+        smallest = info.tiny * info.eps
+    return Allowed(
+        exact=sent / loss,
+        # A negative factor exchanges the two ends.
+        low=torch.minimum(low / loss, high / loss),
+        high=torch.maximum(low / loss, high / loss),
+        two_values=is_rounded,
+        bound=bound / abs(loss),
+        relative_rounding=relative,
+        smallest_rounding=smallest,
+    )
+
+
+def _bound(
+    run: Run, claims: Claims, call: Call, sent: torch.Tensor, source: int, step: int
+) -> torch.Tensor:
+    """Return the largest error of each element; a rough one in the step that 18.1 reads."""
+    size = len(run.group(call.rank))
+    largest = 0.0
+    for pair in messages.sent(run.scenario, size, source, step, call.index):
+        message = messages.message(run.scenario, size, step, call.index, *pair).double()
+        if message.numel():
+            largest = max(largest, float(message.abs().max()))
+    largest_sent = torch.full_like(sent, largest)
+    bound = claimed_bound(claims, sent, largest_sent)
+    if run.scenario.name == PLAIN.name and run.scenario.steps[step] == ROUGH:
+        return torch.maximum(bound, largest_sent / 8)
+    return bound
+
+
+def _largest_in_block(sent: torch.Tensor, block: int) -> torch.Tensor:
+    """Return for each element the largest magnitude in its block."""
+    if not len(sent):
+        return sent
+    blocks = torch.nn.functional.pad(sent.abs(), (0, -len(sent) % block)).view(-1, block)
+    return blocks.amax(1).repeat_interleave(block)[: len(sent)]
+
+
+def _padding(claims: Claims) -> int:
+    """Return how many more bytes a message takes if its last block is not full."""
+    blocks = claims.options.get("blocks")
+    return blocks["size"] + FLOAT32 if blocks else 0
+
+
+def _describe_allowed(allowed: Allowed, at: int, is_exact: bool) -> str:
+    low = allowed.low[at].item()
+    high = allowed.high[at].item()
+    exact = allowed.exact[at].item()
+    if is_exact:
+        return f"{exact:.17g}, or an error"
+    if low == high or math.isnan(low):
+        return f"{low:.9g}, for {exact:.9g}"
+    if allowed.two_values:
+        return f"{low:.9g} or {high:.9g}, for {exact:.9g}"
+    return f"{low:.9g} to {high:.9g}, for {exact:.9g}"
+
+
+def _cause(run: Run, claims: Claims, arrival: Arrival, at: int) -> str:
+    """Return the known mistake that gives these values, or an empty text if none does.
+
+    ``at`` is the first element that is wrong.
+    """
+    got = arrival.got
+    allowed = arrival.allowed
     assert got is not None
     if got.isnan().all():
         return "nothing is written"
     if run.scenario.name == SPECIAL.name:
-        return _lost_value(right.exact[at].item(), got[at].item())
+        return _lost_value(allowed.exact[at].item(), got[at].item())
     if not got.any():
-        return "zeros arrive: what is received is read before it is there"
-    for name, value in _mistaken(right, _loss(run, claims)).items():
-        if torch.allclose(got, value, rtol=0.0 if right.rounding == (0.0, 0.0) else 1e-3, atol=0.0):
+        return "zeros arrive: the received buffer is read before the message is there"
+    rtol = 1e-3 if allowed.has_rounding else 0.0
+    for name, value in _mistaken(allowed, loss_factor(run, claims)).items():
+        if torch.allclose(got, value, rtol=rtol, atol=0.0):
             return name
-    group = run.group(call.rank)
-    for step, source, to in product([call.step, *range(call.step)], range(len(group)), range(len(group))):
-        other = _right(run, claims, call, source, to, step)
-        if len(got) > 1 and len(other.exact) == len(got) and not other.wrong(got).any():
-            of = "" if step == call.step else f" in step {step}"
-            return f"it is what rank {group[source]} sends{'' if run.scenario.options[0] == 'all_gather' else f' rank {group[to]}'}{of}"
-    if right.grid and torch.equal(got.sort().values, right.low.sort().values):
+    if other := _other_message(run, claims, arrival.call, got):
+        return f"it is the message {other}"
+    if allowed.two_values and torch.equal(got.sort().values, allowed.low.sort().values):
         return "these are its elements in another order"
-    error = (got - right.exact).abs()
-    if not right.grid and (error <= right.bound.max()).all():
-        return "a scale is the largest of more than its block"
-    if not right.grid and (error <= 2 * right.bound + right.tolerance(right.exact)).all():
-        return "up to twice what it may be is lost: it is cut off, not rounded to the nearest"
-    if run.scenario.params[call.index].layout != "contiguous":
+    error = (got - allowed.exact).abs()
+    if not allowed.two_values and (error <= allowed.bound.max()).all():
+        return "a scale is the largest magnitude of more than its block"
+    twice = 2 * allowed.bound + allowed.tolerance(allowed.exact)
+    if not allowed.two_values and (error <= twice).all():
+        return "up to twice the bound is lost: values are truncated, not rounded to the nearest"
+    if run.scenario.params[arrival.call.index].layout != "contiguous":
         return "elements are taken in the order of memory"
-    return _IGNORED.get(call.form, "the group is ignored, or ranks are taken for places in it" if run.scenario.groups else "")
+    group_ignored = ""
+    if run.scenario.groups:
+        group_ignored = "the group is ignored, or ranks in the group are taken for global ranks"
+    return _IGNORED.get(arrival.call.form, group_ignored)
 
 
-def _lost_value(fed: float, got: float) -> str:
-    if math.isnan(fed):
+def _other_message(run: Run, claims: Claims, call: Call, got: torch.Tensor) -> str:
+    """Return the sender and receiver of the message that arrived instead; empty if none matches."""
+    # A single element equals others by chance.
+    if len(got) < 2:
+        return ""
+    group = run.group(call.rank)
+    places = range(len(group))
+    # This call first, and then earlier ones, whose buffers may be read again.
+    for step, source, to in product([call.step, *range(call.step)], places, places):
+        other = _allowed(run, claims, call, source, to, step)
+        if len(other.exact) == len(got) and not other.wrong(got).any():
+            receiver = "" if run.scenario.options[0] == "all_gather" else f" to rank {group[to]}"
+            earlier = "" if step == call.step else f" in step {step}"
+            return f"from rank {group[source]}{receiver}{earlier}"
+    return ""
+
+
+def _lost_value(sent: float, got: float) -> str:
+    if math.isnan(sent):
         return "NaN is lost"
-    if math.isinf(fed):
+    if math.isinf(sent):
         return "an infinity is lost"
     return "subnormal values are flushed to zero" if got == 0 else ""
 
 
-def _mistaken(right: _Right, loss: float) -> dict[str, torch.Tensor]:
-    """Return what known mistakes make of a message."""
-    exact = right.exact
-    scaled = {"it is divided twice": exact / loss, "it is multiplied by the factor": exact * loss * loss} if loss != 1.0 else {}
-    rounded = {"it is rounded to bfloat16": exact.bfloat16().double(), "it is rounded toward zero": _toward_zero(exact)}
-    return {"it is what was fed: it is not rounded": exact, **scaled, **(rounded if right.grid else {})}
+def _mistaken(allowed: Allowed, loss: float) -> dict[str, torch.Tensor]:
+    """Return the results of known mistakes with a message, by their names."""
+    exact = allowed.exact
+    known = {"the sent values arrive unrounded": exact}
+    if loss != 1.0:
+        known["it is divided twice"] = exact / loss
+        known["it is multiplied by the factor"] = exact * loss * loss
+    if allowed.two_values:
+        known["it is rounded to bfloat16"] = exact.bfloat16().double()
+        known["it is rounded toward zero"] = _toward_zero(exact)
+    return known
 
 
 def _toward_zero(values: torch.Tensor) -> torch.Tensor:
     """Return values rounded to float16 toward zero."""
     nearest = values.half()
-    beyond = nearest.double().abs() > values.abs()
-    return torch.where(beyond, torch.nextafter(nearest, torch.zeros_like(nearest)), nearest).double()
-
-
-def _arrivals(run: Run, claims: Claims, call: _Call) -> Iterator[_Arrival]:
-    group = run.group(call.rank)
-    pairs = messages.received(run.scenario, len(group), group.index(call.rank), call.step, call.index)
-    for k, (source, to) in enumerate(pairs):
-        tensor = _tensor(run, call, k)
-        got = None if tensor is None else tensor.reshape(-1).double()
-        yield _Arrival(call, group[source], group.index(call.rank), got, _right(run, claims, call, source, to, call.step))
-
-
-def _tensor(run: Run, call: _Call, k: int) -> torch.Tensor | None:
-    return next(rank for rank in run.ranks if rank.rank == call.rank).tensors.get(f"{call.step}/arrived/p{call.index}/{k}")
-
-
-def _right(run: Run, claims: Claims, call: _Call, source: int, to: int, step: int) -> _Right:
-    """Return what may arrive of the message from the rank in one place of the group to that in another."""
-    size, loss = len(run.group(call.rank)), _loss(run, claims)
-    fed = messages.message(run.scenario, size, step, call.index, source, to).reshape(-1)
-    sent = fed.double()
-    epsilon, smallest = (
-        (4 * torch.finfo(fed.dtype).eps, torch.finfo(fed.dtype).tiny * torch.finfo(fed.dtype).eps)
-        if fed.is_floating_point()
-        else (0.0, 0.0)
-    )
-    if claims.has("rounded"):
-        name = claims.options["rounded"]["name"]
-        low, high = _beside(fed, name)
-        bound = sent.abs() * 2.0**-11 + 2.0**-25 if name == "float16" else sent.abs() * 2.0**-7 + 2.0**-133
-        rounding = (0.0, 0.0) if loss == 1.0 else (epsilon, smallest)
-    else:
-        bound, rounding = SLACK * _bound(run, claims, call, sent, source, step), (epsilon, smallest)
-        low, high = sent - bound, sent + bound
-    low, high = torch.minimum(low / loss, high / loss), torch.maximum(low / loss, high / loss)
-    return _Right(sent / loss, low, high, claims.has("rounded"), bound / abs(loss), rounding)
-
-
-def _beside(fed: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values that a rounding may give: of float16 one, but beyond its range; of bfloat16 the two beside it."""
-    if name == "float16":
-        nearest = fed.half().double()
-        return nearest.clamp(-LARGEST_HALF, LARGEST_HALF), nearest
-    bits = fed.float().view(torch.int32)
-    toward_zero = bits & ~0xFFFF
-    away = torch.where((bits == toward_zero) | ~fed.isfinite(), toward_zero, toward_zero + 0x10000)
-    of_nan = torch.where(fed.isnan(), fed.float(), toward_zero.view(torch.float32)).double()
-    return of_nan, torch.where(fed.isnan(), fed.float(), away.view(torch.float32)).double()
-
-
-def _bound(run: Run, claims: Claims, call: _Call, sent: torch.Tensor, source: int, step: int) -> torch.Tensor:
-    """Return the largest error that each element of a message may have; where 18.1 asks, at least an eighth of the largest sent."""
-    size = len(run.group(call.rank))
-    places = messages.sent(run.scenario, size, source, step, call.index)
-    handed = [messages.message(run.scenario, size, step, call.index, *pair).double() for pair in places]
-    whole = torch.full_like(sent, max((float(part.abs().max()) for part in handed if part.numel()), default=0.0))
-    rough = run.scenario.name == PLAIN.name and run.scenario.steps[step] == ROUGH
-    return torch.maximum(_claimed_bound(claims, sent, whole), whole / 8 * rough)
-
-
-def _claimed_bound(claims: Claims, sent: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return the bound that is claimed for a message; ``whole`` is the largest magnitude of all that a rank sends in a call."""
-    if said := claims.options.get("blocks"):
-        top, relative, smallest = NARROW[said["name"]]
-        largest = _largest(sent, said["size"])
-        return torch.maximum(sent.abs() * relative, largest / top * smallest)
-    said = claims.options["bounded"]
-    if "block" in said:
-        return said["relative"] * _largest(sent, said["block"])
-    return said["relative"] * whole
-
-
-def _largest(sent: torch.Tensor, block: int) -> torch.Tensor:
-    """Return for each element the largest magnitude in its block."""
-    blocks = torch.nn.functional.pad(sent.abs(), (0, -len(sent) % block)).view(-1, block)
-    return blocks.amax(1).repeat_interleave(block)[: len(sent)] if len(sent) else sent
-
-
-def _loss(run: Run, claims: Claims) -> float:
-    """Return what has arrived is divided by: the factor that is claimed, or 1 where it is ignored, which is 18.3's to say."""
-    loss = float(claims.options["divided"]["loss"]) if claims.has("divided") else 1.0
-    first = next((call for call in _calls(run) if not call.refused), None)
-    got = None if first is None or loss == 1.0 else _tensor(run, first, 0)
-    if first is None or got is None:
-        return loss
-    group = run.group(first.rank)
-    pair = messages.received(run.scenario, len(group), group.index(first.rank), first.step, first.index)[0]
-    fed = messages.message(run.scenario, len(group), first.step, first.index, *pair).double().reshape(-1)
-    got = got.double().reshape(-1)
-    if len(fed) != len(got):
-        return loss
-    undivided, as_claimed = ((got - fed / factor).abs() for factor in (1.0, loss))
-    return 1.0 if (undivided < as_claimed).sum() > (undivided > as_claimed).sum() else loss
-
-
-def _share(claims: Claims) -> float:
-    """Return how many bytes of float32's are sent at most."""
-    if claims.has("bounded"):
-        return float(claims.options["bounded"]["ratio"])
-    return 0.5 if claims.has("rounded") else (1 + FLOAT32 / claims.options["blocks"]["size"]) / FLOAT32
-
-
-def _padding(claims: Claims) -> int:
-    """Return how many bytes more a message has, where its last block is not full."""
-    said = claims.options.get("blocks")
-    return said["size"] + FLOAT32 if said else 0
-
-
-def _wide(given: int, count: int) -> str:
-    return "as many bytes as in float32: values are rounded, and sent in a wide dtype" if given >= FLOAT32 * count else ""
+    is_beyond = nearest.double().abs() > values.abs()
+    nearer_zero = torch.nextafter(nearest, torch.zeros_like(nearest))
+    return torch.where(is_beyond, nearer_zero, nearest).double()

@@ -1,4 +1,33 @@
-"""TODO: conformance/judging/oracles/optimizer.py."""
+"""Right parameters after every step of an optimizer wrapper, and how far off they may be.
+
+The optimizer of each rank is computed here in float64, on all parameters, from the gradients that
+the kit fed. A torch optimizer on the rank itself would be shorter, but a subject that patches
+torch's optimizers would then change its own measure. With x a parameter, g its gradient and lr the
+learning rate, a step is
+
+    SGD     g <- g + weight_decay x;  m <- momentum m + g;  x <- x - lr m
+    Adam    m <- 0.9 m + 0.1 g;  v <- 0.999 v + 0.001 g**2;
+            x <- x - lr (m / (1 - 0.9**t)) / (sqrt(v / (1 - 0.999**t)) + 1e-8)  in its t-th step
+            (Kingma, Ba, ICLR 2015, algorithm 1, with the defaults of torch.optim.Adam)
+
+Gradients. With an averager each rank steps with gradients of its own. Without one all ranks of a
+group are given the same gradients, those of its first rank. Under DDP a rank steps with the mean
+over its group; with an averager only during the warm-up, and with its own gradients afterwards.
+Under Join the mean is the sum over the ranks that still have inputs, divided by the number of all.
+
+Averages. The averager counts its calls c = 0, 1, 2, ... If c >= warmup and period divides
+c - warmup, every parameter that is in a parameter group becomes the mean over the ranks of the
+process group, after the local step. Momentum is never averaged.
+
+Bounds. Learning rates, momenta, weight decays and fed gradients are powers of two, zeros or few
+digits long, so that SGD and its averages are exact in every order of operations: the bound is 0,
+and a right wrapper gives the same bits. An update of Adam is lr times a quotient, to which each of
+the two moments brings a few roundings: 32 epsilons of lr are generous for any way to compute the
+bias correction. Adding the update rounds relative to the parameter, which may have been larger
+before than it is now, by up to lr in each step. After n steps the bound is therefore
+
+    eps n (|x| + (32 + 2 n) lr)
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +45,11 @@ Values = list[torch.Tensor]
 
 
 @dataclass
-class _Local:
-    """The optimizer of one rank, as it is defined: all parameters, no other rank, in float64."""
+class LocalOptimizer:
+    """The optimizer of one rank as it is defined: on all parameters, without other ranks.
+
+    No tensor is ever changed in place, so that a copy of a list is a copy of its values.
+    """
 
     run: Run
     rank: int
@@ -26,44 +58,54 @@ class _Local:
     squares: Values = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        run, group = self.run, self.run.group(self.rank)
-        kind = "zero_all" if run.scenario.variant == "dtypes" else "crafted"
-        self.values = [fed(kind, spec, len(group), group[0], START, index).clone() for index, spec in enumerate(run.scenario.params)]
+        group = self.run.group(self.rank)
+        kind = "zero_all" if self.run.scenario.variant == "dtypes" else "crafted"
+        self.values = [
+            fed(kind, spec, len(group), group[0], START, index)
+            for index, spec in enumerate(self.run.scenario.params)
+        ]
         self.momenta = [torch.zeros_like(value) for value in self.values]
         self.squares = [torch.zeros_like(value) for value in self.values]
-        self._options = dict(_made(run)["options"])
+        self._options = dict(construction(self.run)["options"])
 
     def step(self, number: int) -> None:
-        """Step every parameter that is in a group and has a gradient."""
-        plan = setting(self.run.scenario)
-        if plan.rates and plan.rates[number] is not None:
-            self._options["lr"] = plan.rates[number]
-        for index, value in enumerate(self.values):
-            options = _options_of(self.run, self._options, index, number)
+        """Step every parameter that is in a parameter group and has a gradient."""
+        rates = setting(self.run.scenario).rates
+        if rates and rates[number] is not None:
+            self._options["lr"] = rates[number]
+        for index in range(len(self.values)):
+            options = _options_of_parameter(self.run, self._options, index, number)
             grad = _gradient(self.run, self.rank, number, index)
             if options is None or grad is None:
                 continue
             if self.run.scenario.variant == "adam":
                 self._adam(index, grad, options["lr"], number + 1)
-                continue
-            grad = grad + options.get("weight_decay", 0.0) * value
-            self.momenta[index] = options.get("momentum", 0.0) * self.momenta[index] + grad
-            self.values[index] = value - options["lr"] * self.momenta[index]
+            else:
+                self._sgd(index, grad, options)
 
-    def kept(self) -> tuple[Values, Values]:
-        return [value.clone() for value in self.values], [value.clone() for value in self.momenta]
+    def _sgd(self, index: int, grad: torch.Tensor, options: Mapping[str, float]) -> None:
+        grad = grad + options.get("weight_decay", 0.0) * self.values[index]
+        self.momenta[index] = options.get("momentum", 0.0) * self.momenta[index] + grad
+        self.values[index] = self.values[index] - options["lr"] * self.momenta[index]
 
     def _adam(self, index: int, grad: torch.Tensor, rate: float, count: int) -> None:
-        """Kingma, Ba, Adam, ICLR 2015, algorithm 1, with the options that torch.optim.Adam has unless it is given others."""
         self.momenta[index] = 0.9 * self.momenta[index] + 0.1 * grad
         self.squares[index] = 0.999 * self.squares[index] + 0.001 * grad**2
-        mean, square = self.momenta[index] / (1 - 0.9**count), self.squares[index] / (1 - 0.999**count)
+        mean = self.momenta[index] / (1 - 0.9**count)
+        square = self.squares[index] / (1 - 0.999**count)
         self.values[index] = self.values[index] - rate * mean / (square.sqrt() + 1e-8)
 
 
 @dataclass
-class _Step:
-    """One step of one rank: its parameters before it, after the optimizer, and when it is over; and with which ranks averaged."""
+class OptimizerStep:
+    """One step of one rank.
+
+    Attributes:
+        before: the parameters before it.
+        stepped: the parameters after the local optimizer's step.
+        after: the parameters when the whole step is over.
+        averaged: the global ranks that the averager averaged over; () if it did not average.
+    """
 
     before: Values
     stepped: Values
@@ -71,204 +113,301 @@ class _Step:
     averaged: tuple[int, ...]
 
 
-def _right(run: Run) -> dict[tuple[int, int], _Step]:
-    """Return what is right, by rank and step."""
-    plan, averages, right = setting(run.scenario), _averages(run), {}
+Steps = Mapping[tuple[int, int], OptimizerStep]
+# A known mistake: the parameter that it leaves on a rank, from that rank's right step.
+Mistake = Callable[[OptimizerStep, int], torch.Tensor]
+
+
+def right_steps(run: Run) -> Steps:
+    """Return the right steps of all ranks, by rank and step."""
+    right: dict[tuple[int, int], OptimizerStep] = {}
     for group in {run.group(rank.rank) for rank in run.ranks}:
-        ranks = {rank: _Local(run, rank) for rank in group}
-        kept, count, kept_count = {rank: local.kept() for rank, local in ranks.items()}, 0, 0
-        for step in range(len(run.scenario.steps)):
-            if step == plan.back[0]:
-                count = kept_count
-                for rank, local in ranks.items():
-                    local.values, local.momenta = ([value.clone() for value in values] for values in kept[rank])
-            before = {rank: list(local.values) for rank, local in ranks.items()}
-            for local in ranks.values():
-                local.step(step)
-            stepped = {rank: list(local.values) for rank, local in ranks.items()}
-            due = averages and _is_due(count, plan.warmup, plan.period)
-            count += 1
-            for index in range(len(run.scenario.params)) if due else ():
-                if not _is_in_a_group(run, index, step):
-                    continue
-                mean = torch.stack([stepped[rank][index] for rank in group]).sum(0) / len(group)
-                for local in ranks.values():
-                    local.values[index] = mean.clone()
-            for rank, local in ranks.items():
-                right[rank, step] = _Step(before[rank], stepped[rank], list(local.values), group if due else ())
-            if step == plan.back[1]:
-                kept, kept_count = {rank: local.kept() for rank, local in ranks.items()}, count
-    last = len(run.scenario.steps)  # on record where ranks join: when all have
-    return {**right, **{(rank.rank, last): right[rank.rank, last - 1] for rank in run.ranks}}
+        right.update(_steps_of_group(run, group))
+    # Under Join parameters are recorded once more, after the last step, when all ranks have joined.
+    last = len(run.scenario.steps)
+    for rank in run.ranks:
+        right[rank.rank, last] = right[rank.rank, last - 1]
+    return right
 
 
-def _require_right(run: Run, found: Found, until: int | None = None) -> None:
-    """Require what is right at every step on record, before step ``until`` if that is given."""
-    right = _right(run)
-    for rank, step in _steps(run):
-        if until is not None and step >= until:
+def local_optimizer_after(run: Run, rank: int, steps: int) -> LocalOptimizer:
+    """Return the optimizer of a rank after so many steps without an average."""
+    optimizer = LocalOptimizer(run, rank)
+    for number in range(steps):
+        optimizer.step(number)
+    return optimizer
+
+
+def require_right(run: Run, found: Found, until: int | None = None) -> None:
+    """Require right parameters after every recorded step, or after those before step ``until``."""
+    right = right_steps(run)
+    for rank, step in steps(run):
+        if until is None or step < until:
+            for index in range(len(run.scenario.params)):
+                _require_parameter(run, found, right, rank, step, index)
+
+
+def require_one_averager_call(run: Run, found: Found) -> None:
+    """Require one call of the averager in each step, with all parameters, after the local step."""
+    for rank, step in steps(run):
+        place = f"rank {rank}, step {step}"
+        calls = list(run.ranks[rank].all("asked", step=step))
+        if len(calls) != 1:
+            cause = "the averager's count runs ahead of the steps" if calls else ""
+            actual = f"{place}: the averager was called {len(calls)} times"
+            found.require(False, "one call of the averager", actual, cause)
             continue
-        now = right[rank, step]
-        for index, spec in enumerate(run.scenario.params):
-            got, expected = _got(run, rank, step, index), now.after[index]
-            kept = run.ranks[rank].tensors[f"{step}/parameter/p{index}"].dtype
-            found.require(
-                kept == getattr(torch, spec.dtype), f"a parameter of {spec.dtype}", f"rank {rank}, step {step}: p{index} is {kept}"
-            )
-            error, bound = (got - expected).abs(), _bound(run, expected, spec.dtype, step)
-            wrong = (~(error <= bound)).nonzero()
-            if not len(wrong):
-                continue
-            at = int(wrong[0])
-            average = f", averaged over ranks {list(now.averaged)}" if now.averaged else ""
-            found.require(
-                False,
-                f"the optimizer's step{average}: {expected[at].item():.9g}",
-                f"rank {rank}, step {step}, p{index}, index {at}: {got[at].item():.9g} ({len(wrong)} of {len(got)} elements differ)",
-                _cause(run, right, rank, step, index, got),
-            )
-
-
-def _bound(run: Run, value: torch.Tensor, dtype: str, step: int) -> torch.Tensor:
-    """Return how far off it may be: SGD is exact here, Adam is not.
-
-    Each of Adam's updates is the rate times a quotient, to which both moments bring few roundings each: of the order of 32
-    epsilons of the rate are generous, with a bias correction that is computed in any way. Adding it rounds relative to the value,
-    which may be larger before than it is now, by a rate for each step.
-    """
-    if run.scenario.variant != "adam":
-        return torch.zeros_like(value)
-    eps, rate, steps = torch.finfo(getattr(torch, dtype)).eps, _made(run)["options"]["lr"], step + 1
-    return eps * steps * (value.abs() + (32 + 2 * steps) * rate)
-
-
-def _cause(run: Run, right: Mapping[tuple[int, int], _Step], rank: int, step: int, index: int, got: torch.Tensor) -> str:
-    """Name the mistake that makes this of these values, where it is a known one."""
-    now, group = right[rank, step], run.group(rank)
-    step = min(step, len(run.scenario.steps) - 1)
-
-    def over(stepped: Callable[[_Step, int], torch.Tensor], ranks: tuple[int, ...]) -> torch.Tensor:
-        return torch.stack([stepped(right[other, step], other) for other in ranks]).sum(0) / len(ranks)
-
-    known = {}
-    if now.averaged:
-        known["it stepped, and the average is lost"] = now.stepped[index]
-        known["it averaged first, and stepped then"] = over(lambda of, _: of.before[index], group) + now.stepped[index] - now.before[index]
-    elif _averages(run):
-        known["it averaged, where the averager does not"] = over(lambda of, _: of.stepped[index], group)
-    if step and (before := right[rank, step - 1]).averaged:
-        known["it went on from before the average"] = before.stepped[index] + now.stepped[index] - now.before[index]
-    for name, stepped in _mistakes(run, step, index).items():
-        known[name] = over(stepped, now.averaged or (rank,))
-    if exact := next((name for name, value in known.items() if len(got) and torch.equal(got, value)), ""):
-        return exact
-    if any(_gradient(run, other, step, index) is None for other in now.averaged or (rank,)):
-        return "it was stepped where it has no gradient"
-    update, found = now.stepped[index] - now.before[index], got - now.before[index]
-    if len(got) > 1 and not now.averaged and torch.equal(update.sort().values, found.sort().values):
-        return "elements are in another order: the parameter is where it has other strides than its gradient"
-    return ""
-
-
-def _mistakes(run: Run, step: int, index: int) -> dict[str, Callable[[_Step, int], torch.Tensor]]:
-    """Return steps that are known mistakes: what each makes of what a rank had before."""
-    plan, options = setting(run.scenario), _made(run)["options"]
-    rate, momentum = (plan.rates[step] if plan.rates else None) or options["lr"], options.get("momentum", 0.0)
-
-    def grad(rank: int) -> torch.Tensor:
-        found = _gradient(run, rank, step, index)
-        return torch.zeros(()) if found is None else found
-
-    def stepped_with(of: _Step, rank: int, options: Mapping[str, float]) -> torch.Tensor:
-        return of.before[index] - options["lr"] * (grad(rank) + options.get("weight_decay", 0.0) * of.before[index])
-
-    def stepped_at(of: _Step, rank: int, earlier: float) -> torch.Tensor:
-        return of.before[index] + (of.stepped[index] - of.before[index]) * (earlier / rate)
-
-    def stepped_twice(of: _Step, rank: int) -> torch.Tensor:
-        return of.stepped[index] + momentum * (of.stepped[index] - of.before[index]) - rate * grad(rank)
-
-    mistakes: dict[str, Callable[[_Step, int], torch.Tensor]] = {"it was not stepped": lambda of, _: of.before[index]}
-    for number, (_, others) in enumerate(plan.groups):
-        mistakes[f"stepped with the options of group {number}"] = partial(stepped_with, options=others)
-    if plan.groups:
-        return mistakes
-    mistakes["it was stepped twice"] = stepped_twice
-    for earlier in (options["lr"], *plan.rates[:step]):
-        if earlier is not None and earlier != rate:
-            mistakes[f"stepped with an earlier learning rate, {earlier:g}"] = partial(stepped_at, earlier=earlier)
-    if momentum:
-        mistakes["momentum is lost"] = partial(stepped_with, options={"lr": rate})
-    return mistakes
-
-
-def _require_asked(run: Run, found: Found) -> None:
-    for rank, step in _steps(run):
-        asked = list(run.ranks[rank].all("asked", step=step))
-        where = f"rank {rank}, step {step}"
-        cause = "the averager's count runs ahead of the steps" if len(asked) > 1 else ""
-        if not found.require(len(asked) == 1, "the averager is asked once", f"{where}: it was asked {len(asked)} times", cause):
-            continue
-        found.require(asked[0]["stepped"], "asked when it has stepped", f"{where}: no parameter had been stepped yet")
-        missing = ", ".join(f"p{index}" for index in asked[0]["missing"])
+        found.checked(1)
         found.require(
-            not missing, "asked for all parameters", f"{where}: not for {missing}", "it was given copies" if asked[0]["others"] else ""
+            calls[0]["stepped"],
+            "a call of the averager after the optimizer's step",
+            f"{place}: no parameter had been stepped before the call",
+        )
+        missing = ", ".join(f"p{index}" for index in calls[0]["missing"])
+        found.require(
+            not missing,
+            "a call of the averager with all parameters",
+            f"{place}: {missing} missing",
+            "the averager was given copies" if calls[0]["others"] else "",
         )
 
 
-def _gradient(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None:
-    """Return what a rank's optimizer steps a parameter with; None where there is nothing."""
-    scenario, group, averages = run.scenario, run.group(rank), _averages(run)
-    spec, kind, plan = scenario.params[index], scenario.steps[step], setting(scenario)
-    if scenario.uneven:
-        having = [other for other in group if step < scenario.inputs_of(other, run.world)]
-        total = torch.stack([fed(kind, spec, len(group), other, step, index) for other in having]).sum(0)
-        return total / run.world
-    if scenario.variant == "ddp" and not (averages and step >= plan.warmup):
-        return torch.stack([fed(kind, spec, len(group), other, step, index) for other in group]).mean(0)
-    own = averages or scenario.variant == "ddp"
-    places = (group.index(rank),) if own else range(len(group))
-    if scenario.variant == "unused" and not any(uses(len(group), place, step, index) for place in places):
-        return None
-    return fed(kind, spec, len(group), rank if own else group[0], step, index)
+def construction(run: Run) -> dict[str, Any]:
+    """Return the record of how the subject was made: its options, and whether with an averager."""
+    event = run.ranks[0].first("made")
+    assert event is not None
+    return event
 
 
-def _options_of(run: Run, options: dict[str, Any], index: int, step: int) -> Mapping[str, float] | None:
-    """Return the options of a parameter's group; None while it is in none."""
-    groups = setting(run.scenario).groups
-    if not groups:
-        return options
-    if not _is_in_a_group(run, index, step):
-        return None
-    return next(of for indices, of in groups if index in indices)
+def takes_averager(run: Run) -> bool:
+    """Return whether the subject has taken an averager."""
+    return bool(construction(run)["averager"])
 
 
-def _is_in_a_group(run: Run, index: int, step: int) -> bool:
-    plan = setting(run.scenario)
-    return not plan.groups or step >= plan.added or index not in plan.groups[-1][0]
-
-
-def _is_due(count: int, warmup: int, period: int) -> bool:
+def is_due(count: int, warmup: int, period: int) -> bool:
+    """Return whether the averager averages in the call of this count."""
     return count >= warmup and (count - warmup) % period == 0
 
 
-def _made(run: Run) -> dict[str, Any]:
-    said = run.ranks[0].first("made")
-    assert said is not None
-    return said
-
-
-def _averages(run: Run) -> bool:
-    """Whether it has taken an averager."""
-    return bool(_made(run)["averager"])
-
-
-def _steps(run: Run) -> Iterator[tuple[int, int]]:
-    """Yield (rank, step) of every step on record."""
+def steps(run: Run) -> Iterator[tuple[int, int]]:
+    """Yield (rank, step) of every recorded step."""
     for rank in run.ranks:
         for event in rank.all("stepped"):
             yield rank.rank, event["step"]
 
 
-def _got(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return a parameter after a step, flat in float64."""
     return run.ranks[rank].tensors[f"{step}/parameter/p{index}"].reshape(-1).double()
+
+
+def _steps_of_group(run: Run, group: tuple[int, ...]) -> dict[tuple[int, int], OptimizerStep]:
+    plan = setting(run.scenario)
+    optimizers = {rank: LocalOptimizer(run, rank) for rank in group}
+    restored_before, saved_after = plan.back
+    count = 0
+    saved_count = count
+    saved = {rank: (list(o.values), list(o.momenta)) for rank, o in optimizers.items()}
+    right = {}
+    for step in range(len(run.scenario.steps)):
+        if step == restored_before:
+            count = saved_count
+            for rank, optimizer in optimizers.items():
+                values, momenta = saved[rank]
+                optimizer.values = list(values)
+                optimizer.momenta = list(momenta)
+        before = {rank: list(optimizer.values) for rank, optimizer in optimizers.items()}
+        for optimizer in optimizers.values():
+            optimizer.step(step)
+        stepped = {rank: list(optimizer.values) for rank, optimizer in optimizers.items()}
+        averages = takes_averager(run) and is_due(count, plan.warmup, plan.period)
+        count += 1
+        if averages:
+            _average(run, optimizers, step)
+        for rank, optimizer in optimizers.items():
+            after = list(optimizer.values)
+            averaged = group if averages else ()
+            right[rank, step] = OptimizerStep(before[rank], stepped[rank], after, averaged)
+        if step == saved_after:
+            saved_count = count
+            saved = {rank: (list(o.values), list(o.momenta)) for rank, o in optimizers.items()}
+    return right
+
+
+def _average(run: Run, optimizers: Mapping[int, LocalOptimizer], step: int) -> None:
+    for index in range(len(run.scenario.params)):
+        if _is_in_a_group(run, index, step):
+            values = [optimizer.values[index] for optimizer in optimizers.values()]
+            mean = torch.stack(values).sum(0) / len(values)
+            for optimizer in optimizers.values():
+                optimizer.values[index] = mean
+
+
+def _require_parameter(
+    run: Run, found: Found, right: Steps, rank: int, step: int, index: int
+) -> None:
+    place = f"rank {rank}, step {step}"
+    dtype = run.scenario.params[index].dtype
+    got_dtype = run.ranks[rank].tensors[f"{step}/parameter/p{index}"].dtype
+    found.require(
+        got_dtype == getattr(torch, dtype),
+        f"a parameter of {dtype}",
+        f"{place}: p{index} is {got_dtype}",
+    )
+    right_step = right[rank, step]
+    expected = right_step.after[index]
+    got = result(run, rank, step, index)
+    # NaN compares false with everything, so that it is wrong as well.
+    wrong = (~((got - expected).abs() <= _bound(run, expected, dtype, step))).nonzero()
+    if not len(wrong):
+        return
+    at = int(wrong[0])
+    average = ""
+    if right_step.averaged:
+        average = f", averaged over ranks {list(right_step.averaged)}"
+    found.require(
+        False,
+        f"the optimizer's step{average}: {expected[at].item():.9g}",
+        f"{place}, p{index}, index {at}: {got[at].item():.9g} "
+        f"({len(wrong)} of {len(got)} elements differ)",
+        _cause(run, right, rank, step, index, got),
+    )
+
+
+def _bound(run: Run, value: torch.Tensor, dtype: str, step: int) -> torch.Tensor:
+    if run.scenario.variant != "adam":
+        return torch.zeros_like(value)
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    rate = construction(run)["options"]["lr"]
+    count = step + 1
+    return eps * count * (value.abs() + (32 + 2 * count) * rate)
+
+
+def _cause(run: Run, right: Steps, rank: int, step: int, index: int, got: torch.Tensor) -> str:
+    """Return the known mistake that gives these values, or an empty text if none does."""
+    right_step = right[rank, step]
+    step = min(step, len(run.scenario.steps) - 1)
+    for name, value in _known_results(run, right, right_step, rank, step, index).items():
+        if len(got) and torch.equal(got, value):
+            return name
+    ranks = right_step.averaged or (rank,)
+    if any(_gradient(run, other, step, index) is None for other in ranks):
+        return "it was stepped without a gradient"
+    # With one element, or after an average, another order of elements cannot be recognised.
+    if len(got) > 1 and not right_step.averaged:
+        update = right_step.stepped[index] - right_step.before[index]
+        got_update = got - right_step.before[index]
+        if torch.equal(update.sort().values, got_update.sort().values):
+            return (
+                "elements are in another order: the parameter's strides differ from those of its "
+                "gradient"
+            )
+    return ""
+
+
+def _known_results(
+    run: Run, right: Steps, right_step: OptimizerStep, rank: int, step: int, index: int
+) -> dict[str, torch.Tensor]:
+    """Return the results of known mistakes by their names, the likeliest first."""
+
+    def mean(mistake: Mistake, ranks: tuple[int, ...]) -> torch.Tensor:
+        values = [mistake(right[other, step], other) for other in ranks]
+        return torch.stack(values).sum(0) / len(values)
+
+    before = right_step.before[index]
+    update = right_step.stepped[index] - before
+    known = {}
+    if right_step.averaged:
+        known["it stepped, and the average is lost"] = right_step.stepped[index]
+        mean_before = mean(lambda other, _: other.before[index], run.group(rank))
+        known["it averaged before it stepped"] = mean_before + update
+    elif takes_averager(run):
+        mean_stepped = mean(lambda other, _: other.stepped[index], run.group(rank))
+        known["it averaged at a step at which the averager does not"] = mean_stepped
+    if step and right[rank, step - 1].averaged:
+        stepped_before = right[rank, step - 1].stepped[index]
+        known["it continued from the parameters before the average"] = stepped_before + update
+    for name, mistake in _mistakes(run, step, index).items():
+        known[name] = mean(mistake, right_step.averaged or (rank,))
+    return known
+
+
+def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
+    """Return known mistakes in a local step by their names."""
+    plan = setting(run.scenario)
+    options = construction(run)["options"]
+    rate = (plan.rates[step] if plan.rates else None) or options["lr"]
+    momentum = options.get("momentum", 0.0)
+
+    def gradient(rank: int) -> torch.Tensor:
+        grad = _gradient(run, rank, step, index)
+        return torch.zeros(()) if grad is None else grad
+
+    def step_with(right: OptimizerStep, rank: int, options: Mapping[str, float]) -> torch.Tensor:
+        decayed = gradient(rank) + options.get("weight_decay", 0.0) * right.before[index]
+        return right.before[index] - options["lr"] * decayed
+
+    def step_at(right: OptimizerStep, rank: int, earlier: float) -> torch.Tensor:
+        update = right.stepped[index] - right.before[index]
+        return right.before[index] + update * (earlier / rate)
+
+    def step_twice(right: OptimizerStep, rank: int) -> torch.Tensor:
+        update = right.stepped[index] - right.before[index]
+        return right.stepped[index] + momentum * update - rate * gradient(rank)
+
+    mistakes: dict[str, Mistake] = {"it was not stepped": lambda right, _: right.before[index]}
+    for number, (_, others) in enumerate(plan.groups):
+        name = f"it was stepped with the options of group {number}"
+        mistakes[name] = partial(step_with, options=others)
+    # The other mistakes are computed with one set of options for all parameters.
+    if plan.groups:
+        return mistakes
+    mistakes["it was stepped twice"] = step_twice
+    for earlier in (options["lr"], *plan.rates[:step]):
+        if earlier is not None and earlier != rate:
+            name = f"it was stepped with an earlier learning rate, {earlier:g}"
+            mistakes[name] = partial(step_at, earlier=earlier)
+    if momentum:
+        mistakes["momentum is lost"] = partial(step_with, options={"lr": rate})
+    return mistakes
+
+
+def _gradient(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None:
+    """Return the gradient that a rank's optimizer steps a parameter with, or None if none."""
+    scenario = run.scenario
+    group = run.group(rank)
+    size = len(group)
+    spec = scenario.params[index]
+    kind = scenario.steps[step]
+    if scenario.uneven:
+        training = [other for other in group if step < scenario.inputs_of(other, run.world)]
+        values = [fed(kind, spec, size, other, step, index) for other in training]
+        return torch.stack(values).sum(0) / run.world
+    has_averager = takes_averager(run)
+    is_under_ddp = scenario.variant == "ddp"
+    if is_under_ddp and not (has_averager and step >= setting(scenario).warmup):
+        return torch.stack([fed(kind, spec, size, other, step, index) for other in group]).mean(0)
+    has_own = has_averager or is_under_ddp
+    if scenario.variant == "unused":
+        # Without an averager all ranks are given the same gradients: the union of the used ones.
+        places = (group.index(rank),) if has_own else range(size)
+        if not any(uses(size, place, step, index) for place in places):
+            return None
+    return fed(kind, spec, size, rank if has_own else group[0], step, index)
+
+
+def _options_of_parameter(
+    run: Run, options: dict[str, Any], index: int, step: int
+) -> Mapping[str, float] | None:
+    """Return the options of a parameter's group, or None while it is in no group."""
+    groups = setting(run.scenario).groups
+    if not groups:
+        return options
+    if not _is_in_a_group(run, index, step):
+        return None
+    return next(group_options for indices, group_options in groups if index in indices)
+
+
+def _is_in_a_group(run: Run, index: int, step: int) -> bool:
+    plan = setting(run.scenario)
+    return not plan.groups or step >= plan.added or index not in plan.groups[-1][0]

@@ -1,4 +1,23 @@
-"""TODO: conformance/judging/oracles/strategy.py."""
+"""Right gradients after a step under a sync strategy, and how far off they may be.
+
+Let x_q(b) be the values that micro-batch b adds to the gradient of a parameter on rank q, zeros if
+the micro-batch does not use the parameter. Gradients accumulate over the n micro-batches since they
+were last cleared, which may include those of earlier steps. Let W be the number of ranks that DDP
+averages over; without DDP it is 1. After the step every one of these ranks holds
+
+    sum_b (1 / W) sum_q x_q(b)
+
+A parameter that no rank has used has no gradient, or zeros.
+
+Bounds. Crafted values are exact in every order of these operations, also if the accumulated
+gradient is averaged again in each micro-batch: the bound is 0. With random values each x_q(b)
+takes part in at most n accumulations and n averages. An average over W ranks takes W - 1 additions
+and a product with a rounded quotient. Together with the accumulation these are at most W + 2
+roundings of half an epsilon in each of the n micro-batches, relative to the magnitude of
+everything that was added. The bound is twice as much:
+
+    n (W + 2) eps sum_b sum_q |x_q(b)| / W
+"""
 
 import itertools
 from collections import Counter
@@ -7,200 +26,278 @@ from typing import Any
 
 import torch
 
-from conformance.judging.verdict import Found
+from conformance.judging.verdict import Failure, Found
 from conformance.records.run import Run, fed
 from conformance.scenarios.strategy import NO_DDP, batches, clears, multiple, raises_in, uses
 
-EXPLAINED = 50  # failures of a run whose causes are looked for
+# Looking for causes takes longer than judging, so that only the first failures of a run have one.
+MAX_EXPLAINED = 50
+_NO_GRADIENT = ": there is no gradient"
 
-
-NO_GRADIENT = ": there is no gradient"
-
-
-def _as_before(run: Run, rank: int, step: int, found: Found) -> None:
-    """Require that DDP synchronises by itself, as it did before, when the context of a last micro-batch has been left."""
-    batch = raises_in(run.scenario, step)
-    if batch is None or batch == batches(run.scenario, step) - 1:
-        on = _said(run, rank, step)["synchronises"]
-        left = f"rank {rank}, step {step}: model.require_backward_grad_sync is {on} when the last context is left"
-        found.require(
-            on, "it is True, as before", left, "what was set for the context was not put back" + " after an error" * (batch is not None)
-        )
+Part = tuple[int, int]  # a step, and a micro-batch in it
 
 
 def right(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
-    """Return what the gradient of a parameter is to be after a step, flat in float64: zeros where no rank has used it."""
-    total = torch.zeros_like(_fed(run, rank, step, 0, index))
-    for at, batch in _parts(run, step):
-        total += _mean(run, rank, at, batch, index)
+    """Return the right gradient of a parameter after a step, flat in float64."""
+    total = torch.zeros_like(fed_part(run, rank, (step, 0), index))
+    for part in parts(run, step):
+        total += _mean(run, rank, part, index)
     return total
 
 
-def _means(run: Run, found: Found) -> None:
-    """Require the right gradients after every step that was not cut short."""
-    alike: dict[int, list[str]] = {}  # by the place of a failure, the mistakes that make such a value
-    for rank, step in _steps(run):
+def rounding_bound(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return how far a right result of random values may be from the sum of means."""
+    all_parts = list(parts(run, step))
+    ranks = averaged_ranks(run, rank)
+    magnitudes = [fed_part(run, q, part, index).abs() for part in all_parts for q in ranks]
+    eps = torch.finfo(getattr(torch, run.scenario.params[index].dtype)).eps
+    total = torch.stack(magnitudes).sum(0) / len(ranks)
+    return total * len(all_parts) * (len(ranks) + 2) * eps
+
+
+def require_means(run: Run, found: Found) -> None:
+    """Require the right gradients after every step, except steps with an injected exception."""
+    # By the place of a failure in the list: the known mistakes that give its value.
+    causes: dict[int, list[str]] = {}
+    for rank, step in steps(run):
         if raises_in(run.scenario, step) is not None:
             continue
         for index in range(len(run.scenario.params)):
-            wanted, got = right(run, rank, step, index), _got(run, rank, step, index)
-            where, used = f"rank {rank}, step {step}, p{index}", _is_used(run, rank, step, index)
+            got = result(run, rank, step, index)
             if got is None:
-                found.require(not used, "the mean", f"{where}{NO_GRADIENT}", _none(run, rank, step, index))
+                _require_unused(run, found, rank, step, index)
                 continue
-            bound = 0.0 * wanted if run.scenario.steps[step] == "crafted" else _roundings(run, rank, step, index)
-            wrong = (~((got - wanted).abs() <= bound)).nonzero()
-            if not len(wrong):
-                found.checked(1)
-                continue
-            at = int(wrong[0])
-            expected = f"the sum over micro-batches of the means: {wanted[at].item():.9g}" if used else "no gradient, or zeros"
-            actual = f"{where}, index {at}: {got[at].item():.9g} ({len(wrong)} of {len(got)} elements differ)"
-            found.require(False, expected, actual)
-            if len(alike) < EXPLAINED:
-                alike[len(found.failures) - 1] = _causes(run, rank, step, index, got)
-    often = Counter(name for names in alike.values() for name in names)
-    for place, names in alike.items():
-        found.failures[place].cause = max(names, key=often.__getitem__, default="")
+            is_right = _require_mean(run, found, rank, step, index, got)
+            if not is_right and len(causes) < MAX_EXPLAINED:
+                place = len(found.failures) - 1
+                causes[place] = _causes(run, rank, step, index, got)
+    # Several mistakes can give one value: the likeliest explains the most failures of the run.
+    frequency = Counter(name for names in causes.values() for name in names)
+    for place, names in causes.items():
+        found.failures[place].cause = max(names, key=frequency.__getitem__, default="")
 
 
-def _roundings(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
-    """Return how far a right result can be from the sum of means.
-
-    With n micro-batches, each value goes through at most n accumulations and n averages; an average over W ranks is W - 1 sums
-    and a product with a rounded quotient: W + 2 roundings of half an eps each, relative to what has come together, in each of the
-    n. The bound is twice that.
-    """
-    size, parts = _size(run, rank), list(_parts(run, step))
-    together = torch.stack([_fed(run, other, at, b, index).abs() for at, b in parts for other in _ranks(run, rank)]).sum(0) / size
-    return together * len(parts) * (size + 2) * torch.finfo(getattr(torch, run.scenario.params[index].dtype)).eps
-
-
-def _causes(run: Run, rank: int, step: int, index: int, got: torch.Tensor) -> list[str]:
-    """Name the known mistakes that make this of these values; of several, the first is the likeliest."""
-    size, wanted, own = _size(run, rank), right(run, rank, step, index), _own(run, rank, step, index)
-    dtype = run.scenario.params[index].dtype
-    over_world = torch.stack([_own(run, other, step, index) for other in range(run.world)]).mean(0)
-    if dtype not in ("float32", "float64"):
-        return []  # where different mistakes round to the same
-    if run.scenario.name == NO_DDP.name:
-        return ["it was averaged over ranks, though there is no DDP"] if _alike(got, over_world) else []
-    users = sum(_has_used(run, other, step, index) for other in _ranks(run, rank))
-    known = {
-        **({"averaged over WORLD": over_world, "divided by the size of WORLD": wanted * size / run.world} if run.scenario.groups else {}),
-        "averaged over the ranks alone that have used it: the zeros of the others count too": wanted * size / max(users, 1),
-        "each rank keeps its own: what has accumulated was not synchronised, a lost sync": own,
-        "each rank has its own, divided: it was not summed, or not yet": own / size,
-        "the sum, not divided": wanted * size,
-        "divided twice": wanted / size,
-        **_of_some(run, rank, step, index),
-        "the k-th gradients of all ranks were averaged together, whatever parameters they belong to": _mixed(run, rank, step, index),
-    }
-    names = [name for name, value in known.items() if value is not None and _alike(got, value) and not _alike(wanted, value)]
-    return names or ["it went through float32"] * (dtype == "float64" and torch.equal(got, got.float().double()))
+def require_ddp_restored(run: Run, rank: int, step: int, found: Found) -> None:
+    """Require that DDP synchronises by itself again after the context of a last micro-batch."""
+    raising = raises_in(run.scenario, step)
+    if raising is not None and raising != batches(run.scenario, step) - 1:
+        return
+    synchronises = record(run, rank, step)["synchronises"]
+    cause = "a setting of the context was not restored"
+    if raising is not None:
+        cause += " after an error"
+    found.require(
+        synchronises,
+        "True, as before",
+        f"rank {rank}, step {step}: model.require_backward_grad_sync is {synchronises} after the "
+        "last context",
+        cause,
+    )
 
 
-def _of_some(run: Run, rank: int, step: int, index: int) -> dict[str, torch.Tensor]:
-    """Return by their names the results of mistakes with some of the micro-batches."""
-    parts = list(_parts(run, step))
-    before, now = [part for part in parts if part[0] < step], [part for part in parts if part[0] == step]
-    means, own = ({p: of(run, rank, *p, index) for p in parts} for of in (_mean, _fed))
-    total = torch.stack(list(means.values())).sum(0)
-    known = {"divided by the number of micro-batches": total / len(now)}
-    if before:
-        known["gradients that were there before the step are missing"] = total - torch.stack([means[p] for p in before]).sum(0)
-    for number in range(1, len(now)):
-        for some in itertools.combinations(now, number):
-            names = ", ".join(str(batch) for _, batch in some)
-            rest = total - torch.stack([means[p] for p in some]).sum(0)
-            known[f"micro-batch {names} is missing"] = rest
-            known[f"of micro-batch {names} each rank keeps its own"] = rest + torch.stack([own[p] for p in some]).sum(0)
-    return known
+def is_missing_gradient(failure: Failure) -> bool:
+    """Return whether a failure is a missing gradient and not a wrong one."""
+    return failure.actual.endswith(_NO_GRADIENT)
 
 
-def _mixed(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None:
-    """Return the mean of this gradient and those of other ranks that are as far down their lists of gradients, if shapes allow it."""
-    lists = {other: [i for i in range(len(run.scenario.params)) if _has_used(run, other, step, i)] for other in _ranks(run, rank)}
-    if index not in lists[rank]:
-        return None
-    place = lists[rank].index(index)
-    if any(place >= len(those) for those in lists.values()):
-        return None
-    values = [_own(run, other, step, those[place]) for other, those in lists.items()]
-    return torch.stack(values).mean(0) if len({len(value) for value in values}) == 1 else None
-
-
-def _none(run: Run, rank: int, step: int, index: int) -> str:
-    """Say why a gradient may be missing."""
-    used = _has_used(run, rank, step, index)
-    return "it was lost" if used else "this rank has not used the parameter, and was not given the mean of those that have"
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(len(one)) and torch.allclose(one, other, rtol=1e-5, atol=0.0)
-
-
-def _steps(run: Run) -> Iterator[tuple[int, int]]:
-    """Yield (rank, step) of every step on record."""
+def steps(run: Run) -> Iterator[tuple[int, int]]:
+    """Yield (rank, step) of every recorded step."""
     for rank in run.ranks:
         for event in rank.all("synchronised"):
             yield rank.rank, event["step"]
 
 
-def _said(run: Run, rank: int, step: int) -> dict[str, Any]:
-    said = run.ranks[rank].first("synchronised", step=step)
-    assert said is not None
-    return said
+def record(run: Run, rank: int, step: int) -> dict[str, Any]:
+    """Return the values that a rank recorded after a step, beside its gradients."""
+    event = run.ranks[rank].first("synchronised", step=step)
+    assert event is not None
+    return event
 
 
-def _parts(run: Run, step: int) -> Iterator[tuple[int, int]]:
-    """Yield (step, micro-batch) of all that gradients hold after a step."""
-    begin = step
-    while not clears(run.scenario, begin):
-        begin -= 1
-    for at in range(begin, step + 1):
-        for batch in range(batches(run.scenario, at)):
-            yield at, batch
+def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None:
+    """Return a recorded gradient, flat in float64, or None if there was none."""
+    tensor = run.ranks[rank].tensors.get(f"{step}/grad/p{index}")
+    return None if tensor is None else tensor.reshape(-1).double()
 
 
-def _ranks(run: Run, rank: int) -> tuple[int, ...]:
-    """Return the ranks that gradients of ``rank`` are averaged over: itself, where there is no DDP."""
+def parts(run: Run, step: int) -> Iterator[Part]:
+    """Yield the micro-batches that have accumulated after a step."""
+    first = step
+    while not clears(run.scenario, first):
+        first -= 1
+    for earlier in range(first, step + 1):
+        for batch in range(batches(run.scenario, earlier)):
+            yield earlier, batch
+
+
+def averaged_ranks(run: Run, rank: int) -> tuple[int, ...]:
+    """Return the ranks that the gradients of ``rank`` are averaged over; without DDP, itself."""
     return (rank,) if run.scenario.name == NO_DDP.name else run.group(rank)
 
 
-def _size(run: Run, rank: int) -> int:
-    return len(_ranks(run, rank))
+def fed_part(run: Run, rank: int, part: Part, index: int) -> torch.Tensor:
+    """Return the values that a micro-batch of a rank adds to a gradient, in float64."""
+    scenario = run.scenario
+    spec = scenario.params[index]
+    group = run.group(rank)
+    size = len(group)
+    step, batch = part
+    values = fed(scenario.steps[step], spec, size, rank, step, index)
+    if not uses(scenario, size, group.index(rank), step, batch, index):
+        return torch.zeros_like(values)
+    values = values * multiple(size, batches(scenario, step), batch)
+    # The rank multiplies in the dtype of the parameter, which may round.
+    return values.to(getattr(torch, spec.dtype)).double()
 
 
-def _mean(run: Run, rank: int, step: int, batch: int, index: int) -> torch.Tensor:
-    return torch.stack([_fed(run, other, step, batch, index) for other in _ranks(run, rank)]).mean(0)
+def _require_unused(run: Run, found: Found, rank: int, step: int, index: int) -> None:
+    """Require that a parameter without a gradient was used by no rank."""
+    cause = "this rank has not used the parameter, and was not given the mean of the others"
+    if _has_used(run, rank, step, index):
+        cause = "it was lost"
+    ranks = averaged_ranks(run, rank)
+    is_used = any(_has_used(run, other, step, index) for other in ranks)
+    actual = f"rank {rank}, step {step}, p{index}{_NO_GRADIENT}"
+    found.require(not is_used, "the mean", actual, cause)
+
+
+def _require_mean(
+    run: Run, found: Found, rank: int, step: int, index: int, got: torch.Tensor
+) -> bool:
+    """Require one right gradient; return whether it is right."""
+    wanted = right(run, rank, step, index)
+    bound = torch.zeros_like(wanted)
+    if run.scenario.steps[step] != "crafted":
+        bound = rounding_bound(run, rank, step, index)
+    # NaN compares false with everything, so that it is wrong as well.
+    wrong = (~((got - wanted).abs() <= bound)).nonzero()
+    if not len(wrong):
+        found.checked(1)
+        return True
+    at = int(wrong[0])
+    ranks = averaged_ranks(run, rank)
+    expected = "no gradient, or zeros"
+    if any(_has_used(run, other, step, index) for other in ranks):
+        expected = f"the sum over micro-batches of the means: {wanted[at].item():.9g}"
+    return found.require(
+        False,
+        expected,
+        f"rank {rank}, step {step}, p{index}, index {at}: {got[at].item():.9g} "
+        f"({len(wrong)} of {len(got)} elements differ)",
+    )
+
+
+def _causes(run: Run, rank: int, step: int, index: int, got: torch.Tensor) -> list[str]:
+    """Return the known mistakes that give these values, the likeliest first."""
+    dtype = run.scenario.params[index].dtype
+    # Different mistakes round to the same values in narrower dtypes.
+    if dtype not in ("float32", "float64"):
+        return []
+    wanted = right(run, rank, step, index)
+    own_of_all = [_own(run, other, step, index) for other in range(run.world)]
+    over_world = torch.stack(own_of_all).mean(0)
+    if run.scenario.name == NO_DDP.name:
+        cause = "it was averaged over ranks, although there is no DDP"
+        return [cause] if _are_close(got, over_world) else []
+    known: dict[str, torch.Tensor | None] = {}
+    if run.scenario.groups:
+        size = len(averaged_ranks(run, rank))
+        known["averaged over WORLD"] = over_world
+        known["divided by the size of WORLD"] = wanted * size / run.world
+    known.update(_mistakes_with_ranks(run, rank, step, index))
+    known.update(_mistakes_with_parts(run, rank, step, index))
+    name = "the k-th gradients of all ranks were averaged together, whatever their parameters are"
+    known[name] = _mixed_up(run, rank, step, index)
+    names = [
+        name
+        for name, value in known.items()
+        if value is not None and _are_close(got, value) and not _are_close(wanted, value)
+    ]
+    if not names and dtype == "float64" and torch.equal(got, got.float().double()):
+        return ["it went through float32"]
+    return names
+
+
+def _mistakes_with_ranks(run: Run, rank: int, step: int, index: int) -> dict[str, torch.Tensor]:
+    """Return the results of mistakes in the sum over ranks and in the divisor."""
+    wanted = right(run, rank, step, index)
+    own = _own(run, rank, step, index)
+    ranks = averaged_ranks(run, rank)
+    size = len(ranks)
+    users = sum(_has_used(run, other, step, index) for other in ranks)
+    return {
+        "averaged over the ranks that have used it only: the zeros of the others count as well": (
+            wanted * size / max(users, 1)
+        ),
+        "each rank keeps its own: the accumulated gradient was not synchronised, a lost sync": own,
+        "each rank has its own, divided: it was not summed, or not yet": own / size,
+        "the sum, not divided": wanted * size,
+        "divided twice": wanted / size,
+    }
+
+
+def _mistakes_with_parts(run: Run, rank: int, step: int, index: int) -> dict[str, torch.Tensor]:
+    """Return the results of mistakes that leave out, or do not average, some micro-batches."""
+    all_parts = list(parts(run, step))
+    earlier = [part for part in all_parts if part[0] < step]
+    now = [part for part in all_parts if part[0] == step]
+    means = {part: _mean(run, rank, part, index) for part in all_parts}
+    own = {part: fed_part(run, rank, part, index) for part in all_parts}
+    total = torch.stack(list(means.values())).sum(0)
+    known = {"divided by the number of micro-batches": total / len(now)}
+    if earlier:
+        of_earlier = torch.stack([means[part] for part in earlier]).sum(0)
+        known["gradients from before the step are missing"] = total - of_earlier
+    for number in range(1, len(now)):
+        for some in itertools.combinations(now, number):
+            names = ", ".join(str(batch) for _, batch in some)
+            rest = total - torch.stack([means[part] for part in some]).sum(0)
+            own_of_some = torch.stack([own[part] for part in some]).sum(0)
+            known[f"micro-batch {names} is missing"] = rest
+            known[f"each rank keeps its own of micro-batch {names}"] = rest + own_of_some
+    return known
+
+
+def _mixed_up(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None:
+    """Return the mean of this gradient, the k-th of its rank, and the k-th of the other ranks.
+
+    Return None if a rank has no k-th gradient, or one of another size.
+    """
+    indices = range(len(run.scenario.params))
+    used = {
+        other: [i for i in indices if _has_used(run, other, step, i)]
+        for other in averaged_ranks(run, rank)
+    }
+    if index not in used[rank]:
+        return None
+    place = used[rank].index(index)
+    if any(place >= len(of_rank) for of_rank in used.values()):
+        return None
+    values = [_own(run, other, step, of_rank[place]) for other, of_rank in used.items()]
+    if len({len(value) for value in values}) != 1:
+        return None
+    return torch.stack(values).mean(0)
+
+
+def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(len(one)) and torch.allclose(one, other, rtol=1e-5, atol=0.0)
+
+
+def _mean(run: Run, rank: int, part: Part, index: int) -> torch.Tensor:
+    values = [fed_part(run, other, part, index) for other in averaged_ranks(run, rank)]
+    return torch.stack(values).mean(0)
 
 
 def _own(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
-    """Return the sum of what a rank has fed of a parameter."""
-    return torch.stack([_fed(run, rank, at, batch, index) for at, batch in _parts(run, step)]).sum(0)
-
-
-def _fed(run: Run, rank: int, step: int, batch: int, index: int) -> torch.Tensor:
-    """Return what a micro-batch of a rank adds to a gradient, in float64."""
-    scenario, spec, group = run.scenario, run.scenario.params[index], run.group(rank)
-    values = fed(scenario.steps[step], spec, len(group), rank, step, index)
-    if not uses(scenario, len(group), group.index(rank), step, batch, index):
-        return torch.zeros_like(values)
-    # In the dtype of the parameter, as on the rank.
-    return (values * multiple(len(group), batches(scenario, step), batch)).to(getattr(torch, spec.dtype)).double()
+    """Return the sum of a rank's own values since gradients were cleared."""
+    return torch.stack([fed_part(run, rank, part, index) for part in parts(run, step)]).sum(0)
 
 
 def _has_used(run: Run, rank: int, step: int, index: int) -> bool:
+    """Return whether a rank has used a parameter since gradients were cleared."""
     group = run.group(rank)
-    return any(uses(run.scenario, len(group), group.index(rank), at, batch, index) for at, batch in _parts(run, step))
-
-
-def _is_used(run: Run, rank: int, step: int, index: int) -> bool:
-    """Whether any rank has used a parameter since gradients were cleared."""
-    return any(_has_used(run, other, step, index) for other in _ranks(run, rank))
-
-
-def _got(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None:
-    got = run.ranks[rank].tensors.get(f"{step}/grad/p{index}")
-    return None if got is None else got.reshape(-1).double()
+    place = group.index(rank)
+    return any(
+        uses(run.scenario, len(group), place, earlier, batch, index)
+        for earlier, batch in parts(run, step)
+    )
