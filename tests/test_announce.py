@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from conformance.errors import UsageError
-from conformance.hosts.remote.rendezvous import NobodyThere, announce, find, kit_digest, parse_endpoint
+from conformance.hosts.remote.rendezvous import HostsNotFound, find_hosts, kit_digest, parse_endpoint, publish
 from tests.test_crew import host_of
 
 _STORES: list[TCPStore] = []  # kept: where one is destroyed another of the same process may stop answering
@@ -19,9 +19,9 @@ def new_store() -> TCPStore:
     return _STORES[-1]
 
 
-def fill(store: TCPStore, slots: int = 2, of: int = 2) -> None:
-    for slot in range(slots):
-        announce(host_of(slot, slots=of, store=("localhost", store.port)))
+def fill(store: TCPStore, hosts: int = 2, of: int = 2) -> None:
+    for rank in range(hosts):
+        publish(host_of(rank, host_count=of, store=("localhost", store.port)))
 
 
 def name_it(endpoint: TCPStore, shared: TCPStore, run: str, number: int = 0) -> None:
@@ -49,25 +49,25 @@ def test_hosts_are_found_by_the_endpoint_and_by_their_own_store() -> None:
     name_it(endpoint, shared, "job", 10)
     fill(shared)
     for store in (endpoint, shared):
-        found = find("localhost", store.port)
-        assert [host.slot for host in found] == [0, 1]
+        found = find_hosts("localhost", store.port)
+        assert [host.host_rank for host in found] == [0, 1]
         assert found[0].addresses == ("127.0.0.1", "localhost")  # the first node may be reached as the endpoint is
 
 
 def test_what_is_missing_is_said() -> None:
     endpoint, shared = new_store(), new_store()
-    with pytest.raises(NobodyThere, match="no rendezvous of torchrun's in it yet"):
-        find("localhost", endpoint.port)
+    with pytest.raises(HostsNotFound, match="no rendezvous of torchrun's in it yet"):
+        find_hosts("localhost", endpoint.port)
     name_it(endpoint, shared, "job")
-    with pytest.raises(NobodyThere, match="no host of the kit's has come yet"):
-        find("localhost", endpoint.port)
+    with pytest.raises(HostsNotFound, match="no host of the kit's has come yet"):
+        find_hosts("localhost", endpoint.port)
     fill(shared, 1, of=3)
-    with pytest.raises(NobodyThere, match="1 of 3 hosts"):
-        find("localhost", shared.port)
+    with pytest.raises(HostsNotFound, match="1 of 3 hosts"):
+        find_hosts("localhost", shared.port)
     with socket.create_server(("localhost", 0)) as closed:
         port = closed.getsockname()[1]
-    with pytest.raises(NobodyThere, match=f"nobody answers at localhost:{port}"):
-        find("localhost", port)
+    with pytest.raises(HostsNotFound, match=f"nobody answers at localhost:{port}"):
+        find_hosts("localhost", port)
 
 
 def test_hosts_of_several_torchruns_are_not_mixed() -> None:
@@ -76,19 +76,19 @@ def test_hosts_of_several_torchruns_are_not_mixed() -> None:
         name_it(endpoint, shared, run)
         fill(shared)
     with pytest.raises(UsageError, match=" or ".join(sorted(f"--attach localhost:{s.port}" for s in (one, other)))):
-        find("localhost", endpoint.port)
+        find_hosts("localhost", endpoint.port)
 
 
-@pytest.mark.parametrize("said", ["no json", "[]", '{"slot": 0}'])
+@pytest.mark.parametrize("said", ["no json", "[]", '{"host_rank": 0}'])
 def test_an_announcement_of_another_version_is_refused(said: str) -> None:
     store = new_store()
     store.set("conformance/host/0", said)
-    with pytest.raises(NobodyThere, match="another version"):
-        find("localhost", store.port)
+    with pytest.raises(HostsNotFound, match="another version"):
+        find_hosts("localhost", store.port)
     more = {**dataclasses.asdict(host_of(0)), "more": 1}
     store.set("conformance/host/0", json.dumps(more))
-    with pytest.raises(NobodyThere, match="another version"):
-        find("localhost", store.port)
+    with pytest.raises(HostsNotFound, match="another version"):
+        find_hosts("localhost", store.port)
 
 
 def test_a_kit_has_one_digest() -> None:

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from conformance.errors import ProfileError, UsageError
-from conformance.hosts.remote import pool as attach
-from conformance.hosts.remote import rendezvous as announce
-from conformance.hosts.remote.pool import AttachedPool, _Host, environments, place
-from conformance.hosts.remote.rendezvous import Announcement, NobodyThere, kit_digest
+from conformance.hosts.remote import pool as remote_pool
+from conformance.hosts.remote import rendezvous
+from conformance.hosts.remote.pool import AttachedPool, _Host, placement, rank_environments
+from conformance.hosts.remote.rendezvous import Announcement, HostsNotFound, kit_digest
 from conformance.hosts.remote.wire import Stream
 from conformance.judging.run_failures import breakage
 from conformance.judging.verdict import Verdict
@@ -163,7 +163,7 @@ def test_larger_world_sizes_are_left_out(torchrun: Torchrun, tmp_path: Path, mon
 def test_a_host_that_dies_is_named_and_torchruns_restart_lets_the_rest_be_judged(torchrun: Torchrun) -> None:
     with torchrun.pool() as pool:
         pool.greeting()
-        killing = torchrun.once_inside(next(host.said.pid for host in pool._hosts if host.said.slot == 3))
+        killing = torchrun.once_inside(next(host.announcement.pid for host in pool._hosts if host.announcement.host_rank == 3))
         source, held = LocalSource(pool), SubjectSpec(hook="held:hook")
         assert source.run(VALUES, 4, held, "values@4").finished
         killing.join()
@@ -177,7 +177,7 @@ def test_an_interrupted_session_certifies_nothing_and_a_dead_agent_is_named(
 ) -> None:
     """The last test: torchrun is no more."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(announce, "STORE_PATIENCE", 3.0)  # the port of what is being killed listens on for a moment, and nobody answers
+    monkeypatch.setattr(rendezvous, "STORE_TIMEOUT", 3.0)  # the port of what is being killed listens on for a moment, and nobody answers
     options = Options(hook="held:hook", attach=torchrun.endpoint, attach_wait=30.0, world_size="2,4", rule=("2.1,2.2,2.6",))
     with Session(options) as session:
         session.begin()
@@ -194,9 +194,9 @@ def test_an_interrupted_session_certifies_nothing_and_a_dead_agent_is_named(
 
 
 def test_ranks_are_spread_over_nodes_and_numbered_as_torchrun_does() -> None:
-    hosts = [host_of(slot) for slot in range(4)]  # two nodes with two slots each
-    assert [[host.node for host in place(world, hosts)] for world in (1, 2, 3, 4)] == [[0], [0, 1], [0, 0, 1], [0, 0, 1, 1]]
-    found = environments(place(3, hosts))
+    hosts = [host_of(rank) for rank in range(4)]
+    assert [[host.node for host in placement(world, hosts)] for world in (1, 2, 3, 4)] == [[0], [0, 1], [0, 0, 1], [0, 0, 1, 1]]
+    found = rank_environments(placement(3, hosts))
     assert [(found[str(rank)]["LOCAL_RANK"], found[str(rank)]["GROUP_RANK"]) for rank in range(3)] == [("0", "0"), ("1", "0"), ("0", "1")]
     assert {(said["WORLD_SIZE"], said["GROUP_WORLD_SIZE"]) for said in found.values()} == {("3", "2")}
 
@@ -208,23 +208,23 @@ def test_hosts_that_are_not_alike_are_refused() -> None:
         pool._hosts = [_Host(host_of(2 * node), None, None, {**like, **said}) for node, said in enumerate(greetings)]  # type: ignore[arg-type]
         return pool
 
-    assert [node["host"] for node in attached({}, {})._agreed()["nodes"]] == ["a", "b"]
+    assert [node["host"] for node in attached({}, {})._compare_greetings()["nodes"]] == ["a", "b"]
     with pytest.raises(ProfileError, match=r"node 1 \(b\) has another version of the kit"):
-        attached({}, {"kit": "other"})._agreed()
+        attached({}, {"kit": "other"})._compare_greetings()
     with pytest.raises(ProfileError, match=r"node 1 \(b\) has torch 1\.0"):
-        attached({}, {"torch": "1.0"})._agreed()
+        attached({}, {"torch": "1.0"})._compare_greetings()
     with pytest.raises(ProfileError, match=r"the nodes have torch 1\.0, this machine has"):
-        attached({"torch": "1.0"}, {"torch": "1.0"})._agreed()
+        attached({"torch": "1.0"}, {"torch": "1.0"})._compare_greetings()
 
 
 def test_a_subject_that_is_not_the_same_on_all_nodes_is_refused() -> None:
     pool, ends = AttachedPool("anna:1", 5.0, 0.0), []
     for node, digest in enumerate("xxy"):
         ours, theirs = (Stream(end) for end in socket.socketpair())
-        theirs.send({"said": {"sha256": {"mypkg": digest}}})
+        theirs.send({"answer": {"sha256": {"mypkg": digest}}})
         pool._hosts.append(_Host(host_of(2 * node), ours, ours, {}))
         ends += [ours, theirs]
-    pool._profile = {"torch": "any"}
+    pool._common = {"torch": "any"}
     assert pool.describe(SubjectSpec(hook="mypkg:hook"))["error"].startswith("node 2 (c) has another mypkg:hook than the nodes before it")
     for stream in ends:
         stream.close()
@@ -233,19 +233,20 @@ def test_a_subject_that_is_not_the_same_on_all_nodes_is_refused() -> None:
 def test_hosts_of_before_and_after_a_restart_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun starts all anew: those that are there still are about to end."""
     pool = AttachedPool("anna:1", 1.0, 0.0)
-    pool._before = {"host 0", "host 1"}
+    pool._last_ids = {"host 0", "host 1"}
     tried: list[str] = []
 
     def connect(host: Announcement) -> _Host:
         tried.append(host.id)
-        raise NobodyThere("this is but a test")
+        raise HostsNotFound("this is but a test")
 
     monkeypatch.setattr(pool, "_connect", connect)
     for ids, tries in (({"host 0", "host 7"}, 0), ({"host 0", "host 1"}, 1), ({"host 7", "host 8"}, 2)):
-        monkeypatch.setattr(attach, "find", lambda *_, ids=ids: [host_of(0, id=identity) for identity in sorted(ids)])
-        why = pool._attach(0.0)
+        monkeypatch.setattr(remote_pool, "find_hosts", lambda *_, ids=ids: [host_of(0, id=identity) for identity in sorted(ids)])
+        reason = "this is but a test" if tries else "torchrun has not started all of its hosts anew"
+        with pytest.raises(HostsNotFound, match=f"^{reason}$"):
+            pool._attach(0.0)
         assert len(tried) == tries
-        assert why == ("this is but a test" if tries else "torchrun has not started all of its hosts anew")
 
 
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:

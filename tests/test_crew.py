@@ -4,12 +4,13 @@ import select
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conformance.hosts.remote import run as crew
+from conformance.hosts.remote import run as remote_run
 from conformance.hosts.remote.rendezvous import Announcement
 from conformance.hosts.remote.run import Member, RemoteRun
 from conformance.hosts.remote.wire import ConnectionLost, Stream
@@ -21,10 +22,24 @@ from conformance.scenarios.hook import VALUES
 Host = Callable[[Stream], None]
 
 
-def host_of(slot: int, **more: Any) -> Announcement:
-    said = {"id": f"host {slot}", "token": "", "addresses": ("127.0.0.1",), "port": 1, "slot": slot, "slots": 4}
-    return Announcement(**{**said, "node": slot // 2, "nodes": 2, "place": slot % 2, "hostname": "abc"[slot // 2], "pid": 1,
-                           "store": ("localhost", 1), **more})  # fmt: skip
+def host_of(host_rank: int, **fields: Any) -> Announcement:
+    """Return the announcement of a host; there are two on each node."""
+    node = host_rank // 2
+    announcement = Announcement(
+        id=f"host {host_rank}",
+        token="",
+        addresses=("127.0.0.1",),
+        port=1,
+        host_rank=host_rank,
+        host_count=4,
+        node=node,
+        node_count=2,
+        local_rank=host_rank % 2,
+        hostname="abc"[node],
+        pid=1,
+        store=("localhost", 1),
+    )
+    return replace(announcement, **fields)
 
 
 def rank_said(rank: int, **more: Any) -> dict[str, Any]:
@@ -40,11 +55,11 @@ def carried_out(folder: Path, *hosts: Host, deadline: float = 60.0, grace: float
     ends = [socket.socketpair() for _ in hosts]
     theirs = [Stream(end) for _, end in ends]
     threads = [threading.Thread(target=_serve, args=pair) for pair in zip(hosts, theirs, strict=True)]
-    team = RemoteRun([Member(host_of(rank), Stream(end), (rank,), ahead=100.0) for rank, (end, _) in enumerate(ends)], folder)
+    team = RemoteRun([Member(host_of(rank), Stream(end), (rank,), clock_offset=100.0) for rank, (end, _) in enumerate(ends)], folder)
     for thread in threads:
         thread.start()
-    team.begin({"op": "run"}, (), {str(rank): {"RANK": str(rank)} for rank in range(len(hosts))})
-    result = team.carry_out(deadline, grace)
+    team.start({"op": "run"}, (), {str(rank): {"RANK": str(rank)} for rank in range(len(hosts))})
+    result = team.supervise(deadline, grace)
     for member in team.members:
         member.lane.hang_up()
     for thread in threads:
@@ -140,7 +155,7 @@ def test_a_host_that_is_lost_is_told_and_the_others_are_heard(tmp_path: Path) ->
     said, team = carried_out(tmp_path, waits(0), lambda stream: stream.hang_up(), waits(2))
     assert said["stopped"] == "node"
     assert [member.state for member in team.members] == ["done", "lost", "done"]
-    assert team.members[1].how == "its process ended"
+    assert team.members[1].reason == "its process ended"
     assert said["ranks"][0]["stacks"] == "here"
     assert said["ranks"][1] == {"rank": 1, "exit": None}
 
@@ -154,24 +169,24 @@ def test_a_host_without_a_rank_that_is_lost_stops_nothing(tmp_path: Path) -> Non
     theirs.close()
 
     def late() -> None:
-        while not team.lost_beside:
+        while not team.lost_others:
             threading.Event().wait(0.01)
         ends(0)(other)
 
     thread = threading.Thread(target=late)
     thread.start()
-    assert team.carry_out(60.0, 0.0)["stopped"] == "ended"
+    assert team.supervise(60.0, 0.0)["stopped"] == "ended"
     thread.join()
-    assert [(host.slot, how) for host, how in team.lost_beside] == [(3, "its process ended")]
+    assert [(host.host_rank, how) for host, how in team.lost_others] == [(3, "its process ended")]
     for stream in (beside, other, team.members[0].lane):
         stream.close()
 
 
 def test_a_host_that_says_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "ANSWER", 0.2)
+    monkeypatch.setattr(remote_run, "ANSWER", 0.2)
     said, team = carried_out(tmp_path, waits(0), lambda stream: _until_hung_up(stream), deadline=0.1)
     assert said["stopped"] == "hang"
-    assert (team.members[1].state, team.members[1].how) == ("lost", "it did not answer")
+    assert (team.members[1].state, team.members[1].reason) == ("lost", "it did not answer")
 
 
 def _until_hung_up(stream: Stream) -> None:
@@ -198,9 +213,9 @@ def test_a_host_that_lies_is_lost(tmp_path: Path, lie: dict[str, Any]) -> None:
         stream.send(lie)
         _until_hung_up(stream)
 
-    said, team = carried_out(tmp_path / "run", ends(0), liar) if (tmp_path / "run").mkdir() is None else ({}, None)
+    (tmp_path / "run").mkdir()
+    said, team = carried_out(tmp_path / "run", ends(0), liar)
     assert said["stopped"] == "node"
-    assert team is not None
     assert team.members[1].state == "lost"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance.hosts.remote import host as slot
+from conformance.hosts.remote import host as torchrun_host
 from conformance.hosts.remote.pool import AttachedPool
-from conformance.hosts.remote.rendezvous import find
+from conformance.hosts.remote.rendezvous import find_hosts
 from conformance.hosts.remote.wire import ConnectionLost, Stream
 from conformance.scenarios.hook import VALUES
 from conformance.session.run_sources import LocalSource
@@ -76,25 +76,25 @@ def until(happened: Callable[[], bool]) -> None:
 def test_who_does_not_know_the_token_is_hung_up_on(host: Host) -> None:
     with host.pool() as pool:
         pool.greeting()
-        [said] = find(*pool._address)
+        [announcement] = find_hosts(*pool._address)
         for hello in (
             {"token": "guessed", "wants": "control"},
             {"token": "\u00e9\ud800", "wants": "control"},
             {"wants": "lane"},
-            {"token": said.token, "wants": "all"},
+            {"token": announcement.token, "wants": "all"},
             {"long": "x" * 100_000},
         ):
-            stranger = Stream(socket.create_connection(("localhost", said.port)))
+            stranger = Stream(socket.create_connection(("localhost", announcement.port)))
             stranger.send(hello)
             with pytest.raises(ConnectionLost, match="its process ended"):
                 stranger.receive(60.0)
             stranger.close()
         for nonsense in (b"[" * 50_000 + b"\n", b"x" * 70_000):
-            with socket.create_connection(("localhost", said.port)) as connection:
+            with socket.create_connection(("localhost", announcement.port)) as connection:
                 connection.sendall(nonsense)
                 with contextlib.suppress(ConnectionResetError):
                     assert connection.recv(1) == b""
-        silent = [socket.create_connection(("localhost", said.port)) for _ in range(40)]
+        silent = [socket.create_connection(("localhost", announcement.port)) for _ in range(40)]
         assert LocalSource(pool).run(VALUES, 1, REFERENCE, "values@1").finished
         for connection in silent:
             connection.close()
@@ -152,12 +152,12 @@ def test_with_once_it_ends_when_a_controller_has_finished(host: Host) -> None:
 
 def test_a_folder_that_a_killed_host_has_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lock is free once the last of its processes has ended; that of a host which lives is not."""
-    monkeypatch.setattr(slot, "fast_folder", lambda: str(tmp_path))
-    left = tmp_path / "conformance-slot-left"
+    monkeypatch.setattr(torchrun_host, "fast_folder", lambda: str(tmp_path))
+    left = tmp_path / "conformance-host-left"
     left.mkdir()
     (left / "lock").touch()
-    living = slot._own_folder()
-    slot._own_folder()
+    living = torchrun_host._make_folder()
+    torchrun_host._make_folder()
     assert not left.exists()
     assert (living / "lock").exists()
     for link in Path("/proc/self/fd").iterdir():

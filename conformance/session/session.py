@@ -201,7 +201,7 @@ class Session:
             if not machine["gloo"]:
                 raise ProfileError("profile gloo-cpu: not run: this torch was built without gloo")
         else:
-            seen = pool.look(self.profile)
+            seen = pool.probe_profile(self.profile)
             self.profile = resolve_profile(self.profile, seen, self.worlds)
             said: dict[str, Any] = {name: seen[name] for name in ("devices", "names", "nccl", "nccl of torch") if name in seen}
             settings = {"environment": dict(self.profile.environment)} if self.profile.environment else {}
