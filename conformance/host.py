@@ -12,7 +12,7 @@ subject may kill the process above it. The host therefore runs nothing itself. F
 run it forks a lane, a process that serves one connection. A lane that dies takes only its own run
 with it, and the host forks a new one.
 
-Who watches whom. The controller watches the host and the lanes through their connections, the host
+Supervision. The controller watches the host and the lanes through their connections, the host
 reports how a lane ended, and a lane watches its ranks (``hosts/supervisor.py``). When the
 controller hangs up, the lanes kill their ranks and end; then the host removes the folder and ends.
 

@@ -1,4 +1,4 @@
-"""The commands that a lane carries out, and what a process imports before it forks lanes."""
+"""The commands that a lane carries out, and the imports of a host before it forks lanes."""
 
 import contextlib
 import importlib
@@ -84,7 +84,7 @@ def describe_subject(command: dict[str, Any], controller: Controller) -> dict[st
 
 
 def probe_profile(command: dict[str, Any], controller: Controller) -> dict[str, Any]:
-    """Find out in a forked process what this machine has for a profile.
+    """Probe the backend and the devices of a profile in a forked process.
 
     The check starts the device, and a process that has started a device cannot be forked any more.
     """

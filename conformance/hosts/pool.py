@@ -41,7 +41,7 @@ class HostDied(Exception):
 
 
 class _Lane:
-    """A connection to a lane, which is a process of the host's that carries out one run at a time."""
+    """A connection to a lane, a process of the host's that carries out one run at a time."""
 
     def __init__(self, number: int, connection: socket.socket) -> None:
         self.number = number
@@ -149,7 +149,7 @@ class Pool:
         return self._request_once(command, profile, "importing it")
 
     def probe_profile(self, profile: Profile) -> dict[str, Any]:
-        """Find out what the machine has for a profile (``profile_check.probe_profile``)."""
+        """Probe the backend and the devices of a profile (``profile_check.probe_profile``)."""
         command = {"op": "probe_profile", "profile": asdict(profile)}
         return self._request_once(command, profile, "looking for it")
 

@@ -90,7 +90,7 @@ def _inflate_old_generation() -> None:
     """Inflate the garbage collector's old generation, so that no rank has a full collection.
 
     Python starts a full collection when the objects that are new since the last one exceed a
-    quarter of those that survived it. The survivors are counted at a full collection only, so the
+    quarter of its survivors. The survivors are counted at a full collection only, so the
     count stays large after the objects are gone. Over everything that the host has imported a full
     collection would take a quarter of a second; those objects are frozen before this function runs.
     """

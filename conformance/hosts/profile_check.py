@@ -1,4 +1,4 @@
-"""What a machine can run of a profile, found out by trying. Runs in a forked process only.
+"""Probes the backend and the devices of a profile by trying them. Runs in a forked process only.
 
 A process that has started CUDA cannot be forked any more, so neither the host nor a lane may even
 count the devices. And a backend that torch was built with may still fail on this machine, so the
@@ -19,7 +19,7 @@ from conformance.scenarios.profiles import Profile
 
 
 def probe_profile(profile: Profile) -> dict[str, Any]:
-    """Return what this machine has for a profile, as plain data for JSON.
+    """Probe the backend and the devices of a profile, and return the result as plain data for JSON.
 
     Returns:
         At most one of three reasons why the profile cannot be run: ``error``, the backend's module

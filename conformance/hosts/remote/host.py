@@ -290,7 +290,7 @@ class _TorchrunHost:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _collect_lane(self, pidfd: int) -> None:
-        """Keep the exit status of a lane that has ended, and kill what its subject left behind."""
+        """Keep the exit status of a lane that has ended, and kill processes of its subject."""
         number, pid = self._lanes.pop(pidfd)
         os.close(pidfd)
         self._lane_exits[number] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

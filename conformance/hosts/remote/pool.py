@@ -179,7 +179,7 @@ class AttachedPool:
             return first
 
     def probe_profile(self, profile: Profile) -> dict[str, Any]:
-        """Find out on every node what it has for a profile (``profile_check.probe_profile``).
+        """Probe a profile on every node (``profile_check.probe_profile``).
 
         ``devices`` in the result counts the devices for which there are hosts.
         """

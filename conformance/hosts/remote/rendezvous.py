@@ -29,7 +29,7 @@ _MASTER_SUFFIX = "/MASTER_ADDR"
 
 
 class HostsNotFound(Exception):
-    """There are no hosts yet, or not all of them; ``str(error)`` is what was found instead."""
+    """There are no hosts yet, or not all of them; ``str(error)`` is the reason."""
 
 
 @dataclass(frozen=True)
