@@ -7,8 +7,16 @@ import pytest
 import torch
 
 from conformance.subjects.claims import parse_claims
-from conformance.watching.judge import Judged, LiveRun, judge_collectives, judge_models, judge_values, renamed
-from conformance.watching.sampling import Layout, Taken, pack, unpack
+from conformance.watching.collectives import Collective
+from conformance.watching.judge import (
+    SampledRun,
+    StepJudgement,
+    judge_collectives,
+    judge_models,
+    judge_values,
+    with_group,
+)
+from conformance.watching.sampling import Layout, Sample, pack, unpack
 
 FED = torch.tensor([[1.0, -3.0, 5.0, 1e-3], [2.0, 7.0, -5.0, 3e-3]])
 MEAN = FED.double().mean(0).float()
@@ -16,33 +24,33 @@ MEAN = FED.double().mean(0).float()
 
 def run_of(
     fed: torch.Tensor, results: torch.Tensor, before: torch.Tensor | None = None, joined: tuple[int, ...] = (), **held: Any
-) -> LiveRun:
+) -> SampledRun:
     """Return step 9 of as many ranks as ``fed`` has rows, with one parameter of (2, 2)."""
     parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=fed.dtype))
     layout, rows = Layout({"weight": parameter}, 100, len(fed), 0), []
     for rank, (mine, result) in enumerate(zip(fed, results, strict=True)):
-        taken = Taken(layout.indices(9))
+        sample = Sample(layout.indices(9))
         with torch.no_grad():
             parameter.fill_(held.get("level", 0.0))
-        taken.hold(layout)
+        sample.take_parameters(layout)
         if before is not None:
-            taken.feed_before(0, before[rank].view(2, 2))
+            sample.take_fed_before(0, before[rank].view(2, 2))
         if rank not in joined:
-            taken.feed(0, mine.view(2, 2))
+            sample.take_fed(0, mine.view(2, 2))
             parameter.grad = result.view(2, 2).clone()
-            taken.finish(layout)
-        rows.append(pack(layout, taken, [9], torch.zeros(1, dtype=torch.int64)))
+            sample.take_results(layout)
+        rows.append(pack(layout, sample, [9], torch.zeros(1, dtype=torch.int64)))
     gathered = unpack(layout, torch.stack(rows), 1, 1)
-    return LiveRun(layout, layout.indices(9), gathered, 9, joined=set(joined), find_unused=False, fused=False)
+    return SampledRun(layout, layout.indices(9), gathered, 9, joined=set(joined), find_unused=False, fused=False)
 
 
-def found(run: LiveRun, claims: str = "exact") -> Judged:
-    judged = Judged()
+def found(run: SampledRun, claims: str = "exact") -> StepJudgement:
+    judged = StepJudgement()
     judge_values(run, parse_claims(claims), judged)
     return judged
 
 
-def rules(run: LiveRun, claims: str = "exact") -> list[str]:
+def rules(run: SampledRun, claims: str = "exact") -> list[str]:
     return [finding.rule for finding in found(run, claims).findings]
 
 
@@ -96,6 +104,27 @@ def test_what_claims_say(claims: str, result: torch.Tensor, fails: list[str], ca
         assert judged.figures["off"] == pytest.approx(1.0)
 
 
+def test_a_failure_names_the_index_within_the_parameter() -> None:
+    """Not the position within the sample: of 100 elements 4 are sampled, the last one among them."""
+    parameter = torch.nn.Parameter(torch.zeros(10, 10))
+    layout = Layout({"weight": parameter}, 4, 2, 0)
+    rows = []
+    for _ in range(2):
+        sample = Sample(layout.indices(9))
+        sample.take_parameters(layout)
+        sample.take_fed(0, torch.ones(10, 10))
+        parameter.grad = torch.ones(10, 10)
+        parameter.grad[9, 9] = 3.0
+        sample.take_results(layout)
+        rows.append(pack(layout, sample, [9], torch.zeros(1, dtype=torch.int64)))
+    gathered = unpack(layout, torch.stack(rows), 1, 1)
+    run = SampledRun(
+        layout, layout.indices(9), gathered, 9, joined=set(), find_unused=False, fused=False
+    )
+    [finding] = found(run).findings
+    assert "parameter weight (float32), index (9, 9); 1 of 4 elements" in finding.failure.actual
+
+
 def test_one_rank_that_is_wrong() -> None:
     results = both(MEAN)
     results[1, 2] += 1
@@ -105,7 +134,7 @@ def test_one_rank_that_is_wrong() -> None:
     assert judged.findings[1].failure.actual == "ranks 0 and 1 differ at step 9, grad/weight, index (1, 0): 0 and 1"
     assert rules(run_of(FED, results), "compressed") == ["3.1"]
     assert rules(run_of(FED, results), "local") == []
-    assert "(places in the model's group, of ranks 1, 3)" in renamed(judged.findings[0], (1, 3)).failure.actual
+    assert "(numbered in the model's group, whose ranks are 1, 3)" in with_group(judged.findings[0], (1, 3)).failure.actual
 
 
 def test_a_rank_that_has_joined_feeds_zeros_and_is_asked_for_nothing() -> None:
@@ -154,13 +183,14 @@ def test_what_a_process_flushes_to_zero_is_no_mistake() -> None:
 
 
 def test_models_and_collectives_have_rules_of_the_book() -> None:
-    run, judged, claims = run_of(FED, both(MEAN)), Judged(), parse_claims("exact")
+    run, judged, claims = run_of(FED, both(MEAN)), StepJudgement(), parse_claims("exact")
     parameter = torch.zeros(4, 6).t()  # laid out by columns
-    run.show_parameter("weight", parameter, parameter.stride(), 7, torch.tensor([[1.0, 2.0], [1.0, 3.0]]))
+    run.record_parameter("weight", parameter, parameter.stride(), 7, torch.tensor([[1.0, 2.0], [1.0, 3.0]]))
     judge_models(run, claims, judged)
-    said = [("allreduce SUM 4 float32", [0, 1], "g"), ("barrier", [0, 1], "g")]
-    judge_collectives(run, claims, judged, [said, said])
-    judge_collectives(run_of(FED, both(MEAN)), claims, judged, [said, said[:1]])
+    both_ranks = [0, 1]
+    started = [Collective("allreduce SUM 4 float32", both_ranks, "g"), Collective("barrier", both_ranks, "g")]
+    judge_collectives(run, claims, judged, [started, started])
+    judge_collectives(run_of(FED, both(MEAN)), claims, judged, [started, started[:1]])
     assert [finding.rule for finding in judged.findings] == ["3.2", "10.2"]
     assert judged.findings[0].failure.actual == "ranks 0 and 1 differ at step 9, parameter/weight, index (2, 1): 2 and 3"
     assert judged.findings[1].failure.actual.endswith("rank 0 issues barrier (step 9), rank 1 none")

@@ -207,20 +207,20 @@ def leaves(process_group: Any, rank: int, *, how: str) -> Case:
                 elif how == "counts":
                     ddp(torch.zeros(1, 9))  # a forward of which nothing comes
                 else:
-                    watcher._attached.detach()
+                    watcher._attachment.detach()
             if step == 2:
                 dist.barrier(process_group)
                 if how == "silent":  # from here on there is somebody to wait for in vain
                     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.5), watcher._exchange._group)
         if rank == last and how != "counts":
-            assert (watcher.ended, told, logged) == ("", [], [])
+            assert (watcher.ended, told, logged) == (None, [], [])
         else:
             said = {
                 "closed": f"rank {last} has closed its watch",
                 "counts": f"rank {last} at step 4",
                 "silent": f"rank {last} was last at step 1",
             }
-            assert said[how] in watcher.ended, watcher.ended
+            assert said[how] in str(watcher.ended), watcher.ended
             assert [finding.rule for finding in told] == [""], told
             assert len(logged) == 1, logged
             assert watcher._closed
@@ -256,7 +256,7 @@ def joins(
             for _ in batches(ddp, rank, 2):
                 pass
         assert not watcher.ended, watcher.ended
-        assert (watcher.cost().samples, other.cost().samples, other.ended) == (14, 3, ""), watcher.cost()
+        assert (watcher.cost().samples, other.cost().samples, other.ended) == (14, 3, None), watcher.cost()
         assert tuple(rules_of(watcher)) == finds, list(watcher.findings)
         judged = sum("margin" in figures for figures in watcher.figures)
         assert judged == (14 if by_initial or hook or world == 1 else 14 - 2 * (2 * (world - 1))), judged
@@ -305,7 +305,7 @@ def fails(process_group: Any, rank: int, *, where: str) -> Case:
                 def broken(*_: Any) -> Any:
                     raise ArithmeticError("broken on purpose")
 
-                setattr(*((sampling, "top") if where == "backward" else (watcher, "unpack")), broken)
+                setattr(*((sampling, "largest") if where == "backward" else (watcher, "unpack")), broken)
         assert look.ended, look.cost()
         assert [finding.rule for finding in told] == [""], told
         if rank == 1:
@@ -489,7 +489,7 @@ def refuses(process_group: Any, rank: int) -> Case:
         assert "on_failure='mail' is none of" in said(lambda: watch(ddp, on_failure="mail"))
         assert "'exactly' is not a claim" in said(lambda: watch(ddp, claims="exactly"))
         assert "under poststep" in said(lambda: watch(ddp, claims="poststep(call=flush)"))
-        assert "other arguments" in said(lambda: watch(ddp, 1 + rank, timeout=20.0))
+        assert "different arguments" in said(lambda: watch(ddp, 1 + rank, timeout=20.0))
         assert not ddp._forward_hooks
         two = [watch(ddp, every, timeout=20.0) for every in (1, 2)]  # side by side
         for _ in batches(ddp, rank, 4):
