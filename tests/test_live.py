@@ -122,7 +122,7 @@ def test_a_failure_names_the_index_within_the_parameter() -> None:
         layout, layout.indices(9), gathered, 9, joined=set(), find_unused=False, fused=False
     )
     [finding] = found(run).findings
-    assert "parameter weight (float32), index (9, 9); 1 of 4 elements" in finding.failure.actual
+    assert "parameter weight (float32), index (9, 9); 2 of 8 elements" in finding.failure.actual
 
 
 def test_one_rank_that_is_wrong() -> None:

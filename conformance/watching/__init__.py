@@ -1,6 +1,6 @@
 """The passive mode: rules of the book on the steps of a training run.
 
-watcher        ``watch()``: counts steps, samples some of them, reports findings
+watcher        ``watch()``: counts and samples steps, reports findings
 attach         the hooks on a watched model
 step           one step on one rank, from the end of its forward to the end of its backward
 sampling       the elements that are sampled, and how they are sent

@@ -2,7 +2,7 @@
 
 The group is Gloo's, whatever the model's group is. Gloo takes CPU tensors and leaves the streams of
 devices alone, and a collective that not all ranks join ends with an exception; NCCL's watchdog
-would end the process. A collective that timed out cannot tell which ranks were missing, so a store
+would end the process. A collective that timed out does not name the missing ranks, so a store
 holds the step at which each rank arrived, and the reason of a rank that left.
 """
 

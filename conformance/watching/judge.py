@@ -390,8 +390,8 @@ def _require_visible(run: SampledRun, claims: Claims, found: Found) -> None:
 def _require_finite(run: SampledRun, claims: Claims, found: Found) -> None:
     """If all gradients of a parameter are finite and far from overflow, results must be finite.
 
-    This holds for all elements on every rank. Parameters must be finite whatever is fed: those that
-    are not are the consequence of a result at a step that was not sampled.
+    This holds for all elements on every rank. Parameters must be finite in any case: a parameter
+    that is not follows from a result at a step that was not sampled.
     """
     gathered = run.gathered
     for rank in run.training:

@@ -5,8 +5,8 @@ elements are drawn from a seed and the number of the step, with a generator of t
 they are the same on all ranks without any communication.
 
 Each parameter contributes as many elements as its share of the model, and at least one. They are
-consecutive; if there are four or more, two of them are the first and the last element of the
-parameter, so that a bucket whose tail is left out shows.
+consecutive; if there are four or more, the first and the last element of the parameter are among
+them, so that a bucket whose tail is left out shows.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class Layout:
 
 
 def _indices(numel: int, count: int, position: float) -> torch.Tensor:
-    """Return ``count`` indices out of ``numel``, of which a row begins at a position in [0, 1)."""
+    """Return ``count`` indices out of ``numel``; their row begins at a position in [0, 1)."""
     if count == numel:
         return torch.arange(numel)
     with_ends = count >= 4
@@ -187,7 +187,7 @@ def _has_elements(grad: torch.Tensor) -> bool:
 def pack(
     layout: Layout, sample: Sample, numbers: list[int], checksums: torch.Tensor
 ) -> torch.Tensor:
-    """Return a sample as bytes: the same number of them on every rank and at every step.
+    """Return a sample as bytes; their number is the same on every rank and at every step.
 
     Args:
         numbers: further numbers of the caller's.

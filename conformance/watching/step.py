@@ -100,8 +100,8 @@ class SampledStep:
         self._backward_began = True
         began = time.perf_counter()
         with self._guard(self.step):
-            # Gradients of earlier micro-batches: backward may leave some of them alone, and DDP
-            # averages them all the same.
+            # Gradients of earlier micro-batches. Backward may leave some gradients alone, and
+            # DDP averages them all the same.
             for number, parameter in enumerate(self._layout.parameters):
                 if parameter.grad is not None:
                     self._take(number, parameter.grad)

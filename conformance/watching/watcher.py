@@ -403,7 +403,7 @@ class Watcher:
         try:
             yield
         except ExchangeError as error:
-            # With a cause it is an error of the backend, and the store knows which ranks are absent.
+            # With a cause it is an error of the backend, and the store names the absent ranks.
             absent = self._exchange.describe_absent(step) if error.__cause__ else None
             self._give_up(step, absent or str(error))
         except Exception as error:
