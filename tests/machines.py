@@ -36,7 +36,18 @@ class Machine:
 
     def start(self, arguments: list[str], **options: Any) -> "subprocess.Popen[str]":
         """Start a program here; its process id is that of the program."""
-        here = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", f'hostname {self.name}; exec "$@"', "sh"]
+        here = [
+            "ip",
+            "netns",
+            "exec",
+            self.namespace,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            f'hostname {self.name}; exec "$@"',
+            "sh",
+        ]
         return subprocess.Popen([*here, *arguments], text=True, start_new_session=True, **options)
 
     def kill(self) -> None:
@@ -75,7 +86,11 @@ def machines(*names: str) -> Iterator[list[Machine]]:
         _ip("-n", switch, "link", "add", "name", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
         for number, name in enumerate(names, 1):
-            made.append(Machine(name, f"10.219.7.{number}", f"cf{os.getpid()}{name}", f"port{number}", switch))
+            made.append(
+                Machine(
+                    name, f"10.219.7.{number}", f"cf{os.getpid()}{name}", f"port{number}", switch
+                )
+            )
         for machine in made:
             _set_up(machine, made)
         yield made
@@ -95,7 +110,21 @@ def _set_up(machine: Machine, everybody: list[Machine]) -> None:
     names = "".join(f"{other.address} {other.name}\n" for other in everybody)
     (files / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
     _ip("netns", "add", machine.namespace)
-    _ip("-n", machine.switch, "link", "add", "name", machine.port, "type", "veth", "peer", "name", "eth0", "netns", machine.namespace)
+    _ip(
+        "-n",
+        machine.switch,
+        "link",
+        "add",
+        "name",
+        machine.port,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "eth0",
+        "netns",
+        machine.namespace,
+    )
     machine.plug_in()
     _ip("-n", machine.namespace, "addr", "add", f"{machine.address}/24", "dev", "eth0")
     for interface in ("lo", "eth0"):
@@ -104,7 +133,9 @@ def _set_up(machine: Machine, everybody: list[Machine]) -> None:
 
 def _end_all(namespace: str) -> None:
     """Kill every process of a namespace."""
-    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False
+    )
     for pid in listed.stdout.split():
         with contextlib.suppress(OSError):
             os.kill(int(pid), signal.SIGKILL)

@@ -8,10 +8,18 @@ import pytest
 from torch.distributed import TCPStore
 
 from conformance.errors import UsageError
-from conformance.hosts.remote.rendezvous import HostsNotFound, find_hosts, kit_digest, parse_endpoint, publish
+from conformance.hosts.remote.rendezvous import (
+    HostsNotFound,
+    find_hosts,
+    kit_digest,
+    parse_endpoint,
+    publish,
+)
 from tests.test_crew import host_of
 
-_STORES: list[TCPStore] = []  # kept: where one is destroyed another of the same process may stop answering
+_STORES: list[
+    TCPStore
+] = []  # kept: where one is destroyed another of the same process may stop answering
 
 
 def new_store() -> TCPStore:
@@ -31,13 +39,20 @@ def name_it(endpoint: TCPStore, shared: TCPStore, run: str, number: int = 0) -> 
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("anna:1234", ("anna", 1234)), ("anna", ("anna", 29400)), ("[::1]:5", ("::1", 5)), ("[fe80::1]", ("fe80::1", 29400))],
+    [
+        ("anna:1234", ("anna", 1234)),
+        ("anna", ("anna", 29400)),
+        ("[::1]:5", ("::1", 5)),
+        ("[fe80::1]", ("fe80::1", 29400)),
+    ],
 )
 def test_endpoints_are_read_as_torchrun_reads_them(text: str, found: tuple[str, int]) -> None:
     assert parse_endpoint(text) == found
 
 
-@pytest.mark.parametrize("text", ["", ":29400", "anna:", "anna:port", "anna:0", "anna:99999", "http://anna:29400", "::1"])
+@pytest.mark.parametrize(
+    "text", ["", ":29400", "anna:", "anna:port", "anna:0", "anna:99999", "http://anna:29400", "::1"]
+)
 def test_what_is_no_endpoint_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--attach"):
         parse_endpoint(text)
@@ -51,7 +66,10 @@ def test_hosts_are_found_by_the_endpoint_and_by_their_own_store() -> None:
     for store in (endpoint, shared):
         found = find_hosts("localhost", store.port)
         assert [host.host_rank for host in found] == [0, 1]
-        assert found[0].addresses == ("127.0.0.1", "localhost")  # the first node may be reached as the endpoint is
+        assert found[0].addresses == (
+            "127.0.0.1",
+            "localhost",
+        )  # the first node may be reached as the endpoint is
 
 
 def test_what_is_missing_is_said() -> None:
@@ -75,7 +93,9 @@ def test_hosts_of_several_torchruns_are_not_mixed() -> None:
     for run, shared in (("one", one), ("other", other)):
         name_it(endpoint, shared, run)
         fill(shared)
-    with pytest.raises(UsageError, match=" or ".join(sorted(f"--attach localhost:{s.port}" for s in (one, other)))):
+    with pytest.raises(
+        UsageError, match=" or ".join(sorted(f"--attach localhost:{s.port}" for s in (one, other)))
+    ):
         find_hosts("localhost", endpoint.port)
 
 

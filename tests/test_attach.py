@@ -55,7 +55,13 @@ class Torchrun:
             self.endpoint = f"localhost:{free.getsockname()[1]}"
         self.folder = folder
         (folder / "held.py").write_text(HELD)
-        rendezvous = ["--nnodes=1", "--nproc-per-node=4", "--max-restarts=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}"]
+        rendezvous = [
+            "--nnodes=1",
+            "--nproc-per-node=4",
+            "--max-restarts=1",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={self.endpoint}",
+        ]
         with open(folder / "said", "w") as said:
             self.agent = subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "conformance.host"],
@@ -88,7 +94,9 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Torchrun]:
     started.agent.wait(timeout=60)
 
 
-def judged(torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: str, **given: Any) -> Session:
+def judged(
+    torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: str, **given: Any
+) -> Session:
     """Judge some rules, and conclude."""
     monkeypatch.chdir(tmp_path)
     with Session(Options(**given, attach=torchrun.endpoint, rule=(rules,))) as session:
@@ -109,13 +117,23 @@ def verdicts(session: Session) -> dict[str, Verdict]:
         # 10.1: ranks take turns through the store. 12.1: a peer dies, and the others are to hear of it.
         ("2.1,2.6,10.1,12.1", {"hook": "hooks_ref:allreduce_hook", "world_size": "2,4"}),
         # New processes go on from what others have saved, on other hosts too.
-        ("11.2,11.3", {"hook": "hooks_ref:allreduce_hook", "claims": "checkpointable", "world_size": "1,2"}),
-        ("15.13,15.15", {"optimizer": "torch.distributed.optim:ZeroRedundancyOptimizer", "world_size": "3"}),
+        (
+            "11.2,11.3",
+            {"hook": "hooks_ref:allreduce_hook", "claims": "checkpointable", "world_size": "1,2"},
+        ),
+        (
+            "15.13,15.15",
+            {"optimizer": "torch.distributed.optim:ZeroRedundancyOptimizer", "world_size": "3"},
+        ),
     ],
     ids=["hook", "saved", "optimizer"],
 )
 def test_right_subjects_pass(
-    torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: str, given: dict[str, str]
+    torchrun: Torchrun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rules: str,
+    given: dict[str, str],
 ) -> None:
     session = judged(torchrun, tmp_path, monkeypatch, rules, **given)
     assert verdicts(session) == dict.fromkeys(rules.split(","), Verdict.PASS), session.judgements
@@ -130,10 +148,14 @@ def test_right_subjects_pass(
         ("prints_a_gigabyte", "flood", "printed more than 64 MiB"),
     ],
 )
-def test_a_hostile_hook_is_told_as_on_one_machine(torchrun: Torchrun, hook: str, kind: str, line: str) -> None:
+def test_a_hostile_hook_is_told_as_on_one_machine(
+    torchrun: Torchrun, hook: str, kind: str, line: str
+) -> None:
     with torchrun.pool(deadline=4.0) as pool:
         source = LocalSource(pool)
-        broken = breakage(source.run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{hook}"), hook))
+        broken = breakage(
+            source.run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{hook}"), hook)
+        )
         assert broken is not None
         assert (broken.kind, line in broken.line) == (kind, True), broken.line
         assert kind == "host" or "stacks" in broken.evidence["rank 1"]
@@ -141,29 +163,47 @@ def test_a_hostile_hook_is_told_as_on_one_machine(torchrun: Torchrun, hook: str,
         assert pool.interruptions == []
 
 
-def test_what_cannot_be_run_is_said_in_a_line(torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_run_is_said_in_a_line(
+    torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ProfileError, match="--world-size 5: 4 hosts are attached"):
-        judged(torchrun, tmp_path, monkeypatch, "2.1", hook="hooks_ref:allreduce_hook", world_size="5")
+        judged(
+            torchrun, tmp_path, monkeypatch, "2.1", hook="hooks_ref:allreduce_hook", world_size="5"
+        )
     with torchrun.pool() as first, torchrun.pool() as second:
         first.greeting()
-        with pytest.raises(ProfileError, match=f"another controller has these hosts already: process {os.getpid()} on"):
+        with pytest.raises(
+            ProfileError,
+            match=f"another controller has these hosts already: process {os.getpid()} on",
+        ):
             second.greeting()
-    with AttachedPool("localhost:1", 1.0, 0.0) as nowhere, pytest.raises(ProfileError, match="nobody answers at localhost:1"):
+    with (
+        AttachedPool("localhost:1", 1.0, 0.0) as nowhere,
+        pytest.raises(ProfileError, match="nobody answers at localhost:1"),
+    ):
         nowhere.greeting()
     with torchrun.pool() as pool:
         assert "no attribute 'nothing'" in pool.describe(SubjectSpec(hook="held:nothing"))["error"]
 
 
-def test_larger_world_sizes_are_left_out(torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = judged(torchrun, tmp_path, monkeypatch, "1.1", hook="hooks_ref:allreduce_hook", world_size="1,6,8")
+def test_larger_world_sizes_are_left_out(
+    torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = judged(
+        torchrun, tmp_path, monkeypatch, "1.1", hook="hooks_ref:allreduce_hook", world_size="1,6,8"
+    )
     assert session.worlds == (1,)
     assert session.notes == ["world size 6, 8 was not run: 4 hosts are attached"]
 
 
-def test_a_host_that_dies_is_named_and_torchruns_restart_lets_the_rest_be_judged(torchrun: Torchrun) -> None:
+def test_a_host_that_dies_is_named_and_torchruns_restart_lets_the_rest_be_judged(
+    torchrun: Torchrun,
+) -> None:
     with torchrun.pool() as pool:
         pool.greeting()
-        killing = torchrun.once_inside(next(host.announcement.pid for host in pool._hosts if host.announcement.host_rank == 3))
+        killing = torchrun.once_inside(
+            next(host.announcement.pid for host in pool._hosts if host.announcement.host_rank == 3)
+        )
         source, held = LocalSource(pool), SubjectSpec(hook="held:hook")
         assert source.run(VALUES, 4, held, "values@4").finished
         killing.join()
@@ -177,8 +217,16 @@ def test_an_interrupted_session_certifies_nothing_and_a_dead_agent_is_named(
 ) -> None:
     """The last test: torchrun is no more."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rendezvous, "STORE_TIMEOUT", 3.0)  # the port of what is being killed listens on for a moment, and nobody answers
-    options = Options(hook="held:hook", attach=torchrun.endpoint, attach_wait=30.0, world_size="2,4", rule=("2.1,2.2,2.6",))
+    monkeypatch.setattr(
+        rendezvous, "STORE_TIMEOUT", 3.0
+    )  # the port of what is being killed listens on for a moment, and nobody answers
+    options = Options(
+        hook="held:hook",
+        attach=torchrun.endpoint,
+        attach_wait=30.0,
+        world_size="2,4",
+        rule=("2.1,2.2,2.6",),
+    )
     with Session(options) as session:
         session.begin()
         session.pool.wait = 0.0  # type: ignore[union-attr]
@@ -189,23 +237,39 @@ def test_an_interrupted_session_certifies_nothing_and_a_dead_agent_is_named(
         conclusion = session.conclude()
     assert conclusion.exit_code == 7
     assert "values@4 was interrupted: node 0" in conclusion.reasons[0]
-    assert verdicts(session) == {"2.1": Verdict.PASS, "2.2": Verdict.NOT_RUN, "2.6": Verdict.NOT_RUN}  # 2.1 is judged at world size 2
+    assert verdicts(session) == {
+        "2.1": Verdict.PASS,
+        "2.2": Verdict.NOT_RUN,
+        "2.6": Verdict.NOT_RUN,
+    }  # 2.1 is judged at world size 2
     assert "it has not come back within 0 seconds" in session.judgements["2.6"].reason
 
 
 def test_ranks_are_spread_over_nodes_and_numbered_as_torchrun_does() -> None:
     hosts = [host_of(rank) for rank in range(4)]
-    assert [[host.node for host in placement(world, hosts)] for world in (1, 2, 3, 4)] == [[0], [0, 1], [0, 0, 1], [0, 0, 1, 1]]
+    assert [[host.node for host in placement(world, hosts)] for world in (1, 2, 3, 4)] == [
+        [0],
+        [0, 1],
+        [0, 0, 1],
+        [0, 0, 1, 1],
+    ]
     found = rank_environments(placement(3, hosts))
-    assert [(found[str(rank)]["LOCAL_RANK"], found[str(rank)]["GROUP_RANK"]) for rank in range(3)] == [("0", "0"), ("1", "0"), ("0", "1")]
-    assert {(said["WORLD_SIZE"], said["GROUP_WORLD_SIZE"]) for said in found.values()} == {("3", "2")}
+    assert [
+        (found[str(rank)]["LOCAL_RANK"], found[str(rank)]["GROUP_RANK"]) for rank in range(3)
+    ] == [("0", "0"), ("1", "0"), ("0", "1")]
+    assert {(said["WORLD_SIZE"], said["GROUP_WORLD_SIZE"]) for said in found.values()} == {
+        ("3", "2")
+    }
 
 
 def test_hosts_that_are_not_alike_are_refused() -> None:
     def attached(*greetings: dict[str, Any]) -> AttachedPool:
         pool = AttachedPool("anna:1", 1.0, 0.0)
         like = {"kit": kit_digest(), "torch": torch.__version__, "python": "3", "platform": "p"}
-        pool._hosts = [_Host(host_of(2 * node), None, None, {**like, **said}) for node, said in enumerate(greetings)]  # type: ignore[arg-type]
+        pool._hosts = [
+            _Host(host_of(2 * node), None, None, {**like, **said})
+            for node, said in enumerate(greetings)
+        ]  # type: ignore[arg-type]
         return pool
 
     assert [node["host"] for node in attached({}, {})._compare_greetings()["nodes"]] == ["a", "b"]
@@ -225,7 +289,9 @@ def test_a_subject_that_is_not_the_same_on_all_nodes_is_refused() -> None:
         pool._hosts.append(_Host(host_of(2 * node), ours, ours, {}))
         ends += [ours, theirs]
     pool._common = {"torch": "any"}
-    assert pool.describe(SubjectSpec(hook="mypkg:hook"))["error"].startswith("node 2 (c) has another mypkg:hook than the nodes before it")
+    assert pool.describe(SubjectSpec(hook="mypkg:hook"))["error"].startswith(
+        "node 2 (c) has another mypkg:hook than the nodes before it"
+    )
     for stream in ends:
         stream.close()
 
@@ -241,8 +307,16 @@ def test_hosts_of_before_and_after_a_restart_are_not_mixed(monkeypatch: pytest.M
         raise HostsNotFound("this is but a test")
 
     monkeypatch.setattr(pool, "_connect", connect)
-    for ids, tries in (({"host 0", "host 7"}, 0), ({"host 0", "host 1"}, 1), ({"host 7", "host 8"}, 2)):
-        monkeypatch.setattr(remote_pool, "find_hosts", lambda *_, ids=ids: [host_of(0, id=identity) for identity in sorted(ids)])
+    for ids, tries in (
+        ({"host 0", "host 7"}, 0),
+        ({"host 0", "host 1"}, 1),
+        ({"host 7", "host 8"}, 2),
+    ):
+        monkeypatch.setattr(
+            remote_pool,
+            "find_hosts",
+            lambda *_, ids=ids: [host_of(0, id=identity) for identity in sorted(ids)],
+        )
         reason = "this is but a test" if tries else "torchrun has not started all of its hosts anew"
         with pytest.raises(HostsNotFound, match=f"^{reason}$"):
             pool._attach(0.0)
@@ -258,9 +332,16 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
 
 
 def test_a_host_without_torchrun_says_how_it_is_started() -> None:
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_ADDR")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_ADDR")
+    }
     alone = subprocess.run(
-        [sys.executable, "-m", "conformance.host"], capture_output=True, text=True, check=False, cwd=ROOT, env=environment
+        [sys.executable, "-m", "conformance.host"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=environment,
     )
     assert alone.returncode == 1
     assert "conformance.host is started by torchrun" in alone.stderr

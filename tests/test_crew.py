@@ -47,15 +47,27 @@ def rank_said(rank: int, **more: Any) -> dict[str, Any]:
 
 
 def outcome(rank: int, stopped: str = "ended", **more: Any) -> dict[str, Any]:
-    return {"outcome": {"stopped": stopped, "left_processes": [], "ranks": [rank_said(rank, **more)]}}
+    return {
+        "outcome": {"stopped": stopped, "left_processes": [], "ranks": [rank_said(rank, **more)]}
+    }
 
 
-def carried_out(folder: Path, *hosts: Host, deadline: float = 60.0, grace: float = 0.0) -> tuple[dict[str, Any], RemoteRun]:
+def carried_out(
+    folder: Path, *hosts: Host, deadline: float = 60.0, grace: float = 0.0
+) -> tuple[dict[str, Any], RemoteRun]:
     """Have one host for each rank, on threads."""
     ends = [socket.socketpair() for _ in hosts]
     theirs = [Stream(end) for _, end in ends]
-    threads = [threading.Thread(target=_serve, args=pair) for pair in zip(hosts, theirs, strict=True)]
-    team = RemoteRun([Member(host_of(rank), Stream(end), (rank,), clock_offset=100.0) for rank, (end, _) in enumerate(ends)], folder)
+    threads = [
+        threading.Thread(target=_serve, args=pair) for pair in zip(hosts, theirs, strict=True)
+    ]
+    team = RemoteRun(
+        [
+            Member(host_of(rank), Stream(end), (rank,), clock_offset=100.0)
+            for rank, (end, _) in enumerate(ends)
+        ],
+        folder,
+    )
     for thread in threads:
         thread.start()
     team.start({"op": "run"}, (), {str(rank): {"RANK": str(rank)} for rank in range(len(hosts))})
@@ -101,7 +113,9 @@ def test_a_run_that_comes_to_its_end(tmp_path: Path) -> None:
     said, _ = carried_out(tmp_path, ends(0), lambda stream: stream.send(outcome(1), [(1, record)]))
     assert said["stopped"] == "ended"
     write_json(tmp_path / OUTCOME, said)
-    assert load_run(tmp_path, VALUES, 2).ranks[1].events == [{"event": "step", "step": 0, "time": 42.5}]
+    assert load_run(tmp_path, VALUES, 2).ranks[1].events == [
+        {"event": "step", "step": 0, "time": 42.5}
+    ]
     assert [rank["rank"] for rank in said["ranks"]] == [0, 1]
     assert [rank["died"] for rank in said["ranks"]] == [0.0, 1.0]  # on the controller's clock
     assert [rank["clock"] for rank in said["ranks"]] == [100.0, 100.0]
@@ -182,9 +196,13 @@ def test_a_host_without_a_rank_that_is_lost_stops_nothing(tmp_path: Path) -> Non
         stream.close()
 
 
-def test_a_host_that_says_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_says_nothing_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote_run, "ANSWER", 0.2)
-    said, team = carried_out(tmp_path, waits(0), lambda stream: _until_hung_up(stream), deadline=0.1)
+    said, team = carried_out(
+        tmp_path, waits(0), lambda stream: _until_hung_up(stream), deadline=0.1
+    )
     assert said["stopped"] == "hang"
     assert (team.members[1].state, team.members[1].reason) == ("lost", "it did not answer")
 
@@ -221,5 +239,7 @@ def test_a_host_that_lies_is_lost(tmp_path: Path, lie: dict[str, Any]) -> None:
 
 
 def test_a_full_disk_of_a_node_is_the_kits_error(tmp_path: Path) -> None:
-    _, team = carried_out(tmp_path, waits(0), lambda stream: stream.send({"kit_error": "No space left on device"}))
+    _, team = carried_out(
+        tmp_path, waits(0), lambda stream: stream.send({"kit_error": "No space left on device"})
+    )
     assert team.members[1].kit_error == "No space left on device"

@@ -17,7 +17,9 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def descriptions(recording: Recording) -> list[str]:
-    return [collective.description for _, collective in recording.collectives if collective.ranks == [0]]
+    return [
+        collective.description for _, collective in recording.collectives if collective.ranks == [0]
+    ]
 
 
 def test_what_is_heard(group: dist.ProcessGroup) -> None:
@@ -57,7 +59,9 @@ def test_several_listen_and_the_last_puts_everything_back(group: dist.ProcessGro
     assert dict(dist.ProcessGroup.__dict__) == before
 
 
-def test_the_kits_own_group_is_not_heard_and_errors_are_the_callers(group: dist.ProcessGroup) -> None:
+def test_the_kits_own_group_is_not_heard_and_errors_are_the_callers(
+    group: dist.ProcessGroup,
+) -> None:
     recording = Recording()
     recording.open()
     own = dist.new_group([0], use_local_synchronization=True)
@@ -67,4 +71,6 @@ def test_the_kits_own_group_is_not_heard_and_errors_are_the_callers(group: dist.
         group.allreduce("no tensor")
     recording.close()
     kit_groups.remove(own.group_name)
-    assert all("allreduce 1" not in what and "SUM 1" not in what for what in descriptions(recording))
+    assert all(
+        "allreduce 1" not in what and "SUM 1" not in what for what in descriptions(recording)
+    )

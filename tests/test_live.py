@@ -23,7 +23,11 @@ MEAN = FED.double().mean(0).float()
 
 
 def run_of(
-    fed: torch.Tensor, results: torch.Tensor, before: torch.Tensor | None = None, joined: tuple[int, ...] = (), **held: Any
+    fed: torch.Tensor,
+    results: torch.Tensor,
+    before: torch.Tensor | None = None,
+    joined: tuple[int, ...] = (),
+    **held: Any,
 ) -> SampledRun:
     """Return step 9 of as many ranks as ``fed`` has rows, with one parameter of (2, 2)."""
     parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=fed.dtype))
@@ -41,7 +45,9 @@ def run_of(
             sample.take_results(layout)
         rows.append(pack(layout, sample, [9], torch.zeros(1, dtype=torch.int64)))
     gathered = unpack(layout, torch.stack(rows), 1, 1)
-    return SampledRun(layout, layout.indices(9), gathered, 9, joined=set(joined), find_unused=False, fused=False)
+    return SampledRun(
+        layout, layout.indices(9), gathered, 9, joined=set(joined), find_unused=False, fused=False
+    )
 
 
 def found(run: SampledRun, claims: str = "exact") -> StepJudgement:
@@ -58,7 +64,9 @@ def both(result: torch.Tensor) -> torch.Tensor:
     return torch.stack([result, result])
 
 
-@pytest.mark.parametrize("claims", ["exact", "world_only", "compressed", "unbiased", "local", "fused(SGD, lr=0.1)"])
+@pytest.mark.parametrize(
+    "claims", ["exact", "world_only", "compressed", "unbiased", "local", "fused(SGD, lr=0.1)"]
+)
 def test_the_mean_is_right(claims: str) -> None:
     judged = found(run_of(FED, both(MEAN)), claims)
     assert not judged.findings
@@ -75,7 +83,9 @@ def test_the_bound_is_that_of_a_sum() -> None:
     assert [finding.rule for finding in judged.findings] == ["2.2"]
     said = judged.findings[0].failure
     assert said.expected.endswith(" within 3.58e-10")
-    assert "rank 0, step 9, parameter weight (float32), index (1, 1); 2 of 8 elements" in said.actual
+    assert (
+        "rank 0, step 9, parameter weight (float32), index (1, 1); 2 of 8 elements" in said.actual
+    )
     assert judged.figures["margin"] == math.inf
     assert str(judged.findings[0]).startswith(
         "2.2 random gradients give the mean within the bound of a sum  [step 9]\n  Expected:     mean"
@@ -131,10 +141,16 @@ def test_one_rank_that_is_wrong() -> None:
     judged = found(run_of(FED, results))
     assert [finding.rule for finding in judged.findings] == ["2.2", "3.1"]
     assert judged.findings[0].failure.cause == "right on the other ranks, wrong on rank 1"
-    assert judged.findings[1].failure.actual == "ranks 0 and 1 differ at step 9, grad/weight, index (1, 0): 0 and 1"
+    assert (
+        judged.findings[1].failure.actual
+        == "ranks 0 and 1 differ at step 9, grad/weight, index (1, 0): 0 and 1"
+    )
     assert rules(run_of(FED, results), "compressed") == ["3.1"]
     assert rules(run_of(FED, results), "local") == []
-    assert "(numbered in the model's group, whose ranks are 1, 3)" in with_group(judged.findings[0], (1, 3)).failure.actual
+    assert (
+        "(numbered in the model's group, whose ranks are 1, 3)"
+        in with_group(judged.findings[0], (1, 3)).failure.actual
+    )
 
 
 def test_a_rank_that_has_joined_feeds_zeros_and_is_asked_for_nothing() -> None:
@@ -157,7 +173,9 @@ def test_a_rank_that_has_joined_feeds_zeros_and_is_asked_for_nothing() -> None:
         ("rounded(float16)", 1e5, math.inf, []),
     ],
 )
-def test_values_that_are_not_finite(claims: str, fed: float, result: float, fails: list[str]) -> None:
+def test_values_that_are_not_finite(
+    claims: str, fed: float, result: float, fails: list[str]
+) -> None:
     given, got = FED.clone(), MEAN.clone()
     given[0, 0], got[0] = fed, result
     rounded = (given.half().float().sum(0) / 2) if "float16" in claims else got
@@ -174,7 +192,9 @@ def test_one_nan_is_as_good_as_another() -> None:
 
 def test_parameters_that_are_not_finite() -> None:
     judged = found(run_of(FED, both(MEAN), level=math.nan))
-    assert [(finding.rule, finding.failure.expected) for finding in judged.findings] == [("8.4", "finite parameters")]
+    assert [(finding.rule, finding.failure.expected) for finding in judged.findings] == [
+        ("8.4", "finite parameters")
+    ]
 
 
 def test_what_a_process_flushes_to_zero_is_no_mistake() -> None:
@@ -185,12 +205,20 @@ def test_what_a_process_flushes_to_zero_is_no_mistake() -> None:
 def test_models_and_collectives_have_rules_of_the_book() -> None:
     run, judged, claims = run_of(FED, both(MEAN)), StepJudgement(), parse_claims("exact")
     parameter = torch.zeros(4, 6).t()  # laid out by columns
-    run.record_parameter("weight", parameter, parameter.stride(), 7, torch.tensor([[1.0, 2.0], [1.0, 3.0]]))
+    run.record_parameter(
+        "weight", parameter, parameter.stride(), 7, torch.tensor([[1.0, 2.0], [1.0, 3.0]])
+    )
     judge_models(run, claims, judged)
     both_ranks = [0, 1]
-    started = [Collective("allreduce SUM 4 float32", both_ranks, "g"), Collective("barrier", both_ranks, "g")]
+    started = [
+        Collective("allreduce SUM 4 float32", both_ranks, "g"),
+        Collective("barrier", both_ranks, "g"),
+    ]
     judge_collectives(run, claims, judged, [started, started])
     judge_collectives(run_of(FED, both(MEAN)), claims, judged, [started, started[:1]])
     assert [finding.rule for finding in judged.findings] == ["3.2", "10.2"]
-    assert judged.findings[0].failure.actual == "ranks 0 and 1 differ at step 9, parameter/weight, index (2, 1): 2 and 3"
+    assert (
+        judged.findings[0].failure.actual
+        == "ranks 0 and 1 differ at step 9, parameter/weight, index (2, 1): 2 and 3"
+    )
     assert judged.findings[1].failure.actual.endswith("rank 0 issues barrier (step 9), rank 1 none")

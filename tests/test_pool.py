@@ -24,7 +24,9 @@ def processes_of(base: str) -> list[str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                line = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
             except OSError:
                 continue
             if base in line:
@@ -123,7 +125,9 @@ pool.run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:never_completes"), "
 @pytest.mark.parametrize("script", [KILLED_IDLE, KILLED_BUSY], ids=["idle", "busy"])
 def test_a_killed_controller_leaves_nothing_behind(script: str) -> None:
     """The host sees its controller hang up, kills its ranks, removes the folder and ends."""
-    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert child.returncode == -signal.SIGKILL
     base = Path(child.stdout.strip())
     waited = threading.Event()
@@ -137,7 +141,9 @@ def test_a_killed_controller_leaves_nothing_behind(script: str) -> None:
 
 def test_goes_on_after_the_host_was_killed() -> None:
     with Pool(10.0) as pool:
-        killed = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:kills_parent"), "killed")
+        killed = LocalSource(pool).run(
+            VALUES, 2, SubjectSpec(hook="tests.mutants.process:kills_parent"), "killed"
+        )
         broken = breakage(killed)
         assert broken is not None
         assert broken.kind == "host"
@@ -146,7 +152,9 @@ def test_goes_on_after_the_host_was_killed() -> None:
 
 
 def test_a_gigabyte_is_neither_kept_nor_waited_for(pool: Pool) -> None:
-    run = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:prints_a_gigabyte"), "flood")
+    run = LocalSource(pool).run(
+        VALUES, 2, SubjectSpec(hook="tests.mutants.process:prints_a_gigabyte"), "flood"
+    )
     broken = breakage(run)
     assert broken is not None
     assert broken.kind == "flood"
@@ -155,7 +163,11 @@ def test_a_gigabyte_is_neither_kept_nor_waited_for(pool: Pool) -> None:
 
 @pytest.mark.parametrize("name", ["spins", "sleeps_in_c"])
 def test_a_hang_is_told_with_the_line_that_it_hangs_in(impatient: Pool, name: str) -> None:
-    broken = breakage(LocalSource(impatient).run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{name}"), f"hang-{name}"))
+    broken = breakage(
+        LocalSource(impatient).run(
+            VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{name}"), f"hang-{name}"
+        )
+    )
     assert broken is not None
     assert broken.kind == "hang"
     assert "the hook did not return" in broken.line
@@ -164,24 +176,35 @@ def test_a_hang_is_told_with_the_line_that_it_hangs_in(impatient: Pool, name: st
 
 
 def test_the_flight_recorder_names_the_last_collectives(impatient: Pool) -> None:
-    run = LocalSource(impatient).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:never_completes_on_rank_1"), "hang-1")
+    run = LocalSource(impatient).run(
+        VALUES, 2, SubjectSpec(hook="tests.mutants.process:never_completes_on_rank_1"), "hang-1"
+    )
     broken = breakage(run)
     assert broken is not None
     assert any("gloo:all_reduce" in line for line in json.dumps(broken.evidence).split("#"))
 
 
-def test_a_subject_that_does_not_come_back_from_its_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subject_that_does_not_come_back_from_its_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "waits.py").write_text("import threading\nthreading.Event().wait()\n")
     (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(tmp_path)
     with Pool(1.0) as pool:
-        assert pool.describe(SubjectSpec(hook="waits:hook"))["error"] == "importing it did not return"
-        assert pool.describe(SubjectSpec(hook="dies:hook"))["error"] == "importing it ended its process with status 3"
+        assert (
+            pool.describe(SubjectSpec(hook="waits:hook"))["error"] == "importing it did not return"
+        )
+        assert (
+            pool.describe(SubjectSpec(hook="dies:hook"))["error"]
+            == "importing it ended its process with status 3"
+        )
         assert "SystemExit" in pool.describe(SubjectSpec(hook="leaves:hook"))["error"]
 
 
-def test_a_user_module_cannot_shadow_what_the_host_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_module_cannot_shadow_what_the_host_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("random", "json", "numpy"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('shadowed')\n")
     monkeypatch.chdir(tmp_path)
@@ -203,7 +226,9 @@ with Pool(30.0) as pool:
 
 def test_ranks_take_interrupts_whoever_started_the_kit() -> None:
     """A shell starts what it puts in the background with SIGINT ignored: a subject that ignores it would not be seen."""
-    child = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True, check=True)
+    child = subprocess.run(
+        [sys.executable, "-c", IGNORED], capture_output=True, text=True, check=True
+    )
     assert "default_int_handler" in child.stdout
 
 

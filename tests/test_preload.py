@@ -48,7 +48,10 @@ print(random.random(), torch.rand(()).item())
 
 def test_ranks_of_any_host_draw_the_same() -> None:
     """Whoever draws from a global generator is told of that (9.1), and not of two hosts that draw otherwise (3.3)."""
-    drawn = [subprocess.Popen([sys.executable, "-c", DRAWS], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    drawn = [
+        subprocess.Popen([sys.executable, "-c", DRAWS], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     one, other = [process.communicate()[0] for process in drawn]
     assert one
     assert one == other
@@ -56,11 +59,15 @@ def test_ranks_of_any_host_draw_the_same() -> None:
 
 def test_what_a_rank_makes_lies_together() -> None:
     """Scattered between what a host has imported, a rank would copy a page for each few: of 48 bytes, 8 times as many."""
-    said = subprocess.run([sys.executable, "-c", DENSE], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", DENSE], capture_output=True, text=True, check=True
+    ).stdout
     assert {size: times for size, times in json.loads(said).items() if times > 1.5} == {}
 
 
-def test_references_that_the_path_leads_to_are_the_ones_that_run(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_that_the_path_leads_to_are_the_ones_that_run(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A checkout of its own in the current directory goes before those that the kit came with, as for everything else."""
     (tmp_path / "hooks_ref").mkdir()
     (tmp_path / "hooks_ref" / "__init__.py").write_text(OTHERS)

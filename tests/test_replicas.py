@@ -5,10 +5,19 @@ import threading
 import pytest
 import torch
 
-from conformance.watching.replicas import MAX_COMPARED, checksum, checksums, elements, first_difference, index_at
+from conformance.watching.replicas import (
+    MAX_COMPARED,
+    checksum,
+    checksums,
+    elements,
+    first_difference,
+    index_at,
+)
 
 
-def find(one: torch.Tensor, other: torch.Tensor, places: list[int]) -> tuple[int, torch.Tensor] | None:
+def find(
+    one: torch.Tensor, other: torch.Tensor, places: list[int]
+) -> tuple[int, torch.Tensor] | None:
     """Run the search of two ranks in one process, in step."""
     barrier, said, found = threading.Barrier(2), [torch.zeros(0), torch.zeros(0)], [None, None]  # type: ignore[var-annotated]
 
@@ -62,7 +71,9 @@ def test_the_place_of_an_element_in_memory() -> None:
     ):
         flat, strides = elements(tensor)
         assert flat.data_ptr() == tensor.data_ptr()
-        assert all(tensor[index_at(tensor.shape, strides, at)] == flat[at] for at in range(tensor.numel()))
+        assert all(
+            tensor[index_at(tensor.shape, strides, at)] == flat[at] for at in range(tensor.numel())
+        )
     gaps = torch.randn(4, 6)[:, ::2]
     flat, strides = elements(gaps)
     assert all(gaps[index_at(gaps.shape, strides, at)] == flat[at] for at in range(gaps.numel()))

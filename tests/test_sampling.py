@@ -8,8 +8,13 @@ import torch
 from conformance.watching.sampling import MAX_GATHERED, Layout, Sample, largest, pack, take, unpack
 
 
-def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Parameter]:
-    return {f"p{number}": torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for number, shape in enumerate(shapes)}
+def parameters(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> dict[str, torch.nn.Parameter]:
+    return {
+        f"p{number}": torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+        for number, shape in enumerate(shapes)
+    }
 
 
 def test_the_same_elements_from_the_same_seed_and_step() -> None:
@@ -30,14 +35,20 @@ def test_every_parameter_its_ends_and_all_of_a_small_model() -> None:
     assert 990 <= len(first) <= 1000
     assert (len(second), third.tolist(), fourth.tolist()) == (1, [0], [])
     assert [len(index) for index in Layout(named, 200_000, 2, 0).indices(3)] == [100_000, 7, 1, 0]
-    drawn = {index for step in range(200) for index in Layout(parameters((50,)), 10, 2, 0).indices(step)[0].tolist()}
+    drawn = {
+        index
+        for step in range(200)
+        for index in Layout(parameters((50,)), 10, 2, 0).indices(step)[0].tolist()
+    }
     assert drawn == set(range(50))
 
 
 def test_memory_is_bounded_whatever_the_number_of_ranks() -> None:
     named = parameters((1_000_000,), (1_000_000,))
     for world in (2, 64, 1024, 2**21):
-        assert sum(Layout(named, 16384, world, 0).counts) * world <= max(MAX_GATHERED, world * len(named))
+        assert sum(Layout(named, 16384, world, 0).counts) * world <= max(
+            MAX_GATHERED, world * len(named)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])
@@ -47,7 +58,10 @@ def test_elements_are_taken_in_c_order_from_any_layout(dtype: torch.dtype) -> No
     index = torch.tensor([0, 7, 119])
     assert torch.equal(take(plain, index), take(laid, index))
     expected = plain.reshape(-1)[index]
-    assert torch.equal(take(laid, index), torch.view_as_real(expected).reshape(-1) if dtype.is_complex else expected)
+    assert torch.equal(
+        take(laid, index),
+        torch.view_as_real(expected).reshape(-1) if dtype.is_complex else expected,
+    )
 
 
 def test_the_largest_value() -> None:
@@ -60,7 +74,10 @@ def test_the_largest_value() -> None:
 def test_what_travels_arrives() -> None:
     named = {
         **parameters((30,), ()),
-        **{"d": torch.nn.Parameter(torch.ones(5, dtype=torch.float64)), "h": torch.nn.Parameter(torch.ones(3).half())},
+        **{
+            "d": torch.nn.Parameter(torch.ones(5, dtype=torch.float64)),
+            "h": torch.nn.Parameter(torch.ones(3).half()),
+        },
     }
     layout = Layout(named, 1000, 2, 0)
     rows = []
@@ -78,7 +95,11 @@ def test_what_travels_arrives() -> None:
         sample.take_results(layout)
         rows.append(pack(layout, sample, [7, rank], torch.tensor([rank])))
     found = unpack(layout, torch.stack(rows), 2, 1)
-    assert (found.numbers.tolist(), found.has_fed_before, found.checksums.tolist()) == ([[7, 0], [7, 1]], True, [[0], [1]])
+    assert (found.numbers.tolist(), found.has_fed_before, found.checksums.tolist()) == (
+        [[7, 0], [7, 1]],
+        True,
+        [[0], [1]],
+    )
     assert found.has_fed.tolist() == [[True, False, True, True]] * 2
     assert found.has_result.tolist() == [[True] * 4, [True, True, False, True]]
     assert found.parameter_changed.tolist() == [[False] * 4, [False, False, False, True]]

@@ -38,12 +38,28 @@ class Host:
         (folder / "waits.py").write_text(WAITS)
         with socket.create_server(("localhost", 0)) as free:
             self.port = free.getsockname()[1]
-        one = {"RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        environment = {**os.environ, **one, "MASTER_ADDR": "localhost", "MASTER_PORT": str(self.port), "PYTHONPATH": str(ROOT)}
-        environment = {
-            key: value for key, value in environment.items() if key not in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE")
+        one = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
         }
-        self.process = subprocess.Popen([sys.executable, "-m", "conformance.host", "--once"], cwd=folder, env=environment)
+        environment = {
+            **os.environ,
+            **one,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(self.port),
+            "PYTHONPATH": str(ROOT),
+        }
+        environment = {
+            key: value
+            for key, value in environment.items()
+            if key not in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE")
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "conformance.host", "--once"], cwd=folder, env=environment
+        )
 
     def pool(self) -> AttachedPool:
         return AttachedPool(f"localhost:{self.port}", 30.0, 120.0)
@@ -55,7 +71,9 @@ class Host:
 
 
 def folder_locked_by(process: int | str) -> Path:
-    links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir() if link.is_symlink()]
+    links = [
+        os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir() if link.is_symlink()
+    ]
     [lock] = [link for link in links if link.endswith("/lock")]
     return Path(lock).parent
 
@@ -101,10 +119,14 @@ def test_who_does_not_know_the_token_is_hung_up_on(host: Host) -> None:
         pool.close(finished=False)
 
 
-def test_a_controller_that_vanishes_in_mid_run_leaves_nothing_to_run_and_the_host_waits_for_the_next(host: Host) -> None:
+def test_a_controller_that_vanishes_in_mid_run_leaves_nothing_to_run_and_the_host_waits_for_the_next(
+    host: Host,
+) -> None:
     vanishing = host.pool()
     vanishing.greeting()
-    running = threading.Thread(target=vanishing.run, args=(VALUES, 1, SubjectSpec(hook="waits:hook"), "waits"))
+    running = threading.Thread(
+        target=vanishing.run, args=(VALUES, 1, SubjectSpec(hook="waits:hook"), "waits")
+    )
     running.start()
     until(lambda: (host.folder / "inside").exists())
     assert list(host.on_disk.glob("run-*"))
@@ -150,7 +172,9 @@ def test_with_once_it_ends_when_a_controller_has_finished(host: Host) -> None:
     assert not folder.exists()
 
 
-def test_a_folder_that_a_killed_host_has_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_a_killed_host_has_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its lock is free once the last of its processes has ended; that of a host which lives is not."""
     monkeypatch.setattr(torchrun_host, "fast_folder", lambda: str(tmp_path))
     left = tmp_path / "conformance-host-left"

@@ -47,7 +47,13 @@ class Cluster:
         self.torchruns = [self._torchrun(machine, *more) for machine in (self.anna, self.bert)]
 
     def _torchrun(self, machine: Machine, *more: str) -> "subprocess.Popen[str]":
-        rendezvous = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=anna:29400", *more]
+        rendezvous = [
+            "--nnodes=2",
+            "--nproc-per-node=2",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=anna:29400",
+            *more,
+        ]
         with open(self.folder / f"{machine.name}.txt", "w") as said:
             return machine.start(
                 [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "conformance.host"],
@@ -55,7 +61,17 @@ class Cluster:
             )  # fmt: skip
 
     def controller(self, machine: Machine, hook: str, *arguments: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--pyargs", "conformance", "--hook", hook]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--pyargs",
+            "conformance",
+            "--hook",
+            hook,
+        ]
         return machine.start(
             [*command, "--attach", "anna:29400", *arguments],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.folder, env=self.environment,
@@ -96,10 +112,15 @@ def test_certified_across_two_machines_until_one_of_them_is_killed(tmp_path: Pat
         assert whole.returncode == 0, said + there.said()
         assert "on 2 nodes, world sizes 1, 2, 3, 4" in said
         certificate = json.loads((tmp_path / "c.json").read_text())
-        assert [(node["host"], node["slots"]) for node in certificate["profile"]["nodes"]] == [("anna", 2), ("bert", 2)]
+        assert [(node["host"], node["slots"]) for node in certificate["profile"]["nodes"]] == [
+            ("anna", 2),
+            ("bert", 2),
+        ]
         # The controller may be on one of them as well. All that runs on a machine ends at once.
         (tmp_path / "hold").touch()
-        killed = there.controller(there.anna, "held:hook", "--attach-wait", "3", "--certificate", "never.json")
+        killed = there.controller(
+            there.anna, "held:hook", "--attach-wait", "3", "--certificate", "never.json"
+        )
         there.until_inside(killed)
         there.bert.kill()
         said, _ = killed.communicate()
@@ -113,7 +134,9 @@ def test_a_machine_that_is_cut_off_is_named(tmp_path: Path) -> None:
     with cluster(tmp_path) as there:
         (tmp_path / "hold").touch()
         there.until(lambda: there.said().count("waits for a controller") == 4)
-        cut = there.controller(there.carl, "held:hook", "--attach-wait", "3", "--certificate", "never.json")
+        cut = there.controller(
+            there.carl, "held:hook", "--attach-wait", "3", "--certificate", "never.json"
+        )
         there.until_inside(cut)
         there.bert.cut_off()
         (tmp_path / "go").touch()
@@ -128,5 +151,7 @@ def test_a_machine_that_is_cut_off_is_named(tmp_path: Path) -> None:
 
 def _ranks_of(machine: Machine) -> list[str]:
     """Processes of a machine below its hosts: torchrun, its two hosts, and nothing else where no run is under way."""
-    listed = subprocess.run(["ip", "netns", "pids", machine.namespace], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["ip", "netns", "pids", machine.namespace], capture_output=True, text=True, check=True
+    )
     return listed.stdout.split()[3:]

@@ -28,7 +28,13 @@ def once(check: Callable[[], None]) -> Case:
 
 def network() -> torch.nn.Module:
     """The same on all ranks, without any random state."""
-    net = torch.nn.Sequential(torch.nn.Linear(9, 17), torch.nn.ReLU(), torch.nn.Linear(17, 16), torch.nn.ReLU(), torch.nn.Linear(16, 5))
+    net = torch.nn.Sequential(
+        torch.nn.Linear(9, 17),
+        torch.nn.ReLU(),
+        torch.nn.Linear(17, 16),
+        torch.nn.ReLU(),
+        torch.nn.Linear(16, 5),
+    )
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -44,9 +50,13 @@ def loss_of(ddp: Any, rank: int, step: int) -> torch.Tensor:
     return (ddp(x) - y).square().mean()
 
 
-def model_with(process_group: Any, hook: str, state: str = "", device: str = "cpu", **options: Any) -> DistributedDataParallel:
+def model_with(
+    process_group: Any, hook: str, state: str = "", device: str = "cpu", **options: Any
+) -> DistributedDataParallel:
     """Return a model in several buckets, and register what is named as on the command line."""
-    ddp = DistributedDataParallel(network().to(device), process_group=process_group, **{"bucket_cap_mb": CAP, **options})
+    ddp = DistributedDataParallel(
+        network().to(device), process_group=process_group, **{"bucket_cap_mb": CAP, **options}
+    )
     if hook:
         register(ddp, process_group, hook, state)
     return ddp
@@ -62,7 +72,9 @@ def register(ddp: DistributedDataParallel, process_group: Any, hook: str, state:
         "device": lambda: torch.device("cpu"),
     }
     made, value = make_hook(resolved, names, "--hook")
-    ddp.register_comm_hook(process_group if value is None and resolved.state is None else value, made)
+    ddp.register_comm_hook(
+        process_group if value is None and resolved.state is None else value, made
+    )
 
 
 def batches(ddp: DistributedDataParallel, rank: int, steps: int, shares: int = 1) -> Iterator[int]:
@@ -104,21 +116,31 @@ def trains(
     def check() -> None:
         ddp = model_with(process_group, "" if late else hook, makes, **options)
         if setup:
-            names = {"model": lambda: ddp, "process_group": lambda: process_group, "rank": lambda: rank, "world_size": dist.get_world_size}
+            names = {
+                "model": lambda: ddp,
+                "process_group": lambda: process_group,
+                "rank": lambda: rank,
+                "world_size": dist.get_world_size,
+            }
             made = call_with_names(resolve(SubjectSpec(setup=setup)).setup, {}, names)
             ddp.register_comm_hook(*((made.state, made.hook) if isinstance(made, Case) else made))
         state_before = torch.get_rng_state()
         with watch(ddp, every, claims, elements=elements, timeout=20.0) as watcher:
             if late:
                 register(ddp, process_group, hook, makes)
-            for _ in batches(ddp, dist.get_rank(), steps, shares):  # groups are fed other batches than each other
+            for _ in batches(
+                ddp, dist.get_rank(), steps, shares
+            ):  # groups are fed other batches than each other
                 pass
         said = [str(finding) for finding in watcher.findings]
         assert not watcher.ended, watcher.ended
         assert tuple(rules_of(watcher)) == finds, said
         assert says in "\n".join(said[:1]), said
         cost = watcher.cost()
-        assert (cost.steps, cost.samples) == (steps, len([step for step in range(steps) if step % every == 1 % every])), cost
+        assert (cost.steps, cost.samples) == (
+            steps,
+            len([step for step in range(steps) if step % every == 1 % every]),
+        ), cost
         assert len(watcher.figures) == cost.samples
         assert torch.equal(state_before, torch.get_rng_state())
         assert not ddp._forward_hooks
@@ -141,7 +163,10 @@ def drifts(process_group: Any, rank: int) -> Case:
         assert rules_of(watcher) == ["3.2"], list(watcher.findings)
         first = watcher.findings[0]
         assert first.step == 3
-        assert "ranks 0 and 1 differ at step 3, parameter/2.weight, index (3, 5): " in first.failure.actual, first
+        assert (
+            "ranks 0 and 1 differ at step 3, parameter/2.weight, index (3, 5): "
+            in first.failure.actual
+        ), first
 
     return once(check)
 
@@ -151,7 +176,9 @@ def raises(process_group: Any, rank: int) -> Case:
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = hooks_ref.allreduce_hook(process_group, bucket)
-        return future.then(lambda done: done.value() * (1 + (rank == 1))) if len(seen) == 3 else future
+        return (
+            future.then(lambda done: done.value() * (1 + (rank == 1))) if len(seen) == 3 else future
+        )
 
     seen: list[int] = []
 
@@ -211,7 +238,9 @@ def leaves(process_group: Any, rank: int, *, how: str) -> Case:
             if step == 2:
                 dist.barrier(process_group)
                 if how == "silent":  # from here on there is somebody to wait for in vain
-                    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.5), watcher._exchange._group)
+                    dist.distributed_c10d._set_pg_timeout(
+                        datetime.timedelta(seconds=0.5), watcher._exchange._group
+                    )
         if rank == last and how != "counts":
             assert (watcher.ended, told, logged) == (None, [], [])
         else:
@@ -238,7 +267,13 @@ def same_on_all_ranks(ddp: Any, process_group: Any) -> None:
 
 
 def joins(
-    process_group: Any, rank: int, *, hook: str = "", ours: bool = False, by_initial: bool = True, finds: tuple[str, ...] = ()
+    process_group: Any,
+    rank: int,
+    *,
+    hook: str = "",
+    ours: bool = False,
+    by_initial: bool = True,
+    finds: tuple[str, ...] = (),
 ) -> Case:
     """Ranks run out of inputs one after another; those that have take part in what is asked of a step. Twice, and then without."""
 
@@ -256,10 +291,14 @@ def joins(
             for _ in batches(ddp, rank, 2):
                 pass
         assert not watcher.ended, watcher.ended
-        assert (watcher.cost().samples, other.cost().samples, other.ended) == (14, 3, None), watcher.cost()
+        assert (watcher.cost().samples, other.cost().samples, other.ended) == (14, 3, None), (
+            watcher.cost()
+        )
         assert tuple(rules_of(watcher)) == finds, list(watcher.findings)
         judged = sum("margin" in figures for figures in watcher.figures)
-        assert judged == (14 if by_initial or hook or world == 1 else 14 - 2 * (2 * (world - 1))), judged
+        assert judged == (14 if by_initial or hook or world == 1 else 14 - 2 * (2 * (world - 1))), (
+            judged
+        )
 
     return once(check)
 
@@ -270,7 +309,9 @@ def raises_joined(process_group: Any, rank: int) -> Case:
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         steps.append(bucket.is_last())
         scale = 2 if sum(steps[:-1]) == 4 else 1
-        return hooks_ref.allreduce_hook(process_group, bucket).then(lambda done: done.value() * scale)
+        return hooks_ref.allreduce_hook(process_group, bucket).then(
+            lambda done: done.value() * scale
+        )
 
     steps: list[bool] = []
 
@@ -305,7 +346,9 @@ def fails(process_group: Any, rank: int, *, where: str) -> Case:
                 def broken(*_: Any) -> Any:
                     raise ArithmeticError("broken on purpose")
 
-                setattr(*((sampling, "largest") if where == "backward" else (watcher, "unpack")), broken)
+                setattr(
+                    *((sampling, "largest") if where == "backward" else (watcher, "unpack")), broken
+                )
         assert look.ended, look.cost()
         assert [finding.rule for finding in told] == [""], told
         if rank == 1:
@@ -330,18 +373,38 @@ class Branches(torch.nn.Module):
         return self.branches[which](x)
 
 
-def leaves_out(process_group: Any, rank: int, *, hook: str = "", finds: tuple[str, ...] = (), keep: bool = False) -> Case:
+def leaves_out(
+    process_group: Any,
+    rank: int,
+    *,
+    hook: str = "",
+    finds: tuple[str, ...] = (),
+    keep: bool = False,
+) -> Case:
     """find_unused_parameters; with ``keep`` gradients are zeroed instead of dropped."""
 
     def check() -> None:
-        ddp = DistributedDataParallel(Branches(), process_group=process_group, bucket_cap_mb=CAP, find_unused_parameters=True)
+        ddp = DistributedDataParallel(
+            Branches(), process_group=process_group, bucket_cap_mb=CAP, find_unused_parameters=True
+        )
         if hook:
             register(ddp, process_group, hook)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         with watch(ddp, 1, timeout=20.0) as watcher:
             for step in range(6):
-                loss = ddp(torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank)), (step + rank) % 2).square().mean()
-                optimizer.zero_grad(set_to_none=not keep)  # between forward and backward, as some loops have it
+                loss = (
+                    ddp(
+                        torch.randn(
+                            4, 9, generator=torch.Generator().manual_seed(10 * step + rank)
+                        ),
+                        (step + rank) % 2,
+                    )
+                    .square()
+                    .mean()
+                )
+                optimizer.zero_grad(
+                    set_to_none=not keep
+                )  # between forward and backward, as some loops have it
                 loss.backward()
                 optimizer.step()
         assert not watcher.ended, watcher.ended
@@ -355,25 +418,42 @@ class Checkpointed(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.last = torch.nn.Linear(9, 9), torch.nn.Linear(9, 9), torch.nn.Linear(9, 5)
+        self.first, self.second, self.last = (
+            torch.nn.Linear(9, 9),
+            torch.nn.Linear(9, 9),
+            torch.nn.Linear(9, 5),
+        )
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         from torch.utils.checkpoint import checkpoint
 
         x = x.clone().requires_grad_()
-        x = checkpoint(self.second, checkpoint(self.first, x, use_reentrant=True), use_reentrant=True)
+        x = checkpoint(
+            self.second, checkpoint(self.first, x, use_reentrant=True), use_reentrant=True
+        )
         return {"out": self.last(x)}
 
 
-def checkpoints(process_group: Any, rank: int, *, hook: str = "", static: bool = False, finds: tuple[str, ...] = ()) -> Case:
+def checkpoints(
+    process_group: Any,
+    rank: int,
+    *,
+    hook: str = "",
+    static: bool = False,
+    finds: tuple[str, ...] = (),
+) -> Case:
     def check() -> None:
-        ddp = DistributedDataParallel(Checkpointed(), process_group=process_group, bucket_cap_mb=CAP, static_graph=static)
+        ddp = DistributedDataParallel(
+            Checkpointed(), process_group=process_group, bucket_cap_mb=CAP, static_graph=static
+        )
         if hook:
             register(ddp, process_group, hook)
         with watch(ddp, 1, timeout=20.0) as watcher:
             for step in range(4):
                 ddp.zero_grad()
-                ddp(torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank)))["out"].square().mean().backward()
+                ddp(torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank)))[
+                    "out"
+                ].square().mean().backward()
         assert not watcher.ended, watcher.ended
         assert watcher.cost().samples == 4
         assert tuple(rules_of(watcher)) == finds, list(watcher.findings)
@@ -382,7 +462,13 @@ def checkpoints(process_group: Any, rank: int, *, hook: str = "", static: bool =
 
 
 def overflows(
-    process_group: Any, rank: int, *, hook: str, claims: str = "exact", finds: tuple[str, ...] = (), at: tuple[int, ...] = (2,)
+    process_group: Any,
+    rank: int,
+    *,
+    hook: str,
+    claims: str = "exact",
+    finds: tuple[str, ...] = (),
+    at: tuple[int, ...] = (2,),
 ) -> Case:
     """The gradient of rank 1 holds NaN in some steps, as under a GradScaler, and the loop goes on without stepping then."""
 
@@ -392,7 +478,9 @@ def overflows(
         with watch(ddp, 1, claims, timeout=20.0, elements=50) as watcher:
             for step in range(5):
                 optimizer.zero_grad()
-                (loss_of(ddp, rank, step) * (float("nan") if step in at and rank == 1 else 1.0)).backward()
+                (
+                    loss_of(ddp, rank, step) * (float("nan") if step in at and rank == 1 else 1.0)
+                ).backward()
                 if step not in at:
                     optimizer.step()
         assert not watcher.ended, watcher.ended
@@ -415,9 +503,14 @@ class Mixed(torch.nn.Module):
             ((3, 4), "complex64"),
             ((2, 3, 4, 5), "float32"),
         ]
-        values = [torch.randn(shape, generator=made, dtype=torch.float64).to(getattr(torch, dtype)) for shape, dtype in shapes]
+        values = [
+            torch.randn(shape, generator=made, dtype=torch.float64).to(getattr(torch, dtype))
+            for shape, dtype in shapes
+        ]
         values[-1] = values[-1].contiguous(memory_format=torch.channels_last)
-        self.all = torch.nn.ParameterList([*values, torch.randn(6, 5, generator=made).t().contiguous().t()])
+        self.all = torch.nn.ParameterList(
+            [*values, torch.randn(6, 5, generator=made).t().contiguous().t()]
+        )
         self.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
         self.table = torch.nn.Embedding(4, 2, sparse=True)
 
@@ -436,7 +529,11 @@ def mixes(process_group: Any, rank: int, *, drift: str = "") -> Case:
                 ddp(1.0 + rank / 3 + step, rank).backward()
                 if drift and step == 1 and rank == 1:
                     with torch.no_grad():
-                        {"complex": ddp.module.all[4], "strided": ddp.module.all[5][:, 1, 2], "frozen": ddp.module.frozen}[drift][1].add_(1)
+                        {
+                            "complex": ddp.module.all[4],
+                            "strided": ddp.module.all[5][:, 1, 2],
+                            "frozen": ddp.module.frozen,
+                        }[drift][1].add_(1)
         assert not watcher.ended, watcher.ended
         places = {
             "complex": "parameter/all.4, index (1, 0, 0)",
@@ -495,7 +592,9 @@ def refuses(process_group: Any, rank: int) -> Case:
         for _ in batches(ddp, rank, 4):
             pass
         assert [watcher.cost().samples for watcher in two] == [4, 2]
-        assert not any(watcher.findings or watcher.ended for watcher in two), [watcher.ended for watcher in two]
+        assert not any(watcher.findings or watcher.ended for watcher in two), [
+            watcher.ended for watcher in two
+        ]
         for watcher in two:
             watcher.close()
             watcher.close()
@@ -503,7 +602,9 @@ def refuses(process_group: Any, rank: int) -> Case:
     return once(check)
 
 
-def soaks(process_group: Any, rank: int, *, steps: int, hook: str = "", claims: str = "exact") -> Case:
+def soaks(
+    process_group: Any, rank: int, *, steps: int, hook: str = "", claims: str = "exact"
+) -> Case:
     """Hundreds of sampled steps with no finding."""
 
     def check() -> None:
@@ -521,7 +622,9 @@ def soaks(process_group: Any, rank: int, *, steps: int, hook: str = "", claims: 
 def torchs_power_sgd(process_group: Any) -> Any:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    return powerSGD_hook.PowerSGDState(process_group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+    return powerSGD_hook.PowerSGDState(
+        process_group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+    )
 
 
 def local_sgd(process_group: Any, rank: int) -> Any:
