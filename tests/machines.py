@@ -1,7 +1,8 @@
-"""Machines made of network namespaces: each has its own interfaces, addresses and host name, and a port of one switch.
+"""Machines made of network namespaces, each with its own interface, address and host name.
 
-A machine that is cut off keeps its link up and hears nothing any more, as behind a switch that has failed: no packet tells
-anybody. Needs root and iproute2; nothing stays behind.
+All are connected to one switch. A machine that is cut off keeps its link up and receives nothing
+any more, as behind a switch that has failed: no packet reports the failure. This needs root and
+iproute2; nothing stays behind.
 """
 
 import contextlib
@@ -23,9 +24,10 @@ class Machine:
 
     Attributes:
         name: its host name.
-        address: of its only interface, ``eth0``.
-        namespace: of the network, as ``ip netns`` knows it.
-        port: of the switch.
+        address: the address of its only interface, ``eth0``.
+        namespace: the name of its network namespace.
+        port: its port of the switch.
+        switch: the namespace of the switch.
     """
 
     name: str
@@ -35,7 +37,7 @@ class Machine:
     switch: str
 
     def start(self, arguments: list[str], **options: Any) -> "subprocess.Popen[str]":
-        """Start a program here; its process id is that of the program."""
+        """Start a program on this machine; the process has the pid of the program."""
         here = [
             "ip",
             "netns",
@@ -51,27 +53,27 @@ class Machine:
         return subprocess.Popen([*here, *arguments], text=True, start_new_session=True, **options)
 
     def kill(self) -> None:
-        """End everything on it at once, as a loss of power does."""
+        """Kill all processes at once, as a loss of power does."""
         _end_all(self.namespace)
 
     def cut_off(self) -> None:
-        """Have the switch forget its port."""
+        """Disconnect its port from the switch."""
         _ip("-n", self.switch, "link", "set", self.port, "nomaster")
 
     def plug_in(self) -> None:
-        """Have the switch know its port again."""
+        """Connect its port to the switch again."""
         _ip("-n", self.switch, "link", "set", self.port, "master", "bridge", "up")
 
 
-def why_not() -> str:
-    """Return why there can be no such machines here; '' where there can."""
+def reason_for_none() -> str | None:
+    """Return why no such machines can be made here, or None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if missing := [tool for tool in ("ip", "unshare", "hostname") if not shutil.which(tool)]:
         return f"{' and '.join(missing)} not installed"
     try:
         with machines("try"):
-            return ""
+            return None
     except subprocess.CalledProcessError as error:
         return f"network namespaces cannot be made here: {error.stderr.strip()}"
 

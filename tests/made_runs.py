@@ -1,4 +1,4 @@
-"""Runs written by hand: a rule is a pure function of records, so its tests need no rank."""
+"""Runs made without ranks: a rule is a pure function of records, so its tests need no rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,10 @@ Result = Callable[[Run, int, int, int], torch.Tensor]
 
 
 def made_run(result: Result = mean, scenario: Scenario = VALUES, world: int = 2) -> Run:
-    """Return a complete run whose gradients are ``result(run, rank, step, index)`` and whose hook behaved."""
+    """Return a complete run of a right hook.
+
+    Its gradients are ``result(run, rank, step, index)``.
+    """
     run = Run(scenario, world, [RankRecord(rank, exit=0) for rank in range(world)])
     names = [run.parameter_name(i) for i in range(len(scenario.params))]
     for record in run.ranks:

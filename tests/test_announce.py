@@ -1,4 +1,4 @@
-"""How hosts are found, in stores that the test fills as torchrun does."""
+"""Hosts are found in stores, which the test fills as torchrun does."""
 
 import dataclasses
 import json
@@ -17,9 +17,7 @@ from conformance.hosts.remote.rendezvous import (
 )
 from tests.test_crew import host_of
 
-_STORES: list[
-    TCPStore
-] = []  # kept: where one is destroyed another of the same process may stop answering
+_STORES: list[TCPStore] = []  # kept: if one is destroyed, others of this process may stop answering
 
 
 def new_store() -> TCPStore:
@@ -46,20 +44,22 @@ def name_it(endpoint: TCPStore, shared: TCPStore, run: str, number: int = 0) -> 
         ("[fe80::1]", ("fe80::1", 29400)),
     ],
 )
-def test_endpoints_are_read_as_torchrun_reads_them(text: str, found: tuple[str, int]) -> None:
+def test_endpoints_are_parsed_as_torchrun_does(text: str, found: tuple[str, int]) -> None:
     assert parse_endpoint(text) == found
 
 
 @pytest.mark.parametrize(
     "text", ["", ":29400", "anna:", "anna:port", "anna:0", "anna:99999", "http://anna:29400", "::1"]
 )
-def test_what_is_no_endpoint_is_refused(text: str) -> None:
+def test_other_texts_are_no_endpoints(text: str) -> None:
     with pytest.raises(UsageError, match="--attach"):
         parse_endpoint(text)
 
 
 def test_hosts_are_found_by_the_endpoint_and_by_their_own_store() -> None:
-    endpoint, shared, older = new_store(), new_store(), new_store()
+    endpoint = new_store()
+    shared = new_store()
+    older = new_store()
     name_it(endpoint, older, "job", 0)
     name_it(endpoint, shared, "job", 10)
     fill(shared)
@@ -69,11 +69,12 @@ def test_hosts_are_found_by_the_endpoint_and_by_their_own_store() -> None:
         assert found[0].addresses == (
             "127.0.0.1",
             "localhost",
-        )  # the first node may be reached as the endpoint is
+        )  # the first node keeps the store
 
 
-def test_what_is_missing_is_said() -> None:
-    endpoint, shared = new_store(), new_store()
+def test_the_error_names_the_missing_hosts() -> None:
+    endpoint = new_store()
+    shared = new_store()
     with pytest.raises(HostsNotFound, match="no rendezvous of torchrun's in it yet"):
         find_hosts("localhost", endpoint.port)
     name_it(endpoint, shared, "job")
@@ -89,7 +90,9 @@ def test_what_is_missing_is_said() -> None:
 
 
 def test_hosts_of_several_torchruns_are_not_mixed() -> None:
-    endpoint, one, other = new_store(), new_store(), new_store()
+    endpoint = new_store()
+    one = new_store()
+    other = new_store()
     for run, shared in (("one", one), ("other", other)):
         name_it(endpoint, shared, run)
         fill(shared)
@@ -99,10 +102,10 @@ def test_hosts_of_several_torchruns_are_not_mixed() -> None:
         find_hosts("localhost", endpoint.port)
 
 
-@pytest.mark.parametrize("said", ["no json", "[]", '{"host_rank": 0}'])
-def test_an_announcement_of_another_version_is_refused(said: str) -> None:
+@pytest.mark.parametrize("text", ["no json", "[]", '{"host_rank": 0}'])
+def test_an_announcement_of_another_version_is_refused(text: str) -> None:
     store = new_store()
-    store.set("conformance/host/0", said)
+    store.set("conformance/host/0", text)
     with pytest.raises(HostsNotFound, match="another version"):
         find_hosts("localhost", store.port)
     more = {**dataclasses.asdict(host_of(0)), "more": 1}

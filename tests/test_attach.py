@@ -1,4 +1,4 @@
-"""Runs on hosts that torchrun has started, here four of them on one machine; on two: ``test_two_machines.py``."""
+"""Runs on four hosts that torchrun has started on one machine (two: ``test_two_machines.py``)."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ from tests.test_crew import host_of
 
 ROOT = Path(__file__).resolve().parent.parent
 HELD = '''
-"""A right hook. Where it is asked to, the last of four ranks says that it is inside, and stays there."""
+"""A right hook. If the file hold exists, the last of four ranks stays inside."""
 import threading
 from pathlib import Path
 import torch.distributed as dist
@@ -39,7 +39,8 @@ import torch.distributed as dist
 folder = Path(__file__).parent
 
 def hook(state, bucket):
-    if dist.get_world_size() == 4 and dist.get_rank() == 3 and (folder / "hold").exists() and not (folder / "inside").exists():
+    is_last = dist.get_world_size() == 4 and dist.get_rank() == 3
+    if is_last and (folder / "hold").exists() and not (folder / "inside").exists():
         (folder / "inside").touch()
         threading.Event().wait()
     buffer = bucket.buffer().div_(dist.get_world_size())
@@ -62,17 +63,22 @@ class Torchrun:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={self.endpoint}",
         ]
-        with open(folder / "said", "w") as said:
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        with open(folder / "output", "w") as output:
             self.agent = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "conformance.host"],
-                stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )  # fmt: skip
+                [*command, *rendezvous, "-m", "conformance.host"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
 
     def pool(self, deadline: float = 30.0, wait: float = 120.0) -> AttachedPool:
         return AttachedPool(self.endpoint, deadline, wait)
 
     def once_inside(self, kill: int) -> threading.Thread:
-        """Kill a process when the rank that is to be held is inside the hook."""
+        """Kill a process when the last rank is held inside the hook."""
 
         def waiting() -> None:
             while not (self.folder / "inside").exists():
@@ -114,9 +120,9 @@ def verdicts(session: Session) -> dict[str, Verdict]:
 @pytest.mark.parametrize(
     ("rules", "given"),
     [
-        # 10.1: ranks take turns through the store. 12.1: a peer dies, and the others are to hear of it.
+        # 10.1: ranks take turns through the store. 12.1: a peer dies, and the others notice it.
         ("2.1,2.6,10.1,12.1", {"hook": "hooks_ref:allreduce_hook", "world_size": "2,4"}),
-        # New processes go on from what others have saved, on other hosts too.
+        # New processes resume from saved files, on other hosts too.
         (
             "11.2,11.3",
             {"hook": "hooks_ref:allreduce_hook", "claims": "checkpointable", "world_size": "1,2"},
@@ -148,7 +154,7 @@ def test_right_subjects_pass(
         ("prints_a_gigabyte", "flood", "printed more than 64 MiB"),
     ],
 )
-def test_a_hostile_hook_is_told_as_on_one_machine(
+def test_a_hostile_hook_is_reported_as_on_one_machine(
     torchrun: Torchrun, hook: str, kind: str, line: str
 ) -> None:
     with torchrun.pool(deadline=4.0) as pool:
@@ -163,7 +169,7 @@ def test_a_hostile_hook_is_told_as_on_one_machine(
         assert pool.interruptions == []
 
 
-def test_what_cannot_be_run_is_said_in_a_line(
+def test_errors_of_attaching_are_one_line(
     torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ProfileError, match="--world-size 5: 4 hosts are attached"):
@@ -196,7 +202,7 @@ def test_larger_world_sizes_are_left_out(
     assert session.notes == ["world size 6, 8 was not run: 4 hosts are attached"]
 
 
-def test_a_host_that_dies_is_named_and_torchruns_restart_lets_the_rest_be_judged(
+def test_a_dead_host_is_named_and_the_run_is_repeated_after_the_restart(
     torchrun: Torchrun,
 ) -> None:
     with torchrun.pool() as pool:
@@ -204,22 +210,24 @@ def test_a_host_that_dies_is_named_and_torchruns_restart_lets_the_rest_be_judged
         killing = torchrun.once_inside(
             next(host.announcement.pid for host in pool._hosts if host.announcement.host_rank == 3)
         )
-        source, held = LocalSource(pool), SubjectSpec(hook="held:hook")
+        source = LocalSource(pool)
+        held = SubjectSpec(hook="held:hook")
         assert source.run(VALUES, 4, held, "values@4").finished
         killing.join()
-        [said] = pool.interruptions
-        assert said.startswith(f"values@4 was interrupted: node 0 ({socket.gethostname()}), rank")
-        assert "3: its process ended" in said.replace("0, 1, 2, ", "")
+        [interruption] = pool.interruptions
+        assert interruption.startswith(
+            f"values@4 was interrupted: node 0 ({socket.gethostname()}), rank"
+        )
+        assert "3: its process ended" in interruption.replace("0, 1, 2, ", "")
 
 
-def test_an_interrupted_session_certifies_nothing_and_a_dead_agent_is_named(
+def test_an_interrupted_session_certifies_nothing(
     torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last test: torchrun is no more."""
+    """The last test with this torchrun: it is killed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        rendezvous, "STORE_TIMEOUT", 3.0
-    )  # the port of what is being killed listens on for a moment, and nobody answers
+    # The port of a process that is being killed accepts connections for a moment more.
+    monkeypatch.setattr(rendezvous, "STORE_TIMEOUT", 3.0)
     options = Options(
         hook="held:hook",
         attach=torchrun.endpoint,
@@ -245,7 +253,7 @@ def test_an_interrupted_session_certifies_nothing_and_a_dead_agent_is_named(
     assert "it has not come back within 0 seconds" in session.judgements["2.6"].reason
 
 
-def test_ranks_are_spread_over_nodes_and_numbered_as_torchrun_does() -> None:
+def test_placement_and_environment_of_ranks() -> None:
     hosts = [host_of(rank) for rank in range(4)]
     assert [[host.node for host in placement(world, hosts)] for world in (1, 2, 3, 4)] == [
         [0],
@@ -257,19 +265,18 @@ def test_ranks_are_spread_over_nodes_and_numbered_as_torchrun_does() -> None:
     assert [
         (found[str(rank)]["LOCAL_RANK"], found[str(rank)]["GROUP_RANK"]) for rank in range(3)
     ] == [("0", "0"), ("1", "0"), ("0", "1")]
-    assert {(said["WORLD_SIZE"], said["GROUP_WORLD_SIZE"]) for said in found.values()} == {
-        ("3", "2")
-    }
+    assert {(own["WORLD_SIZE"], own["GROUP_WORLD_SIZE"]) for own in found.values()} == {("3", "2")}
 
 
-def test_hosts_that_are_not_alike_are_refused() -> None:
+def test_different_hosts_are_refused() -> None:
     def attached(*greetings: dict[str, Any]) -> AttachedPool:
         pool = AttachedPool("anna:1", 1.0, 0.0)
         like = {"kit": kit_digest(), "torch": torch.__version__, "python": "3", "platform": "p"}
+        no_stream: Any = None
         pool._hosts = [
-            _Host(host_of(2 * node), None, None, {**like, **said})
-            for node, said in enumerate(greetings)
-        ]  # type: ignore[arg-type]
+            _Host(host_of(2 * node), no_stream, no_stream, {**like, **greeting})
+            for node, greeting in enumerate(greetings)
+        ]
         return pool
 
     assert [node["host"] for node in attached({}, {})._compare_greetings()["nodes"]] == ["a", "b"]
@@ -281,8 +288,9 @@ def test_hosts_that_are_not_alike_are_refused() -> None:
         attached({"torch": "1.0"}, {"torch": "1.0"})._compare_greetings()
 
 
-def test_a_subject_that_is_not_the_same_on_all_nodes_is_refused() -> None:
-    pool, ends = AttachedPool("anna:1", 5.0, 0.0), []
+def test_a_subject_that_differs_between_nodes_is_refused() -> None:
+    pool = AttachedPool("anna:1", 5.0, 0.0)
+    ends = []
     for node, digest in enumerate("xxy"):
         ours, theirs = (Stream(end) for end in socket.socketpair())
         theirs.send({"answer": {"sha256": {"mypkg": digest}}})
@@ -296,8 +304,8 @@ def test_a_subject_that_is_not_the_same_on_all_nodes_is_refused() -> None:
         stream.close()
 
 
-def test_hosts_of_before_and_after_a_restart_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun starts all anew: those that are there still are about to end."""
+def test_old_and_new_hosts_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun restarts all hosts together: the old ones are about to end."""
     pool = AttachedPool("anna:1", 1.0, 0.0)
     pool._last_ids = {"host 0", "host 1"}
     tried: list[str] = []
@@ -331,7 +339,7 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     assert isinstance(ranks_for(replace(Options(hook="held:hook"), attach="anna")), AttachedPool)
 
 
-def test_a_host_without_torchrun_says_how_it_is_started() -> None:
+def test_a_host_without_torchrun_prints_its_usage() -> None:
     environment = {
         key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_ADDR")
     }

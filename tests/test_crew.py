@@ -1,4 +1,4 @@
-"""A run on several hosts, with hosts that say what the test has them say."""
+"""A run on several hosts, with hosts that send messages of the test's."""
 
 import select
 import socket
@@ -42,20 +42,20 @@ def host_of(host_rank: int, **fields: Any) -> Announcement:
     return replace(announcement, **fields)
 
 
-def rank_said(rank: int, **more: Any) -> dict[str, Any]:
+def rank_outcome(rank: int, **more: Any) -> dict[str, Any]:
     return {"rank": rank, "exit": 0, "died": 100.0 + rank, "printed": 0, "output": "", **more}
 
 
 def outcome(rank: int, stopped: str = "ended", **more: Any) -> dict[str, Any]:
     return {
-        "outcome": {"stopped": stopped, "left_processes": [], "ranks": [rank_said(rank, **more)]}
+        "outcome": {"stopped": stopped, "left_processes": [], "ranks": [rank_outcome(rank, **more)]}
     }
 
 
 def carried_out(
     folder: Path, *hosts: Host, deadline: float = 60.0, grace: float = 0.0
 ) -> tuple[dict[str, Any], RemoteRun]:
-    """Have one host for each rank, on threads."""
+    """Run one host for each rank, on threads."""
     ends = [socket.socketpair() for _ in hosts]
     theirs = [Stream(end) for _, end in ends]
     threads = [
@@ -106,33 +106,35 @@ def ends(rank: int, **more: Any) -> Host:
     return lambda stream: stream.send(outcome(rank, **more))
 
 
-def test_a_run_that_comes_to_its_end(tmp_path: Path) -> None:
+def test_a_run_that_ends(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     record = tmp_path / "there" / "events.jsonl"
     record.write_text('{"event": "step", "step": 0, "time": 142.5}\n')
-    said, _ = carried_out(tmp_path, ends(0), lambda stream: stream.send(outcome(1), [(1, record)]))
-    assert said["stopped"] == "ended"
-    write_json(tmp_path / OUTCOME, said)
+    result, _ = carried_out(
+        tmp_path, ends(0), lambda stream: stream.send(outcome(1), [(1, record)])
+    )
+    assert result["stopped"] == "ended"
+    write_json(tmp_path / OUTCOME, result)
     assert load_run(tmp_path, VALUES, 2).ranks[1].events == [
         {"event": "step", "step": 0, "time": 42.5}
     ]
-    assert [rank["rank"] for rank in said["ranks"]] == [0, 1]
-    assert [rank["died"] for rank in said["ranks"]] == [0.0, 1.0]  # on the controller's clock
-    assert [rank["clock"] for rank in said["ranks"]] == [100.0, 100.0]
+    assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
+    assert [rank["died"] for rank in result["ranks"]] == [0.0, 1.0]  # on the controller's clock
+    assert [rank["clock"] for rank in result["ranks"]] == [100.0, 100.0]
 
 
 def test_peers_of_a_rank_that_died_are_stopped(tmp_path: Path) -> None:
-    said, _ = carried_out(tmp_path, waits(0), ends(1, exit=-11), waits(2))
-    assert said["stopped"] == "peer"
-    assert [rank["exit"] for rank in said["ranks"]] == [-9, -11, -9]
-    write_json(tmp_path / OUTCOME, said)
+    result, _ = carried_out(tmp_path, waits(0), ends(1, exit=-11), waits(2))
+    assert result["stopped"] == "peer"
+    assert [rank["exit"] for rank in result["ranks"]] == [-9, -11, -9]
+    write_json(tmp_path / OUTCOME, result)
     broken = breakage(load_run(tmp_path, VALUES, 3))
     assert broken is not None
     assert broken.line == "rank 1 died (signal SIGSEGV) before it began"
 
 
-def test_nothing_is_killed_before_all_have_taken_evidence(tmp_path: Path) -> None:
-    """A rank whose peer is killed first would say that its connection was closed, and not that it hangs."""
+def test_nothing_is_killed_before_all_hosts_have_evidence(tmp_path: Path) -> None:
+    """If its peer were killed first, a hanging rank would report a closed connection."""
     taken = threading.Event()
 
     def quick(stream: Stream) -> None:
@@ -150,9 +152,9 @@ def test_nothing_is_killed_before_all_have_taken_evidence(tmp_path: Path) -> Non
         stream.receive(60.0)
         stream.send(outcome(1, exit=-9, killed=True))
 
-    said, _ = carried_out(tmp_path, quick, slow, deadline=0.1)
-    assert said["stopped"] == "hang"
-    assert all(rank["killed"] for rank in said["ranks"])
+    result, _ = carried_out(tmp_path, quick, slow, deadline=0.1)
+    assert result["stopped"] == "hang"
+    assert all(rank["killed"] for rank in result["ranks"])
 
 
 def test_a_host_that_stops_by_itself_stops_all(tmp_path: Path) -> None:
@@ -161,24 +163,25 @@ def test_a_host_that_stops_by_itself_stops_all(tmp_path: Path) -> None:
         assert "kill" in stream.receive(60.0)
         stream.send(outcome(1, "flood", exit=-9, killed=True, printed=1 << 30))
 
-    said, _ = carried_out(tmp_path, waits(0), floods)
-    assert said["stopped"] == "flood"
+    result, _ = carried_out(tmp_path, waits(0), floods)
+    assert result["stopped"] == "flood"
 
 
-def test_a_host_that_is_lost_is_told_and_the_others_are_heard(tmp_path: Path) -> None:
-    said, team = carried_out(tmp_path, waits(0), lambda stream: stream.hang_up(), waits(2))
-    assert said["stopped"] == "node"
+def test_a_lost_host_is_reported_and_the_others_are_stopped(tmp_path: Path) -> None:
+    result, team = carried_out(tmp_path, waits(0), lambda stream: stream.hang_up(), waits(2))
+    assert result["stopped"] == "node"
     assert [member.state for member in team.members] == ["done", "lost", "done"]
     assert team.members[1].reason == "its process ended"
-    assert said["ranks"][0]["stacks"] == "here"
-    assert said["ranks"][1] == {"rank": 1, "exit": None}
+    assert result["ranks"][0]["stacks"] == "here"
+    assert result["ranks"][1] == {"rank": 1, "exit": None}
 
 
-def test_a_host_without_a_rank_that_is_lost_stops_nothing(tmp_path: Path) -> None:
-    """It is remembered: should torchrun start all anew, that was the reason."""
+def test_a_lost_host_without_a_rank_stops_nothing(tmp_path: Path) -> None:
+    """It is remembered: if torchrun starts all hosts anew, this was the reason."""
     ours, theirs = socket.socketpair()
     lane, end = socket.socketpair()
-    beside, other = Stream(ours), Stream(end)
+    beside = Stream(ours)
+    other = Stream(end)
     team = RemoteRun([Member(host_of(0), Stream(lane), (0,))], tmp_path, [(host_of(3), beside)])
     theirs.close()
 
@@ -196,14 +199,12 @@ def test_a_host_without_a_rank_that_is_lost_stops_nothing(tmp_path: Path) -> Non
         stream.close()
 
 
-def test_a_host_that_says_nothing_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_host_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_run, "ANSWER", 0.2)
-    said, team = carried_out(
+    result, team = carried_out(
         tmp_path, waits(0), lambda stream: _until_hung_up(stream), deadline=0.1
     )
-    assert said["stopped"] == "hang"
+    assert result["stopped"] == "hang"
     assert (team.members[1].state, team.members[1].reason) == ("lost", "it did not answer")
 
 
@@ -224,16 +225,16 @@ def _until_hung_up(stream: Stream) -> None:
         {**outcome(1), "files": [{"rank": 1, "name": "../../outcome.json", "size": 3}]},
     ],
 )
-def test_a_host_that_lies_is_lost(tmp_path: Path, lie: dict[str, Any]) -> None:
-    """It cannot speak for the ranks of another, nor write where it was not asked to."""
+def test_a_host_that_sends_an_invalid_outcome_is_lost(tmp_path: Path, lie: dict[str, Any]) -> None:
+    """It cannot report ranks of another host, nor write any other file."""
 
     def liar(stream: Stream) -> None:
         stream.send(lie)
         _until_hung_up(stream)
 
     (tmp_path / "run").mkdir()
-    said, team = carried_out(tmp_path / "run", ends(0), liar)
-    assert said["stopped"] == "node"
+    result, team = carried_out(tmp_path / "run", ends(0), liar)
+    assert result["stopped"] == "node"
     assert team.members[1].state == "lost"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 

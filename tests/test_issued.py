@@ -1,4 +1,4 @@
-"""Collectives that are overheard, in a group of one rank; and nothing that stays when nobody listens."""
+"""Recordings of collectives, in a group of one rank; afterwards all methods are restored."""
 
 from collections.abc import Iterator
 
@@ -22,8 +22,9 @@ def descriptions(recording: Recording) -> list[str]:
     ]
 
 
-def test_what_is_heard(group: dist.ProcessGroup) -> None:
-    recording, one = Recording(), torch.ones(3)
+def test_recorded_collectives(group: dist.ProcessGroup) -> None:
+    recording = Recording()
+    one = torch.ones(3)
     dist.all_reduce(one)
     recording.open()
     dist.all_reduce(one, op=dist.ReduceOp.MAX)
@@ -46,9 +47,10 @@ def test_what_is_heard(group: dist.ProcessGroup) -> None:
     ]
 
 
-def test_several_listen_and_the_last_puts_everything_back(group: dist.ProcessGroup) -> None:
+def test_the_last_of_several_recordings_restores_the_methods(group: dist.ProcessGroup) -> None:
     before = dict(dist.ProcessGroup.__dict__)
-    first, second = Recording(), Recording()
+    first = Recording()
+    second = Recording()
     first.open()
     second.open()
     first.close()
@@ -59,7 +61,7 @@ def test_several_listen_and_the_last_puts_everything_back(group: dist.ProcessGro
     assert dict(dist.ProcessGroup.__dict__) == before
 
 
-def test_the_kits_own_group_is_not_heard_and_errors_are_the_callers(
+def test_groups_of_the_kit_are_not_recorded_and_errors_reach_the_caller(
     group: dist.ProcessGroup,
 ) -> None:
     recording = Recording()

@@ -1,4 +1,4 @@
-"""What the ranks' supervision promises: nothing is left behind, and a death is told as what it was."""
+"""Supervision of ranks: nothing is left behind, and the report of a death names its kind."""
 
 import json
 import os
@@ -45,8 +45,8 @@ def test_leaves_nothing_behind() -> None:
     assert not processes_of(base.name)
 
 
-def test_what_was_begun_ends_with_the_pool() -> None:
-    """Runs that were begun ahead and never asked for do not bring the folder back."""
+def test_runs_begun_ahead_end_with_the_pool() -> None:
+    """Runs that were begun ahead and never used do not bring the folder back."""
     with Pool(10.0) as pool:
         source = LocalSource(pool)
         source.run(VALUES, 1, REFERENCE, "values@1")
@@ -77,20 +77,20 @@ def hook(state, bucket):
 """
 
 
-def test_ranks_are_where_the_caller_is_and_elsewhere_strings_hash_otherwise(
+def test_ranks_have_the_callers_folder_and_the_other_pool_another_hash_seed(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever the pool was made: what hooks read beside them is found."""
+    """The current folder is the caller's, not the one in which the pool was made."""
     (tmp_path / "placed.py").write_text(PLACED)
     monkeypatch.chdir(tmp_path)
     source = LocalSource(pool)
     hashes = []
     for scenario in (VALUES, VALUES_AGAIN):
         run = source.run(scenario, 2, SubjectSpec(hook="placed:hook"), scenario.name)
-        (said,) = {line for rank in run.ranks for line in str(rank.evidence["output"]).splitlines()}
-        place, _, hashed = said.rpartition(" ")
-        assert place == str(tmp_path)
-        hashes.append(hashed)
+        (line,) = {line for rank in run.ranks for line in str(rank.evidence["output"]).splitlines()}
+        folder, _, hash_of_string = line.rpartition(" ")
+        assert folder == str(tmp_path)
+        hashes.append(hash_of_string)
     assert hashes[0] != hashes[1]
 
 
@@ -151,7 +151,7 @@ def test_goes_on_after_the_host_was_killed() -> None:
         assert LocalSource(pool).run(VALUES, 2, REFERENCE, "values@2").finished
 
 
-def test_a_gigabyte_is_neither_kept_nor_waited_for(pool: Pool) -> None:
+def test_a_gigabyte_of_output_is_not_kept(pool: Pool) -> None:
     run = LocalSource(pool).run(
         VALUES, 2, SubjectSpec(hook="tests.mutants.process:prints_a_gigabyte"), "flood"
     )
@@ -162,7 +162,7 @@ def test_a_gigabyte_is_neither_kept_nor_waited_for(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", ["spins", "sleeps_in_c"])
-def test_a_hang_is_told_with_the_line_that_it_hangs_in(impatient: Pool, name: str) -> None:
+def test_a_hang_is_reported_with_its_line(impatient: Pool, name: str) -> None:
     broken = breakage(
         LocalSource(impatient).run(
             VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{name}"), f"hang-{name}"
@@ -184,7 +184,7 @@ def test_the_flight_recorder_names_the_last_collectives(impatient: Pool) -> None
     assert any("gloo:all_reduce" in line for line in json.dumps(broken.evidence).split("#"))
 
 
-def test_a_subject_that_does_not_come_back_from_its_import(
+def test_a_subject_whose_import_does_not_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "waits.py").write_text("import threading\nthreading.Event().wait()\n")
@@ -220,12 +220,14 @@ from conformance.scenarios.hook import VALUES
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.spec import REFERENCE
 with Pool(30.0) as pool:
-    print(LocalSource(pool).run(VALUES, 1, REFERENCE, "values@1").ranks[0].first("state", at="start")["process"]["signal handlers"])
+    run = LocalSource(pool).run(VALUES, 1, REFERENCE, "values@1")
+    print(run.ranks[0].first("state", at="start")["process"]["signal handlers"])
 """
 
 
-def test_ranks_take_interrupts_whoever_started_the_kit() -> None:
-    """A shell starts what it puts in the background with SIGINT ignored: a subject that ignores it would not be seen."""
+def test_ranks_do_not_ignore_interrupts() -> None:
+    """A shell starts background jobs with SIGINT ignored. If ranks inherited that, a subject that
+    ignores SIGINT would not be noticed."""
     child = subprocess.run(
         [sys.executable, "-c", IGNORED], capture_output=True, text=True, check=True
     )

@@ -1,6 +1,7 @@
-"""Numbers that tell whether parameters have the same bits, and the place where they do not."""
+"""Checksums of parameters, and the search for the first element that differs."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -16,24 +17,27 @@ from conformance.watching.replicas import (
 
 
 def find(
-    one: torch.Tensor, other: torch.Tensor, places: list[int]
+    one: torch.Tensor, other: torch.Tensor, ranks: list[int]
 ) -> tuple[int, torch.Tensor] | None:
     """Run the search of two ranks in one process, in step."""
-    barrier, said, found = threading.Barrier(2), [torch.zeros(0), torch.zeros(0)], [None, None]  # type: ignore[var-annotated]
+    barrier = threading.Barrier(2)
+    sent = [torch.zeros(0), torch.zeros(0)]
+    found: list[tuple[int, torch.Tensor] | None] = [None, None]
 
     class Exchange:
         def __init__(self, rank: int) -> None:
             self.rank = rank
 
         def gather(self, mine: torch.Tensor) -> torch.Tensor:
-            said[self.rank] = mine
+            sent[self.rank] = mine
             barrier.wait()
-            rows = torch.stack(said)
+            rows = torch.stack(sent)
             barrier.wait()
             return rows
 
     def search(rank: int, tensor: torch.Tensor) -> None:
-        found[rank] = first_difference(Exchange(rank), tensor, places)  # type: ignore[arg-type, call-overload]
+        exchange: Any = Exchange(rank)
+        found[rank] = first_difference(exchange, tensor, ranks)
 
     threads = [threading.Thread(target=search, args=pair) for pair in enumerate((one, other))]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""What is taken of a step in passive mode: which elements, and how they travel."""
+"""Samples of a step in passive mode: their elements, and their form in the exchange."""
 
 import math
 
@@ -28,7 +28,7 @@ def test_the_same_elements_from_the_same_seed_and_step() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_every_parameter_its_ends_and_all_of_a_small_model() -> None:
+def test_every_parameter_is_sampled_with_its_ends_and_a_small_model_as_a_whole() -> None:
     named = parameters((100_000,), (7,), (), (0,))
     first, second, third, fourth = Layout(named, 1000, 2, 0).indices(3)
     assert {0, 99_999} <= set(first.tolist())
@@ -71,7 +71,7 @@ def test_the_largest_value() -> None:
     assert largest(torch.tensor([1.0, -65504.0], dtype=torch.float16)).item() == 65504.0
 
 
-def test_what_travels_arrives() -> None:
+def test_unpack_reads_what_pack_wrote() -> None:
     named = {
         **parameters((30,), ()),
         **{
@@ -86,7 +86,7 @@ def test_what_travels_arrives() -> None:
         sample.take_parameters(layout)
         for number, parameter in enumerate(layout.parameters):
             parameter.grad = torch.full_like(parameter, rank + number)
-            if number != 1:  # which this step leaves out
+            if number != 1:  # this step leaves it out
                 sample.take_fed(number, parameter.grad)
             sample.take_fed_before(number, parameter.grad * 2)
             parameter.grad = None if number == 2 and rank else parameter.grad * 10

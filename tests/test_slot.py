@@ -1,4 +1,4 @@
-"""A host as torchrun starts it, without torchrun: there is one slot, and no agent shares a store, so that the host keeps one."""
+"""One host as torchrun starts it, without torchrun: it keeps the store, since no agent does."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ def hook(state, bucket):
 
 
 class Host:
-    """One host, and the store that it is found in."""
+    """One host, and the store of its announcement."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,7 +66,7 @@ class Host:
 
     @property
     def on_disk(self) -> Path:
-        """Its folder: the one that it holds the lock of."""
+        """The host's folder, which it has locked."""
         return folder_locked_by(self.process.pid)
 
 
@@ -91,7 +91,7 @@ def until(happened: Callable[[], bool]) -> None:
         threading.Event().wait(0.02)  # pytest's own timeout is the limit
 
 
-def test_who_does_not_know_the_token_is_hung_up_on(host: Host) -> None:
+def test_a_connection_without_the_token_is_closed(host: Host) -> None:
     with host.pool() as pool:
         pool.greeting()
         [announcement] = find_hosts(*pool._address)
@@ -119,7 +119,7 @@ def test_who_does_not_know_the_token_is_hung_up_on(host: Host) -> None:
         pool.close(finished=False)
 
 
-def test_a_controller_that_vanishes_in_mid_run_leaves_nothing_to_run_and_the_host_waits_for_the_next(
+def test_a_controller_that_vanishes_in_a_run_leaves_nothing_behind(
     host: Host,
 ) -> None:
     vanishing = host.pool()
@@ -138,23 +138,25 @@ def test_a_controller_that_vanishes_in_mid_run_leaves_nothing_to_run_and_the_hos
         pool.close(finished=False)
 
 
-def test_a_connection_that_breaks_between_runs_is_made_again(host: Host) -> None:
+def test_a_broken_connection_is_replaced(host: Host) -> None:
     with host.pool() as pool:
         source = LocalSource(pool)
         assert source.run(VALUES, 1, REFERENCE, "values@1").finished
         pool._hosts[0].control.hang_up()
         assert source.run(VALUES, 1, REFERENCE, "values@1").finished
         assert pool.interruptions == []
-        pool._hosts[0].lane.hang_up()  # which shows when the run is under way only
+        pool._hosts[0].lane.hang_up()  # noticed only during the run
         assert source.run(VALUES, 1, REFERENCE, "values@1").finished
         assert len(pool.interruptions) == 1
         pool.close(finished=False)
 
 
 def test_the_environment_of_ranks(host: Host) -> None:
-    """As torchrun would have it for the run; on one node Gloo keeps to the loopback."""
+    """It is the one that torchrun would set for the run; on one node Gloo uses the loopback."""
     (host.folder / "looks.py").write_text(
-        "import os\n__conformance__ = {'hook': os.environ['GLOO_SOCKET_IFNAME']}\ndef hook(state, bucket): ...\n"
+        "import os\n"
+        "__conformance__ = {'hook': os.environ['GLOO_SOCKET_IFNAME']}\n"
+        "def hook(state, bucket): ...\n"
     )
     with host.pool() as pool:
         described = pool.describe(SubjectSpec(hook="looks:hook"))
@@ -163,7 +165,7 @@ def test_the_environment_of_ranks(host: Host) -> None:
 
 
 def test_with_once_it_ends_when_a_controller_has_finished(host: Host) -> None:
-    host.pool().close()  # one that was never attached has finished nothing
+    host.pool().close()  # a pool that was never attached does not count
     with host.pool() as pool:
         pool.greeting()
         folder = host.on_disk
@@ -172,10 +174,10 @@ def test_with_once_it_ends_when_a_controller_has_finished(host: Host) -> None:
     assert not folder.exists()
 
 
-def test_a_folder_that_a_killed_host_has_left_is_removed_by_the_next(
+def test_the_folder_of_a_killed_host_is_removed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lock is free once the last of its processes has ended; that of a host which lives is not."""
+    """The lock of a folder is free once all processes of its host have ended."""
     monkeypatch.setattr(torchrun_host, "fast_folder", lambda: str(tmp_path))
     left = tmp_path / "conformance-host-left"
     left.mkdir()

@@ -1,4 +1,4 @@
-"""Passive mode: what is found in training runs that are watched, and what is not."""
+"""Passive mode: findings in training runs that are watched, and none in right ones."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,27 +11,23 @@ from conformance.scenarios.hook import SUBGROUPS
 from conformance.scenarios.model import Param, Scenario
 from tests.hooks_ref.algorithms import run_hook
 
-WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), initial_value=0.0)
-GROUPS = replace(WHAT, groups=SUBGROUPS.groups)
-AVERAGE, TORCHS, MUTANTS = (
-    "hooks_ref:allreduce_hook",
-    "torch.distributed.algorithms.ddp_comm_hooks",
-    "tests.mutants",
-)
-SUBJECTS, POWER, LATER = (
-    "tests.watch_subjects",
-    "examples.states:power_sgd",
-    "compressed, warmup(2)",
-)
+SCENARIO = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), initial_value=0.0)
+GROUPS = replace(SCENARIO, groups=SUBGROUPS.groups)
+AVERAGE = "hooks_ref:allreduce_hook"
+TORCHS = "torch.distributed.algorithms.ddp_comm_hooks"
+MUTANTS = "tests.mutants"
+SUBJECTS = "tests.watch_subjects"
+POWER = "examples.states:power_sgd"
+LATER = "compressed, warmup(2)"
 TORCHS_POWER = f"{SUBJECTS}:torchs_power_sgd"
 LOCAL = {"hook": "hooks_ref:post_localSGD_hook", "makes": f"{SUBJECTS}:local_sgd"}
 
 
-def run(pool: Pool, name: str, world: int = 2, what: Scenario = WHAT, **given: Any) -> None:
+def run(pool: Pool, name: str, world: int = 2, scenario: Scenario = SCENARIO, **given: Any) -> None:
     """Run a subject, which checks itself."""
     run_hook(
         pool,
-        what,
+        scenario,
         world,
         setup=",".join(
             [f"{SUBJECTS}:{name}", *(f"{key}={value!r}" for key, value in given.items())]
@@ -121,31 +117,31 @@ def test_right_hooks(pool: Pool, world: int, given: dict[str, Any]) -> None:
         (
             "equivalence:never_divides",
             ("2.2",),
-            {"says": "world_size times the mean: the sum was not divided"},
+            {"text": "world_size times the mean: the sum was not divided"},
         ),
-        ("equivalence:divides_twice", ("2.2",), {"says": "it was divided twice"}),
+        ("equivalence:divides_twice", ("2.2",), {"text": "it was divided twice"}),
         (
             "equivalence:divides_by_eight",
             ("2.2",),
-            {"says": "every element is 0.25 times the mean"},
+            {"text": "every element is 0.25 times the mean"},
         ),
-        ("equivalence:local", ("2.2", "3.1", "3.2"), {"says": "nothing was communicated"}),
-        ("equivalence:rank_0_wins", ("2.2",), {"says": "it was broadcast, not reduced"}),
-        ("equivalence:stale", ("2.2",), {"says": "the result is one step late"}),
+        ("equivalence:local", ("2.2", "3.1", "3.2"), {"text": "nothing was communicated"}),
+        ("equivalence:rank_0_wins", ("2.2",), {"text": "it was broadcast, not reduced"}),
+        ("equivalence:stale", ("2.2",), {"text": "the result is one step late"}),
         (
             "equivalence:stale",
             ("2.2",),
-            {"says": "the result is one step late", "shares": 2, "every": 1},
+            {"text": "the result is one step late", "shares": 2, "every": 1},
         ),
         (
             "equivalence:rounds_to_float16",
             ("2.2",),
-            {"says": "equal to the mean rounded to float16"},
+            {"text": "equal to the mean rounded to float16"},
         ),
         ("equivalence:claims_other_half", ("2.2",), {"claims": "rounded(float16)"}),
         ("equivalence:top_half", ("2.2",), {}),
         ("equivalence:last_element_local", ("2.2", "3.1", "3.2"), {"elements": 60}),
-        ("equivalence:nan_result", ("8.4",), {"says": "finite parameters"}),
+        ("equivalence:nan_result", ("8.4",), {"text": "finite parameters"}),
         ("equivalence:nan_result", ("2.2", "8.4"), {"every": 1, "steps": 1}),
         ("replicas:starts_from_own", ("3.1", "3.2"), {"world": 3}),
         ("replicas:adds_own_last", ("3.1", "3.2"), {"world": 3}),
@@ -156,7 +152,7 @@ def test_right_hooks(pool: Pool, world: int, given: dict[str, Any]) -> None:
         (
             "collectives:logs_another_extreme",
             ("10.2",),
-            {"says": "rank 0 issues allreduce MAX 1 float32"},
+            {"text": "rank 0 issues allreduce MAX 1 float32"},
         ),
         ("collectives:logs_in_two_dtypes", ("10.2",), {}),
     ],
@@ -165,7 +161,7 @@ def test_right_hooks(pool: Pool, world: int, given: dict[str, Any]) -> None:
 def test_mutants_that_drift(
     pool: Pool, name: str, finds: tuple[str, ...], given: dict[str, Any]
 ) -> None:
-    """Each is found by rules that it breaks in live records; none of them crashes."""
+    """Each is found by the rules that it breaks in samples; none of them crashes."""
     run(pool, "trains", given.pop("world", 2), hook=f"{MUTANTS}.{name}", finds=finds, **given)
 
 
@@ -195,9 +191,9 @@ def test_a_rank_that_stops(pool: Pool, world: int, how: str) -> None:
     run(pool, "leaves", world, how=how)
 
 
-@pytest.mark.parametrize("where", ["backward", "after"])
-def test_the_kit_fails(pool: Pool, where: str) -> None:
-    run(pool, "fails", where=where)
+@pytest.mark.parametrize("place", ["backward", "after"])
+def test_the_kit_fails(pool: Pool, place: str) -> None:
+    run(pool, "fails", place=place)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +235,7 @@ def test_unused_parameters(pool: Pool, given: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_backward_inside_of_backward(pool: Pool, given: dict[str, Any]) -> None:
+def test_backward_inside_backward(pool: Pool, given: dict[str, Any]) -> None:
     run(pool, "checkpoints", **given)
 
 

@@ -1,4 +1,4 @@
-"""Training runs that are watched, and say by themselves what has to be found in them. They check themselves, in their ranks."""
+"""Watched training runs that check their own findings, inside their ranks."""
 
 import copy
 import datetime
@@ -44,16 +44,16 @@ def network() -> torch.nn.Module:
 
 def loss_of(ddp: Any, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    x, y = torch.randn(6, 9, generator=generator), torch.randn(6, 5, generator=generator)
+    x = torch.randn(6, 9, generator=generator)
+    y = torch.randn(6, 5, generator=generator)
     device = next(ddp.parameters()).device
-    x, y = x.to(device), y.to(device)
-    return (ddp(x) - y).square().mean()
+    return (ddp(x.to(device)) - y.to(device)).square().mean()
 
 
 def model_with(
     process_group: Any, hook: str, state: str = "", device: str = "cpu", **options: Any
 ) -> DistributedDataParallel:
-    """Return a model in several buckets, and register what is named as on the command line."""
+    """Return a model in several buckets, with a hook and a state named as on the command line."""
     ddp = DistributedDataParallel(
         network().to(device), process_group=process_group, **{"bucket_cap_mb": CAP, **options}
     )
@@ -105,13 +105,17 @@ def trains(
     steps: int = 8,
     every: int = 2,
     finds: tuple[str, ...] = (),
-    says: str = "",
+    text: str = "",
     shares: int = 1,
     late: bool = False,
     elements: int = 400,
     **options: Any,
 ) -> Case:
-    """``makes`` the state; ``finds`` are the rules that fail, and no other does; ``says`` is among the words of the first finding."""
+    """Train, and check the findings.
+
+    ``makes`` names the state, ``finds`` are exactly the rules that fail, and ``text`` is a part of
+    the first finding.
+    """
 
     def check() -> None:
         ddp = model_with(process_group, "" if late else hook, makes, **options)
@@ -122,20 +126,22 @@ def trains(
                 "rank": lambda: rank,
                 "world_size": dist.get_world_size,
             }
-            made = call_with_names(resolve(SubjectSpec(setup=setup)).setup, {}, names)
-            ddp.register_comm_hook(*((made.state, made.hook) if isinstance(made, Case) else made))
+            function = resolve(SubjectSpec(setup=setup)).setup
+            assert function is not None
+            made = call_with_names(function, {}, names)
+            state_and_hook = (made.state, made.hook) if isinstance(made, Case) else made
+            ddp.register_comm_hook(*state_and_hook)
         state_before = torch.get_rng_state()
         with watch(ddp, every, claims, elements=elements, timeout=20.0) as watcher:
             if late:
                 register(ddp, process_group, hook, makes)
-            for _ in batches(
-                ddp, dist.get_rank(), steps, shares
-            ):  # groups are fed other batches than each other
+            # The global rank, so that each group is fed batches of its own.
+            for _ in batches(ddp, dist.get_rank(), steps, shares):
                 pass
-        said = [str(finding) for finding in watcher.findings]
+        findings = [str(finding) for finding in watcher.findings]
         assert not watcher.ended, watcher.ended
-        assert tuple(rules_of(watcher)) == finds, said
-        assert says in "\n".join(said[:1]), said
+        assert tuple(rules_of(watcher)) == finds, findings
+        assert text in "\n".join(findings[:1]), findings
         cost = watcher.cost()
         assert (cost.steps, cost.samples) == (
             steps,
@@ -151,7 +157,7 @@ def trains(
 
 
 def drifts(process_group: Any, rank: int) -> Case:
-    """A loop that adds to one element of one parameter on rank 1 after step 2: replicas differ from then on."""
+    """A loop that changes one element on rank 1 after step 2; replicas differ from then on."""
 
     def check() -> None:
         ddp = model_with(process_group, "hooks_ref:allreduce_hook")
@@ -172,7 +178,7 @@ def drifts(process_group: Any, rank: int) -> Case:
 
 
 def raises(process_group: Any, rank: int) -> Case:
-    """Every rank raises, in the same step, the rank whose result is right among them; then it trains on."""
+    """All ranks raise in the same step, those with a right result too; then they train on."""
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = hooks_ref.allreduce_hook(process_group, bucket)
@@ -218,21 +224,23 @@ def logged_lines() -> list[str]:
 
 
 def leaves(process_group: Any, rank: int, *, how: str) -> Case:
-    """The last rank stops: it closes its watch, it counts its steps otherwise, or it says nothing any more. All train on, to the
-    same parameters."""
+    """The last rank closes its watch, counts other steps, or stops to take part.
+
+    All ranks train on, to the same parameters.
+    """
 
     def check() -> None:
         last = dist.get_world_size(process_group) - 1
         ddp = model_with(process_group, "hooks_ref:allreduce_hook")
-        told: list[Any] = []
-        watcher = watch(ddp, 2, on_failure=told.append, timeout=20.0)
+        reported: list[Any] = []
+        watcher = watch(ddp, 2, on_failure=reported.append, timeout=20.0)
         logged = logged_lines()
         for step in batches(ddp, rank, 8):
             if step == 2 and rank == last:
                 if how == "closed":
                     watcher.close()
                 elif how == "counts":
-                    ddp(torch.zeros(1, 9))  # a forward of which nothing comes
+                    ddp(torch.zeros(1, 9))  # a forward without a backward pass
                 else:
                     watcher._attachment.detach()
             if step == 2:
@@ -242,15 +250,15 @@ def leaves(process_group: Any, rank: int, *, how: str) -> Case:
                         datetime.timedelta(seconds=0.5), watcher._exchange._group
                     )
         if rank == last and how != "counts":
-            assert (watcher.ended, told, logged) == (None, [], [])
+            assert (watcher.ended, reported, logged) == (None, [], [])
         else:
-            said = {
+            reasons = {
                 "closed": f"rank {last} has closed its watch",
                 "counts": f"rank {last} at step 4",
                 "silent": f"rank {last} was last at step 1",
             }
-            assert said[how] in str(watcher.ended), watcher.ended
-            assert [finding.rule for finding in told] == [""], told
+            assert reasons[how] in str(watcher.ended), watcher.ended
+            assert [finding.rule for finding in reported] == [""], reported
             assert len(logged) == 1, logged
             assert watcher._closed
         same_on_all_ranks(ddp, process_group)
@@ -275,7 +283,10 @@ def joins(
     by_initial: bool = True,
     finds: tuple[str, ...] = (),
 ) -> Case:
-    """Ranks run out of inputs one after another; those that have take part in what is asked of a step. Twice, and then without."""
+    """Ranks run out of inputs one after another, twice, and then train without ``Join``.
+
+    Ranks without inputs take part in the exchange of a step.
+    """
 
     def check() -> None:
         context: Any = hooks_ref.Join if ours else TorchsJoin
@@ -304,7 +315,7 @@ def joins(
 
 
 def raises_joined(process_group: Any, rank: int) -> Case:
-    """A step that goes wrong when rank 1 has run out of inputs: it raises too, out of the context in which it waits."""
+    """A step is wrong after rank 1 has run out of inputs; rank 1 raises too, out of the context."""
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         steps.append(bucket.is_last())
@@ -331,14 +342,15 @@ def raises_joined(process_group: Any, rank: int) -> Case:
     return once(check)
 
 
-def fails(process_group: Any, rank: int, *, where: str) -> Case:
-    """The kit's own code raises on rank 1, where it is called from backward or when that is over: the training goes on."""
+def fails(process_group: Any, rank: int, *, place: str) -> Case:
+    """The kit's own code raises on rank 1, during or after backward: the training goes on."""
 
     def check() -> None:
         from conformance.watching import sampling, watcher
 
-        ddp, told = model_with(process_group, "hooks_ref:allreduce_hook"), list[Any]()
-        look = watch(ddp, 1, on_failure=told.append, timeout=20.0)
+        ddp = model_with(process_group, "hooks_ref:allreduce_hook")
+        reported: list[Any] = []
+        watching = watch(ddp, 1, on_failure=reported.append, timeout=20.0)
         logged = logged_lines()
         for step in batches(ddp, rank, 4):
             if step == 1 and rank == 1:
@@ -347,15 +359,19 @@ def fails(process_group: Any, rank: int, *, where: str) -> Case:
                     raise ArithmeticError("broken on purpose")
 
                 setattr(
-                    *((sampling, "largest") if where == "backward" else (watcher, "unpack")), broken
+                    *((sampling, "largest") if place == "backward" else (watcher, "unpack")), broken
                 )
-        assert look.ended, look.cost()
-        assert [finding.rule for finding in told] == [""], told
+        assert watching.ended, watching.cost()
+        assert [finding.rule for finding in reported] == [""], reported
         if rank == 1:
-            assert "the kit failed: ArithmeticError: broken on purpose" in look.ended, look.ended
+            assert "the kit failed: ArithmeticError: broken on purpose" in watching.ended, (
+                watching.ended
+            )
             assert logged[0] == "the kit failed at step 2", logged
         else:
-            assert "rank 1 " in look.ended or "broken on purpose" in look.ended, look.ended
+            assert "rank 1 " in watching.ended or "broken on purpose" in watching.ended, (
+                watching.ended
+            )
         assert not ddp._forward_hooks
         same_on_all_ranks(ddp, process_group)
 
@@ -470,7 +486,7 @@ def overflows(
     finds: tuple[str, ...] = (),
     at: tuple[int, ...] = (2,),
 ) -> Case:
-    """The gradient of rank 1 holds NaN in some steps, as under a GradScaler, and the loop goes on without stepping then."""
+    """Rank 1 has NaN in some steps, as under a GradScaler; the loop skips these steps."""
 
     def check() -> None:
         ddp = model_with(process_group, hook)
@@ -547,7 +563,7 @@ def mixes(process_group: Any, rank: int, *, drift: str = "") -> Case:
 
 
 def copies(process_group: Any, rank: int) -> Case:
-    """A watched model is copied, and saved and loaded, as one that is not; the copies are not watched."""
+    """A watched model can be copied, saved and loaded; the copies are not watched."""
 
     def check() -> None:
         ddp = DistributedDataParallel(network())
@@ -570,9 +586,9 @@ def copies(process_group: Any, rank: int) -> Case:
 
 
 def refuses(process_group: Any, rank: int) -> Case:
-    """One line for what cannot be watched; on all ranks where they were given different arguments."""
+    """An error of one line if a model cannot be watched, on all ranks if their arguments differ."""
 
-    def said(call: Callable[[], Any]) -> str:
+    def error_of(call: Callable[[], Any]) -> str:
         try:
             call()
         except (ValueError, UsageError) as error:
@@ -581,12 +597,14 @@ def refuses(process_group: Any, rank: int) -> Case:
 
     def check() -> None:
         ddp = model_with(process_group, "")
-        assert "Linear is no DistributedDataParallel" in said(lambda: watch(torch.nn.Linear(1, 1)))  # type: ignore[arg-type]
-        assert "numbers of 1 or more" in said(lambda: watch(ddp, 0))
-        assert "on_failure='mail' is none of" in said(lambda: watch(ddp, on_failure="mail"))
-        assert "'exactly' is not a claim" in said(lambda: watch(ddp, claims="exactly"))
-        assert "under poststep" in said(lambda: watch(ddp, claims="poststep(call=flush)"))
-        assert "different arguments" in said(lambda: watch(ddp, 1 + rank, timeout=20.0))
+        assert "Linear is no DistributedDataParallel" in error_of(
+            lambda: watch(torch.nn.Linear(1, 1))
+        )  # type: ignore[arg-type]
+        assert "numbers of 1 or more" in error_of(lambda: watch(ddp, 0))
+        assert "on_failure='mail' is none of" in error_of(lambda: watch(ddp, on_failure="mail"))
+        assert "'exactly' is not a claim" in error_of(lambda: watch(ddp, claims="exactly"))
+        assert "under poststep" in error_of(lambda: watch(ddp, claims="poststep(call=flush)"))
+        assert "different arguments" in error_of(lambda: watch(ddp, 1 + rank, timeout=20.0))
         assert not ddp._forward_hooks
         two = [watch(ddp, every, timeout=20.0) for every in (1, 2)]  # side by side
         for _ in batches(ddp, rank, 4):
