@@ -242,8 +242,8 @@ class Pool:
             HostDied: the lane, or the host above it, died or did not answer.
         """
         self.greeting()
-        lane = self._free_lanes.get()
         command = {**command, "cwd": os.getcwd(), "deadline": deadline}
+        lane = self._free_lanes.get()
         try:
             answer = lane.request(command, deadline + PATIENCE)
             if answer is None:
