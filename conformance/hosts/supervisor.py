@@ -115,7 +115,7 @@ class Controller:
 
     @property
     def has_message(self) -> bool:
-        """Whether a message has been read from the socket already, so that poll would not see it."""
+        """Whether a message has been read already; poll on the socket would not report it."""
         return False
 
     def stop_reason(self) -> str | None:
@@ -271,7 +271,7 @@ def _collect_evidence(children: list[_Child], folder: Path) -> None:
     """Collect the stacks and the flight recorder of every rank that is alive, before it is killed.
 
     The signal that requests stacks interrupts a rank that sleeps in C. The rank may then go on, but
-    not by its own doing, so :func:`_kill_remaining` removes the events that it records from here on.
+    not by its own doing, so :func:`_kill_remaining` removes the events that it records after this.
     """
     alive = [child for child in children if child.exit is None]
     for child in alive:
