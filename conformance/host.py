@@ -1,24 +1,27 @@
-"""The host: a process that imports torch once; its lanes fork a child per rank and scenario.
+"""The host: a process that imports torch once; its lanes fork one child per rank of a run.
 
-Why a process of its own. A rank must start in milliseconds, not in the seconds that importing torch
-takes, so it must be forked from a process that has imported already. That process cannot be pytest:
-it has threads and plugins, and a fork keeps only one thread of them, with whatever locks the others
-held. So the controller *executes* a host, which imports torch, torch.distributed and torch._dynamo
-(the first ``DDP()`` of a process imports 829 modules of it otherwise) and nothing of the user's (``preload.py``),
-runs no tensor operation, and is at exactly one thread when it forks, which it asserts.
+Why a host. A rank must start in milliseconds, and importing torch takes seconds, so a rank is
+forked from a process that has imported torch already. That process cannot be pytest: pytest has
+threads and plugins, and a fork copies only the thread that forks, together with the locks that the
+other threads held. So the controller executes a host as a program of its own. The host imports
+torch, torch.distributed and torch._dynamo and nothing of the user's (``hosts/preload.py``), runs no
+tensor operation, and asserts that it has exactly one thread when it forks.
 
-Why lanes. A run is mostly waiting, and a subject may kill the process above it. So the host itself
-runs nothing: for each run that is to go on at the same time it forks a lane, a process that serves
-one connection. A lane that dies takes its one run with it, and its successor is a fork away.
+Why lanes. A run spends most of its time waiting, so several runs go on at the same time; and a
+subject may kill the process above it. The host therefore runs nothing itself. For each concurrent
+run it forks a lane, a process that serves one connection. A lane that dies takes only its own run
+with it, and the host forks a new one.
 
-Who watches whom. The controller watches the host and the lanes by their connections; the host says
-how a lane ended; a lane watches its ranks (``supervise.py``). When the controller hangs up, lanes
-kill their ranks and end, then the host removes the folder and ends.
+Supervision. The controller watches the host and the lanes through their connections, the host
+reports how a lane ended, and a lane watches its ranks (``hosts/supervisor.py``). When the
+controller hangs up, the lanes kill their ranks and end; then the host removes the folder and ends.
 
-The controller speaks to the host in packets (each asks for a lane, and brings its connection, or for a sign of life), and
-to a lane in JSON lines; records go through files.
+The controller sends packets to the host. A packet requests a lane and carries the lane's
+connection, or it requests a sign of life. Commands to a lane are lines of JSON. Records of runs go
+through files.
 
-On several machines torchrun starts the hosts, as ``-m conformance.host``; the way to their controller is another (``nodes/slot.py``).
+On several machines torchrun starts the hosts, as ``-m conformance.host``, and a controller connects
+to them over TCP (``hosts/remote/host.py``).
 """
 
 import os
@@ -26,26 +29,37 @@ import socket
 import sys
 from pathlib import Path
 
-# Started by path, with no folder of the user's on the path, so that none can shadow what is imported here.
-if __name__ == "__main__" and (package := str(Path(__file__).resolve().parent.parent)) not in sys.path:
-    sys.path.insert(0, package)
+# This file is run by path. It starts without any folder of the user's on the import path, so that
+# none can shadow the kit's imports; only the folder of the package itself is added.
+if __name__ == "__main__":
+    package = str(Path(__file__).resolve().parent.parent)
+    if package not in sys.path:
+        sys.path.insert(0, package)
 
 from conformance.hosts.local_host import serve_host
 
+TORCHRUN_HOST = "--torchrun-host"
+
 
 def main() -> None:
-    """Run as ``python host.py FD FOLDER``: the controller's packets come from socket FD, runs are kept in FOLDER.
+    """Run the host.
 
-    torchrun runs it as ``-m conformance.host``, see ``nodes/slot.py``.
+    A pool runs ``python host.py FD FOLDER``: packets of the controller arrive on the socket FD, and
+    FOLDER holds the runs. torchrun runs ``python -m conformance.host``, and that process replaces
+    itself by ``python host.py --torchrun-host``.
     """
-    if len(sys.argv) != 3 or not sys.argv[1].isdecimal():
-        from conformance.hosts.remote.host import serve_slot, start_anew
+    arguments = sys.argv[1:]
+    if len(arguments) == 2 and arguments[0].isdecimal():
+        control = socket.socket(fileno=int(arguments[0]))
+        control.set_inheritable(False)
+        serve_host(control, Path(arguments[1]))
+        os._exit(0)
+    from conformance.hosts.remote.host import execute_torchrun_host, serve_torchrun_host
 
-        return serve_slot(sys.argv[2:]) if sys.argv[1:2] == ["--slot"] else start_anew(sys.argv[1:])
-    control = socket.socket(fileno=int(sys.argv[1]))
-    control.set_inheritable(False)
-    serve_host(control, Path(sys.argv[2]))
-    os._exit(0)
+    if arguments[:1] == [TORCHRUN_HOST]:
+        serve_torchrun_host(arguments[1:])
+    else:
+        execute_torchrun_host(TORCHRUN_HOST, arguments)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Machines made of network namespaces: each has its own interfaces, addresses and host name, and a port of one switch.
+"""Machines made of network namespaces, each with its own interface, address and host name.
 
-A machine that is cut off keeps its link up and hears nothing any more, as behind a switch that has failed: no packet tells
-anybody. Needs root and iproute2; nothing stays behind.
+All are connected to one switch. A machine that is cut off keeps its link up and receives nothing
+any more, as behind a switch that has failed: no packet reports the failure. This needs root and
+iproute2; nothing stays behind.
 """
 
 import contextlib
@@ -23,9 +24,10 @@ class Machine:
 
     Attributes:
         name: its host name.
-        address: of its only interface, ``eth0``.
-        namespace: of the network, as ``ip netns`` knows it.
-        port: of the switch.
+        address: the address of its only interface, ``eth0``.
+        namespace: the name of its network namespace.
+        port: its port of the switch.
+        switch: the namespace of the switch.
     """
 
     name: str
@@ -35,32 +37,43 @@ class Machine:
     switch: str
 
     def start(self, arguments: list[str], **options: Any) -> "subprocess.Popen[str]":
-        """Start a program here; its process id is that of the program."""
-        here = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", f'hostname {self.name}; exec "$@"', "sh"]
+        """Start a program on this machine; the process has the pid of the program."""
+        here = [
+            "ip",
+            "netns",
+            "exec",
+            self.namespace,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            f'hostname {self.name}; exec "$@"',
+            "sh",
+        ]
         return subprocess.Popen([*here, *arguments], text=True, start_new_session=True, **options)
 
     def kill(self) -> None:
-        """End everything on it at once, as a loss of power does."""
+        """Kill all processes at once, as a loss of power does."""
         _end_all(self.namespace)
 
     def cut_off(self) -> None:
-        """Have the switch forget its port."""
+        """Disconnect its port from the switch."""
         _ip("-n", self.switch, "link", "set", self.port, "nomaster")
 
     def plug_in(self) -> None:
-        """Have the switch know its port again."""
+        """Connect its port to the switch again."""
         _ip("-n", self.switch, "link", "set", self.port, "master", "bridge", "up")
 
 
-def why_not() -> str:
-    """Return why there can be no such machines here; '' where there can."""
+def reason_for_none() -> str | None:
+    """Return why no such machines can be made here, or None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if missing := [tool for tool in ("ip", "unshare", "hostname") if not shutil.which(tool)]:
         return f"{' and '.join(missing)} not installed"
     try:
         with machines("try"):
-            return ""
+            return None
     except subprocess.CalledProcessError as error:
         return f"network namespaces cannot be made here: {error.stderr.strip()}"
 
@@ -75,7 +88,11 @@ def machines(*names: str) -> Iterator[list[Machine]]:
         _ip("-n", switch, "link", "add", "name", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
         for number, name in enumerate(names, 1):
-            made.append(Machine(name, f"10.219.7.{number}", f"cf{os.getpid()}{name}", f"port{number}", switch))
+            made.append(
+                Machine(
+                    name, f"10.219.7.{number}", f"cf{os.getpid()}{name}", f"port{number}", switch
+                )
+            )
         for machine in made:
             _set_up(machine, made)
         yield made
@@ -95,7 +112,21 @@ def _set_up(machine: Machine, everybody: list[Machine]) -> None:
     names = "".join(f"{other.address} {other.name}\n" for other in everybody)
     (files / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
     _ip("netns", "add", machine.namespace)
-    _ip("-n", machine.switch, "link", "add", "name", machine.port, "type", "veth", "peer", "name", "eth0", "netns", machine.namespace)
+    _ip(
+        "-n",
+        machine.switch,
+        "link",
+        "add",
+        "name",
+        machine.port,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "eth0",
+        "netns",
+        machine.namespace,
+    )
     machine.plug_in()
     _ip("-n", machine.namespace, "addr", "add", f"{machine.address}/24", "dev", "eth0")
     for interface in ("lo", "eth0"):
@@ -104,7 +135,9 @@ def _set_up(machine: Machine, everybody: list[Machine]) -> None:
 
 def _end_all(namespace: str) -> None:
     """Kill every process of a namespace."""
-    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False
+    )
     for pid in listed.stdout.split():
         with contextlib.suppress(OSError):
             os.kill(int(pid), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Runs written by hand: a rule is a pure function of records, so its tests need no rank."""
+"""Runs made without ranks: a rule is a pure function of records, so its tests need no rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +15,22 @@ Result = Callable[[Run, int, int, int], torch.Tensor]
 
 
 def made_run(result: Result = mean, scenario: Scenario = VALUES, world: int = 2) -> Run:
-    """Return a complete run whose gradients are ``result(run, rank, step, index)`` and whose hook behaved."""
+    """Return a complete run of a right hook.
+
+    Its gradients are ``result(run, rank, step, index)``.
+    """
     run = Run(scenario, world, [RankRecord(rank, exit=0) for rank in range(world)])
     names = [run.parameter_name(i) for i in range(len(scenario.params))]
     for record in run.ranks:
         record.events.append(event("registered", -1, count=1, logged="hook"))
         for step in range(len(scenario.steps)):
-            record.events += [event("step", step), *call(step, names, sum(torch.Size(p.shape).numel() for p in scenario.params))]
-            record.events.append(event("stepped", step, rng_changed=[], parameters_changed=[], threads=1))
+            record.events += [
+                event("step", step),
+                *call(step, names, sum(torch.Size(p.shape).numel() for p in scenario.params)),
+            ]
+            record.events.append(
+                event("stepped", step, rng_changed=[], parameters_changed=[], threads=1)
+            )
             for index, spec in enumerate(scenario.params):
                 values = result(run, record.rank, step, index).to(getattr(torch, spec.dtype))
                 record.tensors[f"{step}/grad/{names[index]}"] = values.reshape(spec.shape)
@@ -34,13 +42,36 @@ def call(step: int, names: list[str], numel: int) -> list[dict[str, Any]]:
     """Return the events of one hook call on one bucket that holds everything."""
     same = {"call": step, "index": 0}
     value = {
-        **{"state": "value", "tensor": True, "type": "torch.Tensor", "dtype": "float32", "device": "cpu", "layout": "strided"},
-        **{"shape": [numel], "bucket_shape": [numel], "bucket_layout": "strided", "bucket_device": "cpu"},
+        **{
+            "state": "value",
+            "tensor": True,
+            "type": "torch.Tensor",
+            "dtype": "float32",
+            "device": "cpu",
+            "layout": "strided",
+        },
+        **{
+            "shape": [numel],
+            "bucket_shape": [numel],
+            "bucket_layout": "strided",
+            "bucket_device": "cpu",
+        },
         **{"contiguous": True, "offset": 0, "memory": [4096, 4 * numel], "digest": "same"},
     }
     return [
-        event("call", step, **same, is_last=True, numel=numel, dtype="float32", parameters=names, gradient_views=[]),
-        event("returned", step, **same, type="torch.Future", is_future=True, done=False, digest=None),
+        event(
+            "call",
+            step,
+            **same,
+            is_last=True,
+            numel=numel,
+            dtype="float32",
+            parameters=names,
+            gradient_views=[],
+        ),
+        event(
+            "returned", step, **same, type="torch.Future", is_future=True, done=False, digest=None
+        ),
         event("value", step, **same, **value),
         event("rest", step, **same, digest="same"),
     ]

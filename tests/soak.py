@@ -15,7 +15,7 @@ import re
 import sys
 import time
 
-from conformance.judging.rule import MUST
+from conformance.judging.rule import MUST, WorldSizes
 from conformance.judging.verdict import Verdict
 from conformance.rules import book
 from conformance.subjects.kinds import KINDS
@@ -120,7 +120,7 @@ def main() -> int:
             # At one world size there are no others, and none with fewer ranks than it takes.
             return verdict.holds or (
                 verdict is Verdict.NOT_RUN
-                and rules[number].worlds in ("others", "fewer")
+                and rules[number].worlds in (WorldSizes.OTHERS, WorldSizes.BELOW_MINIMUM)
                 and len(case.worlds) == 1
             )
         return (verdict is Verdict.FAIL) == asked and verdict is not Verdict.KIT_ERROR

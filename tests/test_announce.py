@@ -1,4 +1,4 @@
-"""How hosts are found, in stores that the test fills as torchrun does."""
+"""Hosts are found in stores, which the test fills as torchrun does."""
 
 import dataclasses
 import json
@@ -8,10 +8,16 @@ import pytest
 from torch.distributed import TCPStore
 
 from conformance.errors import UsageError
-from conformance.hosts.remote.rendezvous import NobodyThere, announce, find, kit_digest, parse_endpoint
+from conformance.hosts.remote.rendezvous import (
+    HostsNotFound,
+    find_hosts,
+    kit_digest,
+    parse_endpoint,
+    publish,
+)
 from tests.test_crew import host_of
 
-_STORES: list[TCPStore] = []  # kept: where one is destroyed another of the same process may stop answering
+_STORES: list[TCPStore] = []  # kept: if one is destroyed, others of this process may stop answering
 
 
 def new_store() -> TCPStore:
@@ -19,9 +25,9 @@ def new_store() -> TCPStore:
     return _STORES[-1]
 
 
-def fill(store: TCPStore, slots: int = 2, of: int = 2) -> None:
-    for slot in range(slots):
-        announce(host_of(slot, slots=of, store=("localhost", store.port)))
+def fill(store: TCPStore, hosts: int = 2, of: int = 2) -> None:
+    for rank in range(hosts):
+        publish(host_of(rank, host_count=of, store=("localhost", store.port)))
 
 
 def name_it(endpoint: TCPStore, shared: TCPStore, run: str, number: int = 0) -> None:
@@ -31,66 +37,83 @@ def name_it(endpoint: TCPStore, shared: TCPStore, run: str, number: int = 0) -> 
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("anna:1234", ("anna", 1234)), ("anna", ("anna", 29400)), ("[::1]:5", ("::1", 5)), ("[fe80::1]", ("fe80::1", 29400))],
+    [
+        ("anna:1234", ("anna", 1234)),
+        ("anna", ("anna", 29400)),
+        ("[::1]:5", ("::1", 5)),
+        ("[fe80::1]", ("fe80::1", 29400)),
+    ],
 )
-def test_endpoints_are_read_as_torchrun_reads_them(text: str, found: tuple[str, int]) -> None:
+def test_endpoints_are_parsed_as_torchrun_does(text: str, found: tuple[str, int]) -> None:
     assert parse_endpoint(text) == found
 
 
-@pytest.mark.parametrize("text", ["", ":29400", "anna:", "anna:port", "anna:0", "anna:99999", "http://anna:29400", "::1"])
-def test_what_is_no_endpoint_is_refused(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", ":29400", "anna:", "anna:port", "anna:0", "anna:99999", "http://anna:29400", "::1"]
+)
+def test_other_texts_are_no_endpoints(text: str) -> None:
     with pytest.raises(UsageError, match="--attach"):
         parse_endpoint(text)
 
 
 def test_hosts_are_found_by_the_endpoint_and_by_their_own_store() -> None:
-    endpoint, shared, older = new_store(), new_store(), new_store()
+    endpoint = new_store()
+    shared = new_store()
+    older = new_store()
     name_it(endpoint, older, "job", 0)
     name_it(endpoint, shared, "job", 10)
     fill(shared)
     for store in (endpoint, shared):
-        found = find("localhost", store.port)
-        assert [host.slot for host in found] == [0, 1]
-        assert found[0].addresses == ("127.0.0.1", "localhost")  # the first node may be reached as the endpoint is
+        found = find_hosts("localhost", store.port)
+        assert [host.host_rank for host in found] == [0, 1]
+        assert found[0].addresses == (
+            "127.0.0.1",
+            "localhost",
+        )  # the first node keeps the store
 
 
-def test_what_is_missing_is_said() -> None:
-    endpoint, shared = new_store(), new_store()
-    with pytest.raises(NobodyThere, match="no rendezvous of torchrun's in it yet"):
-        find("localhost", endpoint.port)
+def test_the_error_names_the_missing_hosts() -> None:
+    endpoint = new_store()
+    shared = new_store()
+    with pytest.raises(HostsNotFound, match="no rendezvous of torchrun's in it yet"):
+        find_hosts("localhost", endpoint.port)
     name_it(endpoint, shared, "job")
-    with pytest.raises(NobodyThere, match="no host of the kit's has come yet"):
-        find("localhost", endpoint.port)
+    with pytest.raises(HostsNotFound, match="no host of the kit's has come yet"):
+        find_hosts("localhost", endpoint.port)
     fill(shared, 1, of=3)
-    with pytest.raises(NobodyThere, match="1 of 3 hosts"):
-        find("localhost", shared.port)
+    with pytest.raises(HostsNotFound, match="1 of 3 hosts"):
+        find_hosts("localhost", shared.port)
     # Bound and not listening: nobody answers, and no other process can take the port meanwhile.
     with socket.socket() as closed:
         closed.bind(("localhost", 0))
         port = closed.getsockname()[1]
-        with pytest.raises(NobodyThere, match=f"nobody answers at localhost:{port}"):
-            find("localhost", port)
+        with pytest.raises(HostsNotFound, match=f"nobody answers at localhost:{port}"):
+            find_hosts("localhost", port)
 
 
 def test_hosts_of_several_torchruns_are_not_mixed() -> None:
-    endpoint, one, other = new_store(), new_store(), new_store()
+    endpoint = new_store()
+    one = new_store()
+    other = new_store()
     for run, shared in (("one", one), ("other", other)):
         name_it(endpoint, shared, run)
         fill(shared)
-    with pytest.raises(UsageError, match=" or ".join(sorted(f"--attach localhost:{s.port}" for s in (one, other)))):
-        find("localhost", endpoint.port)
+    with pytest.raises(
+        UsageError, match=" or ".join(sorted(f"--attach localhost:{s.port}" for s in (one, other)))
+    ):
+        find_hosts("localhost", endpoint.port)
 
 
-@pytest.mark.parametrize("said", ["no json", "[]", '{"slot": 0}'])
-def test_an_announcement_of_another_version_is_refused(said: str) -> None:
+@pytest.mark.parametrize("text", ["no json", "[]", '{"host_rank": 0}'])
+def test_an_announcement_of_another_version_is_refused(text: str) -> None:
     store = new_store()
-    store.set("conformance/host/0", said)
-    with pytest.raises(NobodyThere, match="another version"):
-        find("localhost", store.port)
+    store.set("conformance/host/0", text)
+    with pytest.raises(HostsNotFound, match="another version"):
+        find_hosts("localhost", store.port)
     more = {**dataclasses.asdict(host_of(0)), "more": 1}
     store.set("conformance/host/0", json.dumps(more))
-    with pytest.raises(NobodyThere, match="another version"):
-        find("localhost", store.port)
+    with pytest.raises(HostsNotFound, match="another version"):
+        find_hosts("localhost", store.port)
 
 
 def test_a_kit_has_one_digest() -> None:

@@ -1,4 +1,4 @@
-"""Runs on hosts that torchrun has started, here four of them on one machine; on two: ``test_two_machines.py``."""
+"""Runs on four hosts that torchrun has started on one machine (two: ``test_two_machines.py``)."""
 
 import os
 import re
@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from conformance.errors import ProfileError, UsageError
-from conformance.hosts.remote import pool as attach
-from conformance.hosts.remote import rendezvous as announce
-from conformance.hosts.remote.pool import AttachedPool, _Host, environments, place
-from conformance.hosts.remote.rendezvous import Announcement, NobodyThere, kit_digest
+from conformance.hosts.remote import pool as remote_pool
+from conformance.hosts.remote import rendezvous
+from conformance.hosts.remote.pool import AttachedPool, _Host, placement, rank_environments
+from conformance.hosts.remote.rendezvous import Announcement, HostsNotFound, kit_digest
 from conformance.hosts.remote.wire import Stream
 from conformance.judging.run_failures import failed_run
 from conformance.judging.verdict import Verdict
@@ -34,7 +34,7 @@ from tests.test_crew import host_of
 
 ROOT = Path(__file__).resolve().parent.parent
 HELD = '''
-"""A right hook. Where it is asked to, the last of four ranks says that it is inside, and stays there."""
+"""A right hook. If the file hold exists, the last of four ranks stays inside."""
 import threading
 from pathlib import Path
 import torch.distributed as dist
@@ -42,7 +42,8 @@ import torch.distributed as dist
 folder = Path(__file__).parent
 
 def hook(state, bucket):
-    if dist.get_world_size() == 4 and dist.get_rank() == 3 and (folder / "hold").exists() and not (folder / "inside").exists():
+    is_last = dist.get_world_size() == 4 and dist.get_rank() == 3
+    if is_last and (folder / "hold").exists() and not (folder / "inside").exists():
         (folder / "inside").touch()
         threading.Event().wait()
     buffer = bucket.buffer().div_(dist.get_world_size())
@@ -58,18 +59,29 @@ class Torchrun:
             self.endpoint = f"localhost:{free.getsockname()[1]}"
         self.folder = folder
         (folder / "held.py").write_text(HELD)
-        rendezvous = ["--nnodes=1", "--nproc-per-node=4", "--max-restarts=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}"]
-        with open(folder / "said", "w") as said:
+        rendezvous = [
+            "--nnodes=1",
+            "--nproc-per-node=4",
+            "--max-restarts=1",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={self.endpoint}",
+        ]
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        with open(folder / "output", "w") as output:
             self.agent = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "conformance.host"],
-                stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )  # fmt: skip
+                [*command, *rendezvous, "-m", "conformance.host"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
 
     def pool(self, deadline: float = PATIENT, wait: float = 120.0) -> AttachedPool:
         return AttachedPool(self.endpoint, deadline, wait)
 
     def once_inside(self, kill: int) -> threading.Thread:
-        """Kill a process when the rank that is to be held is inside the hook."""
+        """Kill a process when the last rank is held inside the hook."""
 
         def waiting() -> None:
             while not (self.folder / "inside").exists():
@@ -91,7 +103,9 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Torchrun]:
     started.agent.wait(timeout=60)
 
 
-def judged(torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: str, **given: Any) -> Session:
+def judged(
+    torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: str, **given: Any
+) -> Session:
     """Judge some rules, and conclude."""
     monkeypatch.chdir(tmp_path)
     with Session.of(Options(**given, attach=torchrun.endpoint, rule=(rules,))) as session:
@@ -109,16 +123,26 @@ def verdicts(session: Session) -> dict[str, Verdict]:
 @pytest.mark.parametrize(
     ("rules", "given"),
     [
-        # 10.1: ranks take turns through the store. 12.1: a peer dies, and the others are to hear of it.
+        # 10.1: ranks take turns through the store. 12.1: a peer dies, and the others notice it.
         ("2.1,2.6,10.1,12.1", {"hook": "hooks_ref:allreduce_hook", "world_size": "2,4"}),
-        # New processes go on from what others have saved, on other hosts too.
-        ("11.2,11.3", {"hook": "hooks_ref:allreduce_hook", "claims": "checkpointable", "world_size": "1,2"}),
-        ("15.13,15.15", {"optimizer": "torch.distributed.optim:ZeroRedundancyOptimizer", "world_size": "3"}),
+        # New processes resume from saved files, on other hosts too.
+        (
+            "11.2,11.3",
+            {"hook": "hooks_ref:allreduce_hook", "claims": "checkpointable", "world_size": "1,2"},
+        ),
+        (
+            "15.13,15.15",
+            {"optimizer": "torch.distributed.optim:ZeroRedundancyOptimizer", "world_size": "3"},
+        ),
     ],
     ids=["hook", "saved", "optimizer"],
 )
 def test_right_subjects_pass(
-    torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: str, given: dict[str, str]
+    torchrun: Torchrun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rules: str,
+    given: dict[str, str],
 ) -> None:
     session = judged(torchrun, tmp_path, monkeypatch, rules, **given)
     assert verdicts(session) == dict.fromkeys(rules.split(","), Verdict.PASS), session.judgements
@@ -133,7 +157,7 @@ def test_right_subjects_pass(
         ("prints_a_gigabyte", "flood", "printed more than 64 MiB"),
     ],
 )
-def test_a_hostile_hook_is_told_as_on_one_machine(torchrun: Torchrun, hook: str, kind: str, line: str) -> None:
+def test_a_hostile_hook_is_reported_as_on_one_machine(torchrun: Torchrun, hook: str, kind: str, line: str) -> None:
     # Only a hang needs a short deadline; runs that come to their end may be slow on a busy machine.
     with torchrun.pool(deadline=8.0 if kind == "hang" else PATIENT) as pool:
         source = LocalSource(pool)
@@ -146,45 +170,71 @@ def test_a_hostile_hook_is_told_as_on_one_machine(torchrun: Torchrun, hook: str,
         assert pool.interruptions == []
 
 
-def test_what_cannot_be_run_is_said_in_a_line(torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_attaching_are_one_line(
+    torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ProfileError, match="--world-size 5: 4 hosts are attached"):
-        judged(torchrun, tmp_path, monkeypatch, "2.1", hook="hooks_ref:allreduce_hook", world_size="5")
+        judged(
+            torchrun, tmp_path, monkeypatch, "2.1", hook="hooks_ref:allreduce_hook", world_size="5"
+        )
     with torchrun.pool() as first, torchrun.pool() as second:
         first.greeting()
-        with pytest.raises(ProfileError, match=f"another controller has these hosts already: process {os.getpid()} on"):
+        with pytest.raises(
+            ProfileError,
+            match=f"another controller has these hosts already: process {os.getpid()} on",
+        ):
             second.greeting()
-    with AttachedPool("localhost:1", 1.0, 0.0) as nowhere, pytest.raises(ProfileError, match="nobody answers at localhost:1"):
+    with (
+        AttachedPool("localhost:1", 1.0, 0.0) as nowhere,
+        pytest.raises(ProfileError, match="nobody answers at localhost:1"),
+    ):
         nowhere.greeting()
     with torchrun.pool() as pool:
         assert "no attribute 'nothing'" in pool.describe(SubjectSpec(hook="held:nothing"))["error"]
 
 
-def test_larger_world_sizes_are_left_out(torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = judged(torchrun, tmp_path, monkeypatch, "1.1", hook="hooks_ref:allreduce_hook", world_size="1,6,8")
+def test_larger_world_sizes_are_left_out(
+    torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = judged(
+        torchrun, tmp_path, monkeypatch, "1.1", hook="hooks_ref:allreduce_hook", world_size="1,6,8"
+    )
     assert session.worlds == (1,)
     assert session.notes == ["world size 6, 8 was not run: 4 hosts are attached"]
 
 
-def test_a_host_that_dies_is_named_and_torchruns_restart_lets_the_rest_be_judged(torchrun: Torchrun) -> None:
+def test_a_dead_host_is_named_and_the_run_is_repeated_after_the_restart(
+    torchrun: Torchrun,
+) -> None:
     with torchrun.pool() as pool:
         pool.greeting()
-        killing = torchrun.once_inside(next(host.said.pid for host in pool._hosts if host.said.slot == 3))
-        source, held = LocalSource(pool), SubjectSpec(hook="held:hook")
+        killing = torchrun.once_inside(
+            next(host.announcement.pid for host in pool._hosts if host.announcement.host_rank == 3)
+        )
+        source = LocalSource(pool)
+        held = SubjectSpec(hook="held:hook")
         assert source.run(VALUES, 4, held, "values@4").finished
         killing.join()
-        [said] = pool.interruptions
+        [interruption] = pool.interruptions
         # torchrun ends the other hosts too. How many of them have ended by then depends on the clock.
         node = re.escape(f"node 0 ({socket.gethostname()})")
-        assert re.match(rf"values@4 was interrupted: {node}, ranks? ([0-2], )*3: its process ended", said)
+        assert re.match(rf"values@4 was interrupted: {node}, ranks? ([0-2], )*3: its process ended", interruption)
 
 
-def test_an_interrupted_session_certifies_nothing_and_a_dead_agent_is_named(
+def test_an_interrupted_session_certifies_nothing(
     torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last test: torchrun is no more."""
+    """The last test with this torchrun: it is killed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(announce, "STORE_PATIENCE", 3.0)  # the port of what is being killed listens on for a moment, and nobody answers
-    options = Options(hook="held:hook", attach=torchrun.endpoint, attach_wait=30.0, world_size="2,4", rule=("2.1,2.2,2.6",))
+    # The port of a process that is being killed accepts connections for a moment more.
+    monkeypatch.setattr(rendezvous, "STORE_TIMEOUT", 3.0)
+    options = Options(
+        hook="held:hook",
+        attach=torchrun.endpoint,
+        attach_wait=30.0,
+        world_size="2,4",
+        rule=("2.1,2.2,2.6",),
+    )
     with Session.of(options) as session:
         session.begin()
         session.pool.wait = 0.0  # type: ignore[union-attr]
@@ -195,63 +245,90 @@ def test_an_interrupted_session_certifies_nothing_and_a_dead_agent_is_named(
         conclusion = session.conclude()
     assert conclusion.exit_code == 7
     assert "values@4 was interrupted: node 0" in conclusion.reasons[0]
-    assert verdicts(session) == {"2.1": Verdict.PASS, "2.2": Verdict.NOT_RUN, "2.6": Verdict.NOT_RUN}  # 2.1 is judged at world size 2
+    assert verdicts(session) == {
+        "2.1": Verdict.PASS,
+        "2.2": Verdict.NOT_RUN,
+        "2.6": Verdict.NOT_RUN,
+    }  # 2.1 is judged at world size 2
     assert "it has not come back within 0 seconds" in session.judgements["2.6"].reason
 
 
-def test_ranks_are_spread_over_nodes_and_numbered_as_torchrun_does() -> None:
-    hosts = [host_of(slot) for slot in range(4)]  # two nodes with two slots each
-    assert [[host.node for host in place(world, hosts)] for world in (1, 2, 3, 4)] == [[0], [0, 1], [0, 0, 1], [0, 0, 1, 1]]
-    found = environments(place(3, hosts))
-    assert [(found[str(rank)]["LOCAL_RANK"], found[str(rank)]["GROUP_RANK"]) for rank in range(3)] == [("0", "0"), ("1", "0"), ("0", "1")]
-    assert {(said["WORLD_SIZE"], said["GROUP_WORLD_SIZE"]) for said in found.values()} == {("3", "2")}
+def test_placement_and_environment_of_ranks() -> None:
+    hosts = [host_of(rank) for rank in range(4)]
+    assert [[host.node for host in placement(world, hosts)] for world in (1, 2, 3, 4)] == [
+        [0],
+        [0, 1],
+        [0, 0, 1],
+        [0, 0, 1, 1],
+    ]
+    found = rank_environments(placement(3, hosts))
+    assert [
+        (found[str(rank)]["LOCAL_RANK"], found[str(rank)]["GROUP_RANK"]) for rank in range(3)
+    ] == [("0", "0"), ("1", "0"), ("0", "1")]
+    assert {(own["WORLD_SIZE"], own["GROUP_WORLD_SIZE"]) for own in found.values()} == {("3", "2")}
 
 
-def test_hosts_that_are_not_alike_are_refused() -> None:
+def test_different_hosts_are_refused() -> None:
     def attached(*greetings: dict[str, Any]) -> AttachedPool:
         pool = AttachedPool("anna:1", 1.0, 0.0)
         like = {"kit": kit_digest(), "torch": torch.__version__, "python": "3", "platform": "p"}
-        pool._hosts = [_Host(host_of(2 * node), None, None, {**like, **said}) for node, said in enumerate(greetings)]  # type: ignore[arg-type]
+        no_stream: Any = None
+        pool._hosts = [
+            _Host(host_of(2 * node), no_stream, no_stream, {**like, **greeting})
+            for node, greeting in enumerate(greetings)
+        ]
         return pool
 
-    assert [node["host"] for node in attached({}, {})._agreed()["nodes"]] == ["a", "b"]
+    assert [node["host"] for node in attached({}, {})._compare_greetings()["nodes"]] == ["a", "b"]
     with pytest.raises(ProfileError, match=r"node 1 \(b\) has another version of the kit"):
-        attached({}, {"kit": "other"})._agreed()
+        attached({}, {"kit": "other"})._compare_greetings()
     with pytest.raises(ProfileError, match=r"node 1 \(b\) has torch 1\.0"):
-        attached({}, {"torch": "1.0"})._agreed()
+        attached({}, {"torch": "1.0"})._compare_greetings()
     with pytest.raises(ProfileError, match=r"the nodes have torch 1\.0, this machine has"):
-        attached({"torch": "1.0"}, {"torch": "1.0"})._agreed()
+        attached({"torch": "1.0"}, {"torch": "1.0"})._compare_greetings()
 
 
-def test_a_subject_that_is_not_the_same_on_all_nodes_is_refused() -> None:
-    pool, ends = AttachedPool("anna:1", 5.0, 0.0), []
+def test_a_subject_that_differs_between_nodes_is_refused() -> None:
+    pool = AttachedPool("anna:1", 5.0, 0.0)
+    ends = []
     for node, digest in enumerate("xxy"):
         ours, theirs = (Stream(end) for end in socket.socketpair())
-        theirs.send({"said": {"sha256": {"mypkg": digest}}})
+        theirs.send({"answer": {"sha256": {"mypkg": digest}}})
         pool._hosts.append(_Host(host_of(2 * node), ours, ours, {}))
         ends += [ours, theirs]
-    pool._profile = {"torch": "any"}
-    assert pool.describe(SubjectSpec(hook="mypkg:hook"))["error"].startswith("node 2 (c) has another mypkg:hook than the nodes before it")
+    pool._common = {"torch": "any"}
+    assert pool.describe(SubjectSpec(hook="mypkg:hook"))["error"].startswith(
+        "node 2 (c) has another mypkg:hook than the nodes before it"
+    )
     for stream in ends:
         stream.close()
 
 
-def test_hosts_of_before_and_after_a_restart_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun starts all anew: those that are there still are about to end."""
+def test_old_and_new_hosts_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun restarts all hosts together: the old ones are about to end."""
     pool = AttachedPool("anna:1", 1.0, 0.0)
-    pool._before = {"host 0", "host 1"}
+    pool._last_ids = {"host 0", "host 1"}
     tried: list[str] = []
 
     def connect(host: Announcement) -> _Host:
         tried.append(host.id)
-        raise NobodyThere("this is but a test")
+        raise HostsNotFound("this is but a test")
 
     monkeypatch.setattr(pool, "_connect", connect)
-    for ids, tries in (({"host 0", "host 7"}, 0), ({"host 0", "host 1"}, 1), ({"host 7", "host 8"}, 2)):
-        monkeypatch.setattr(attach, "find", lambda *_, ids=ids: [host_of(0, id=identity) for identity in sorted(ids)])
-        why = pool._attach(0.0)
+    for ids, tries in (
+        ({"host 0", "host 7"}, 0),
+        ({"host 0", "host 1"}, 1),
+        ({"host 7", "host 8"}, 2),
+    ):
+        monkeypatch.setattr(
+            remote_pool,
+            "find_hosts",
+            lambda *_, ids=ids: [host_of(0, id=identity) for identity in sorted(ids)],
+        )
+        reason = "this is but a test" if tries else "torchrun has not started all of its hosts anew"
+        with pytest.raises(HostsNotFound, match=f"^{reason}$"):
+            pool._attach(0.0)
         assert len(tried) == tries
-        assert why == ("this is but a test" if tries else "torchrun has not started all of its hosts anew")
 
 
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
@@ -263,10 +340,17 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_host_without_torchrun_says_how_it_is_started() -> None:
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_ADDR")}
+def test_a_host_without_torchrun_prints_its_usage() -> None:
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_ADDR")
+    }
     alone = subprocess.run(
-        [sys.executable, "-m", "conformance.host"], capture_output=True, text=True, check=False, cwd=ROOT, env=environment
+        [sys.executable, "-m", "conformance.host"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=environment,
     )
     assert alone.returncode == 1
     assert "conformance.host is started by torchrun" in alone.stderr

@@ -90,7 +90,7 @@ def place(request: pytest.FixtureRequest, devices: Pool) -> Place:
     """CUDA over a backend, as far as this machine has it."""
     asked = requested_profile(request.param, CUDA)
     try:
-        profile = resolve_profile(asked, devices.look(asked), WORLDS)
+        profile = resolve_profile(asked, devices.probe_profile(asked), WORLDS)
     except ProfileError as error:
         pytest.skip(str(error))
     return Place(profile, LocalSource(devices, profile=profile))

@@ -1,4 +1,4 @@
-"""Collectives that are overheard, in a group of one rank; and nothing that stays when nobody listens."""
+"""Recordings of collectives, in a group of one rank; afterwards all methods are restored."""
 
 from collections.abc import Iterator
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conformance.watching import collectives as issued
-from conformance.watching.collectives import Listener
+from conformance.watching.collectives import Recording, kit_groups
 
 
 @pytest.fixture
@@ -17,14 +16,17 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def whats(listener: Listener) -> list[str]:
-    return [what for _, what, ranks, _ in listener.heard if ranks == [0]]
+def descriptions(recording: Recording) -> list[str]:
+    return [
+        collective.description for _, collective in recording.collectives if collective.ranks == [0]
+    ]
 
 
-def test_what_is_heard(group: dist.ProcessGroup) -> None:
-    listener, one = Listener(), torch.ones(3)
+def test_recorded_collectives(group: dist.ProcessGroup) -> None:
+    recording = Recording()
+    one = torch.ones(3)
     dist.all_reduce(one)
-    listener.open()
+    recording.open()
     dist.all_reduce(one, op=dist.ReduceOp.MAX)
     dist.broadcast(one.half(), src=0)
     dist.all_gather([torch.zeros(3)], one)
@@ -32,9 +34,9 @@ def test_what_is_heard(group: dist.ProcessGroup) -> None:
     dist.reduce_scatter_single(torch.zeros(3), one)
     group.allreduce([one, one]).wait()
     dist.barrier()
-    listener.close()
+    recording.close()
     dist.all_reduce(one)
-    assert whats(listener) == [
+    assert descriptions(recording) == [
         "allreduce MAX 3 float32",
         "broadcast 3 float16 root 0",
         "allgather 3 float32",
@@ -45,27 +47,32 @@ def test_what_is_heard(group: dist.ProcessGroup) -> None:
     ]
 
 
-def test_several_listen_and_the_last_puts_everything_back(group: dist.ProcessGroup) -> None:
+def test_the_last_of_several_recordings_restores_the_methods(group: dist.ProcessGroup) -> None:
     before = dict(dist.ProcessGroup.__dict__)
-    first, second = Listener(), Listener()
+    first = Recording()
+    second = Recording()
     first.open()
     second.open()
     first.close()
     first.close()
     dist.all_reduce(torch.ones(1))
-    assert (whats(first), whats(second)) == ([], ["allreduce SUM 1 float32"])
+    assert (descriptions(first), descriptions(second)) == ([], ["allreduce SUM 1 float32"])
     second.close()
     assert dict(dist.ProcessGroup.__dict__) == before
 
 
-def test_the_kits_own_group_is_not_heard_and_errors_are_the_callers(group: dist.ProcessGroup) -> None:
-    listener = Listener()
-    listener.open()
+def test_groups_of_the_kit_are_not_recorded_and_errors_reach_the_caller(
+    group: dist.ProcessGroup,
+) -> None:
+    recording = Recording()
+    recording.open()
     own = dist.new_group([0], use_local_synchronization=True)
-    issued.own_groups.add(own.group_name)
+    kit_groups.add(own.group_name)
     dist.all_reduce(torch.ones(1), group=own)
     with pytest.raises(TypeError):
         group.allreduce("no tensor")
-    listener.close()
-    issued.own_groups.remove(own.group_name)
-    assert all("allreduce 1" not in what and "SUM 1" not in what for what in whats(listener))
+    recording.close()
+    kit_groups.remove(own.group_name)
+    assert all(
+        "allreduce 1" not in what and "SUM 1" not in what for what in descriptions(recording)
+    )

@@ -1,4 +1,4 @@
-"""What the ranks' supervision promises: nothing is left behind, and a death is told as what it was."""
+"""Supervision of ranks: nothing is left behind, and the report of a death names its kind."""
 
 import json
 import os
@@ -27,7 +27,9 @@ def processes_of(base: str) -> list[str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                line = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
             except OSError:
                 continue
             if base in line:
@@ -46,8 +48,8 @@ def test_leaves_nothing_behind() -> None:
     assert not processes_of(base.name)
 
 
-def test_what_was_begun_ends_with_the_pool() -> None:
-    """Runs that were begun ahead and never asked for do not bring the folder back."""
+def test_runs_begun_ahead_end_with_the_pool() -> None:
+    """Runs that were begun ahead and never used do not bring the folder back."""
     with Pool(PATIENT) as pool:
         source = LocalSource(pool)
         source.run(VALUES, 1, REFERENCE, "values@1")
@@ -78,20 +80,20 @@ def hook(state, bucket):
 """
 
 
-def test_ranks_are_where_the_caller_is_and_elsewhere_strings_hash_otherwise(
+def test_ranks_have_the_callers_folder_and_the_other_pool_another_hash_seed(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever the pool was made: what hooks read beside them is found."""
+    """The current folder is the caller's, not the one in which the pool was made."""
     (tmp_path / "placed.py").write_text(PLACED)
     monkeypatch.chdir(tmp_path)
     source = LocalSource(pool)
     hashes = []
     for scenario in (VALUES, VALUES_AGAIN):
         run = source.run(scenario, 2, SubjectSpec(hook="placed:hook"), scenario.name)
-        (said,) = {line for rank in run.ranks for line in str(rank.evidence["output"]).splitlines()}
-        place, _, hashed = said.rpartition(" ")
-        assert place == str(tmp_path)
-        hashes.append(hashed)
+        (line,) = {line for rank in run.ranks for line in str(rank.evidence["output"]).splitlines()}
+        folder, _, hash_of_string = line.rpartition(" ")
+        assert folder == str(tmp_path)
+        hashes.append(hash_of_string)
     assert hashes[0] != hashes[1]
 
 
@@ -126,7 +128,9 @@ pool.run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:never_completes"), "
 @pytest.mark.parametrize("script", [KILLED_IDLE, KILLED_BUSY], ids=["idle", "busy"])
 def test_a_killed_controller_leaves_nothing_behind(script: str) -> None:
     """The host sees its controller hang up, kills its ranks, removes the folder and ends."""
-    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert child.returncode == -signal.SIGKILL
     base = Path(child.stdout.strip())
     while base.exists() or processes_of(base.name):
@@ -135,7 +139,9 @@ def test_a_killed_controller_leaves_nothing_behind(script: str) -> None:
 
 def test_goes_on_after_the_host_was_killed() -> None:
     with Pool(PATIENT) as pool:
-        killed = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:kills_parent"), "killed")
+        killed = LocalSource(pool).run(
+            VALUES, 2, SubjectSpec(hook="tests.mutants.process:kills_parent"), "killed"
+        )
         broken = failed_run(killed)
         assert broken is not None
         assert broken.kind == "host"
@@ -143,8 +149,10 @@ def test_goes_on_after_the_host_was_killed() -> None:
         assert LocalSource(pool).run(VALUES, 2, REFERENCE, "values@2").finished
 
 
-def test_a_gigabyte_is_neither_kept_nor_waited_for(pool: Pool) -> None:
-    run = LocalSource(pool).run(VALUES, 2, SubjectSpec(hook="tests.mutants.process:prints_a_gigabyte"), "flood")
+def test_a_gigabyte_of_output_is_not_kept(pool: Pool) -> None:
+    run = LocalSource(pool).run(
+        VALUES, 2, SubjectSpec(hook="tests.mutants.process:prints_a_gigabyte"), "flood"
+    )
     broken = failed_run(run)
     assert broken is not None
     assert broken.kind == "flood"
@@ -167,7 +175,7 @@ def hang(impatient: Pool, name: str, seen: str) -> FailedRun:
 
 
 @pytest.mark.parametrize("name", ["spins", "sleeps_in_c"])
-def test_a_hang_is_told_with_the_line_that_it_hangs_in(impatient: Pool, name: str) -> None:
+def test_a_hang_is_reported_with_its_line(impatient: Pool, name: str) -> None:
     broken = hang(impatient, name, f"in {name}")
     assert broken.kind == "hang"
     assert "the hook did not return" in broken.line
@@ -180,7 +188,9 @@ def test_the_flight_recorder_names_the_last_collectives(impatient: Pool) -> None
     assert "gloo:all_reduce" in json.dumps(broken.evidence)
 
 
-def test_a_subject_that_does_not_come_back_from_its_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subject_whose_import_does_not_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "waits.py").write_text("import threading\nthreading.Event().wait()\n")
     (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
@@ -192,7 +202,9 @@ def test_a_subject_that_does_not_come_back_from_its_import(tmp_path: Path, monke
         assert "SystemExit" in pool.describe(SubjectSpec(hook="leaves:hook"))["error"]
 
 
-def test_a_user_module_cannot_shadow_what_the_host_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_module_cannot_shadow_what_the_host_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("random", "json", "numpy"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('shadowed')\n")
     monkeypatch.chdir(tmp_path)
@@ -208,13 +220,17 @@ from conformance.scenarios.hook import VALUES
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.spec import REFERENCE
 with Pool(30.0) as pool:
-    print(LocalSource(pool).run(VALUES, 1, REFERENCE, "values@1").ranks[0].first("state", at="start")["process"]["signal handlers"])
+    run = LocalSource(pool).run(VALUES, 1, REFERENCE, "values@1")
+    print(run.ranks[0].first("state", at="start")["process"]["signal handlers"])
 """
 
 
-def test_ranks_take_interrupts_whoever_started_the_kit() -> None:
-    """A shell starts what it puts in the background with SIGINT ignored: a subject that ignores it would not be seen."""
-    child = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True, check=True)
+def test_ranks_do_not_ignore_interrupts() -> None:
+    """A shell starts background jobs with SIGINT ignored. If ranks inherited that, a subject that
+    ignores SIGINT would not be noticed."""
+    child = subprocess.run(
+        [sys.executable, "-c", IGNORED], capture_output=True, text=True, check=True
+    )
     assert "default_int_handler" in child.stdout
 
 

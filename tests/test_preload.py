@@ -1,4 +1,4 @@
-"""What a host has imported is what a rank would have imported itself."""
+"""The imports of a host: ranks find the same modules that they would have imported themselves."""
 
 import json
 import subprocess
@@ -20,19 +20,23 @@ def theirs(group, bucket):
     raise ValueError("of another package")
 """
 
-# Of a thousand new blocks of each size, the pages that they lie in beside how many would hold them: up to 1.1 with headers and ends
-# of pools, 2.1 and more where they lie scattered.
+# For a thousand new blocks of each size: the number of pages on which they lie, divided by the
+# number of pages that would hold them. It is up to 1.1, with headers and the ends of pools, and 2.1
+# or more if the blocks are scattered.
 DENSE = """
 import ctypes, json
 from conformance.hosts.preload import preload
 preload()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-makers = {size: lambda size=size: bytes(size - 33) for size in range(48, 513, 16)} | {4096: lambda: libc.malloc(4096)}
+makers = {size: lambda size=size: bytes(size - 33) for size in range(48, 513, 16)}
+makers[4096] = lambda: libc.malloc(4096)
 found = {}
 for size, make in makers.items():
     made = [make() for _ in range(1000)]
-    found[size] = len({(at if size == 4096 else id(at)) // 4096 for at in made}) / (1000 * size / 4096)
+    addresses = made if size == 4096 else [id(block) for block in made]
+    pages = {address // 4096 for address in addresses}
+    found[size] = len(pages) / (1000 * size / 4096)
 print(json.dumps(found))
 """
 
@@ -48,22 +52,30 @@ print(random.random(), torch.rand(()).item())
 
 @pytest.mark.ranks
 def test_ranks_of_any_host_draw_the_same() -> None:
-    """Whoever draws from a global generator is told of that (9.1), and not of two hosts that draw otherwise (3.3)."""
-    drawn = [subprocess.Popen([sys.executable, "-c", DRAWS], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    """A subject that draws from a global generator breaks 9.1, and not 3.3 because of two hosts."""
+    drawn = [
+        subprocess.Popen([sys.executable, "-c", DRAWS], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     one, other = [process.communicate()[0] for process in drawn]
     assert one
     assert one == other
 
 
 @pytest.mark.ranks
-def test_what_a_rank_makes_lies_together() -> None:
-    """Scattered between what a host has imported, a rank would copy a page for each few: of 48 bytes, 8 times as many."""
-    said = subprocess.run([sys.executable, "-c", DENSE], capture_output=True, text=True, check=True).stdout
-    assert {size: times for size, times in json.loads(said).items() if times > 1.5} == {}
+def test_new_objects_of_a_rank_lie_together() -> None:
+    """Scattered between objects of the host, blocks of 48 bytes would cost 8 times as many copied
+    pages."""
+    output = subprocess.run(
+        [sys.executable, "-c", DENSE], capture_output=True, text=True, check=True
+    ).stdout
+    assert {size: times for size, times in json.loads(output).items() if times > 1.5} == {}
 
 
-def test_references_that_the_path_leads_to_are_the_ones_that_run(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout of its own in the current directory goes before those that the kit came with, as for everything else."""
+def test_references_on_the_callers_path_are_used(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout in the current directory has precedence over the references of the kit."""
     (tmp_path / "hooks_ref").mkdir()
     (tmp_path / "hooks_ref" / "__init__.py").write_text(OTHERS)
     monkeypatch.chdir(tmp_path)

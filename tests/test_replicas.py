@@ -1,19 +1,27 @@
-"""Hashes of parameters find replicas that differ, and a search finds the first such element."""
+"""Checksums of parameters, and the search for the first element that differs."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 
-from conformance.watching.replicas import LOOK, differing, elements, fold, folds, place
+from conformance.watching.replicas import (
+    MAX_COMPARED,
+    checksum,
+    checksums,
+    elements,
+    first_difference,
+    index_at,
+)
 
 
 def find(
-    one: torch.Tensor, other: torch.Tensor, places: list[int]
+    one: torch.Tensor, other: torch.Tensor, ranks: list[int]
 ) -> tuple[int, torch.Tensor] | None:
-    """Run the search of two ranks in one process, in two threads that exchange values."""
+    """Run the search of two ranks in one process, in step."""
     barrier = threading.Barrier(2)
-    gathered = [torch.zeros(0), torch.zeros(0)]
+    sent = [torch.zeros(0), torch.zeros(0)]
     found: list[tuple[int, torch.Tensor] | None] = [None, None]
 
     class Exchange:
@@ -21,14 +29,15 @@ def find(
             self.rank = rank
 
         def gather(self, mine: torch.Tensor) -> torch.Tensor:
-            gathered[self.rank] = mine
+            sent[self.rank] = mine
             barrier.wait()
-            rows = torch.stack(gathered)
+            rows = torch.stack(sent)
             barrier.wait()
             return rows
 
     def search(rank: int, tensor: torch.Tensor) -> None:
-        found[rank] = differing(Exchange(rank), tensor, places)  # type: ignore[arg-type]
+        exchange: Any = Exchange(rank)
+        found[rank] = first_difference(exchange, tensor, ranks)
 
     threads = [threading.Thread(target=search, args=pair) for pair in enumerate((one, other))]
     for thread in threads:
@@ -42,20 +51,20 @@ def find(
 @pytest.mark.parametrize("numel", [1, 7, 4096, 40_001])
 def test_one_bit_changes_the_hash(numel: int, dtype: torch.dtype) -> None:
     tensor = (torch.randn(numel) * 50).to(dtype)
-    before = fold(tensor)
+    before = checksum(tensor)
     for at in {0, numel // 2, numel - 1}:
         other = tensor.clone()
         other.view(torch.uint8)[at * dtype.itemsize] ^= 1
-        assert fold(other) != before
+        assert checksum(other) != before
 
 
 def test_the_order_of_blocks_changes_the_hash_and_the_alignment_does_not() -> None:
     tensor = torch.randn(30_000)
-    assert fold(torch.cat([tensor[10_000:], tensor[:10_000]])) != fold(tensor)
+    assert checksum(torch.cat([tensor[10_000:], tensor[:10_000]])) != checksum(tensor)
     shifted = torch.empty(30_001)[1:].copy_(tensor)
     assert shifted.storage_offset() == 1
-    assert fold(shifted) == fold(tensor)
-    assert folds([]).tolist() == []
+    assert checksum(shifted) == checksum(tensor)
+    assert checksums([]).tolist() == []
 
 
 def test_the_place_of_an_element_in_memory() -> None:
@@ -66,11 +75,12 @@ def test_the_place_of_an_element_in_memory() -> None:
     ):
         flat, strides = elements(tensor)
         assert flat.data_ptr() == tensor.data_ptr()
-        for at in range(tensor.numel()):
-            assert tensor[place(tensor.shape, strides, at)] == flat[at]
+        assert all(
+            tensor[index_at(tensor.shape, strides, at)] == flat[at] for at in range(tensor.numel())
+        )
     gaps = torch.randn(4, 6)[:, ::2]
     flat, strides = elements(gaps)
-    assert all(gaps[place(gaps.shape, strides, at)] == flat[at] for at in range(gaps.numel()))
+    assert all(gaps[index_at(gaps.shape, strides, at)] == flat[at] for at in range(gaps.numel()))
 
 
 @pytest.mark.parametrize("at", [0, 123_456, 3_000_000 - 1])
@@ -82,7 +92,7 @@ def test_the_first_element_that_differs_is_found(at: int) -> None:
     assert found is not None
     begin, rows = found
     assert (rows[0] != rows[1]).nonzero().tolist() == [[at - begin]]
-    assert rows.shape[1] <= LOOK
+    assert rows.shape[1] <= MAX_COMPARED
     assert find(one, one.clone(), [0, 1]) is None
     # The other rank has joined: its replica is older, and is not compared.
     assert find(one, other, [0]) is None

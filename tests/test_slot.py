@@ -1,4 +1,4 @@
-"""A host as torchrun starts it, without torchrun: there is one slot, and no agent shares a store, so that the host keeps one."""
+"""One host as torchrun starts it, without torchrun: it keeps the store, since no agent does."""
 
 import contextlib
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance.hosts.remote import host as slot
+from conformance.hosts.remote import host as torchrun_host
 from conformance.hosts.remote.pool import AttachedPool
-from conformance.hosts.remote.rendezvous import find
+from conformance.hosts.remote.rendezvous import find_hosts
 from conformance.hosts.remote.wire import ConnectionLost, Stream
 from conformance.scenarios.hook import VALUES
 from conformance.session.run_sources import LocalSource
@@ -32,26 +32,42 @@ def hook(state, bucket):
 
 
 class Host:
-    """One host, and the store that it is found in."""
+    """One host, and the store of its announcement."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "waits.py").write_text(WAITS)
         with socket.create_server(("localhost", 0)) as free:
             self.port = free.getsockname()[1]
-        one = {"RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        environment = {**os.environ, **one, "MASTER_ADDR": "localhost", "MASTER_PORT": str(self.port), "PYTHONPATH": str(ROOT)}
-        environment = {
-            key: value for key, value in environment.items() if key not in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE")
+        one = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
         }
-        self.process = subprocess.Popen([sys.executable, "-m", "conformance.host", "--once"], cwd=folder, env=environment)
+        environment = {
+            **os.environ,
+            **one,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(self.port),
+            "PYTHONPATH": str(ROOT),
+        }
+        environment = {
+            key: value
+            for key, value in environment.items()
+            if key not in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE")
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "conformance.host", "--once"], cwd=folder, env=environment
+        )
 
     def pool(self) -> AttachedPool:
         return AttachedPool(f"localhost:{self.port}", PATIENT, 120.0)
 
     @property
     def on_disk(self) -> Path:
-        """Its folder: the one that it holds the lock of."""
+        """The host's folder, which it has locked."""
         return folder_locked_by(self.process.pid)
 
 
@@ -77,38 +93,42 @@ def until(happened: Callable[[], bool]) -> None:
         threading.Event().wait(0.02)  # pytest's own timeout is the limit
 
 
-def test_who_does_not_know_the_token_is_hung_up_on(host: Host) -> None:
+def test_a_connection_without_the_token_is_closed(host: Host) -> None:
     with host.pool() as pool:
         pool.greeting()
-        [said] = find(*pool._address)
+        [announcement] = find_hosts(*pool._address)
         for hello in (
             {"token": "guessed", "wants": "control"},
             {"token": "\u00e9\ud800", "wants": "control"},
             {"wants": "lane"},
-            {"token": said.token, "wants": "all"},
+            {"token": announcement.token, "wants": "all"},
             {"long": "x" * 100_000},
         ):
-            stranger = Stream(socket.create_connection(("localhost", said.port)))
+            stranger = Stream(socket.create_connection(("localhost", announcement.port)))
             stranger.send(hello)
             with pytest.raises(ConnectionLost, match="its process ended"):
                 stranger.receive(60.0)
             stranger.close()
         for nonsense in (b"[" * 50_000 + b"\n", b"x" * 70_000):
-            with socket.create_connection(("localhost", said.port)) as connection:
+            with socket.create_connection(("localhost", announcement.port)) as connection:
                 connection.sendall(nonsense)
                 with contextlib.suppress(ConnectionResetError):
                     assert connection.recv(1) == b""
-        silent = [socket.create_connection(("localhost", said.port)) for _ in range(40)]
+        silent = [socket.create_connection(("localhost", announcement.port)) for _ in range(40)]
         assert LocalSource(pool).run(VALUES, 1, REFERENCE, "values@1").finished
         for connection in silent:
             connection.close()
         pool.close(finished=False)
 
 
-def test_a_controller_that_vanishes_in_mid_run_leaves_nothing_to_run_and_the_host_waits_for_the_next(host: Host) -> None:
+def test_a_controller_that_vanishes_in_a_run_leaves_nothing_behind(
+    host: Host,
+) -> None:
     vanishing = host.pool()
     vanishing.greeting()
-    running = threading.Thread(target=vanishing.run, args=(VALUES, 1, SubjectSpec(hook="waits:hook"), "waits"))
+    running = threading.Thread(
+        target=vanishing.run, args=(VALUES, 1, SubjectSpec(hook="waits:hook"), "waits")
+    )
     running.start()
     until(lambda: (host.folder / "inside").exists())
     assert list(host.on_disk.glob("run-*"))
@@ -120,23 +140,25 @@ def test_a_controller_that_vanishes_in_mid_run_leaves_nothing_to_run_and_the_hos
         pool.close(finished=False)
 
 
-def test_a_connection_that_breaks_between_runs_is_made_again(host: Host) -> None:
+def test_a_broken_connection_is_replaced(host: Host) -> None:
     with host.pool() as pool:
         source = LocalSource(pool)
         assert source.run(VALUES, 1, REFERENCE, "values@1").finished
         pool._hosts[0].control.hang_up()
         assert source.run(VALUES, 1, REFERENCE, "values@1").finished
         assert pool.interruptions == []
-        pool._hosts[0].lane.hang_up()  # which shows when the run is under way only
+        pool._hosts[0].lane.hang_up()  # noticed only during the run
         assert source.run(VALUES, 1, REFERENCE, "values@1").finished
         assert len(pool.interruptions) == 1
         pool.close(finished=False)
 
 
 def test_the_environment_of_ranks(host: Host) -> None:
-    """As torchrun would have it for the run; on one node Gloo keeps to the loopback."""
+    """It is the one that torchrun would set for the run; on one node Gloo uses the loopback."""
     (host.folder / "looks.py").write_text(
-        "import os\n__conformance__ = {'hook': os.environ['GLOO_SOCKET_IFNAME']}\ndef hook(state, bucket): ...\n"
+        "import os\n"
+        "__conformance__ = {'hook': os.environ['GLOO_SOCKET_IFNAME']}\n"
+        "def hook(state, bucket): ...\n"
     )
     with host.pool() as pool:
         described = pool.describe(SubjectSpec(hook="looks:hook"))
@@ -145,7 +167,7 @@ def test_the_environment_of_ranks(host: Host) -> None:
 
 
 def test_with_once_it_ends_when_a_controller_has_finished(host: Host) -> None:
-    host.pool().close()  # one that was never attached has finished nothing
+    host.pool().close()  # a pool that was never attached does not count
     with host.pool() as pool:
         pool.greeting()
         folder = host.on_disk
@@ -154,14 +176,16 @@ def test_with_once_it_ends_when_a_controller_has_finished(host: Host) -> None:
     assert not folder.exists()
 
 
-def test_a_folder_that_a_killed_host_has_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lock is free once the last of its processes has ended; that of a host which lives is not."""
-    monkeypatch.setattr(slot, "fast_folder", lambda: str(tmp_path))
-    left = tmp_path / "conformance-slot-left"
+def test_the_folder_of_a_killed_host_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock of a folder is free once all processes of its host have ended."""
+    monkeypatch.setattr(torchrun_host, "fast_folder", lambda: str(tmp_path))
+    left = tmp_path / "conformance-host-left"
     left.mkdir()
     (left / "lock").touch()
-    living = slot._own_folder()
-    slot._own_folder()
+    living = torchrun_host._make_folder()
+    torchrun_host._make_folder()
     assert not left.exists()
     assert (living / "lock").exists()
     for link in Path("/proc/self/fd").iterdir():

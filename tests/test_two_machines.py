@@ -1,4 +1,4 @@
-"""torchrun across two machines, which are network namespaces, and a controller on one of them or on a third."""
+"""torchrun on two machines, made of network namespaces, with a controller on one or on a third."""
 
 import json
 import os
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.machines import Machine, machines, why_not
+from tests.machines import Machine, machines, reason_for_none
 
 ROOT = Path(__file__).resolve().parent.parent
 THIRD_PARTY = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook"
 HELD = '''
-"""A right hook. Where it is asked to, the last of four ranks says that it is inside, and stays there until it may go on."""
+"""A right hook. If the file hold exists, the last of four ranks stays inside until go exists."""
 import os, time
 from pathlib import Path
 import torch.distributed as dist
@@ -25,7 +25,8 @@ import torch.distributed as dist
 folder = Path(__file__).parent
 
 def hook(state, bucket):
-    if dist.get_world_size() == 4 and dist.get_rank() == 3 and (folder / "hold").exists() and not (folder / "inside").exists():
+    is_last = dist.get_world_size() == 4 and dist.get_rank() == 3
+    if is_last and (folder / "hold").exists() and not (folder / "inside").exists():
         (folder / "inside").touch()
         while not (folder / "go").exists():
             time.sleep(0.01)
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.ranks
 @pytest.fixture(scope="module", autouse=True)
 def _can_make_machines() -> None:
     # Asked when a test of this module runs, not when it is collected: the answer starts processes.
-    if reason := why_not():
+    if reason := reason_for_none():
         pytest.skip(reason)
 
 
@@ -46,38 +47,64 @@ class Cluster:
     """Two machines with torchrun on them, a third without, and a folder that they share."""
 
     def __init__(self, folder: Path, made: list[Machine], *more: str) -> None:
-        self.folder, (self.anna, self.bert, self.carl) = folder, made
+        self.folder = folder
+        self.anna, self.bert, self.carl = made
         self.environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.environment.pop("GLOO_SOCKET_IFNAME", None)
         (folder / "held.py").write_text(HELD)
         self.torchruns = [self._torchrun(machine, *more) for machine in (self.anna, self.bert)]
 
     def _torchrun(self, machine: Machine, *more: str) -> "subprocess.Popen[str]":
-        rendezvous = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=anna:29400", *more]
-        with open(self.folder / f"{machine.name}.txt", "w") as said:
+        rendezvous = [
+            "--nnodes=2",
+            "--nproc-per-node=2",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=anna:29400",
+            *more,
+        ]
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        with open(self.folder / f"{machine.name}.txt", "w") as output:
             return machine.start(
-                [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "conformance.host"],
-                stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=self.folder, env=self.environment,
-            )  # fmt: skip
+                [*command, *rendezvous, "-m", "conformance.host"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self.folder,
+                env=self.environment,
+            )
 
     def controller(self, machine: Machine, hook: str, *arguments: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--pyargs", "conformance", "--hook", hook]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--pyargs",
+            "conformance",
+            "--hook",
+            hook,
+        ]
         return machine.start(
             [*command, "--attach", "anna:29400", *arguments],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.folder, env=self.environment,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=self.folder,
+            env=self.environment,
+        )
 
     def until_inside(self, controller: "subprocess.Popen[str]") -> None:
         """Wait until a rank is inside the hook that is to hold it."""
         self.until(lambda: (self.folder / "inside").exists() or controller.poll() is not None)
-        assert controller.poll() is None, controller.communicate()[0] + self.said()
+        assert controller.poll() is None, controller.communicate()[0] + self.outputs()
 
     def until(self, happened: Callable[[], bool]) -> None:
         waits = threading.Event()
         while not happened():
             waits.wait(0.05)  # pytest's own timeout is the limit
 
-    def said(self) -> str:
+    def outputs(self) -> str:
         return "".join(path.read_text() for path in self.folder.glob("*.txt"))
 
 
@@ -98,41 +125,50 @@ def cluster(folder: Path, *more: str) -> Iterator[Cluster]:
 def test_certified_across_two_machines_until_one_of_them_is_killed(tmp_path: Path) -> None:
     with cluster(tmp_path) as there:
         whole = there.controller(there.carl, THIRD_PARTY, "--certificate", "c.json")
-        said, _ = whole.communicate()
-        assert whole.returncode == 0, said + there.said()
-        assert "on 2 nodes, world sizes 1, 2, 3, 4" in said
+        output, _ = whole.communicate()
+        assert whole.returncode == 0, output + there.outputs()
+        assert "on 2 nodes, world sizes 1, 2, 3, 4" in output
         certificate = json.loads((tmp_path / "c.json").read_text())
-        assert [(node["host"], node["slots"]) for node in certificate["profile"]["nodes"]] == [("anna", 2), ("bert", 2)]
+        assert [(node["host"], node["slots"]) for node in certificate["profile"]["nodes"]] == [
+            ("anna", 2),
+            ("bert", 2),
+        ]
         # The controller may be on one of them as well. All that runs on a machine ends at once.
         (tmp_path / "hold").touch()
-        killed = there.controller(there.anna, "held:hook", "--attach-wait", "3", "--certificate", "never.json")
+        killed = there.controller(
+            there.anna, "held:hook", "--attach-wait", "3", "--certificate", "never.json"
+        )
         there.until_inside(killed)
         there.bert.kill()
-        said, _ = killed.communicate()
-        assert killed.returncode == 7, said + there.said()
-        assert "was interrupted: node 1 (bert), ranks 2, 3: its process ended" in said
-        assert "it has not come back within 3 seconds" in said
+        output, _ = killed.communicate()
+        assert killed.returncode == 7, output + there.outputs()
+        assert "was interrupted: node 1 (bert), ranks 2, 3: its process ended" in output
+        assert "it has not come back within 3 seconds" in output
         assert not (tmp_path / "never.json").exists()
 
 
 def test_a_machine_that_is_cut_off_is_named(tmp_path: Path) -> None:
     with cluster(tmp_path) as there:
         (tmp_path / "hold").touch()
-        there.until(lambda: there.said().count("waits for a controller") == 4)
-        cut = there.controller(there.carl, "held:hook", "--attach-wait", "3", "--certificate", "never.json")
+        there.until(lambda: there.outputs().count("waits for a controller") == 4)
+        cut = there.controller(
+            there.carl, "held:hook", "--attach-wait", "3", "--certificate", "never.json"
+        )
         there.until_inside(cut)
         there.bert.cut_off()
         (tmp_path / "go").touch()
-        said, _ = cut.communicate()
-        assert cut.returncode == 7, said + there.said()
-        assert "was interrupted: node 1 (bert), ranks 2, 3: no answer from its machine" in said
+        output, _ = cut.communicate()
+        assert cut.returncode == 7, output + there.outputs()
+        assert "was interrupted: node 1 (bert), ranks 2, 3: no answer from its machine" in output
         assert not (tmp_path / "never.json").exists()
-        # It knows as well that nobody answers, and ends what it was doing.
+        # The machine that was cut off notices too that nobody answers, and ends its ranks.
         there.until(lambda: not _ranks_of(there.bert))
         assert not (tmp_path / "never.json").exists()
 
 
 def _ranks_of(machine: Machine) -> list[str]:
-    """Processes of a machine below its hosts: torchrun, its two hosts, and nothing else where no run is under way."""
-    listed = subprocess.run(["ip", "netns", "pids", machine.namespace], capture_output=True, text=True, check=True)
+    """Return the processes of a machine below torchrun and its two hosts; none without a run."""
+    listed = subprocess.run(
+        ["ip", "netns", "pids", machine.namespace], capture_output=True, text=True, check=True
+    )
     return listed.stdout.split()[3:]

@@ -1,4 +1,4 @@
-"""What goes over a connection between controller and host, and what is refused."""
+"""Messages and files between controller and host: they arrive, and invalid ones are refused."""
 
 import socket
 from collections.abc import Iterator
@@ -49,29 +49,29 @@ def test_messages_and_files_arrive_as_they_were_sent(pair: Pair, tmp_path: Path)
         "events",
     ],
 )
-def test_a_file_that_was_not_asked_for_is_refused(pair: Pair, tmp_path: Path, file: object) -> None:
+def test_a_file_that_was_not_requested_is_refused(pair: Pair, tmp_path: Path, file: object) -> None:
     (tmp_path / "run" / "0").mkdir(parents=True)
-    with pytest.raises(ConnectionLost, match="not asked for"):
+    with pytest.raises(ConnectionLost, match="not requested"):
         pair[0].receive_files({"files": [file]}, tmp_path / "run", (0,), RECORDS)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_what_is_no_message_is_refused() -> None:
+def test_an_invalid_message_is_refused() -> None:
     for sent in (b"not json\n", b"[1]\n", b"\xff\xfe\n", b"x" * (LINE_LIMIT + 1)):
         ours, theirs = socket.socketpair()
         stream = Stream(ours)
         theirs.setblocking(False)
         left = sent
-        with theirs, pytest.raises(ConnectionLost, match="no message"):  # noqa: PT012
+        with theirs, pytest.raises(ConnectionLost, match="invalid message"):  # noqa: PT012
             while True:
                 if left:
                     left = left[theirs.send(left) :]
-                stream.fill()
-                stream.pop()
+                stream.read()
+                stream.next_message()
         stream.close()
 
 
-def test_a_peer_that_ends_or_says_nothing_is_told_apart(pair: Pair) -> None:
+def test_an_ended_peer_and_a_silent_peer_are_distinguished(pair: Pair) -> None:
     with pytest.raises(ConnectionLost, match="did not answer"):
         pair[0].receive(0.0)
     pair[1].hang_up()

@@ -1,4 +1,4 @@
-"""Training runs that are watched, and say by themselves what has to be found in them. They check themselves, in their ranks."""
+"""Watched training runs that check their own findings, inside their ranks."""
 
 import copy
 import datetime
@@ -28,7 +28,13 @@ def once(check: Callable[[], None]) -> Case:
 
 def network() -> torch.nn.Module:
     """The same on all ranks, without any random state."""
-    net = torch.nn.Sequential(torch.nn.Linear(9, 17), torch.nn.ReLU(), torch.nn.Linear(17, 16), torch.nn.ReLU(), torch.nn.Linear(16, 5))
+    net = torch.nn.Sequential(
+        torch.nn.Linear(9, 17),
+        torch.nn.ReLU(),
+        torch.nn.Linear(17, 16),
+        torch.nn.ReLU(),
+        torch.nn.Linear(16, 5),
+    )
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -38,15 +44,19 @@ def network() -> torch.nn.Module:
 
 def loss_of(ddp: Any, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    x, y = torch.randn(6, 9, generator=generator), torch.randn(6, 5, generator=generator)
+    x = torch.randn(6, 9, generator=generator)
+    y = torch.randn(6, 5, generator=generator)
     device = next(ddp.parameters()).device
-    x, y = x.to(device), y.to(device)
-    return (ddp(x) - y).square().mean()
+    return (ddp(x.to(device)) - y.to(device)).square().mean()
 
 
-def model_with(process_group: Any, hook: str, state: str = "", device: str = "cpu", **options: Any) -> DistributedDataParallel:
-    """Return a model in several buckets, and register what is named as on the command line."""
-    ddp = DistributedDataParallel(network().to(device), process_group=process_group, **{"bucket_cap_mb": CAP, **options})
+def model_with(
+    process_group: Any, hook: str, state: str = "", device: str = "cpu", **options: Any
+) -> DistributedDataParallel:
+    """Return a model in several buckets, with a hook and a state named as on the command line."""
+    ddp = DistributedDataParallel(
+        network().to(device), process_group=process_group, **{"bucket_cap_mb": CAP, **options}
+    )
     if hook:
         register(ddp, process_group, hook, state)
     return ddp
@@ -62,7 +72,9 @@ def register(ddp: DistributedDataParallel, process_group: Any, hook: str, state:
         "device": lambda: torch.device("cpu"),
     }
     made, value = make_hook(resolved, names, "--hook")
-    ddp.register_comm_hook(process_group if value is None and resolved.state is None else value, made)
+    ddp.register_comm_hook(
+        process_group if value is None and resolved.state is None else value, made
+    )
 
 
 def batches(ddp: DistributedDataParallel, rank: int, steps: int, shares: int = 1) -> Iterator[int]:
@@ -93,32 +105,48 @@ def trains(
     steps: int = 8,
     every: int = 2,
     finds: tuple[str, ...] = (),
-    says: str = "",
+    text: str = "",
     shares: int = 1,
     late: bool = False,
     elements: int = 400,
     **options: Any,
 ) -> Case:
-    """``makes`` the state; ``finds`` are the rules that fail, and no other does; ``says`` is among the words of the first finding."""
+    """Train, and check the findings.
+
+    ``makes`` names the state, ``finds`` are exactly the rules that fail, and ``text`` is a part of
+    the first finding.
+    """
 
     def check() -> None:
         ddp = model_with(process_group, "" if late else hook, makes, **options)
         if setup:
-            names = {"model": lambda: ddp, "process_group": lambda: process_group, "rank": lambda: rank, "world_size": dist.get_world_size}
-            made = call_with_names(resolve(SubjectSpec(setup=setup)).setup, {}, names)
-            ddp.register_comm_hook(*((made.state, made.hook) if isinstance(made, Case) else made))
+            names = {
+                "model": lambda: ddp,
+                "process_group": lambda: process_group,
+                "rank": lambda: rank,
+                "world_size": dist.get_world_size,
+            }
+            function = resolve(SubjectSpec(setup=setup)).setup
+            assert function is not None
+            made = call_with_names(function, {}, names)
+            state_and_hook = (made.state, made.hook) if isinstance(made, Case) else made
+            ddp.register_comm_hook(*state_and_hook)
         state_before = torch.get_rng_state()
         with watch(ddp, every, claims, elements=elements, timeout=20.0) as watcher:
             if late:
                 register(ddp, process_group, hook, makes)
-            for _ in batches(ddp, dist.get_rank(), steps, shares):  # groups are fed other batches than each other
+            # The global rank, so that each group is fed batches of its own.
+            for _ in batches(ddp, dist.get_rank(), steps, shares):
                 pass
-        said = [str(finding) for finding in watcher.findings]
+        findings = [str(finding) for finding in watcher.findings]
         assert not watcher.ended, watcher.ended
-        assert tuple(rules_of(watcher)) == finds, said
-        assert says in "\n".join(said[:1]), said
+        assert tuple(rules_of(watcher)) == finds, findings
+        assert text in "\n".join(findings[:1]), findings
         cost = watcher.cost()
-        assert (cost.steps, cost.samples) == (steps, len([step for step in range(steps) if step % every == 1 % every])), cost
+        assert (cost.steps, cost.samples) == (
+            steps,
+            len([step for step in range(steps) if step % every == 1 % every]),
+        ), cost
         assert len(watcher.figures) == cost.samples
         assert torch.equal(state_before, torch.get_rng_state())
         assert not ddp._forward_hooks
@@ -129,7 +157,7 @@ def trains(
 
 
 def drifts(process_group: Any, rank: int) -> Case:
-    """A loop that adds to one element of one parameter on rank 1 after step 2: replicas differ from then on."""
+    """A loop that changes one element on rank 1 after step 2; replicas differ from then on."""
 
     def check() -> None:
         ddp = model_with(process_group, "hooks_ref:allreduce_hook")
@@ -141,17 +169,22 @@ def drifts(process_group: Any, rank: int) -> Case:
         assert rules_of(watcher) == ["3.2"], list(watcher.findings)
         first = watcher.findings[0]
         assert first.step == 3
-        assert "ranks 0 and 1 differ at step 3, parameter/2.weight, index (3, 5): " in first.failure.actual, first
+        assert (
+            "ranks 0 and 1 differ at step 3, parameter/2.weight, index (3, 5): "
+            in first.failure.actual
+        ), first
 
     return once(check)
 
 
 def raises(process_group: Any, rank: int) -> Case:
-    """Every rank raises, in the same step, the rank whose result is right among them; then it trains on."""
+    """All ranks raise in the same step, those with a right result too; then they train on."""
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = hooks_ref.allreduce_hook(process_group, bucket)
-        return future.then(lambda done: done.value() * (1 + (rank == 1))) if len(seen) == 3 else future
+        return (
+            future.then(lambda done: done.value() * (1 + (rank == 1))) if len(seen) == 3 else future
+        )
 
     seen: list[int] = []
 
@@ -191,23 +224,25 @@ def logged_lines() -> list[str]:
 
 
 def leaves(process_group: Any, rank: int, *, how: str) -> Case:
-    """The last rank stops: it closes its watch, it counts its steps otherwise, or it says nothing any more. All train on, to the
-    same parameters."""
+    """The last rank closes its watch, counts other steps, or stops to take part.
+
+    All ranks train on, to the same parameters.
+    """
 
     def check() -> None:
         last = dist.get_world_size(process_group) - 1
         ddp = model_with(process_group, "hooks_ref:allreduce_hook")
-        told: list[Any] = []
-        watcher = watch(ddp, 2, on_failure=told.append, timeout=20.0)
+        reported: list[Any] = []
+        watcher = watch(ddp, 2, on_failure=reported.append, timeout=20.0)
         logged = logged_lines()
         for step in batches(ddp, rank, 8):
             if step == 2 and rank == last:
                 if how == "closed":
                     watcher.close()
                 elif how == "counts":
-                    ddp(torch.zeros(1, 9))  # a forward of which nothing comes
+                    ddp(torch.zeros(1, 9))  # a forward without a backward pass
                 else:
-                    watcher._attached.detach()
+                    watcher._attachment.detach()
             if step == 2:
                 dist.barrier(process_group)
                 if how == "silent":  # from here on there is somebody to wait for in vain
@@ -215,15 +250,15 @@ def leaves(process_group: Any, rank: int, *, how: str) -> Case:
                     patience = datetime.timedelta(seconds=0.5 if last == 1 else 5.0)
                     dist.distributed_c10d._set_pg_timeout(patience, watcher._exchange._group)
         if rank == last and how != "counts":
-            assert (watcher.ended, told, logged) == ("", [], [])
+            assert (watcher.ended, reported, logged) == (None, [], [])
         else:
-            said = {
+            reasons = {
                 "closed": f"rank {last} has closed its watch",
                 "counts": f"rank {last} at step 4",
                 "silent": f"rank {last} was last at step 1",
             }
-            assert said[how] in watcher.ended, watcher.ended
-            assert [finding.rule for finding in told] == [""], told
+            assert reasons[how] in str(watcher.ended), watcher.ended
+            assert [finding.rule for finding in reported] == [""], reported
             assert len(logged) == 1, logged
             assert watcher._closed
         same_on_all_ranks(ddp, process_group)
@@ -240,9 +275,18 @@ def same_on_all_ranks(ddp: Any, process_group: Any) -> None:
 
 
 def joins(
-    process_group: Any, rank: int, *, hook: str = "", ours: bool = False, by_initial: bool = True, finds: tuple[str, ...] = ()
+    process_group: Any,
+    rank: int,
+    *,
+    hook: str = "",
+    ours: bool = False,
+    by_initial: bool = True,
+    finds: tuple[str, ...] = (),
 ) -> Case:
-    """Ranks run out of inputs one after another; those that have take part in what is asked of a step. Twice, and then without."""
+    """Ranks run out of inputs one after another, twice, and then train without ``Join``.
+
+    Ranks without inputs take part in the exchange of a step.
+    """
 
     def check() -> None:
         context: Any = hooks_ref.Join if ours else TorchsJoin
@@ -258,21 +302,27 @@ def joins(
             for _ in batches(ddp, rank, 2):
                 pass
         assert not watcher.ended, watcher.ended
-        assert (watcher.cost().samples, other.cost().samples, other.ended) == (14, 3, ""), watcher.cost()
+        assert (watcher.cost().samples, other.cost().samples, other.ended) == (14, 3, None), (
+            watcher.cost()
+        )
         assert tuple(rules_of(watcher)) == finds, list(watcher.findings)
         judged = sum("margin" in figures for figures in watcher.figures)
-        assert judged == (14 if by_initial or hook or world == 1 else 14 - 2 * (2 * (world - 1))), judged
+        assert judged == (14 if by_initial or hook or world == 1 else 14 - 2 * (2 * (world - 1))), (
+            judged
+        )
 
     return once(check)
 
 
 def raises_joined(process_group: Any, rank: int) -> Case:
-    """A step that goes wrong when rank 1 has run out of inputs: it raises too, out of the context in which it waits."""
+    """A step is wrong after rank 1 has run out of inputs; rank 1 raises too, out of the context."""
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         steps.append(bucket.is_last())
         scale = 2 if sum(steps[:-1]) == 4 else 1
-        return hooks_ref.allreduce_hook(process_group, bucket).then(lambda done: done.value() * scale)
+        return hooks_ref.allreduce_hook(process_group, bucket).then(
+            lambda done: done.value() * scale
+        )
 
     steps: list[bool] = []
 
@@ -292,14 +342,15 @@ def raises_joined(process_group: Any, rank: int) -> Case:
     return once(check)
 
 
-def fails(process_group: Any, rank: int, *, where: str) -> Case:
-    """The kit's own code raises on rank 1, where it is called from backward or when that is over: the training goes on."""
+def fails(process_group: Any, rank: int, *, place: str) -> Case:
+    """The kit's own code raises on rank 1, during or after backward: the training goes on."""
 
     def check() -> None:
         from conformance.watching import sampling, watcher
 
-        ddp, told = model_with(process_group, "hooks_ref:allreduce_hook"), list[Any]()
-        look = watch(ddp, 1, on_failure=told.append, timeout=20.0)
+        ddp = model_with(process_group, "hooks_ref:allreduce_hook")
+        reported: list[Any] = []
+        watching = watch(ddp, 1, on_failure=reported.append, timeout=20.0)
         logged = logged_lines()
         for step in batches(ddp, rank, 4):
             if step == 1 and rank == 1:
@@ -307,14 +358,20 @@ def fails(process_group: Any, rank: int, *, where: str) -> Case:
                 def broken(*_: Any) -> Any:
                     raise ArithmeticError("broken on purpose")
 
-                setattr(*((sampling, "top") if where == "backward" else (watcher, "unpack")), broken)
-        assert look.ended, look.cost()
-        assert [finding.rule for finding in told] == [""], told
+                setattr(
+                    *((sampling, "largest") if place == "backward" else (watcher, "unpack")), broken
+                )
+        assert watching.ended, watching.cost()
+        assert [finding.rule for finding in reported] == [""], reported
         if rank == 1:
-            assert "the kit failed: ArithmeticError: broken on purpose" in look.ended, look.ended
+            assert "the kit failed: ArithmeticError: broken on purpose" in watching.ended, (
+                watching.ended
+            )
             assert logged[0] == "the kit failed at step 2", logged
         else:
-            assert "rank 1 " in look.ended or "broken on purpose" in look.ended, look.ended
+            assert "rank 1 " in watching.ended or "broken on purpose" in watching.ended, (
+                watching.ended
+            )
         assert not ddp._forward_hooks
         same_on_all_ranks(ddp, process_group)
 
@@ -332,18 +389,38 @@ class Branches(torch.nn.Module):
         return self.branches[which](x)
 
 
-def leaves_out(process_group: Any, rank: int, *, hook: str = "", finds: tuple[str, ...] = (), keep: bool = False) -> Case:
+def leaves_out(
+    process_group: Any,
+    rank: int,
+    *,
+    hook: str = "",
+    finds: tuple[str, ...] = (),
+    keep: bool = False,
+) -> Case:
     """find_unused_parameters; with ``keep`` gradients are zeroed instead of dropped."""
 
     def check() -> None:
-        ddp = DistributedDataParallel(Branches(), process_group=process_group, bucket_cap_mb=CAP, find_unused_parameters=True)
+        ddp = DistributedDataParallel(
+            Branches(), process_group=process_group, bucket_cap_mb=CAP, find_unused_parameters=True
+        )
         if hook:
             register(ddp, process_group, hook)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         with watch(ddp, 1, timeout=20.0) as watcher:
             for step in range(6):
-                loss = ddp(torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank)), (step + rank) % 2).square().mean()
-                optimizer.zero_grad(set_to_none=not keep)  # between forward and backward, as some loops have it
+                loss = (
+                    ddp(
+                        torch.randn(
+                            4, 9, generator=torch.Generator().manual_seed(10 * step + rank)
+                        ),
+                        (step + rank) % 2,
+                    )
+                    .square()
+                    .mean()
+                )
+                optimizer.zero_grad(
+                    set_to_none=not keep
+                )  # between forward and backward, as some loops have it
                 loss.backward()
                 optimizer.step()
         assert not watcher.ended, watcher.ended
@@ -357,25 +434,42 @@ class Checkpointed(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.last = torch.nn.Linear(9, 9), torch.nn.Linear(9, 9), torch.nn.Linear(9, 5)
+        self.first, self.second, self.last = (
+            torch.nn.Linear(9, 9),
+            torch.nn.Linear(9, 9),
+            torch.nn.Linear(9, 5),
+        )
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         from torch.utils.checkpoint import checkpoint
 
         x = x.clone().requires_grad_()
-        x = checkpoint(self.second, checkpoint(self.first, x, use_reentrant=True), use_reentrant=True)
+        x = checkpoint(
+            self.second, checkpoint(self.first, x, use_reentrant=True), use_reentrant=True
+        )
         return {"out": self.last(x)}
 
 
-def checkpoints(process_group: Any, rank: int, *, hook: str = "", static: bool = False, finds: tuple[str, ...] = ()) -> Case:
+def checkpoints(
+    process_group: Any,
+    rank: int,
+    *,
+    hook: str = "",
+    static: bool = False,
+    finds: tuple[str, ...] = (),
+) -> Case:
     def check() -> None:
-        ddp = DistributedDataParallel(Checkpointed(), process_group=process_group, bucket_cap_mb=CAP, static_graph=static)
+        ddp = DistributedDataParallel(
+            Checkpointed(), process_group=process_group, bucket_cap_mb=CAP, static_graph=static
+        )
         if hook:
             register(ddp, process_group, hook)
         with watch(ddp, 1, timeout=20.0) as watcher:
             for step in range(4):
                 ddp.zero_grad()
-                ddp(torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank)))["out"].square().mean().backward()
+                ddp(torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank)))[
+                    "out"
+                ].square().mean().backward()
         assert not watcher.ended, watcher.ended
         assert watcher.cost().samples == 4
         assert tuple(rules_of(watcher)) == finds, list(watcher.findings)
@@ -384,9 +478,15 @@ def checkpoints(process_group: Any, rank: int, *, hook: str = "", static: bool =
 
 
 def overflows(
-    process_group: Any, rank: int, *, hook: str, claims: str = "exact", finds: tuple[str, ...] = (), at: tuple[int, ...] = (2,)
+    process_group: Any,
+    rank: int,
+    *,
+    hook: str,
+    claims: str = "exact",
+    finds: tuple[str, ...] = (),
+    at: tuple[int, ...] = (2,),
 ) -> Case:
-    """The gradient of rank 1 holds NaN in some steps, as under a GradScaler, and the loop goes on without stepping then."""
+    """Rank 1 has NaN in some steps, as under a GradScaler; the loop skips these steps."""
 
     def check() -> None:
         ddp = model_with(process_group, hook)
@@ -394,7 +494,9 @@ def overflows(
         with watch(ddp, 1, claims, timeout=20.0, elements=50) as watcher:
             for step in range(5):
                 optimizer.zero_grad()
-                (loss_of(ddp, rank, step) * (float("nan") if step in at and rank == 1 else 1.0)).backward()
+                (
+                    loss_of(ddp, rank, step) * (float("nan") if step in at and rank == 1 else 1.0)
+                ).backward()
                 if step not in at:
                     optimizer.step()
         assert not watcher.ended, watcher.ended
@@ -417,9 +519,14 @@ class Mixed(torch.nn.Module):
             ((3, 4), "complex64"),
             ((2, 3, 4, 5), "float32"),
         ]
-        values = [torch.randn(shape, generator=made, dtype=torch.float64).to(getattr(torch, dtype)) for shape, dtype in shapes]
+        values = [
+            torch.randn(shape, generator=made, dtype=torch.float64).to(getattr(torch, dtype))
+            for shape, dtype in shapes
+        ]
         values[-1] = values[-1].contiguous(memory_format=torch.channels_last)
-        self.all = torch.nn.ParameterList([*values, torch.randn(6, 5, generator=made).t().contiguous().t()])
+        self.all = torch.nn.ParameterList(
+            [*values, torch.randn(6, 5, generator=made).t().contiguous().t()]
+        )
         self.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
         self.table = torch.nn.Embedding(4, 2, sparse=True)
 
@@ -438,7 +545,11 @@ def mixes(process_group: Any, rank: int, *, drift: str = "") -> Case:
                 ddp(1.0 + rank / 3 + step, rank).backward()
                 if drift and step == 1 and rank == 1:
                     with torch.no_grad():
-                        {"complex": ddp.module.all[4], "strided": ddp.module.all[5][:, 1, 2], "frozen": ddp.module.frozen}[drift][1].add_(1)
+                        {
+                            "complex": ddp.module.all[4],
+                            "strided": ddp.module.all[5][:, 1, 2],
+                            "frozen": ddp.module.frozen,
+                        }[drift][1].add_(1)
         assert not watcher.ended, watcher.ended
         places = {
             "complex": "parameter/all.4, index (1, 0, 0)",
@@ -452,7 +563,7 @@ def mixes(process_group: Any, rank: int, *, drift: str = "") -> Case:
 
 
 def copies(process_group: Any, rank: int) -> Case:
-    """A watched model is copied, and saved and loaded, as one that is not; the copies are not watched."""
+    """A watched model can be copied, saved and loaded; the copies are not watched."""
 
     def check() -> None:
         ddp = DistributedDataParallel(network())
@@ -475,9 +586,9 @@ def copies(process_group: Any, rank: int) -> Case:
 
 
 def refuses(process_group: Any, rank: int) -> Case:
-    """One line for what cannot be watched; on all ranks where they were given different arguments."""
+    """An error of one line if a model cannot be watched, on all ranks if their arguments differ."""
 
-    def said(call: Callable[[], Any]) -> str:
+    def error_of(call: Callable[[], Any]) -> str:
         try:
             call()
         except (ValueError, UsageError) as error:
@@ -486,18 +597,22 @@ def refuses(process_group: Any, rank: int) -> Case:
 
     def check() -> None:
         ddp = model_with(process_group, "")
-        assert "Linear is no DistributedDataParallel" in said(lambda: watch(torch.nn.Linear(1, 1)))  # type: ignore[arg-type]
-        assert "numbers of 1 or more" in said(lambda: watch(ddp, 0))
-        assert "on_failure='mail' is none of" in said(lambda: watch(ddp, on_failure="mail"))
-        assert "'exactly' is not a claim" in said(lambda: watch(ddp, claims="exactly"))
-        assert "under poststep" in said(lambda: watch(ddp, claims="poststep(call=flush)"))
-        assert "other arguments" in said(lambda: watch(ddp, 1 + rank, timeout=20.0))
+        assert "Linear is no DistributedDataParallel" in error_of(
+            lambda: watch(torch.nn.Linear(1, 1))
+        )  # type: ignore[arg-type]
+        assert "numbers of 1 or more" in error_of(lambda: watch(ddp, 0))
+        assert "on_failure='mail' is none of" in error_of(lambda: watch(ddp, on_failure="mail"))
+        assert "'exactly' is not a claim" in error_of(lambda: watch(ddp, claims="exactly"))
+        assert "under poststep" in error_of(lambda: watch(ddp, claims="poststep(call=flush)"))
+        assert "different arguments" in error_of(lambda: watch(ddp, 1 + rank, timeout=20.0))
         assert not ddp._forward_hooks
         two = [watch(ddp, every, timeout=20.0) for every in (1, 2)]  # side by side
         for _ in batches(ddp, rank, 4):
             pass
         assert [watcher.cost().samples for watcher in two] == [4, 2]
-        assert not any(watcher.findings or watcher.ended for watcher in two), [watcher.ended for watcher in two]
+        assert not any(watcher.findings or watcher.ended for watcher in two), [
+            watcher.ended for watcher in two
+        ]
         for watcher in two:
             watcher.close()
             watcher.close()
@@ -505,7 +620,9 @@ def refuses(process_group: Any, rank: int) -> Case:
     return once(check)
 
 
-def soaks(process_group: Any, rank: int, *, steps: int, hook: str = "", claims: str = "exact") -> Case:
+def soaks(
+    process_group: Any, rank: int, *, steps: int, hook: str = "", claims: str = "exact"
+) -> Case:
     """Hundreds of sampled steps with no finding."""
 
     def check() -> None:
@@ -523,7 +640,9 @@ def soaks(process_group: Any, rank: int, *, steps: int, hook: str = "", claims: 
 def torchs_power_sgd(process_group: Any) -> Any:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    return powerSGD_hook.PowerSGDState(process_group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+    return powerSGD_hook.PowerSGDState(
+        process_group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+    )
 
 
 def local_sgd(process_group: Any, rank: int) -> Any:

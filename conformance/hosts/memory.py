@@ -1,7 +1,15 @@
-"""Memory of a host, laid out so that its ranks are forked, run and end at little cost.
+"""The layout of a host's memory, so that its ranks are forked, run and end at little cost.
 
-A host holds some 250 MB that its ranks read and mostly leave alone. What is asked of the kernel and the allocator here they may
-refuse or do otherwise (Linux before 6.1, other C libraries than glibc): all works as before then, and takes longer.
+A host holds some 250 MB, which its ranks read and mostly leave alone. A fork shares these pages and
+copies one only when somebody writes to it. Two things make that expensive. fork() copies one
+page-table entry per page, and the exit of a process gives each entry back: some 60,000 entries per
+rank with pages of 4 KiB, about 100 with huge pages. And imports leave free memory in small holes
+between objects that stay, so that the new objects of a rank lie scattered over some thousand pages,
+and each of these pages is copied. This module moves the host's memory into huge pages, and fills
+the holes.
+
+All of it is advice to the kernel and the allocator, and they may refuse it (Linux before 6.1, C
+libraries other than glibc). The kit then works as before, only slower.
 """
 
 import contextlib
@@ -10,74 +18,103 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 
-_SIZE = 2 << 20  # of a huge page, on x86-64 and on ARM with pages of 4 KiB; elsewhere the kernel refuses, or takes what fits
-_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
-_SMALL, _STEP = 512, 16  # what Python allocates itself, by classes of sizes, see Objects/obmalloc.c
-_EACH = 300_000  # bytes of each class: more than imports leave free of any
-_BYTES = sys.getsizeof(b"")
+# The size of a huge page on x86-64, and on ARM with pages of 4 KiB. On other machines the kernel
+# refuses the advice, or takes the part of a range that fits.
+_HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25
+
+# Python allocates objects of up to _SMALL bytes itself, from pools of one size class each, and the
+# classes are _STEP bytes apart (Objects/obmalloc.c).
+_SMALL = 512
+_STEP = 16
+# Bytes to allocate of each class: more than imports leave free of any.
+_BYTES_PER_CLASS = 300_000
+_BYTES_HEADER = sys.getsizeof(b"")
 _kept: list[list[object]] = []
-_TUNABLES, _HEAP_IN_HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"  # since glibc 2.35; others leave it unread
+
+# Since glibc 2.35; other C libraries ignore the variable.
+_TUNABLES = "GLIBC_TUNABLES"
+_HEAP_IN_HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
-def for_host(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment to execute a host in, so that its heap grows in huge pages: what lies in them need not be moved there.
+def host_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a host, whose heap then grows in huge pages from the beginning.
 
-    Where there are tunables already, they stay as they are.
+    Memory that is allocated there need not be moved later. Tunables that the caller has set stay.
     """
     return {_TUNABLES: _HEAP_IN_HUGE_PAGES, **environment}
 
 
-def as_the_caller_has_it() -> None:
-    """Take what :func:`for_host` has added out of this process's environment, which ranks and what they start are to have."""
+def restore_environment() -> None:
+    """Remove the variable that :func:`host_environment` added.
+
+    Ranks and the processes that they start have the environment of the caller.
+    """
     if os.environ.get(_TUNABLES) == _HEAP_IN_HUGE_PAGES:
         del os.environ[_TUNABLES]
 
 
 def fill_holes() -> None:
-    """Take what is free between things that stay, and never give it back: what a rank makes then lies together, in pages of its own.
+    """Allocate the free memory between objects that stay, and never give it back.
 
-    What imports leave free lies a little in each of some thousand pages, and a rank copies each page that it writes to.
+    The objects that a rank makes then lie together, in pages of their own.
     """
     for size in range(_STEP, _SMALL + 1, _STEP):
-        _kept.append([_of_size(size) for _ in range(_EACH // size)])
+        _kept.append([_object_of_size(size) for _ in range(_BYTES_PER_CLASS // size)])
     libc = ctypes.CDLL(None)
-    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
-    libc.malloc.argtypes, libc.free.argtypes, libc.sbrk.argtypes = [ctypes.c_size_t], [ctypes.c_void_p], [ctypes.c_ssize_t]
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.sbrk.restype = ctypes.c_void_p
+    libc.sbrk.argtypes = [ctypes.c_ssize_t]
     end = libc.sbrk(0) or 0
-    begin = end - (1 << 32)  # the heap: what is mapped elsewhere is terabytes away
+    # The heap lies in the 4 GiB below its end; memory that is mapped by itself is terabytes away.
+    begin = end - (1 << 32)
+    # From large blocks to small ones, so that a large hole is not cut up.
     for power in range(20, 4, -1):
         while True:
-            at = libc.malloc((1 << power) - 8) or 0
-            if not begin <= at < end:  # none was left
-                libc.free(at)
+            address = libc.malloc((1 << power) - 8) or 0
+            if not begin <= address < end:
+                # The heap had no hole of this size left: the block is a new mapping, or beyond the
+                # former end.
+                libc.free(address)
                 break
 
 
-def _of_size(size: int) -> object:
-    """Return what takes one block of that class; a float takes 24 bytes."""
-    return object() if size == 16 else float(size) if size == 32 else bytes(size - _BYTES)
+def _object_of_size(size: int) -> object:
+    """Return an object that takes one block of the class of ``size`` bytes."""
+    if size == 16:
+        return object()
+    if size == 32:
+        # A float takes 24 bytes, and a bytes object at least 33.
+        return float(size)
+    return bytes(size - _BYTES_HEADER)
 
 
 def use_huge_pages() -> None:
-    """Move what this process has on its heap, and in other memory of its own, into huge pages.
-
-    A fork copies an entry for every page that its parent has, and a process that ends gives each back: 60 thousand for each rank,
-    or a hundred.
-    """
+    """Move the heap and the other private memory of this process into huge pages."""
     libc = ctypes.CDLL(None)
-    with contextlib.suppress(OSError):  # no /proc
-        for begin, end in list(_own_memory()):
+    # Without /proc nothing is moved.
+    with contextlib.suppress(OSError):
+        for begin, end in list(_private_memory()):
             for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
                 libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
 
 
-def _own_memory() -> Iterator[tuple[int, int]]:
-    """Yield begin and end of memory that is private, can be written and comes from no file, in whole huge pages; no stacks."""
+def _private_memory() -> Iterator[tuple[int, int]]:
+    """Yield the begin and the end of writable private memory that comes from no file.
+
+    Ranges are cut to whole huge pages; stacks are left out.
+    """
     with open("/proc/self/maps") as maps:
         for line in maps:
-            where, mode, _, _, inode, *name = line.split(maxsplit=5)
-            if mode == "rw-p" and inode == "0" and not (name and name[0].startswith("[stack")):
-                begin, end = (int(address, 16) for address in where.split("-"))
-                begin, end = -(-begin // _SIZE) * _SIZE, end // _SIZE * _SIZE
-                if begin < end:
-                    yield begin, end
+            addresses, mode, _, _, inode, *name = line.split(maxsplit=5)
+            is_stack = bool(name) and name[0].startswith("[stack")
+            if mode != "rw-p" or inode != "0" or is_stack:
+                continue
+            first, last = (int(address, 16) for address in addresses.split("-"))
+            begin = -(-first // _HUGE_PAGE) * _HUGE_PAGE
+            end = last // _HUGE_PAGE * _HUGE_PAGE
+            if begin < end:
+                yield begin, end

@@ -1,4 +1,4 @@
-"""TODO: conformance/hosts/operations.py."""
+"""The commands that a lane carries out, and the imports of a host before it forks lanes."""
 
 import contextlib
 import importlib
@@ -14,46 +14,64 @@ from conformance.hosts.preload import preload
 from conformance.hosts.supervisor import GRACE, Controller, supervise
 from conformance.ranks.process import forget_other_references
 
+# Evidence files that a rank leaves in its folder, and how much of each is kept.
+_EVIDENCE_FILES = ("stacks.txt", "flight.json")
+_EVIDENCE_LIMIT = 20_000
+
 
 def keep_bytecode(folder: Path) -> None:
-    """Where Python is told to write none, keep the subject's here: else every rank compiles it anew."""
+    """Keep the bytecode of the subject in ``folder`` if Python is set to write none.
+
+    Without it every rank would compile the subject anew.
+    """
     if sys.dont_write_bytecode:
-        sys.dont_write_bytecode, sys.pycache_prefix = False, str(folder)
+        sys.dont_write_bytecode = False
+        sys.pycache_prefix = str(folder)
 
 
-def run_here(command: dict[str, Any], controller: Controller) -> dict[str, Any]:
-    """Run one scenario: all of its ranks, or those that the command names, each with the environment that it says."""
+def run_ranks(command: dict[str, Any], controller: Controller) -> dict[str, Any]:
+    """Run one scenario and return its outcome.
+
+    The command may name the ranks that run here, and environment variables for each of them; by
+    default all ranks run here.
+    """
     from conformance.ranks.rank import run_rank
     from conformance.scenarios.model import scenario_from_json
     from conformance.subjects.spec import SubjectSpec
 
-    scenario, world = scenario_from_json(command["scenario"]), command["world"]
+    scenario = scenario_from_json(command["scenario"])
     spec = SubjectSpec(**command["subject"]) if command["subject"] else None
+    world = command["world"]
     folder = Path(command["folder"])
-    ranks, environment = command.get("ranks", range(world)), command.get("environment", {})
+    deadline = command["deadline"]
+    ranks = command.get("ranks", range(world))
+    environment = command.get("environment", {})
     for rank in ranks:
         (folder / str(rank)).mkdir()
-    patience = command["deadline"] + 60  # the groups' own timeout: the host speaks first
+    # The timeout of the process groups: the lane reports a hang before they do.
+    group_timeout = deadline + 60
 
     def rank_function(rank: int) -> Callable[[], int]:
         def function() -> int:
             os.environ.update(environment.get(str(rank), {}))
-            return run_rank(scenario, spec, rank, world, folder, command["cwd"], patience)
+            return run_rank(scenario, spec, rank, world, folder, command["cwd"], group_timeout)
 
         return function
 
     functions = {rank: rank_function(rank) for rank in ranks}
-    grace = command["deadline"] if scenario.fault.kind != "none" else GRACE
-    outcome = supervise(functions, folder, command["deadline"], grace, controller)
+    # After a fault that the kit causes, the other ranks get the whole deadline to notice it.
+    grace = deadline if scenario.fault.kind != "none" else GRACE
+    outcome = supervise(functions, folder, deadline, grace, controller)
     for rank in outcome["ranks"]:
-        for name in ("stacks.txt", "flight.json"):
+        for name in _EVIDENCE_FILES:
+            path = folder / str(rank["rank"]) / name
             with contextlib.suppress(OSError):
-                rank[name.partition(".")[0]] = (folder / str(rank["rank"]) / name).read_text(errors="replace")[:20_000]
+                rank[path.stem] = path.read_text(errors="replace")[:_EVIDENCE_LIMIT]
     return outcome
 
 
-def describe_here(command: dict[str, Any], controller: Controller) -> dict[str, Any]:
-    """Import the subject in a forked process and say what it is."""
+def describe_subject(command: dict[str, Any], controller: Controller) -> dict[str, Any]:
+    """Import the subject in a forked process and return its description."""
     from conformance.ranks.resolve import describe
     from conformance.subjects.spec import SubjectSpec
 
@@ -62,61 +80,82 @@ def describe_here(command: dict[str, Any], controller: Controller) -> dict[str, 
             importlib.import_module(command["imports"])
         return describe(SubjectSpec(**command["subject"]))
 
-    return _asked_in_a_fork(function, command, controller, "loading it", "importing it")
+    return _call_in_fork(function, command, controller, "loading it", "importing it")
 
 
-def look_here(command: dict[str, Any], controller: Controller) -> dict[str, Any]:
-    """Find out in a forked process what this machine has for a profile: to ask is to start the device, which no lane survives."""
-    from conformance.hosts.profile_check import look
+def probe_profile(command: dict[str, Any], controller: Controller) -> dict[str, Any]:
+    """Probe the backend and the devices of a profile in a forked process.
+
+    The check starts the device, and a process that has started a device cannot be forked any more.
+    """
+    from conformance.hosts import profile_check
     from conformance.scenarios.profiles import profile_from_json
 
     profile = profile_from_json(command["profile"])
-    return _asked_in_a_fork(lambda: look(profile), command, controller, "looking for it", "looking for it")
+
+    def function() -> dict[str, Any]:
+        return profile_check.probe_profile(profile)
+
+    return _call_in_fork(function, command, controller, "looking for it", "looking for it")
 
 
-def _asked_in_a_fork(
-    function: Callable[[], dict[str, Any]], command: dict[str, Any], controller: Controller, raising: str, ending: str
+def _call_in_fork(
+    function: Callable[[], dict[str, Any]],
+    command: dict[str, Any],
+    controller: Controller,
+    raising: str,
+    ending: str,
 ) -> dict[str, Any]:
-    """Return what a function says in a process of its own; ``error`` says why it said nothing."""
+    """Return the result of a function that is called in a process of its own.
+
+    Args:
+        raising: the activity, for the message of an exception.
+        ending: the activity, for the message about a process that ends without a result.
+
+    Returns:
+        The function's result; if there is none, ``error`` is the reason.
+    """
     from conformance.errors import ConformanceError
 
     folder = Path(command["folder"])
-    answer = folder / "said.json"
+    answer_file = folder / "answer.json"
 
     def child() -> int:
         os.chdir(command["cwd"])
         sys.path.insert(0, command["cwd"])
         forget_other_references()
         try:
-            said = function()
+            answer = function()
         except ConformanceError as error:
-            said = {"error": str(error)}
+            answer = {"error": str(error)}
         except BaseException as error:
-            said = {"error": f"{raising} raised {type(error).__name__}: {error}"}
-        answer.write_text(json.dumps(said))
+            answer = {"error": f"{raising} raised {type(error).__name__}: {error}"}
+        answer_file.write_text(json.dumps(answer))
         return 0
 
     outcome = supervise({0: child}, folder, command["deadline"], GRACE, controller)
-    rank = outcome["ranks"][0]
     try:
-        said: dict[str, Any] = json.loads(answer.read_text())
-        return said
+        answer: dict[str, Any] = json.loads(answer_file.read_text())
+        return answer
     except (OSError, ValueError):
-        how = "did not return" if rank.get("killed") else f"ended its process with status {rank['exit']}"
-        return {"error": f"{ending} {how}"}
+        rank = outcome["ranks"][0]
+        if rank.get("killed"):
+            return {"error": f"{ending} did not return"}
+        return {"error": f"{ending} ended its process with status {rank['exit']}"}
 
 
 OPERATIONS: dict[str, Callable[[dict[str, Any], Controller], dict[str, Any]]] = {
-    "run": run_here,
-    "describe": describe_here,
-    "look": look_here,
+    "run": run_ranks,
+    "describe": describe_subject,
+    "probe_profile": probe_profile,
 }
 
 
 def warm_up() -> dict[str, Any]:
-    """Import what ranks need, and say what was found."""
-    # Inherited by ranks: a thread that wakes does not push aside the one that woke it. Gloo's else spin on locks that those still
-    # hold, which takes a seventh of all time.
+    """Import the modules that ranks need, and return the versions that were found."""
+    # Ranks inherit this policy. Under it a thread that wakes up does not preempt the thread that
+    # woke it. Without it Gloo's threads spin on locks that the preempted thread still holds, which
+    # takes a seventh of all time.
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     preload()

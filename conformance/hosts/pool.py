@@ -1,4 +1,7 @@
-"""The controller's end of the host: starts it, gives runs to its lanes, survives their deaths. Imports no torch."""
+"""The controller's end of a host: starts it, gives runs to its lanes, and survives their deaths.
+
+This module imports no torch.
+"""
 
 import contextlib
 import itertools
@@ -19,30 +22,34 @@ from pathlib import Path
 from typing import Any
 
 from conformance.errors import KitError
-from conformance.hosts.environment import ENVIRONMENT, PACKAGE, fast_folder, in_words
-from conformance.hosts.memory import for_host
+from conformance.hosts.environment import ENVIRONMENT, PACKAGE, describe_exit, fast_folder
+from conformance.hosts.memory import host_environment
 from conformance.records.files import OUTCOME, write_json
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.profiles import GLOO_CPU, Profile
 from conformance.subjects.spec import SubjectSpec
 
 PATIENCE = 60.0  # seconds beyond the deadline in which the lane itself must answer
-PARTING = 5.0  # seconds in which a host whose controller hung up must have ended
+STARTUP = 180.0  # seconds for the host to import its modules
+REPORT = 5.0  # seconds for the host to report how a lane ended, or to end itself
+SHUTDOWN = 5.0  # seconds in which a host must end after its controller hung up
 LANES = min(4, os.cpu_count() or 1)
 
 
 class HostDied(Exception):
-    """The process above the ranks is gone; ``str(error)`` says how it ended."""
+    """The process above the ranks is gone; ``str(error)`` is how it ended."""
 
 
 class _Lane:
-    """One connection to a process of the host's that carries out one run at a time."""
+    """A connection to a lane, a process of the host's that carries out one run at a time."""
 
     def __init__(self, number: int, connection: socket.socket) -> None:
-        self.number, self._connection, self._buffer = number, connection, b""
+        self.number = number
+        self._connection = connection
+        self._buffer = b""
 
-    def ask(self, command: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """Send a command and return the answer; None when the lane hung up.
+    def request(self, command: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+        """Send a command and return the answer; None if the lane hung up.
 
         Raises:
             HostDied: there was no answer in time.
@@ -69,32 +76,41 @@ class _Lane:
 
 
 class Pool:
-    """Runs scenarios on ranks of this machine. A context manager: leaving it leaves nothing behind.
+    """Runs scenarios on ranks of this machine.
 
-    ``run`` may be called from as many threads as there are lanes; more wait their turn.
+    A pool is a context manager; after it no process and no file is left. ``run`` may be called from
+    as many threads as there are lanes; more threads wait their turn.
 
     Args:
-        deadline: seconds that one run may take before its ranks are taken to hang; a run takes about 0.2.
-        lanes: runs that may go on at the same time.
-        hashes: what strings are hashed with, see Python's PYTHONHASHSEED: forked processes all hash alike, those of a cluster do not.
+        deadline: seconds after which the ranks of a run count as hanging; a run takes about 0.2.
+        lanes: the number of runs that may go on at the same time.
+        hash_seed: Python's PYTHONHASHSEED for the ranks. All ranks of one host hash strings alike;
+            those of a cluster do not.
     """
 
     capacity = None
 
-    def __init__(self, deadline: float, lanes: int = LANES, hashes: int = 1) -> None:
-        self.deadline, self.lanes, self._hashes = deadline, lanes, hashes
-        self._elsewhere: Pool | None = None
+    def __init__(self, deadline: float, lanes: int = LANES, hash_seed: int = 1) -> None:
+        self.deadline = deadline
+        self.lanes = lanes
         self.interruptions: list[str] = []
-        self._base = Path()  # made with the host, which removes it should this process be killed
+        self._hash_seed = hash_seed
+        self._other_hash_seed_pool: Pool | None = None
+        # The folder of the runs; it is made with the host, which removes it if the controller is
+        # killed.
+        self._base = Path()
         self._host: subprocess.Popen[bytes] | None = None
         self._greeting: dict[str, Any] | None = None
-        self._pids: dict[int, int] = {}
-        self._ended: dict[int, int] = {}
-        self._all: list[_Lane] = []
-        self._free: queue.LifoQueue[_Lane] = queue.LifoQueue()
-        self._numbers, self._runs, self._pings = itertools.count(), itertools.count(1), itertools.count(1)
-        self._pong = 0
-        self._lock = threading.RLock()  # over the host and what it says
+        self._lane_pids: dict[int, int] = {}
+        self._lane_exits: dict[int, int] = {}
+        self._open_lanes: list[_Lane] = []
+        self._free_lanes: queue.LifoQueue[_Lane] = queue.LifoQueue()
+        self._lane_numbers = itertools.count()
+        self._folder_numbers = itertools.count(1)
+        self._ping_numbers = itertools.count(1)
+        self._last_pong = 0
+        # Held while the host is started, or its packets are read.
+        self._lock = threading.RLock()
         self._closed = False
 
     def __enter__(self) -> "Pool":
@@ -104,57 +120,72 @@ class Pool:
         self.close()
 
     def start(self) -> None:
-        """Start the host, without waiting for it: it imports torch while the caller goes on."""
+        """Start the host without waiting for it: it imports torch while the caller goes on."""
         with self._lock:
             if self._host is None:
                 self._start_host()
                 for _ in range(self.lanes):
-                    self._free.put(self._new_lane())
+                    self._free_lanes.put(self._new_lane())
 
     def greeting(self) -> dict[str, Any]:
-        """Return what the host said of this machine, once it is ready.
+        """Return the host's description of this machine; wait for the host if it is not ready.
 
         Raises:
             KitError: the host cannot import torch.
         """
         self.start()
         with self._lock:
-            if not self._listen(lambda: self._greeting is not None, 180.0):
-                raise KitError(f"the host did not start ({self._how_the_host_ended()}); is torch installed for {sys.executable}?")
+            if not self._read_packets(lambda: self._greeting is not None, STARTUP):
+                raise KitError(
+                    f"the host did not start ({self._describe_host_end()}); "
+                    f"is torch installed for {sys.executable}?"
+                )
             assert self._greeting is not None
             return self._greeting
 
     def describe(self, subject: SubjectSpec, profile: Profile = GLOO_CPU) -> dict[str, Any]:
-        """Import the subject in a forked process; the answer has ``error`` when that fails."""
+        """Import the subject in a forked process; if that fails, the answer has ``error``."""
         command = {"op": "describe", "subject": subject.to_json(), "imports": profile.imports}
-        return self._ask_in_passing(command, self.deadline + profile.startup, "importing it")
+        return self._request_once(command, profile, "importing it")
 
-    def look(self, profile: Profile) -> dict[str, Any]:
-        """Find out in a forked process what the machine has for a profile, see ``machine.look``."""
-        return self._ask_in_passing({"op": "look", "profile": asdict(profile)}, self.deadline + profile.startup, "looking for it")
+    def probe_profile(self, profile: Profile) -> dict[str, Any]:
+        """Probe the backend and the devices of a profile (``profile_check.probe_profile``)."""
+        command = {"op": "probe_profile", "profile": asdict(profile)}
+        return self._request_once(command, profile, "looking for it")
 
-    def _ask_in_passing(self, command: dict[str, Any], deadline: float, what: str) -> dict[str, Any]:
+    def _request_once(
+        self, command: dict[str, Any], profile: Profile, activity: str
+    ) -> dict[str, Any]:
+        """Send a command that is no run, with a folder that is removed afterwards."""
         folder = self._new_folder(command["op"])
         try:
-            return self._ask({**command, "folder": str(folder)}, deadline)
+            command = {**command, "folder": str(folder)}
+            return self._request(command, self.deadline + profile.startup)
         except HostDied as error:
-            return {"error": f"{what} killed the process above it ({error})"}
+            return {"error": f"{activity} killed the process above it ({error})"}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Path:
-        """Run a scenario and return the folder of its records, with ``outcome.json`` in it.
+        """Run a scenario; return the folder of its records, which includes ``outcome.json``.
 
         Raises:
-            KitError: the run could not be carried out for want of disk or processes, or the pool was closed.
+            KitError: the machine lacks disk space or processes for the run, or the pool was closed.
         """
         if scenario.other_hash_seed:
-            return self._pool_elsewhere().run(replace(scenario, other_hash_seed=False), world, subject, name)
+            scenario = replace(scenario, other_hash_seed=False)
+            return self._start_other_hash_seed_pool().run(scenario, world, subject, name)
         folder = self._new_folder(name)
-        command = {"op": "run", "scenario": scenario.to_json(), "world": world, "subject": subject.to_json() if subject else None}
+        deadline = min(self.deadline, scenario.deadline or self.deadline) + scenario.profile.startup
+        command = {
+            "op": "run",
+            "scenario": scenario.to_json(),
+            "world": world,
+            "subject": subject.to_json() if subject else None,
+            "folder": str(folder),
+        }
         try:
-            deadline = min(self.deadline, scenario.deadline or self.deadline) + scenario.profile.startup
-            outcome = self._ask({**command, "folder": str(folder)}, deadline)
+            outcome = self._request(command, deadline)
         except HostDied as error:
             outcome = {"stopped": "host", "host": str(error), "left_processes": [], "ranks": []}
         if "kit_error" in outcome:
@@ -162,26 +193,27 @@ class Pool:
         write_json(folder / OUTCOME, outcome)
         return folder
 
-    def _pool_elsewhere(self) -> "Pool":
-        """Return a pool of another host, which hashes strings otherwise; it is started when it is first asked for."""
+    def _start_other_hash_seed_pool(self) -> "Pool":
+        """Return a pool whose host has another hash seed; it is made on first use."""
         with self._lock:
             if self._closed:
                 raise KitError("the pool was closed")
-            self._elsewhere = self._elsewhere or Pool(self.deadline, self.lanes, self._hashes + 1)
-            return self._elsewhere
+            if self._other_hash_seed_pool is None:
+                self._other_hash_seed_pool = Pool(self.deadline, self.lanes, self._hash_seed + 1)
+            return self._other_hash_seed_pool
 
     def close(self) -> None:
-        """Stop the host with everything below it, and remove what it left on disk."""
+        """Stop the host and everything below it, and remove its files."""
         with self._lock:
             self._closed = True
-            if self._elsewhere:
-                self._elsewhere.close()
-            for lane in self._all:
+            if self._other_hash_seed_pool:
+                self._other_hash_seed_pool.close()
+            for lane in self._open_lanes:
                 lane.hang_up()
             if self._host is not None:
                 self._control.close()
                 try:
-                    self._host.wait(timeout=PARTING)
+                    self._host.wait(timeout=SHUTDOWN)
                 except subprocess.TimeoutExpired:
                     self._kill_everything()
         if self._base != Path():
@@ -194,81 +226,112 @@ class Pool:
         folder = self._base / name
         try:
             try:
-                folder.mkdir()  # not its parents: a closed pool's folder stays away
+                # Without its parents: the folder of a closed pool does not come back.
+                folder.mkdir()
             except FileExistsError:
-                folder = self._base / f"{name}-{next(self._runs)}"
+                folder = self._base / f"{name}-{next(self._folder_numbers)}"
                 folder.mkdir()
         except OSError as error:
             raise KitError(f"cannot create {folder}: {error.strerror}") from error
         return folder
 
-    def _ask(self, command: dict[str, Any], deadline: float) -> dict[str, Any]:
+    def _request(self, command: dict[str, Any], deadline: float) -> dict[str, Any]:
+        """Send a command to a free lane and return its answer.
+
+        Raises:
+            HostDied: the lane, or the host above it, died or did not answer.
+        """
         self.greeting()
-        lane = self._free.get()
+        command = {**command, "cwd": os.getcwd(), "deadline": deadline}
+        lane = self._free_lanes.get()
         try:
-            answer = lane.ask({**command, "cwd": os.getcwd(), "deadline": deadline}, deadline + PATIENCE)
+            answer = lane.request(command, deadline + PATIENCE)
             if answer is None:
-                raise HostDied(self._how_it_ended(lane))
-            if not self._host_lives():
-                raise HostDied(f"{self._how_the_host_ended()}, above the one that forked them")
+                raise HostDied(self._describe_lane_end(lane))
+            if not self._is_host_alive():
+                host_end = self._describe_host_end()
+                raise HostDied(f"{host_end}, above the one that forked them")
             return answer
         except HostDied:
-            lane = self._replace(lane)
+            lane = self._replace_lane(lane)
             raise
         finally:
-            self._free.put(lane)
+            self._free_lanes.put(lane)
 
-    def _host_lives(self) -> bool:
-        """Whether the host answers. One that was killed does not, though it may be a moment in ending."""
+    def _is_host_alive(self) -> bool:
+        """Whether the host answers.
+
+        A host that was killed may still exist for a moment, so its process is not proof enough.
+        """
         with self._lock, contextlib.suppress(OSError):
-            number = next(self._pings)
+            number = next(self._ping_numbers)
             self._control.send(json.dumps({"ping": number}).encode())
-            return self._listen(lambda: self._pong >= number, PATIENCE)
+            return self._read_packets(lambda: self._last_pong >= number, PATIENCE)
         return False
 
     def _start_host(self) -> None:
         if self._base == Path():
-            self._base = Path(tempfile.mkdtemp(prefix=f"conformance-{os.getpid()}-", dir=fast_folder()))
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = for_host({**os.environ, **ENVIRONMENT, "PYTHONHASHSEED": str(self._hashes)})
-        environment.pop("TORCH_DISTRIBUTED_DEBUG", None)  # DETAIL crashes DDP in torch 2.13
-        command = [sys.executable, "-P", str(PACKAGE / "host.py"), str(theirs.fileno()), str(self._base)]
+            prefix = f"conformance-{os.getpid()}-"
+            self._base = Path(tempfile.mkdtemp(prefix=prefix, dir=fast_folder()))
+        self._control, host_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        hash_seed = {"PYTHONHASHSEED": str(self._hash_seed)}
+        environment = host_environment({**os.environ, **ENVIRONMENT, **hash_seed})
+        # The level DETAIL crashes DDP in torch 2.13.
+        environment.pop("TORCH_DISTRIBUTED_DEBUG", None)
+        program = str(PACKAGE / "host.py")
         try:
             self._host = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+                # -P: no current folder on the import path.
+                [sys.executable, "-P", program, str(host_end.fileno()), str(self._base)],
+                pass_fds=[host_end.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         except OSError as error:
             raise KitError(f"cannot start the host: {error}") from error
-        theirs.close()
+        host_end.close()
         self._greeting = None
 
     def _new_lane(self) -> _Lane:
-        """Ask the host for a lane; the request waits in its queue until it has imported torch."""
-        ours, theirs = socket.socketpair()
-        lane = _Lane(next(self._numbers), ours)
-        with contextlib.suppress(OSError), theirs:
-            socket.send_fds(self._control, [json.dumps({"lane": lane.number}).encode()], [theirs.fileno()])
-        self._all.append(lane)
+        """Request a lane; the packet waits in the host's queue until it has imported torch."""
+        connection, lane_end = socket.socketpair()
+        lane = _Lane(next(self._lane_numbers), connection)
+        packet = json.dumps({"lane": lane.number}).encode()
+        with contextlib.suppress(OSError), lane_end:
+            socket.send_fds(self._control, [packet], [lane_end.fileno()])
+        self._open_lanes.append(lane)
         return lane
 
-    def _replace(self, lane: _Lane) -> _Lane:
-        """Put a fresh lane in the place of one that is gone or no longer answers; start another host if it takes that."""
+    def _replace_lane(self, lane: _Lane) -> _Lane:
+        """Return a fresh lane in place of one that died or does not answer.
+
+        If the host has ended, another host is started first.
+        """
         with self._lock:
             lane.hang_up()
             if self._closed:
                 raise KitError("the pool was closed")
-            self._all.remove(lane)
-            if lane.number not in self._ended and lane.number in self._pids:
-                with contextlib.suppress(OSError):
-                    os.kill(self._pids[lane.number], signal.SIGKILL)
+            self._open_lanes.remove(lane)
+            self._kill_lane(lane.number)
             if self._host is not None and self._host.poll() is not None:
                 self._control.close()
                 self._start_host()
                 self.greeting()
             return self._new_lane()
 
-    def _listen(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Take in what the host says until something is known; false when it said no such thing before it ended."""
+    def _kill_lane(self, number: int) -> None:
+        """Kill the process of a lane if it is known and has not ended."""
+        if number in self._lane_pids and number not in self._lane_exits:
+            with contextlib.suppress(OSError):
+                os.kill(self._lane_pids[number], signal.SIGKILL)
+
+    def _read_packets(self, until: Callable[[], bool], seconds: float) -> bool:
+        """Read the host's packets until a condition holds.
+
+        Returns:
+            False if the host ended, or sent nothing for so many seconds, before the condition held.
+        """
         while not until():
             try:
                 ready = select.select([self._control], [], [], seconds)[0]
@@ -277,33 +340,37 @@ class Pool:
                 return False
             if not packet:
                 return False
-            said = json.loads(packet)
-            if "greeting" in said:
-                self._greeting = said["greeting"]
-            elif "pong" in said:
-                self._pong = said["pong"]
+            message = json.loads(packet)
+            if "greeting" in message:
+                self._greeting = message["greeting"]
+            elif "pong" in message:
+                self._last_pong = message["pong"]
+            elif "ended" in message:
+                self._lane_exits[message["lane"]] = message["ended"]
             else:
-                (self._ended if "ended" in said else self._pids)[said["lane"]] = said.get("ended", said.get("pid"))
+                self._lane_pids[message["lane"]] = message["pid"]
         return True
 
-    def _how_it_ended(self, lane: _Lane) -> str:
+    def _describe_lane_end(self, lane: _Lane) -> str:
+        """Return how a lane ended; if the host cannot report it, how the host ended."""
         with self._lock:
-            if self._closed or not self._listen(lambda: lane.number in self._ended, 5.0):
-                return self._how_the_host_ended()
-            return in_words(self._ended[lane.number])
+            reported = not self._closed and self._read_packets(
+                lambda: lane.number in self._lane_exits, REPORT
+            )
+            if not reported:
+                return self._describe_host_end()
+            return describe_exit(self._lane_exits[lane.number])
 
-    def _how_the_host_ended(self) -> str:
+    def _describe_host_end(self) -> str:
         assert self._host is not None
         try:
-            return in_words(self._host.wait(timeout=5))
+            return describe_exit(self._host.wait(timeout=REPORT))
         except subprocess.TimeoutExpired:
             return "it closed its connection"
 
     def _kill_everything(self) -> None:
         assert self._host is not None
-        for number, pid in self._pids.items():
-            if number not in self._ended:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+        for number in self._lane_pids:
+            self._kill_lane(number)
         self._host.kill()
         self._host.wait()

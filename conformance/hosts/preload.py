@@ -1,7 +1,9 @@
-"""What a host imports, so that its ranks need not: torch, the kit's own modules for ranks, the references; nothing of the user's.
+"""The modules that a host imports, so that its ranks need not: torch, the kit and the references.
 
-A rank imports what is left in some 5 ms, and the subject. Modules that torch imports only when they are asked for are asked for
-here where a rank would spend more on them than a host: ``torch.distributed.optim`` compiles functions for a quarter of a second.
+A host imports nothing of the user's. The imports that are left to a rank take some 5 ms, and then
+there is the subject. torch imports some of its modules only on first use. The host imports those
+too if that costs a rank more than a host: the first ``DDP()`` of a process imports 829 modules of
+torch._dynamo, and ``torch.distributed.optim`` compiles functions for a quarter of a second.
 """
 
 import gc
@@ -12,33 +14,51 @@ import random
 import sys
 import warnings
 
-from conformance.hosts.memory import as_the_caller_has_it, fill_holes, use_huge_pages
+from conformance.hosts.memory import fill_holes, restore_environment, use_huge_pages
 from conformance.subjects.kinds import KINDS
 
 _MODULES = (
-    *("torch", "torch._dynamo", "torch._dynamo.trace_rules", "torch._dynamo.utils", "torch.distributed", "torch.profiler"),
-    *("conformance.ranks.rank", "conformance.hosts.profile_check", "conformance.ranks.drivers._blocks", "hooks_ref"),
+    "torch",
+    "torch._dynamo",
+    "torch._dynamo.trace_rules",
+    "torch._dynamo.utils",
+    "torch.distributed",
+    "torch.profiler",
+    "conformance.ranks.rank",
+    "conformance.hosts.profile_check",
+    "conformance.ranks.drivers._blocks",
+    "hooks_ref",
     *(f"conformance.ranks.drivers.{kind}" for kind in KINDS),
 )
 _IN_SOME_VERSIONS = ("torch.profiler._cupti_monitor", "numpy.ctypeslib")
-_SEED = 2_654_435_769  # one that no subject sets: to set that would not show (9.1); NumPy takes up to 2**32
-_ASKED_FOR = ("torch.distributed.optim", "torch.distributed.algorithms.model_averaging.averagers")
+_ON_FIRST_USE = (
+    "torch.distributed.optim",
+    "torch.distributed.algorithms.model_averaging.averagers",
+)
+# A seed that no subject uses: if a subject set the same seed, the change would not show (9.1).
+# NumPy takes seeds up to 2**32.
+_SEED = 2_654_435_769
 
 
 def preload() -> None:
-    """Import it, and leave it to the collector of garbage never to look at it again."""
-    as_the_caller_has_it()
-    gc.disable()  # what modules are made of stays
+    """Import everything that ranks need, and prepare this process to be forked."""
+    restore_environment()
+    # The objects that make up modules stay, so that collecting garbage during imports is wasted.
+    gc.disable()
     for name in (*_MODULES, *filter(importlib.util.find_spec, _IN_SOME_VERSIONS)):
         importlib.import_module(name)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what torch deprecates of its own; filters that torch itself sets are to stay
-        for name in _ASKED_FOR:
+        # torch warns here about modules of its own that it has deprecated. Only these imports are
+        # silenced: the filters that torch sets during the imports above are to stay.
+        warnings.simplefilter("ignore")
+        for name in _ON_FIRST_USE:
             importlib.import_module(name)
-    _clear_what_ranks_would_clear()
-    _make_room_for_names()
+    _clear_dynamo_caches()
+    _grow_table_of_interned_strings()
+    # The collector never looks at the frozen objects again. It would write to each of them, and
+    # every rank would copy their pages.
     gc.freeze()
-    _have_much_that_is_old()
+    _inflate_old_generation()
     seed_generators()
     fill_holes()
     gc.enable()
@@ -46,36 +66,44 @@ def preload() -> None:
 
 
 def seed_generators() -> None:
-    """Have the global generators of every host's ranks begin alike: torch, Python and NumPy seed each process from the system's entropy."""
+    """Seed the global generators of torch, Python and NumPy alike on every host.
+
+    Without it each process is seeded from the system's entropy, and ranks of two hosts would draw
+    different numbers.
+    """
     torch = importlib.import_module("torch")
-    torch.manual_seed(_SEED)  # of CUDA too, once a rank begins to use it
+    # This includes CUDA's generators, as soon as a rank uses CUDA.
+    torch.manual_seed(_SEED)
     random.seed(_SEED)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(_SEED)
 
 
-def _clear_what_ranks_would_clear() -> None:
-    """``init_process_group()`` clears these caches: here once, for all ranks."""
+def _clear_dynamo_caches() -> None:
+    """Clear the caches that ``init_process_group()`` clears, once here instead of in each rank."""
     clear = getattr(sys.modules["torch._dynamo.trace_rules"], "clear_lru_cache", None)
     if clear:
         clear()
 
 
-def _have_much_that_is_old() -> None:
-    """Have the collector of garbage know of much that is old: it looks at all again when that has grown by a quarter, in no rank.
+def _inflate_old_generation() -> None:
+    """Inflate the garbage collector's old generation, so that no rank has a full collection.
 
-    It counts when it has looked at all, which would take a quarter of a second of what was imported; that those it counted are
-    gone it notices only when it counts again.
+    Python starts a full collection when the objects that are new since the last one exceed a
+    quarter of its survivors. The survivors are counted at a full collection only, so the
+    count stays large after the objects are gone. Over everything that the host has imported a full
+    collection would take a quarter of a second; those objects are frozen before this function runs.
     """
-    old: list[list[object]] = [[] for _ in range(100_000)]
+    survivors: list[list[object]] = [[] for _ in range(100_000)]
     gc.collect()
-    del old
+    del survivors
 
 
-def _make_room_for_names() -> None:
-    """Have Python's table of interned strings grow here, where it is to grow soon: it takes a rank longer than all that it imports.
+def _grow_table_of_interned_strings() -> None:
+    """Make Python's table of interned strings grow here if it would soon grow in a rank.
 
-    A table that grows has room for as many strings as it holds, of which there are more than this.
+    To grow the table takes a rank longer than all of its imports. A table that grows gets room for
+    as many strings as it holds, which is more than are added here.
     """
     for number in range(60_000):
         sys.intern(f"conformance {number}")

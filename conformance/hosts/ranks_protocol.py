@@ -1,4 +1,4 @@
-"""TODO: conformance/hosts/ranks_protocol.py."""
+"""The interface of a pool: a source of ranks that can carry out runs."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,12 +9,13 @@ from conformance.subjects.spec import SubjectSpec
 
 
 class Ranks(Protocol):
-    """Where ranks come from: this machine, or the hosts that torchrun has started.
+    """A pool of ranks: on this machine, or on the hosts that torchrun has started.
 
     Attributes:
-        lanes: runs that may go on at the same time.
-        capacity: the largest world size, once it has greeted; None where there is no limit.
-        interruptions: runs that were cut short by what is not the subject's doing, one line each.
+        lanes: the number of runs that may go on at the same time.
+        capacity: the largest world size, known after the greeting; None if there is no limit.
+        interruptions: runs that were cut short for a reason that is not the subject's, one line
+            each.
     """
 
     lanes: int
@@ -25,6 +26,8 @@ class Ranks(Protocol):
     def start(self) -> None: ...
     def greeting(self) -> dict[str, Any]: ...
     def describe(self, subject: SubjectSpec, profile: Profile = GLOO_CPU) -> dict[str, Any]: ...
-    def look(self, profile: Profile) -> dict[str, Any]: ...
-    def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Path: ...
+    def probe_profile(self, profile: Profile) -> dict[str, Any]: ...
+    def run(
+        self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str
+    ) -> Path: ...
     def close(self) -> None: ...

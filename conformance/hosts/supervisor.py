@@ -1,12 +1,13 @@
-"""Forks a process per rank, watches them from outside by pidfd and poll, and keeps the evidence when one breaks.
+"""Forks a process per rank, watches them from outside by pidfd and poll, and collects evidence.
 
-The first death is the root cause, what its peers say of "connection reset" is secondary. Ranks die
-with the lane that forked them (PR_SET_PDEATHSIG). Processes that a subject leaves behind are
-reparented to the lane (PR_SET_CHILD_SUBREAPER), which reports and kills them.
+The first death is the root cause; errors such as "connection reset" that other ranks report
+afterwards are secondary. Ranks die with the lane that forked them (PR_SET_PDEATHSIG). Processes
+that a subject leaves behind become children of the lane (PR_SET_CHILD_SUBREAPER), which reports and
+kills them.
 
-What is kept of a run that breaks: the exit status of every rank in the order of their deaths, the
-last of what each printed, and, taken before anything is killed, the stacks of all threads
-(faulthandler works with the GIL held in C) and the flight recorder's last collectives.
+The evidence of a run that breaks is the exit status of every rank in the order of their deaths, the
+last lines that each rank printed, and, taken before anything is killed, the stacks of all threads
+(faulthandler works while C code holds the GIL) and the last collectives of the flight recorder.
 """
 
 import contextlib
@@ -17,22 +18,32 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from conformance.records.files import EVENTS
 
-OUTPUT_KEPT = 8 * 1024  # bytes of the beginning and of the end of what a rank printed
-OUTPUT_LIMIT = 64 * 1024 * 1024  # bytes after which a rank that floods its output is stopped
-GRACE = 3.0  # seconds for the peers of a dead rank to fail by themselves; evidence only
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+OUTPUT_KEPT = 8 * 1024  # bytes kept of the beginning and of the end of a rank's output
+OUTPUT_LIMIT = 64 * 1024 * 1024  # bytes of output after which a rank is stopped
+# Seconds for the peers of a dead rank to fail by themselves; only their evidence depends on it.
+GRACE = 3.0
+_EVIDENCE_PATIENCE = 1.0  # seconds to wait for evidence files
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass
 class _Child:
-    """One forked process under supervision."""
+    """One forked process under supervision.
+
+    Attributes:
+        output: the reading end of the pipe for stdout and stderr; -1 once it is closed.
+        died: when it died, on the monotonic clock.
+        printed: the number of bytes that it printed.
+        recorded: the file of its record, and the length of the file when evidence was collected.
+    """
 
     rank: int
     pid: int
@@ -44,27 +55,43 @@ class _Child:
     head: bytes = b""
     tail: bytes = b""
     evidence: dict[str, Any] = field(default_factory=dict)
-    recorded: tuple[Path, int] | None = None  # its record, and how long that was when evidence was first asked for
+    recorded: tuple[Path, int] | None = None
 
-    def read(self) -> bool:
-        """Read what is there to read; false at the end of the stream."""
+    def read_output(self) -> None:
+        """Read the output that has arrived; close the pipe at its end."""
         try:
             chunk = os.read(self.output, 1 << 16)
         except BlockingIOError:
-            return True
+            return
+        if not chunk:
+            self.close_output()
+            return
         self.printed += len(chunk)
         if len(self.head) < OUTPUT_KEPT:
             self.head += chunk[: OUTPUT_KEPT - len(self.head)]
         self.tail = (self.tail + chunk)[-OUTPUT_KEPT:]
-        return bool(chunk)
+
+    def close_output(self) -> None:
+        if self.output >= 0:
+            os.close(self.output)
+            self.output = -1
 
     def text(self) -> str:
-        """What was printed, the middle left out."""
+        """Return the output, with its middle left out if it is long."""
+        head = self.head.decode(errors="replace")
         if self.printed <= OUTPUT_KEPT:
-            return self.head.decode(errors="replace")
-        left_out = max(0, self.printed - 2 * OUTPUT_KEPT)
-        tail = self.tail[-(self.printed - OUTPUT_KEPT) :] if self.printed < 2 * OUTPUT_KEPT else self.tail
-        return self.head.decode(errors="replace") + (f"\n[... {left_out} bytes ...]\n" if left_out else "") + tail.decode(errors="replace")
+            return head
+        left_out = self.printed - 2 * OUTPUT_KEPT
+        if left_out > 0:
+            return f"{head}\n[... {left_out} bytes ...]\n{self.tail.decode(errors='replace')}"
+        # The end overlaps with the beginning: only the bytes after the beginning are added.
+        rest = self.tail[-(self.printed - OUTPUT_KEPT) :]
+        return head + rest.decode(errors="replace")
+
+    def wait(self) -> None:
+        """Wait for the end of the process and keep its exit status."""
+        _, status = os.waitpid(self.pid, 0)
+        self.exit = os.waitstatus_to_exitcode(status)
 
 
 class ControllerGone(Exception):
@@ -72,79 +99,118 @@ class ControllerGone(Exception):
 
 
 class Controller:
-    """Whoever asked for a run, at the other end of a socket. On the same machine all that comes from it meanwhile is that it hangs up.
+    """The process that requested a run, at the other end of a socket.
+
+    A controller on the same machine sends nothing during a run. If anything happens on the socket,
+    the controller has hung up.
 
     Args:
         fd: the socket.
     """
 
     events = select.POLLRDHUP
-    pending = False  # whether something came before the socket was looked at
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
-    def says(self) -> str:
-        """Return why the run is to be stopped, or '' where it is to go on; asked when something came. Raises: ControllerGone."""
+    @property
+    def has_message(self) -> bool:
+        """Whether a message has been read already; poll on the socket would not report it."""
+        return False
+
+    def stop_reason(self) -> str | None:
+        """Return why the controller stops the run, or None if the run goes on.
+
+        Called when something has happened on the socket.
+
+        Raises:
+            ControllerGone: the controller hung up.
+        """
         raise ControllerGone
 
-    def may_kill(self, reason: str) -> None:
-        """Return once ranks that are alive, and whose evidence was taken, may be killed. Raises: ControllerGone."""
+    def confirm_kill(self, reason: str) -> None:
+        """Return when ranks that are still alive may be killed; their evidence has been taken.
+
+        Raises:
+            ControllerGone: the controller hung up.
+        """
 
 
 def supervise(
-    functions: dict[int, Callable[[], int]], folder: Path, deadline: float, grace: float, controller: Controller
+    functions: dict[int, Callable[[], int]],
+    folder: Path,
+    deadline: float,
+    grace: float,
+    controller: Controller,
 ) -> dict[str, Any]:
-    """Fork a child per function, watch them to their ends, and return what came of each.
+    """Fork a child per function, watch the children to their ends, and return the outcome.
 
     Args:
-        functions: what each rank runs, by its number; its result is the exit status.
+        functions: the function of each rank; its result is the exit status of the process.
         folder: the run's folder, with a subfolder per rank.
-        deadline: seconds after which ranks still alive are taken to hang.
-        grace: seconds that the others get after the first one died.
-        controller: whoever asked for the run.
+        deadline: seconds after which ranks that are still alive count as hanging.
+        grace: seconds that the other ranks get after the first one died.
+        controller: the process that requested the run.
 
     Raises:
-        ControllerGone: it hung up; the children are dead.
+        ControllerGone: the controller hung up; the children are dead.
     """
     require_one_thread()
     children = [_fork(rank, function) for rank, function in functions.items()]
     try:
-        reason = _watch(children, folder, time.monotonic() + deadline, grace, controller)
+        stopped = _watch(children, folder, time.monotonic() + deadline, grace, controller)
     except ControllerGone:
-        _kill_what_is_left(children)
+        _kill_remaining(children)
         raise
-    left = _kill_what_is_left(children)
+    left_processes = _kill_remaining(children)
     return {
-        "stopped": reason,
-        "left_processes": left,
+        "stopped": stopped,
+        "left_processes": left_processes,
         "ranks": [
-            {"rank": c.rank, "exit": c.exit, "died": c.died, "printed": c.printed, "output": c.text(), **c.evidence} for c in children
+            {
+                "rank": child.rank,
+                "exit": child.exit,
+                "died": child.died,
+                "printed": child.printed,
+                "output": child.text(),
+                **child.evidence,
+            }
+            for child in children
         ],
     }
 
 
-def _watch(children: list[_Child], folder: Path, stop: float, grace: float, controller: Controller) -> str:
-    """Return why the run is over: ``ended``, or why those that are alive still are to be killed. Their evidence is taken."""
+def _watch(
+    children: list[_Child], folder: Path, stop: float, grace: float, controller: Controller
+) -> str:
+    """Watch children until all have ended or the run is stopped; return how the run ended.
+
+    The result is ``ended`` if every child ended by itself. If not, it is the reason to kill those
+    that are still alive, and their evidence has been collected.
+    """
     reason = "hang"
     while any(child.exit is None for child in children):
-        order = _wait(children, stop - time.monotonic(), controller)
+        order = _wait_for_event(children, stop - time.monotonic(), controller)
         now = time.monotonic()
-        first = min((child.died for child in children if child.died is not None and child.exit != 0), default=None)
-        if order:
-            stop, reason = now, order
+        deaths = [c.died for c in children if c.died is not None and c.exit != 0]
+        if order is not None:
+            stop = now
+            reason = order
         elif any(child.printed > OUTPUT_LIMIT for child in children):
-            stop, reason = now, "flood"
-        elif first is not None and first + grace < stop:
-            stop, reason = first + grace, "peer"
+            stop = now
+            reason = "flood"
+        elif deaths and min(deaths) + grace < stop:
+            stop = min(deaths) + grace
+            reason = "peer"
         if now >= stop and any(child.exit is None for child in children):
             _collect_evidence(children, folder)
-            controller.may_kill(reason)
+            controller.confirm_kill(reason)
             return reason
     return "ended"
 
 
 def _fork(rank: int, function: Callable[[], int]) -> _Child:
+    """Fork a child that calls a function and ends with its result as the exit status."""
     parent = os.getpid()
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     pid = os.fork()
@@ -153,6 +219,7 @@ def _fork(rank: int, function: Callable[[], int]) -> _Child:
         return _Child(rank, pid, os.pidfd_open(pid), reading)
     status = 1
     try:
+        # A process group of its own: a subject that kills its group does not kill the lane.
         os.setpgid(0, 0)
         if die_with_parent() != parent:
             os._exit(1)
@@ -168,11 +235,16 @@ def _fork(rank: int, function: Callable[[], int]) -> _Child:
         os._exit(status)
 
 
-def _wait(children: list[_Child], seconds: float, controller: Controller) -> str:
-    """Wait until something happens: a death, output, word of the controller's, which is returned, or the end of the time."""
-    if controller.pending:
-        return controller.says()
-    poller, owner, order = select.poll(), {}, ""
+def _wait_for_event(children: list[_Child], seconds: float, controller: Controller) -> str | None:
+    """Wait for a death, output, a message of the controller's, or the end of the time.
+
+    Returns:
+        The controller's reason to stop the run; None if it sent none.
+    """
+    if controller.has_message:
+        return controller.stop_reason()
+    poller = select.poll()
+    owner: dict[int, _Child] = {}
     poller.register(controller.fd, controller.events)
     for child in children:
         if child.exit is None:
@@ -181,73 +253,81 @@ def _wait(children: list[_Child], seconds: float, controller: Controller) -> str
         if child.output >= 0:
             poller.register(child.output, select.POLLIN)
             owner[child.output] = child
+    order: str | None = None
     for fd, _ in poller.poll(max(0.0, seconds) * 1000):
         if fd == controller.fd:
-            order = controller.says()
+            order = controller.stop_reason()
             continue
         child = owner[fd]
         if fd == child.pidfd:
-            _, status = os.waitpid(child.pid, 0)
-            child.exit, child.died = os.waitstatus_to_exitcode(status), time.monotonic()
-        elif not child.read():
-            os.close(child.output)
-            child.output = -1
+            child.wait()
+            child.died = time.monotonic()
+        else:
+            child.read_output()
     return order
 
 
 def _collect_evidence(children: list[_Child], folder: Path) -> None:
-    """Take stacks and the flight recorder of every rank that is still alive, before it is killed.
+    """Collect the stacks and the flight recorder of every rank that is alive, before it is killed.
 
-    The signal that asks for stacks ends what a rank may have slept in, in C: where it goes from there is not its doing any more,
-    and :func:`_kill_what_is_left` takes it off the record.
+    The signal that requests stacks interrupts a rank that sleeps in C. The rank may then go on, but
+    not by its own doing, so :func:`_kill_remaining` removes the events that it records after this.
     """
     alive = [child for child in children if child.exit is None]
     for child in alive:
-        child.recorded = folder / str(child.rank) / EVENTS, _size(folder / str(child.rank) / EVENTS)
+        events = folder / str(child.rank) / EVENTS
+        child.recorded = (events, _size(events))
     for child in alive:
         with contextlib.suppress(OSError):
             os.kill(child.pid, signal.SIGUSR1)
-    _settled([folder / str(child.rank) / "stacks.txt" for child in alive])
-    # Only now: what writes this is a thread of Python's, and one that runs may not be looked at, see faulthandler.
+    _wait_until_written([folder / str(child.rank) / "stacks.txt" for child in alive])
+    # The flight recorder comes after the stacks: a thread of Python's writes it, and faulthandler
+    # must not look at a thread that runs.
     for child in alive:
+        fifo = folder / str(child.rank) / "ask"
         with contextlib.suppress(OSError):
-            os.close(os.open(folder / str(child.rank) / "ask", os.O_WRONLY | os.O_NONBLOCK))
-    _settled([folder / str(child.rank) / "flight.json" for child in alive])
+            os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+    _wait_until_written([folder / str(child.rank) / "flight.json" for child in alive])
 
 
-def _settled(files: list[Path]) -> None:
-    """Wait until something is in each file and none grows any more, for a second at most."""
-    patience, before = time.monotonic() + 1.0, [0]
-    while time.monotonic() < patience and not (all(before) and before == [_size(file) for file in files]):
-        before = [_size(file) for file in files]
+def _wait_until_written(files: Sequence[Path]) -> None:
+    """Wait until every file has content and none grows any more, for a second at most."""
+    end = time.monotonic() + _EVIDENCE_PATIENCE
+    before: list[int] = []
+    while time.monotonic() < end:
+        sizes = [_size(file) for file in files]
+        if all(sizes) and sizes == before:
+            return
+        before = sizes
         select.select([], [], [], 0.02)
 
 
-def _kill_what_is_left(children: list[_Child]) -> list[str]:
-    """Kill ranks and everything that they started; return the command lines of what outlived its rank."""
+def _kill_remaining(children: list[_Child]) -> list[str]:
+    """Kill ranks and everything that they started; return command lines of leftover processes."""
     for child in children:
         if child.exit is None:
             with contextlib.suppress(OSError):
                 os.kill(child.pid, signal.SIGKILL)
-            _, status = os.waitpid(child.pid, 0)
-            child.exit, child.evidence["killed"] = os.waitstatus_to_exitcode(status), True
+            child.wait()
+            child.evidence["killed"] = True
             if child.recorded:
                 with contextlib.suppress(OSError):
                     os.truncate(*child.recorded)
         os.close(child.pidfd)
-    left = kill_children()
+    left_processes = kill_children()
     for child in children:
         while child.output >= 0 and select.select([child.output], [], [], 0)[0]:
-            if not child.read():
-                os.close(child.output)
-                child.output = -1
-        if child.output >= 0:
-            os.close(child.output)
-    return left
+            child.read_output()
+        # Another process may still hold the writing end.
+        child.close_output()
+    return left_processes
 
 
 def kill_children(spare: Collection[int] = ()) -> list[str]:
-    """Kill this process's children but ``spare``, and whom they leave to it; return their command lines."""
+    """Kill the children of this process except ``spare``, and return their command lines.
+
+    Children of the killed processes become children of this process, and are killed as well.
+    """
     killed = []
     while children := set(_children()) - set(spare):
         for pid in sorted(children):
@@ -260,7 +340,10 @@ def kill_children(spare: Collection[int] = ()) -> list[str]:
 
 
 def die_with_parent() -> int:
-    """Have the kernel kill this process when its parent ends; return who that is, which is another where it has ended before."""
+    """Make the kernel kill this process when its parent ends, and return the parent's pid.
+
+    The pid is another one if the parent ended before this call.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid()
 
@@ -271,8 +354,12 @@ def adopt_orphans() -> None:
 
 
 def require_one_thread() -> None:
-    """A fork keeps one thread, with whatever locks the others held."""
-    assert len(os.listdir("/proc/self/task")) == 1, "more than one thread: a fork would not be safe"
+    """Assert that this process has one thread.
+
+    A fork copies one thread, together with the locks that the others held.
+    """
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, "more than one thread: a fork would not be safe"
 
 
 def _children() -> list[int]:
@@ -281,10 +368,11 @@ def _children() -> list[int]:
 
 
 def _command_line(pid: int) -> str:
+    line = ""
     with contextlib.suppress(OSError):
-        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        return line[:200] or f"pid {pid}"
-    return f"pid {pid}"
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        line = arguments.decode(errors="replace").strip()
+    return line[:200] or f"pid {pid}"
 
 
 def _size(path: Path) -> int:

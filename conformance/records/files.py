@@ -1,4 +1,4 @@
-"""The folder of a run: the names of its files, how a rank's exit status is read, and how JSON is put there."""
+"""The folder of a run: the names of its files, the exit statuses of its ranks, and JSON files."""
 
 import json
 import os
@@ -7,14 +7,27 @@ from typing import Any
 
 from conformance.errors import KitError
 
-DONE, RAISED, KIT_FAILED, PEER_DIED = 0, 70, 71, 77  # exit statuses of a rank; the last by the kit's own hand
-EVENTS, TENSORS, OUTCOME = "events.jsonl", "tensors.safetensors", "outcome.json"
-STATE, MODEL = "state.pt", "model.pt"  # what a rank saves for a process that goes on from there; the controller never reads them
-MEETING = "meeting.json"  # where ranks find each other, when that is not this folder
+# Exit statuses of a rank.
+DONE = 0
+RAISED = 70
+KIT_FAILED = 71
+PEER_DIED = 77  # ended by the kit, as the fault of the scenario
+
+# Files of a rank for rules, and the file of the run for its outcome.
+EVENTS = "events.jsonl"
+TENSORS = "tensors.safetensors"
+OUTCOME = "outcome.json"
+
+# Files that a rank saves for a process that resumes from them; the controller never reads them.
+STATE = "state.pt"
+MODEL = "model.pt"
+
+# Names the store in which ranks meet, if it is not in the folder of the run.
+MEETING = "meeting.json"
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON so that the file is either whole or not there.
+    """Write a JSON file; afterwards it is either complete or not there.
 
     Raises:
         KitError: the disk is full, or the folder is not writable.

@@ -1,7 +1,7 @@
-"""What a rank saw, on disk: JSON lines as they happen, tensors when the run is over.
+"""Reads the record of one rank: its events, its tensors, and the evidence that the host collected.
 
 A record is plain data. The controller reads it with ``json`` and ``safetensors`` alone, checks that
-it is complete, and never unpickles: nothing that a subject wrote is executed.
+it is complete, and unpickles nothing: no code of the subject is executed.
 """
 
 import json
@@ -19,14 +19,14 @@ from conformance.records.files import DONE, EVENTS, TENSORS
 
 @dataclass
 class RankRecord:
-    """One rank's record as the controller reads it.
+    """One rank's record, as the controller reads it.
 
     Attributes:
-        rank: global rank.
-        events: every event in order.
-        tensors: by name; empty when the rank did not reach its end.
-        exit: exit status of the process; negative for a signal.
-        evidence: captured output, stacks and flight recorder, as the host saw them.
+        rank: the global rank.
+        events: all events in order.
+        tensors: the tensors by name; empty if the rank did not reach its end.
+        exit: the exit status of the process; negative for a signal.
+        evidence: the output, the stacks and the flight recorder, as the host collected them.
     """
 
     rank: int
@@ -36,34 +36,35 @@ class RankRecord:
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def all(self, name: str, /, **fields: Any) -> Iterator[dict[str, Any]]:
-        """Yield the events of that name whose fields have those values."""
+        """Yield the events of a name whose fields have the given values."""
         for event in self.events:
             if event["event"] == name and fields.items() <= event.items():
                 yield event
 
     def first(self, name: str, /, **fields: Any) -> dict[str, Any] | None:
+        """Return the first of these events, or None."""
         return next(self.all(name, **fields), None)
 
     @property
     def finished(self) -> bool:
-        """Whether the rank wrote its whole record and then ended as the kit ends it."""
+        """Whether the rank wrote its whole record and the kit then ended the process."""
         end = self.first("end")
         return self.exit == DONE and end is not None and end["tensors"] == len(self.tensors)
 
 
 def read_rank(folder: Path, rank: int, outcome: dict[str, Any]) -> RankRecord:
-    """Read one rank's record, whatever state it was left in."""
+    """Read one rank's record as far as it was written.
+
+    Args:
+        folder: the rank's folder.
+        outcome: the rank's entry in the outcome of the run.
+    """
     record = RankRecord(rank, exit=outcome.get("exit"), evidence=outcome)
-    ahead = outcome.get("clock", 0.0)  # of another machine's clock
+    # By how many seconds the clock of the rank's machine is ahead of the controller's.
+    clock_offset = outcome.get("clock", 0.0)
     try:
         with open(folder / EVENTS, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    event = json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # the rank died in the middle of a line
-                if isinstance(event, dict) and {"event", "step", "time"} <= event.keys():
-                    record.events.append({**event, "time": event["time"] - ahead} if ahead and isinstance(event["time"], float) else event)
+            record.events.extend(_read_events(file, clock_offset))
     except FileNotFoundError:
         return record
     try:
@@ -73,3 +74,19 @@ def read_rank(folder: Path, rank: int, outcome: dict[str, Any]) -> RankRecord:
     except (SafetensorError, OSError) as error:
         record.evidence["unreadable"] = str(error)
     return record
+
+
+def _read_events(lines: Iterator[str], clock_offset: float) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file, with times on the controller's clock."""
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            # The rank died while it wrote this line.
+            continue
+        # A subject may have written to the file as well.
+        if not isinstance(event, dict) or not {"event", "step", "time"} <= event.keys():
+            continue
+        if clock_offset and isinstance(event["time"], float):
+            event["time"] -= clock_offset
+        yield event

@@ -1,4 +1,4 @@
-"""TODO: conformance/records/recorder.py."""
+"""Writes the record of one rank: JSON lines as events happen, tensors at the end of the run."""
 
 import contextlib
 import errno
@@ -16,49 +16,66 @@ from safetensors.torch import save_file
 
 from conformance.records.files import EVENTS, TENSORS
 
+_DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 class Recorder:
-    """Writes one rank's record. Each event is on disk before the next thing happens."""
+    """Writes one rank's record. Each event is in the file before the rank goes on.
+
+    Attributes:
+        step: the current step; -1 before the first one.
+        held: the number of bytes in the tensors that are kept.
+        failure: the error of a full or broken disk, which is never the subject's fault; None if
+            there was none.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file = os.open(folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(folder / EVENTS, flags, 0o600)
         self._lock = threading.Lock()
         self._tensors: dict[str, torch.Tensor] = {}
+        # Kept here, since a subject may replace time.monotonic.
         self._clock = time.monotonic
         self.step = -1
-        self.held = 0  # bytes in the tensors kept so far
-        self.failure = ""  # why the disk took no more, which is never the subject's fault
+        self.held = 0
+        self.failure: str | None = None
 
     def event(self, name: str, /, **fields: Any) -> None:
-        """Append one event, stamped with the current step."""
-        line = json.dumps({"event": name, "step": self.step, "time": self._clock(), **fields}) + "\n"
-        with self._lock, self._noting_a_full_disk():
+        """Append one event with the current step and time."""
+        stamped = {"event": name, "step": self.step, "time": self._clock(), **fields}
+        line = json.dumps(stamped) + "\n"
+        with self._lock, self._noting_disk_failure():
             os.write(self._file, line.encode())
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a copy of a dense tensor under ``name``; complex ones as pairs of reals."""
+        """Keep a dense copy of a tensor under ``name``; complex values as pairs of reals."""
         tensor = tensor.detach()
-        tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
-        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        # One on another device is read on the current stream, as a training script would read it; no other stream is waited for.
-        self._tensors[name] = kept = tensor.contiguous().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        # A tensor on another device is read on the current stream, as a training script would read
+        # it; no other stream is waited for.
+        kept = tensor.contiguous().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self._tensors[name] = kept
         self.held += kept.numel() * kept.element_size()
 
     def close(self) -> None:
-        """Write the tensors and the closing event, without which a record is incomplete."""
-        with self._noting_a_full_disk():
+        """Write the tensors and the last event; without that event a record is incomplete."""
+        with self._noting_disk_failure():
             try:
                 save_file(self._tensors, self._folder / TENSORS)
-            except SafetensorError as error:  # safetensors has no errno
+            except SafetensorError as error:
+                # The library reports errors of the disk without an errno.
                 raise OSError(errno.EIO, str(error)) from error
         self.event("end", tensors=len(self._tensors))
 
     @contextlib.contextmanager
-    def _noting_a_full_disk(self) -> Iterator[None]:
+    def _noting_disk_failure(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            if error.errno in _DISK_FAILED:
                 self.failure = str(error)
             raise

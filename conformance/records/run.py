@@ -1,4 +1,4 @@
-"""A finished run as rules see it: the scenario, and what every rank recorded."""
+"""A finished run as rules read it: the scenario, and the records of all ranks."""
 
 import functools
 import json
@@ -21,12 +21,13 @@ class Run:
     """One scenario at one world size.
 
     Attributes:
-        scenario: what was run.
-        world: number of processes.
-        ranks: the record of each.
-        stopped: ``ended``, or why the host ended it: ``hang``, ``peer``, ``flood``, ``host``, ``node``.
+        scenario: the scenario that was run.
+        world: the number of processes.
+        ranks: the record of each rank.
+        stopped: ``ended``, or why the host ended the run: ``hang``, ``peer``, ``flood``, ``host``,
+            ``node``.
         left_processes: command lines of processes that outlived their rank.
-        host: how the host died, or the node was lost, when it was.
+        host: how the host died, or the node was lost, if that happened.
     """
 
     scenario: Scenario
@@ -42,95 +43,154 @@ class Run:
 
     @property
     def finished(self) -> bool:
+        """Whether every rank has a complete record, except one that the kit killed."""
         if self.stopped != "ended" or not self.ranks:
             return False
-        killed_by_kit = {1: PEER_DIED} if self.scenario.fault.kind in ("peer_dies", "peer_dies_later") else {}
-        return all(rank.finished or rank.exit == killed_by_kit.get(rank.rank) for rank in self.ranks)
+        killed_by_kit: dict[int, int] = {}
+        if self.scenario.fault.kind in ("peer_dies", "peer_dies_later"):
+            killed_by_kit = {1: PEER_DIED}
+        return all(
+            rank.finished or rank.exit == killed_by_kit.get(rank.rank) for rank in self.ranks
+        )
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """Return the global ranks that the model of ``rank`` lives on."""
+        """Return the global ranks of the group that the model of ``rank`` lives on."""
         return self.scenario.group_of(rank, self.world)
 
     def steps(self, *kinds: str) -> list[int]:
-        """Return the steps that fed one of ``kinds``."""
+        """Return the steps that fed one of these kinds of gradient."""
         return [step for step, kind in enumerate(self.scenario.steps) if kind in kinds]
 
     def parameter_name(self, index: int) -> str:
-        return f"p{index}.weight" if self.scenario.params[index].layout == "sparse" else f"p{index}"
+        if self.scenario.params[index].layout == "sparse":
+            return f"p{index}.weight"
+        return f"p{index}"
 
     def element_index(self, index: int, element: int) -> tuple[int, ...]:
-        """Return the index within a parameter of an element of what :meth:`got` returns."""
+        """Return the index within a parameter of one element of the result of :meth:`got`.
+
+        Args:
+            index: the number of the parameter.
+            element: the element's position in the flat result.
+        """
         spec = self.scenario.params[index]
-        shape = (*spec.shape, 2) if spec.dtype.startswith("complex") else spec.shape
-        return tuple(int(i) for i in torch.unravel_index(torch.tensor(element), shape)) if shape else ()
+        shape = spec.shape
+        if spec.dtype.startswith("complex"):
+            shape = (*shape, 2)
+        if not shape:
+            return ()
+        return tuple(int(i) for i in torch.unravel_index(torch.tensor(element), shape))
 
     def element(self, name: str, at: int) -> str:
-        """Say which element of the tensor of that name, as records have it, is the one at that place in C order."""
+        """Return a description of one element of a recorded tensor.
+
+        Args:
+            name: the tensor's name in the record.
+            at: the element's position in C order.
+        """
         return f"element {at}"
 
     def got(self, rank: int, step: int, index: int) -> torch.Tensor | None:
-        """Return the gradient that DDP left on ``rank``, flat in float64 (complex as pairs).
+        """Return the gradient that DDP left on ``rank``, or None if none is on record.
 
-        Where a fused hook has freed it, it is what its future held.
+        It is flat and in float64, complex values as pairs. If a fused hook has freed the gradient,
+        it is the value of the hook's future.
         """
-        tensors, name = self.ranks[rank].tensors, self.parameter_name(index)
-        tensor = tensors.get(f"{step}/grad/{name}", tensors.get(f"{step}/result/{name}"))
+        tensors = self.ranks[rank].tensors
+        name = self.parameter_name(index)
+        tensor = tensors.get(f"{step}/grad/{name}")
+        if tensor is None:
+            tensor = tensors.get(f"{step}/result/{name}")
         return None if tensor is None else tensor.reshape(-1).double()
 
     def bytes_sent(self, begin: int = 0) -> Iterator[tuple[int, int, list[tuple[str, int]], int]]:
-        """Yield (rank, step, (collective, bytes) that the rank gave to each, bytes of its gradients), from step ``begin`` on."""
+        """Yield the traffic of every rank and step, from step ``begin`` on.
+
+        Each item is the rank, the step, a list of collectives with the bytes that the rank gave to
+        each, and the bytes of the rank's gradients.
+        """
         for rank in self.ranks:
             for sent in rank.all("sent"):
                 if sent["step"] >= begin:
                     calls = rank.all("call", step=sent["step"])
-                    gradients = sum(call["numel"] * getattr(torch, call["dtype"]).itemsize for call in calls)
-                    yield rank.rank, sent["step"], [(name, size) for name, size in sent["collectives"]], gradients
+                    gradients = sum(
+                        call["numel"] * getattr(torch, call["dtype"]).itemsize for call in calls
+                    )
+                    collectives = [(name, size) for name, size in sent["collectives"]]
+                    yield rank.rank, sent["step"], collectives, gradients
 
     def recorded(self, group: tuple[int, ...], step: int, index: int) -> torch.Tensor | None:
-        """Return what ``group`` fed, ``[W, numel]`` in float64, where that is on record; None where the inputs are the kit's own."""
+        """Return the recorded inputs of a group, ``[W, numel]`` in float64.
+
+        None means that they are not on record, because the kit made them and can make them again.
+        """
         return None
 
     def knows(self, step: int) -> bool:
-        """Whether it is known what was fed at ``step``."""
+        """Whether the inputs of ``step`` are known."""
         return step >= 0
 
     def feeds(self, rank: int, step: int, index: int) -> bool:
-        """Whether ``rank`` has an input at ``step``, and its forward uses the parameter; if not, zeros are its part of the mean."""
+        """Whether ``rank`` has an input at ``step`` and its forward uses the parameter.
+
+        If not, its part of the mean is zeros.
+        """
         group = self.group(rank)
         number = step + self.scenario.first_step
-        used = not self.scenario.ddp.find_unused_parameters or uses(len(group), group.index(rank), number, index)
-        return step < self.scenario.inputs_of(rank, self.world) and used and not self.scenario.params[index].frozen
+        all_used = not self.scenario.ddp.find_unused_parameters
+        used = all_used or uses(len(group), group.index(rank), number, index)
+        has_input = step < self.scenario.inputs_of(rank, self.world)
+        return has_input and used and not self.scenario.params[index].frozen
 
     def receives(self, rank: int, step: int, index: int) -> bool:
-        """Whether DDP leaves a gradient on ``rank``: it has an input, and some rank of its group has fed one."""
+        """Whether DDP leaves a gradient on ``rank``.
+
+        It does if the rank has an input, and some rank of its group feeds the parameter.
+        """
         has_input = step < self.scenario.inputs_of(rank, self.world)
         return has_input and any(self.feeds(other, step, index) for other in self.group(rank))
 
     def fed(self, rank: int, step: int, index: int) -> torch.Tensor:
-        """Return the gradient that the kit fed on ``rank``, in the same form."""
+        """Return the gradient that the kit fed on ``rank``, in the form of :meth:`got`."""
         spec = self.scenario.params[index]
         if not self.feeds(rank, step, index):
-            return torch.zeros(math.prod(spec.shape) * (2 if spec.dtype.startswith("complex") else 1), dtype=torch.float64)
+            numel = math.prod(spec.shape)
+            if spec.dtype.startswith("complex"):
+                numel *= 2
+            return torch.zeros(numel, dtype=torch.float64)
         kind = self.scenario.steps[step]
-        same = kind in REPEATED and spec.layout != "sparse"  # at every step: of a sparse one, other rows are used
-        number = 0 if same else step + self.scenario.first_step
+        number = step + self.scenario.first_step
+        # These kinds feed the same values at every step; a sparse gradient has other rows at each.
+        if kind in REPEATED and spec.layout != "sparse":
+            number = 0
         return fed(kind, spec, len(self.group(rank)), rank, number, index)
 
     def bucket_of(self, rank: int, step: int, index: int) -> int | None:
         """Return the index of the bucket that held a parameter at ``step``."""
         name = self.parameter_name(index)
-        return next((e["index"] for e in self.ranks[rank].all("call", step=step) if name in e["parameters"]), None)
+        for call in self.ranks[rank].all("call", step=step):
+            if name in call["parameters"]:
+                bucket: int = call["index"]
+                return bucket
+        return None
 
 
 @functools.lru_cache(maxsize=4096)
 def fed(kind: str, spec: Param, world: int, rank: int, step: int, index: int) -> torch.Tensor:
-    """Return what the kit feeds on ``rank``, in the form of :meth:`Run.fed`; ``world`` is the size of its group."""
-    values = gradient(kind, spec.shape, getattr(torch, spec.dtype), world=world, rank=rank, step=step, param=index)
+    """Return the gradient that the kit feeds on ``rank``, in the form of :meth:`Run.fed`.
+
+    Args:
+        world: the size of the rank's group.
+        step: the number of the step for the inputs.
+    """
+    dtype = getattr(torch, spec.dtype)
+    values = gradient(kind, spec.shape, dtype, world=world, rank=rank, step=step, param=index)
     if spec.layout == "sparse":
         used = torch.zeros(spec.shape[0], 1, dtype=values.dtype)
         used[sparse_rows(spec.shape[0], rank, step)] = 1
         values = values * used
-    values = torch.view_as_real(values) if values.is_complex() else values
+    if values.is_complex():
+        values = torch.view_as_real(values)
     return values.reshape(-1).double()
 
 
@@ -138,4 +198,5 @@ def load_run(folder: Path, scenario: Scenario, world: int) -> Run:
     """Read the records of a run from its folder."""
     outcome: dict[str, Any] = json.loads((folder / OUTCOME).read_text())
     ranks = [read_rank(folder / str(rank["rank"]), rank["rank"], rank) for rank in outcome["ranks"]]
-    return Run(scenario, world, ranks, outcome["stopped"], tuple(outcome["left_processes"]), outcome.get("host", ""))
+    left_processes = tuple(outcome["left_processes"])
+    return Run(scenario, world, ranks, outcome["stopped"], left_processes, outcome.get("host", ""))

@@ -224,7 +224,7 @@ class Session:
                 raise ProfileError("profile gloo-cpu: not run: this torch was built without gloo")
             require(self.options.require_profile, self.profile)
             return machine
-        found = pool.look(self.profile)
+        found = pool.probe_profile(self.profile)
         self.profile = resolve_profile(self.profile, found, self.worlds)
         require(self.options.require_profile, self.profile)
         machine = {**machine, **{key: found[key] for key in _MACHINE_KEYS if key in found}}

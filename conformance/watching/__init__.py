@@ -1,11 +1,13 @@
-"""Passive mode: a training run that is watched. It begins in ``watcher.py``.
+"""The passive mode: rules of the book on the steps of a training run.
 
-watcher     the call, which steps are looked at, and what is told
-look        one step on one rank
-on_model    what stands on the model meanwhile
-sampling    what is taken of gradients, and how it travels
-exchange    the group on which ranks tell each other
-live        rules on what they have told
-replicas    the bits of parameters
-issued      collectives overheard
+watcher        ``watch()``: counts and samples steps, reports findings
+attach         the hooks on a watched model
+step           one step on one rank, from the end of its forward to the end of its backward
+sampling       the elements that are sampled, and how they are sent
+exchange       the process group on which the ranks exchange samples
+judge          the rules, applied to the samples of all ranks
+replicas       checksums of parameters, and the search for elements that differ
+collectives    records the collectives that Python code starts
+
+``watcher.py`` is the beginning; it describes a sampled step from its begin to its end.
 """

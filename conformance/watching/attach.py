@@ -1,6 +1,7 @@
-"""What a watch puts on a model for as long as it lasts: a forward hook, and a ``join_hook`` around DDP's own.
+"""The hooks on a watched model: a forward hook, and a ``join_hook`` around DDP's own.
 
-Both are among the model's attributes, and go where these go: a copy of the model, or one that was saved and loaded, has neither.
+Both are attributes of the model, and DDP objects can be copied, pickled and loaded. So each of them
+removes itself from copies: a copy of the model is not watched.
 """
 
 from collections.abc import Callable
@@ -11,51 +12,58 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 
-class Counts(Protocol):
-    """Who is told of a model's steps."""
+class StepObserver(Protocol):
+    """An object that follows the steps of a model."""
 
-    def forward_ended(self, ddp: DistributedDataParallel, output: Any) -> None:
-        """A forward of the model is over."""
+    def after_forward(self, ddp: DistributedDataParallel, output: Any) -> None:
+        """Called at the end of the model's forward."""
 
-    def shadowed(self, ddp: DistributedDataParallel) -> None:
-        """Under ``Join``, this rank has run out of inputs, and has followed a step in which others train."""
+    def after_shadowed_step(self, ddp: DistributedDataParallel) -> None:
+        """Called under ``Join`` on a rank that has run out of inputs.
+
+        The rank has just shadowed a step in which other ranks train.
+        """
 
 
-class Attached:
-    """What stands on one model for one watch. Several may watch the same model."""
+class Attachment:
+    """The hooks of one watch on one model. Several watches may share a model."""
 
-    def __init__(self, ddp: DistributedDataParallel, counts: Counts) -> None:
-        self._counts = counts
-        self._handle = ddp.register_forward_hook(_OnForward(counts))
-        own = ddp.__dict__.get("join_hook")
-        self._joining = own if isinstance(own, _Joining) else _Joining(ddp)
-        self._joining.told.append(counts)
-        ddp.join_hook = self._joining
+    def __init__(self, ddp: DistributedDataParallel, observer: StepObserver) -> None:
+        self._observer = observer
+        self._handle = ddp.register_forward_hook(_ForwardHook(observer))
+        present = ddp.__dict__.get("join_hook")
+        if not isinstance(present, _WatchedJoinHook):
+            present = _WatchedJoinHook(ddp)
+        self._join_hook = present
+        self._join_hook.observers.append(observer)
+        ddp.join_hook = self._join_hook
 
     def detach(self) -> None:
-        """Take it off; may be called again."""
+        """Remove the hooks. Further calls do nothing."""
         self._handle.remove()
-        if self._counts in self._joining.told:
-            self._joining.told.remove(self._counts)
-            if not self._joining.told:
-                self._joining.ddp.__dict__.pop("join_hook", None)
+        observers = self._join_hook.observers
+        if self._observer in observers:
+            observers.remove(self._observer)
+            if not observers:
+                self._join_hook.ddp.__dict__.pop("join_hook", None)
 
 
-class _OnForward:
-    """What the model calls when its forward ends."""
+class _ForwardHook:
+    """The forward hook of a watched model."""
 
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
+    def __init__(self, observer: StepObserver) -> None:
+        self._observer = observer
 
     @torch._disable_dynamo
     def __call__(self, ddp: DistributedDataParallel, _: Any, output: Any) -> None:
-        self._counts.forward_ended(ddp, output)
+        self._observer.after_forward(ddp, output)
 
     def __reduce__(self) -> Any:
-        return _unwatched, ()
+        # A copy of the model has a hook that does nothing in this place.
+        return _make_empty_hook, ()
 
 
-def _unwatched() -> Callable[..., None]:
+def _make_empty_hook() -> Callable[..., None]:
     return _do_nothing
 
 
@@ -63,27 +71,33 @@ def _do_nothing(*_: Any) -> None:
     return None
 
 
-class _Joining:
-    """``join_hook`` of a watched model: DDP's own, and word of every step that it shadows. A copy of the model has DDP's own."""
+class _WatchedJoinHook:
+    """``join_hook`` of a watched model: DDP's own, and a call of the observers at each step."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.ddp, self.told = ddp, list[Counts]()
+        self.ddp = ddp
+        self.observers: list[StepObserver] = []
 
     def __call__(self, **kwargs: Any) -> JoinHook:
-        return _Shadow(DistributedDataParallel.join_hook(self.ddp, **kwargs), self)
+        return _ObservedJoinHook(DistributedDataParallel.join_hook(self.ddp, **kwargs), self)
 
     def __reduce__(self) -> Any:
-        return getattr, (self.ddp, "join_hook")  # of the copy, which has no such attribute yet
+        # In a copy of the model this is DDP's own method: the copy has no such attribute yet.
+        return getattr, (self.ddp, "join_hook")
 
 
-class _Shadow(JoinHook):
-    def __init__(self, theirs: JoinHook, joining: _Joining) -> None:
-        self._theirs, self._joining = theirs, joining
+class _ObservedJoinHook(JoinHook):
+    """DDP's own hook of one ``Join`` context, with a call of the observers after each step."""
+
+    def __init__(self, original: JoinHook, watched: _WatchedJoinHook) -> None:
+        self._original = original
+        self._watched = watched
 
     def main_hook(self) -> None:
-        self._theirs.main_hook()
-        for counts in list(self._joining.told):
-            counts.shadowed(self._joining.ddp)
+        self._original.main_hook()
+        # A copy of the list: an observer may detach itself.
+        for observer in list(self._watched.observers):
+            observer.after_shadowed_step(self._watched.ddp)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self._theirs.post_hook(is_last_joiner)
+        self._original.post_hook(is_last_joiner)

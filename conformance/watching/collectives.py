@@ -1,105 +1,170 @@
-"""The collectives that Python code starts, overheard for the length of one step of a training run.
+"""Records the collectives that Python code starts during one step of a training run.
 
-Methods of ``ProcessGroup`` are replaced for as long as somebody listens, and put back when nobody does. Collectives that C++
-starts by itself, such as DDP's own allreduce, do not pass here. Works and futures are handed on untouched and none is kept,
-unlike in ``collectives.py``, which overrides kernels and keeps every Work: that is for ranks that soon end.
+While a recording is open, methods of ``ProcessGroup`` are replaced; the last one to close puts them
+back. Collectives that C++ code starts by itself, such as DDP's own allreduce, do not pass through
+these methods. Works and futures are returned untouched, and none is kept. The recorder of the ranks
+(``ranks/instruments/collective_recorder.py``) overrides kernels and keeps every Work; that suits
+processes that soon end, and not a training run.
 """
 
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-# By method: the place of what this rank gives, and whether all ranks give as much of the same dtype. Sends are left out.
-_METHODS = {
-    **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce"), (0, True)),
-    **dict.fromkeys(("allgather", "allgather_coalesced", "all_gather_single", "_allgather_base"), (1, True)),
-    **dict.fromkeys(("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"), (1, True)),
-    **dict.fromkeys(("alltoall", "all_to_all_single", "alltoall_base", "gather", "scatter", "barrier"), (-1, False)),
-}
-_ROOTED = ("broadcast", "reduce")
-MOST = 10_000  # collectives of one step that are kept
 
-_lock = threading.RLock()
-_listeners: list["Listener"] = []
-_originals: dict[str, Any] = {}
-own_groups: set[str] = set()  # the kit's, which nobody hears
-
-
-class Listener:
-    """Hears the collectives of this process between :meth:`open` and :meth:`close`.
+class _Method(NamedTuple):
+    """A method of ``ProcessGroup``.
 
     Attributes:
-        heard: (thread, what, ranks of the group, name of the group), in the order of their start.
+        input: the position of the argument with this rank's tensors, if all ranks of the group give
+            equal amounts of one dtype; None if they need not.
+        has_root: whether the call names a root rank.
+    """
+
+    input: int | None
+    has_root: bool = False
+
+
+# Sends and receives are left out: they have no group of ranks that must agree.
+_METHODS = {
+    "allreduce": _Method(0),
+    "allreduce_coalesced": _Method(0),
+    "broadcast": _Method(0, has_root=True),
+    "reduce": _Method(0, has_root=True),
+    "allgather": _Method(1),
+    "allgather_coalesced": _Method(1),
+    "all_gather_single": _Method(1),
+    "_allgather_base": _Method(1),
+    "reduce_scatter": _Method(1),
+    "reduce_scatter_single": _Method(1),
+    "_reduce_scatter_base": _Method(1),
+    "alltoall": _Method(None),
+    "all_to_all_single": _Method(None),
+    "alltoall_base": _Method(None),
+    "gather": _Method(None),
+    "scatter": _Method(None),
+    "barrier": _Method(None),
+}
+MAX_RECORDED = 10_000  # collectives of one step that are kept
+
+
+class Collective(NamedTuple):
+    """One collective that a rank started.
+
+    Attributes:
+        description: the properties on which all ranks of the group must agree, in words.
+        ranks: the ranks of the group.
+        group_name: the name of the group.
+    """
+
+    description: str
+    ranks: list[int]
+    group_name: str
+
+
+_lock = threading.RLock()
+_open: list["Recording"] = []
+_originals: dict[str, Any] = {}
+# Names of the kit's own groups, whose collectives are not recorded.
+kit_groups: set[str] = set()
+
+
+class Recording:
+    """The collectives that this process starts between :meth:`open` and :meth:`close`.
+
+    Attributes:
+        collectives: each with the thread that started it, in the order in which they were started.
     """
 
     def __init__(self) -> None:
-        self.heard: list[tuple[int, str, list[int], str]] = []
+        self.collectives: list[tuple[int, Collective]] = []
 
     def open(self) -> None:
         with _lock:
-            if not _listeners:
-                _replace()
-            _listeners.append(self)
+            if not _open:
+                _replace_methods()
+            _open.append(self)
 
     def close(self) -> None:
-        """Hear no more; may be called again."""
+        """Record no more. Further calls do nothing."""
         with _lock:
-            if self in _listeners:
-                _listeners.remove(self)
-                if not _listeners:
-                    _put_back()
+            if self in _open:
+                _open.remove(self)
+                if not _open:
+                    _restore_methods()
 
 
-def _replace() -> None:
+def _replace_methods() -> None:
     for name in _METHODS:
+        # Versions of torch have different methods.
         if original := dist.ProcessGroup.__dict__.get(name):
             _originals[name] = original
-            setattr(dist.ProcessGroup, name, _noting(name, original))
+            setattr(dist.ProcessGroup, name, _recording_method(name, original))
 
 
-def _put_back() -> None:
+def _restore_methods() -> None:
     for name, original in _originals.items():
         setattr(dist.ProcessGroup, name, original)
     _originals.clear()
 
 
-def _noting(name: str, original: Any) -> Callable[..., Any]:
-    def noting(group: Any, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(Exception):  # of a group or a call of a form that we do not know: it goes unheard
-            _note(name, group, args, kwargs)
+def _recording_method(name: str, original: Any) -> Callable[..., Any]:
+    def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+        # A group or a call of an unknown form is not recorded; the call itself must not fail.
+        with contextlib.suppress(Exception):
+            _record(name, group, args, kwargs)
         return original(group, *args, **kwargs)
 
-    return noting
+    return method
 
 
-def _note(name: str, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if group.group_name in own_groups:
+def _record(name: str, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if group.group_name in kit_groups:
         return
-    heard = threading.get_ident(), _what(name, args, kwargs), sorted(dist.get_process_group_ranks(group)), group.group_name
-    for listener in list(_listeners):
-        if len(listener.heard) < MOST:
-            listener.heard.append(heard)
+    ranks = sorted(dist.get_process_group_ranks(group))
+    collective = Collective(_describe(name, args, kwargs), ranks, group.group_name)
+    for recording in list(_open):
+        if len(recording.collectives) < MAX_RECORDED:
+            recording.collectives.append((threading.get_ident(), collective))
 
 
-def _what(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return what all ranks of a group have to agree on, in words."""
-    given, alike = _METHODS[name]
-    options = next((arg for arg in (*args, *kwargs.values()) if hasattr(arg, "reduceOp")), None)
-    asked = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, (dist.ReduceOp, dist.ReduceOp.RedOpType))), None)
-    op = options.reduceOp if options is not None else asked
-    words = [name, "" if op is None else str(getattr(op, "op", op)).rpartition(".")[2]]
-    if alike and len(args) > given:
-        tensors = _tensors(args[given])
-        words += [str(sum(tensor.numel() for tensor in tensors)), str(tensors[0].dtype).removeprefix("torch.") if tensors else ""]
-    if name in _ROOTED:
-        roots = [arg.rootRank for arg in (*args, *kwargs.values()) if hasattr(arg, "rootRank")]
-        words += [f"root {roots[0]}"] if roots else []
+def _describe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the properties on which all ranks of a group must agree, in words."""
+    method = _METHODS[name]
+    values = (*args, *kwargs.values())
+    words = [name]
+    operation = _operation(values)
+    if operation is not None:
+        words.append(str(getattr(operation, "op", operation)).rpartition(".")[2])
+    if method.input is not None and len(args) > method.input:
+        tensors = _tensors(args[method.input])
+        words.append(str(sum(tensor.numel() for tensor in tensors)))
+        if tensors:
+            words.append(str(tensors[0].dtype).removeprefix("torch."))
+    if method.has_root:
+        roots = [value.rootRank for value in values if hasattr(value, "rootRank")]
+        if roots:
+            words.append(f"root {roots[0]}")
     return " ".join(filter(None, words))
 
 
+def _operation(values: tuple[Any, ...]) -> Any:
+    """Return the reduction operation of a call: of its options, or an argument of its own."""
+    for value in values:
+        if hasattr(value, "reduceOp"):
+            return value.reduceOp
+    for value in values:
+        if isinstance(value, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            return value
+    return None
+
+
 def _tensors(given: Any) -> list[torch.Tensor]:
-    return [given] if isinstance(given, torch.Tensor) else [tensor for part in given for tensor in _tensors(part)]
+    """Return the tensors of nested lists."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return [tensor for part in given for tensor in _tensors(part)]

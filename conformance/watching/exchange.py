@@ -1,8 +1,9 @@
-"""What ranks of a training run tell each other: on a process group of the kit's own, and never for longer than its timeout.
+"""The exchange of samples between ranks: on a process group of the kit's own, with a timeout.
 
-The group is Gloo's, whatever the model's is: it takes CPU tensors, leaves the devices' streams alone, and a collective that
-not all ranks come to ends with an exception, where NCCL's watchdog would end the process. A store says who came and who has
-left, since a collective that timed out cannot.
+The group is Gloo's, whatever the model's group is. Gloo takes CPU tensors and leaves the streams of
+devices alone, and a collective that not all ranks join ends with an exception; NCCL's watchdog
+would end the process. A collective that timed out does not name the missing ranks, so a store
+holds the step at which each rank arrived, and the reason of a rank that left.
 """
 
 import contextlib
@@ -13,58 +14,72 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+_LEFT = "left"
 
-class NotMet(Exception):
-    """The ranks do not come together at a step; ``str(error)`` says what is known of it."""
+
+class ExchangeError(Exception):
+    """The ranks did not meet at a step; ``str(error)`` is the reason as far as it is known."""
 
 
 class Exchange:
-    """The kit's own group of the ranks of another; made on all of them at the same place.
+    """A group of the kit's own, with the ranks of another group.
 
-    It is never destroyed by itself: a rank that closed its end would break the last exchange of those who are still reading. It
-    goes with the process's other groups.
+    It is made on all of these ranks at the same place. It is never destroyed by itself, but with
+    the other groups of the process: a rank that closed its end would break the last exchange of
+    ranks that are still reading.
 
     Args:
-        group: whose ranks take part. Those of WORLD that are not in it need not call this.
-        seconds: until one who waits for the others goes on without them.
+        group: the group whose ranks take part. Other ranks of WORLD need not make the exchange.
+        seconds: until a rank that waits for the others goes on without them.
 
     Raises:
-        NotMet: not all ranks have made it in time.
+        ExchangeError: not all ranks have made it in time.
 
     Attributes:
-        rank, size: this rank's place in the group, and how many there are.
-        ranks: by place, the ranks in WORLD.
+        rank: this rank's number in the group.
+        size: the number of ranks.
+        ranks: the global rank of each rank in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        limit = datetime.timedelta(seconds=seconds)
-        self._group = dist.new_group(list(self.ranks), timeout=limit, backend="gloo", use_local_synchronization=True)
-        self.rank, self.size, self.seconds = dist.get_rank(self._group), len(self.ranks), seconds
+        self._group = dist.new_group(
+            list(self.ranks),
+            timeout=datetime.timedelta(seconds=seconds),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        self.rank = dist.get_rank(self._group)
+        self.size = len(self.ranks)
         self.name = self._group.group_name
-        # A store may outlive a process group whose name comes again: what was left in it is not to be found.
-        drawn = self.gather(torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8))[0]
-        self._store = dist.PrefixStore(f"conformance.watch/{bytes(drawn.numpy()).hex()}", dist.distributed_c10d._get_default_store())
+        # A store may outlive a process group, and a later group may have the same name. A random
+        # prefix hides the entries of earlier groups.
+        own_prefix = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8)
+        prefix = bytes(self.gather(own_prefix)[0].numpy()).hex()
+        default_store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(f"conformance.watch/{prefix}", default_store)
 
-    def come(self, step: int) -> None:
-        """Say that this rank has come to ``step``.
+    def arrive(self, step: int) -> None:
+        """Announce that this rank has arrived at ``step``.
 
         Raises:
-            NotMet: some rank has left, so that there is no use in waiting for all.
+            ExchangeError: some rank has left, so that waiting for it is in vain.
         """
-        with _as_not_met():
-            if self._store.check(["left"]):
-                raise NotMet(self._store.get("left").decode())
+        with _as_exchange_error():
+            if self._store.check([_LEFT]):
+                raise ExchangeError(self._store.get(_LEFT).decode())
             self._store.set(str(self.rank), str(step))
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Return the one-dimensional CPU tensors of all ranks, ``[W, n]``: they have the same size and dtype.
+        """Return the one-dimensional CPU tensors of all ranks, ``[W, n]``.
+
+        The tensors have the same size and dtype on all ranks.
 
         Raises:
-            NotMet: a rank did not come in time, or is gone.
+            ExchangeError: a rank did not arrive in time, or is gone.
         """
         rows = mine.new_empty(self.size, mine.numel())
-        with _as_not_met():
+        with _as_exchange_error():
             dist.all_gather(list(rows.unbind()), mine.contiguous(), group=self._group)
         return rows
 
@@ -72,39 +87,51 @@ class Exchange:
         """Return the texts of all ranks.
 
         Raises:
-            NotMet: a rank did not come in time, or is gone.
+            ExchangeError: a rank did not arrive in time, or is gone.
         """
+        # frombuffer takes no empty buffer.
         sent = torch.frombuffer(bytearray(mine.encode() or b" "), dtype=torch.uint8)
         sizes = self.gather(torch.tensor([sent.numel()]))[:, 0].tolist()
-        rows = self.gather(torch.cat([sent, sent.new_zeros(max(sizes) - sent.numel())]))
+        padding = sent.new_zeros(max(sizes) - sent.numel())
+        rows = self.gather(torch.cat([sent, padding]))
         return [bytes(row[:size].numpy()).decode() for row, size in zip(rows, sizes, strict=True)]
 
-    def absent(self, step: int) -> str:
-        """Return where the others are who have not come to ``step``, in words; '' where none is absent, or the store is gone."""
+    def describe_absent(self, step: int) -> str | None:
+        """Return at which steps the ranks are that have not arrived at ``step``.
+
+        None means that all have arrived, or that the store is gone.
+        """
         with contextlib.suppress(RuntimeError, ValueError):
-            return "; ".join(self._absent(step))
-        return ""
+            return "; ".join(self._absent(step)) or None
+        return None
 
     def _absent(self, step: int) -> list[str]:
         found = []
-        for place in range(self.size):
-            key = str(place)
-            came = int(self._store.get(key)) if self._store.check([key]) else None
-            if came != step:
-                found.append(f"rank {self.ranks[place]} " + ("never came to one" if came is None else f"was last at step {came}"))
+        for number, rank in enumerate(self.ranks):
+            key = str(number)
+            if not self._store.check([key]):
+                found.append(f"rank {rank} never came to one")
+                continue
+            last = int(self._store.get(key))
+            if last != step:
+                found.append(f"rank {rank} was last at step {last}")
         return found
 
-    def leave(self, why: str) -> None:
-        """Tell those who come later that this rank comes no more. Says nothing where the store is gone."""
+    def leave(self, reason: str) -> None:
+        """Announce that this rank arrives no more; do nothing if the store is gone."""
         with contextlib.suppress(RuntimeError, ValueError):
-            if not self._store.check(["left"]):
-                self._store.set("left", why)
+            if not self._store.check([_LEFT]):
+                self._store.set(_LEFT, reason)
 
 
 @contextlib.contextmanager
-def _as_not_met() -> Iterator[None]:
-    """Whatever a backend or a store raises where a rank is late, or gone, is a RuntimeError."""
+def _as_exchange_error() -> Iterator[None]:
+    """Turn the errors of a backend or a store into ExchangeError.
+
+    All of them are RuntimeErrors if a rank is late or gone.
+    """
     try:
         yield
     except RuntimeError as error:
-        raise NotMet(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ExchangeError(f"{type(error).__name__}: {first_line}") from error

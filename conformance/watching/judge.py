@@ -1,8 +1,10 @@
-"""A step of a training run as rules see it, and what they say of it: the same rules as of a run of the kit's, on fewer records.
+"""Applies rules of the book to one step of a training run, sampled on all ranks.
 
-Of a training run nobody knows what its gradients have to be, so what every rank fed is on record too, as far as it was sampled;
-the mean is taken from that, in float64, and the bound is the one of ``oracle.py`` for values that are not crafted, with W times
-the smallest normal number of the gradient's dtype added, where that is below 1e-30: a process may flush subnormals to zero.
+The rules are those for runs of the kit's own; only the records have less in them. The gradients of
+a training run are not known beforehand, so the sampled gradients that every rank fed are on record
+too. The mean is computed from them in float64. The bound is the one of ``oracles/mean.py`` for
+values that are not crafted, plus W times the smallest normal number of the gradient's dtype if that
+is below 1e-30: a process may flush subnormal numbers to zero.
 """
 
 import math
@@ -20,25 +22,26 @@ from conformance.records.run import Run
 from conformance.rules.section_2_equivalence import random_values
 from conformance.rules.section_3_replicas import identical_models, identical_results
 from conformance.rules.section_8_special_values import control_flow, nan
-from conformance.rules.section_9_non_interference import parameters as untouched
+from conformance.rules.section_9_non_interference import parameters as unchanged_parameters
 from conformance.rules.section_10_collectives import agree
 from conformance.scenarios.model import DDPOptions, Param, Scenario
 from conformance.subjects.claims import LOCAL, Claims
-from conformance.watching.replicas import place
+from conformance.watching.collectives import Collective
+from conformance.watching.replicas import index_at
 from conformance.watching.sampling import Gathered, Layout
 
-Indices = list[torch.Tensor]
+Index = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One rule that a step of a training run does not keep.
+    """One rule that a step of a training run breaks.
 
     Attributes:
-        rule: its number; '' where a check could not be made.
-        title: of the rule.
+        rule: the rule's number; empty if a check could not be made.
+        title: the rule's title.
         step: the backward pass that averaged gradients, counted from 0.
-        failure: expected, actual and the likely cause.
+        failure: the expected and the actual state, and the likely cause.
         remedy: where to look.
     """
 
@@ -49,43 +52,75 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.rule} {self.title}".strip() + f"  [step {self.step}]"]
-        said = (("Expected", self.failure.expected), ("Actual", self.failure.actual), ("Likely cause", self.failure.cause))
-        return "\n".join(lines + [f"  {name + ':':<13} {text}" for name, text in (*said, ("Look at", self.remedy)) if text])
+        title = f"{self.rule} {self.title}".strip()
+        details = {
+            "Expected": self.failure.expected,
+            "Actual": self.failure.actual,
+            "Likely cause": self.failure.cause,
+            "Look at": self.remedy,
+        }
+        lines = [f"{title}  [step {self.step}]"]
+        lines += [f"  {name + ':':<13} {text}" for name, text in details.items() if text]
+        return "\n".join(lines)
 
 
-class _Always(tuple[str, ...]):
-    """The kind of gradient that every step fed, whatever its number."""
+class _SameKind(tuple[str, ...]):
+    """The kinds of gradient of all steps: every step, whatever its number, has the same kind."""
 
     def __getitem__(self, step: Any) -> Any:
         return "normal"
 
 
-class LiveRun(Run):
-    """One step of a training run, of which elements were sampled on every rank.
+class SampledRun(Run):
+    """One step of a training run, sampled on all ranks, as a run that rules can read.
 
     Args:
-        layout, index: which elements those are.
-        gathered: what the ranks said.
-        step: its number.
-        joined: places of the ranks that have run out of inputs, under ``Join``: they feed zeros, and nobody reads their results.
-        find_unused: DDP's.
-        fused: a gradient that is gone when backward is over was freed by the hook.
+        layout: the layout of the samples.
+        index: the sampled indices of each parameter.
+        gathered: the samples of all ranks.
+        step: the number of the step.
+        joined: the ranks in the group that have run out of inputs, under ``Join``. They feed zeros,
+            and their results are not used.
+        find_unused: DDP's ``find_unused_parameters``.
+        fused: whether the hook may free gradients: one that is gone after backward is no failure.
     """
 
     def __init__(
-        self, layout: Layout, index: Indices, gathered: Gathered, step: int, *, joined: set[int], find_unused: bool, fused: bool
+        self,
+        layout: Layout,
+        index: list[torch.Tensor],
+        gathered: Gathered,
+        step: int,
+        *,
+        joined: set[int],
+        find_unused: bool,
+        fused: bool,
     ) -> None:
-        params = tuple(Param(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in layout.parameters)
-        scenario = Scenario(
-            "live", "a step of a training run", params, _Always(), ddp=DDPOptions(find_unused_parameters=find_unused), initial_value=0.0
+        params = tuple(
+            Param(tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+            for parameter in layout.parameters
         )
-        super().__init__(scenario, len(gathered.words), [RankRecord(rank) for rank in range(len(gathered.words))])
-        self.layout, self.index, self.gathered, self.step = layout, index, gathered, step
-        self.joined, self.fused = joined, fused
-        self.training = [rank for rank in range(self.world) if rank not in joined]
-        self.receiving = self.training  # whose results are compared with the mean
-        self.places: dict[str, Callable[[int], tuple[int, ...]]] = {}
+        scenario = Scenario(
+            "watched",
+            "a step of a training run",
+            params,
+            _SameKind(),
+            ddp=DDPOptions(find_unused_parameters=find_unused),
+            initial_value=0.0,
+        )
+        world = len(gathered.numbers)
+        super().__init__(scenario, world, [RankRecord(rank) for rank in range(world)])
+        self.layout = layout
+        self.index = index
+        self.gathered = gathered
+        self.step = step
+        self.joined = joined
+        self.fused = fused
+        self.training = [rank for rank in range(world) if rank not in joined]
+        # The ranks whose results are compared with the mean.
+        self.receiving = self.training
+        # For each recorded tensor, the index within its parameter of each of its elements.
+        self._index_of: dict[str, Callable[[int], Index]] = {}
 
     @property
     def finished(self) -> bool:
@@ -101,196 +136,306 @@ class LiveRun(Run):
         return None
 
     def knows(self, step: int) -> bool:
-        return step == self.step or (step == self.step - 1 and self.gathered.has_before)
+        if step == self.step - 1:
+            return self.gathered.has_fed_before
+        return step == self.step
 
     def feeds(self, rank: int, step: int, index: int) -> bool:
         return bool(self.gathered.has_fed[rank, index])
 
     def receives(self, rank: int, step: int, index: int) -> bool:
         freed = self.fused and not self.gathered.has_result[rank, index]
-        return rank in self.receiving and not freed and bool(self.gathered.has_fed[:, index].any())
+        was_fed = bool(self.gathered.has_fed[:, index].any())
+        return rank in self.receiving and not freed and was_fed
 
     def fed(self, rank: int, step: int, index: int) -> torch.Tensor:
-        return (self.gathered.fed if step == self.step else self.gathered.before)[index][rank].double()
+        fed = self.gathered.fed if step == self.step else self.gathered.fed_before
+        return fed[index][rank].double()
 
     def recorded(self, group: tuple[int, ...], step: int, index: int) -> torch.Tensor:
         return self.gathered.fed[index].double()
 
     def got(self, rank: int, step: int, index: int) -> torch.Tensor | None:
-        return self.gathered.results[index][rank].double() if self.gathered.has_result[rank, index] else None
+        if not self.gathered.has_result[rank, index]:
+            return None
+        return self.gathered.results[index][rank].double()
 
-    def place(self, index: int, element: int) -> tuple[int, ...]:
+    def element_index(self, index: int, element: int) -> Index:
         spec = self.scenario.params[index]
-        pair = spec.dtype.startswith("complex")
-        at = self.index[index][element // 2 if pair else element].cpu()
-        found = tuple(int(i) for i in torch.unravel_index(at, spec.shape)) if spec.shape else ()
-        return (*found, element % 2) if pair else found
+        if spec.dtype.startswith("complex"):
+            # Samples of complex elements are pairs of reals.
+            return (*self._sampled_index(index, element // 2), element % 2)
+        return self._sampled_index(index, element)
+
+    def _sampled_index(self, index: int, number: int) -> Index:
+        """Return the index within a parameter of its sampled element of that number."""
+        shape = self.scenario.params[index].shape
+        if not shape:
+            return ()
+        position = self.index[index][number].cpu()
+        return tuple(int(i) for i in torch.unravel_index(position, shape))
 
     def element(self, name: str, at: int) -> str:
-        return f"index {self.places[name](at)}"
+        return f"index {self._index_of[name](at)}"
 
-    def show_results(self) -> None:
-        """Put the sampled results on record, as those of gradients; one NaN is as good as another."""
+    def record_results(self) -> None:
+        """Put the sampled results into the records, as gradients; all NaN become the same bits."""
         for index, name in enumerate(self.layout.names):
             key = f"{self.step}/grad/{name}"
-            self.places[key] = lambda at, index=index: self.place(index, at)  # type: ignore[misc]
+
+            def index_of(at: int, index: int = index) -> Index:
+                return self.element_index(index, at)
+
+            self._index_of[key] = index_of
             for rank in range(self.world):
-                shown = self.training[0] if rank in self.joined else rank
+                shown = self._stand_in(rank)
                 if self.gathered.has_result[shown, index]:
                     values = self.gathered.results[index][shown]
-                    self.ranks[rank].tensors[key] = torch.where(values.isnan(), math.nan, values)
+                    values = torch.where(values.isnan(), math.nan, values)
+                    self.ranks[rank].tensors[key] = values
 
-    def show_parameter(self, name: str, parameter: torch.Tensor, strides: tuple[int, ...], begin: int, rows: torch.Tensor) -> None:
-        """Put elements of a parameter on record, ``[W, n]``, of which the first lies at ``begin`` in its memory."""
-        key, pair = f"{self.step}/parameter/{name}", parameter.is_complex()
+    def record_parameter(
+        self,
+        name: str,
+        parameter: torch.Tensor,
+        strides: tuple[int, ...],
+        begin: int,
+        rows: torch.Tensor,
+    ) -> None:
+        """Put consecutive elements of a parameter into the records.
 
-        def where(at: int) -> tuple[int, ...]:
-            found = place(parameter.shape, strides, (begin + at) // 2 if pair else begin + at)
-            return (*found, (begin + at) % 2) if pair else found
+        Args:
+            strides: the strides of the order in which the elements lie.
+            begin: the position of the first element in memory.
+            rows: the elements of all ranks, ``[W, n]``.
+        """
+        key = f"{self.step}/parameter/{name}"
+        is_complex = parameter.is_complex()
 
-        self.places[key] = where
+        def index_of(at: int) -> Index:
+            position = begin + at
+            if is_complex:
+                return (*index_at(parameter.shape, strides, position // 2), position % 2)
+            return index_at(parameter.shape, strides, position)
+
+        self._index_of[key] = index_of
         for rank in range(self.world):
-            self.ranks[rank].tensors[key] = rows[self.training[0] if rank in self.joined else rank]
+            self.ranks[rank].tensors[key] = rows[self._stand_in(rank)]
+
+    def _stand_in(self, rank: int) -> int:
+        """Return the rank whose values are recorded for ``rank``.
+
+        Rules compare all ranks. For a rank that has joined they see the first training rank's
+        values, so that it cannot differ.
+        """
+        return self.training[0] if rank in self.joined else rank
 
 
 @dataclass
-class Judged:
-    """What rules say of one step.
+class StepJudgement:
+    """The judgement of one step.
 
     Attributes:
-        findings: one for each rule that does not hold.
-        figures: ``margin``, the largest error as a fraction of its bound, where the claim has one; ``off``, the distance of the
-            result from the mean, as a fraction of the mean, where it is lossy.
+        findings: one for each rule that is broken.
+        figures: ``margin``, the largest error as a fraction of its bound, if the claims have a
+            bound; ``off``, the distance of the result from the mean as a fraction of the mean, if
+            the claims are lossy.
     """
 
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
 
-    def ask(self, rule: Rule, run: Run, claims: Claims) -> Found:
-        """Ask a rule of the book, and keep what it finds."""
+    def check(self, rule: Rule, run: SampledRun, claims: Claims) -> Found:
+        """Check a rule of the book, and keep its first failure."""
         found = Found()
         rule.check(run, claims, found)
-        return self.keep(rule, run, found)
-
-    def keep(self, rule: Rule, run: Run, found: Found) -> Found:
-        if found.failures and isinstance(run, LiveRun):
-            self.findings.append(Finding(rule.number, rule.title, run.step, found.failures[0], rule.remedy))
+        self.keep(rule, run, found)
         return found
 
+    def keep(self, rule: Rule, run: SampledRun, found: Found) -> None:
+        """Keep the first failure, if there is one, as a finding of a rule."""
+        if found.failures:
+            finding = Finding(rule.number, rule.title, run.step, found.failures[0], rule.remedy)
+            self.findings.append(finding)
 
-def judge_values(run: LiveRun, claims: Claims, judged: Judged) -> None:
-    """Judge what came of the gradients: 2.2, 3.1, 8.1, 8.4 and 9.2."""
-    _judge_mean(run, claims, judged)
-    if not run.gathered.alike:
-        run.show_results()
-        judged.ask(identical_results, run, claims)
-    for rule, check in ((nan, _require_seen), (control_flow, _require_finite)):
-        found = Found()
-        check(run, claims, found)
-        judged.keep(rule, run, found)
+
+def judge_values(run: SampledRun, claims: Claims, judgement: StepJudgement) -> None:
+    """Judge the results of the step: rules 2.2, 3.1, 8.1, 8.4 and 9.2."""
+    _judge_mean(run, claims, judgement)
+    if not run.gathered.results_agree:
+        run.record_results()
+        judgement.check(identical_results, run, claims)
+    found = Found()
+    _require_visible(run, claims, found)
+    judgement.keep(nan, run, found)
+    found = Found()
+    _require_finite(run, claims, found)
+    judgement.keep(control_flow, run, found)
     for rank in run.training:
-        changed = [name for name, moved in zip(run.layout.names, run.gathered.moved[rank].tolist(), strict=True) if moved]
-        run.ranks[rank].events.append({"event": "stepped", "step": run.step, "time": 0.0, "parameters_changed": changed})
-    judged.ask(untouched, run, claims)
+        flags = run.gathered.parameter_changed[rank].tolist()
+        changed = [name for name, flag in zip(run.layout.names, flags, strict=True) if flag]
+        event = _event("stepped", run, parameters_changed=changed)
+        run.ranks[rank].events.append(event)
+    judgement.check(unchanged_parameters, run, claims)
 
 
-def judge_models(run: LiveRun, claims: Claims, judged: Judged) -> None:
-    """Judge parameters that are on record because they differ: 3.2."""
+def judge_models(run: SampledRun, claims: Claims, judgement: StepJudgement) -> None:
+    """Judge parameters that are on record because they differ: rule 3.2."""
     for rank in run.ranks:
-        rank.tensors = {name: tensor for name, tensor in rank.tensors.items() if "/parameter/" in name}
-    judged.ask(identical_models, run, claims)
+        parameters = {key: value for key, value in rank.tensors.items() if "/parameter/" in key}
+        rank.tensors = parameters
+    judgement.check(identical_models, run, claims)
 
 
-def judge_collectives(run: LiveRun, claims: Claims, judged: Judged, heard: list[list[tuple[str, list[int], str]]]) -> None:
-    """Judge the collectives of every rank, as (what, places of the group's ranks, its name): 10.2."""
-    for rank, said in zip(run.ranks, heard, strict=True):
-        common = {"event": "collective", "step": run.step, "time": 0.0, "call": None, "inside": True}
-        rank.events += [{**common, "what": what, "group": group, "named": named} for what, group, named in said]
-    judged.ask(agree, run, claims)
+def judge_collectives(
+    run: SampledRun,
+    claims: Claims,
+    judgement: StepJudgement,
+    collectives: list[list[Collective]],
+) -> None:
+    """Judge the collectives of every rank: rule 10.2.
+
+    Args:
+        collectives: by rank; the ranks in them are numbers in the model's group.
+    """
+    for record, own in zip(run.ranks, collectives, strict=True):
+        for collective in own:
+            event = _event(
+                "collective",
+                run,
+                call=None,
+                inside=True,
+                what=collective.description,
+                group=collective.ranks,
+                named=collective.group_name,
+            )
+            record.events.append(event)
+    judgement.check(agree, run, claims)
 
 
-def _judge_mean(run: LiveRun, claims: Claims, judged: Judged) -> None:
+def _event(name: str, run: SampledRun, **fields: Any) -> dict[str, Any]:
+    return {"event": name, "step": run.step, "time": 0.0, **fields}
+
+
+def _judge_mean(run: SampledRun, claims: Claims, judgement: StepJudgement) -> None:
     if claims.lossy:
-        judged.figures["off"] = _off(run, claims)
+        judgement.figures["off"] = _distance_from_mean(run, claims)
         return
-    if run.gathered.alike:  # one rank speaks for all, until something is wrong
+    if run.gathered.results_agree:
+        # All ranks have the same results, so one of them is enough, until one is wrong.
         run.receiving = run.training[:1]
         found = Found()
         random_values.check(run, claims, found)
         run.receiving = run.training
         if not found.failures:
-            judged.figures["margin"] = found.margin or 0.0
+            judgement.figures["margin"] = found.margin or 0.0
             return
-    found = judged.ask(random_values, run, claims)
-    judged.figures["margin"] = math.inf if found.failures else found.margin or 0.0
+    found = judgement.check(random_values, run, claims)
+    judgement.figures["margin"] = math.inf if found.failures else found.margin or 0.0
 
 
-def _off(run: LiveRun, claims: Claims) -> float:
-    """Return how far the first training rank's result is from the mean, as a fraction of it, over all sampled elements."""
-    rank, off, whole = run.training[0], 0.0, 0.0
+def _distance_from_mean(run: SampledRun, claims: Claims) -> float:
+    """Return the distance of the first training rank's result from the mean.
+
+    It is a fraction of the mean, in the Euclidean norm over all sampled elements.
+    """
+    rank = run.training[0]
+    factor = run.world if claims.sum else 1
+    error = 0.0
+    total = 0.0
     for index in range(len(run.layout.names)):
         got = run.got(rank, run.step, index)
         if got is not None and run.receives(rank, run.step, index):
-            right = run.recorded((), run.step, index).mean(0) * (run.world if claims.sum else 1)
-            off, whole = off + float((got - right).square().sum()), whole + float(right.square().sum())
-    return math.sqrt(off / whole) if whole else 0.0
+            mean = run.recorded((), run.step, index).mean(0) * factor
+            error += float((got - mean).square().sum())
+            total += float(mean.square().sum())
+    return math.sqrt(error / total) if total else 0.0
 
 
-def _require_seen(run: LiveRun, claims: Claims, found: Found) -> None:
-    """Where some gradient is not finite, some result must not be: on every rank, or under ``local`` on that which fed it."""
-    said = run.gathered
-    fed = ~(said.fed_top.isfinite()) & said.has_fed
+def _require_visible(run: SampledRun, claims: Claims, found: Found) -> None:
+    """If a gradient is not finite, a result must not be finite either.
+
+    This holds on every rank; under ``local`` on the rank that fed the gradient.
+    """
+    gathered = run.gathered
+    fed = ~gathered.largest_fed.isfinite() & gathered.has_fed
     if not fed.any():
         return
+    affected = fed.any(0)
+    feeder = int(fed.any(1).nonzero()[0])
     for rank in run.training:
         if claims.lossy == LOCAL and not fed[rank].any():
             continue
-        shown = said.has_result[rank]
+        shown = gathered.has_result[rank]
+        finite = gathered.largest_result[rank].isfinite()
+        parameter = ""
         if claims.lossy or claims.fused:
-            seen = bool((~said.result_top[rank].isfinite() & shown).any()) or not bool((shown & fed.any(0)).any())
-            where = ""
+            # A lossy hook may carry the value to other parameters, and a fused hook may have freed
+            # the gradient: some result must show it, unless none of the affected ones is there.
+            visible = bool((~finite & shown).any()) or not bool((shown & affected).any())
         else:
-            hidden = (fed.any(0) & shown & said.result_top[rank].isfinite()).nonzero()
-            seen = not len(hidden)
-            where = "" if seen else f", parameter {run.layout.names[int(hidden[0])]}"
-        feeder = int(fed.any(1).nonzero()[0])
-        if not found.require(
-            seen,
-            "a result that is not finite where a gradient is not",
-            f"rank {rank}, step {run.step}{where}: all are finite; rank {feeder} fed others",
-        ):
+            hidden = (affected & shown & finite).nonzero()
+            visible = not len(hidden)
+            if not visible:
+                parameter = f", parameter {run.layout.names[int(hidden[0])]}"
+        holds = found.require(
+            visible,
+            "a result that is not finite for a gradient that is not",
+            f"rank {rank}, step {run.step}{parameter}: all are finite; rank {feeder} fed others",
+        )
+        if not holds:
             return
 
 
-def _require_finite(run: LiveRun, claims: Claims, found: Found) -> None:
-    """Where all gradients of a parameter are finite, and far from overflow, results must be: on every rank, all elements.
+def _require_finite(run: SampledRun, claims: Claims, found: Found) -> None:
+    """If all gradients of a parameter are finite and far from overflow, results must be finite.
 
-    So must parameters, whatever is fed: those that are not are what a result at a step that was not sampled leaves behind.
+    This holds for all elements on every rank. Parameters must be finite in any case: a parameter
+    that is not follows from a result at a step that was not sampled.
     """
-    said, widest = run.gathered, run.world if claims.sum else 1
+    gathered = run.gathered
     for rank in run.training:
-        lost = (~said.held_top[rank].isfinite()).nonzero()
+        lost = (~gathered.largest_parameter[rank].isfinite()).nonzero()
         if len(lost):
-            actual = f"rank {rank}, step {run.step}, parameter {run.layout.names[int(lost[0])]}: some elements are not, before backward"
-            found.require(False, "finite parameters", actual, "a step before this one was made with results that were not finite")
+            name = run.layout.names[int(lost[0])]
+            found.require(
+                False,
+                "finite parameters",
+                f"rank {rank}, step {run.step}, parameter {name}: "
+                "some elements are not, before backward",
+                "a step before this one was made with results that were not finite",
+            )
             return
-    if not said.fed_top.isfinite().all():
-        return  # what is scaled or rotated as a whole may carry them anywhere
+    if not gathered.largest_fed.isfinite().all():
+        # A hook that scales or rotates all gradients together may carry the value anywhere.
+        return
+    factor = run.world if claims.sum else 1
     for index, name in enumerate(run.layout.names):
         largest = precision(run.scenario.params[index].dtype, claims)[2]
-        if float(said.fed_top[:, index].sum()) * widest >= largest / 16:
+        if float(gathered.largest_fed[:, index].sum()) * factor >= largest / 16:
             continue
         for rank in run.training:
-            finite = not said.has_result[rank, index] or bool(said.result_top[rank, index].isfinite())
-            cause = "a division by zero, or state that keeps a NaN or an infinity of an earlier step"
-            actual = f"rank {rank}, step {run.step}, parameter {name}: some elements are not"
-            if not found.require(finite, "finite values for finite gradients", actual, cause):
+            has_result = bool(gathered.has_result[rank, index])
+            finite = not has_result or bool(gathered.largest_result[rank, index].isfinite())
+            holds = found.require(
+                finite,
+                "finite values for finite gradients",
+                f"rank {rank}, step {run.step}, parameter {name}: some elements are not",
+                "a division by zero, or state that keeps a NaN or an infinity of an earlier step",
+            )
+            if not holds:
                 return
 
 
-def renamed(finding: Finding, ranks: tuple[int, ...]) -> Finding:
-    """Say whose ranks a finding speaks of, where they are not those of WORLD."""
+def with_group(finding: Finding, ranks: tuple[int, ...]) -> Finding:
+    """Add the group to a finding if its rank numbers are not those of WORLD.
+
+    Args:
+        ranks: the global ranks of the model's group.
+    """
     if ranks == tuple(range(len(ranks))):
         return finding
-    group = f" (places in the model's group, of ranks {', '.join(map(str, ranks))})"
-    return replace(finding, failure=replace(finding.failure, actual=finding.failure.actual + group))
+    numbers = ", ".join(map(str, ranks))
+    group = f" (numbered in the model's group, whose ranks are {numbers})"
+    failure = replace(finding.failure, actual=finding.failure.actual + group)
+    return replace(finding, failure=failure)

@@ -1,8 +1,10 @@
-"""Whether the parameters of all ranks have the same bits, told by one number for each; and where they differ, if not.
+"""Whether the parameters of all ranks have the same bits, and in which element they differ if not.
 
-The number is a fold of the bits: they are summed in blocks, as integers that wrap around, and the sums are added up, each times
-the place of its block. One read of the parameters, and no copy. Where numbers differ, a parameter is halved, so to say, in 256
-parts at a time, until the elements themselves can be looked at.
+Each parameter has a checksum of its bits: the bits are read as integers and summed in blocks, with
+wrap-around, and the checksum is the sum over all blocks of the block's sum times the block's number
+(1, 2, ...). It takes one read of the parameter, and no copy. If checksums differ, the ranks compare
+checksums of 256 parts of the parameter, then of 256 parts of the first part that differs, and so
+on, until the part is small enough to compare element by element.
 """
 
 from typing import Any
@@ -13,71 +15,100 @@ from conformance.watching.exchange import Exchange
 from conformance.watching.sampling import to_cpu
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK, _PARTS = 4096, 256
-LOOK = 4096  # elements that are looked at one by one
+_BLOCK = 4096  # words of 8 bytes
+_PARTS = 256
+MAX_COMPARED = 4096  # elements that are compared one by one
 
 
 def elements(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return a tensor's elements in the order of their memory (complex ones in pairs of reals), and the strides of that order.
+    """Return a tensor's elements in the order of memory, and the strides of that order.
 
-    A copy only where its elements overlap or have gaps.
+    Complex elements are pairs of reals. The result shares memory with the tensor unless its
+    elements overlap or have gaps.
     """
     tensor = tensor.detach()
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         tensor = tensor.contiguous()
     flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, tensor.stride()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat, tensor.stride()
 
 
-def fold(flat: torch.Tensor) -> torch.Tensor:
-    """Return one int64 for the bits of elements that lie one after another. A copy only where they do not lie on words of 8 bytes."""
-    if flat.storage_offset() * flat.element_size() % 8:
+def checksum(flat: torch.Tensor) -> torch.Tensor:
+    """Return one int64 for the bits of a contiguous one-dimensional tensor."""
+    size = flat.element_size()
+    if flat.storage_offset() * size % 8:
+        # A view as words of 8 bytes needs this alignment.
         flat = flat.clone()
-    rest = flat.numel() % (8 // flat.element_size())
-    words, odd = flat[: flat.numel() - rest].view(torch.int64), flat[flat.numel() - rest :].view(_INTEGERS[flat.element_size()])
-    whole = words.numel() // _BLOCK * _BLOCK
-    sums = torch.cat([words[:whole].view(-1, _BLOCK).sum(1), words[whole:].sum().view(1), odd.sum(dtype=torch.int64).view(1)])
+    remainder = flat.numel() % (8 // size)
+    whole_words = flat.numel() - remainder
+    words = flat[:whole_words].view(torch.int64)
+    rest = flat[whole_words:].view(_INTEGERS[size])
+    in_blocks = words.numel() // _BLOCK * _BLOCK
+    sums = torch.cat(
+        [
+            words[:in_blocks].view(-1, _BLOCK).sum(1),
+            words[in_blocks:].sum().view(1),
+            rest.sum(dtype=torch.int64).view(1),
+        ]
+    )
+    # The factors make the checksum depend on the order of blocks.
     return (sums * torch.arange(1, sums.numel() + 1, device=sums.device)).sum()
 
 
-def folds(tensors: list[torch.Tensor]) -> torch.Tensor:
+def checksums(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return one int64 for each tensor, on the CPU."""
-    found = to_cpu([fold(elements(tensor)[0]).view(1) for tensor in tensors])
-    return torch.cat([one for one in found if one is not None]) if found else torch.zeros(0, dtype=torch.int64)
+    found = to_cpu([checksum(elements(tensor)[0]).view(1) for tensor in tensors])
+    if not found:
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.cat([one for one in found if one is not None])
 
 
-def differing(exchange: Exchange, tensor: torch.Tensor, places: list[int]) -> tuple[int, torch.Tensor] | None:
-    """Find the first elements in which ranks differ; called on all ranks, of which those in ``places`` are compared.
+def first_difference(
+    exchange: Exchange, tensor: torch.Tensor, ranks: list[int]
+) -> tuple[int, torch.Tensor] | None:
+    """Find the first elements in which ranks differ. Called on all ranks of the exchange.
+
+    Args:
+        ranks: the ranks in the group that are compared.
 
     Returns:
-        The place in memory of the first of at most ``LOOK`` elements, and these of all ranks, ``[W, n]``; None where none differs
-        any more.
+        The position in memory of the first of at most ``MAX_COMPARED`` elements, and these elements
+        of all ranks, ``[W, n]``. None if no element differs any more.
 
     Raises:
-        NotMet: as :meth:`Exchange.gather`.
+        ExchangeError: as :meth:`Exchange.gather`.
     """
     flat, _ = elements(tensor)
-    begin, end = 0, flat.numel()
-    while end - begin > LOOK:
+    begin = 0
+    end = flat.numel()
+    while end - begin > MAX_COMPARED:
+        # Rounded up, so that there are at most _PARTS parts.
         size = -(-(end - begin) // _PARTS)
-        parts = torch.stack([fold(part) for part in flat[begin:end].split(size)]).cpu()
-        first = _first_differing(exchange.gather(parts), places)
+        parts = torch.stack([checksum(part) for part in flat[begin:end].split(size)]).cpu()
+        first = _first_differing_column(exchange.gather(parts), ranks)
         if first is None:
             return None
-        begin, end = begin + size * first, min(begin + size * (first + 1), end)
-    found = exchange.gather(flat[begin:end].cpu().view(torch.uint8))
-    return None if _first_differing(found, places) is None else (begin, found.contiguous().view(flat.dtype))
+        begin += size * first
+        end = min(begin + size, end)
+    rows = exchange.gather(flat[begin:end].cpu().view(torch.uint8))
+    if _first_differing_column(rows, ranks) is None:
+        return None
+    return begin, rows.contiguous().view(flat.dtype)
 
 
-def _first_differing(rows: torch.Tensor, places: list[int]) -> int | None:
-    compared = rows[places]
+def _first_differing_column(rows: torch.Tensor, ranks: list[int]) -> int | None:
+    compared = rows[ranks]
     differs = (compared != compared[:1]).any(0).nonzero()
     return int(differs[0]) if len(differs) else None
 
 
-def place(shape: Any, strides: tuple[int, ...], offset: int) -> tuple[int, ...]:
+def index_at(shape: Any, strides: tuple[int, ...], offset: int) -> tuple[int, ...]:
     """Return the index of the element that lies at ``offset`` in memory."""
     index = [0] * len(shape)
-    for dim in sorted((dim for dim in range(len(shape)) if shape[dim] > 1), key=lambda dim: -strides[dim]):
+    # Dimensions of size 1 have any stride; their index is 0.
+    dimensions = [dim for dim in range(len(shape)) if shape[dim] > 1]
+    for dim in sorted(dimensions, key=lambda dim: -strides[dim]):
         index[dim], offset = divmod(offset, strides[dim])
     return tuple(index)

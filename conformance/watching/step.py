@@ -1,5 +1,8 @@
-"""One step of a training run on one rank, from the end of its forward until backward is over: one that is sampled, or the one
-before it, of which it is known then what a result would be that comes a step late."""
+"""One step of a training run on one rank, from the end of its forward to the end of its backward.
+
+The step is sampled, or it is the step before a sampled one: some gradients are then sampled too, so
+that the judge can recognise a result that comes one step late.
+"""
 
 import functools
 import threading
@@ -11,27 +14,26 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from conformance.watching.collectives import Listener
-from conformance.watching.sampling import Layout, Taken
-
-Heard = list[tuple[str, list[int], str]]  # what, ranks of the group, its name
+from conformance.watching.collectives import Collective, Recording
+from conformance.watching.sampling import Layout, Sample
 
 
-class Look:
-    """What is seen of one step. Everything that it puts on the model comes off with :meth:`disarm`.
+class SampledStep:
+    """The observation of one step. :meth:`disarm` removes everything that it put on the model.
 
     Args:
-        layout: what is taken of it.
-        step: its number.
-        sampled: it is looked at; if not, it is only the one before such a step.
-        ahead: the next step's turn comes.
-        over: called with this when backward is over, DDP's own callbacks too.
-        harmless: a context for what is done inside of the training's own forward and backward: nothing is raised out of it.
+        layout: the elements to sample.
+        step: the number of the step.
+        is_sampled: whether this step is judged; if not, it is the step before such a step.
+        next_is_sampled: whether the next step is judged.
+        on_end: called with this object when backward is over, DDP's own callbacks included.
+        guard: makes a context for code that runs inside the training's forward and backward;
+            no error leaves the context.
 
     Attributes:
-        taken: what is taken.
-        ahead: what is taken for the step after this one, if that is to be sampled.
-        seconds: spent so far.
+        sample: the sample of this step.
+        next_sample: the beginning of the next step's sample, if that step is judged.
+        seconds: the time spent so far.
     """
 
     def __init__(
@@ -39,79 +41,102 @@ class Look:
         ddp: DistributedDataParallel,
         layout: Layout,
         step: int,
-        sampled: bool,
-        ahead: bool,
-        over: Callable[["Look"], None],
-        harmless: Callable[[int], AbstractContextManager[None]],
+        is_sampled: bool,
+        next_is_sampled: bool,
+        on_end: Callable[["SampledStep"], None],
+        guard: Callable[[int], AbstractContextManager[None]],
     ) -> None:
-        self.step, self.sampled, self.seconds = step, sampled, 0.0
-        self.taken = Taken(layout.indices(step) if sampled else [])
-        self.ahead = Taken(layout.indices(step + 1)) if ahead else None
+        self.step = step
+        self.is_sampled = is_sampled
+        self.seconds = 0.0
+        self.sample = Sample(layout.indices(step) if is_sampled else [])
+        self.next_sample = Sample(layout.indices(step + 1)) if next_is_sampled else None
         self.find_unused = bool(ddp.find_unused_parameters)
-        # Of ranks that have joined, DDP's own allreduce can be told not to count them; a hook is not asked.
-        self.divides_by_all = bool(getattr(ddp, "_divide_by_initial_world_size", True) or ddp._comm_hooks)
-        self._layout, self._over, self._harmless = layout, over, harmless
+        # Under Join DDP's own allreduce can divide by the number of ranks that have inputs left. A
+        # hook does not know that number.
+        divides = getattr(ddp, "_divide_by_initial_world_size", True)
+        self.divides_by_all = bool(divides or ddp._comm_hooks)
+        self._layout = layout
+        self._on_end = on_end
+        self._guard = guard
         self._handles: list[Any] = []
-        self._begun = False
-        self._listener, self._threads = Listener(), {threading.get_ident()}
+        self._backward_began = False
+        self._recording = Recording()
+        # The threads that train: this one, and those that run the backward pass.
+        self._threads = {threading.get_ident()}
 
     def arm(self, output: Any) -> None:
-        """Get ready for the backward of a forward that gave ``output``."""
+        """Prepare for the backward pass of a forward that returned ``output``."""
         began = time.perf_counter()
         for number, parameter in enumerate(self._layout.parameters):
-            self._handles.append(parameter.register_post_accumulate_grad_hook(functools.partial(self._complete, number)))
-        # The first gradient of an output begins the outermost backward: what is queued there comes when all of it is over,
-        # also where checkpointed modules run backward passes inside of it.
-        self._handles += [tensor.register_hook(self._begin) for tensor in _tensors(output) if tensor.requires_grad]
-        if self.sampled:
-            self._listener.open()
+            hook = functools.partial(self._after_grad, number)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        # The first gradient of an output begins the outermost backward pass. A callback that is
+        # queued there runs at the end of that pass, even if checkpointed modules run further
+        # backward passes inside it.
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                self._handles.append(tensor.register_hook(self._begin_backward))
+        if self.is_sampled:
+            self._recording.open()
         self.seconds += time.perf_counter() - began
 
     def disarm(self) -> None:
-        """Take everything off the model; may be called again."""
+        """Remove everything from the model. Further calls do nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._listener.close()
+        self._recording.close()
 
-    def heard(self) -> tuple[Heard, int]:
-        """Return the collectives of the threads that train, and how many others there were."""
-        own = [(what, ranks, named) for thread, what, ranks, named in self._listener.heard if thread in self._threads]
-        return own, len(self._listener.heard) - len(own)
+    def collectives(self) -> tuple[list[Collective], int]:
+        """Return the collectives of the threads that train, and the number of the others."""
+        recorded = self._recording.collectives
+        own = [collective for thread, collective in recorded if thread in self._threads]
+        return own, len(recorded) - len(own)
 
-    def _begin(self, *_: Any) -> None:
-        """Backward begins: of gradients that are there already some may not be touched by it, and are averaged all the same."""
-        if self._begun:
+    def _begin_backward(self, *_: Any) -> None:
+        if self._backward_began:
             return
-        began, self._begun = time.perf_counter(), True
-        with self._harmless(self.step):
+        self._backward_began = True
+        began = time.perf_counter()
+        with self._guard(self.step):
+            # Gradients of earlier micro-batches. Backward may leave some gradients alone, and
+            # DDP averages them all the same.
             for number, parameter in enumerate(self._layout.parameters):
                 if parameter.grad is not None:
-                    self._feed(number, parameter.grad)
-            if self.sampled:
-                torch.autograd.Variable._execution_engine.queue_callback(self._nearly_over)
-                self.taken.hold(self._layout)
+                    self._take(number, parameter.grad)
+            if self.is_sampled:
+                _queue_callback(self._before_end)
+                self.sample.take_parameters(self._layout)
         self.seconds += time.perf_counter() - began
 
-    def _complete(self, number: int, parameter: torch.Tensor) -> None:
-        """A gradient is complete on this rank, and DDP has not had it yet."""
-        self._begin()
+    def _after_grad(self, number: int, parameter: torch.Tensor) -> None:
+        """Sample a gradient that is complete on this rank, before DDP averages it."""
+        self._begin_backward()
         began = time.perf_counter()
-        with self._harmless(self.step):
+        with self._guard(self.step):
             self._threads.add(threading.get_ident())
-            self._feed(number, parameter.grad)
+            self._take(number, parameter.grad)
         self.seconds += time.perf_counter() - began
 
-    def _feed(self, number: int, grad: torch.Tensor | None) -> None:
-        if self.sampled:
-            self.taken.feed(number, grad)
-        if self.ahead is not None:
-            self.ahead.feed_before(number, grad)
+    def _take(self, number: int, grad: torch.Tensor | None) -> None:
+        if self.is_sampled:
+            self.sample.take_fed(number, grad)
+        if self.next_sample is not None:
+            self.next_sample.take_fed_before(number, grad)
 
-    def _nearly_over(self) -> None:
-        """Backward is over, but for the callbacks that were queued after this one; DDP's is one of them."""
+    def _before_end(self) -> None:
+        """Queue the end of the step behind the callbacks that were queued after this one.
+
+        DDP's own callback is among them.
+        """
         self._threads.add(threading.get_ident())
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._over(self))
+        _queue_callback(lambda: self._on_end(self))
+
+
+def _queue_callback(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the running backward pass."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _tensors(output: Any) -> Any:

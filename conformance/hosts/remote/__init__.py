@@ -1,8 +1,10 @@
-"""Ranks on several machines, on hosts that torchrun has started. It begins in ``attach.py`` and, on the nodes, in ``slot.py``.
+"""Hosts that torchrun has started, on one or several machines.
 
-attach      the controller's end: a pool whose ranks are elsewhere
-crew        one run on several hosts
-announce    how hosts are found: in the store of torchrun's rendezvous
-slot        the host that torchrun starts
-wire        what goes over a connection
+pool          the controller's end: a pool whose ranks are forked by these hosts
+run           one run on several hosts
+rendezvous    how a controller finds hosts: in the store of torchrun's rendezvous
+host          the host that torchrun starts
+wire          messages and files on a connection
+
+``pool.py`` is the beginning on the controller's machine, ``host.py`` on the nodes.
 """

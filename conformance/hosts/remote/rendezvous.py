@@ -1,9 +1,11 @@
-"""How a controller finds the hosts that torchrun started: each says in the rendezvous store where it listens.
+"""How a controller finds the hosts that torchrun started: in the store of torchrun's rendezvous.
 
-torchrun's c10d rendezvous is a TCPStore at its ``--rdzv-endpoint``, which the controller is given and the hosts are not. Hosts are
-given the store that agents share (``MASTER_ADDR``, ``MASTER_PORT``); the first names the second, by the rendezvous' own keys. With
-the static rendezvous both are one. What the store says is text and JSON; nothing is unpickled, not even torch's own state.
-Imports torch when it is used, not before.
+Each host writes an announcement into the store, with the address on which it listens. torchrun's
+c10d rendezvous is a TCPStore at its ``--rdzv-endpoint``. The controller is given this endpoint; the
+hosts are given another store, which torchrun's agents share (``MASTER_ADDR``, ``MASTER_PORT``). The
+endpoint's store names the shared store, under keys of the rendezvous. With the static rendezvous
+both are the same store. All values that are read are text and JSON; nothing is unpickled, not even
+torch's own state. This module imports torch only when it is used.
 """
 
 import datetime
@@ -11,6 +13,7 @@ import hashlib
 import json
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,40 +21,45 @@ from typing import Any
 from conformance.errors import UsageError
 
 DEFAULT_PORT = 29400  # torchrun's
-PATIENCE = 5.0  # seconds for somebody to listen
-STORE_PATIENCE = 30.0  # seconds for a store to answer: its client looks up names, which may take long
+CONNECT_TIMEOUT = 5.0  # seconds for a connection
+STORE_TIMEOUT = 30.0  # seconds for a store: its client looks up host names, which may take long
 _KEY = "conformance/host/{}"
-_RENDEZVOUS, _MASTER = "torch.rendezvous.", "/MASTER_ADDR"
+_RENDEZVOUS_PREFIX = "torch.rendezvous."
+_MASTER_SUFFIX = "/MASTER_ADDR"
 
 
-class NobodyThere(Exception):
-    """There are no hosts yet; ``str(error)`` says what there is instead."""
+class HostsNotFound(Exception):
+    """There are no hosts yet, or not all of them; ``str(error)`` is the reason."""
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a host says of itself.
+    """One host, as it describes itself to controllers.
 
     Attributes:
-        id: of this process, which torchrun may replace by another.
-        token: what whoever connects must know.
-        addresses, port: where it listens.
-        slot: torchrun's rank of it; ``slots`` is how many there are.
-        node: torchrun's rank of its agent; ``nodes`` is how many there are.
-        place: its rank on its node.
-        hostname, pid: for people.
-        store: address and port of the store that it is in, where ranks meet too.
+        id: identifies the process; torchrun may replace it by another.
+        token: a controller must send it when it connects.
+        addresses: the addresses under which the host may be reached.
+        port: the port on which it listens.
+        host_rank: torchrun's rank of the host.
+        host_count: the number of hosts.
+        node: torchrun's rank of the host's agent.
+        node_count: the number of agents.
+        local_rank: the host's rank on its node.
+        hostname: the name of the machine, for people.
+        pid: the process id, for people.
+        store: address and port of the store of the announcement, in which ranks meet too.
     """
 
     id: str
     token: str
     addresses: tuple[str, ...]
     port: int
-    slot: int
-    slots: int
+    host_rank: int
+    host_count: int
     node: int
-    nodes: int
-    place: int
+    node_count: int
+    local_rank: int
     hostname: str
     pid: int
     store: tuple[str, int]
@@ -65,139 +73,190 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     """Parse ``HOST:PORT``, ``HOST`` or ``[ADDRESS]:PORT``, as torchrun does.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: the text has none of these forms.
     """
-    host, colon, port = text.rpartition(":") if not text.endswith("]") and text.count(":") != 0 else (text, "", "")
-    if host.count(":") and not (host.startswith("[") and host.endswith("]")):
-        raise UsageError(f"--attach {text}: an address with colons needs brackets, e.g. [::1]:{DEFAULT_PORT}")
+    host = text
+    colon = ""
+    port = ""
+    if ":" in text and not text.endswith("]"):
+        host, colon, port = text.rpartition(":")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise UsageError(
+            f"--attach {text}: an address with colons needs brackets, e.g. [::1]:{DEFAULT_PORT}"
+        )
     host = host.removeprefix("[").removesuffix("]")
-    if not host or "/" in host or (colon and not (port.isdecimal() and 0 < int(port) < 65536)):
-        raise UsageError(f"--attach {text}: not HOST:PORT, which is what torchrun has as --rdzv-endpoint")
+    is_port = port.isdecimal() and 0 < int(port) < 65536
+    if not host or "/" in host or (colon and not is_port):
+        raise UsageError(f"--attach {text}: not HOST:PORT, the --rdzv-endpoint of torchrun")
     return host, int(port) if port else DEFAULT_PORT
 
 
-def announce(host: Announcement) -> None:
-    """Put a host's announcement into the store that it names. Raises: RuntimeError, where it does not answer."""
-    _connect(*host.store).set(_KEY.format(host.slot), json.dumps(asdict(host)))
-
-
-def find(host: str, port: int) -> list[Announcement]:
-    """Return the announcements of all hosts of a rendezvous, in the order of their slots.
-
-    Args:
-        host, port: torchrun's rendezvous endpoint, or the store that its agents share.
+def publish(host: Announcement) -> None:
+    """Put a host's announcement into its store.
 
     Raises:
-        NobodyThere: there is no store, or there are no hosts in it, or not all of them yet.
+        RuntimeError: the store does not answer.
+    """
+    _connect(*host.store).set(_KEY.format(host.host_rank), json.dumps(asdict(host)))
+
+
+def find_hosts(host: str, port: int) -> list[Announcement]:
+    """Return the announcements of all hosts of a rendezvous, in the order of their ranks.
+
+    Args:
+        host: the address of torchrun's rendezvous endpoint, or of the store that its agents share.
+        port: the port of the same.
+
+    Raises:
+        HostsNotFound: there is no store, or it has no hosts, or not all of them yet.
         UsageError: there are several rendezvous, each with hosts.
     """
     store = _reach(host, port)
     if store.check([_KEY.format(0)]):
-        return _read(store, host)
+        return _read_announcements(store, host)
     found: dict[tuple[str, int], list[Announcement]] = {}
-    why = f"there is a store at {host}:{port}, and no rendezvous of torchrun's in it yet"
-    for address, shared in _shared_stores(store):
-        for name in dict.fromkeys((address, host)):  # its own name may mean nothing here
+    reason = f"there is a store at {host}:{port}, and no rendezvous of torchrun's in it yet"
+    for address, shared_port in _shared_stores(store):
+        # The shared store's own address may mean nothing on this machine. It is often on the same
+        # machine as the endpoint.
+        for name in dict.fromkeys((address, host)):
             try:
-                there = _reach(name, shared)
-                if there.check([_KEY.format(0)]):
-                    found[name, shared] = _read(there, name)
+                shared = _reach(name, shared_port)
+                if shared.check([_KEY.format(0)]):
+                    found[name, shared_port] = _read_announcements(shared, name)
                 else:
-                    why = f"torchrun is there ({name}:{shared}), and no host of the kit's has come yet"
+                    reason = (
+                        f"torchrun is there ({name}:{shared_port}), "
+                        "and no host of the kit's has come yet"
+                    )
                 break
-            except NobodyThere as error:
-                why = str(error)
+            except HostsNotFound as error:
+                reason = str(error)
     if len(found) > 1:
-        choice = " or ".join(sorted(f"--attach {name}:{shared}" for name, shared in found))
-        raise UsageError(f"there are hosts of several torchruns at {host}:{port}; name one: {choice}")
+        choice = " or ".join(sorted(f"--attach {name}:{number}" for name, number in found))
+        raise UsageError(
+            f"there are hosts of several torchruns at {host}:{port}; name one: {choice}"
+        )
     if not found:
-        raise NobodyThere(why)
+        raise HostsNotFound(reason)
     return next(iter(found.values()))
 
 
 def _shared_stores(store: Any) -> list[tuple[str, int]]:
-    """Return the store of the newest round of every rendezvous that an endpoint has."""
+    """Return the shared store of the newest round of each rendezvous of an endpoint."""
     if not hasattr(store, "list_keys"):
-        raise NobodyThere("this torch cannot list what a store holds: give the address that the first host printed to --attach")
-    newest: dict[str, int] = {}
-    for key in store.list_keys():
-        if key.startswith(_RENDEZVOUS) and key.endswith(_MASTER):
-            run, _, number = key.removeprefix(_RENDEZVOUS).removesuffix(_MASTER).rpartition(".")
-            if number.isdecimal():
-                newest[run] = max(newest.get(run, 0), int(number))
+        raise HostsNotFound(
+            "this torch cannot list the keys of a store: "
+            "give the address that the first host printed to --attach"
+        )
     shared = []
-    for run, number in newest.items():
-        prefix = f"{_RENDEZVOUS}{run}.{number}/"
+    for run, number in _newest_rounds(store.list_keys()).items():
+        prefix = f"{_RENDEZVOUS_PREFIX}{run}.{number}/"
         if store.check([f"{prefix}MASTER_ADDR", f"{prefix}MASTER_PORT"]):
-            shared.append((store.get(f"{prefix}MASTER_ADDR").decode(), int(store.get(f"{prefix}MASTER_PORT"))))
+            address = store.get(f"{prefix}MASTER_ADDR").decode()
+            shared.append((address, int(store.get(f"{prefix}MASTER_PORT"))))
     return shared
 
 
-def _read(store: Any, reached_as: str) -> list[Announcement]:
+def _newest_rounds(keys: Iterable[str]) -> dict[str, int]:
+    """Return the number of the newest round of each run that has a shared store."""
+    newest: dict[str, int] = {}
+    for key in keys:
+        if key.startswith(_RENDEZVOUS_PREFIX) and key.endswith(_MASTER_SUFFIX):
+            name = key.removeprefix(_RENDEZVOUS_PREFIX).removesuffix(_MASTER_SUFFIX)
+            run, _, number = name.rpartition(".")
+            if number.isdecimal():
+                newest[run] = max(newest.get(run, 0), int(number))
+    return newest
+
+
+def _read_announcements(store: Any, reached_as: str) -> list[Announcement]:
+    """Read the announcements of all hosts of a store. Raises: HostsNotFound."""
     hosts: list[Announcement] = []
-    slots = 1
-    while len(hosts) < slots:
+    expected = 1
+    while len(hosts) < expected:
         key = _KEY.format(len(hosts))
         if not store.check([key]):
-            raise NobodyThere(f"{len(hosts)} of {slots} hosts have come")
-        hosts.append(_parse(store.get(key), reached_as))
-        slots = hosts[0].slots
-        if hosts[-1].slots != slots:
-            raise NobodyThere(f"{len(hosts) - 1} of {slots} hosts have come")
+            raise HostsNotFound(f"{len(hosts)} of {expected} hosts have come")
+        host = _parse(store.get(key), reached_as)
+        hosts.append(host)
+        expected = hosts[0].host_count
+        # A host of an earlier round may have left an announcement.
+        if host.host_count != expected:
+            raise HostsNotFound(f"{len(hosts) - 1} of {expected} hosts have come")
     return hosts
 
 
 def _parse(text: bytes, reached_as: str) -> Announcement:
+    """Parse an announcement. Raises: HostsNotFound."""
     try:
-        said = json.loads(text)
-        own = tuple(str(address) for address in said["addresses"])
-        candidates = (*own, reached_as) if said["node"] == 0 else own
-        return Announcement(**{**said, "addresses": candidates, "store": (str(said["store"][0]), int(said["store"][1]))})
-    except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise NobodyThere("a host of another version has announced itself there") from error
+        fields = json.loads(text)
+        addresses = tuple(str(address) for address in fields["addresses"])
+        if fields["node"] == 0:
+            # The shared store is on the first node, and was reached under this name.
+            addresses = (*addresses, reached_as)
+        address, port = fields["store"]
+        store = (str(address), int(port))
+        return Announcement(**{**fields, "addresses": addresses, "store": store})
+    except (ValueError, TypeError, KeyError) as error:
+        raise HostsNotFound("a host of another version has announced itself there") from error
 
 
 def _reach(host: str, port: int) -> Any:
-    """Connect to a store, once something listens there: torch's own attempts are many, and each leaves a trace on the terminal."""
+    """Connect to a store if something listens at its address. Raises: HostsNotFound."""
+    # torch's client tries many times, and each attempt leaves a trace on the terminal. So a plain
+    # connection comes first.
     try:
-        socket.create_connection((host, port), timeout=PATIENCE).close()
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
     except OSError as error:
-        raise NobodyThere(f"nobody answers at {host}:{port} ({error.strerror or error})") from error
+        reason = error.strerror or error
+        raise HostsNotFound(f"nobody answers at {host}:{port} ({reason})") from error
     try:
         return _connect(host, port)
     except RuntimeError as error:
-        raise NobodyThere(f"what answers at {host}:{port} is no store of torchrun's") from error
+        raise HostsNotFound(f"the server at {host}:{port} is no store of torchrun's") from error
 
 
 def _connect(host: str, port: int) -> Any:
     from torch.distributed import TCPStore
 
-    return TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=STORE_PATIENCE))
+    timeout = datetime.timedelta(seconds=STORE_TIMEOUT)
+    return TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 def kit_digest() -> str:
-    """Return a digest of the kit's own sources: records are judged by the kit that made them."""
-    package, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
+    """Return a digest of the kit's own sources.
+
+    Hosts and controller must have the same: records are judged by the kit that made them.
+    """
+    package = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
     for path in sorted(package.rglob("*")):
         if path.suffix == ".py" or path.name == "golden.txt":
-            digest.update(f"{path.relative_to(package)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+            file_digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(f"{path.relative_to(package)}\0{file_digest}\n".encode())
     return digest.hexdigest()
 
 
-def announcement(identity: str, token: str, addresses: tuple[str, ...], port: int) -> Announcement:
-    """Return what the host in this process says of itself. Raises: KeyError, where torchrun has not started it."""
-    number = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+def make_announcement(
+    identity: str, token: str, addresses: tuple[str, ...], port: int
+) -> Announcement:
+    """Return the announcement of the host in this process.
+
+    Raises:
+        KeyError: torchrun has not started this process.
+    """
     return Announcement(
         id=identity,
         token=token,
         addresses=addresses,
         port=port,
-        slot=number["RANK"],
-        slots=number["WORLD_SIZE"],
-        node=number["GROUP_RANK"],
-        nodes=number["GROUP_WORLD_SIZE"],
-        place=number["LOCAL_RANK"],
+        host_rank=int(os.environ["RANK"]),
+        host_count=int(os.environ["WORLD_SIZE"]),
+        node=int(os.environ["GROUP_RANK"]),
+        node_count=int(os.environ["GROUP_WORLD_SIZE"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
         hostname=socket.gethostname(),
         pid=os.getpid(),
-        store=(os.environ["MASTER_ADDR"], number["MASTER_PORT"]),
+        store=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
     )
