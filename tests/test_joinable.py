@@ -50,7 +50,7 @@ def test_torchs_context(judgements_of: Callable[[Case], Judgements], rules: dict
         ("hooks_ref:topk", "no attribute"),
         ("hooks_ref:QSGD", "a join context has notify_join_context, a joinable has join_hook; QSGD has neither"),
         ("torch.nn.parallel:DistributedDataParallel", "calling DistributedDataParallel failed: "),
-        ("hooks_ref:Join,enable=False", "enable: the scenarios say so; leave it out of the target"),
+        ("hooks_ref:Join,enable=False", "enable: the scenarios choose it; leave it out of the target"),
     ],
 )
 def test_what_is_no_subject_is_said_in_a_line(pool: Pool, target: str, line: str) -> None:

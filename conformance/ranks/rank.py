@@ -1,8 +1,8 @@
 """One rank of one scenario, from the fork to its end.
 
 It runs in a child of the host. All of the subject's work happens here, and everything that rules
-read is recorded here. The rank knows no rules and judges nothing: an exception, from whatever
-place, is an event, and the rank then ends so that its peers do not wait for it.
+read is recorded here. The rank knows no rules and judges nothing: an exception from any
+place is an event, and the rank then ends so that its peers do not wait for it.
 """
 
 import contextlib

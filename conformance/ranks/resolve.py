@@ -110,7 +110,7 @@ def resolve(spec: SubjectSpec) -> Resolved:
 
 
 def _resolve_target(text: str, option: str) -> Resolved:
-    """Import a target as it is, with its arguments; its kind's driver decides what to call."""
+    """Import a target as it is, with its arguments; the driver of its kind calls it."""
     target = parse_target(text, option)
     value, module = _lookup(target, option)
     if target.kwargs and not callable(value):
@@ -298,7 +298,7 @@ def _claims_beside(value: Any, module: Any, target: Target) -> str | None:
     if declared is not None and not isinstance(declared, str):
         raise TargetError(
             f"__conformance__ beside {target} must be a string of claims "
-            "or a dict of them by attribute"
+            "or a dict of such strings by attribute"
         )
     return declared
 

@@ -60,7 +60,7 @@ class Watch:
             dtype = str(torch.get_autocast_dtype(device))
         self.autocast[self.phase] = sorted({*self.autocast.get(self.phase, ()), dtype})
         if self.raises == block:
-            raise Planned(f"{block} was told to")
+            raise Planned(f"{block} raises as planned")
 
     def sees(self, block: str, tensor: torch.Tensor) -> torch.Tensor:
         """Note an activation of a block, which is neither its input nor its output."""

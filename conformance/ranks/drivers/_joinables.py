@@ -16,7 +16,7 @@ class OfGroup(Joinable):
     """The parts of a joinable without collectives.
 
     Args:
-        group: the group on which the context's ranks agree who still trains.
+        group: the group of the ranks in the context.
         device: of the tensors that they exchange.
     """
 

@@ -17,7 +17,7 @@ from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.instruments import process_state
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
 from conformance.ranks.instruments.faults import Faults
-from conformance.ranks.instruments.hook_observer import HookObserver
+from conformance.ranks.instruments.hook_observer import Observer
 from conformance.ranks.instruments.process_state import Patches
 from conformance.ranks.instruments.step_recorder import StepRecorder
 from conformance.ranks.instruments.stream_delays import Streams, record_device_wait
@@ -93,7 +93,7 @@ class HookDriver(RankDriver):
             self.timeout,
         )
         super().install_instruments()
-        self._observer = HookObserver(
+        self._observer = Observer(
             self.recorder,
             self.calls,
             parameters,
@@ -177,7 +177,8 @@ class HookDriver(RankDriver):
 
     def _watch_registrations(self) -> None:
         """Put the observer between DDP and every hook that is registered in this process."""
-        register = DistributedDataParallel.register_comm_hook
+        ddp_class: Any = DistributedDataParallel
+        register = ddp_class.register_comm_hook
         registered = self._registered
         is_observed = self.scenario.observe.hook
 
@@ -193,7 +194,7 @@ class HookDriver(RankDriver):
             if is_main:
                 registered.append(hook)
 
-        DistributedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
+        ddp_class.register_comm_hook = register_comm_hook
 
     # Training
 

@@ -39,7 +39,7 @@ class JoinableDriver(RankDriver):
         if _is_context(function):
             if given := _CHOSEN_BY_KIT & arguments.keys():
                 raise TargetError(
-                    f"{', '.join(sorted(given))}: the scenarios say so; leave it out of the target"
+                    f"{', '.join(sorted(given))}: the scenarios choose it; leave it out of the target"
                 )
             self._run_context(_Context(self, subject, function.notify_join_context))
             return
@@ -71,7 +71,7 @@ class JoinableDriver(RankDriver):
             )
         if not callable(made) and not callable(getattr(made, "step", None)):
             raise TargetError(
-                "a joinable can be called, or has step(), which is one step of it; "
+                "a joinable can be called, or has a method step(); "
                 f"{type(made).__name__} has neither"
             )
         self.recorder.event("subject", is_context=False)

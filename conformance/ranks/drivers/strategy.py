@@ -138,7 +138,7 @@ class StrategyDriver(RankDriver):
         }
         if missing := missing_arguments(self.strategy, names):
             raise TargetError(
-                f"the strategy asks for {', '.join(missing)}; a micro-batch has {', '.join(names)}"
+                f"the strategy requires {', '.join(missing)}; a micro-batch has {', '.join(names)}"
             )
         context = self.call(self.strategy, names)
         if not (hasattr(context, "__enter__") and hasattr(context, "__exit__")):

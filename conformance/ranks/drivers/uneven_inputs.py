@@ -25,7 +25,7 @@ def train_unevenly(
 
     Args:
         ddp: the model.
-        group: the group on which ranks agree who still trains.
+        group: the group of the ranks that train.
         steps: the steps of this rank.
         step: trains one step.
         shadow_step: called before DDP in each step that other ranks train and this one does not.

@@ -184,7 +184,7 @@ class WrapperDriver(RankDriver):
         self.record_comparison(
             "error",
             lambda: f"{type(caught).__name__}: {caught}",
-            f"{Planned.__name__}: block 1 was told to",
+            f"{Planned.__name__}: block 1 raises as planned",
         )
 
     def _evaluate(self) -> None:

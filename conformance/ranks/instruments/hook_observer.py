@@ -27,8 +27,10 @@ class ContractBreach(Exception):
     """The hook returned an object that DDP cannot take; the breach is already on record."""
 
 
-class HookObserver:
+class Observer:
     """Wraps one hook on one rank. The rules of section 1 read its events.
+
+    DDP logs the qualified name of the function that :meth:`wrap` returns, and the log is on record.
 
     Args:
         recorder: receives the events.

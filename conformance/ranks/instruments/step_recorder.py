@@ -6,7 +6,7 @@ import torch
 
 from conformance.ranks.instruments import process_state
 from conformance.ranks.instruments.digest import LARGEST, digest
-from conformance.ranks.instruments.hook_observer import HookObserver
+from conformance.ranks.instruments.hook_observer import Observer
 from conformance.ranks.models.ddp_model import DDPModel
 from conformance.records.recorder import Recorder
 from conformance.scenarios.gradients import lay_out
@@ -24,7 +24,7 @@ class StepRecorder:
     """
 
     def __init__(
-        self, scenario: Scenario, recorder: Recorder, model: DDPModel, observer: HookObserver
+        self, scenario: Scenario, recorder: Recorder, model: DDPModel, observer: Observer
     ) -> None:
         self._scenario = scenario
         self._recorder = recorder

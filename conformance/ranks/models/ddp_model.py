@@ -124,7 +124,7 @@ class DDPModel:
         if not name:
             if own is None:
                 raise TargetError(
-                    "--claims poststep: say which call, poststep(call=NAME), "
+                    "--claims poststep: name the call, poststep(call=NAME), "
                     "or give the set-up's Case an after_backward"
                 )
             return own
