@@ -187,9 +187,8 @@ class OptimizerDriver(RankDriver):
         inner = torch.optim.Adam if self.scenario.variant == "adam" else torch.optim.SGD
         # With optimizer_class, ``**`` passes the options of the inner optimizer.
         passed_on = options if "optimizer_class" in names and "**" in names else {}
-        if passed_on or "optim" in names:
-            taken = options
-        else:
+        taken = options
+        if not passed_on and "optim" not in names:
             taken = {name: value for name, value in options.items() if name in names}
         is_grouped = bool(self.setting.groups)
         if "lr" not in taken and not is_grouped:

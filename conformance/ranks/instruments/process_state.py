@@ -119,10 +119,9 @@ class Patches:
     @staticmethod
     def _members(owner: Any) -> dict[str, Any]:
         """Return the functions of a module, or of a class with those that it inherits."""
+        everything = dict(vars(owner))
         if isinstance(owner, type):
             everything = {key: getattr(owner, key, None) for key in dir(owner)}
-        else:
-            everything = dict(vars(owner))
         return {key: value for key, value in everything.items() if Patches._is_function(value)}
 
     @staticmethod
