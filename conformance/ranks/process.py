@@ -25,7 +25,7 @@ def prepare_process(own: Path, cwd: str) -> None:
     temporary.mkdir()
     os.environ["TMPDIR"] = str(temporary)
     tempfile.tempdir = None  # read TMPDIR again
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # ranks share the machine's cores
     # A shell starts background jobs with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)

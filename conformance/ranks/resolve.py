@@ -123,6 +123,7 @@ def is_one_object(resolved: Resolved) -> bool:
     """Whether the subject names an existing object, which two models then share."""
     hook = resolved.hook
     state = resolved.state
+    # A plain function has no state of its own; a bound method shares its object.
     is_function = inspect.isroutine(hook) and not inspect.ismethod(hook)
     is_made = resolved.setup is not None or isinstance(hook, Factory) or is_function
     state_is_made = state is None or isinstance(state, (str, Factory)) or callable(state)
@@ -159,6 +160,7 @@ def make_state(state: Any, context: Context) -> Any:
         return context[_canonical(state)]()
     if isinstance(state, Factory):
         return state.make(context)
+    # Other callables are states themselves: an object of a class with __call__ may be one.
     if inspect.isfunction(state) or inspect.isclass(state) or isinstance(state, functools.partial):
         return call_with_names(state, {}, context)
     return state
@@ -219,6 +221,7 @@ def describe(spec: SubjectSpec) -> dict[str, Any]:
         # It can be called here too, so that its errors show before any rank starts.
         make_hook(resolved, {}, f"--hook {spec.hook}")
     function = resolved.function
+    # The code may lie in another module than the one that the target names.
     while isinstance(function, functools.partial):
         function = function.func
     owner = inspect.getmodule(inspect.unwrap(function)) if callable(function) else None
@@ -240,6 +243,7 @@ def _load(target: Target, option: str) -> tuple[Any, str | None]:
     """Import a target, bind its arguments, and read the claims beside it."""
     value, module = _lookup(target, option)
     claims = _claims_beside(value, module, target)
+    # A set-up is called in any case, for each model: its arguments are bound.
     if option != "--setup" and (target.call or inspect.isclass(value)):
         value = Factory(value, target.kwargs)
     elif target.kwargs:
@@ -260,6 +264,7 @@ def _lookup(target: Target, option: str) -> tuple[Any, Any]:
     try:
         module = importlib.import_module(target.module)
     except ModuleNotFoundError as error:
+        # The target's own module is missing, or a package above it; else an import inside of it.
         if error.name and (
             target.module == error.name or target.module.startswith(error.name + ".")
         ):

@@ -28,6 +28,7 @@ class AveragerDriver(RankDriver):
                 f"{type(self.averager).__name__} has none"
             )
         resume = self.scenario.resume
+        # Parameters are set in every step: only the averager has a state to go on from.
         if self.saved:
             self._load_averager()
         for step, kind in enumerate(self.scenario.steps):

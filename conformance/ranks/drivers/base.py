@@ -58,7 +58,7 @@ class RankDriver(ABC):
 
     # Calls of other kinds than hooks may run a whole backward, on threads of autograd.
     calls_own_all_threads: ClassVar[bool] = True
-    # Other kinds wait for their peers as they like: only hooks are judged by their waits (10.2).
+    # Other kinds wait for their peers as they like: only hooks are judged by their waits.
     records_waits: ClassVar[bool] = False
 
     def __init__(
@@ -99,13 +99,16 @@ class RankDriver(ABC):
         self.device = take_place(self.scenario.profile, place, str(own))
         self.set_up()
         self.meet()
+        # The kit's own collectives are over: all that follow are the subject's or its trainer's.
         self.install_instruments()
+        # After the instruments, whose threads and functions are not the subject's.
         self.record_start()
         self.scatter_heap()
         self._lasting = frozenset(vars(self))
         self.run()
         self.close()
         self.record_end()
+        # Last, since a peer that is still at work may need this process.
         self.end()
 
     def set_up(self) -> None:
@@ -121,6 +124,7 @@ class RankDriver(ABC):
 
         The subject may be refused next, so that this rank leaves.
         """
+        # Each barrier needs keys of its own in the store.
         self.barrier(f"met/{self._meetings}")
         self._meetings += 1
 
@@ -170,6 +174,7 @@ class RankDriver(ABC):
 
     def record_end(self) -> None:
         """Record the state of the process after the subject's work."""
+        # Objects in cycles end their threads and remove their files only when they are collected.
         gc.collect()
         process_state.let_threads_end(self._threads)
         if self._patches:
@@ -297,6 +302,7 @@ class RankDriver(ABC):
             call: the name of the call, for people: ``average_parameters``.
         """
         number = self.calls.begin()
+        # The wait for this rank's turn is not the subject's: its call has not begun.
         self.schedule.enter(number)
         watches = self.scenario.watches_process
         before = process_state.rng() if watches else {}
@@ -351,6 +357,7 @@ class RankDriver(ABC):
         """Return the state that :meth:`save` has kept, on this rank or another."""
         assert self.saved is not None
         saver = self.rank if rank is None else rank
+        # The state may hold objects of the subject's own classes.
         return torch.load(self.saved.parent / str(saver) / STATE, weights_only=False)
 
     def barrier(self, name: str) -> None:

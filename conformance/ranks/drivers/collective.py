@@ -82,6 +82,7 @@ class CollectiveDriver(RankDriver):
                 for call in reversed(calls):
                     call.wait()
             except Exception as error:
+                # If ranks run freely, an error ends the run, as any other error of the subject.
                 if not is_first:
                     raise
                 reason = f"{type(error).__name__}: {error}"[:300]

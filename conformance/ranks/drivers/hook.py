@@ -118,6 +118,7 @@ class HookDriver(RankDriver):
 
     def run(self) -> None:
         """Register the subject and train for the scenario's steps."""
+        # Simulated ranks call the hook themselves: it is registered on no model.
         if not self.scenario.simulated and not self.without_subject:
             self._register()
         if self.scenario.watches_process:
@@ -126,6 +127,7 @@ class HookDriver(RankDriver):
         inputs = self.scenario.inputs_of(self.rank, self.world)
         steps = list(enumerate(self.scenario.steps[:inputs]))
         if self.saved:
+            # The steps before were made in another process, which has saved its state.
             steps = steps[self.scenario.resume.saves_at :]
         if self.scenario.simulated:
             self._simulate()
@@ -191,6 +193,7 @@ class HookDriver(RankDriver):
             is_main = ddp is self.model.ddp
             wrapped = self._observer.wrap(hook) if is_observed and is_main else hook
             register(ddp, state, wrapped)
+            # Hooks of the twin, and of models of the subject's own, are not observed.
             if is_main:
                 registered.append(hook)
 
@@ -229,8 +232,10 @@ class HookDriver(RankDriver):
             with self.doing("optimizer"):
                 self.model.step()
             self._steps.record_model(step)
+        # A probe is not stepped: its parameters stay as they are, unless the hook steps them.
         self.model.zero_grad(step)
         if self.scenario.order != "free":
+            # The step's collectives end here, on all ranks: none is counted in the next step.
             self.collectives.drain()
             self.recorder.event("sent", collectives=self.collectives.take_sent())
             self.barrier(f"drained/{step}")
@@ -405,6 +410,7 @@ class HookDriver(RankDriver):
         """Return the buffers as DDP hands them to the next forward: synchronised from rank 0."""
         if self.scenario.params:
             return {}
+        # DDP does so only in its next forward, which does not come.
         with torch.no_grad():
             self.model.ddp._sync_buffers()
         return dict(self.model.model.named_buffers())

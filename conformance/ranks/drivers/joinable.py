@@ -38,9 +38,8 @@ class JoinableDriver(RankDriver):
         arguments = getattr(subject, "keywords", {})
         if _is_context(function):
             if given := _CHOSEN_BY_KIT & arguments.keys():
-                raise TargetError(
-                    f"{', '.join(sorted(given))}: the scenarios choose it; leave it out of the target"
-                )
+                names = ", ".join(sorted(given))
+                raise TargetError(f"{names}: the scenarios choose it; leave it out of the target")
             self._run_context(_Context(self, subject, function.notify_join_context))
             return
         make = functools.partial(self._make_from, function, arguments)
@@ -367,6 +366,7 @@ class _Joinable(_Contexts):
         # torch's own context changes the filters of warnings, which is not the joinable's fault.
         with super()._inside(joinables), warnings.catch_warnings():
             yield
+            # Put back inside the call, so that numbers drawn there do not count as a change.
             torch.set_rng_state(torch_state)
             if cuda_state is not None:
                 torch.cuda.set_rng_state(cuda_state)

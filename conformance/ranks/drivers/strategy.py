@@ -60,6 +60,7 @@ class StrategyDriver(RankDriver):
         self.optimizers = self._make_optimizers()
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
+        # With lr=0.0 parameters keep their values: only gradients are judged.
         if self.scenario.variant != "shared":
             return [torch.optim.SGD(self.params, lr=0.0)]
         # Two optimizers share a parameter, and name parameters in another order than the model.
@@ -74,6 +75,7 @@ class StrategyDriver(RankDriver):
             self.model.zero_grad()
         for batch in range(number):
             grads = self._grads(step, kind, batch, number)
+            # Outside of the context DDP averages as ever, whatever the strategy has left behind.
             if by_itself(self.scenario, step):
                 self.model(grads).backward()
                 continue

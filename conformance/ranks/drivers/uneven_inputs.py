@@ -38,6 +38,7 @@ def train_unevenly(
         for number, kind in steps:
             Join.notify_join_context(counter)
             step(number, kind)
+            # A rank that joins goes on counting from here.
             counter.steps = number + 1
 
 

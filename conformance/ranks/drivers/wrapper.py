@@ -52,6 +52,7 @@ class WrapperDriver(RankDriver):
         self._make_network()
         for step, kind in enumerate(self.scenario.steps):
             self.begin_step(step, kind)
+            # Dropout draws the same numbers with and without the wrapper.
             torch.manual_seed(1000 * step + self.rank)
             if not self._step(step):
                 return
@@ -132,6 +133,7 @@ class WrapperDriver(RankDriver):
         WATCH.phase = "forward"
         with self.inside("the forward"), self._autocast():
             output = self._ddp(x, used)
+        # The wrapper exists to keep fewer activations between forward and backward.
         kept = WATCH.alive()
         loss = ((output.to(target.dtype) - target) ** 2).mean() * weight
         WATCH.phase = "backward"

@@ -90,11 +90,13 @@ class Faults:
             parameters: the model's parameters by name, whose gradients are recorded.
         """
         outcome: dict[str, Any] = {"raised": False}
+        # Forget the collectives so far: those of this backward are counted.
         self._collectives.take_sent()
         try:
             backward()
         except BaseException as error:
             outcome = {"raised": True, "type": type(error).__name__, "message": str(error)[:2000]}
+        # A hook that issues no collective cannot be failed by one.
         unused = self._collectives.raise_next is not None
         started = len(self._collectives.take_sent())
         if self._death:
@@ -106,6 +108,7 @@ class Faults:
             for name, parameter in parameters.items():
                 if parameter.grad is not None:
                     self._recorder.tensor(f"{self._recorder.step}/grad/{name}", parameter.grad)
+        # A silent rank may go on now.
         self._signals.set(f"fault over/{self._rank}", "1")
 
 

@@ -81,6 +81,7 @@ class Observer:
         self._calls.enter(buffer.device)
         try:
             result = hook(state, bucket)
+        # SystemExit and KeyboardInterrupt of a hook are on record too.
         except BaseException as error:
             self._recorder.event(
                 "raised",
@@ -98,6 +99,7 @@ class Observer:
             after = self._gradients_outside(inside)
             written = [name for name, bits in after.items() if before.get(name) != bits]
             self._recorder.event("outside", call=number, written=written)
+        # Only now: the breach is on record before DDP sees the error.
         if not isinstance(result, AnyFuture):
             returned = _type_name(result)
             raise ContractBreach(f"the hook returned {returned}, not a torch.futures.Future")

@@ -58,10 +58,12 @@ class PeerDeath:
 
     def issued(self, fingerprint: dict[str, Any]) -> None:
         """Count a collective before it begins; at the last one wait for all ranks, and die."""
+        # Other ranks know nothing of a collective in a smaller group.
         if len(fingerprint["group"]) < self._world:
             return
         self._started.append(fingerprint)
         if len(self._started) == self._last:
+            # A rank that died earlier would fail the collectives before the last one too.
             self._settle()
             self.reached = True
             self._signals.set(f"last/{self._rank}", "1")

@@ -84,6 +84,7 @@ class Schedule:
             try:
                 self._signals.wait([f"left/{call}/{before}"], PATIENCE)
             except RuntimeError:
+                # Once is enough: each further call would wait as long again.
                 self._given_up = True
                 self._give_up()
 
@@ -199,6 +200,7 @@ class _Callbacks:
 
         def noted_future(work: Any) -> Any:
             future = get_future(work)
+            # Kept, to recognise the object when a callback has been attached to it.
             self._of_collectives.append(future)
             return future
 

@@ -47,6 +47,7 @@ class DDPModel:
             self.model = training_network().to(device)
         self.ddp = DistributedDataParallel(
             self.model,
+            # As scripts do: the default group is not named.
             process_group=group if scenario.groups else None,
             bucket_cap_mb=scenario.ddp.bucket_cap_mb,
             gradient_as_bucket_view=scenario.ddp.gradient_as_bucket_view,
@@ -177,6 +178,7 @@ class DDPModel:
         try:
             saved = torch.load(folder / STATE, weights_only=True)
         except pickle.UnpicklingError as error:
+            # The message is meant for a terminal: it has colours, and the reason in its midst.
             text = re.sub(r"\x1b\[\d*m", "", str(error))
             reason = text.rpartition("WeightsUnpickler error: ")[2]
             self.not_weights_only = reason.strip().splitlines()[0][:300]
