@@ -1,4 +1,4 @@
-"""``chained``: what counts on a stream's order is judged with one collective at a time, and the certificate says so."""
+"""``chained``: a hook that needs a stream's order is judged with one collective at a time."""
 
 import pytest
 
@@ -10,20 +10,26 @@ from tests.cases import Case, own_judge
 pytestmark = pytest.mark.ranks
 
 TORCHS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
-STATE = f"{TORCHS}:PowerSGDState,matrix_approximation_rank=4,start_powerSGD_iter=2,min_compression_rate=1"
+STATE = (
+    f"{TORCHS}:PowerSGDState,"
+    "matrix_approximation_rank=4,start_powerSGD_iter=2,min_compression_rate=1"
+)
 
 
 def test_power_sgd_of_torch() -> None:
-    """With several buckets it hangs on Gloo, as they come; in a stream's order all of this holds."""
+    """With several buckets it hangs on Gloo; in a stream's order it holds these rules."""
     rules = ("1.8", "3.1", "10.2", "10.3", "10.4", "13.1", "13.4")
-    case = Case(f"{TORCHS}:powerSGD_hook", "compressed(delta=0.25), warmup(2), chained", STATE, worlds=(2, 3), rules=rules)
-    judgements = own_judge().judge(case)
-    assert {number: one.reason for number, one in judgements.items() if one.verdict is not Verdict.PASS} == {}
+    claims = "compressed(delta=0.25), warmup(2), chained"
+    case = Case(f"{TORCHS}:powerSGD_hook", claims, STATE, worlds=(2, 3), rules=rules)
+    judgements = own_judge().judge(case).items()
+    others = {number: one.reason for number, one in judgements if one.verdict is not Verdict.PASS}
+    assert others == {}
 
 
-def test_the_profile_says_so() -> None:
+def test_the_profile_is_named_serialised() -> None:
     for claims, profile in (("exact, chained", "gloo-serialised"), ("exact", "gloo-cpu")):
-        options = Options(hook="tests.right.chained:coarse_then_fine", state="process_group", claims=claims, world_size="2")
+        hook = "tests.right.chained:coarse_then_fine"
+        options = Options(hook=hook, state="process_group", claims=claims, world_size="2")
         with Session.of(options) as session:
             session.start()
             session.begin()

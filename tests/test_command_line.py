@@ -230,12 +230,8 @@ BAD: list[tuple[list[str], int, str]] = [
     (["--hook", "mypkg:number"], 9, "an int is no hook"),
     (["--hook", "mypkg:mean,rank=2"], 9, "unexpected keyword argument 'rank'"),
     (["--hook", "mypkg:mean", "--state", "mypkg:stat"], 9, "no attribute 'stat'"),
-    (["--hook", "mypkg:mean", "--claims", "poststep"], 9, "say which call"),
-    (
-        ["--hook", "mypkg:mean", "--claims", "poststep(call=flush)"],
-        9,
-        ("nor its module has a function flush"),
-    ),
+    (["--hook", "mypkg:mean", "--claims", "poststep"], 9, "name the call"),
+    (["--hook", "mypkg:mean", "--claims", "poststep(call=flush)"], 9, "nor its module has a function flush"),
     (["--averager", "mypkg:mean,period=4"], 9, "unexpected keyword argument 'period'"),
     (
         ["--hook", "mypkg:mean", "--claims", "backends(nccl)"],

@@ -1,4 +1,4 @@
-"""A peer that dies before the last of several collectives: when it does, when it goes on, and what is made of either."""
+"""A peer that dies before the last of several collectives, or goes on, and the verdicts on it."""
 
 import pytest
 
@@ -15,14 +15,17 @@ from tests.made_runs import event, made_run
 @pytest.mark.parametrize(
     "given",
     [
-        {"setup": "examples.setups:zero_interleaved"},  # the last one is started by a callback
+        # A callback starts the last collective.
+        {"setup": "examples.setups:zero_interleaved"},
         {"hook": "hooks_ref:powerSGD_hook", "state": "examples.states:power_sgd_from_the_start"},
-        {"hook": "tests.right.few_bits:fp8_by_powers_of_two", "state": "tests.right._common:State"},  # it waits for the first
-        {"hook": "hooks_ref:allreduce_hook"},  # which has one
+        # It waits for its first collective.
+        {"hook": "tests.right.few_bits:fp8_by_powers_of_two", "state": "tests.right._common:State"},
+        # It has one collective.
+        {"hook": "hooks_ref:allreduce_hook"},
     ],
     ids=str,
 )
-def test_the_last_one_fails(pool: Pool, given: dict[str, str]) -> None:
+def test_the_peer_dies_at_the_last_collective(pool: Pool, given: dict[str, str]) -> None:
     run = try_hook(pool, PEER_DIES_LATER, **given)
     (fault,) = run.ranks[0].all("fault")
     assert (run.ranks[1].exit, fault["raised"], fault["unused"]) == (PEER_DIED, True, False), fault
@@ -33,13 +36,17 @@ def test_the_last_one_fails(pool: Pool, given: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"hook": "tests.right.exact:point_to_point"},  # which has no collective
+        # It has no collective.
+        {"hook": "tests.right.exact:point_to_point"},
         {"hook": "hooks_ref:noop_hook"},
-        {"hook": "tests.right.local:random_pairs", "state": "tests.right._common:State"},  # another number of them in every step
+        # The number of its collectives changes with every step.
+        {"hook": "tests.right.local:random_pairs", "state": "tests.right._common:State"},
     ],
     ids=str,
 )
-def test_none_is_the_last_one(pool: Pool, rules: dict[str, Rule], given: dict[str, str]) -> None:
+def test_the_peer_lives_if_no_collective_is_the_last(
+    pool: Pool, rules: dict[str, Rule], given: dict[str, str]
+) -> None:
     run = try_hook(pool, PEER_DIES_LATER, **given)
     (fault,) = run.ranks[0].all("fault")
     assert (run.ranks[1].exit, fault["raised"], fault["unused"]) == (0, False, True), fault
@@ -53,14 +60,19 @@ def test_none_is_the_last_one(pool: Pool, rules: dict[str, Rule], given: dict[st
     [
         (PEER_DIED, False, True, Verdict.PASS),
         (PEER_DIED, False, False, Verdict.FAIL),
-        (PEER_DIED, True, False, Verdict.NOT_APPLICABLE),  # rank 0 was through before it had come to its last one
-        (0, False, False, Verdict.NOT_APPLICABLE),  # rank 1 did not come to its last one
+        # Rank 0 ended before its last collective.
+        (PEER_DIED, True, False, Verdict.NOT_APPLICABLE),
+        # Rank 1 did not come to its last collective.
+        (0, False, False, Verdict.NOT_APPLICABLE),
     ],
 )
-def test_what_is_made_of_it(rules: dict[str, Rule], exit_of_rank_1: int, unused: bool, raised: bool, verdict: Verdict) -> None:
+def test_the_verdict(
+    rules: dict[str, Rule], exit_of_rank_1: int, unused: bool, raised: bool, verdict: Verdict
+) -> None:
     run = made_run(scenario=PEER_DIES_LATER)
     run.ranks[1].exit = exit_of_rank_1
-    run.ranks[0].events.append(event("fault", 3, fault="peer_dies_later", unused=unused, started=2, raised=raised))
+    outcome = {"fault": "peer_dies_later", "unused": unused, "started": 2, "raised": raised}
+    run.ranks[0].events.append(event("fault", 3, **outcome))
     found = Found()
     rules["12.4"].check(run, parse_claims("exact"), found)
     assert found.verdict() is verdict

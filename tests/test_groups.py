@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-# A callback is the last to hold a group, and ends on the group's own thread when all others have let go of it.
+# A callback holds the last reference to a group, and ends on the group's own thread.
 HELD_BY_ITS_CALLBACK = '''
 import os, threading
 import torch, torch.distributed as dist
@@ -20,7 +20,10 @@ class Holder:
         over.set()
 
 def start():
-    """Return whether a callback is under way on the group's thread, and not here, as where the collective was over before."""
+    """Return whether a callback runs on the group's thread.
+
+    It runs on this thread if the collective is over before the callback is attached.
+    """
     holder, here = Holder(), []
 
     def callback(future, holder=holder):
@@ -44,6 +47,7 @@ os._exit(0)
 
 
 @pytest.mark.ranks
-def test_a_group_that_its_own_callback_is_the_last_to_hold_aborts_no_rank() -> None:
-    ended = subprocess.run([sys.executable, "-c", HELD_BY_ITS_CALLBACK], capture_output=True, text=True, check=False)
+def test_a_group_held_only_by_its_own_callback_aborts_no_rank() -> None:
+    command = [sys.executable, "-c", HELD_BY_ITS_CALLBACK]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")

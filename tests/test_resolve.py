@@ -13,12 +13,11 @@ from conformance.errors import TargetError
 from conformance.hosts.pool import Pool
 from conformance.ranks.resolve import call_with_names, describe, make_hook, make_state, resolve
 from conformance.scenarios.hook import VALUES
-from conformance.subjects.spec import Subject, SubjectSpec
+from conformance.subjects.spec import Subject, SubjectSpec, parse_other
 from tests.hooks_ref.algorithms import try_hook
 
-CONTEXT: dict[str, Callable[[], Any]] = {
-    name: (lambda name=name: f"the {name}") for name in ("process_group", "model", "rank", "world_size", "device", "optimizer")
-}
+NAMES = ("process_group", "model", "rank", "world_size", "device", "optimizer")
+CONTEXT: dict[str, Callable[[], Any]] = {name: (lambda name=name: f"the {name}") for name in NAMES}
 
 
 def hook(state: object, bucket: object) -> str:
@@ -29,7 +28,8 @@ class Stateful:
     """A state, a hook as its method, and a factory."""
 
     def __init__(self, process_group: object = None, rank: int = 1) -> None:
-        self.process_group, self.rank = process_group, rank
+        self.process_group = process_group
+        self.rank = rank
 
     @classmethod
     def for_rank(cls, rank: object) -> tuple[str, object]:
@@ -60,8 +60,17 @@ class Kind(enum.Enum):
 
 
 MEMBERS = {
-    **{"hook": hook, "Stateful": Stateful, "positional": positional, "make": make, "make_on_group": make_on_group, "Kind": Kind},
-    **{"bound": Stateful().method, "groups": ("a", "b"), "in_a_list": [{}], "number": 3, "with_no_call": object()},
+    "hook": hook,
+    "Stateful": Stateful,
+    "positional": positional,
+    "make": make,
+    "make_on_group": make_on_group,
+    "Kind": Kind,
+    "bound": Stateful().method,
+    "groups": ("a", "b"),
+    "in_a_list": [{}],
+    "number": 3,
+    "with_no_call": object(),
     "described": Subject(hook=hook, state=lambda world_size: ["of", world_size], claims="sum"),
     "__conformance__": {"hook": "rounded(float16)"},
 }
@@ -82,7 +91,17 @@ def made(hook_text: str, state: str | None = None) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    "text", ["hook", "bound", "Stateful", "Stateful,rank=2", "make()", "make,scale=2.0", "Kind.PLAIN", "Stateful.for_rank"]
+    "text",
+    [
+        "hook",
+        "bound",
+        "Stateful",
+        "Stateful,rank=2",
+        "make()",
+        "make,scale=2.0",
+        "Kind.PLAIN",
+        "Stateful.for_rank",
+    ],
 )
 def test_hooks_of_every_shape(text: str) -> None:
     found, state = made(f"wild:{text}")
@@ -116,8 +135,8 @@ def test_a_class_as_state_gets_what_its_signature_names() -> None:
     assert (state.process_group, state.rank) == ("the process_group", 5)
 
 
-def test_what_a_target_is_given_is_not_taken_from_the_rank() -> None:
-    """``--setup wild:positional,model=small`` means that model, whatever the rank has under that name."""
+def test_an_argument_of_the_target_is_not_taken_from_the_rank() -> None:
+    """``--setup wild:positional,model=small`` names a model; the rank's model is not passed."""
     resolved = resolve(SubjectSpec(setup="wild:positional,model=small"))
     assert resolved.setup is not None
     assert call_with_names(resolved.setup, {}, CONTEXT) == ("the process_group", "small")
@@ -131,13 +150,23 @@ def test_a_subject_describes_itself() -> None:
 
 
 def test_claims_beside_the_hook_are_found() -> None:
-    said = describe(SubjectSpec(hook="wild:hook"))
-    assert said["claims"] == "rounded(float16)"
-    assert set(said["sha256"]) == {"wild", "tests.test_resolve"}
+    description = describe(SubjectSpec(hook="wild:hook"))
+    assert description["claims"] == "rounded(float16)"
+    assert set(description["sha256"]) == {"wild", "tests.test_resolve"}
+
+
+def test_another_kind_is_resolved_by_the_same_function() -> None:
+    spec = parse_other("averager", "wild:make,scale=2.0")
+    target = resolve(spec).target
+    assert target is not None
+    assert (target.function, target.kwargs) == (make, {"scale": 2.0})
+    assert set(describe(spec)["sha256"]) == {"wild", "tests.test_resolve"}
+    with pytest.raises(TargetError, match="an int cannot be called with arguments"):
+        resolve(parse_other("averager", "wild:number,scale=2.0"))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("wild:number", "an int is no hook"),
         ("wild:with_no_call", "an object is no hook"),
@@ -147,12 +176,13 @@ def test_claims_beside_the_hook_are_found() -> None:
         ("wild:make,scalar=2", "unexpected keyword argument 'scalar'"),
     ],
 )
-def test_says_what_is_wrong(text: str, said: str) -> None:
-    with pytest.raises(TargetError, match=said):
+def test_the_message_names_the_error(text: str, message: str) -> None:
+    with pytest.raises(TargetError, match=message):
         describe(SubjectSpec(hook=text))
 
 
-def test_what_a_set_up_has_saved_can_be_saved(pool: Pool) -> None:
+def test_the_saved_object_of_a_set_up_must_have_a_state_dict(pool: Pool) -> None:
     run = try_hook(pool, VALUES, setup="conformance:Case,saved=3")
-    said = [error["message"] for rank in run.ranks for error in rank.all("error")]
-    assert said == ["--setup: the Case's `saved` has no state_dict() and load_state_dict(): int"] * 2
+    messages = [error["message"] for rank in run.ranks for error in rank.all("error")]
+    message = "--setup: the Case's `saved` has no state_dict() and load_state_dict(): int"
+    assert messages == [message] * 2

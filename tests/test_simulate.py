@@ -1,4 +1,4 @@
-"""The deferred process group of simulated ranks: what it carries out, and what it says it cannot."""
+"""The deferred process group of simulated ranks: supported collectives, and limits."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +14,8 @@ from conformance.judging.verdict import Verdict
 from conformance.ranks.drivers.simulated_ranks import CannotSimulate, DeferredGroup, simulate
 from tests.cases import Case, own_judge
 
-SIZE, NUMEL = 5, 10
+SIZE = 5
+NUMEL = 10
 FED = torch.arange(SIZE * NUMEL, dtype=torch.float32).view(SIZE, NUMEL)
 MEAN = FED.mean(0)
 Result = torch.futures.Future[torch.Tensor]
@@ -28,7 +29,11 @@ def bucket() -> Iterator[Callable[[], dist.GradBucket]]:
     dist.destroy_process_group()
 
 
-def results(hook: Any, bucket: Callable[[], dist.GradBucket], state: Callable[[DeferredGroup], Any] = lambda group: group) -> torch.Tensor:
+def results(
+    hook: Any,
+    bucket: Callable[[], dist.GradBucket],
+    state: Callable[[DeferredGroup], Any] = lambda group: group,
+) -> torch.Tensor:
     return simulate(SIZE, lambda group: (hook, state(group)), bucket, FED)
 
 
@@ -39,44 +44,60 @@ def gathers(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
 
 
 def gathers_from_all(state: None, bucket: dist.GradBucket) -> Result:
-    return hooks_ref.allreduce_hook(state, bucket) if bucket.buffer().is_sparse else gathers(dist.group.WORLD, bucket)
+    if bucket.buffer().is_sparse:
+        return hooks_ref.allreduce_hook(state, bucket)
+    return gathers(dist.group.WORLD, bucket)
 
 
 def gathers_into_one(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
     whole = torch.empty(group.size() * NUMEL)
-    done = dist.all_gather_into_tensor(whole, bucket.buffer(), group=group, async_op=True).get_future()
-    return done.then(lambda fut: whole.view(-1, NUMEL).mean(0))
+    work = dist.all_gather_into_tensor(whole, bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda fut: whole.view(-1, NUMEL).mean(0))
 
 
 def scatters_and_gathers(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
     """Its second collective is issued by the callback of its first."""
-    part, whole, result = torch.empty(NUMEL // group.size()), torch.empty(NUMEL), torch.futures.Future()
+    part = torch.empty(NUMEL // group.size())
+    whole = torch.empty(NUMEL)
+    result = torch.futures.Future()
 
     def second(first: Any) -> None:
-        dist.all_gather_into_tensor(whole, part / group.size(), group=group, async_op=True).get_future().then(
-            lambda fut: result.set_result(whole)
-        )
+        mean = part / group.size()
+        work = dist.all_gather_into_tensor(whole, mean, group=group, async_op=True)
+        work.get_future().then(lambda fut: result.set_result(whole))
 
-    dist.reduce_scatter_tensor(part, bucket.buffer(), group=group, async_op=True).get_future().then(second)
+    work = dist.reduce_scatter_tensor(part, bucket.buffer(), group=group, async_op=True)
+    work.get_future().then(second)
     return result
 
 
 def reduces_to_root(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
-    """Sums, and takes what rank 3 has."""
+    """Sums, and takes the mean of rank 3; the others have a wrong one."""
     total = bucket.buffer()
     done = dist.all_reduce(total, group=group, async_op=True).get_future()
     result = torch.futures.Future()
 
     def second(first: Any) -> None:
         mean = total / group.size() + (group.rank() != 3)
-        dist.broadcast(mean, group=group, group_src=3, async_op=True).get_future().then(lambda fut: result.set_result(mean))
+        work = dist.broadcast(mean, group=group, group_src=3, async_op=True)
+        work.get_future().then(lambda fut: result.set_result(mean))
 
     done.then(second)
     return result
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # two of these names, from torch 2.13 on
-@pytest.mark.parametrize("hook", [hooks_ref.allreduce_hook, gathers, gathers_into_one, scatters_and_gathers, reduces_to_root])
+# torch 2.13 deprecates two of these names.
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "hook",
+    [
+        hooks_ref.allreduce_hook,
+        gathers,
+        gathers_into_one,
+        scatters_and_gathers,
+        reduces_to_root,
+    ],
+)
 def test_collectives(hook: Any, bucket: Callable[[], dist.GradBucket]) -> None:
     assert torch.equal(results(hook, bucket), MEAN.expand(SIZE, NUMEL))
 
@@ -117,7 +138,7 @@ def never_completes(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("hook", "said"),
+    ("hook", "reason"),
     [
         (waits, "it waits"),
         (another_size_on_rank_1, "the same collectives"),
@@ -125,8 +146,10 @@ def never_completes(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
         (never_completes, "not complete"),
     ],
 )
-def test_says_what_it_cannot_simulate(hook: Any, said: str, bucket: Callable[[], dist.GradBucket]) -> None:
-    with pytest.raises(CannotSimulate, match=said):
+def test_a_hook_that_cannot_be_simulated(
+    hook: Any, reason: str, bucket: Callable[[], dist.GradBucket]
+) -> None:
+    with pytest.raises(CannotSimulate, match=reason):
         results(hook, bucket)
 
 
@@ -134,11 +157,14 @@ _scratch: dict[torch.Tensor, torch.Tensor] = {}
 
 
 def scratch_in_module(state: Any, bucket: dist.GradBucket) -> Result:
-    """Right, as long as each rank is a process: its results lie in memory of the module, by parameter."""
-    first, buffer = bucket.parameters()[0], bucket.buffer()
+    """Right, as long as each rank is a process: its results lie in the module, by parameter."""
+    first = bucket.parameters()[0]
+    buffer = bucket.buffer()
     if buffer.is_sparse or first not in _scratch or _scratch[first].shape != buffer.shape:
         _scratch[first] = buffer.clone()
-    return hooks_ref.allreduce_hook(state, bucket) if buffer.is_sparse else _average(_scratch[first].copy_(buffer))
+    if buffer.is_sparse:
+        return hooks_ref.allreduce_hook(state, bucket)
+    return _average(_scratch[first].copy_(buffer))
 
 
 def _average(buffer: torch.Tensor) -> Result:
@@ -147,19 +173,31 @@ def _average(buffer: torch.Tensor) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("hook", "verdict", "said"),
+    ("hook", "verdict", "text"),
     [
         ("hooks_ref:allreduce_hook", Verdict.PASS, "among 1024 ranks"),
-        ("tests.test_simulate:gathers_from_all", Verdict.PASS, "among 64 ranks; no more ranks: it gathers"),
-        ("tests.right.exact:another_thread", Verdict.NOT_APPLICABLE, "it starts a thread of its own"),
-        ("tests.test_simulate:scratch_in_module", Verdict.NOT_APPLICABLE, "ranks that share a process get other results"),
+        (
+            "tests.test_simulate:gathers_from_all",
+            Verdict.PASS,
+            "among 64 ranks; no more ranks: it gathers",
+        ),
+        (
+            "tests.right.exact:another_thread",
+            Verdict.NOT_APPLICABLE,
+            "it starts a thread of its own",
+        ),
+        (
+            "tests.test_simulate:scratch_in_module",
+            Verdict.NOT_APPLICABLE,
+            "ranks that share a process get other results",
+        ),
     ],
 )
 @pytest.mark.ranks
-def test_right_hooks_at_scale(hook: str, verdict: Verdict, said: str) -> None:
-    """What can be simulated passes; of what cannot, nothing is said but why."""
+def test_right_hooks_at_scale(hook: str, verdict: Verdict, text: str) -> None:
+    """A hook that can be simulated passes; for another, the rules do not apply, with a reason."""
     judgements = own_judge().judge(Case(hook, worlds=(2,), rules=("20.1", "20.2", "20.3")))
     for judgement in judgements.values():
         notes = [note for run in judgement.runs.values() for note in run.get("notes", ())]
         assert judgement.verdict is verdict
-        assert said in (notes[0] if notes else judgement.reason)
+        assert text in (notes[0] if notes else judgement.reason)

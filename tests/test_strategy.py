@@ -149,11 +149,8 @@ def test_nan_is_wrong(rules: dict[str, Rule]) -> None:
         ("nopkg:strategy", "there is no module 'nopkg' on the path"),
         ("hooks_ref:ddp_sync_contex", "did you mean ddp_sync_context"),
         ("math:pi", "this is an object of type float"),
-        (
-            "hooks_ref:ddp_sync_context",
-            "the strategy asks for sync_strategy; a micro-batch has model, is_final_microbatch",
-        ),
-        ("hooks_ref:noop_hook", "the strategy asks for _, bucket"),
+        ("hooks_ref:ddp_sync_context", "the strategy requires sync_strategy; a micro-batch has model, is_final_microbatch"),
+        ("hooks_ref:noop_hook", "the strategy requires _, bucket"),
         ("builtins:print", "this one returned None"),
     ],
 )

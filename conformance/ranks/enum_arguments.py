@@ -1,4 +1,4 @@
-"""Words in the arguments of a target that name members of enums: ``qtype=FP16``, ``checkpoint_impl=REENTRANT``. Runs in ranks only."""
+"""Arguments of a target that name members of enums, such as ``qtype=FP16``. Runs in ranks only."""
 
 import enum
 import inspect
@@ -10,42 +10,58 @@ from typing import Any
 from conformance.errors import TargetError
 
 
-def with_members(function: Callable[..., Any], arguments: dict[str, Any], enums: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return arguments with the members that words among them name, of the enum that the parameter's annotation or default says.
+def with_enum_members(
+    function: Callable[..., Any], arguments: dict[str, Any], enums: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return the arguments with the names of enum members replaced by the members.
+
+    The enum is the one in the parameter's annotation or default.
 
     Args:
-        enums: parameters that are members of an enum in the function's module, where neither says so.
+        enums: parameters that take a member of an enum of the function's module, if neither
+            annotation nor default names an enum.
 
     Raises:
         TargetError: there is no such member.
     """
-    return {name: _member(function, name, value, name in enums) if isinstance(value, str) else value for name, value in arguments.items()}
+    return {
+        name: _member(function, name, value, name in enums) if isinstance(value, str) else value
+        for name, value in arguments.items()
+    }
 
 
-def _member(function: Callable[..., Any], name: str, word: str, is_member: bool) -> Any:
-    kinds = _said(function, name) or (_near(function) if is_member else [])
-    for kind in kinds:
-        if (member := kind.__members__.get(word.rpartition(".")[2])) is not None:
+def _member(function: Callable[..., Any], name: str, value: str, is_member: bool) -> Any:
+    enums = _declared_enums(function, name)
+    if not enums and is_member:
+        enums = _module_enums(function)
+    for one in enums:
+        # ``DQuantType.FP16`` names the same member as ``FP16``.
+        if (member := one.__members__.get(value.rpartition(".")[2])) is not None:
             return member
-    if kinds:
-        known = "; ".join(f"{kind.__name__} has {', '.join(kind.__members__)}" for kind in kinds)
-        raise TargetError(f"{name}={word}: no such member; {known}")
-    return word
+    if enums:
+        known = "; ".join(f"{one.__name__} has {', '.join(one.__members__)}" for one in enums)
+        raise TargetError(f"{name}={value}: no such member; {known}")
+    return value
 
 
-def _said(function: Callable[..., Any], name: str) -> list[type[enum.Enum]]:
-    """Return the enums that a parameter's annotation or default says."""
+def _declared_enums(function: Callable[..., Any], name: str) -> list[type[enum.Enum]]:
+    """Return the enums in a parameter's annotation or default."""
+    annotated = function.__init__ if inspect.isclass(function) else function
     try:
         parameter = inspect.signature(function).parameters.get(name)
-        hint = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function).get(name)
+        hint = typing.get_type_hints(annotated).get(name)
     except (NameError, TypeError, ValueError):
-        parameter = hint = None
-    candidates = [hint, *typing.get_args(hint), type(parameter.default) if parameter else None]
-    return [kind for kind in candidates if inspect.isclass(kind) and issubclass(kind, enum.Enum)]
+        return []
+    default = type(parameter.default) if parameter else None
+    return [one for one in (hint, *typing.get_args(hint), default) if _is_enum(one)]
 
 
-def _near(function: Callable[..., Any]) -> list[type[enum.Enum]]:
+def _module_enums(function: Callable[..., Any]) -> list[type[enum.Enum]]:
     """Return the enums in a function's module."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
-    found = [kind for kind in vars(module).values() if inspect.isclass(kind) and issubclass(kind, enum.Enum)] if module else []
-    return [kind for kind in found if kind.__members__]
+    values = vars(module).values() if module else ()
+    return [one for one in values if _is_enum(one) and one.__members__]
+
+
+def _is_enum(value: Any) -> bool:
+    return inspect.isclass(value) and issubclass(value, enum.Enum)

@@ -1,7 +1,7 @@
-"""What makes a forked process fit to hold a stranger's code, and gives evidence of it when the host asks. Runs in ranks only."""
+"""Prepares a forked process to hold unknown code, and gives evidence of it. Runs in ranks only."""
 
 import faulthandler
-import importlib.util
+import importlib.machinery
 import os
 import random
 import signal
@@ -14,18 +14,20 @@ import torch
 
 
 def prepare_process(own: Path, cwd: str) -> None:
-    """Make this process a rank's: own temporary folder, stacks on demand, evidence thread.
+    """Give this process a temporary folder, stack dumps on a signal, and an evidence thread.
 
     Args:
         own: the rank's folder.
-        cwd: the caller's current directory, where Python looks for the subject first; this process's too, wherever its host began.
+        cwd: the caller's current directory, where Python looks for the subject first. It becomes
+            this process's directory too, whatever the directory of its host is.
     """
     temporary = own / "tmp"
     temporary.mkdir()
     os.environ["TMPDIR"] = str(temporary)
     tempfile.tempdir = None  # read TMPDIR again
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background with it ignored
+    torch.set_num_threads(1)  # ranks share the machine's cores
+    # A shell starts background jobs with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)
     if cwd not in sys.path:
         sys.path.insert(0, cwd)
@@ -34,34 +36,42 @@ def prepare_process(own: Path, cwd: str) -> None:
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
     os.mkfifo(own / "ask")
-    threading.Thread(target=_give_evidence, args=(own,), name="conformance-evidence", daemon=True).start()
+    evidence = threading.Thread(
+        target=_give_evidence, args=(own,), name="conformance-evidence", daemon=True
+    )
+    evidence.start()
 
 
 def scatter_heap(rank: int) -> None:
-    """Have small objects of a rank lie in another order than those of its peers, as if it had not been forked from where they were.
+    """Free small blocks in an order drawn from the rank, so that new objects lie in that order.
 
-    So that an order of addresses shows, such as that of a set of parameters: on a cluster no two ranks have the same.
+    Ranks that are forked from one host would otherwise place their objects alike. On a cluster no
+    two ranks do, so that an order of addresses, such as the order of a set of parameters, differs.
     """
     order = random.Random(rank).sample(range(_BLOCKS), _BLOCKS)
-    for size in range(48, 144, 16):  # of a parameter: 80 bytes
+    for size in range(48, 144, 16):  # a parameter takes 80 bytes
         made = [bytes(size - _BYTES) for _ in order]
-        blocks = [made[place] for place in order]
-        _kept.append(blocks.pop())  # the pool of blocks would begin anew if all of it were free
+        blocks = [made[index] for index in order]
+        # The allocator would start a pool of blocks anew if all of it were free: keep one.
+        _kept.append(blocks.pop())
         made.clear()
         while blocks:
-            blocks.pop()  # what is freed last is used first
+            blocks.pop()  # the allocator hands out the block that was freed last
 
 
-_BYTES, _BLOCKS = sys.getsizeof(b""), 256
+_BYTES = sys.getsizeof(b"")
+_BLOCKS = 256
 _kept: list[bytes] = []
 
 
 def _give_evidence(own: Path) -> None:
-    """Write the flight recorder's last collectives when the host opens the fifo: it does so before it kills."""
+    """Write the flight recorder's last collectives when the host opens the fifo."""
+    # The host opens it before it kills a rank that hangs: this thread still runs then.
     with open(own / "ask") as ask:
         ask.read()
     trace: str | bytes = b""
-    for dump in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # a backend has one or the other, and torch both where it has NCCL
+    # A backend has one of these or the other; if torch has NCCL, it has both.
+    for dump in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         try:
             trace = getattr(torch._C._distributed_c10d, dump)(True, False)
         except (AttributeError, RuntimeError) as error:
@@ -72,8 +82,9 @@ def _give_evidence(own: Path) -> None:
 
 
 def forget_other_references() -> None:
-    """In a rank: forget the references that the host has imported, where the caller's path leads to others."""
+    """Forget the references that the host has imported if the caller's path leads to others."""
     found = importlib.machinery.PathFinder.find_spec("hooks_ref")
     if found and found.origin != sys.modules["hooks_ref"].__file__:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "hooks_ref"]:
-            del sys.modules[name]
+        for name in list(sys.modules):
+            if name.partition(".")[0] == "hooks_ref":
+                del sys.modules[name]

@@ -1,29 +1,50 @@
 """One rank of one scenario, from the fork to its end.
 
-Runs in a child of the host. Everything that the subject does happens here; everything that a rule
-reads is written down here. The rank knows no rules and passes no judgement: an exception, wherever
-it comes from, is an event, and the rank then ends so that its peers are not kept waiting.
+It runs in a child of the host. All of the subject's work happens here, and everything that rules
+read is recorded here. The rank knows no rules and judges nothing: an exception from any
+place is an event, and the rank then ends so that its peers do not wait for it.
 """
 
 import contextlib
+import importlib
 import sys
 from pathlib import Path
 
+# Imported with this module, and so in the host: its snapshot of torch's functions has to be made
+# before any subject runs.
+import conformance.ranks.drivers.hook  # noqa: F401
 from conformance.ranks.drivers.base import RankDriver
-from conformance.ranks.drivers.hook import HookDriver
 from conformance.ranks.process import prepare_process
 from conformance.records.files import DONE, KIT_FAILED, RAISED
 from conformance.records.recorder import Recorder
 from conformance.scenarios.model import Scenario
-from conformance.subjects.kinds import HOOK
 from conformance.subjects.spec import SubjectSpec
 
+# A driver is imported when it is needed: hosts import all of them before they fork.
+_DRIVERS = {
+    "hook": ("conformance.ranks.drivers.hook", "HookDriver"),
+    "averager": ("conformance.ranks.drivers.averager", "AveragerDriver"),
+    "optimizer": ("conformance.ranks.drivers.optimizer", "OptimizerDriver"),
+    "strategy": ("conformance.ranks.drivers.strategy", "StrategyDriver"),
+    "joinable": ("conformance.ranks.drivers.joinable", "JoinableDriver"),
+    "collective": ("conformance.ranks.drivers.collective", "CollectiveDriver"),
+    "wrapper": ("conformance.ranks.drivers.wrapper", "WrapperDriver"),
+}
 
-def run_rank(scenario: Scenario, spec: SubjectSpec | None, rank: int, world: int, folder: Path, cwd: str, timeout: float) -> int:
+
+def run_rank(
+    scenario: Scenario,
+    spec: SubjectSpec | None,
+    rank: int,
+    world: int,
+    folder: Path,
+    cwd: str,
+    timeout: float,
+) -> int:
     """Run one rank of ``scenario`` and return the exit status for its process.
 
     Args:
-        spec: the subject; None for the same without any.
+        spec: the subject; None to run without any.
         folder: the run's folder; the rank writes into ``folder / str(rank)``.
         cwd: the caller's current directory, where Python looks for the subject first.
         timeout: of the process groups, in seconds; longer than the host waits.
@@ -33,22 +54,30 @@ def run_rank(scenario: Scenario, spec: SubjectSpec | None, rank: int, world: int
         recorder = Recorder(own)
         prepare_process(own, cwd)
     except OSError as error:
-        print(f"conformance: rank {rank} cannot write its record: {error}", file=sys.stderr)
+        _print_failure(rank, str(error))
         return KIT_FAILED
-    run: HookDriver | RankDriver
-    if scenario.kind != HOOK:
-        run = RankDriver(scenario, spec, rank, world, folder, timeout, recorder)
-    else:
-        run = HookDriver(scenario, spec, rank, world, folder, timeout, recorder)
+    driver = _driver_class(scenario.kind)(scenario, spec, rank, world, folder, timeout, recorder)
     try:
-        run.execute()
+        driver.execute()
         recorder.close()
-    except BaseException as error:  # SystemExit, pytest.skip and KeyboardInterrupt are the subject's doing too
+    except BaseException as error:
+        # The subject may also raise SystemExit, KeyboardInterrupt or pytest.skip.
         if not recorder.failure:
             with contextlib.suppress(OSError):
-                run.failed(error)
+                driver.failed(error)
         if recorder.failure:
-            print(f"conformance: rank {rank} cannot write its record: {recorder.failure}", file=sys.stderr)
+            _print_failure(rank, recorder.failure)
             return KIT_FAILED
         return RAISED
     return DONE
+
+
+def _driver_class(kind: str) -> type[RankDriver]:
+    """Return the driver for a kind of subject."""
+    module, name = _DRIVERS[kind]
+    driver: type[RankDriver] = getattr(importlib.import_module(module), name)
+    return driver
+
+
+def _print_failure(rank: int, reason: str) -> None:
+    print(f"conformance: rank {rank} cannot write its record: {reason}", file=sys.stderr)

@@ -1,119 +1,183 @@
-"""From the strings of a subject to the hook itself. Runs in ranks only: it imports the user's code."""
+"""From the strings that name a subject to its objects. Runs in ranks only: it imports user code."""
 
+import difflib
 import enum
 import functools
 import hashlib
 import importlib
 import importlib.metadata
 import inspect
-import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from conformance.errors import TargetError
-from conformance.subjects.kinds import HOOK
-from conformance.subjects.spec import CONTEXT_NAMES, Case, Subject, SubjectSpec
+from conformance.subjects.spec import CONTEXT_NAMES, Subject, SubjectSpec
 from conformance.subjects.target import Target, parse_target
 
-_ALIASES = {"pg": "process_group", "group": "process_group", "module": "model", "ddp": "model", "ddp_model": "model"}
+_ALIASES = {
+    "pg": "process_group",
+    "group": "process_group",
+    "module": "model",
+    "ddp": "model",
+    "ddp_model": "model",
+}
+Context = dict[str, Callable[[], Any]]
+"""The values of a rank by name, each made when it is first needed."""
+
+
+@dataclass
+class Factory:
+    """A function with arguments, called in each rank once the process group exists."""
+
+    function: Callable[..., Any]
+    kwargs: dict[str, Any]
+
+    def make(self, context: Context) -> Any:
+        """Call the function with its arguments and the context values in its signature."""
+        try:
+            return call_with_names(self.function, self.kwargs, context)
+        except TypeError as error:
+            name = getattr(self.function, "__name__", self.function)
+            raise TargetError(f"calling {name} failed: {error}") from error
+
+    def needs_context(self) -> bool:
+        """Whether the signature names a value that only a rank has."""
+        names = (parameter.name for parameter in _parameters_of(self.function))
+        return any(name not in self.kwargs and _canonical(name) in CONTEXT_NAMES for name in names)
 
 
 @dataclass
 class Resolved:
-    """The subject as objects: either a hook with a way to make its state, or a set-up function."""
+    """A subject as objects: a hook with its state, a set-up function, or another kind's target.
+
+    Attributes:
+        hook: a hook, or a factory of one.
+        state: the state, a factory of it, or the name of a context value.
+        setup: the set-up function.
+        target: the target of another kind, with its arguments.
+        claims: the claims beside the subject.
+        module: the module that the subject was imported from.
+    """
 
     hook: Any = None
     state: Any = None
     setup: Callable[..., Any] | None = None
+    target: Factory | None = None
     claims: str | None = None
     module: str = ""
 
+    @property
+    def function(self) -> Any:
+        """The object that holds the subject's code."""
+        made = self.target or self.hook or self.setup
+        return made.function if isinstance(made, Factory) else made
+
 
 def resolve(spec: SubjectSpec) -> Resolved:
-    """Import what ``spec`` names.
+    """Import the subject that ``spec`` names.
 
     Raises:
-        TargetError: a module or attribute is missing, or is nothing that can be registered.
+        TargetError: a module or attribute is missing, or the object cannot be registered.
     """
-    option, text = ("--hook", spec.hook) if spec.hook else ("--setup", spec.setup)
-    target = parse_target(str(text), option)
+    if spec.target is not None:
+        return _resolve_target(spec.target, f"--{spec.kind}")
+    if spec.hook:
+        option = "--hook"
+        text = spec.hook
+    else:
+        option = "--setup"
+        text = str(spec.setup)
+    target = parse_target(text, option)
     value, claims = _load(target, option)
     state = _load_state(spec.state)
+    resolved = Resolved(state=state, claims=claims, module=target.module)
     if isinstance(value, Subject):
-        resolved = Resolved(value.hook, state if spec.state else value.state, value.setup, value.claims or claims, target.module)
+        resolved.hook = value.hook
+        resolved.setup = value.setup
+        resolved.state = state if spec.state else value.state
+        resolved.claims = value.claims or claims
     elif spec.setup:
-        resolved = Resolved(setup=_member(value), claims=claims, state=state, module=target.module)
+        resolved.setup = _member(value)
     elif isinstance(value, tuple) and len(value) == 2 and callable(value[1]):
-        resolved = Resolved(value[1], state if spec.state else value[0], None, claims, target.module)
+        resolved.hook = value[1]
+        resolved.state = state if spec.state else value[0]
     else:
-        resolved = Resolved(value, state, None, claims, target.module)
+        resolved.hook = value
     if resolved.setup is None and not isinstance(resolved.hook, Factory):
         resolved.hook = _callable(resolved.hook, f"{option} {text}")
     return resolved
 
 
-def resolve_other(spec: SubjectSpec) -> "Factory":
-    """Import what names a subject of another kind than hook; with ``function`` and ``kwargs`` as they are in its target.
-
-    Raises:
-        TargetError: a module or attribute is missing.
-    """
-    option = f"--{spec.kind}"
-    target = parse_target(str(spec.target), option)
-    value, _ = _lookup(target, option)
+def _resolve_target(text: str, option: str) -> Resolved:
+    """Import a target as it is, with its arguments; the driver of its kind calls it."""
+    target = parse_target(text, option)
+    value, module = _lookup(target, option)
     if target.kwargs and not callable(value):
-        raise TargetError(f"{option} {spec.target}: {_article(value)} cannot be called with arguments")
-    return Factory(value, target.kwargs)
+        raise TargetError(f"{option} {text}: {_article(value)} cannot be called with arguments")
+    claims = _claims_beside(value, module, target)
+    return Resolved(target=Factory(value, target.kwargs), claims=claims, module=target.module)
 
 
 def is_one_object(resolved: Resolved) -> bool:
-    """Whether the subject names an object that is there already: two models that it is registered on share it."""
-    hook, state = resolved.hook, resolved.state
-    made_anew = resolved.setup is not None or isinstance(hook, Factory) or (inspect.isroutine(hook) and not inspect.ismethod(hook))
-    return not made_anew or not (state is None or isinstance(state, (str, Factory)) or callable(state))
+    """Whether the subject names an existing object, which two models then share."""
+    hook = resolved.hook
+    state = resolved.state
+    # A plain function has no state of its own; a bound method shares its object.
+    is_function = inspect.isroutine(hook) and not inspect.ismethod(hook)
+    is_made = resolved.setup is not None or isinstance(hook, Factory) or is_function
+    state_is_made = state is None or isinstance(state, (str, Factory)) or callable(state)
+    return not is_made or not state_is_made
 
 
-def make_hook(resolved: Resolved, context: dict[str, Callable[[], Any]], option: str) -> tuple[Any, Any]:
-    """Return (hook, state); a factory is called here, in the rank, once the process group exists."""
+def make_hook(resolved: Resolved, context: Context, option: str) -> tuple[Any, Any]:
+    """Return (hook, state); a factory is called here, once the process group exists."""
     if not isinstance(resolved.hook, Factory):
         return resolved.hook, make_state(resolved.state, context)
     made = _member(resolved.hook.make(context))
     if isinstance(made, Subject):
-        return make_hook(replace(resolved, hook=made.hook, state=resolved.state or made.state), context, option)
+        described = replace(resolved, hook=made.hook, state=resolved.state or made.state)
+        return make_hook(described, context, option)
     if isinstance(made, tuple) and len(made) == 2:
-        return _callable(made[1], option), made[0] if resolved.state is None else make_state(resolved.state, context)
+        state, hook = made
+        hook = _callable(hook, option)
+        return hook, state if resolved.state is None else make_state(resolved.state, context)
     return _callable(made, option), make_state(resolved.state, context)
 
 
-def _callable(hook: Any, named: str) -> Any:
+def _callable(hook: Any, option: str) -> Any:
     if not callable(hook):
-        raise TargetError(f"{named}: {_article(hook)} is no hook; name a callable (state, bucket) -> Future[Tensor]")
+        raise TargetError(
+            f"{option}: {_article(hook)} is no hook; "
+            "name a callable (state, bucket) -> Future[Tensor]"
+        )
     return hook
 
 
-def make_state(state: Any, context: dict[str, Callable[[], Any]]) -> Any:
+def make_state(state: Any, context: Context) -> Any:
     """Return the state: a context value by name, the result of a factory, or the object itself."""
     if isinstance(state, str) and state in CONTEXT_NAMES:
-        return context[_ALIASES.get(state, state)]()
+        return context[_canonical(state)]()
     if isinstance(state, Factory):
         return state.make(context)
+    # Other callables are states themselves: an object of a class with __call__ may be one.
     if inspect.isfunction(state) or inspect.isclass(state) or isinstance(state, functools.partial):
         return call_with_names(state, {}, context)
     return state
 
 
-def call_with_names(function: Callable[..., Any], kwargs: dict[str, Any], context: dict[str, Callable[[], Any]]) -> Any:
-    """Call ``function`` with ``kwargs`` and those context values that its signature names and that it was not given."""
-    given = {*kwargs, *(function.keywords if isinstance(function, functools.partial) else ())}
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return function(**kwargs)
-    positional, named = [], dict(kwargs)
-    for parameter in parameters:
-        name = _ALIASES.get(parameter.name, parameter.name)
-        if parameter.name in given or name not in context or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+def call_with_names(function: Callable[..., Any], kwargs: dict[str, Any], context: Context) -> Any:
+    """Call ``function`` with ``kwargs`` and the context values that its signature names.
+
+    A value that is in ``kwargs``, or bound by a partial, is not taken from the context.
+    """
+    bound = function.keywords if isinstance(function, functools.partial) else ()
+    given = {*kwargs, *bound}
+    positional = []
+    named = dict(kwargs)
+    for parameter in _parameters_of(function):
+        name = _canonical(parameter.name)
+        if parameter.name in given or name not in context or _is_variadic(parameter):
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
             positional.append(context[name]())
@@ -122,70 +186,64 @@ def call_with_names(function: Callable[..., Any], kwargs: dict[str, Any], contex
     return function(*positional, **named)
 
 
-def asks_for(function: Callable[..., Any], names: Collection[str]) -> list[str]:
-    """Return what a function cannot be called without and that is none of ``names``."""
+def missing_arguments(function: Callable[..., Any], names: Collection[str]) -> list[str]:
+    """Return the arguments that a call requires and that are not among ``names``."""
+    return [
+        parameter.name
+        for parameter in _parameters_of(function)
+        if parameter.default is parameter.empty
+        and not _is_variadic(parameter)
+        and _canonical(parameter.name) not in names
+    ]
+
+
+def _parameters_of(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+    """Return the parameters of a function; none if its signature cannot be read."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return []
-    needed = (p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-    return [name for name in needed if _ALIASES.get(name, name) not in names]
+        return ()
+
+
+def _is_variadic(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+
+
+def _canonical(name: str) -> str:
+    return _ALIASES.get(name, name)
 
 
 def describe(spec: SubjectSpec) -> dict[str, Any]:
-    """Return what a certificate says of the subject: its module, file digest, distribution and claims."""
-    if spec.kind != HOOK:
-        target, made = parse_target(str(spec.target), f"--{spec.kind}"), resolve_other(spec)
-        resolved = Resolved(made.function, claims=_claims_beside(made.function, sys.modules[target.module], target), module=target.module)
-    else:
-        resolved = resolve(spec)
+    """Return the subject's description for a certificate: module, digests, distribution, claims."""
+    resolved = resolve(spec)
     module = importlib.import_module(resolved.module)
-    function = resolved.hook.function if isinstance(resolved.hook, Factory) else resolved.hook or resolved.setup
     if isinstance(resolved.hook, Factory) and not resolved.hook.needs_context():
+        # It can be called here too, so that its errors show before any rank starts.
         make_hook(resolved, {}, f"--hook {spec.hook}")
+    function = resolved.function
+    # The code may lie in another module than the one that the target names.
     while isinstance(function, functools.partial):
         function = function.func
     owner = inspect.getmodule(inspect.unwrap(function)) if callable(function) else None
-    files = {}
+    digests = {}
     for source in (module, owner):
         path = getattr(source, "__file__", None)
         if source is not None and path:
             with open(path, "rb") as file:
-                files[source.__name__] = hashlib.sha256(file.read()).hexdigest()
+                digests[source.__name__] = hashlib.sha256(file.read()).hexdigest()
     return {
         "module": resolved.module,
-        "sha256": files,
+        "sha256": digests,
         "distribution": _distribution(resolved.module),
         "claims": resolved.claims,
     }
 
 
-@dataclass
-class Factory:
-    """A target that is called in each rank once the group exists."""
-
-    function: Callable[..., Any]
-    kwargs: dict[str, Any]
-
-    def make(self, context: dict[str, Callable[[], Any]]) -> Any:
-        try:
-            return call_with_names(self.function, self.kwargs, context)
-        except TypeError as error:
-            raise TargetError(f"calling {getattr(self.function, '__name__', self.function)} failed: {error}") from error
-
-    def needs_context(self) -> bool:
-        """Whether its signature names anything that only a rank has."""
-        try:
-            names = inspect.signature(self.function).parameters
-        except (TypeError, ValueError):
-            return False
-        return any(name not in self.kwargs and _ALIASES.get(name, name) in CONTEXT_NAMES for name in names)
-
-
 def _load(target: Target, option: str) -> tuple[Any, str | None]:
-    """Import a target, call it if it is to be called, and read the claims beside it."""
+    """Import a target, bind its arguments, and read the claims beside it."""
     value, module = _lookup(target, option)
     claims = _claims_beside(value, module, target)
+    # A set-up is called in any case, for each model: its arguments are bound.
     if option != "--setup" and (target.call or inspect.isclass(value)):
         value = Factory(value, target.kwargs)
     elif target.kwargs:
@@ -202,16 +260,26 @@ def _load_state(text: str | None) -> Any:
 
 
 def _lookup(target: Target, option: str) -> tuple[Any, Any]:
+    """Import a target; return its object and its module."""
     try:
         module = importlib.import_module(target.module)
     except ModuleNotFoundError as error:
-        if error.name and (target.module == error.name or target.module.startswith(error.name + ".")):
+        # The target's own module is missing, or a package above it; else an import inside of it.
+        if error.name and (
+            target.module == error.name or target.module.startswith(error.name + ".")
+        ):
             raise TargetError(
-                f"{option} {target}: there is no module {error.name!r} on the path; run from where it can be imported"
+                f"{option} {target}: there is no module {error.name!r} on the path; "
+                "run from where it can be imported"
             ) from error
-        raise TargetError(f"{option} {target}: importing {target.module} failed: {error}") from error
+        raise TargetError(
+            f"{option} {target}: importing {target.module} failed: {error}"
+        ) from error
     except Exception as error:
-        raise TargetError(f"{option} {target}: importing {target.module} raised {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise TargetError(
+            f"{option} {target}: importing {target.module} raised {reason}"
+        ) from error
     value = module
     for name in target.attribute.split("."):
         try:
@@ -222,36 +290,37 @@ def _lookup(target: Target, option: str) -> tuple[Any, Any]:
 
 
 def _suggestion(owner: Any, name: str) -> str:
-    import difflib
-
     near = difflib.get_close_matches(name, dir(owner), n=3)
-    return f"no attribute {name!r}" + (f"; did you mean {', '.join(near)}?" if near else "")
+    suggestion = f"; did you mean {', '.join(near)}?" if near else ""
+    return f"no attribute {name!r}{suggestion}"
 
 
 def _claims_beside(value: Any, module: Any, target: Target) -> str | None:
-    """Read ``__conformance__`` on the object, or on its module: one text, or a dict by attribute."""
-    said = getattr(value, "__conformance__", None) or getattr(module, "__conformance__", None)
-    if isinstance(said, dict):
-        said = said.get(target.attribute)
-    if said is not None and not isinstance(said, str):
-        raise TargetError(f"__conformance__ beside {target} must be a string of claims or a dict of them by attribute")
-    return said
+    """Read ``__conformance__`` of the object or its module: one text, or a dict by attribute."""
+    declared = getattr(value, "__conformance__", None) or getattr(module, "__conformance__", None)
+    if isinstance(declared, dict):
+        declared = declared.get(target.attribute)
+    if declared is not None and not isinstance(declared, str):
+        raise TargetError(
+            f"__conformance__ beside {target} must be a string of claims "
+            "or a dict of such strings by attribute"
+        )
+    return declared
 
 
 def _member(value: Any) -> Any:
-    """An enum of partials, as torch's DDPCommHookType: its member's value is the callable."""
+    """Return the callable of an enum's member, as in torch's DDPCommHookType; else the value."""
     return value.value if isinstance(value, enum.Enum) and callable(value.value) else value
 
 
 def _distribution(module: str) -> str | None:
-    for name in importlib.metadata.packages_distributions().get(module.partition(".")[0], []):
+    packages = importlib.metadata.packages_distributions()
+    for name in packages.get(module.partition(".")[0], []):
         return f"{name} {importlib.metadata.version(name)}"
     return None
 
 
 def _article(value: Any) -> str:
     name = type(value).__name__
-    return f"a{'n' if name[0].lower() in 'aeiou' else ''} {name}"
-
-
-__all__ = ["Case", "Resolved", "call_with_names", "describe", "make_state", "resolve"]
+    article = "an" if name[0].lower() in "aeiou" else "a"
+    return f"{article} {name}"

@@ -1,8 +1,9 @@
-"""Networks with blocks to wrap, and a watch that says what goes on inside of them. Runs in ranks only.
+"""Networks with blocks to wrap, and a watch over the inside of the blocks. Runs in ranks only.
 
-They compute in float64, where what another order of operations rounds otherwise is far below any mistake; but for autocast, which
-takes float32. Sums of gradients have at most two terms wherever a wrapper puts them together in another order by right: one that
-changes nothing else gives the same bits.
+The networks compute in float64, where another order of operations changes a result by far less than
+any mistake does; only under autocast, which takes float32, they do not. Sums of gradients have at
+most two terms wherever a wrapper may put them together in another order: a wrapper that changes
+nothing else gives the same bits.
 """
 
 import math
@@ -16,53 +17,62 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from conformance.scenarios.gradients import gradient
 
-BATCH, WIDTH = 6, 8
+BATCH = 6
+WIDTH = 8
 Wrap = Callable[[nn.Module], nn.Module]
 
 
 class Planned(Exception):
-    """An error that a block raises because it is told to."""
+    """An error that a block raises on purpose."""
 
 
 class Watch:
-    """What goes on inside of blocks, all of one process.
+    """Observes the forwards of blocks, of all blocks in this process.
 
-    It is an object of the module, no attribute of blocks: a block that is copied or saved has nothing in it that a user's has not.
+    It is an object of the module, not an attribute of blocks: a block that is copied or saved then
+    holds nothing that a user's block does not.
 
     Attributes:
-        phase: what the trainer does.
+        phase: the current work of the trainer.
         runs: by phase, how often each block's forward began.
-        autocast: by phase, in which dtypes autocast had them compute.
+        autocast: by phase, the dtypes in which autocast had the blocks compute.
         raises: the block that is to raise an error; '' is none.
     """
 
     def __init__(self) -> None:
-        self.phase, self.raises = "", ""
+        self.phase = ""
+        self.raises = ""
         self.runs: dict[str, Counter[str]] = {}
         self.autocast: dict[str, list[str]] = {}
         self._seen: list[tuple[str, StorageWeakRef, int]] = []
 
     def begin(self) -> None:
-        """Forget what was seen so far."""
-        self.runs, self.autocast, self._seen = {}, {}, []
+        """Forget all observations."""
+        self.runs = {}
+        self.autocast = {}
+        self._seen = []
 
     def enters(self, block: str, device: str) -> None:
         """Note that a block's forward begins on a type of device."""
         self.runs.setdefault(self.phase, Counter())[block] += 1
-        dtype = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "none"
+        dtype = "none"
+        if torch.is_autocast_enabled(device):
+            dtype = str(torch.get_autocast_dtype(device))
         self.autocast[self.phase] = sorted({*self.autocast.get(self.phase, ()), dtype})
         if self.raises == block:
-            raise Planned(f"{block} was told to")
+            raise Planned(f"{block} raises as planned")
 
     def sees(self, block: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Note what a block has computed on the way, which is neither its input nor its output."""
+        """Note an activation of a block, which is neither its input nor its output."""
         storage = tensor.untyped_storage()
         self._seen.append((block, StorageWeakRef(storage), storage.nbytes()))
         return tensor
 
     def alive(self) -> dict[str, int]:
-        """Return by block how many bytes there are still of what it computed on the way."""
-        storages = {ref.cdata: (block, size) for block, ref, size in self._seen if not ref.expired()}
+        """Return, by block, the bytes of its activations that still exist."""
+        storages = {
+            ref.cdata: (block, size) for block, ref, size in self._seen if not ref.expired()
+        }
         found: Counter[str] = Counter()
         for block, size in storages.values():
             found[block] += size
@@ -77,8 +87,10 @@ class Block(nn.Module):
 
     def __init__(self, called: str, drops: float = 0.0, batch: bool = False) -> None:
         super().__init__()
-        self.called, self.width = called, WIDTH
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH, bias=not batch)  # before batch norm its gradient is zero, and all roundings
+        self.called = called
+        self.width = WIDTH
+        # Before batch norm the gradient of a bias is zero: its value would be rounding alone.
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH, bias=not batch)
         self.outer = nn.Linear(2 * WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(2 * WIDTH) if batch else nn.LayerNorm(2 * WIDTH)
         self.dropout = nn.Dropout(drops)
@@ -92,19 +104,30 @@ class Block(nn.Module):
 
 
 class Joins(nn.Module):
-    """A block that is called in many ways, with a part that is frozen."""
+    """A block with arguments of many kinds, and a frozen part."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right, self.frozen = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH)
         self.frozen.requires_grad_(False)
 
     def forward(
-        self, left: torch.Tensor, right: torch.Tensor, how: str, *, scale: torch.Tensor, sizes: tuple[int, ...], also: None, flip: bool
+        self,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        how: str,
+        *,
+        scale: torch.Tensor,
+        sizes: tuple[int, ...],
+        also: None,
+        flip: bool,
     ) -> tuple[torch.Tensor, str, torch.Tensor]:
         assert also is None
         both = self.left(left) * scale + self.frozen(self.right(right))
-        both = both.flip(1) if flip else both
+        if flip:
+            both = both.flip(1)
         return nn.functional.gelu(both), how, both.view(sizes).sum(1)
 
 
@@ -113,19 +136,22 @@ class Takes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, given: dict[str, Any]) -> dict[str, Any]:
-        left, (right,) = given["left"], given["rest"]
+        left = given["left"]
+        (right,) = given["rest"]
         return {"left": nn.functional.gelu(self.left(left)), "rest": [self.right(right).tanh()]}
 
 
 class Nest(nn.Module):
-    """A block with a block inside that is wrapped too."""
+    """A block that holds another block, which is wrapped too."""
 
     def __init__(self, called: str) -> None:
         super().__init__()
-        self.linear, self.block = nn.Linear(WIDTH, WIDTH), Block(f"{called}.block")
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.block = Block(f"{called}.block")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.block(self.linear(x).tanh())
@@ -137,10 +163,11 @@ class Stack(nn.Module):
     def __init__(self, blocks: list[nn.Module], stem: bool = True) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH) if stem else nn.Identity()
-        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, WIDTH)
 
     def wrap(self, wrap: Wrap) -> None:
-        """Put something in the place of each block."""
+        """Replace each block by its wrapper."""
         for index, block in enumerate(self.blocks):
             self.blocks[index] = wrap(block)
 
@@ -148,12 +175,13 @@ class Stack(nn.Module):
         """Leave out the blocks that are not ``used``."""
         x = self.stem(x)
         for index, block in enumerate(self.blocks):
-            x = block(x) if not used or used[index] else x
+            if not used or used[index]:
+                x = block(x)
         return self.head(x)
 
 
 class Twice(Stack):
-    """A block that is used twice, and has a weight in common with a layer outside."""
+    """A block that is used twice, and shares a weight with a layer outside."""
 
     def __init__(self) -> None:
         super().__init__([Block("block")])
@@ -170,7 +198,8 @@ class Calls(Stack):
 
     def __init__(self) -> None:
         super().__init__([Joins(), Nest("nest")])
-        self.other, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def wrap(self, wrap: Wrap) -> None:
         self.blocks[1].block = wrap(self.blocks[1].block)
@@ -178,7 +207,13 @@ class Calls(Stack):
 
     def forward(self, x: torch.Tensor, used: tuple[bool, ...] = ()) -> torch.Tensor:
         joined, how, summed = self.blocks[0](
-            self.stem(x), self.other(x), "sum", scale=self.scale * 2, sizes=(len(x), 2, WIDTH // 2), also=None, flip=True
+            self.stem(x),
+            self.other(x),
+            "sum",
+            scale=self.scale * 2,
+            sizes=(len(x), 2, WIDTH // 2),
+            also=None,
+            flip=True,
         )
         assert how == "sum"
         return self.head(self.blocks[1](joined)) + summed.repeat(1, 2)
@@ -196,29 +231,39 @@ class Containers(Stack):
         return self.head(made["left"] + made["rest"][0])
 
 
-def network(case: str) -> Any:
-    """Return the network of a case, its weights fixed without any random state."""
-    made: Stack
-    if case == "random":
-        made = Stack([Block(f"block {index}", drops=0.25, batch=True) for index in range(3)])
-    elif case == "first":
-        made = Stack([Block("block")], stem=False)
-    elif case == "unused":
-        made = Stack([Block(f"block {index}") for index in range(5)])
-    elif case == "module":
-        made = Stack([Block("block", drops=0.25, batch=True), nn.Sequential(Block("first"), Block("second")), Nest("nest")])
-    elif case in ("twice", "calls", "containers"):
-        made = {"twice": Twice, "calls": Calls, "containers": Containers}[case]()
-    else:
-        made = Stack([Block(f"block {index}") for index in range(3)])
+def network(variant: str) -> Any:
+    """Return the network of a scenario's variant, its weights fixed without any random state."""
+    made = _layers(variant)
     filled(made, 0)
-    return made if case in ("autocast", "module") else made.double()
+    return made if variant in ("autocast", "module") else made.double()
+
+
+def _layers(variant: str) -> Stack:
+    if variant == "random":
+        return Stack([Block(f"block {index}", drops=0.25, batch=True) for index in range(3)])
+    if variant == "first":
+        return Stack([Block("block")], stem=False)
+    if variant == "unused":
+        return Stack([Block(f"block {index}") for index in range(5)])
+    if variant == "module":
+        pair = nn.Sequential(Block("first"), Block("second"))
+        return Stack([Block("block", drops=0.25, batch=True), pair, Nest("nest")])
+    if variant == "twice":
+        return Twice()
+    if variant == "calls":
+        return Calls()
+    if variant == "containers":
+        return Containers()
+    return Stack([Block(f"block {index}") for index in range(3)])
 
 
 @torch.no_grad()
 def filled(module: nn.Module, which: int) -> nn.Module:
-    """Give all parameters values that are known; others for each ``which``."""
+    """Give all parameters known values, which differ for each ``which``."""
     for index, parameter in enumerate(module.parameters()):
-        values = gradient("normal", tuple(parameter.shape), torch.float32, world=1, rank=99, step=which, param=index)
-        parameter.copy_(values / math.sqrt(WIDTH) + (1.0 if parameter.dim() == 1 else 0.0))
+        shape = tuple(parameter.shape)
+        values = gradient("normal", shape, torch.float32, world=1, rank=99, step=which, param=index)
+        # Scales of a norm are around one, as those of a trained network.
+        offset = 1.0 if parameter.dim() == 1 else 0.0
+        parameter.copy_(values / math.sqrt(WIDTH) + offset)
     return module

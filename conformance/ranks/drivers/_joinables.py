@@ -1,4 +1,4 @@
-"""The joinables that the kit brings: they count, and hold nothing back from the record."""
+"""The kit's own joinables, which count steps and record every call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +13,17 @@ from conformance.scenarios.joinable import JOINABLES
 
 
 class OfGroup(Joinable):
-    """What a joinable of no collectives is.
+    """The parts of a joinable without collectives.
 
     Args:
-        group: on which ranks of the context tell each other who still trains.
-        device: of the tensors that they do so with.
+        group: the group of the ranks in the context.
+        device: of the tensors that they exchange.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
         super().__init__()
-        self.group, self.device = group, device
+        self.group = group
+        self.device = device
 
     @property
     def join_device(self) -> torch.device:
@@ -34,40 +35,47 @@ class OfGroup(Joinable):
 
 
 class Counter(OfGroup):
-    """Has one collective in each step, whose sum says which ranks took part in it as what, and by which joinable.
+    """Has one collective in each step, whose sum shows which ranks took part in which role.
 
     Args:
-        stage: of this rank.
+        driver: of this rank.
         index: of the joinable among those of its context, on all ranks.
         notify: the context's ``notify_join_context``.
-        group: another one than the stage's.
+        group: another group than the driver's.
     """
 
-    def __init__(self, stage: RankDriver, index: int, notify: Callable[[Any], Any], group: Any = None) -> None:
-        super().__init__(group or stage.group, stage.device)
-        self.stage, self.index, self.notify = stage, index, notify
+    def __init__(
+        self, driver: RankDriver, index: int, notify: Callable[[Any], Any], group: Any = None
+    ) -> None:
+        super().__init__(group or driver.group, driver.device)
+        self.driver = driver
+        self.index = index
+        self.notify = notify
 
     def step(self) -> None:
-        """Take the collective of one step."""
+        """Take part in the collective of one step."""
         self.note("notifies")
         self.notify(self)
         self.note("notified")
         self.sum(self.index)
 
     def sum(self, slot: int) -> None:
-        """Put this rank's bit in a slot, and write down who did so in which: first the slots of steps, then those of shadows."""
-        said = torch.zeros(2 * JOINABLES, dtype=torch.int64, device=self.device)
-        said[slot] = 1 << self.stage.group_rank
+        """Put this rank's bit into a slot, and record the bits of all ranks.
+
+        The slots of steps come first, then the slots of shadows.
+        """
+        bits = torch.zeros(2 * JOINABLES, dtype=torch.int64, device=self.device)
+        bits[slot] = 1 << self.driver.group_rank
         self.note("sums")
-        dist.all_reduce(said, group=self.group)
-        self.note("summed", sums=said.tolist())
+        dist.all_reduce(bits, group=self.group)
+        self.note("summed", sums=bits.tolist())
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         self.note("asked", kwargs={name: repr(value) for name, value in kwargs.items()})
         return _CounterHook(self)
 
     def note(self, name: str, /, **fields: Any) -> None:
-        self.stage.recorder.event(name, joinable=self.index, **fields)
+        self.driver.recorder.event(name, joinable=self.index, **fields)
 
 
 class _CounterHook(JoinHook):
@@ -76,7 +84,8 @@ class _CounterHook(JoinHook):
 
     def main_hook(self) -> None:
         config = self.counter._join_config
-        self.counter.note("main", would_notify=bool(config.enable and config.is_first_joinable))
+        would_notify = bool(config.enable and config.is_first_joinable)
+        self.counter.note("main", would_notify=would_notify)
         self.counter.sum(JOINABLES + self.counter.index)
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -84,17 +93,22 @@ class _CounterHook(JoinHook):
 
 
 class Setter(OfGroup):
-    """Gives the parameters of a joined rank the gradients of the step that it shadows: DDP leaves it with its last ones.
+    """Gives a joined rank the gradients of the step it shadows; DDP leaves it its last ones.
 
     Args:
-        stage: of this rank.
+        driver: of this rank.
         params: the model's.
-        lengths: how many inputs each place of the group has.
+        lengths: the number of inputs of each rank of the group.
     """
 
-    def __init__(self, stage: RankDriver, params: list[torch.nn.Parameter], lengths: tuple[int, ...]) -> None:
-        super().__init__(stage.group, stage.device)
-        self.stage, self.params, self.lengths, self.at = stage, params, lengths, lengths[stage.group_rank]
+    def __init__(
+        self, driver: RankDriver, params: list[torch.nn.Parameter], lengths: tuple[int, ...]
+    ) -> None:
+        super().__init__(driver.group, driver.device)
+        self.driver = driver
+        self.params = params
+        self.lengths = lengths
+        self.at = lengths[driver.group_rank]
 
     def join_hook(self, **_: Any) -> JoinHook:
         setter = self
@@ -107,11 +121,11 @@ class Setter(OfGroup):
 
     @torch.no_grad()
     def set(self) -> None:
-        """Set those of the next step: the mean over all ranks, of which some have none."""
-        trains = [place for place, length in enumerate(self.lengths) if length > self.at]
+        """Set the gradients of the next step: the mean over all ranks, joined ones as zeros."""
+        trains = [rank for rank, length in enumerate(self.lengths) if length > self.at]
         for index, parameter in enumerate(self.params):
-            fed = [self.stage.values("crafted", self.at, index, place) for place in trains]
-            parameter.grad = torch.stack(fed).sum(0) / self.stage.size
+            fed = [self.driver.values("crafted", self.at, index, rank) for rank in trains]
+            parameter.grad = torch.stack(fed).sum(0) / self.driver.size
         self.at += 1
 
 
@@ -119,22 +133,22 @@ class Model(torch.nn.Module):
     """A probe that counts its steps in a buffer.
 
     Args:
-        stage: of this rank.
-        has_collective: its forward has one.
+        driver: of this rank.
+        has_collective: its forward issues a collective.
     """
 
     steps: torch.Tensor
 
-    def __init__(self, stage: RankDriver, has_collective: bool = False) -> None:
+    def __init__(self, driver: RankDriver, has_collective: bool = False) -> None:
         super().__init__()
-        self.probe = Probe(stage.scenario.params, stage.scenario.initial_value, stage.rank)
+        self.probe = Probe(driver.scenario.params, driver.scenario.initial_value, driver.rank)
         self.register_buffer("steps", torch.zeros(()))
-        self.group = stage.group if has_collective else None
-        self.to(stage.device)
+        self.group = driver.group if has_collective else None
+        self.to(driver.device)
 
     def forward(self, grads: list[torch.Tensor | None]) -> torch.Tensor:
         if self.group is not None:
             dist.all_reduce(torch.ones(3, device=self.steps.device), group=self.group)
         self.steps.add_(1)
-        out: torch.Tensor = self.probe(grads)
-        return out
+        loss: torch.Tensor = self.probe(grads)
+        return loss

@@ -1,14 +1,13 @@
-"""Where a rank works with a subject that is no hook: its group, its inputs, its record, and the way to the subject."""
+"""The life of a rank, which is the same for every kind of subject."""
 
 import gc
-import importlib
-import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,11 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.errors import TargetError
 from conformance.ranks.instruments import process_state
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
+from conformance.ranks.instruments.process_state import Patches
 from conformance.ranks.instruments.schedule import Schedule
+from conformance.ranks.instruments.subject_calls import SubjectCalls
 from conformance.ranks.placement import dispatch_key, place_on_machine, take_place
 from conformance.ranks.process import scatter_heap
 from conformance.ranks.process_groups import end_groups, everybody, make_groups
-from conformance.ranks.resolve import Factory, call_with_names, resolve_other
+from conformance.ranks.resolve import Context, Factory, call_with_names, resolve
 from conformance.records.files import STATE
 from conformance.records.recorder import Recorder
 from conformance.scenarios.gradients import gradient
@@ -29,81 +30,237 @@ from conformance.scenarios.model import Scenario
 from conformance.subjects.kinds import KINDS
 from conformance.subjects.spec import SubjectSpec
 
+KIT = "kit"
+"""The activity of the kit itself: an error during this activity is not the subject's."""
 
-class RankDriver:
-    """One rank of one scenario of such a kind.
+
+class RankDriver(ABC):
+    """One rank of one scenario; each kind of subject has a subclass.
+
+    Args:
+        scenario: the scenario to run.
+        spec: the subject; None to do the same without any subject.
+        rank, world: the number of this process, and how many processes there are.
+        folder: the run's folder.
+        timeout: of the process groups, in seconds.
+        recorder: receives everything that rules will see.
 
     Attributes:
-        scenario, rank, world: what is run, and which of how many processes this is.
-        device: where its tensors are.
-        group, group_rank, size: the group that this rank works in, its place in there (not its global rank), and how many it has.
-        recorder: what rules will see.
-        without_subject: whether ranks do the same without any subject, for rules to compare with.
-        saved: the folder that another process of this rank has saved into, where it is to go on from there; or None.
+        device: the device of this rank's tensors.
+        group, group_rank, size: the group that this rank works in, its rank there (not its global
+            rank), and the number of ranks in the group.
+        activity: the current activity, see :meth:`doing`. The kit's own is ``kit``.
+        without_subject: whether this rank runs without a subject, for rules to compare with.
+        saved: the folder in which another process of this rank has saved a state to go on from.
+        calls: the calls into the subject.
+        collectives: the collectives that this rank has issued.
     """
 
+    # Calls of other kinds than hooks may run a whole backward, on threads of autograd.
+    calls_own_all_threads: ClassVar[bool] = True
+    # Other kinds wait for their peers as they like: only hooks are judged by their waits.
+    records_waits: ClassVar[bool] = False
+
     def __init__(
-        self, scenario: Scenario, spec: SubjectSpec | None, rank: int, world: int, folder: Path, timeout: float, recorder: Recorder
+        self,
+        scenario: Scenario,
+        spec: SubjectSpec | None,
+        rank: int,
+        world: int,
+        folder: Path,
+        timeout: float,
+        recorder: Recorder,
     ) -> None:
-        self.scenario, self.rank, self.world, self.recorder = scenario, rank, world, recorder
-        self._folder, self._timeout = folder, timeout
-        self.without_subject, self._spec = spec is None, spec or SubjectSpec(kind=scenario.kind)
-        self.saved = Path(scenario.resume.saved_in) / str(rank) if scenario.resume.saved_in else None
-        self.where = "kit"
-        self._inside, self._calls, self._met = 0, 0, 0
-        self.collectives = CollectiveRecorder(self._issued if scenario.observe.collectives else None, key=dispatch_key(scenario.profile))
+        self.scenario = scenario
+        self.spec = spec or SubjectSpec(kind=scenario.kind)
+        self.without_subject = spec is None
+        self.rank = rank
+        self.world = world
+        self.folder = folder
+        self.timeout = timeout
+        self.recorder = recorder
+        self.activity = KIT
+        self.saved: Path | None = None
+        if scenario.resume.saved_in:
+            self.saved = Path(scenario.resume.saved_in) / str(rank)
+        self.calls = SubjectCalls(any_thread=self.calls_own_all_threads)
+        self.collectives = self.make_collective_recorder()
+        self._meetings = 0
+        self._heap_is_scattered = False
+        self._patches: Patches | None = None
+        self._lasting: frozenset[str] = frozenset()
+
+    # The life of a rank, in order.
 
     def execute(self) -> None:
-        """Work with the subject, and write down what it leaves behind."""
-        self.device = take_place(self.scenario.profile, place_on_machine(self._folder, self.rank), str(self._folder / str(self.rank)))
-        self.signals, self.group = make_groups(self.scenario, self.rank, self.world, self._folder, self._timeout, self.device)
-        self.group_rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self._meet()
-        self._schedule = Schedule(self.scenario, self.rank, self.world, self.signals, self._is_inside, lambda: None, self._stuck)
+        """Work with the subject, and record the work and its side effects."""
+        own = self.folder / str(self.rank)
+        place = place_on_machine(self.folder, self.rank)
+        self.device = take_place(self.scenario.profile, place, str(own))
+        self.set_up()
+        self.meet()
+        # The kit's own collectives are over: all that follow are the subject's or its trainer's.
+        self.install_instruments()
+        # After the instruments, whose threads and functions are not the subject's.
+        self.record_start()
+        self.scatter_heap()
+        self._lasting = frozenset(vars(self))
+        self.run()
+        self.close()
+        self.record_end()
+        # Last, since a peer that is still at work may need this process.
+        self.end()
+
+    def set_up(self) -> None:
+        """Make the process groups."""
+        self.signals, self.group = make_groups(
+            self.scenario, self.rank, self.world, self.folder, self.timeout, self.device
+        )
+        self.group_rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+
+    def meet(self) -> None:
+        """Wait until no peer needs a connection to this rank for work of the kit.
+
+        The subject may be refused next, so that this rank leaves.
+        """
+        # Each barrier needs keys of its own in the store.
+        self.barrier(f"met/{self._meetings}")
+        self._meetings += 1
+
+    def install_instruments(self) -> None:
+        """Install the instruments that all drivers share."""
+        self.schedule = Schedule(
+            self.scenario,
+            self.rank,
+            self.world,
+            self.signals,
+            self.recorder,
+            self.calls,
+            records_waits=self.records_waits,
+        )
         if self.scenario.intercepts:
-            self.collectives.install()
-        self._schedule.install()
-        threads, patches = process_state.threads(), process_state.Patches() if self.scenario.watches_process else None
-        if patches:
-            self.recorder.event("state", at="start", process=process_state.snapshot(), threads=threads)
-        scatter_heap(self.rank)
-        importlib.import_module(f"conformance.ranks.drivers.{self.scenario.kind}").play(self)
+            self.collectives.install(self.schedule)
+        self.schedule.install()
+
+    def record_start(self) -> None:
+        """Record the state of the process before the subject is imported."""
+        self._threads = process_state.threads()
+        if self.scenario.watches_process:
+            self._patches = self.unpatched()
+            self.recorder.event("state", at="start", **self.start_state(), threads=self._threads)
+
+    def scatter_heap(self) -> None:
+        """Scatter this rank's heap, once, just before the first parameters are made.
+
+        The kit's own objects would fill the scattered blocks if they were made in between. A
+        driver that makes parameters in :meth:`set_up` therefore calls this method there.
+        """
+        if not self._heap_is_scattered:
+            scatter_heap(self.rank)
+            self._heap_is_scattered = True
+
+    @abstractmethod
+    def run(self) -> None:
+        """Import the subject and run the scenario's steps."""
+
+    def close(self) -> None:
+        """End the work with the subject; later events belong to no step."""
         self.recorder.step = -1
+        # The driver forgets everything that it made in ``run``. A subject may end its threads and
+        # remove its files when it is collected, and its side effects are recorded after that.
+        for name in set(vars(self)) - self._lasting:
+            delattr(self, name)
+
+    def record_end(self) -> None:
+        """Record the state of the process after the subject's work."""
+        # Objects in cycles end their threads and remove their files only when they are collected.
         gc.collect()
-        process_state.let_threads_end(threads)
-        if patches:
-            self.recorder.event("state", at="end", **process_state.left_behind(), patches=patches.found())
-        everybody(self.signals, "end", self.rank, self.world, self._timeout)
+        process_state.let_threads_end(self._threads)
+        if self._patches:
+            found = self.patches_since(self._patches)
+            self.recorder.event("state", at="end", **process_state.left_behind(), patches=found)
+
+    def end(self) -> None:
+        """Wait for all ranks and end the groups."""
+        self.barrier("end")
         end_groups()
 
     def failed(self, error: BaseException) -> None:
-        """Write down an exception that ended the run."""
-        kind = "target" if isinstance(error, TargetError) else type(error).__name__
-        self.recorder.event("error", where=self.where, type=kind, message=str(error)[:4000], traceback=traceback.format_exc()[-6000:])
+        """Record an exception that ended the run."""
+        self.recorder.event(
+            "error",
+            where=self.activity,
+            type="target" if isinstance(error, TargetError) else type(error).__name__,
+            message=str(error)[:4000],
+            traceback=traceback.format_exc()[-6000:],
+        )
+
+    # Steps of that life that some drivers do in another way.
+
+    def make_collective_recorder(self) -> CollectiveRecorder:
+        """Return the recorder of this rank's collectives."""
+        key = dispatch_key(self.scenario.profile)
+        records = self.scenario.observe.collectives
+        return CollectiveRecorder(self.recorder, self.calls, key, records=records)
+
+    def start_state(self) -> dict[str, Any]:
+        """Return the state of the process that is recorded at the start."""
+        return {"process": process_state.snapshot()}
+
+    def unpatched(self) -> Patches:
+        """Return the functions of torch and Python as they are before the subject's work.
+
+        They are taken in the rank, after the kit and the backend's package have installed theirs.
+        """
+        return Patches()
+
+    def patches_since(self, before: Patches) -> list[str]:
+        """Return the functions that were replaced."""
+        return before.found()
+
+    # For the drivers' own code.
+
+    @contextmanager
+    def doing(self, activity: str) -> Iterator[None]:
+        """Attribute errors to an activity, such as ``state_dict``.
+
+        An exception that leaves the block keeps the activity, so that :meth:`failed` records it.
+        A driver that catches the exception sets :attr:`activity` itself.
+        """
+        before = self.activity
+        self.activity = activity
+        yield
+        self.activity = before
 
     def target(self) -> Factory:
-        """Import what names the subject, and return it with its arguments."""
-        self.where = "load"
-        target = resolve_other(self._spec)
-        self.where = "kit"
+        """Import the subject's target, and return it with its arguments."""
+        with self.doing("load"):
+            target = resolve(self.spec).target
+        assert target is not None
         return target
 
-    def make(self, understood: Callable[[Factory], Factory] = lambda target: target, /, **context: Callable[[], Any]) -> Any:
-        """Return the subject: made by its target, or, of a kind that is bound, the target with its arguments.
+    def make(
+        self,
+        prepare: Callable[[Factory], Factory] = lambda target: target,
+        /,
+        **context: Callable[[], Any],
+    ) -> Any:
+        """Return the subject: the object that its target makes.
+
+        If the kind is bound, it is the target itself, with its arguments.
 
         Args:
-            understood: returns a target as its kind understands it.
-            context: what its signature may name beside ``process_group``, ``rank``, ``world_size`` and ``device``.
+            prepare: returns the target in the form in which its kind takes it.
+            context: values for the target's signature beside those of :attr:`context`.
         """
-        target = understood(self.target())
-        self.where = "make"
-        made = self._made(target, {**self.context, **context})
-        self.where = "kit"
-        return made
+        target = prepare(self.target())
+        with self.doing("make"):
+            return self._made(target, {**self.context, **context})
 
     @property
-    def context(self) -> dict[str, Callable[[], Any]]:
-        """What the signature of any subject may name."""
+    def context(self) -> Context:
+        """The values that the signature of any subject may name."""
         return {
             "process_group": lambda: self.group,
             "rank": lambda: self.group_rank,
@@ -111,88 +268,98 @@ class RankDriver:
             "device": lambda: self.device,
         }
 
-    def _made(self, target: Factory, values: dict[str, Callable[[], Any]]) -> Any:
-        if KINDS[self._spec.kind].bound:
-            return partial(target.function, **target.kwargs) if target.kwargs else target.function
-        if target.kwargs or isinstance(target.function, (type, partial)) or hasattr(target.function, "__code__"):
-            return target.make(values)
-        return target.function  # an object that is there already
+    def _made(self, target: Factory, context: Context) -> Any:
+        function = target.function
+        if KINDS[self.spec.kind].bound:
+            return partial(function, **target.kwargs) if target.kwargs else function
+        if target.kwargs or isinstance(function, (type, partial)) or hasattr(function, "__code__"):
+            return target.make(context)
+        return function  # an existing object
 
     def data_parallel(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
-        """Return the model under DDP; all ranks have made theirs.
+        """Return the model under DDP, after all ranks have made theirs.
 
         Args:
             options: of DDP; the group is this rank's, unless they name one.
         """
         ddp = DistributedDataParallel(model, **{"process_group": self.group, **options})
-        self._meet()
+        self.meet()
         return ddp
 
     def begin_step(self, step: int, kind: str) -> None:
-        """Note that a step begins: what is recorded from here on belongs to it."""
+        """Record that a step begins; the events from here on belong to that step."""
         self.recorder.step = step
         self.recorder.event("step", kind=kind)
 
     @contextmanager
-    def inside(self, what: str) -> Iterator[None]:
-        """The subject is at work: what it raises is its own, and ranks take turns as the scenario says.
+    def inside(self, call: str) -> Iterator[None]:
+        """Run a block in which the subject is at work, in this rank's turn.
+
+        The subject is blamed for its errors. After an error the call stays open, so that the
+        collectives that follow count as its collectives.
 
         Args:
-            what: the call that is made, for people: ``average_parameters``.
+            call: the name of the call, for people: ``average_parameters``.
         """
-        call, self._calls = self._calls, self._calls + 1
-        self._schedule.enter(call)
+        number = self.calls.begin()
+        # The wait for this rank's turn is not the subject's: its call has not begun.
+        self.schedule.enter(number)
         watches = self.scenario.watches_process
         before = process_state.rng() if watches else {}
-        self.where, self._inside = what, threading.get_ident()
-        self.recorder.event("enters", what=what)
-        yield
-        self.where, self._inside = "kit", 0
-        changed = {"rng_changed": [name for name, value in process_state.rng().items() if before[name] != value]} if watches else {}
-        self.recorder.event("leaves", what=what, **changed)
-        self._schedule.left(call, is_last=True)
+        with self.doing(call):
+            self.calls.enter()
+            self.recorder.event("enters", what=call)
+            yield
+        self.calls.leave()
+        changes = {}
+        if watches:
+            after = process_state.rng()
+            changed = [name for name, state in after.items() if before[name] != state]
+            changes = {"rng_changed": changed}
+        self.recorder.event("leaves", what=call, **changes)
+        self.schedule.left(number, is_last=True)
 
-    def call(self, function: Callable[..., Any], context: dict[str, Callable[[], Any]], **kwargs: Any) -> Any:
-        """Call a function of the subject with what its signature names of ``context``, and with ``kwargs``."""
+    def call(self, function: Callable[..., Any], context: Context, **kwargs: Any) -> Any:
+        """Call a function of the subject with ``kwargs`` and the context its signature names."""
         return call_with_names(function, kwargs, context)
 
     def let_peers_in(self) -> None:
-        """Have peers enter, where they take turns: this rank is about to wait for them in a way that cannot be seen."""
-        self._schedule.let_go()
+        """Let peers enter, since this rank is about to wait for them in a hidden way."""
+        self.schedule.let_go()
 
     def values(self, kind: str, step: int, index: int, rank: int | None = None) -> torch.Tensor:
-        """Return what this rank feeds for one of the scenario's parameters at a step; rules get the same from ``Run.fed``."""
+        """Return this rank's input for a parameter at a step, as ``Run.fed`` returns it to rules.
+
+        Args:
+            rank: another rank, whose input is wanted.
+        """
         spec = self.scenario.params[index]
-        of = self.rank if rank is None else rank
-        return gradient(kind, spec.shape, getattr(torch, spec.dtype), world=self.size, rank=of, step=step, param=index).to(self.device)
+        values = gradient(
+            kind,
+            spec.shape,
+            getattr(torch, spec.dtype),
+            world=self.size,
+            rank=self.rank if rank is None else rank,
+            step=step,
+            param=index,
+        )
+        return values.to(self.device)
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a copy of a tensor on record, as ``step/name``."""
+        """Record a copy of a tensor, as ``step/name``."""
         self.recorder.tensor(f"{self.recorder.step}/{name}", tensor)
 
     def save(self, state: Any) -> None:
         """Keep a state for the process that goes on with it."""
-        torch.save(state, self._folder / str(self.rank) / STATE)
+        torch.save(state, self.folder / str(self.rank) / STATE)
 
     def load(self, rank: int | None = None) -> Any:
-        """Return what :meth:`save` has kept, on this rank or another."""
+        """Return the state that :meth:`save` has kept, on this rank or another."""
         assert self.saved is not None
-        return torch.load(self.saved.parent / str(self.rank if rank is None else rank) / STATE, weights_only=False)
+        saver = self.rank if rank is None else rank
+        # The state may hold objects of the subject's own classes.
+        return torch.load(self.saved.parent / str(saver) / STATE, weights_only=False)
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks, through the store."""
-        everybody(self.signals, name, self.rank, self.world, self._timeout)
-
-    def _meet(self) -> None:
-        """Wait until no peer needs a connection any more for what the kit has done: this rank may be refused next, and leave."""
-        self.barrier(f"met/{self._met}")
-        self._met += 1
-
-    def _is_inside(self) -> bool:
-        return self._inside == threading.get_ident()
-
-    def _stuck(self, call: int) -> None:
-        self.recorder.event("gate", call=call, opened="a rank neither returned nor waited: the schedule was given up")
-
-    def _issued(self, fingerprint: dict[str, Any]) -> None:
-        self.recorder.event("collective", call=self._calls - 1, inside=bool(self._inside), callback=False, **fingerprint)
+        everybody(self.signals, name, self.rank, self.world, self.timeout)

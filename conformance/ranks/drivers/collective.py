@@ -1,4 +1,4 @@
-"""What ranks do with a quantized collective: they hand in messages that only they have, and write down what arrives."""
+"""The driver of quantized collectives: sends messages through them, and records the arrivals."""
 
 import inspect
 import math
@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers.base import RankDriver
-from conformance.ranks.enum_arguments import with_members
-from conformance.ranks.instruments.hook_observer import digest
+from conformance.ranks.enum_arguments import with_enum_members
+from conformance.ranks.instruments.digest import digest
 from conformance.ranks.resolve import Factory
 from conformance.scenarios import collective_messages as messages
 from conformance.scenarios.collective import COLLECTIVES
@@ -19,88 +19,176 @@ from conformance.scenarios.gradients import lay_out
 from conformance.subjects.spec import CONTEXT_NAMES
 
 
-def play(stage: RankDriver) -> None:
-    """Make the scenario's calls."""
-    made: dict[tuple[int, int], Any] = {}
-    again = "constant" in stage.scenario.steps
-    for step, kind in enumerate(stage.scenario.steps):
-        stage.begin_step(step, kind)
-        calls = [_Call(stage, step, index) for index in messages.indices(stage.scenario)]
-        for together in [calls] if stage.scenario.variant == "waited" else [[call] for call in calls]:
-            for call in together:
-                # What a call makes up for is known only where the same is sent again and again: elsewhere each has a new one.
-                key = (0 if again else step, call.index) if "feedback" in stage.scenario.options else (0, 0)
-                if key not in made:
-                    made[key] = _make(stage)
-                call.function = made[key]
-            _play(stage, together)
+class CollectiveDriver(RankDriver):
+    """One rank that calls a quantized collective."""
+
+    def run(self) -> None:
+        """Make the scenario's calls."""
+        self._functions: dict[tuple[int, int], Callable[..., Any]] = {}
+        for step, kind in enumerate(self.scenario.steps):
+            self.begin_step(step, kind)
+            calls = [_Call(self, step, index) for index in messages.indices(self.scenario)]
+            if self.scenario.variant == "waited":
+                self._prepare(step, calls)
+                self._make_calls(calls)
+                continue
+            for call in calls:
+                self._prepare(step, [call])
+                self._make_calls([call])
+
+    def _prepare(self, step: int, calls: list["_Call"]) -> None:
+        """Give each call its collective."""
+        for call in calls:
+            key = self._key_of(step, call.index)
+            if key not in self._functions:
+                self._functions[key] = self._make_collective()
+            call.function = self._functions[key]
+
+    def _key_of(self, step: int, index: int) -> tuple[int, int]:
+        """Return the key of a call's collective; calls of the same key share the object.
+
+        Error feedback can be predicted only if the same message is sent again and again. In other
+        scenarios each call with feedback has an object of its own.
+        """
+        if "feedback" not in self.scenario.options:
+            return (0, 0)
+        repeats = "constant" in self.scenario.steps
+        return (0 if repeats else step, index)
+
+    def _make_collective(self) -> Callable[..., Any]:
+        """Return the collective: the object that the target makes, or the target itself."""
+        made = self.make(_understood)
+        if not callable(made):
+            raise TargetError(
+                "a quantized collective is called as torch.distributed's is; "
+                f"the target gives a {type(made).__name__}"
+            )
+        return made  # type: ignore[no-any-return]
+
+    def _make_calls(self, calls: list["_Call"]) -> None:
+        """Begin calls, and then wait for them in the opposite order, if they are asynchronous.
+
+        In the scenario in which rank 0 goes first, an error is an answer too. Its peers would wait
+        for rank 0 in vain, so that they leave the call out.
+        """
+        is_first = self.scenario.order == "rank0_first"
+        key = f"refused/{self.recorder.step}/{calls[0].index}"
+        with self.inside(self.scenario.options[0]):
+            try:
+                if is_first and self.rank and self.signals.check([key]):
+                    raise _NotCalled("rank 0 has refused it")
+                for call in calls:
+                    call.begin()
+                for call in reversed(calls):
+                    call.wait()
+            except Exception as error:
+                # If ranks run freely, an error ends the run, as any other error of the subject.
+                if not is_first:
+                    raise
+                reason = f"{type(error).__name__}: {error}"[:300]
+                for call in calls:
+                    call.refused = "not asked" if isinstance(error, _NotCalled) else reason
+                if self.rank == 0:
+                    self.signals.set(key, "1")
+            for call in calls:
+                call.keep()
+
+
+class _NotCalled(Exception):
+    """A rank has left out a call."""
 
 
 class _Call:
-    """One call: what is handed in, and what has arrived."""
+    """One call: its inputs and the arrivals.
 
-    def __init__(self, stage: RankDriver, step: int, index: int) -> None:
-        scenario, spec = stage.scenario, stage.scenario.params[index]
-        self.stage, self.step, self.index, self.form = stage, step, index, messages.form_of(scenario, index)
+    Attributes:
+        inputs, outputs: the tensors that are handed in; a call may replace outputs in its list.
+        rows: for outputs and inputs, the number of rows of each rank's part.
+        refused: the error with which the call was refused; '' if it was not.
+    """
+
+    def __init__(self, driver: RankDriver, step: int, index: int) -> None:
+        scenario = driver.scenario
+        spec = scenario.params[index]
+        dtype = getattr(torch, spec.dtype)
+        size = driver.size
+        self.driver = driver
+        self.step = step
+        self.index = index
+        self.form = messages.form_of(scenario, index)
         self.function: Callable[..., Any] = dist.all_gather
-        place, size, dtype = stage.group_rank, stage.size, getattr(torch, spec.dtype)
-        self.fill = math.nan if dtype.is_floating_point else -7  # so that it shows where nothing is written
-        sent, received = (pairs(scenario, size, place, step, index) for pairs in (messages.sent, messages.received))
-        self.inputs = [lay_out(messages.message(scenario, size, step, index, *pair).clone(), spec.layout).to(stage.device) for pair in sent]
+        # Elements that are never written have to show.
+        self.fill = math.nan if dtype.is_floating_point else -7
+        sent = list(messages.sent(scenario, size, driver.group_rank, step, index))
+        received = list(messages.received(scenario, size, driver.group_rank, step, index))
+        self.inputs = [
+            lay_out(messages.message(scenario, size, step, index, *pair).clone(), spec.layout).to(
+                driver.device
+            )
+            for pair in sent
+        ]
         shapes = [messages.shape_of(scenario, size, index, *pair) for pair in received]
-        self.rows = [[part[0] for part in parts] for parts in (shapes, [tensor.shape for tensor in self.inputs])]
+        self.rows = [
+            [shape[0] for shape in shapes],
+            [tensor.shape[0] for tensor in self.inputs],
+        ]
         if scenario.options[0] == "all_to_all_single":
             self.inputs = [lay_out(torch.cat(self.inputs), spec.layout)]
             shapes = [(sum(self.rows[0]), *shapes[0][1:])]
-        self.outputs = [lay_out(torch.full(shape, self.fill, dtype=dtype, device=stage.device), spec.layout) for shape in shapes]
-        self.handed, self.before = list(self.outputs), [digest(tensor) for tensor in self.inputs]
+        self.outputs = [
+            lay_out(torch.full(shape, self.fill, dtype=dtype, device=driver.device), spec.layout)
+            for shape in shapes
+        ]
+        self.handed = list(self.outputs)
+        self.before = [digest(tensor) for tensor in self.inputs]
         self.positional, self.named = self._arguments()
         self.returned: Any = None
         self.refused = ""
 
+    @property
+    def is_asynchronous(self) -> bool:
+        return self.driver.scenario.variant == "waited"
+
     def begin(self) -> None:
-        """Call it, as users do."""
-        asked = {"async_op": True} if self.stage.scenario.variant == "waited" else {}
-        self.returned = self.function(*self.positional, **self.named, **asked)
+        """Call the collective, as users do."""
+        options = {"async_op": True} if self.is_asynchronous else {}
+        self.returned = self.function(*self.positional, **self.named, **options)
 
     def wait(self) -> None:
-        """Wait for it, where it was begun."""
-        if self.stage.scenario.variant == "waited" and callable(getattr(self.returned, "wait", None)):
+        """Wait for the collective, if it is asynchronous."""
+        if self.is_asynchronous and callable(getattr(self.returned, "wait", None)):
             self.returned.wait()
 
     def keep(self) -> None:
-        """Write down what the outputs hold now: what else comes has come too late."""
-        self.stage.recorder.event(
+        """Record the outputs as they are now: any later arrival comes too late."""
+        outputs = enumerate(self.outputs)
+        self.driver.recorder.event(
             "called",
             index=self.index,
             refused=self.refused,
             waits=callable(getattr(self.returned, "wait", None)),
             returned=type(self.returned).__name__,
-            inputs_changed=[k for k, tensor in enumerate(self.inputs) if digest(tensor) != self.before[k]],
-            replaced=[k for k, out in enumerate(self.outputs) if not _same(out, self.handed[k])],
-            dtypes=[str(getattr(out, "dtype", type(out).__name__)).removeprefix("torch.") for out in self.outputs],
-            sent=self.stage.collectives.take_sent(),
+            inputs_changed=[
+                k for k, tensor in enumerate(self.inputs) if digest(tensor) != self.before[k]
+            ],
+            replaced=[k for k, out in outputs if not _is_same(out, self.handed[k])],
+            dtypes=[_dtype_name(out) for out in self.outputs],
+            sent=self.driver.collectives.take_sent(),
         )
-        outputs = [out for out in self.outputs if isinstance(out, torch.Tensor)]
-        if self.stage.scenario.options[0] == "all_to_all_single":
-            outputs = list(outputs[0].split(self.rows[0]))
-        for k, out in enumerate(outputs):
-            self.stage.keep(f"arrived/p{self.index}/{k}", lay_out(out, "contiguous"))
+        parts = [out for out in self.outputs if isinstance(out, torch.Tensor)]
+        if self.driver.scenario.options[0] == "all_to_all_single":
+            parts = list(parts[0].split(self.rows[0]))
+        for k, part in enumerate(parts):
+            self.driver.keep(f"arrived/p{self.index}/{k}", lay_out(part, "contiguous"))
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        """Return what it is called with: all that torch.distributed's has, where it is by position or by keyword."""
-        scenario, group = self.stage.scenario, self.stage.group
+        """Return the positional and keyword arguments, all of those of torch.distributed."""
+        scenario = self.driver.scenario
+        collective = scenario.options[0]
+        group = self.driver.group
         ranks = dist.get_process_group_ranks(group)
-        source = messages.source_of(scenario, self.stage.size, self.step, self.index)
-        collective, tensors = scenario.options[0], (self.outputs, self.inputs)
-        names = {
-            "all_gather": ("tensor_list", "tensor"),
-            "all_to_all": ("output_tensor_list", "input_tensor_list"),
-            "all_to_all_single": ("output", "input"),
-            "scatter": ("tensor", "scatter_list"),
-        }[collective]
-        lists: list[Any] = [self.outputs, self.inputs or None]
-        every = {name: part if "list" in name else tensors[k][0] for k, (name, part) in enumerate(zip(names, lists, strict=True))}
+        source = messages.source_of(scenario, self.driver.size, self.step, self.index)
+        tensors = self._tensor_arguments(collective)
         extra: dict[str, Any] = {"src": ranks[source]} if collective == "scatter" else {}
         if self.form.endswith("splits"):
             extra = {"output_split_sizes": self.rows[0], "input_split_sizes": self.rows[1]}
@@ -108,73 +196,70 @@ class _Call:
             extra = {"group_src": source}
         of_group = {"group": group} if scenario.groups else {}
         if self.form == "keywords":
-            return [], {**every, **extra, **of_group}
+            return [], {**tensors, **extra, **of_group}
         if self.form.startswith("positional"):
-            unsplit = [None, None] if collective == "all_to_all_single" and not extra else []
-            return [*every.values(), *extra.values(), *unsplit, group], {}
-        return [*every.values()], {**extra, **of_group}
+            is_unsplit = collective == "all_to_all_single" and not extra
+            unsplit = [None, None] if is_unsplit else []
+            return [*tensors.values(), *extra.values(), *unsplit, group], {}
+        return [*tensors.values()], {**extra, **of_group}
+
+    def _tensor_arguments(self, collective: str) -> dict[str, Any]:
+        """Return the outputs and inputs by the names that torch.distributed gives them."""
+        if collective == "all_gather":
+            return {"tensor_list": self.outputs, "tensor": self.inputs[0]}
+        if collective == "all_to_all":
+            return {"output_tensor_list": self.outputs, "input_tensor_list": self.inputs or None}
+        if collective == "all_to_all_single":
+            return {"output": self.outputs[0], "input": self.inputs[0]}
+        # Only the source of a scatter has inputs.
+        return {"tensor": self.outputs[0], "scatter_list": self.inputs or None}
 
 
-def _same(out: Any, handed: torch.Tensor) -> bool:
-    """Whether a tensor that was handed in holds what its place in the list holds now."""
-    return out is handed or (isinstance(out, torch.Tensor) and out.dtype == handed.dtype and digest(out) == digest(handed))
+def _is_same(out: Any, handed: torch.Tensor) -> bool:
+    """Whether a tensor that was handed in holds the value that its list entry holds now."""
+    if out is handed:
+        return True
+    is_tensor = isinstance(out, torch.Tensor)
+    return is_tensor and out.dtype == handed.dtype and digest(out) == digest(handed)
 
 
-def _play(stage: RankDriver, calls: list[_Call]) -> None:
-    """Make some calls, and then wait for them in the opposite order, where they are to be waited for.
-
-    Where rank 0 goes first, an error is an answer too; its peers would wait for it in vain, and are not asked.
-    """
-    collective, first = stage.scenario.options[0], stage.scenario.order == "rank0_first"
-    key = f"refused/{stage.recorder.step}/{calls[0].index}"
-    with stage.inside(collective):
-        try:
-            if first and stage.rank and stage.signals.check([key]):
-                raise _NotAsked("rank 0 has refused it")
-            for call in calls:
-                call.begin()
-            for call in reversed(calls):
-                call.wait()
-        except Exception as error:
-            if not first:
-                raise
-            for call in calls:
-                call.refused = "not asked" if isinstance(error, _NotAsked) else f"{type(error).__name__}: {error}"[:300]
-            if stage.rank == 0:
-                stage.signals.set(key, "1")
-        for call in calls:
-            call.keep()
-
-
-class _NotAsked(Exception):
-    """A rank has not made a call."""
-
-
-def _make(stage: RankDriver) -> Callable[..., Any]:
-    """Return the collective: what the target makes, or the target itself."""
-    made = stage.make(_understood)
-    if not callable(made):
-        raise TargetError(f"a quantized collective is called as torch.distributed's is; the target gives a {type(made).__name__}")
-    return made  # type: ignore[no-any-return]
+def _dtype_name(out: Any) -> str:
+    return str(getattr(out, "dtype", type(out).__name__)).removeprefix("torch.")
 
 
 def _understood(target: Factory) -> Factory:
-    """Return a target with the words in its arguments replaced by what they name; one that is the collective gives itself."""
+    """Return the target with enum members and functions in place of their names.
+
+    If the target is the collective itself, the factory returns it.
+    """
     if not target.kwargs and _takes_tensors(target.function):
         return Factory(lambda: target.function, {})
-    return Factory(target.function, with_members(target.function, _with_function(target.kwargs), enums=("qtype",)))
+    arguments = _with_function(target.kwargs)
+    return Factory(target.function, with_enum_members(target.function, arguments, ("qtype",)))
 
 
 def _takes_tensors(function: Any) -> bool:
-    """Whether it has the arguments of a collective, rather than of what makes one: tensors without a default, or any."""
+    """Whether a function has the arguments of a collective, not of a factory of collectives.
+
+    A collective takes tensors, without a default, or any positional arguments.
+    """
     if inspect.isclass(function):
         return False
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return True
-    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return any(p.name not in (*CONTEXT_NAMES, "group") for p in needed) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return True
+        is_positional = parameter.kind in (
+            parameter.POSITIONAL_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+        )
+        is_required = is_positional and parameter.default is parameter.empty
+        if is_required and parameter.name not in (*CONTEXT_NAMES, "group"):
+            return True
+    return False
 
 
 def _with_function(arguments: dict[str, Any]) -> dict[str, Any]:

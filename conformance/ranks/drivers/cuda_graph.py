@@ -1,8 +1,11 @@
-"""Training under a CUDA graph: forward, hook and backward are captured once and replayed, on other inputs each time.
+"""Training under a CUDA graph: a step is captured once and replayed on other inputs each time.
 
-Source: torch documentation, CUDA semantics, Usage with DistributedDataParallel: DDP is made in a context of a side stream, at least 11
-eager iterations come before the capture, and NCCL's own error handling is off. One stream serves for all of it: autograd has
-gradients accumulate on the stream that DDP was made on.
+The capture holds forward, hook and backward.
+
+Source: torch documentation, CUDA semantics, Usage with DistributedDataParallel: DDP is made in the
+context of a side stream, at least 11 eager iterations come before the capture, and NCCL's own
+error handling is off. One stream serves for all of it: autograd accumulates gradients on the
+stream on which DDP was made.
 """
 
 import contextlib
@@ -17,7 +20,7 @@ Grads = list[torch.Tensor | None]
 
 
 def side_stream(captured: bool) -> Any:
-    """Return the stream of a rank that is to be captured; None where it is not. Called before there is a group."""
+    """Return the stream to capture, or None; called before there is a group."""
     if not captured:
         return None
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
@@ -26,7 +29,9 @@ def side_stream(captured: bool) -> Any:
 
 def on(stream: Any) -> contextlib.AbstractContextManager[Any]:
     """Return the context in which a rank makes its groups and its DDP."""
-    context: contextlib.AbstractContextManager[Any] = torch.cuda.stream(stream) if stream else contextlib.nullcontext()
+    if stream is None:
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = torch.cuda.stream(stream)
     return context
 
 
@@ -43,14 +48,15 @@ def train_captured(
 
     Args:
         side: the stream that :func:`side_stream` has made.
-        ddp: the model; gradients are what it is called with.
+        ddp: the model; it is called with the gradients to script.
         forget: sets gradients to None.
-        feed: returns what a step feeds.
-        steps: their numbers and kinds.
+        feed: returns the gradients of a step.
+        steps: the numbers and kinds of the steps.
         begin: called before a step.
         keep: called when a step's gradients are there.
     """
     fed = feed(*steps[0])
+    # A replay reads its inputs from the memory of the capture.
     static = [None if grad is None else grad.clone() for grad in fed]
     torch.cuda.synchronize()
     side.wait_stream(torch.cuda.current_stream())

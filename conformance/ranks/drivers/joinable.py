@@ -1,4 +1,7 @@
-"""What ranks do with a join context, or with a joinable in torch's: they run out of inputs, and write down who did what."""
+"""The driver of joins: ranks run out of inputs in a join context, and record each call.
+
+The subject is a join context, or a joinable that is run in torch's context.
+"""
 
 import functools
 import itertools
@@ -19,69 +22,93 @@ from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.resolve import Factory
 from conformance.scenarios.joinable import JOINABLES, KEYWORDS, LEARNING_RATE, lengths, order
 
-Steps = Sequence[Callable[[], object]]  # what the joinables of a context do in each step
+Steps = Sequence[Callable[[], object]]
+"""The work of a context's joinables in each step."""
+
+_CHOSEN_BY_KIT = {"enable", "throw_on_early_termination"}
 
 
-def play(stage: RankDriver) -> None:
-    """Run the scenario's contexts."""
-    subject = stage.make()
-    function: Any = subject.func if isinstance(subject, functools.partial) else subject
-    if _is_context(function):
-        if given := {"enable", "throw_on_early_termination"} & getattr(subject, "keywords", {}).keys():
-            raise TargetError(f"{', '.join(sorted(given))}: the scenarios say so; leave it out of the target")
-        context = _Context(stage, subject, function.notify_join_context)
-    else:
-        make = functools.partial(_made, stage, function, getattr(subject, "keywords", {}))
-        made = make()
-        if not _is_context(made):
-            _of_a_joinable(stage, made, make)
+class JoinableDriver(RankDriver):
+    """One rank that trains on uneven inputs."""
+
+    def run(self) -> None:
+        """Run the scenario's contexts."""
+        subject = self.make()
+        function: Any = subject.func if isinstance(subject, functools.partial) else subject
+        arguments = getattr(subject, "keywords", {})
+        if _is_context(function):
+            if given := _CHOSEN_BY_KIT & arguments.keys():
+                names = ", ".join(sorted(given))
+                raise TargetError(f"{names}: the scenarios choose it; leave it out of the target")
+            self._run_context(_Context(self, subject, function.notify_join_context))
             return
-        context = _Context(stage, made, made.notify_join_context)
-    stage.recorder.event("subject", is_context=True)
-    getattr(context, stage.scenario.variant)()
+        make = functools.partial(self._make_from, function, arguments)
+        made = make()
+        if _is_context(made):
+            self._run_context(_Context(self, made, made.notify_join_context))
+        else:
+            self._run_joinable(made, make)
+
+    def _make_from(self, function: Any, arguments: dict[str, Any]) -> Any:
+        """Return the object that the target makes, or the target if it is an object itself."""
+        is_joinable = hasattr(function, "join_hook") and not isinstance(function, type)
+        if not callable(function) or is_joinable:
+            return function
+        with self.doing("make"):
+            return Factory(function, arguments).make(self.context)
+
+    def _run_context(self, context: "_Context") -> None:
+        self.recorder.event("subject", is_context=True)
+        getattr(context, self.scenario.variant)()
+
+    def _run_joinable(self, made: Any, make: Callable[[], Any]) -> None:
+        if not hasattr(made, "join_hook"):
+            name = getattr(made, "__name__", type(made).__name__)
+            raise TargetError(
+                "a join context has notify_join_context, a joinable has join_hook; "
+                f"{name} has neither"
+            )
+        if not callable(made) and not callable(getattr(made, "step", None)):
+            raise TargetError(
+                "a joinable can be called, or has a method step(); "
+                f"{type(made).__name__} has neither"
+            )
+        self.recorder.event("subject", is_context=False)
+        # Some experiments need control over each step of the context: they leave joinables out.
+        variant = getattr(_Joinable(self, made, make), self.scenario.variant, None)
+        if variant and self.scenario.order == "free":
+            variant()
 
 
 def _is_context(value: Any) -> bool:
     return hasattr(value, "notify_join_context") and not hasattr(value, "join_hook")
 
 
-def _made(stage: RankDriver, function: Any, arguments: dict[str, Any]) -> Any:
-    """Return what the target makes, or what it is."""
-    if not callable(function) or (hasattr(function, "join_hook") and not isinstance(function, type)):
-        return function
-    stage.where = "make"
-    made = Factory(function, arguments).make(stage.context)
-    stage.where = "kit"
-    return made
-
-
-def _of_a_joinable(stage: RankDriver, made: Any, make: Callable[[], Any]) -> None:
-    if not hasattr(made, "join_hook"):
-        name = getattr(made, "__name__", type(made).__name__)
-        raise TargetError(f"a join context has notify_join_context, a joinable has join_hook; {name} has neither")
-    if not callable(made) and not callable(getattr(made, "step", None)):
-        raise TargetError(f"a joinable can be called, or has step(), which is one step of it; {type(made).__name__} has neither")
-    stage.recorder.event("subject", is_context=False)
-    case = getattr(_Joinable(stage, made, make), stage.scenario.variant, None)
-    if case and stage.scenario.order == "free":
-        case()
-
-
 class _Contexts:
     """Contexts, one after another.
 
     Args:
-        stage: of this rank.
-        join: makes one.
-        notify: says in one that this rank still trains.
+        driver: of this rank.
+        join: makes a context.
+        notify: declares in a context that this rank still trains.
     """
 
-    def __init__(self, stage: RankDriver, join: Callable[..., Any], notify: Callable[[Any], Any]) -> None:
-        self.stage, self.join, self.notify, self._contexts = stage, join, notify, 0
-        self.lengths = lengths(stage.scenario, stage.scenario.group_of(stage.rank, stage.world))
+    def __init__(
+        self, driver: RankDriver, join: Callable[..., Any], notify: Callable[[Any], Any]
+    ) -> None:
+        self.driver = driver
+        self.join = join
+        self.notify = notify
+        self._contexts = 0
+        group = driver.scenario.group_of(driver.rank, driver.world)
+        self.lengths = lengths(driver.scenario, group)
 
     def counters(self) -> list[Counter]:
-        return [Counter(self.stage, index, self.notify) for index in range(JOINABLES)]
+        return [Counter(self.driver, index, self.notify) for index in range(JOINABLES)]
+
+    def own(self, inputs: tuple[int, ...]) -> int:
+        """Return the number of this rank's inputs."""
+        return inputs[self.driver.group_rank]
 
     def run(self, joinables: list[Any], inputs: int, steps: Steps, **options: Any) -> None:
         """Train in a context, for as many steps as there are inputs."""
@@ -89,32 +116,44 @@ class _Contexts:
             self._train(joinables, inputs, steps, options)
 
     def run_to_its_error(
-        self, joinables: list[Any], inputs: int, steps: Steps, then: Callable[[], object] = lambda: None, raised: Any = None, **options: Any
+        self,
+        joinables: list[Any],
+        inputs: int,
+        steps: Steps,
+        then: Callable[[], object] = lambda: None,
+        raised: Any = None,
+        **options: Any,
     ) -> None:
-        """The same, and write down whether an exception comes out of it.
+        """Train in a context, and record whether an exception leaves it.
 
         Args:
             then: called in the context when the steps are over.
-            raised: the exception that it raises.
+            raised: the exception that ``then`` raises.
         """
         with self._inside(joinables):
             try:
                 self._train(joinables, inputs, steps, options, then)
             except Exception as error:
-                said = f"{type(error).__name__}: {error}"[:300]
-                self.note("came_out", error=said, same=error is raised)
+                text = f"{type(error).__name__}: {error}"[:300]
+                self.note("came_out", error=text, same=error is raised)
             else:
                 self.note("came_out", error="", same=False)
 
     @contextmanager
     def _inside(self, joinables: list[Any]) -> Iterator[None]:
-        self.stage.begin_step(self._contexts, "context")
+        self.driver.begin_step(self._contexts, "context")
         self._contexts += 1
-        with self.stage.inside(f"the context of {', '.join(type(joinable).__name__ for joinable in joinables)}"):
+        names = ", ".join(type(joinable).__name__ for joinable in joinables)
+        with self.driver.inside(f"the context of {names}"):
             yield
 
     def _train(
-        self, joinables: list[Any], inputs: int, steps: Steps, options: dict[str, Any], then: Callable[[], object] = lambda: None
+        self,
+        joinables: list[Any],
+        inputs: int,
+        steps: Steps,
+        options: dict[str, Any],
+        then: Callable[[], object] = lambda: None,
     ) -> None:
         with self.join(joinables, **options):
             self.note("begun")
@@ -131,89 +170,102 @@ class _Contexts:
         self.run(counters, inputs, [counter.step for counter in counters], **options)
 
     def note(self, name: str, /, **fields: Any) -> None:
-        self.stage.recorder.event(name, **fields)
+        self.driver.recorder.event(name, **fields)
 
 
 class _Context(_Contexts):
-    """A context that is judged; each method is a case of the scenarios."""
+    """A context that is judged; each public method is a variant of the scenarios."""
 
     def even(self) -> None:
-        """With new joinables in each context; so in the others too."""
+        """Make new joinables for each context."""
         for inputs in self.lengths:
-            self.count(self.counters(), inputs[self.stage.group_rank])
+            self.count(self.counters(), self.own(inputs))
 
     uneven = even
 
     def keywords(self) -> None:
         for inputs in self.lengths:
-            self.count(self.counters(), inputs[self.stage.group_rank], **KEYWORDS)
+            self.count(self.counters(), self.own(inputs), **KEYWORDS)
 
     def again(self) -> None:
+        """Use the same joinables again, in another order and number."""
         counters = self.counters()
         for number, inputs in enumerate(self.lengths):
-            self.count([counters[index] for index in order(self.stage.scenario, number)], inputs[self.stage.group_rank])
+            chosen = [counters[index] for index in order(self.driver.scenario, number)]
+            self.count(chosen, self.own(inputs))
 
     def disabled(self) -> None:
         counters = self.counters()
         for inputs in self.lengths:
-            self.count(counters, inputs[self.stage.group_rank], enable=False)
+            self.count(counters, self.own(inputs), enable=False)
 
     def throws(self) -> None:
         counters = self.counters()
         steps: Steps = [counter.step for counter in counters]
         for inputs in self.lengths:
-            self.run_to_its_error(counters, inputs[self.stage.group_rank], steps, throw_on_early_termination=True)
+            self.run_to_its_error(
+                counters, self.own(inputs), steps, throw_on_early_termination=True
+            )
 
     def throws_ddp(self) -> None:
         for inputs in self.lengths:
-            ddp = self._ddp(Model(self.stage, has_collective=True))
-            trains: Steps = [self._trains(ddp, step_too=False)]
-            self.run_to_its_error([ddp], inputs[self.stage.group_rank], trains, throw_on_early_termination=True)
+            ddp = self._ddp(Model(self.driver, has_collective=True))
+            trains: Steps = [self._trains(ddp, steps_too=False)]
+            self.run_to_its_error([ddp], self.own(inputs), trains, throw_on_early_termination=True)
 
     def raises(self) -> None:
-        """Rank 0's exception is out before its peers raise theirs; then a context that nobody raises in."""
+        """Raise in a context; then run one in which no rank raises.
+
+        Rank 0's exception leaves the context before its peers raise theirs.
+        """
         counters = self.counters()
-        error = ArithmeticError(f"rank {self.stage.rank} raises this")
+        error = ArithmeticError(f"rank {self.driver.rank} raises this")
 
         def raising() -> None:
-            if self.stage.group_rank:
-                self.stage.barrier("rank 0 is out")
+            if self.driver.group_rank:
+                self.driver.barrier("rank 0 is out")
             raise error
 
         steps: Steps = [counter.step for counter in counters]
-        self.run_to_its_error(counters, self.lengths[0][self.stage.group_rank], steps, raising, error)
-        if not self.stage.group_rank:
-            self.stage.barrier("rank 0 is out")
-        self.count(counters, self.lengths[1][self.stage.group_rank])
+        self.run_to_its_error(counters, self.own(self.lengths[0]), steps, raising, error)
+        if not self.driver.group_rank:
+            self.driver.barrier("rank 0 is out")
+        self.count(counters, self.own(self.lengths[1]))
 
     def ddp(self) -> None:
-        """Two contexts in which all ranks divide, and two in which those do that have inputs."""
+        """Run contexts in which all ranks divide, then contexts in which only trainers divide."""
         half = len(self.lengths) // 2
         for number, inputs in enumerate(self.lengths):
-            model = Model(self.stage)
+            model = Model(self.driver)
             ddp = self._ddp(model)
             options = {} if number < half else {"divide_by_initial_world_size": False}
-            self.run([ddp], inputs[self.stage.group_rank], [self._trains(ddp, step_too=True)], **options)
+            self.run([ddp], self.own(inputs), [self._trains(ddp, steps_too=True)], **options)
             self._keep(model)
 
     def zero(self) -> None:
-        """DDP, what sets the gradients of ranks that have joined, and a sharded optimizer."""
+        """Join DDP, a setter of gradients on joined ranks, and a sharded optimizer."""
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         for inputs in self.lengths:
-            model = Model(self.stage)
-            ddp, params = self._ddp(model), list(model.parameters())
-            zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, process_group=self.stage.group, lr=LEARNING_RATE)
-            joinables = [ddp, Setter(self.stage, params, inputs), zero]
-            self.run(joinables, inputs[self.stage.group_rank], [self._trains(ddp, step_too=False), zero.step])
+            model = Model(self.driver)
+            ddp = self._ddp(model)
+            params = list(model.parameters())
+            zero = ZeroRedundancyOptimizer(
+                params, torch.optim.SGD, process_group=self.driver.group, lr=LEARNING_RATE
+            )
+            joinables = [ddp, Setter(self.driver, params, inputs), zero]
+            steps: Steps = [self._trains(ddp, steps_too=False), zero.step]
+            self.run(joinables, self.own(inputs), steps)
             self._keep(model)
 
     def wrong(self) -> None:
-        other = dist.new_group(list(range(self.stage.world)))
-        counter, elsewhere = Counter(self.stage, 0, self.notify), Counter(self.stage, 1, self.notify, other)
+        """Make contexts of arguments that a context has to refuse."""
+        other = dist.new_group(list(range(self.driver.world)))
+        counter = Counter(self.driver, 0, self.notify)
+        on_other_group = Counter(self.driver, 1, self.notify, other)
         given: dict[str, list[Any]] = {
             "no joinables": [],
-            "joinables on two groups": [counter, elsewhere],
+            "joinables on two groups": [counter, on_other_group],
             "something that is no joinable": [object()],
         }
         for what, joinables in given.items():
@@ -221,10 +273,11 @@ class _Context(_Contexts):
             self.note("given", what=what)
 
     def outside(self) -> None:
-        """Steps outside of the context: before it, and after each way to leave it."""
-        counters, error = self.counters()[:2], ArithmeticError("raised in the context")
-        ddp = self._ddp(Model(self.stage))
-        trains = self._trains(ddp, step_too=False)
+        """Step outside of a context: before it, and after each way to leave it."""
+        counters = self.counters()[:2]
+        error = ArithmeticError("raised in the context")
+        ddp = self._ddp(Model(self.driver))
+        trains = self._trains(ddp, steps_too=False)
         for _ in range(2):
             trains()  # DDP regroups its buckets in the second
 
@@ -235,106 +288,126 @@ class _Context(_Contexts):
             ("two counters", counters, [counter.step for counter in counters]),
             ("DistributedDataParallel", [ddp], [trains]),
         ):
-            self._outside(name, "before", steps)
-            self.run(joinables, self.lengths[0][self.stage.group_rank], steps)
-            self._outside(name, "after a context", steps)
+            self._step_outside(name, "before", steps)
+            self.run(joinables, self.own(self.lengths[0]), steps)
+            self._step_outside(name, "after a context", steps)
             self.run_to_its_error(joinables, 1, steps, raising, error)
-            self._outside(name, "after an exception in one", steps)
+            self._step_outside(name, "after an exception in one", steps)
             self.run(joinables, 1, steps, enable=False)
-            self._outside(name, "after one with enable=False", steps)
+            self._step_outside(name, "after one with enable=False", steps)
 
-    def _outside(self, name: str, when: str, steps: Steps) -> None:
+    def _step_outside(self, name: str, when: str, steps: Steps) -> None:
         self.note("outside", name=name, when=when, at="begin")
         for step in steps:
             step()
         self.note("outside", name=name, when=when, at="end")
 
     def _ddp(self, model: Model) -> DistributedDataParallel:
-        return self.stage.data_parallel(model, bucket_cap_mb=self.stage.scenario.ddp.bucket_cap_mb)
+        cap = self.driver.scenario.ddp.bucket_cap_mb
+        return self.driver.data_parallel(model, bucket_cap_mb=cap)
 
-    def _trains(self, ddp: DistributedDataParallel, step_too: bool) -> Callable[[], None]:
-        """Return what DDP does in a step: its backward leaves crafted gradients; they are on record, and stepped by."""
-        params, numbers = list(ddp.module.probe.tensors), itertools.count()
+    def _trains(self, ddp: DistributedDataParallel, steps_too: bool) -> Callable[[], None]:
+        """Return DDP's work in a step: a backward that leaves crafted gradients.
+
+        The gradients are recorded.
+
+        Args:
+            steps_too: step the parameters with the gradients.
+        """
+        params = list(ddp.module.probe.tensors)
+        numbers = itertools.count()
 
         def train() -> None:
             step = next(numbers)
             for parameter in params:
                 parameter.grad = None
-            ddp([self.stage.values("crafted", step, index) for index in range(len(params))]).backward()
+            indices = range(len(params))
+            ddp([self.driver.values("crafted", step, index) for index in indices]).backward()
             for index, parameter in enumerate(params):
                 assert parameter.grad is not None
-                self.stage.keep(f"{step}/grad/p{index}", parameter.grad)
-                if step_too:
+                self.driver.keep(f"{step}/grad/p{index}", parameter.grad)
+                if steps_too:
                     parameter.data.sub_(LEARNING_RATE * parameter.grad)
 
         return train
 
     def _keep(self, model: Model) -> None:
         for index, parameter in enumerate(model.probe.tensors):
-            self.stage.keep(f"parameter/p{index}", parameter)
-        self.stage.keep("buffer", model.steps)
+            self.driver.keep(f"parameter/p{index}", parameter)
+        self.driver.keep("buffer", model.steps)
 
 
 class _Joinable(_Contexts):
-    """A joinable that is judged, in torch's context; it draws what random numbers it likes.
+    """A joinable that is judged, in torch's context; it may draw random numbers.
 
     Args:
-        stage: of this rank.
-        made: one.
-        make: makes more.
+        driver: of this rank.
+        made: a joinable.
+        make: makes more of them.
     """
 
-    def __init__(self, stage: RankDriver, made: Any, make: Callable[[], Any]) -> None:
-        says = TorchsJoin.notify_join_context
+    def __init__(self, driver: RankDriver, made: Any, make: Callable[[], Any]) -> None:
+        torchs = TorchsJoin.notify_join_context
 
         def notify(joinable: Any) -> Any:
             self.note("says", own=joinable is self.subject)
-            return says(joinable)
+            return torchs(joinable)
 
         TorchsJoin.notify_join_context = staticmethod(notify)  # type: ignore[method-assign]
-        super().__init__(stage, TorchsJoin, notify)
-        self.subject, self._make = made, make
+        super().__init__(driver, TorchsJoin, notify)
+        self.subject = made
+        self._make = make
 
     @contextmanager
     def _inside(self, joinables: list[Any]) -> Iterator[None]:
-        state, pythons = torch.get_rng_state(), random.getstate()
-        of_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        with super()._inside(joinables), warnings.catch_warnings():  # torch's context changes the filters
+        torch_state = torch.get_rng_state()
+        python_state = random.getstate()
+        cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        # torch's own context changes the filters of warnings, which is not the joinable's fault.
+        with super()._inside(joinables), warnings.catch_warnings():
             yield
-            torch.set_rng_state(state)
-            if of_cuda is not None:
-                torch.cuda.set_rng_state(of_cuda)
-            random.setstate(pythons)
+            # Put back inside the call, so that numbers drawn there do not count as a change.
+            torch.set_rng_state(torch_state)
+            if cuda_state is not None:
+                torch.cuda.set_rng_state(cuda_state)
+            random.setstate(python_state)
 
     def even(self) -> None:
-        """By itself; a new one in each context."""
+        """Run the joinable by itself; a new one in each context."""
         for number, inputs in enumerate(self.lengths):
             self.subject = self._make() if number else self.subject
-            self.run([self.subject], inputs[self.stage.group_rank], [self._step])
+            self.run([self.subject], self.own(inputs), [self._step])
 
     uneven = even
 
     def keywords(self) -> None:
         for inputs in self.lengths:
-            self._beside(Counter(self.stage, 0, self.notify), inputs, **KEYWORDS)
+            self._run_beside(Counter(self.driver, 0, self.notify), inputs, **KEYWORDS)
 
     def again(self) -> None:
-        """Beside another joinable, first and last in turn."""
-        counter = Counter(self.stage, 0, self.notify)
+        """Run it beside another joinable, first and last in turn."""
+        counter = Counter(self.driver, 0, self.notify)
         for number, inputs in enumerate(self.lengths):
-            self._beside(counter, inputs, is_first=number % 2 == 0)
+            self._run_beside(counter, inputs, is_first=number % 2 == 0)
 
     def throws(self) -> None:
         for number, inputs in enumerate(self.lengths):
             self.subject = self._make() if number else self.subject
-            self.run_to_its_error([self.subject], inputs[self.stage.group_rank], [self._step], throw_on_early_termination=True)
+            self.run_to_its_error(
+                [self.subject], self.own(inputs), [self._step], throw_on_early_termination=True
+            )
 
-    def _beside(self, counter: Counter, inputs: tuple[int, ...], is_first: bool = True, **options: Any) -> None:
+    def _run_beside(
+        self, counter: Counter, inputs: tuple[int, ...], is_first: bool = True, **options: Any
+    ) -> None:
         joinables: list[Any] = [self.subject, counter]
         steps: Steps = [self._step, counter.step]
-        turn = 1 if is_first else -1
-        self.run(joinables[::turn], inputs[self.stage.group_rank], steps[::turn], **options)
+        direction = 1 if is_first else -1
+        self.run(joinables[::direction], self.own(inputs), steps[::direction], **options)
 
     def _step(self) -> None:
         self.note("takes")
-        self.subject() if callable(self.subject) else self.subject.step()
+        if callable(self.subject):
+            self.subject()
+        else:
+            self.subject.step()

@@ -1,4 +1,4 @@
-"""What ranks do with an optimizer wrapper: give their parameters gradients, have them stepped, and write down what they are then."""
+"""The driver of optimizer wrappers: gives parameters gradients, has them stepped, records them."""
 
 import contextlib
 import copy
@@ -10,180 +10,261 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
-from conformance.ranks.drivers.base import RankDriver
+from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.models.probe import Probe
 from conformance.scenarios.gradients import lay_out, uses
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import PLAIN, START, setting
 
-_GIVEN = ("lr", "momentum", "weight_decay")  # options that are the kit's to choose: what is right depends on them
+# The kit chooses these options, since the right values of parameters depend on them.
+_CHOSEN_BY_KIT = ("lr", "momentum", "weight_decay")
 
 
-def play(stage: RankDriver) -> None:
-    """Run the scenario's steps."""
-    scenario = stage.scenario
-    training = _Training(stage)
-    steps = list(enumerate(scenario.steps))[scenario.resume.saves_at if scenario.resume.resumes else 0 :]
-    if scenario.uneven:
-        training.train_unevenly(steps[: scenario.inputs_of(stage.rank, stage.world)])
-        return
-    for number, kind in steps:
-        training.step(number, kind)
-    if scenario.name == PLAIN.name:
-        training.is_used_as_an_optimizer()
+class OptimizerDriver(RankDriver):
+    """One rank that trains with the subject's optimizer.
 
+    Attributes:
+        setting: the options, groups and events of the scenario.
+        model, params: the model and its parameters.
+        ddp: the model under DDP, if the scenario has DDP.
+        averager: the kit's own averager, if the target takes one.
+        optimizer: the subject's.
+        consolidates: whether its state has to be collected on one rank before it is saved.
+    """
 
-class _Training:
-    """A model with an optimizer, which is the subject's."""
+    def run(self) -> None:
+        """Make the optimizer and run the scenario's steps."""
+        self._set_up_training()
+        scenario = self.scenario
+        steps = list(enumerate(scenario.steps))
+        if scenario.resume.resumes:
+            steps = steps[scenario.resume.saves_at :]
+        if scenario.uneven:
+            self._train_unevenly(steps[: scenario.inputs_of(self.rank, self.world)])
+            return
+        for number, kind in steps:
+            self._step(number, kind)
+        if scenario.name == PLAIN.name:
+            self._use_as_optimizer()
 
-    def __init__(self, stage: RankDriver) -> None:
-        self.stage, self.scenario, self.setting = stage, stage.scenario, setting(stage.scenario)
-        self.ranks = dist.get_process_group_ranks(stage.group)
-        self.model = Probe(stage.scenario.params, 0.0, stage.rank).to(stage.device)
-        self.params = self.model.tensors
-        self.saved = stage.load() if stage.saved else None
-        self._fill(self.saved["parameters"] if self.saved else _start(stage))
-        self.ddp = None
+    def _set_up_training(self) -> None:
+        """Make the model and the optimizer, and load their state if there is one."""
+        self.setting = setting(self.scenario)
+        self._ranks = dist.get_process_group_ranks(self.group)
+        self.model = Probe(self.scenario.params, 0.0, self.rank).to(self.device)
+        self.params: list[torch.nn.Parameter] = self.model.tensors
+        restored = self.load() if self.saved else None
+        self._fill(restored["parameters"] if restored else self._first_values())
+        self.ddp: DistributedDataParallel | None = None
         if self.scenario.uneven or self.scenario.variant == "ddp":
-            group = stage.group if self.scenario.groups else None
-            self.ddp = stage.data_parallel(
-                self.model, process_group=group, gradient_as_bucket_view=self.scenario.ddp.gradient_as_bucket_view
+            self.ddp = self.data_parallel(
+                self.model,
+                process_group=self.group if self.scenario.groups else None,
+                gradient_as_bucket_view=self.scenario.ddp.gradient_as_bucket_view,
             )
-        names = _names(stage)
-        self.averager = Averager(stage, self.params, self.setting.warmup, self.setting.period) if "averager" in names else None
-        self.optimizer = self._make(names)
+        names = self._names_in_signature()
+        self.averager: Averager | None = None
+        if "averager" in names:
+            warmup = self.setting.warmup
+            self.averager = Averager(self, self.params, warmup, self.setting.period)
+        self.optimizer = self._make_optimizer(names)
         self.consolidates = hasattr(self.optimizer, "consolidate_state_dict")
-        self._back: tuple[list[torch.Tensor], Any] | None = None
-        if self.saved:
-            self._load(stage.load(self.ranks[0])["state"] if self.consolidates else self.saved["state"])
+        self._snapshot: tuple[list[torch.Tensor], Any] | None = None
+        if restored:
+            # A consolidated state is on the group's first rank alone.
+            source = self.load(self._ranks[0]) if self.consolidates else restored
+            self._load_state(source["state"])
 
-    def step(self, number: int, kind: str) -> None:
+    def _step(self, number: int, kind: str) -> None:
         """Train one step."""
-        stage, case = self.stage, self.scenario.variant
-        stage.begin_step(number, kind)
+        self.begin_step(number, kind)
         if number == self.setting.back[0]:
-            self._put_back()
+            self._go_back()
         if number == self.setting.added:
-            stage.where = "add_param_group"
-            self.optimizer.add_param_group(self._group(-1))
-            stage.where = "kit"
+            with self.doing("add_param_group"):
+                self.optimizer.add_param_group(self._group(-1))
         self._write_rate(number)
         if self.averager:
-            self.averager.look()
-        if case == "closure":
+            self.averager.before_step()
+        if self.scenario.variant == "closure":
             self._step_with_closure(number, kind)
         else:
             self._backward(number, kind)
-            with stage.inside("step"):
+            with self.inside("step"):
                 self.optimizer.step()
-        for index, parameter in enumerate(self.params):
-            stage.keep(f"parameter/p{index}", parameter)
-        stage.recorder.event("stepped")
-        if case == "zeroed":
+        self._keep_parameters()
+        if self.scenario.variant == "zeroed":
             self._zero_gradients(number)
         if number == self.setting.back[1]:
-            self._back = [parameter.detach().clone() for parameter in self.params], self._state_of_all()
-        if number == self.scenario.resume.saves_at - 1 and not self.scenario.resume.resumes:
+            values = [parameter.detach().clone() for parameter in self.params]
+            self._snapshot = (values, self._state_of_all())
+        resume = self.scenario.resume
+        if number == resume.saves_at - 1 and not resume.resumes:
             self._save()
 
-    def train_unevenly(self, steps: list[tuple[int, str]]) -> None:
-        """Train under ``Join``. The optimizer's documentation asks that ranks that have joined have the gradients that others have."""
+    def _keep_parameters(self) -> None:
+        for index, parameter in enumerate(self.params):
+            self.keep(f"parameter/p{index}", parameter)
+        self.recorder.event("stepped")
+
+    def _train_unevenly(self, steps: list[tuple[int, str]]) -> None:
+        """Train under ``Join``.
+
+        The optimizer's documentation requires that ranks that have joined have the same gradients
+        as the others.
+        """
         if not hasattr(self.optimizer, "join_hook"):
-            self.stage.recorder.event("not_joinable")
+            self.recorder.event("not_joinable")
             return
         assert self.ddp is not None
 
-        def shadow(number: int) -> None:
-            self.stage.where = "join"
+        def begin_shadow_step(number: int) -> None:
+            # From here on this rank runs the join hooks, until the context ends.
+            self.activity = "join"
             for index, parameter in enumerate(self.params):
-                parameter.grad = self._laid_out(index, mean_of_inputs(self.stage, number, index))
+                parameter.grad = self._laid_out(index, mean_of_inputs(self, number, index))
 
-        train_unevenly(self.ddp, self.stage.group, steps, self.step, shadow, more=[self.optimizer])
-        self.stage.where = "kit"
-        self.stage.begin_step(len(self.scenario.steps), "none")
-        for index, parameter in enumerate(self.params):
-            self.stage.keep(f"parameter/p{index}", parameter)
-        self.stage.recorder.event("stepped")
+        with self.doing(KIT):
+            train_unevenly(
+                self.ddp, self.group, steps, self._step, begin_shadow_step, more=[self.optimizer]
+            )
+        self.begin_step(len(self.scenario.steps), "none")
+        self._keep_parameters()
 
-    def is_used_as_an_optimizer(self) -> None:
-        """Do with it what programs do with optimizers, and write down what they would be told."""
-        self.stage.begin_step(len(self.scenario.steps), "none")
-        said, calls = {"isinstance": "", "hook": "", "scheduler": ""}, []
+    def _use_as_optimizer(self) -> None:
+        """Use the subject as programs use optimizers, and record the errors that they would get."""
+        self.begin_step(len(self.scenario.steps), "none")
+        errors = {"isinstance": "", "hook": "", "scheduler": ""}
+        calls: list[int] = []
         if not isinstance(self.optimizer, torch.optim.Optimizer):
-            said["isinstance"] = f"{type(self.optimizer).__name__} is no torch.optim.Optimizer"
-        with _noting(said, "hook"):
-            self.optimizer.register_step_post_hook(lambda *_: calls.append(self.averager.step if self.averager else 0))
-        asked = self.averager.step if self.averager else 0
-        with _noting(said, "scheduler"):
+            errors["isinstance"] = f"{type(self.optimizer).__name__} is no torch.optim.Optimizer"
+        with _noting(errors, "hook"):
+            self.optimizer.register_step_post_hook(lambda *_: calls.append(self._calls_of_averager))
+        before = self._calls_of_averager
+        with _noting(errors, "scheduler"):
             scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 0.5)
         self.optimizer.step()
-        if not said["scheduler"]:
-            with _noting(said, "scheduler"):
+        if not errors["scheduler"]:
+            with _noting(errors, "scheduler"):
                 scheduler.step()
-        if not said["hook"] and calls != [asked + bool(self.averager)]:
-            said["hook"] = f"called {len(calls)} times in a step" if len(calls) != 1 else "called before the averager"
-        self.stage.recorder.event("as_optimizer", **said)
+        if not errors["hook"]:
+            # The hook has to be called once, after the averager.
+            if len(calls) != 1:
+                errors["hook"] = f"called {len(calls)} times in a step"
+            elif calls != [before + bool(self.averager)]:
+                errors["hook"] = "called before the averager"
+        self.recorder.event("as_optimizer", **errors)
 
-    def _make(self, names: set[str]) -> Any:
-        """Return the subject's optimizer, and put on record which of the options it has taken."""
-        stage, options = self.stage, dict(self.setting.options)
-        whole = torch.optim.Adam if self.scenario.variant == "adam" else torch.optim.SGD
-        beside = options if "optimizer_class" in names and "**" in names else {}
-        taken = options if beside or "optim" in names else {name: value for name, value in options.items() if name in names}
-        grouped = bool(self.setting.groups)
-        if "lr" not in taken and not grouped:
-            raise TargetError("an optimizer wrapper takes optim, or optimizer_class and **options, or lr: its signature has none of them")
-        stage.recorder.event("made", averager=bool(self.averager), options=taken, takes_any=bool({"optim", "optimizer_class"} & names))
-        made = stage.make(
-            lambda target: replace(target, kwargs={**beside, **target.kwargs}),
-            params=lambda: self._groups() if grouped else list(self.params),
-            optimizer_class=lambda: whole,
-            optim=lambda: whole(self._groups() if grouped else self.params, **options),
+    @property
+    def _calls_of_averager(self) -> int:
+        return self.averager.step if self.averager else 0
+
+    # Making the optimizer
+
+    def _names_in_signature(self) -> set[str]:
+        """Return the names in the target's signature; ``**`` if it takes any keyword."""
+        target = self.target()
+        others = ("params", "optim", "optimizer_class", "averager")
+        chosen = [name for name in (*_CHOSEN_BY_KIT, *others) if name in target.kwargs]
+        if chosen:
+            raise TargetError(f"{chosen[0]}= is for the kit to choose; leave it out of the target")
+        try:
+            parameters = inspect.signature(target.function).parameters.values()
+        except (TypeError, ValueError):
+            return set()
+        return {
+            "**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name
+            for parameter in parameters
+        }
+
+    def _make_optimizer(self, names: set[str]) -> Any:
+        """Return the subject's optimizer, and record the options that it has taken."""
+        options = dict(self.setting.options)
+        inner = torch.optim.Adam if self.scenario.variant == "adam" else torch.optim.SGD
+        # With optimizer_class, ``**`` passes the options of the inner optimizer.
+        passed_on = options if "optimizer_class" in names and "**" in names else {}
+        taken = options
+        if not passed_on and "optim" not in names:
+            taken = {name: value for name, value in options.items() if name in names}
+        is_grouped = bool(self.setting.groups)
+        if "lr" not in taken and not is_grouped:
+            raise TargetError(
+                "an optimizer wrapper takes optim, or optimizer_class and **options, or lr: "
+                "its signature has none of them"
+            )
+        self.recorder.event(
+            "made",
+            averager=bool(self.averager),
+            options=taken,
+            takes_any=bool({"optim", "optimizer_class"} & names),
+        )
+        made = self.make(
+            lambda target: replace(target, kwargs={**passed_on, **target.kwargs}),
+            params=lambda: self._groups() if is_grouped else list(self.params),
+            optimizer_class=lambda: inner,
+            optim=lambda: inner(self._groups() if is_grouped else self.params, **options),
             averager=lambda: self.averager,
             **{name: (lambda value=value: value) for name, value in options.items()},
         )
         if not callable(getattr(made, "step", None)):
-            raise TargetError(f"an optimizer wrapper has a method step(); {type(made).__name__} has none")
+            name = type(made).__name__
+            raise TargetError(f"an optimizer wrapper has a method step(); {name} has none")
         return made
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups that are there from the start."""
-        return [self._group(place) for place in range(len(self.setting.groups) - (self.setting.added >= 0))]
+        """Return the parameter groups that exist from the start."""
+        later = int(self.setting.added >= 0)
+        return [self._group(number) for number in range(len(self.setting.groups) - later)]
 
-    def _group(self, place: int) -> dict[str, Any]:
-        indices, options = self.setting.groups[place]
+    def _group(self, number: int) -> dict[str, Any]:
+        indices, options = self.setting.groups[number]
         return {"params": [self.params[index] for index in indices], **options}
 
+    # Parts of a step
+
     def _write_rate(self, number: int) -> None:
+        """Write this step's learning rate to the parameter groups, as schedulers do."""
         rate = self.setting.rates[number] if self.setting.rates else None
         if rate is not None:
-            self.stage.where = "param_groups"
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.stage.where = "kit"
+            with self.doing("param_groups"):
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
 
     def _backward(self, number: int, kind: str) -> None:
         """Leave this step's gradients on the parameters."""
         if self.scenario.variant != "zeroed":
-            self._forget()
+            self._forget_gradients()
+        grads = self._gradients(number, kind)
         if self.ddp is not None:
-            local = self.averager is not None and number >= self.setting.warmup
-            with self.ddp.no_sync() if local else contextlib.nullcontext():
-                self.ddp([self._gradient(number, kind, index) for index in range(len(self.params))]).backward()
+            is_local = self.averager is not None and number >= self.setting.warmup
+            with self.ddp.no_sync() if is_local else contextlib.nullcontext():
+                self.ddp(grads).backward()
             return
-        for index, parameter in enumerate(self.params):
-            grad = self._gradient(number, kind, index)
-            parameter.grad = grad if parameter.grad is None or grad is None else parameter.grad.add_(grad)
+        for parameter, grad in zip(self.params, grads, strict=True):
+            if parameter.grad is None or grad is None:
+                parameter.grad = grad
+            else:
+                parameter.grad.add_(grad)
+
+    def _gradients(self, number: int, kind: str) -> list[torch.Tensor | None]:
+        return [self._gradient(number, kind, index) for index in range(len(self.params))]
 
     def _gradient(self, number: int, kind: str, index: int) -> torch.Tensor | None:
-        """Return what this rank has: its own, where ranks are averaged later, be it by DDP; else what all have."""
-        own = self.averager is not None or self.ddp is not None
-        if not has_gradient(self.scenario, self.stage.size, self.stage.group_rank if own else None, number, index):
+        """Return this rank's gradient.
+
+        It is the rank's own if ranks are averaged later, by the averager or DDP; else the same on
+        all ranks.
+        """
+        is_own = self.averager is not None or self.ddp is not None
+        place = self.group_rank if is_own else None
+        if not has_gradient(self.scenario, self.size, place, number, index):
             return None
-        return self._laid_out(index, self.stage.values(kind, number, index, None if own else self.ranks[0]))
+        rank = None if is_own else self._ranks[0]
+        return self._laid_out(index, self.values(kind, number, index, rank))
 
     def _step_with_closure(self, number: int, kind: str) -> None:
         calls: list[bool] = []
@@ -191,115 +272,145 @@ class _Training:
         def closure() -> torch.Tensor:
             calls.append(torch.is_grad_enabled())
             with torch.enable_grad():
-                self._forget()
-                loss = self.model([self._gradient(number, kind, index) for index in range(len(self.params))]) + (number + 1)
+                self._forget_gradients()
+                # The loss differs between steps, to be recognised in the result.
+                loss: torch.Tensor = self.model(self._gradients(number, kind)) + (number + 1)
                 loss.backward()
             return loss
 
-        with self.stage.inside("step"):
+        with self.inside("step"):
             loss = self.optimizer.step(closure)
         value = float(loss) if isinstance(loss, (torch.Tensor, float, int)) else None
-        self.stage.recorder.event("closure", calls=calls, loss=value)
+        self.recorder.event("closure", calls=calls, loss=value)
 
     def _zero_gradients(self, number: int) -> None:
-        self.stage.where = "zero_grad"
         keeps = bool(number % 2)
-        self.optimizer.zero_grad(**({"set_to_none": False} if keeps else {}))
-        self.stage.where = "kit"
-        self.stage.recorder.event(
+        options = {"set_to_none": False} if keeps else {}
+        with self.doing("zero_grad"):
+            self.optimizer.zero_grad(**options)
+        grads = [parameter.grad for parameter in self.params]
+        self.recorder.event(
             "zeroed",
             keeps=keeps,
-            left=[i for i, p in enumerate(self.params) if p.grad is not None and bool(p.grad.count_nonzero())],
-            none=[i for i, p in enumerate(self.params) if p.grad is None],
+            left=[i for i, g in enumerate(grads) if g is not None and bool(g.count_nonzero())],
+            none=[i for i, g in enumerate(grads) if g is None],
         )
 
-    def _save(self) -> None:
-        state = self._state(0)
-        if self.consolidates and self.stage.group_rank == 0:
-            self._keep_consolidated(state)
-        self.stage.save({"parameters": [parameter.detach() for parameter in self.params], "state": state})
+    def _laid_out(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        return lay_out(values, self.scenario.params[index].layout)
 
-    def _state(self, to: int) -> Any:
-        """Return a copy of the state; of an optimizer that consolidates it, only in place ``to`` of the group."""
-        self.stage.where = "state_dict"
-        if self.consolidates:
-            self.optimizer.consolidate_state_dict(to)
-        has_it = not self.consolidates or self.stage.group_rank == to
-        state = copy.deepcopy(self.optimizer.state_dict()) if has_it else None
-        self.stage.where = "kit"
-        return state
-
-    def _state_of_all(self) -> Any:
-        """Return a copy of the state, on every rank."""
-        states = [self._state(to) for to in range(self.stage.size if self.consolidates else 1)]
-        return next(state for state in states if state is not None)
-
-    def _put_back(self) -> None:
-        assert self._back is not None
-        self._fill(self._back[0])
-        self._load(self._back[1])
-
-    def _load(self, state: Any) -> None:
-        self.stage.where = "load_state_dict"
-        self.optimizer.load_state_dict(state)
-        self.stage.where = "kit"
-
-    def _keep_consolidated(self, state: Any) -> None:
-        """Put a state on record: what it has by parameter, and its parameter groups."""
-        by_index, groups = (state.get("state"), state.get("param_groups")) if isinstance(state, Mapping) else (None, None)
-        if not isinstance(by_index, Mapping) or not isinstance(groups, list):
-            self.stage.recorder.event("consolidated", form=False)
-            return
-        for index, kept in by_index.items():
-            for name, value in kept.items() if isinstance(kept, Mapping) else ():
-                if isinstance(value, torch.Tensor):
-                    self.stage.keep(f"state/{index}/{name}", value)
-        said = [{name: group.get(name) for name in ("lr", "momentum", "params")} for group in groups]
-        self.stage.recorder.event("consolidated", form=True, groups=said)
+    def _forget_gradients(self) -> None:
+        for parameter in self.params:
+            parameter.grad = None
 
     @torch.no_grad()
     def _fill(self, values: list[torch.Tensor]) -> None:
         for parameter, value in zip(self.params, values, strict=True):
             parameter.copy_(value)
 
-    def _forget(self) -> None:
-        for parameter in self.params:
-            parameter.grad = None
+    def _first_values(self) -> list[torch.Tensor]:
+        """Return the first values of the parameters, on all ranks.
 
-    def _laid_out(self, index: int, values: torch.Tensor) -> torch.Tensor:
-        return lay_out(values, self.scenario.params[index].layout)
+        They are zeros if dtypes differ, so that steps are exact in all of them.
+        """
+        kind = "zero_all" if self.scenario.variant == "dtypes" else "crafted"
+        count = len(self.scenario.params)
+        return [self.values(kind, START, index, self._ranks[0]) for index in range(count)]
+
+    # States
+
+    def _save(self) -> None:
+        state = self._state(0)
+        if self.consolidates and self.group_rank == 0:
+            self._keep_consolidated(state)
+        parameters = [parameter.detach() for parameter in self.params]
+        self.save({"parameters": parameters, "state": state})
+
+    def _state(self, to: int) -> Any:
+        """Return a copy of the state; if it is consolidated, only on rank ``to`` of the group."""
+        with self.doing("state_dict"):
+            if self.consolidates:
+                self.optimizer.consolidate_state_dict(to)
+            if self.consolidates and self.group_rank != to:
+                return None
+            return copy.deepcopy(self.optimizer.state_dict())
+
+    def _state_of_all(self) -> Any:
+        """Return a copy of the state, on every rank."""
+        states = [self._state(to) for to in range(self.size if self.consolidates else 1)]
+        return next(state for state in states if state is not None)
+
+    def _go_back(self) -> None:
+        """Restore an earlier step's parameters and state."""
+        assert self._snapshot is not None
+        values, state = self._snapshot
+        self._fill(values)
+        self._load_state(state)
+
+    def _load_state(self, state: Any) -> None:
+        with self.doing("load_state_dict"):
+            self.optimizer.load_state_dict(state)
+
+    def _keep_consolidated(self, state: Any) -> None:
+        """Record a consolidated state: its tensors by parameter, and its parameter groups."""
+        is_mapping = isinstance(state, Mapping)
+        by_index = state.get("state") if is_mapping else None
+        groups = state.get("param_groups") if is_mapping else None
+        if not isinstance(by_index, Mapping) or not isinstance(groups, list):
+            self.recorder.event("consolidated", form=False)
+            return
+        for index, entries in by_index.items():
+            if not isinstance(entries, Mapping):
+                continue
+            for name, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    self.keep(f"state/{index}/{name}", value)
+        names = ("lr", "momentum", "params")
+        options = [{name: group.get(name) for name in names} for group in groups]
+        self.recorder.event("consolidated", form=True, groups=options)
 
 
 class Averager(ModelAverager):
-    """The kit's own: the mean over the group of what it is given, at step ``warmup`` and every ``period`` steps from there.
+    """The kit's own averager: the mean over the group, every ``period`` steps after ``warmup``.
 
-    It puts on record each time that it is asked. Means are taken in float64, in the order of ranks, the same on all of them.
+    The first average is at step ``warmup``. Each call is recorded. Means are taken in float64, in
+    the order of ranks, so that they are the same on all ranks.
     """
 
-    def __init__(self, stage: RankDriver, params: list[torch.nn.Parameter], warmup: int, period: int) -> None:
-        super().__init__(stage.group)
-        self._stage, self._params, self._before = stage, params, [parameter.detach().clone() for parameter in params]
-        self.warmup_steps, self.period = warmup, period
+    def __init__(
+        self, driver: RankDriver, params: list[torch.nn.Parameter], warmup: int, period: int
+    ) -> None:
+        super().__init__(driver.group)
+        self._driver = driver
+        self._params = params
+        self._before = [parameter.detach().clone() for parameter in params]
+        self.warmup_steps = warmup
+        self.period = period
 
-    def look(self) -> None:
-        """Take note of what parameters are before a step."""
+    def before_step(self) -> None:
+        """Remember the values of the parameters before a step."""
         self._before = [parameter.detach().clone() for parameter in self._params]
 
     def average_parameters(self, params: Iterable[Any]) -> None:
+        """Average the parameters if an average is due, and record the call."""
         given = list(dict.fromkeys(_flat(params)))
-        averages = self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
-        places = {parameter: index for index, parameter in enumerate(self._params)}
-        self._stage.recorder.event(
+        later = self.step - self.warmup_steps
+        averages = later >= 0 and later % self.period == 0
+        indices = {parameter: index for index, parameter in enumerate(self._params)}
+        known = {indices[parameter] for parameter in given if parameter in indices}
+        values = zip(self._params, self._before, strict=True)
+        self._driver.recorder.event(
             "asked",
             count=self.step,
             averages=averages,
-            stepped=any(not torch.equal(now, before) for now, before in zip(self._params, self._before, strict=True)),
-            missing=sorted(set(range(len(self._params))) - {places[parameter] for parameter in given if parameter in places}),
-            others=sum(parameter not in places for parameter in given),
+            stepped=any(not torch.equal(now, before) for now, before in values),
+            missing=sorted(set(indices.values()) - known),
+            others=sum(parameter not in indices for parameter in given),
         )
         self.step += 1
-        for parameter in given if averages else ():
-            self._average(parameter)
+        if averages:
+            for parameter in given:
+                self._average(parameter)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -309,53 +420,45 @@ class Averager(ModelAverager):
 
     @torch.no_grad()
     def _average(self, parameter: torch.Tensor) -> None:
-        mine = parameter.detach().double().contiguous()
-        all_of_them = [torch.empty_like(mine) for _ in range(self._stage.size)]
-        dist.all_gather(all_of_them, mine, group=self._stage.group)
-        parameter.copy_(sum(all_of_them[1:], all_of_them[0]) / self._stage.size)
+        own = parameter.detach().double().contiguous()
+        parts = [torch.empty_like(own) for _ in range(self._driver.size)]
+        dist.all_gather(parts, own, group=self._driver.group)
+        parameter.copy_(sum(parts[1:], parts[0]) / self._driver.size)
 
 
 def has_gradient(scenario: Scenario, size: int, place: int | None, step: int, index: int) -> bool:
-    """Whether the rank in a place of its group has a gradient for a parameter; ``None`` asks whether any has."""
+    """Whether a rank has a gradient for a parameter.
+
+    Args:
+        place: of the rank in its group; None for any rank of the group.
+    """
     if scenario.variant != "unused":
         return True
-    return any(uses(size, other, step, index) for other in (range(size) if place is None else (place,)))
+    places = range(size) if place is None else (place,)
+    return any(uses(size, other, step, index) for other in places)
 
 
-def mean_of_inputs(stage: RankDriver, step: int, index: int) -> torch.Tensor:
-    """Return the mean gradient of a step to which ranks that have run out of inputs contribute zeros."""
-    ranks = [rank for rank in range(stage.world) if step < stage.scenario.inputs_of(rank, stage.world)]
-    values = [stage.values(stage.scenario.steps[step], step, index, rank) for rank in ranks]
-    return sum(values[1:], values[0]) / stage.world
-
-
-def _start(stage: RankDriver) -> list[torch.Tensor]:
-    """Return what parameters begin with, on all ranks: zeros where dtypes differ, so that steps are exact in all of them."""
-    kind = "zero_all" if stage.scenario.variant == "dtypes" else "crafted"
-    first = dist.get_process_group_ranks(stage.group)[0]
-    return [stage.values(kind, START, index, first) for index in range(len(stage.scenario.params))]
-
-
-def _names(stage: RankDriver) -> set[str]:
-    """Return what the target's signature names and it has not been given: ``**`` where it takes any."""
-    target = stage.target()
-    if chosen := [name for name in (*_GIVEN, "params", "optim", "optimizer_class", "averager") if name in target.kwargs]:
-        raise TargetError(f"{chosen[0]}= is for the kit to choose; leave it out of the target")
-    try:
-        parameters = inspect.signature(target.function).parameters.values()
-    except (TypeError, ValueError):
-        return set()
-    return {"**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name for parameter in parameters}
+def mean_of_inputs(driver: RankDriver, step: int, index: int) -> torch.Tensor:
+    """Return the mean gradient of a step; ranks without inputs contribute zeros."""
+    scenario = driver.scenario
+    kind = scenario.steps[step]
+    values = [
+        driver.values(kind, step, index, rank)
+        for rank in range(driver.world)
+        if step < scenario.inputs_of(rank, driver.world)
+    ]
+    return sum(values[1:], values[0]) / driver.world
 
 
 def _flat(params: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the parameters of parameters or parameter groups."""
     for entry in params:
         yield from entry["params"] if isinstance(entry, Mapping) else [entry]
 
 
 @contextlib.contextmanager
-def _noting(said: dict[str, str], what: str) -> Iterator[None]:
+def _noting(errors: dict[str, str], name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said[what] = f"{type(error).__name__}: {error}"[:300]
+        errors[name] = f"{type(error).__name__}: {error}"[:300]

@@ -1,10 +1,13 @@
-"""Many ranks in one process, for what only shows at scale: their hooks are called one after another, and a collective is
-carried out when every rank has issued its own.
+"""Many ranks in one process, for errors that show only at scale.
 
-The process group is *deferred*: it writes down what is asked of it, and completes it later. So no hook can wait, and
-callbacks run on the thread that completes. Sums are taken in pairs, in the dtype of what is summed: a tree of log2(n)
-roundings, as large groups have. Buckets are DDP's, of one real model; what differs from real ranks is that all share the
-process, so that what a hook keeps in its module is not a rank's own.
+The hooks of the ranks are called one after another, and a collective is carried out when every
+rank has issued its own.
+
+The process group is *deferred*: it records each collective, and completes it later. So no hook can
+wait, and callbacks run on the thread that completes. Sums are taken in pairs, in the dtype of the
+terms: a tree of log2(n) roundings, as large groups have. Buckets are DDP's, of one real model. One
+thing differs from real ranks: all of them share the process, so that a state that a hook keeps in
+its module is not a rank's own.
 """
 
 import threading
@@ -17,17 +20,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-GATHERED = 128  # ranks above which nothing is gathered
+GATHERED = 128  # with more ranks than this, nothing is gathered
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class CannotSimulate(Exception):
-    """The hook does something that simulated ranks cannot do; ``str(error)`` says what."""
+    """The hook does something that simulated ranks cannot do; the message is the reason."""
 
 
 @dataclass
 class _Call:
-    """One collective of one rank: what it gives, and where it gets the result."""
+    """One collective of one rank.
+
+    Attributes:
+        name, op, root: the collective, its reduce operation and its root.
+        given: the tensors that the rank contributes.
+        into: the tensors for its result.
+        future: is completed with ``into``.
+    """
 
     name: str
     op: dist.ReduceOp.RedOpType
@@ -38,11 +48,13 @@ class _Call:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        return self.name, self.op, self.root, [(tensor.shape, tensor.dtype) for tensor in self.given]
+        """The properties on which all ranks have to agree."""
+        forms = [(tensor.shape, tensor.dtype) for tensor in self.given]
+        return self.name, self.op, self.root, forms
 
 
 class _Work(dist.Work):
-    """A collective that is not carried out before all ranks have issued it."""
+    """A collective that is carried out only after all ranks have issued it."""
 
     def __init__(self, call: _Call) -> None:
         super().__init__()
@@ -75,42 +87,44 @@ class _Exchange:
         return _Work(call)
 
     def complete(self) -> None:
-        """Carry out what was issued, and what callbacks issue then.
+        """Carry out the collectives that were issued, and those that callbacks then issue.
 
         Raises:
-            CannotSimulate: ranks have not issued the same.
+            CannotSimulate: ranks have not issued the same collectives.
         """
-        place = 0
-        while any(len(calls) > place for calls in self._issued):
-            calls = [rank[place] for rank in self._issued if len(rank) > place]
+        index = 0
+        while any(len(calls) > index for calls in self._issued):
+            calls = [rank[index] for rank in self._issued if len(rank) > index]
             if len(calls) < self.size or any(call.kind != calls[0].kind for call in calls):
                 raise CannotSimulate("simulated ranks do not issue the same collectives")
             self._carry_out(calls)
-            place += 1
+            index += 1
         if self._others:
             raise CannotSimulate("it issues collectives from a thread of its own")
         for calls in self._issued:
             calls.clear()
 
     def _carry_out(self, calls: list[_Call]) -> None:
-        first = calls[0]
-        results: list[list[torch.Tensor]]
-        if first.name == "allreduce":
-            results = [[_reduced([call.given[at] for call in calls], first.op) for at in range(len(first.given))]] * len(calls)
-        elif first.name == "allgather":
-            if self.size > GATHERED:
-                raise CannotSimulate(f"it gathers, which takes {self.size} times {self.size} copies")
-            results = [[call.given[0] for call in calls]] * len(calls)
-        elif first.name == "reduce_scatter":
-            whole = [_reduced([call.given[at] for call in calls], first.op) for at in range(len(first.given))]
-            results = [[part] for part in whole]
-        else:
-            results = [calls[first.root].given] * len(calls)
-        for call, result in zip(calls, results, strict=True):
+        for call, result in zip(calls, self._results(calls), strict=True):
             for into, part in zip(call.into, result, strict=True):
                 into.copy_(part)
+        # Callbacks run now: all ranks have their results before any of them goes on.
         for call in calls:
             call.future.set_result(call.into)
+
+    def _results(self, calls: list[_Call]) -> list[list[torch.Tensor]]:
+        """Return the result of each rank."""
+        first = calls[0]
+        if first.name == "allreduce":
+            return [_reduced_over(calls)] * len(calls)
+        if first.name == "reduce_scatter":
+            return [[part] for part in _reduced_over(calls)]
+        if first.name == "allgather":
+            if self.size > GATHERED:
+                copies = f"{self.size} times {self.size} copies"
+                raise CannotSimulate(f"it gathers, which takes {copies}")
+            return [[call.given[0] for call in calls]] * len(calls)
+        return [calls[first.root].given] * len(calls)
 
 
 class DeferredGroup(dist.ProcessGroup):
@@ -118,7 +132,8 @@ class DeferredGroup(dist.ProcessGroup):
 
     def __init__(self, exchange: _Exchange, rank: int) -> None:
         super().__init__(rank, exchange.size)
-        self._exchange, self._rank = exchange, rank
+        self._exchange = exchange
+        self._rank = rank
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
         return self._issue("allreduce", tensors, tensors, opts)
@@ -126,19 +141,28 @@ class DeferredGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
         return self._issue("allreduce", tensors, tensors, opts)
 
-    def allgather(self, into: list[list[torch.Tensor]], given: list[torch.Tensor], opts: Any = None) -> _Work:
+    def allgather(
+        self, into: list[list[torch.Tensor]], given: list[torch.Tensor], opts: Any = None
+    ) -> _Work:
         return self._issue("allgather", given, into[0])
 
     def all_gather_single(self, into: torch.Tensor, given: torch.Tensor, opts: Any = None) -> _Work:
         return self._issue("allgather", [given], list(into.view(self.size(), *given.shape)))
 
-    def reduce_scatter(self, into: list[torch.Tensor], given: list[list[torch.Tensor]], opts: Any = None) -> _Work:
+    def reduce_scatter(
+        self, into: list[torch.Tensor], given: list[list[torch.Tensor]], opts: Any = None
+    ) -> _Work:
         return self._issue("reduce_scatter", given[0], into, opts)
 
-    def reduce_scatter_single(self, into: torch.Tensor, given: torch.Tensor, opts: Any = None) -> _Work:
-        return self._issue("reduce_scatter", list(given.view(self.size(), *into.shape)), [into], opts)
+    def reduce_scatter_single(
+        self, into: torch.Tensor, given: torch.Tensor, opts: Any = None
+    ) -> _Work:
+        parts = list(given.view(self.size(), *into.shape))
+        return self._issue("reduce_scatter", parts, [into], opts)
 
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # their names before torch 2.13
+    # Their names before torch 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
         return self._issue("broadcast", tensors, tensors, root=opts.rootRank if opts else 0)
@@ -146,21 +170,34 @@ class DeferredGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "gloo"
 
-    def _issue(self, name: str, given: list[torch.Tensor], into: list[torch.Tensor], opts: Any = None, root: int = 0) -> _Work:
-        op = opts.reduceOp.op if opts is not None and hasattr(opts.reduceOp, "op") else dist.ReduceOp.SUM
+    def _issue(
+        self,
+        name: str,
+        given: list[torch.Tensor],
+        into: list[torch.Tensor],
+        opts: Any = None,
+        root: int = 0,
+    ) -> _Work:
+        op = dist.ReduceOp.SUM
+        if opts is not None and hasattr(opts.reduceOp, "op"):
+            op = opts.reduceOp.op
         return self._exchange.issue(self._rank, _Call(name, op, given, into, root))
 
 
 def simulate(
-    size: int, make: Callable[[DeferredGroup], tuple[Hook, Any]], bucket: Callable[[], dist.GradBucket], fed: torch.Tensor
+    size: int,
+    make: Callable[[DeferredGroup], tuple[Hook, Any]],
+    bucket: Callable[[], dist.GradBucket],
+    fed: torch.Tensor,
 ) -> torch.Tensor:
     """Return the results ``[size, numel]`` of one call of each rank's hook.
 
     Args:
         size: number of ranks.
-        make: called for each rank with its group, which is the default one meanwhile; returns its hook and state.
+        make: called for each rank with its group, which is the default one meanwhile; returns the
+            rank's hook and state.
         bucket: makes a bucket of numel elements.
-        fed: what ranks feed, ``[size, numel]``.
+        fed: the inputs of the ranks, ``[size, numel]``.
 
     Raises:
         CannotSimulate: the hook does something that simulated ranks cannot do.
@@ -185,11 +222,14 @@ def simulate(
 
 @contextmanager
 def _registered(groups: list[DeferredGroup]) -> Iterator[None]:
-    """Let torch.distributed know the groups, and put the default group back at the end."""
-    default, world = dist.group.WORLD, distributed_c10d._world
+    """Register the groups with torch.distributed, and restore the default group at the end."""
+    default = dist.group.WORLD
+    world = distributed_c10d._world
     ranks = {rank: rank for rank in range(len(groups))}
     for group in groups:
-        world.pg_map[group], world.pg_group_ranks[group], world.pg_names[group] = ("gloo", None), ranks, "simulated"
+        world.pg_map[group] = ("gloo", None)
+        world.pg_group_ranks[group] = ranks
+        world.pg_names[group] = "simulated"
     try:
         yield
     finally:
@@ -201,7 +241,7 @@ def _registered(groups: list[DeferredGroup]) -> Iterator[None]:
 
 @contextmanager
 def _threads_started() -> Iterator[list[str]]:
-    """Note the names of threads that are started meanwhile."""
+    """Collect the names of the threads that are started inside the context."""
     started: list[str] = []
     start = threading.Thread.start
 
@@ -216,7 +256,15 @@ def _threads_started() -> Iterator[list[str]]:
         threading.Thread.start = start  # type: ignore[method-assign]
 
 
+def _reduced_over(calls: list[_Call]) -> list[torch.Tensor]:
+    """Return the reduction over all ranks of each tensor that they contribute."""
+    op = calls[0].op
+    given = [call.given for call in calls]
+    return [_reduced(list(tensors), op) for tensors in zip(*given, strict=True)]
+
+
 def _reduced(tensors: list[torch.Tensor], op: Any) -> torch.Tensor:
+    """Reduce tensors; sums are taken in pairs."""
     stack = torch.stack(tensors)
     if op == dist.ReduceOp.MAX:
         return stack.amax(0)

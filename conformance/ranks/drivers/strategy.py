@@ -1,4 +1,4 @@
-"""What ranks do with a sync strategy: train a model in steps of micro-batches, each inside its context, and write down gradients."""
+"""The driver of sync strategies: trains in micro-batches, each inside the strategy's context."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,144 +9,157 @@ import torch
 from conformance.errors import TargetError
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.models.probe import Probe, scripted_gradients
-from conformance.ranks.resolve import asks_for
+from conformance.ranks.resolve import Context, missing_arguments
 from conformance.scenarios.strategy import batches, by_itself, clears, multiple, raises_in, uses
 
 Grads = list[torch.Tensor | None]
 
 
-class _OfTheTrainer(Exception):
-    """What a micro-batch fails with."""
+class _TrainerError(Exception):
+    """The error of a micro-batch that fails."""
 
 
-def play(stage: RankDriver) -> None:
-    """Run the scenario's steps."""
-    strategy = stage.make()
-    if not callable(strategy):
-        raise TargetError(f"a sync strategy is called for each micro-batch, and returns a context manager; this is {_named(strategy)}")
-    trainer = _Trainer(stage, strategy)
-    stage.collectives.take_sent()
-    for step, kind in enumerate(stage.scenario.steps):
-        stage.begin_step(step, kind)
-        trainer.step(step, kind)
-        trainer.keep()
+class StrategyDriver(RankDriver):
+    """One rank that trains with a sync strategy.
 
+    Attributes:
+        strategy: the subject.
+        model: the probe, under DDP unless the scenario does without.
+        params: the probe's parameters.
+        optimizers: the optimizers that the strategy may be given.
+    """
 
-class _Trainer:
-    """A model, its optimizers, and the strategy that it is trained with."""
+    def run(self) -> None:
+        """Make the strategy and run the scenario's steps."""
+        self.strategy: Callable[..., Any] = self.make()
+        if not callable(self.strategy):
+            raise TargetError(
+                "a sync strategy is called for each micro-batch, and returns a context manager; "
+                f"this is {_named(self.strategy)}"
+            )
+        self._make_model()
+        self.collectives.take_sent()  # of DDP, as it was made
+        for step, kind in enumerate(self.scenario.steps):
+            self.begin_step(step, kind)
+            self._step(step, kind)
+            self._keep_gradients()
 
-    def __init__(self, stage: RankDriver, strategy: Callable[..., Any]) -> None:
-        scenario = stage.scenario
-        self._stage, self._strategy = stage, strategy
-        self._probe = Probe(scenario.params, scenario.initial_value, stage.rank).to(stage.device)
-        self._params = self._probe.tensors
-        self._model: torch.nn.Module = self._probe
+    def _make_model(self) -> None:
+        scenario = self.scenario
+        probe = Probe(scenario.params, scenario.initial_value, self.rank).to(self.device)
+        self.params: list[torch.nn.Parameter] = probe.tensors
+        self.model: torch.nn.Module = probe
         if scenario.variant != "no_ddp":
-            self._model = stage.data_parallel(
-                self._probe,
-                process_group=stage.group if scenario.groups else None,
+            self.model = self.data_parallel(
+                probe,
+                process_group=self.group if scenario.groups else None,
                 bucket_cap_mb=scenario.ddp.bucket_cap_mb,
                 gradient_as_bucket_view=scenario.ddp.gradient_as_bucket_view,
                 find_unused_parameters=scenario.ddp.find_unused_parameters,
             )
-        self._optimizers = self._made_optimizers()
+        self.optimizers = self._make_optimizers()
 
-    def _made_optimizers(self) -> list[torch.optim.Optimizer]:
-        if self._stage.scenario.variant != "shared":
-            return [torch.optim.SGD(self._params, lr=0.0)]
-        first, second, third, *rest = reversed(self._params)
+    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
+        # With lr=0.0 parameters keep their values: only gradients are judged.
+        if self.scenario.variant != "shared":
+            return [torch.optim.SGD(self.params, lr=0.0)]
+        # Two optimizers share a parameter, and name parameters in another order than the model.
+        first, second, third, *rest = reversed(self.params)
         groups = [{"params": [second]}, {"params": [first, third]}]
         return [torch.optim.SGD(groups, lr=0.0), torch.optim.SGD([first, *rest], lr=0.0)]
 
-    def step(self, step: int, kind: str) -> None:
+    def _step(self, step: int, kind: str) -> None:
         """Train one step: its micro-batches, or those until one fails."""
-        scenario, number = self._stage.scenario, batches(self._stage.scenario, step)
-        if clears(scenario, step):
-            self._model.zero_grad()
+        number = batches(self.scenario, step)
+        if clears(self.scenario, step):
+            self.model.zero_grad()
         for batch in range(number):
             grads = self._grads(step, kind, batch, number)
-            if by_itself(scenario, step):
-                self._model(grads).backward()
+            # Outside of the context DDP averages as ever, whatever the strategy has left behind.
+            if by_itself(self.scenario, step):
+                self.model(grads).backward()
                 continue
-            fails = raises_in(scenario, step) == batch
-            with self._stage.inside("the context"):
+            fails = raises_in(self.scenario, step) == batch
+            is_final = batch == number - 1
+            with self.inside("the context"):
                 if fails:
-                    self._fail(grads, batch == number - 1)
+                    self._fail(grads, is_final)
                 else:
-                    self._train(grads, batch == number - 1)
+                    self._train(grads, is_final)
             if fails:
-                self._model.zero_grad()
+                self.model.zero_grad()
                 break
 
-    def keep(self) -> None:
-        """Put on record what gradients are when a step is over."""
-        stage = self._stage
-        sent = stage.collectives.take_sent()
-        for index, parameter in enumerate(self._params):
+    def _keep_gradients(self) -> None:
+        """Record the gradients at the end of a step."""
+        sent = self.collectives.take_sent()
+        for index, parameter in enumerate(self.params):
             if parameter.grad is not None:
-                stage.keep(f"grad/p{index}", parameter.grad)
-        stage.recorder.event(
+                self.keep(f"grad/p{index}", parameter.grad)
+        self.recorder.event(
             "synchronised",
-            without=[index for index, p in enumerate(self._params) if p.grad is None],
-            strides_changed=[index for index, p in enumerate(self._params) if _has_other_strides(p)],
-            synchronises=getattr(self._model, "require_backward_grad_sync", True),
+            without=[index for index, p in enumerate(self.params) if p.grad is None],
+            strides_changed=[index for index, p in enumerate(self.params) if _has_other_strides(p)],
+            synchronises=getattr(self.model, "require_backward_grad_sync", True),
             sent=[len(sent), sum(size for _, size in sent)],
-            gradients=sum(p.numel() * p.element_size() for p in self._params),
+            gradients=sum(p.numel() * p.element_size() for p in self.params),
         )
 
     def _train(self, grads: Grads, is_final: bool) -> None:
-        with self._context(is_final):
-            loss = self._model(grads)
-            self._before_backward()
+        with self._context_of(is_final):
+            loss = self.model(grads)
+            # DDP that synchronises by itself waits for peers in its backward, where no schedule
+            # sees the wait.
+            if getattr(self.model, "require_backward_grad_sync", False):
+                self.let_peers_in()
             loss.backward()
 
     def _fail(self, grads: Grads, is_final: bool) -> None:
-        """Raise inside the context: before a backward, or, of the last micro-batch, after it."""
-        raised, came = _OfTheTrainer("this micro-batch failed"), None
+        """Raise inside the context, before the backward; in the last micro-batch, after it."""
+        raised = _TrainerError("this micro-batch failed")
+        caught = None
         try:
-            with self._context(is_final):
-                loss = self._model(grads)
+            with self._context_of(is_final):
+                loss = self.model(grads)
                 if is_final:
                     loss.backward()
                 raise raised
         except Exception as error:
-            came = error
-        self._stage.recorder.event(
-            "failed", same=came is raised, came="nothing" if came is None else f"{type(came).__name__}: {str(came)[:200]}"
-        )
+            caught = error
+        text = "nothing" if caught is None else f"{type(caught).__name__}: {str(caught)[:200]}"
+        self.recorder.event("failed", same=caught is raised, came=text)
 
-    def _context(self, is_final: bool) -> Any:
-        stage = self._stage
-        names: dict[str, Callable[[], Any]] = {
-            "model": lambda: self._model,
+    def _context_of(self, is_final: bool) -> Any:
+        """Return the strategy's context for one micro-batch."""
+        names: Context = {
+            "model": lambda: self.model,
             "is_final_microbatch": lambda: is_final,
-            "optimizers": lambda: list(self._optimizers),
-            "state": lambda: SimpleNamespace(model=self._model, optimizers=list(self._optimizers)),
-            "process_group": lambda: stage.group,
-            "rank": lambda: stage.group_rank,
-            "world_size": lambda: stage.size,
-            "device": lambda: stage.device,
+            "optimizers": lambda: list(self.optimizers),
+            "state": lambda: SimpleNamespace(model=self.model, optimizers=list(self.optimizers)),
+            **self.context,
         }
-        if unknown := asks_for(self._strategy, names):
-            raise TargetError(f"the strategy asks for {', '.join(unknown)}; a micro-batch has {', '.join(names)}")
-        context = stage.call(self._strategy, names)
+        if missing := missing_arguments(self.strategy, names):
+            raise TargetError(
+                f"the strategy requires {', '.join(missing)}; a micro-batch has {', '.join(names)}"
+            )
+        context = self.call(self.strategy, names)
         if not (hasattr(context, "__enter__") and hasattr(context, "__exit__")):
-            raise TargetError(f"a sync strategy returns a context manager; this one returned {_named(context)}")
+            raise TargetError(
+                f"a sync strategy returns a context manager; this one returned {_named(context)}"
+            )
         return context
 
-    def _before_backward(self) -> None:
-        """Where DDP synchronises by itself, it waits for peers in its backward, where no schedule sees it."""
-        if getattr(self._model, "require_backward_grad_sync", False):
-            self._stage.let_peers_in()
-
     def _grads(self, step: int, kind: str, batch: int, number: int) -> Grads:
-        stage = self._stage
-        factor = multiple(stage.size, number, batch)
-        every = scripted_gradients(stage.scenario.params, kind, stage.size, stage.rank, step, stage.device)
-        return [
-            grad * factor if grad is not None and uses(stage.scenario, stage.size, stage.group_rank, step, batch, index) else None
-            for index, grad in enumerate(every)
-        ]
+        """Return the gradients of a micro-batch; None for the parameters that it does not use."""
+        factor = multiple(self.size, number, batch)
+        every = scripted_gradients(
+            self.scenario.params, kind, self.size, self.rank, step, self.device
+        )
+        grads: Grads = []
+        for index, grad in enumerate(every):
+            is_used = uses(self.scenario, self.size, self.group_rank, step, batch, index)
+            grads.append(grad * factor if grad is not None and is_used else None)
+        return grads
 
 
 def _named(value: Any) -> str:
@@ -154,9 +167,10 @@ def _named(value: Any) -> str:
 
 
 def _has_other_strides(parameter: torch.Tensor) -> bool:
-    """Whether a gradient is laid out otherwise than its parameter, where that can be told."""
+    """Whether a dense gradient has other strides than its parameter."""
     grad = parameter.grad
     if grad is None or grad.is_sparse or not grad.numel():
         return False
-    sizes = zip(parameter.shape, grad.stride(), parameter.stride(), strict=True)
-    return any(size > 1 and stride != right for size, stride, right in sizes)
+    strides = zip(parameter.shape, grad.stride(), parameter.stride(), strict=True)
+    # The stride of a dimension of size 1 has no meaning.
+    return any(size > 1 and stride != right for size, stride, right in strides)

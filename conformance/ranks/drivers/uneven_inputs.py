@@ -1,4 +1,4 @@
-"""Training on uneven inputs, under torch's ``Join``, so that what happens on a rank that has run out of them is on record too."""
+"""Training on uneven inputs under torch's ``Join``, with a record of joined ranks too."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,25 +18,37 @@ def train_unevenly(
     after: Callable[[], object] | None = None,
     more: Sequence[Joinable] = (),
 ) -> None:
-    """Call ``step`` for each of this rank's steps; then, as long as others train, ``shadow_step`` before DDP and then ``more``
-    follow them, and ``after`` when they have.
+    """Train each of this rank's steps, and shadow the steps of ranks that train longer.
 
-    Source: torch documentation, Distributed Training with Uneven Inputs Using the Join Context Manager.
+    Source: torch documentation, Distributed Training with Uneven Inputs Using the Join Context
+    Manager.
+
+    Args:
+        ddp: the model.
+        group: the group of the ranks that train.
+        steps: the steps of this rank.
+        step: trains one step.
+        shadow_step: called before DDP in each step that other ranks train and this one does not.
+        after: called at the end of each of these steps.
+        more: joinables that follow DDP.
     """
     counter = _Counter(group, ddp.device, shadow_step)
-    with Join([counter, ddp, *more, *([_After(group, ddp.device, after)] if after else [])]):
+    last = [_After(group, ddp.device, after)] if after else []
+    with Join([counter, ddp, *more, *last]):
         for number, kind in steps:
             Join.notify_join_context(counter)
             step(number, kind)
+            # A rank that joins goes on counting from here.
             counter.steps = number + 1
 
 
 class _Joinable(Joinable):
-    """What a joinable of no collectives is; ranks tell each other on a device who still trains."""
+    """The parts of a joinable without collectives."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
-        self.group, self.device = group, device
+        self.group = group
+        self.device = device
 
     @property
     def join_device(self) -> torch.device:
@@ -48,9 +60,11 @@ class _Joinable(Joinable):
 
 
 class _After(_Joinable):
-    """Makes the trainer's call on a rank that has joined; the last of the context's joinables."""
+    """Makes the trainer's call on a rank that has joined; the last joinable of its context."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, after: Callable[[], object]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, after: Callable[[], object]
+    ) -> None:
         super().__init__(group, device)
         self.after = after
 
@@ -65,11 +79,14 @@ class _After(_Joinable):
 
 
 class _Counter(_Joinable):
-    """Counts the steps of all ranks; the first of the context's joinables, so that it is called before DDP."""
+    """Counts the steps of all ranks; the first joinable of its context, called before DDP."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, shadow_step: Callable[[int], None]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, shadow_step: Callable[[int], None]
+    ) -> None:
         super().__init__(group, device)
-        self.shadow_step, self.steps = shadow_step, 0
+        self.shadow_step = shadow_step
+        self.steps = 0
 
     def join_hook(self, **_: Any) -> JoinHook:
         counter = self

@@ -1,7 +1,7 @@
-"""What ranks do with a wrapper of modules: train a network whose blocks are wrapped, and write down what comes of it.
+"""The driver of module wrappers: trains a network whose blocks are wrapped, and records the steps.
 
-The same network without the wrapper trains in a run of its own, in other processes: a subject that patches torch, or draws
-numbers, would change what it is compared with if that were in the same one.
+The same network without the wrapper trains in a run of its own, in other processes: a subject that
+patches torch or draws numbers would otherwise change the network that it is compared with.
 """
 
 import copy
@@ -15,115 +15,441 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
-from conformance.ranks.drivers._blocks import BATCH, WATCH, WIDTH, Block, Planned, Wrap, filled, network
-from conformance.ranks.drivers.base import RankDriver
-from conformance.ranks.enum_arguments import with_members
+from conformance.ranks.drivers._blocks import (
+    BATCH,
+    WATCH,
+    WIDTH,
+    Block,
+    Planned,
+    Wrap,
+    filled,
+    network,
+)
+from conformance.ranks.drivers.base import KIT, RankDriver
+from conformance.ranks.enum_arguments import with_enum_members
 from conformance.ranks.instruments import process_state
+from conformance.ranks.resolve import Factory
 from conformance.scenarios.gradients import gradient, uses
 from conformance.scenarios.profiles import CUDA
 from conformance.scenarios.wrapper import LIMITED
 
 LR = 0.05
-_INPUT, _TARGET = 70, 80  # of the first micro-batch: numbers that no parameter has
+# The numbers of the first micro-batch's inputs and targets, which no parameter has.
+_INPUT = 70
+_TARGET = 80
 
 
-def play(stage: RankDriver) -> None:
-    """Run the scenario's steps, or look at wrapped modules without any."""
-    if stage.scenario.variant == "module":
-        _look(stage)
-        return
-    net = network(stage.scenario.variant).to(stage.device)
-    parameters, buffers = dict(net.named_parameters()), dict(net.named_buffers())
-    hooks = _Hooks(net) if stage.scenario.variant == "hooked" else None
-    net.wrap(_wrap(stage))
-    if hooks:
-        hooks.register("wrapper", net.blocks[0])
-    with stage.inside("DistributedDataParallel"):
-        ddp = stage.data_parallel(
-            net, find_unused_parameters=stage.scenario.ddp.find_unused_parameters, static_graph=stage.scenario.ddp.static_graph
-        )
-        ddp.register_comm_hook(stage.group, _mean_in_order)
-    for step, kind in enumerate(stage.scenario.steps):
-        stage.begin_step(step, kind)
-        torch.manual_seed(1000 * step + stage.rank)
-        if stage.scenario.variant == "raises" and step == 1:
-            _raise_inside(stage, ddp)
+class WrapperDriver(RankDriver):
+    """One rank that trains a wrapped network."""
+
+    def run(self) -> None:
+        """Run the scenario's steps, or compare wrapped modules without any."""
+        if self.scenario.variant == "module":
+            _ModuleComparison(self, self._make_wrap()).run()
+            return
+        self._make_network()
+        for step, kind in enumerate(self.scenario.steps):
+            self.begin_step(step, kind)
+            # Dropout draws the same numbers with and without the wrapper.
+            torch.manual_seed(1000 * step + self.rank)
+            if not self._step(step):
+                return
+
+    def _make_network(self) -> None:
+        net = network(self.scenario.variant).to(self.device)
+        # Wrapping may rename parameters and buffers: their names are taken before.
+        self._parameters = dict(net.named_parameters())
+        self._buffers = dict(net.named_buffers())
+        self._hooks = _Hooks(net) if self.scenario.variant == "hooked" else None
+        net.wrap(self._make_wrap())
+        if self._hooks:
+            self._hooks.register("wrapper", net.blocks[0])
+        options = self.scenario.ddp
+        with self.inside("DistributedDataParallel"):
+            self._ddp = self.data_parallel(
+                net,
+                find_unused_parameters=options.find_unused_parameters,
+                static_graph=options.static_graph,
+            )
+            self._ddp.register_comm_hook(self.group, _mean_in_order)
+        self._net = net
+
+    def _step(self, step: int) -> bool:
+        """Train one step; return False if the wrapper refuses it, as it may in some scenarios."""
+        if self.scenario.variant == "raises" and step == 1:
+            self._raise_inside()
         try:
-            _train(stage, ddp)
+            self._train()
         except Exception as error:
-            if stage.scenario.name not in {scenario.name for scenario in LIMITED} or stage.without_subject:
+            may_refuse = self.scenario.name in {scenario.name for scenario in LIMITED}
+            if not may_refuse or self.without_subject:
                 raise
-            stage.where = "kit"
-            stage.recorder.event("refused", error=f"{type(error).__name__}: {error}".splitlines()[0][:300], lacks=[])
-            return
-        lacking = [name for name, parameter in parameters.items() if parameter.requires_grad and parameter.grad is None]
-        stage.recorder.event("stepped", generator=_generators(), packs=_packs())
-        for name, parameter in parameters.items():
+            self.activity = KIT
+            text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            self.recorder.event("refused", error=text, lacks=[])
+            return False
+        self.recorder.event("stepped", generator=_generators(), packs=_packs())
+        lacking = []
+        for name, parameter in self._parameters.items():
             if parameter.grad is not None:
-                stage.keep(f"gradient/{name}", parameter.grad)
-        if lacking and not stage.scenario.ddp.find_unused_parameters:
-            stage.recorder.event("refused", error=f"{len(lacking)} parameters have no gradient, such as {lacking[0]}", lacks=lacking)
-            return
-        _descend(parameters.values())
-        for what, tensors in (("parameter", parameters), ("buffer", buffers)):
-            for name, tensor in tensors.items():
-                stage.keep(f"{what}/{name}", tensor)
-        if stage.scenario.variant == "modes":
-            _evaluate(stage, net)
-        if hooks:
-            hooks.write(stage)
+                self.keep(f"gradient/{name}", parameter.grad)
+            elif parameter.requires_grad:
+                lacking.append(name)
+        if lacking and not self.scenario.ddp.find_unused_parameters:
+            text = f"{len(lacking)} parameters have no gradient, such as {lacking[0]}"
+            self.recorder.event("refused", error=text, lacks=lacking)
+            return False
+        _descend(self._parameters.values())
+        for name, parameter in self._parameters.items():
+            self.keep(f"parameter/{name}", parameter)
+        for name, buffer in self._buffers.items():
+            self.keep(f"buffer/{name}", buffer)
+        if self.scenario.variant == "modes":
+            self._evaluate()
+        if self._hooks:
+            self._hooks.record(self)
+        return True
 
+    def _train(self) -> None:
+        """Run forward and backward of one step, in its micro-batches."""
+        weights = self.scenario.microbatch_weights
+        for number, weight in enumerate(weights):
+            is_last = number == len(weights) - 1
+            with nullcontext() if is_last else self._ddp.no_sync():
+                self._train_micro_batch(number, weight)
 
-def _train(stage: RankDriver, ddp: DistributedDataParallel) -> None:
-    """Forward and backward of one step, in as many micro-batches as it has shares."""
-    scenario, step = stage.scenario, stage.recorder.step
-    for number, share in enumerate(scenario.microbatch_weights):
+    def _train_micro_batch(self, number: int, weight: int) -> None:
+        scenario = self.scenario
+        step = self.recorder.step
         WATCH.begin()
-        x, target = _fed(stage, _INPUT + number), _fed(stage, _TARGET + number)
+        x = self.inputs(_INPUT + number)
+        target = self.inputs(_TARGET + number)
         x.requires_grad_(scenario.variant != "first")
-        used = tuple(uses(stage.size, stage.group_rank, step, index) for index in range(5)) if scenario.variant == "unused" else ()
-        syncs = nullcontext() if number == len(scenario.microbatch_weights) - 1 else ddp.no_sync()
-        with syncs:
-            WATCH.phase = "forward"
-            with stage.inside("the forward"), _autocast(stage):
-                output = ddp(x, used)
-            kept = WATCH.alive()
-            loss = ((output.to(target.dtype) - target) ** 2).mean() * share
-            WATCH.phase = "backward"
-            with stage.inside("the backward"):
-                loss.backward()
+        used: tuple[bool, ...] = ()
+        if scenario.variant == "unused":
+            used = tuple(uses(self.size, self.group_rank, step, index) for index in range(5))
+        WATCH.phase = "forward"
+        with self.inside("the forward"), self._autocast():
+            output = self._ddp(x, used)
+        # The wrapper exists to keep fewer activations between forward and backward.
+        kept = WATCH.alive()
+        loss = ((output.to(target.dtype) - target) ** 2).mean() * weight
+        WATCH.phase = "backward"
+        with self.inside("the backward"):
+            loss.backward()
         WATCH.phase = ""
-        stage.keep(f"output/{number}", output)
-        stage.keep(f"loss/{number}", loss)
+        self.keep(f"output/{number}", output)
+        self.keep(f"loss/{number}", loss)
         if x.grad is not None:
-            stage.keep(f"input/{number}", x.grad)
+            self.keep(f"input/{number}", x.grad)
+        # They hold the graph, and with it the activations.
         del output, loss
-        stage.recorder.event("ran", micro=number, kept=kept, left=_left(), autocast=WATCH.autocast, **WATCH.runs)
+        left = _left()
+        autocast = WATCH.autocast
+        self.recorder.event(
+            "ran", micro=number, kept=kept, left=left, autocast=autocast, **WATCH.runs
+        )
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.scenario.variant != "autocast":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def inputs(self, param: int) -> torch.Tensor:
+        """Return the inputs, or targets, that belong to a number."""
+        is_single = self.scenario.variant in ("autocast", "module")
+        values = gradient(
+            "normal",
+            (BATCH, WIDTH),
+            torch.float32 if is_single else torch.float64,
+            world=self.size,
+            rank=self.rank,
+            step=self.recorder.step,
+            param=param,
+        )
+        return values.to(self.device)
+
+    def _raise_inside(self) -> None:
+        """Let a block raise an error, and record the error that arrives; the step follows it."""
+        caught = None
+        WATCH.raises = "block 1"
+        try:
+            with self.inside("the forward"):
+                try:
+                    self._ddp(self.inputs(_INPUT))
+                except Exception as error:
+                    caught = error
+        finally:
+            WATCH.raises = ""
+        self.record_comparison(
+            "error",
+            lambda: f"{type(caught).__name__}: {caught}",
+            f"{Planned.__name__}: block 1 raises as planned",
+        )
+
+    def _evaluate(self) -> None:
+        """Run the network without a backward to follow."""
+        net = self._net
+        x = self.inputs(_INPUT)
+        modes = (
+            ("evaluation", False, False),
+            ("no_grad", True, False),
+            ("evaluation with gradients", False, True),
+        )
+        for name, trains, grad in modes:
+            WATCH.begin()
+            WATCH.phase = name
+            torch.manual_seed(self.rank)
+            net.train(trains)
+            with self.inside(name), torch.set_grad_enabled(grad):
+                output = net(x)
+                runs = dict(WATCH.runs.get(name, {}))
+                requires_grad = net.blocks[0](net.stem(x)).requires_grad
+            WATCH.phase = ""
+            net.train()
+            self.keep(f"output/{name}", output)
+            self.recorder.event("evaluated", what=name, runs=runs, asks=requires_grad)
+
+    def _make_wrap(self) -> Wrap:
+        """Return a function that wraps a module; without a subject, it returns the module."""
+        if self.without_subject:
+            return lambda module: module
+        made = self.make(_understood)
+        called = getattr(getattr(made, "func", made), "__name__", type(made).__name__)
+        with self.doing("make"):
+            if not callable(made) or not _takes_one(made):
+                raise TargetError(
+                    "a wrapper is called with a module and returns one in its place; "
+                    f"{called} cannot be called with one argument"
+                )
+
+        def wrap(module: torch.nn.Module) -> torch.nn.Module:
+            with self.inside("wrapper"):
+                wrapped = made(module)
+            if not isinstance(wrapped, torch.nn.Module):
+                raise TargetError(
+                    "a wrapper is called with a module and returns one in its place; "
+                    f"{called} returned a {type(wrapped).__name__}"
+                )
+            return wrapped
+
+        return wrap
+
+    def record_comparison(self, name: str, get: Callable[[], Any], wanted: Any) -> None:
+        """Record a value, or the error of its computation, beside the value that it should be."""
+        try:
+            value = get()
+        except Exception as error:
+            value = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        self.recorder.event("compared", what=name, got=value, wanted=wanted)
 
 
-def _autocast(stage: RankDriver) -> AbstractContextManager[Any]:
-    return torch.autocast(stage.device.type, dtype=torch.bfloat16) if stage.scenario.variant == "autocast" else nullcontext()
+class _ModuleComparison:
+    """Compares wrapped modules with the modules inside them, alone and in a network.
+
+    Args:
+        driver: of this rank.
+        wrap: wraps a module.
+    """
+
+    def __init__(self, driver: WrapperDriver, wrap: Wrap) -> None:
+        self._driver = driver
+        self._wrap = wrap
+        self._compare = driver.record_comparison
+
+    def run(self) -> None:
+        """Record all comparisons."""
+        self._driver.begin_step(0, "none")
+        with self._driver.doing("wrapped module"):
+            self._compare_modules()
+            self._compare_copies()
+
+    def _network(self) -> Any:
+        return network("module").to(self._driver.device)
+
+    def _compare_modules(self) -> None:
+        alone = self._network().blocks[0]
+        net = self._network()
+        names = {id(parameter): name for name, parameter in alone.named_parameters()}
+        plain = self._network()
+        net.blocks[2].block = self._wrap(net.blocks[2].block)  # a wrapper inside a wrapper
+        net.wrap(self._wrap)
+        wrapped = self._wrap(alone)
+        for place, module, bare in (
+            ("wrapper", wrapped, plain.blocks[0]),
+            ("network", net, plain),
+        ):
+            self._compare_names(place, module, bare)
+            self._compare_states(place, module, bare)
+        self._compare(
+            "parameters: wrapper",
+            lambda: sorted(names.get(id(p), "another") for p in wrapped.parameters()),
+            sorted(names.values()),
+        )
+        self._compare("attribute: width", lambda: wrapped.width, WIDTH)
+        self._compare(
+            "attribute: inner.out_features", lambda: wrapped.inner.out_features, 2 * WIDTH
+        )
+        self._compare(
+            "attribute: item 1 of a Sequential", lambda: net.blocks[1][1].called, "second"
+        )
+        self._compare_modes(wrapped, alone)
+
+    def _compare_names(self, place: str, module: torch.nn.Module, bare: torch.nn.Module) -> None:
+        def names(named: Iterable[tuple[str, Any]]) -> list[str]:
+            return [name for name, _ in named]
+
+        def prefixed_keys(module: torch.nn.Module) -> list[str]:
+            return list(module.state_dict(prefix="a."))
+
+        compare = self._compare
+        compare(f"keys: {place}", lambda: list(module.state_dict()), list(bare.state_dict()))
+        compare(f"keys: {place} with a prefix", lambda: prefixed_keys(module), prefixed_keys(bare))
+        compare(
+            f"parameter names: {place}",
+            lambda: names(module.named_parameters()),
+            names(bare.named_parameters()),
+        )
+        compare(
+            f"buffer names: {place}",
+            lambda: names(module.named_buffers()),
+            names(bare.named_buffers()),
+        )
+
+    def _compare_states(self, place: str, module: torch.nn.Module, bare: torch.nn.Module) -> None:
+        """Load the state of one module into the other, strictly."""
+
+        def loaded(source: torch.nn.Module, target: torch.nn.Module, which: int) -> list[str]:
+            filled(source, which)
+            values = [parameter.detach().clone() for parameter in source.parameters()]
+            state = {key: tensor.clone() for key, tensor in source.state_dict().items()}
+            target.load_state_dict(state, strict=True)
+            pairs = enumerate(zip(target.parameters(), values, strict=True))
+            return [
+                f"parameter {index}"
+                for index, (parameter, value) in pairs
+                if not torch.equal(parameter, value)
+            ]
+
+        self._compare(
+            f"load: saved without the wrapper, loaded with it: {place}",
+            lambda: loaded(bare, module, 1),
+            [],
+        )
+        self._compare(
+            f"load: saved with the wrapper, loaded without it: {place}",
+            lambda: loaded(module, bare, 2),
+            [],
+        )
+        self._compare(
+            f"load: saved and loaded with the wrapper: {place}",
+            lambda: loaded(module, module, 3),
+            [],
+        )
+
+    def _compare_modes(self, wrapped: torch.nn.Module, inside: torch.nn.Module) -> None:
+        """Change the wrapper's mode, and record the mode of the module inside."""
+
+        def training(change: Callable[[], object]) -> list[bool]:
+            change()
+            return sorted({part.training for part in inside.modules()})
+
+        def dtypes() -> list[str]:
+            wrapped.to(torch.float64)
+            return sorted({str(p.dtype) for p in inside.parameters()})
+
+        def frozen() -> list[bool]:
+            wrapped.requires_grad_(False)
+            return sorted({p.requires_grad for p in inside.parameters()})
+
+        self._compare("mode: eval()", lambda: training(wrapped.eval), [False])
+        self._compare("mode: train()", lambda: training(wrapped.train), [True])
+        self._compare("mode: to(float64)", dtypes, ["torch.float64"])
+        self._compare("mode: requires_grad_(False)", frozen, [False])
+
+    def _compare_copies(self) -> None:
+        """Record whether a copy is a module of its own, and a saved state the same."""
+        wrapped = self._wrap(filled(Block("block"), 4).to(self._driver.device))
+        x = self._driver.inputs(_INPUT).requires_grad_()
+
+        def gradients(module: torch.nn.Module) -> list[torch.Tensor]:
+            module.zero_grad()
+            module(x).square().sum().backward()
+            grads = [parameter.grad for parameter in module.parameters()]
+            return [torch.empty(0) if grad is None else grad.clone() for grad in grads]
+
+        def are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+            return len(some) == len(others) and all(map(torch.equal, some, others))
+
+        def differences_of_copy() -> list[str]:
+            right = gradients(wrapped)
+            other = copy.deepcopy(wrapped)
+            is_same = all(grad.numel() for grad in right) and are_equal(gradients(other), right)
+            filled(other, 5)
+            is_separate = are_equal(gradients(wrapped), right)
+            found = []
+            if not is_same:
+                found.append("its gradients differ")
+            if not is_separate:
+                found.append("it shares parameters")
+            return found
+
+        def keys_from_file() -> list[str]:
+            file = io.BytesIO()
+            torch.save(wrapped.state_dict(), file)
+            file.seek(0)
+            return list(torch.load(file, weights_only=True))
+
+        self._compare("copy: deepcopy", differences_of_copy, [])
+        self._compare(
+            "copy: state_dict through torch.save",
+            keys_from_file,
+            list(Block("block").state_dict()),
+        )
+
+
+class _Hooks:
+    """Counting hooks on the first block, on a layer in it, and on its wrapper."""
+
+    def __init__(self, net: Any) -> None:
+        self._fired: dict[str, int] = {}
+        self.register("block", net.blocks[0])
+        self.register("layer", net.blocks[0].inner)
+
+    def register(self, name: str, module: torch.nn.Module) -> None:
+        """Put one hook of each kind on a module."""
+        module.register_forward_pre_hook(self._counts(f"{name}: forward pre-hook"))
+        module.register_forward_hook(self._counts(f"{name}: forward hook"))
+        module.register_full_backward_hook(self._counts(f"{name}: full backward hook"))
+
+    def _counts(self, name: str) -> Callable[..., None]:
+        def count(*_: Any) -> None:
+            key = f"{name} in the {WATCH.phase}"
+            self._fired[key] = self._fired.get(key, 0) + 1
+
+        return count
+
+    def record(self, driver: RankDriver) -> None:
+        """Record the counts, without forward hooks that fire again in a repeated forward."""
+        again = ("forward pre-hook in the backward", "forward hook in the backward")
+        fired = {name: count for name, count in self._fired.items() if not name.endswith(again)}
+        driver.recorder.event("fired", hooks=fired)
+        self._fired.clear()
 
 
 def _left() -> dict[str, int]:
-    """Return what blocks have computed on the way and is there still, now that the backward is over; cycles are no fault."""
+    """Return the activations that are left after the backward; cycles are no fault."""
     if not WATCH.alive():
         return {}
     gc.collect()
     return WATCH.alive()
 
 
-def _fed(stage: RankDriver, param: int) -> torch.Tensor:
-    step = stage.recorder.step
-    dtype = torch.float32 if stage.scenario.variant in ("autocast", "module") else torch.float64
-    return gradient("normal", (BATCH, WIDTH), dtype, world=stage.size, rank=stage.rank, step=step, param=param).to(stage.device)
-
-
 @torch.no_grad()
 def _descend(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Make a step of gradient descent, and forget the gradients."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter -= LR * parameter.grad
@@ -137,18 +463,21 @@ def _generators() -> str:
 
 
 def _packs() -> bool:
-    """Whether hooks on what autograd saves are in force here: one that has some takes no others."""
+    """Whether hooks on saved tensors are in force: a tensor that has hooks takes no others."""
     saved = torch.ones(1, requires_grad=True).exp().grad_fn
     try:
-        saved._raw_saved_result.register_hooks(lambda tensor: tensor, lambda tensor: tensor)  # type: ignore[union-attr]
+        saved._raw_saved_result.register_hooks(  # type: ignore[union-attr]
+            lambda tensor: tensor, lambda tensor: tensor
+        )
     except RuntimeError:
         return True
     return False
 
 
 def _mean_in_order(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean, summed in the order of ranks wherever a gradient lies in its bucket, so that it is the same bits in any."""
-    buffer, size = bucket.buffer(), dist.get_world_size(group)
+    """Average in the order of ranks, so that the result's bits do not depend on the bucket."""
+    buffer = bucket.buffer()
+    size = dist.get_world_size(group)
     parts = [torch.empty_like(buffer) for _ in range(size)]
 
     def mean(_: object) -> torch.Tensor:
@@ -160,211 +489,18 @@ def _mean_in_order(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[
     return dist.all_gather(parts, buffer, group=group, async_op=True).get_future().then(mean)
 
 
-def _raise_inside(stage: RankDriver, ddp: DistributedDataParallel) -> None:
-    """Have a block raise an error; the step is made after it."""
-    came = None
-    WATCH.raises = "block 1"
-    try:
-        with stage.inside("the forward"):
-            try:
-                ddp(_fed(stage, _INPUT))
-            except Exception as error:
-                came = error
-    finally:
-        WATCH.raises = ""
-    _compared(stage, "error", lambda: f"{type(came).__name__}: {came}", f"{Planned.__name__}: block 1 was told to")
-
-
-def _evaluate(stage: RankDriver, net: Any) -> None:
-    """Run the network where there is nothing to go back for."""
-    x = _fed(stage, _INPUT)
-    for name, trains, grad in (("evaluation", False, False), ("no_grad", True, False), ("evaluation with gradients", False, True)):
-        WATCH.begin()
-        WATCH.phase = name
-        torch.manual_seed(stage.rank)
-        net.train(trains)
-        with stage.inside(name), torch.set_grad_enabled(grad):
-            output = net(x)
-            runs = dict(WATCH.runs.get(name, {}))
-            asks = net.blocks[0](net.stem(x)).requires_grad
-        WATCH.phase = ""
-        net.train()
-        stage.keep(f"output/{name}", output)
-        stage.recorder.event("evaluated", what=name, runs=runs, asks=asks)
-
-
-class _Hooks:
-    """Hooks on the first block, on a layer in it, and on what is put around it, that count."""
-
-    def __init__(self, net: Any) -> None:
-        self._fired: dict[str, int] = {}
-        self.register("block", net.blocks[0])
-        self.register("layer", net.blocks[0].inner)
-
-    def register(self, name: str, module: torch.nn.Module) -> None:
-        """Put one of each kind on a module."""
-        module.register_forward_pre_hook(self._counts(f"{name}: forward pre-hook"))
-        module.register_forward_hook(self._counts(f"{name}: forward hook"))
-        module.register_full_backward_hook(self._counts(f"{name}: full backward hook"))
-
-    def _counts(self, name: str) -> Callable[..., None]:
-        def count(*_: Any) -> None:
-            key = f"{name} in the {WATCH.phase}"
-            self._fired[key] = self._fired.get(key, 0) + 1
-
-        return count
-
-    def write(self, stage: RankDriver) -> None:
-        """Write down what a hook has fired, but forward hooks that fire again where the forward runs again."""
-        again = ("forward pre-hook in the backward", "forward hook in the backward")
-        fired = {name: often for name, often in self._fired.items() if not name.endswith(again)}
-        stage.recorder.event("fired", hooks=fired)
-        self._fired.clear()
-
-
-def _wrap(stage: RankDriver) -> Wrap:
-    """Return what puts a wrapper around a module: nothing, where there is no subject."""
-    if stage.without_subject:
-        return lambda module: module
-    made = stage.make(lambda target: replace(target, kwargs=with_members(target.function, target.kwargs, enums=("checkpoint_impl",))))
-    stage.where = "make"
-    called = getattr(getattr(made, "func", made), "__name__", type(made).__name__)
-    if not callable(made) or not _takes_one(made):
-        raise TargetError(f"a wrapper is called with a module and returns one in its place; {called} cannot be called with one argument")
-    stage.where = "kit"
-
-    def wrap(module: torch.nn.Module) -> torch.nn.Module:
-        with stage.inside("wrapper"):
-            wrapped = made(module)
-        if not isinstance(wrapped, torch.nn.Module):
-            raise TargetError(
-                f"a wrapper is called with a module and returns one in its place; {called} returned a {type(wrapped).__name__}"
-            )
-        return wrapped
-
-    return wrap
+def _understood(target: Factory) -> Factory:
+    """Return the target with enum members in place of their names."""
+    kwargs = with_enum_members(target.function, target.kwargs, enums=("checkpoint_impl",))
+    return replace(target, kwargs=kwargs)
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with one argument; yes if its signature is unknown."""
     try:
         inspect.signature(function).bind(None)
     except TypeError:
         return False
     except ValueError:
-        return True  # it has no signature that can be read
+        return True
     return True
-
-
-def _compared(stage: RankDriver, what: str, got: Callable[[], Any], wanted: Any) -> None:
-    """Put on record what something is, or the error that it raised, beside what it is to be."""
-    try:
-        value = got()
-    except Exception as error:
-        value = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    stage.recorder.event("compared", what=what, got=value, wanted=wanted)
-
-
-def _look(stage: RankDriver) -> None:
-    """Compare wrapped modules with what they wrap: alone, and in a network."""
-    wrap = _wrap(stage)
-    stage.begin_step(0, "none")
-    stage.where = "wrapped module"
-    alone, net = network("module").to(stage.device).blocks[0], network("module").to(stage.device)
-    before = {id(parameter): name for name, parameter in alone.named_parameters()}
-    plain = network("module").to(stage.device)
-    _wrap_nested(net, wrap)
-    wrapped = wrap(alone)
-    for where, module, bare in (("wrapper", wrapped, plain.blocks[0]), ("network", net, plain)):
-        _compare_names(stage, where, module, bare)
-        _compare_states(stage, where, module, bare)
-    _compared(
-        stage, "parameters: wrapper", lambda: sorted(before.get(id(p), "another") for p in wrapped.parameters()), sorted(before.values())
-    )
-    _compared(stage, "attribute: width", lambda: wrapped.width, WIDTH)
-    _compared(stage, "attribute: inner.out_features", lambda: wrapped.inner.out_features, 2 * WIDTH)
-    _compared(stage, "attribute: item 1 of a Sequential", lambda: net.blocks[1][1].called, "second")
-    _compare_modes(stage, wrapped, alone)
-    _compare_copies(stage, wrap)
-
-
-def _wrap_nested(net: Any, wrap: Wrap) -> None:
-    net.blocks[2].block = wrap(net.blocks[2].block)
-    net.wrap(wrap)
-
-
-def _compare_names(stage: RankDriver, where: str, module: torch.nn.Module, bare: torch.nn.Module) -> None:
-    def names(named: Iterable[tuple[str, Any]]) -> list[str]:
-        return [name for name, _ in named]
-
-    _compared(stage, f"keys: {where}", lambda: list(module.state_dict()), list(bare.state_dict()))
-    _compared(stage, f"keys: {where} with a prefix", lambda: list(module.state_dict(prefix="a.")), list(bare.state_dict(prefix="a.")))
-    _compared(stage, f"parameter names: {where}", lambda: names(module.named_parameters()), names(bare.named_parameters()))
-    _compared(stage, f"buffer names: {where}", lambda: names(module.named_buffers()), names(bare.named_buffers()))
-
-
-def _compare_states(stage: RankDriver, where: str, module: torch.nn.Module, bare: torch.nn.Module) -> None:
-    """Load what the one has saved into the other, strictly."""
-
-    def loaded(source: torch.nn.Module, target: torch.nn.Module, which: int) -> list[str]:
-        filled(source, which)
-        values = [parameter.detach().clone() for parameter in source.parameters()]
-        target.load_state_dict({key: tensor.clone() for key, tensor in source.state_dict().items()}, strict=True)
-        pairs = zip(target.parameters(), values, strict=True)
-        return [f"parameter {index}" for index, (parameter, value) in enumerate(pairs) if not torch.equal(parameter, value)]
-
-    _compared(stage, f"load: saved without the wrapper, loaded with it: {where}", lambda: loaded(bare, module, 1), [])
-    _compared(stage, f"load: saved with the wrapper, loaded without it: {where}", lambda: loaded(module, bare, 2), [])
-    _compared(stage, f"load: saved and loaded with the wrapper: {where}", lambda: loaded(module, module, 3), [])
-
-
-def _compare_modes(stage: RankDriver, wrapped: torch.nn.Module, inside: torch.nn.Module) -> None:
-    """Do to the wrapper what is done to modules, and look at the module inside."""
-
-    def all_in(module: torch.nn.Module) -> list[bool]:
-        return sorted({part.training for part in module.modules()})
-
-    _compared(stage, "mode: eval()", lambda: (wrapped.eval(), all_in(inside))[1], [False])
-    _compared(stage, "mode: train()", lambda: (wrapped.train(), all_in(inside))[1], [True])
-    _compared(
-        stage,
-        "mode: to(float64)",
-        lambda: (wrapped.to(torch.float64), sorted({str(p.dtype) for p in inside.parameters()}))[1],
-        ["torch.float64"],
-    )
-    _compared(
-        stage,
-        "mode: requires_grad_(False)",
-        lambda: (wrapped.requires_grad_(False), sorted({p.requires_grad for p in inside.parameters()}))[1],
-        [False],
-    )
-
-
-def _compare_copies(stage: RankDriver, wrap: Wrap) -> None:
-    """A copy is a module of its own; a state that went through a file is the same."""
-    wrapped = wrap(filled(Block("block"), 4).to(stage.device))
-    x = _fed(stage, _INPUT).requires_grad_()
-
-    def gradients(module: torch.nn.Module) -> list[torch.Tensor]:
-        module.zero_grad()
-        module(x).square().sum().backward()
-        return [torch.empty(0) if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]
-
-    def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-        return len(some) == len(others) and all(map(torch.equal, some, others))
-
-    def copied() -> list[str]:
-        right = gradients(wrapped)
-        other = copy.deepcopy(wrapped)
-        same = all(grad.numel() for grad in right) and equal(gradients(other), right)
-        filled(other, 5)
-        apart = equal(gradients(wrapped), right)
-        return [said for said, holds in (("its gradients differ", same), ("it shares parameters", apart)) if not holds]
-
-    def through_a_file() -> list[str]:
-        file = io.BytesIO()
-        torch.save(wrapped.state_dict(), file)
-        file.seek(0)
-        return list(torch.load(file, weights_only=True))
-
-    _compared(stage, "copy: deepcopy", copied, [])
-    _compared(stage, "copy: state_dict through torch.save", through_a_file, list(Block("block").state_dict()))

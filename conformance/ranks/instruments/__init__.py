@@ -1,1 +1,16 @@
-"""TODO."""
+"""The instruments of a rank: each watches or disturbs one thing, and writes its own events.
+
+    subject_calls        the calls into the subject, shared by the other instruments
+    hook_observer        stands between DDP and a hook; records buckets, futures and results
+    collective_recorder  records collectives and their sizes; can make one raise
+    schedule             forces the order in which ranks enter calls and callbacks run
+    step_recorder        records gradients, parameters, generators and memory of each step
+    process_state        reads the state that all libraries of a process share
+    faults               causes failures: a rank dies, stays silent, a collective raises
+    peer_death           ends a rank at the last collective of a step
+    stream_delays        puts slow kernels on CUDA streams
+    digest               digests of tensors
+
+An instrument writes to the recorder that it is given; a driver installs it and starts and ends
+its steps.
+"""

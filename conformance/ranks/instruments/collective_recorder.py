@@ -1,7 +1,8 @@
-"""Collectives on record: every one that this rank issues, from any thread, with its Work.
+"""Recording of collectives: each one that this rank issues, from any thread, with its Work.
 
-The kernels of ``c10d::*`` are overridden in this process for the keys of the CPU and of the run's device, which sees direct calls on
-a process group, callbacks on other threads and C++ alike. The override dies with the rank.
+The recorder overrides the kernels of ``c10d::*`` in this process, for the CPU's key and the key of
+the run's device. So it sees direct calls of a process group, callbacks on other threads, and C++
+alike. The override dies with the rank.
 """
 
 import contextlib
@@ -15,88 +16,131 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from conformance.ranks.instruments.peer_death import PeerDeath
+from conformance.ranks.instruments.schedule import Schedule
+from conformance.ranks.instruments.subject_calls import SubjectCalls
+from conformance.records.recorder import Recorder
+
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The places of a kernel's arguments: what this rank gives (-1: nothing), the root (-1: there is none)."""
+    """The positions of a kernel's arguments.
+
+    Attributes:
+        given: the tensors that this rank contributes; -1 if there are none.
+        root: the root; -1 if there is none.
+    """
 
     given: int
     root: int = -1
 
 
 _COLLECTIVES = {
-    **{"allreduce_": _Kernel(0), "allreduce_coalesced_": _Kernel(0), "allgather_": _Kernel(1), "_allgather_base_": _Kernel(1)},
-    **{"reduce_scatter_": _Kernel(1), "_reduce_scatter_base_": _Kernel(1), "alltoall_": _Kernel(1), "alltoall_base_": _Kernel(1)},
-    **{"broadcast_": _Kernel(0, root=2), "reduce_": _Kernel(0, root=3), "gather_": _Kernel(1, root=3), "scatter_": _Kernel(1, root=3)},
+    "allreduce_": _Kernel(0),
+    "allreduce_coalesced_": _Kernel(0),
+    "allgather_": _Kernel(1),
+    "_allgather_base_": _Kernel(1),
+    "reduce_scatter_": _Kernel(1),
+    "_reduce_scatter_base_": _Kernel(1),
+    "alltoall_": _Kernel(1),
+    "alltoall_base_": _Kernel(1),
+    "broadcast_": _Kernel(0, root=2),
+    "reduce_": _Kernel(0, root=3),
+    "gather_": _Kernel(1, root=3),
+    "scatter_": _Kernel(1, root=3),
     "barrier": _Kernel(-1),
 }
-# Kept, but not waited for: waiting for a receive twice does not end on Gloo.
+# These are kept, but never drained: on Gloo a second wait for a receive does not end.
 _POINT_TO_POINT = {"send": _Kernel(0), "recv_": _Kernel(-1)}
-# What each rank gives to these has the same size and dtype on all of them; to the others it need not have.
+# All ranks contribute the same size and dtype to these collectives. They may differ in the others.
 _ALIKE = _COLLECTIVES.keys() - {"alltoall_", "alltoall_base_", "gather_", "scatter_", "barrier"}
-_REDUCING = ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base")
+_REDUCING = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+)
 
 
 class CollectiveRecorder:
-    """Keeps the collectives of this process and what they were given; can make the next one raise.
+    """Keeps the collectives of this process and the sizes of their inputs.
 
     Args:
-        issued: called with the fingerprint of each collective before it begins, see :func:`_fingerprint`.
-        begun: called with the Work of each collective before the call that begins it returns.
-        key: under which torch keeps kernels for the run's device.
-        callbacks: whether to note which collectives callbacks start.
+        recorder: receives a ``collective`` event for each collective before it begins.
+        calls: the calls into the subject.
+        key: the key under which torch keeps kernels for the run's device.
+        records: write these events.
+        serialises: wait for each collective before the call that issues it returns.
+        notes_callbacks: note which collectives are issued by callbacks of futures.
+
+    Attributes:
+        peer_death: receives the collectives instead of the recorder.
+        raise_next: makes the exception that the next collective raises.
     """
 
     def __init__(
         self,
-        issued: Callable[[dict[str, Any]], None] | None = None,
-        begun: Callable[[Any], None] | None = None,
+        recorder: Recorder,
+        calls: SubjectCalls,
         key: str = "CPU",
-        callbacks: bool = False,
+        *,
+        records: bool = False,
+        serialises: bool = False,
+        notes_callbacks: bool = False,
     ) -> None:
-        self._issued, self._begun, self._notes_callbacks = issued, begun, callbacks
+        self._recorder = recorder
+        self._calls = calls
+        self._records = records
+        self._serialises = serialises
+        self._notes_callbacks = notes_callbacks
         self._keys = dict.fromkeys(("CPU", key))
+        self._schedule: Schedule | None = None
         self._lock = threading.Lock()
-        # Never emptied. Gloo's worker destroys a Work under its queue's mutex, and with it Python callbacks, for
-        # which it needs the GIL; an overridden kernel enqueues with the GIL held. Were ours not the last reference,
-        # the two would wait for each other.
+        # Never emptied. Gloo's worker destroys a Work under its queue's mutex, and with it Python
+        # callbacks, for which it needs the GIL; an overridden kernel enqueues with the GIL held.
+        # If this list did not hold the last reference, the two would wait for each other.
         self._works: list[Any] = []
         self._kept: list[Any] = []
         self._drained = 0
         self._library: Any = None
         self._sent: list[tuple[str, int]] = []
-        self._reducing, self._callbacks = threading.local(), threading.local()
+        self._reducing = threading.local()
+        self._callbacks = threading.local()
+        self.peer_death: PeerDeath | None = None
         self.raise_next: Callable[[], Exception] | None = None
 
-    def install(self) -> None:
+    def install(self, schedule: Schedule) -> None:
         """Override the kernels. Needs ``torch.library.get_kernel``.
+
+        Args:
+            schedule: lets peers in before this rank waits for a serialised collective.
 
         Raises:
             RuntimeError: this torch has no such function.
         """
         if not hasattr(torch.library, "get_kernel"):
             raise RuntimeError(
-                f"torch {torch.__version__} has no torch.library.get_kernel; recording collectives needs torch 2.10 or later"
+                f"torch {torch.__version__} has no torch.library.get_kernel; "
+                "recording collectives needs torch 2.10 or later"
             )
+        self._schedule = schedule
         self._library = torch.library.Library("c10d", "IMPL")
+        kernels = {**_COLLECTIVES, **_POINT_TO_POINT}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for (name, places), key in itertools.product({**_COLLECTIVES, **_POINT_TO_POINT}.items(), self._keys):
+            for (name, positions), key in itertools.product(kernels.items(), self._keys):
                 try:
                     kernel = torch.library.get_kernel(f"c10d::{name}", key)
                 except (RuntimeError, ValueError):
                     continue
-                recorded = self._recording(kernel, name, places)
+                recorded = self._recording(kernel, name, positions)
                 self._library.impl(name, recorded, key, with_keyset=True, allow_override=True)
-        if self._issued:
+        if self._records or self.peer_death:
             self._note_reduce_ops()
         if self._notes_callbacks:
             self._note_callbacks()
-
-    @property
-    def in_callback(self) -> bool:
-        """Whether this thread runs a callback of a future; where that is noted."""
-        return bool(getattr(self._callbacks, "depth", 0))
 
     def drain(self) -> None:
         """Wait until every collective issued so far is over, whether it succeeded or not."""
@@ -105,9 +149,10 @@ class CollectiveRecorder:
                 work.wait()
 
     def settle(self) -> None:
-        """Wait, in a callback too, until the result of every collective issued so far is there, or its error.
+        """Wait, in a callback too, until each collective issued so far has a result or an error.
 
-        A Work of Gloo ends after the callbacks on its future: in one of them a wait for it would have no end.
+        A Work of Gloo ends after the callbacks on its future: a wait for the Work inside one of
+        these callbacks would never end.
         """
         for work in self._not_drained():
             with contextlib.suppress(RuntimeError):
@@ -115,42 +160,71 @@ class CollectiveRecorder:
 
     def _not_drained(self) -> list[Any]:
         with self._lock:
-            works, self._drained = self._works[self._drained :], len(self._works)
+            works = self._works[self._drained :]
+            self._drained = len(self._works)
         return works
 
     def take_sent(self) -> list[tuple[str, int]]:
-        """Return (kernel, bytes that this rank gave) of every collective since the last call, in the order of their start."""
+        """Return (kernel, bytes given) of each collective since the last call, in their order."""
         with self._lock:
-            sent, self._sent = self._sent, []
+            sent = self._sent
+            self._sent = []
         return sent
 
-    def _recording(self, kernel: Any, name: str, places: _Kernel) -> Callable[..., Any]:
-        works, given = self._works if name in _COLLECTIVES else self._kept, places.given
+    def _recording(self, kernel: Any, name: str, positions: _Kernel) -> Callable[..., Any]:
+        is_collective = name in _COLLECTIVES
+        works = self._works if is_collective else self._kept
+        given = positions.given
 
         def recorded(keyset: Any, *args: Any) -> Any:
             with self._lock:
                 self._sent.append((name.strip("_"), _bytes(args[given]) if given >= 0 else 0))
-                failure, self.raise_next = self.raise_next, None
+                failure = self.raise_next
+                self.raise_next = None
             if failure is not None:
                 raise failure()
-            if self._issued and name in _COLLECTIVES:
-                self._issued(_fingerprint(name, places, args, getattr(self._reducing, "op", "")))
+            if is_collective and (self._records or self.peer_death):
+                op = getattr(self._reducing, "op", "")
+                self._record(_fingerprint(name, positions, args, op))
             result = kernel.call_boxed(keyset, *args)
             work = result[-1] if isinstance(result, (tuple, list)) else result
             with self._lock:
                 works.append(work)
-            if self._begun and name in _COLLECTIVES:
-                self._begun(work)
+            if is_collective and self._serialises:
+                self._wait_for(work)
             return result
 
         return recorded
 
+    def _record(self, fingerprint: dict[str, Any]) -> None:
+        """Record a collective before it begins, since it may never end."""
+        if self.peer_death:
+            self.peer_death.issued(fingerprint)
+            return
+        self._recorder.event(
+            "collective",
+            call=self._calls.last,
+            inside=self._calls.issues,
+            callback=bool(getattr(self._callbacks, "depth", 0)),
+            **fingerprint,
+        )
+
+    def _wait_for(self, work: Any) -> None:
+        """Wait until a collective is over, for a hook that is judged with one at a time."""
+        assert self._schedule is not None
+        # The schedule cannot see this wait: the boxed Work has a method of its own.
+        self._schedule.let_go()
+        with contextlib.suppress(RuntimeError):  # the hook's own wait raises the error again
+            work.wait()
+
     def _note_callbacks(self) -> None:
-        """Remember which thread runs a callback that was attached to a future."""
+        """Remember which threads run a callback that was attached to a future."""
         for name in ("then", "add_done_callback"):
             original = getattr(torch._C.Future, name)
 
-            def attaching(future: Any, callback: Callable[[Any], Any], _original: Any = original) -> Any:
+            def attaching(
+                future: Any, callback: Callable[[Any], Any], _original: Any = original
+            ) -> Any:
                 return _original(future, lambda done: self._within(callback, done))
 
             setattr(torch._C.Future, name, attaching)
@@ -163,13 +237,15 @@ class CollectiveRecorder:
             self._callbacks.depth -= 1
 
     def _note_reduce_ops(self) -> None:
-        """Remember which operation a call from Python asks for, until its kernel runs: a kernel cannot tell."""
+        """Remember the reduce operation of a call from Python, which its kernel cannot read."""
         for name in _REDUCING:
             original = getattr(dist.ProcessGroup, name, None)
 
             def noting(group: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                asked = next((getattr(arg, "reduceOp", arg) for arg in (*args, *kwargs.values()) if _is_reduce_op(arg)), None)
-                op = getattr(asked, "op", asked)
+                reducing = filter(_is_reduce_op, (*args, *kwargs.values()))
+                options = next(reducing, None)
+                reduce_op = getattr(options, "reduceOp", options)
+                op = getattr(reduce_op, "op", reduce_op)
                 self._reducing.op = "" if op is None else str(op).rpartition(".")[2]
                 try:
                     return _original(group, *args, **kwargs)
@@ -181,20 +257,38 @@ class CollectiveRecorder:
 
 
 def _is_reduce_op(argument: Any) -> bool:
-    return isinstance(getattr(argument, "reduceOp", argument), (dist.ReduceOp, dist.ReduceOp.RedOpType))
+    reduce_op = getattr(argument, "reduceOp", argument)
+    return isinstance(reduce_op, (dist.ReduceOp, dist.ReduceOp.RedOpType))
 
 
-def _fingerprint(name: str, places: _Kernel, args: tuple[Any, ...], reducing: str) -> dict[str, Any]:
-    """Return what all ranks of a group have to agree on: ``what`` they do, in which ``group``, which of its name is ``named``."""
-    boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+def _fingerprint(
+    name: str, positions: _Kernel, args: tuple[Any, ...], reducing: str
+) -> dict[str, Any]:
+    """Return the properties of a collective on which all ranks of its group have to agree.
+
+    Returns:
+        ``what``: the collective, its reduce operation, size, dtype and root; ``group``: the ranks
+        of the group; ``named``: the group's name, since several groups may have the same ranks.
+    """
+    boxed = next(
+        arg
+        for arg in args
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
+    )
     group = dist.ProcessGroup.unbox(boxed)
-    words = [name.strip("_").removesuffix("_base"), reducing]
+    parts = [name.strip("_").removesuffix("_base"), reducing]
     if name in _ALIKE:
-        words += [f"{_count(args[places.given])}", str(_first(args[places.given]).dtype).removeprefix("torch.")]
-    if places.root >= 0:
-        words.append(f"root {args[places.root]}")
+        given = args[positions.given]
+        parts.append(str(_count(given)))
+        parts.append(str(_first(given).dtype).removeprefix("torch."))
+    if positions.root >= 0:
+        parts.append(f"root {args[positions.root]}")
     ranks = dist.distributed_c10d._pg_group_ranks.get(group) or dict.fromkeys(range(group.size()))
-    return {"what": " ".join(filter(None, words)), "group": sorted(ranks), "named": group.group_name}
+    return {
+        "what": " ".join(filter(None, parts)),
+        "group": sorted(ranks),
+        "named": group.group_name,
+    }
 
 
 def _first(given: Any) -> torch.Tensor:

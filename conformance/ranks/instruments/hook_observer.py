@@ -1,59 +1,66 @@
-"""The observer that stands between DDP and a hook, and writes down what passes.
+"""The observer that stands between DDP and a hook, and records buckets, futures and results.
 
-It hands DDP exactly the object that the hook returned, with one exception: an object that is no
+It hands DDP exactly the object that the hook returned, with one exception: an object that is not a
 future never reaches DDP, which would take the process down (torch 2.13 segfaults on None).
 """
 
 import contextlib
-import hashlib
-import threading
 import traceback
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from conformance.ranks.placement import device_module
+from conformance.ranks.instruments.digest import LARGEST, digest
+from conformance.ranks.instruments.faults import Faults
+from conformance.ranks.instruments.schedule import Schedule
+from conformance.ranks.instruments.stream_delays import Streams
+from conformance.ranks.instruments.subject_calls import SubjectCalls
 from conformance.records.recorder import Recorder
 
-# What .then() returns is the C++ class, which torch.futures.Future extends.
+# ``then()`` returns the C++ class, which torch.futures.Future extends.
 AnyFuture = torch._C.Future
 
 
 class ContractBreach(Exception):
-    """The hook returned something that DDP cannot take; already on record."""
+    """The hook returned an object that DDP cannot take; the breach is already on record."""
 
 
 class Observer:
-    """Wraps one hook on one rank; ``registered`` and ``value`` events are what rules of section 1 read.
+    """Wraps one hook on one rank. The rules of section 1 read its events.
+
+    DDP logs the qualified name of the function that :meth:`wrap` returns, and the log is on record.
 
     Args:
-        recorder: where events go.
+        recorder: receives the events.
+        calls: the calls into the subject.
         parameters: the model's parameters by the name that records use.
-        before: called with the number of the call before the hook is entered.
-        after: called when the hook has returned or raised, with the number of the call and whether its bucket was the step's last.
-        outside: compare the gradients that are not in the bucket, before and after each call.
+        faults: may end the rank, or keep it out of the hook.
+        schedule: holds this rank until its turn, and lets the peers in.
+        streams: delays kernels around the hook, on CUDA.
+        other_gradients: compare the gradients outside the bucket before and after each call.
     """
 
     def __init__(
         self,
         recorder: Recorder,
+        calls: SubjectCalls,
         parameters: dict[str, torch.nn.Parameter],
-        before: Callable[[int], None],
-        after: Callable[[int, bool], None],
-        outside: bool = False,
+        faults: Faults,
+        schedule: Schedule,
+        streams: Streams | None,
+        other_gradients: bool = False,
     ) -> None:
         self._recorder = recorder
+        self._calls = calls
         self._names = {id(p): name for name, p in parameters.items()}
         self._parameters = parameters
-        self._before, self._after, self._outside = before, after, outside
+        self._faults = faults
+        self._schedule = schedule
+        self._streams = streams
+        self._other_gradients = other_gradients
         self._futures: list[tuple[dict[str, Any], Any, Any]] = []
-        self._stream: Any = None
-        self.calls = 0
-        self.inside: int | None = None  # the thread that is inside the hook
 
     def wrap(self, hook: Any) -> Callable[[Any, dist.GradBucket], Any]:
         """Return the hook to register instead of ``hook``."""
@@ -64,77 +71,109 @@ class Observer:
         return observed
 
     def _call(self, hook: Any, state: Any, bucket: dist.GradBucket) -> Any:
-        number, self.calls = self.calls, self.calls + 1
+        number = self._calls.begin()
         buffer = bucket.buffer()
         call = self._describe_bucket(number, bucket, buffer)
         self._recorder.event("call", **call)
-        self._before(number)
-        others = self._gradients_outside(call["parameters"]) if self._outside else {}
-        self.inside, self._stream = threading.get_ident(), _current_stream(buffer.device)
+        self._before_hook(number)
+        inside = call["parameters"]
+        before = self._gradients_outside(inside) if self._other_gradients else {}
+        self._calls.enter(buffer.device)
         try:
             result = hook(state, bucket)
+        # SystemExit and KeyboardInterrupt of a hook are on record too.
         except BaseException as error:
             self._recorder.event(
-                "raised", call=number, type=type(error).__name__, message=str(error)[:2000], traceback=traceback.format_exc()[-4000:]
+                "raised",
+                call=number,
+                type=type(error).__name__,
+                message=str(error)[:2000],
+                traceback=traceback.format_exc()[-4000:],
             )
             raise
         finally:
-            self.inside = None
-            self._after(number, call["is_last"])
+            self._calls.leave()
+            self._after_hook(number, call["is_last"])
+        self._record_returned(number, result, buffer.device)
+        if self._other_gradients:
+            after = self._gradients_outside(inside)
+            written = [name for name, bits in after.items() if before.get(name) != bits]
+            self._recorder.event("outside", call=number, written=written)
+        # Only now: the breach is on record before DDP sees the error.
+        if not isinstance(result, AnyFuture):
+            returned = _type_name(result)
+            raise ContractBreach(f"the hook returned {returned}, not a torch.futures.Future")
+        self._futures.append((call, result, buffer))
+        return result
+
+    def _before_hook(self, number: int) -> None:
+        # A rank that dies or stays silent does so before it takes its turn, and without delays.
+        self._faults.before_hook()
+        self._schedule.enter(number)
+        if self._streams:
+            self._streams.before_hook()
+
+    def _after_hook(self, number: int, is_last: bool) -> None:
+        if self._streams:
+            self._streams.after_hook()
+        self._schedule.left(number, is_last)
+
+    def _record_returned(self, number: int, result: Any, device: torch.device) -> None:
         is_future = isinstance(result, AnyFuture)
         done = bool(is_future and result.done())
+        # To read a result on another device would be a wait for that device.
+        is_read = done and device.type == "cpu"
         self._recorder.event(
             "returned",
             call=number,
             type=_type_name(result),
             is_future=is_future,
             done=done,
-            digest=_value_digest(result) if done and buffer.device.type == "cpu" else None,  # to read another is to wait for it
+            digest=_value_digest(result) if is_read else None,
         )
-        if self._outside:
-            after = self._gradients_outside(call["parameters"])
-            self._recorder.event("outside", call=number, written=[name for name, digest in after.items() if others.get(name) != digest])
-        if not is_future:
-            raise ContractBreach(f"the hook returned {_type_name(result)}, not a torch.futures.Future")
-        self._futures.append((call, result, buffer))
-        return result
 
     def after_backward(self) -> None:
-        """Write down what each future of this step holds, now that DDP has read it."""
+        """Record the value of each future of this step, after DDP has read it."""
         for call, future, buffer in self._futures:
-            self._recorder.event("value", call=call["call"], index=call["index"], **_describe_value(future, buffer))
+            value = _describe_value(future, buffer)
+            self._recorder.event("value", call=call["call"], index=call["index"], **value)
 
     def result_of(self, name: str) -> torch.Tensor | None:
-        """Return the part of this step's results that is the gradient of a parameter, in its shape."""
+        """Return the part of this step's results that is a parameter's gradient, in its shape."""
         for call, future, _ in self._futures:
-            if name in call["parameters"] and future.done():
-                with contextlib.suppress(Exception):
-                    members = [self._parameters[other] for other in call["parameters"]]
-                    flat = future.value()
-                    if flat.is_sparse:
-                        return flat
-                    flat = torch.view_as_complex(flat.view(-1, 2)) if members[0].is_complex() else flat
-                    at = call["parameters"].index(name)
-                    part = flat.split([member.numel() for member in members])[at]
-                    return part.as_strided(members[at].size(), members[at].stride(), part.storage_offset())
+            if name not in call["parameters"] or not future.done():
+                continue
+            # A value that does not fit the bucket has no such part.
+            with contextlib.suppress(Exception):
+                members = [self._parameters[other] for other in call["parameters"]]
+                flat = future.value()
+                if flat.is_sparse:
+                    return flat
+                if members[0].is_complex():
+                    flat = torch.view_as_complex(flat.view(-1, 2))
+                index = call["parameters"].index(name)
+                part = flat.split([member.numel() for member in members])[index]
+                size = members[index].size()
+                return part.as_strided(size, members[index].stride(), part.storage_offset())
         return None
 
-    def on_another_stream(self) -> bool:
-        """Whether the caller, inside the hook, is on another stream than backward: to wait there keeps nobody waiting."""
-        return self._stream is not None and _current_stream(self._stream.device) != self._stream
-
-    def let_go(self) -> None:
-        """Forget the step's futures, of which nothing can be read."""
+    def forget_futures(self) -> None:
+        """Forget the step's futures, whose values cannot be read."""
         self._futures.clear()
 
     def at_rest(self) -> None:
-        """Write down the values again, when no collective is in flight any more; then let go of the step."""
+        """Record the values again once no collective is in flight; then forget the futures."""
         for call, future, _ in self._futures:
-            self._recorder.event("rest", call=call["call"], index=call["index"], digest=_value_digest(future))
+            self._recorder.event(
+                "rest", call=call["call"], index=call["index"], digest=_value_digest(future)
+            )
         self._futures.clear()
 
-    def _describe_bucket(self, number: int, bucket: dist.GradBucket, buffer: torch.Tensor) -> dict[str, Any]:
-        parameters, views = bucket.parameters(), []
+    def _describe_bucket(
+        self, number: int, bucket: dist.GradBucket, buffer: torch.Tensor
+    ) -> dict[str, Any]:
+        parameters = bucket.parameters()
+        views = []
         if buffer.layout == torch.strided:
             views = [[g.storage_offset(), g.numel()] for g in bucket.gradients()]
         return {
@@ -149,33 +188,14 @@ class Observer:
 
     def _gradients_outside(self, inside: list[str]) -> dict[str, str]:
         return {
-            name: digest(p.grad) for name, p in self._parameters.items() if name not in inside and p.grad is not None and p.numel() < 4096
+            name: digest(parameter.grad)
+            for name, parameter in self._parameters.items()
+            if name not in inside and parameter.grad is not None and parameter.numel() < LARGEST
         }
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """Return a digest of the bits of a tensor's elements."""
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.detach().coalesce()
-        return digest(tensor.indices()) + digest(tensor.values())
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()
-
-
-def _current_stream(device: torch.device) -> Any:
-    current = getattr(device_module(device), "current_stream", None)
-    return current() if current else None
-
-
-def line_of_subject() -> str:
-    """Return the innermost line of code that is neither torch's nor the kit's; nor that of a warning which is being shown."""
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), warnings.__file__)
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "somewhere"
-
-
 def _describe_value(future: Any, buffer: torch.Tensor) -> dict[str, Any]:
-    """Describe what a completed future holds, beside the bucket it answers."""
+    """Describe the value of a completed future, beside the bucket that it answers."""
     if not future.done():
         return {"state": "never completed"}
     try:
@@ -184,7 +204,7 @@ def _describe_value(future: Any, buffer: torch.Tensor) -> dict[str, Any]:
         return {"state": "error", "type": type(error).__name__, "message": str(error)[:2000]}
     if not isinstance(value, torch.Tensor):
         return {"state": "value", "type": _type_name(value), "tensor": False}
-    dense = value.layout == torch.strided
+    is_dense = value.layout == torch.strided
     return {
         "state": "value",
         "tensor": True,
@@ -196,13 +216,18 @@ def _describe_value(future: Any, buffer: torch.Tensor) -> dict[str, Any]:
         "bucket_shape": list(buffer.shape),
         "bucket_layout": str(buffer.layout).removeprefix("torch."),
         "bucket_device": str(buffer.device),
-        "contiguous": value.is_contiguous() if dense else True,
-        "offset": value.storage_offset() if dense else 0,
-        "memory": [value.untyped_storage().data_ptr() + value.storage_offset() * value.element_size(), value.numel() * value.element_size()]
-        if dense
-        else None,
+        "contiguous": value.is_contiguous() if is_dense else True,
+        "offset": value.storage_offset() if is_dense else 0,
+        "memory": _memory_of(value) if is_dense else None,
         "digest": digest(value) if _is_readable(value) else None,
     }
+
+
+def _memory_of(value: torch.Tensor) -> list[int]:
+    """Return the address of a tensor's first element and its number of bytes."""
+    item = value.element_size()
+    start = value.untyped_storage().data_ptr() + value.storage_offset() * item
+    return [start, value.numel() * item]
 
 
 def _value_digest(future: Any) -> str | None:
@@ -218,7 +243,9 @@ def _is_readable(value: torch.Tensor) -> bool:
 
 
 def _type_name(value: Any) -> str:
-    name = type(value).__qualname__ if type(value).__module__ == "builtins" else f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = type(value)
+    is_builtin = kind.__module__ == "builtins"
+    name = kind.__qualname__ if is_builtin else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, (list, tuple)) and value:
         return f"{name} of {len(value)} {_type_name(value[0])}"
     return name

@@ -1,10 +1,11 @@
-"""A model under DDP, its optimizer, and the subject that is registered on it. Runs in ranks only."""
+"""A model under DDP, its optimizer, and the subject registered on it. Runs in ranks only."""
 
 import inspect
 import pickle
 import re
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +15,39 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
 from conformance.ranks.models.probe import Probe, training_network
-from conformance.ranks.models.training_loop import Recipe
-from conformance.ranks.resolve import Resolved, call_with_names, make_hook, make_state
+from conformance.ranks.models.training_loop import TrainingLoop
+from conformance.ranks.resolve import Context, Resolved, call_with_names, make_hook, make_state
 from conformance.records.files import MODEL, STATE
 from conformance.scenarios.model import Scenario
 from conformance.subjects.spec import Case
 
 
-class Trainee:
+class DDPModel:
     """One model of a scenario.
 
     Attributes:
-        model, ddp, parameters, optimizer: what trains; ``parameters`` by name.
-        recipe: what steps the model instead of ``optimizer``, or None.
-        case: what the subject's set-up made, or the hook and state that were named.
-        loaded: where a state was loaded, why not with ``weights_only=True``; '' where it was.
-        nameless: the type of a hook that has no name of its own; '' where it has one.
+        model, ddp, optimizer: the module, the same under DDP, and its optimizer.
+        parameters: the module's parameters by name.
+        training_loop: steps the model instead of ``optimizer``, if the scenario has one.
+        case: the result of the subject's set-up, or the hook and state that were named.
+        nameless: the type of a hook that has no name of its own; '' if it has a name.
+        not_weights_only: why a saved state could not be loaded with ``weights_only=True``; '' if
+            it could.
     """
 
     def __init__(self, scenario: Scenario, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._scenario, self._group, self._device = scenario, group, device
-        self.model = (Probe(scenario.params, scenario.initial_value, dist.get_rank()) if scenario.params else training_network()).to(device)
+        self._scenario = scenario
+        self._group = group
+        self._device = device
+        is_probe = bool(scenario.params)
+        if is_probe:
+            probe = Probe(scenario.params, scenario.initial_value, dist.get_rank())
+            self.model: torch.nn.Module = probe.to(device)
+        else:
+            self.model = training_network().to(device)
         self.ddp = DistributedDataParallel(
             self.model,
+            # As scripts do: the default group is not named.
             process_group=group if scenario.groups else None,
             bucket_cap_mb=scenario.ddp.bucket_cap_mb,
             gradient_as_bucket_view=scenario.ddp.gradient_as_bucket_view,
@@ -44,88 +55,120 @@ class Trainee:
             static_graph=scenario.ddp.static_graph,
         )
         self.parameters = dict(self.model.named_parameters())
-        lr, momentum = (0.0, 0.0) if scenario.params else (0.1, 0.9)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
-        self.recipe = Recipe(list(self.model.parameters()), device.type) if scenario.training_loop else None
+        parameters = list(self.model.parameters())
+        # A probe keeps its parameters: rules judge its gradients alone.
+        options = {"lr": 0.0, "momentum": 0.0} if is_probe else {"lr": 0.1, "momentum": 0.9}
+        self.optimizer = torch.optim.SGD(parameters, **options)
+        self.training_loop: TrainingLoop | None = None
+        if scenario.training_loop:
+            self.training_loop = TrainingLoop(parameters, device.type)
         self.case = Case()
-        self.nameless, self.loaded = "", ""
+        self.nameless = ""
+        self.not_weights_only = ""
 
-    def register(self, resolved: Resolved, hook_option: str, at: Callable[[str], None], saved: Path | None = None) -> None:
-        """Make the subject's hook and state, and register them, unless its set-up has done so.
+    def register(
+        self,
+        resolved: Resolved,
+        option: str,
+        doing: Callable[[str], AbstractContextManager[None]],
+        saved: Path | None = None,
+    ) -> None:
+        """Make the subject's hook and state, and register them unless its set-up has done so.
 
         Args:
             resolved: the subject.
-            hook_option: how it was named, for errors.
-            at: called with what is done next: ``setup`` or ``state``, ``load_state``, ``register``.
+            option: the option that names the subject, for errors.
+            doing: attributes errors to ``setup`` or ``state``, ``load_state`` and ``register``.
             saved: a folder that :meth:`save` has written, to go on from there.
         """
         context = self._context(resolved)
         if resolved.setup is not None:
-            at("setup")
-            made = call_with_names(resolved.setup, {}, context)
-            self.case = (
-                made if isinstance(made, Case) else Case(*made) if isinstance(made, tuple) else Case(hook=made if callable(made) else None)
-            )
-            if self.case.saved is not None and not _has_state_dict(self.case.saved):
-                kind = type(self.case.saved).__name__
-                raise TargetError(f"--setup: the Case's `saved` has no state_dict() and load_state_dict(): {kind}")
+            with doing("setup"):
+                self.case = _case_of(call_with_names(resolved.setup, {}, context))
+                if self.case.saved is not None and not _has_state_dict(self.case.saved):
+                    kind = type(self.case.saved).__name__
+                    raise TargetError(
+                        "--setup: the Case's `saved` has no state_dict() and "
+                        f"load_state_dict(): {kind}"
+                    )
         else:
-            at("state")
-            hook, state = make_hook(resolved, context, hook_option)
-            if resolved.state is None and state is None:
-                state = self._default_state()
-            self.case = Case(state, hook)
+            with doing("state"):
+                hook, state = make_hook(resolved, context, option)
+                if resolved.state is None and state is None:
+                    state = self._default_state()
+                self.case = Case(state, hook)
         if saved:
-            at("load_state")
-            self._load(saved)
-        at("register")
-        hook = self.case.hook
-        if hook is not None:
-            if not (hasattr(hook, "__name__") and hasattr(hook, "__qualname__")):
-                self.nameless = type(hook).__name__
-                hook = _named(hook)
-            self.ddp.register_comm_hook(self.case.state, hook)
-        if self._scenario.poststep:
-            self.case.after_backward = self._poststep(resolved, context)
+            with doing("load_state"):
+                self._load(saved)
+        with doing("register"):
+            self._register_hook()
+            if self._scenario.poststep:
+                self.case.after_backward = self._poststep(resolved, context)
 
-    def _poststep(self, resolved: Resolved, context: dict[str, Callable[[], Any]]) -> Callable[[], object]:
-        """Return what the trainer calls when backward is over: of the state, the hook's object, or the module; then the set-up's own."""
-        call, own = self._scenario.call, self.case.after_backward
-        if not call:
+    def _register_hook(self) -> None:
+        hook = self.case.hook
+        if hook is None:
+            return  # the set-up has registered it
+        if not (hasattr(hook, "__name__") and hasattr(hook, "__qualname__")):
+            self.nameless = type(hook).__name__
+            hook = _named(hook)
+        self.ddp.register_comm_hook(self.case.state, hook)
+
+    def _poststep(self, resolved: Resolved, context: Context) -> Callable[[], object]:
+        """Return the trainer's call after backward.
+
+        It is a function of the state, the hook's object or the module, followed by the call of the
+        set-up, if it has one.
+        """
+        name = self._scenario.call
+        own = self.case.after_backward
+        if not name:
             if own is None:
-                raise TargetError("--claims poststep: say which call, poststep(call=NAME), or give the set-up's Case an after_backward")
+                raise TargetError(
+                    "--claims poststep: name the call, poststep(call=NAME), "
+                    "or give the set-up's Case an after_backward"
+                )
             return own
         hook = self.case.hook
         module = sys.modules.get(getattr(resolved.setup or hook, "__module__", None) or "")
         for owner in (self.case.state, getattr(hook, "__self__", None), hook, module):
-            if callable(flush := getattr(owner, call, None)):
+            if callable(function := getattr(owner, name, None)):
                 names = {**context, "state": lambda: self.case.state}
-                return lambda: (call_with_names(flush, {}, names), own and own())
-        raise TargetError(f"--claims poststep(call={call}): neither the state, the hook's object nor its module has a function {call}")
+                return lambda: (call_with_names(function, {}, names), own and own())
+        raise TargetError(
+            f"--claims poststep(call={name}): "
+            f"neither the state, the hook's object nor its module has a function {name}"
+        )
 
     def make(self, resolved: Resolved, group: dist.ProcessGroup) -> tuple[Any, Any]:
         """Return the subject's hook and state for a rank of another group, with this model."""
-        context = {**self._context(resolved), "process_group": lambda: group, "rank": group.rank, "world_size": group.size}
+        context = {
+            **self._context(resolved),
+            "process_group": lambda: group,
+            "rank": group.rank,
+            "world_size": group.size,
+        }
         return make_hook(resolved, context, "")
 
     @property
     def scale(self) -> int:
-        """What the gradients of the next step are to be multiplied by."""
-        return self.recipe.scale if self.recipe else 1
+        """The factor by which the gradients of the next step are multiplied."""
+        return self.training_loop.scale if self.training_loop else 1
 
     def step(self) -> None:
         """Step the model with its gradients."""
-        if self.recipe:
-            self.recipe.step()
+        if self.training_loop:
+            self.training_loop.step()
         else:
             self.optimizer.step()
 
     def zero_grad(self, step: int) -> None:
-        """Forget the gradients; fill them with zeros instead in every other step of a recipe, as some scripts do."""
-        self.optimizer.zero_grad(set_to_none=not self.recipe or bool(step % 2))
+        """Forget the gradients; a training loop zeroes them in even steps, as scripts may."""
+        keeps = self.training_loop is not None and step % 2 == 0
+        self.optimizer.zero_grad(set_to_none=not keeps)
 
     def save(self, folder: Path) -> None:
-        """Save the subject's state and the model, as a training script does; of a state that is a group there is nothing to save."""
+        """Save the subject's state and the model, as a training script does."""
         state = self._saved
         torch.save(state.state_dict() if _has_state_dict(state) else state, folder / STATE)
         torch.save(self.model.state_dict(), folder / MODEL)
@@ -135,8 +178,10 @@ class Trainee:
         try:
             saved = torch.load(folder / STATE, weights_only=True)
         except pickle.UnpicklingError as error:
+            # The message is meant for a terminal: it has colours, and the reason in its midst.
             text = re.sub(r"\x1b\[\d*m", "", str(error))
-            self.loaded = text.rpartition("WeightsUnpickler error: ")[2].strip().splitlines()[0][:300]
+            reason = text.rpartition("WeightsUnpickler error: ")[2]
+            self.not_weights_only = reason.strip().splitlines()[0][:300]
             saved = torch.load(folder / STATE, weights_only=False)
         if _has_state_dict(self._saved):
             self._saved.load_state_dict(saved)
@@ -145,13 +190,13 @@ class Trainee:
 
     @property
     def _saved(self) -> Any:
-        """What is to be saved: a group is not."""
+        """The state to save; None for a process group, which has none."""
         state = self.case.state if self.case.saved is None else self.case.saved
         return None if isinstance(state, dist.ProcessGroup) else state
 
-    def _context(self, resolved: Resolved) -> dict[str, Callable[[], Any]]:
-        """The values that factories and set-ups can name, each made when asked for."""
-        context: dict[str, Callable[[], Any]] = {
+    def _context(self, resolved: Resolved) -> Context:
+        """Return the values that factories and set-ups can name, each made when it is needed."""
+        context: Context = {
             "process_group": lambda: self._group,
             "model": lambda: self.ddp,
             "rank": lambda: dist.get_rank(self._group),
@@ -159,11 +204,26 @@ class Trainee:
             "device": lambda: self._device,
             "optimizer": lambda: self.optimizer,
         }
-        return {**context, "state": lambda: self._default_state() if resolved.state is None else make_state(resolved.state, context)}
+
+        def state() -> Any:
+            if resolved.state is None:
+                return self._default_state()
+            return make_state(resolved.state, context)
+
+        return {**context, "state": state}
 
     def _default_state(self) -> Any:
-        """The state where none is given, as torch's default hooks take it."""
+        """Return the state if none is given, as torch's default hooks take it."""
         return self._group if self._scenario.groups else None
+
+
+def _case_of(made: Any) -> Case:
+    """Return the result of a set-up function as a Case."""
+    if isinstance(made, Case):
+        return made
+    if isinstance(made, tuple):
+        return Case(*made)
+    return Case(hook=made if callable(made) else None)
 
 
 def _has_state_dict(state: Any) -> bool:

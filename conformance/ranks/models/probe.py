@@ -1,8 +1,8 @@
 """Models whose gradients are known: the probe, and a small real network.
 
 The probe's parameters receive, through a real backward, exactly the gradients they are given. Its
-node in the graph returns the scripted gradient, so NaN, infinities and overflow in the forward do
-not matter.
+node in the graph returns the scripted gradient, so that NaN, infinities and overflow in the
+forward do not matter.
 """
 
 import math
@@ -15,7 +15,8 @@ from torch import nn
 from conformance.scenarios.gradients import gradient, lay_out, sparse_rows, uses
 from conformance.scenarios.model import Param
 
-TRAINING_BATCH, TRAINING_WIDTHS = 6, (9, 17, 5)
+TRAINING_BATCH = 6
+TRAINING_WIDTHS = (9, 17, 5)
 
 
 class _Scripted(torch.autograd.Function):
@@ -32,37 +33,58 @@ class _Scripted(torch.autograd.Function):
 
 
 class Probe(nn.Module):
-    """Parameters in the shapes, dtypes and layouts of a scenario, all ``level``; ``forward(grads)`` scripts their gradients.
+    """Parameters in the shapes, dtypes and layouts of a scenario; ``forward`` scripts gradients.
 
-    They lie in another order in memory on each rank than on the next.
+    The parameters lie in another order in memory on each rank than on the next.
+
+    Args:
+        params: the parameters.
+        level: the first value of all elements.
+        rank: global rank.
     """
 
     def __init__(self, params: tuple[Param, ...], level: float, rank: int) -> None:
         super().__init__()
-        self.params, self.tensors = params, parameters_apart(len(params), rank)
+        self.params = params
+        self.tensors = parameters_apart(len(params), rank)
         for index, (spec, parameter) in enumerate(zip(params, self.tensors, strict=True)):
             if spec.layout == "sparse":
-                module = nn.Embedding(*spec.shape, sparse=True, _weight=torch.full(spec.shape, level))
-                parameter.data, module.weight = module.weight.data, parameter
+                weight = torch.full(spec.shape, level)
+                module = nn.Embedding(*spec.shape, sparse=True, _weight=weight)
+                parameter.data = module.weight.data
+                module.weight = parameter
                 self.add_module(f"p{index}", module)
             else:
-                parameter.data = lay_out(torch.full(spec.shape, level, dtype=getattr(torch, spec.dtype)), spec.layout)
+                values = torch.full(spec.shape, level, dtype=getattr(torch, spec.dtype))
+                parameter.data = lay_out(values, spec.layout)
                 parameter.requires_grad_(not spec.frozen)
                 self.register_parameter(f"p{index}", parameter)
 
     def forward(self, grads: list[torch.Tensor | None]) -> torch.Tensor:
+        """Return a loss with these gradients; a parameter with None takes no part in it."""
         losses = []
         for spec, parameter, grad in zip(self.params, self.tensors, grads, strict=True):
             if grad is not None and not spec.frozen:
-                losses += [_Scripted.apply(parameter, grad / spec.uses if spec.uses > 1 else grad) for _ in range(spec.uses)]
+                part = grad / spec.uses if spec.uses > 1 else grad
+                losses += [_Scripted.apply(parameter, part) for _ in range(spec.uses)]
         return torch.stack(losses).sum()
 
 
 def scripted_gradients(
-    params: tuple[Param, ...], kind: str, world: int, rank: int, step: int, device: torch.device, *, leaves_out: bool = False
+    params: tuple[Param, ...],
+    kind: str,
+    world: int,
+    rank: int,
+    step: int,
+    device: torch.device,
+    *,
+    leaves_out: bool = False,
 ) -> list[torch.Tensor | None]:
-    """Return the gradients that ``rank`` feeds at ``step``, one per parameter, in its layout, on a device; None for those that it
-    leaves out."""
+    """Return the gradients that ``rank`` feeds at ``step``, each in its parameter's layout.
+
+    Args:
+        leaves_out: return None for each parameter that the rank leaves out of its forward.
+    """
     grads: list[torch.Tensor | None] = []
     for index, spec in enumerate(params):
         if leaves_out and not uses(world, rank, step, index):
@@ -72,7 +94,8 @@ def scripted_gradients(
         grad = gradient(kind, spec.shape, dtype, world=world, rank=rank, step=step, param=index)
         if spec.layout == "sparse":
             rows = sparse_rows(spec.shape[0], rank, step)
-            grads.append(torch.sparse_coo_tensor(rows.unsqueeze(0), grad[rows], spec.shape).coalesce().to(device))
+            sparse = torch.sparse_coo_tensor(rows.unsqueeze(0), grad[rows], spec.shape)
+            grads.append(sparse.coalesce().to(device))
         else:
             grads.append(lay_out(grad, spec.layout).to(device))
     return grads
@@ -81,42 +104,60 @@ def scripted_gradients(
 def training_network() -> nn.Module:
     """Return a network with batch norm, its weights fixed without any random state."""
     first, hidden, last = TRAINING_WIDTHS
-    model = nn.Sequential(nn.Linear(first, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, last))
+    model = nn.Sequential(
+        nn.Linear(first, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, last)
+    )
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
-            if index not in (2, 3):  # batch norm keeps its ones and zeros
-                values = gradient("normal", tuple(parameter.shape), torch.float32, world=1, rank=99, step=0, param=index)
-                parameter.copy_(values / math.sqrt(first))
+            if index in (2, 3):
+                continue  # batch norm keeps its ones and zeros
+            shape = tuple(parameter.shape)
+            values = gradient("normal", shape, torch.float32, world=1, rank=99, step=0, param=index)
+            parameter.copy_(values / math.sqrt(first))
     return model
 
 
-def training_loss(model: nn.Module, rank: int, step: int, device: str | torch.device = "cpu") -> torch.Tensor:
+def training_loss(
+    model: nn.Module, rank: int, step: int, device: str | torch.device = "cpu"
+) -> torch.Tensor:
     """Return the loss of one batch on a device, different for each rank and step."""
     first, _, last = TRAINING_WIDTHS
-    x = gradient("normal", (TRAINING_BATCH, first), torch.float32, world=1, rank=rank, step=step, param=77)
-    y = gradient("normal", (TRAINING_BATCH, last), torch.float32, world=1, rank=rank, step=step, param=78)
-    return ((model(x.to(device)) - y.to(device)) ** 2).mean()
+
+    def draw(width: int, param: int) -> torch.Tensor:
+        shape = (TRAINING_BATCH, width)
+        values = gradient(
+            "normal", shape, torch.float32, world=1, rank=rank, step=step, param=param
+        )
+        return values.to(device)
+
+    # The numbers 77 and 78 belong to no parameter.
+    inputs = draw(first, 77)
+    targets = draw(last, 78)
+    return ((model(inputs) - targets) ** 2).mean()
 
 
 def parameters_apart(count: int, rank: int) -> list[torch.nn.Parameter]:
-    """Return empty parameters that lie so in memory that ranks r and r + 1 disagree on every order that comes from there.
+    """Return empty parameters on whose order in memory ranks r and r + 1 disagree.
 
-    On odd ranks they lie backwards, and of three and more a set of them, made forwards or backwards, has its second and third the
-    other way round: whoever takes them in such an order is found out by any two ranks, and not by chance.
+    On odd ranks their addresses descend. If there are three or more, a set of them, made forwards
+    or backwards, has its second and third parameter the other way round. So any two neighbours
+    expose code that takes parameters in such an order, and not by chance.
     """
-    draw, odd = random.Random(rank), rank % 2 == 1
+    draw = random.Random(rank)
+    is_odd = rank % 2 == 1
     made = [torch.nn.Parameter(torch.empty(0)) for _ in range(count + _SPARE)]
     for _ in range(_TRIES):
-        chosen = sorted(draw.sample(made, count), key=id, reverse=odd)
-        if count < 3 or all(_turned(some) == odd for some in (chosen, chosen[::-1])):
+        chosen = sorted(draw.sample(made, count), key=id, reverse=is_odd)
+        if count < 3 or all(_is_turned(some) == is_odd for some in (chosen, chosen[::-1])):
             break
     return chosen
 
 
-def _turned(parameters: list[torch.nn.Parameter]) -> bool:
+def _is_turned(parameters: list[torch.nn.Parameter]) -> bool:
     """Whether a set of them has the third before the second; the first is where it begins."""
     order = [id(parameter) for parameter in set(parameters)]
     return order.index(id(parameters[2])) < order.index(id(parameters[1]))
 
 
-_SPARE, _TRIES = 64, 100  # one of four is as it should be
+_SPARE = 64
+_TRIES = 100  # one draw in four fits

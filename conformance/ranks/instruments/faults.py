@@ -1,0 +1,116 @@
+"""The failures that the kit causes: a rank dies, stays out of the hook, or a collective raises.
+
+``peer_dies``          rank 1 ends its process as it enters the hook
+``peer_dies_later``    rank 1 ends its process as it starts the last collective of the step
+``peer_silent``        rank 1 stays out of the hook until rank 0 has failed
+``collective_raises``  the next collective of rank 1 raises
+"""
+
+import datetime
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
+from conformance.ranks.instruments.peer_death import FAULTY_RANK, PeerDeath
+from conformance.records.files import PEER_DIED
+from conformance.records.recorder import Recorder
+from conformance.scenarios.model import Scenario
+
+
+class Injected(RuntimeError):
+    """An error that the kit raises inside a collective or a hook."""
+
+
+class Faults:
+    """The failures of one rank.
+
+    Args:
+        scenario: has the failure and the step in which it happens.
+        rank, world: of this process.
+        signals: the kit's own store.
+        recorder: receives the ``fault`` event, and the gradients that the failure leaves.
+        collectives: raises the injected error, and counts the collectives of the step.
+        timeout: seconds that ranks wait for each other at most.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        rank: int,
+        world: int,
+        signals: dist.Store,
+        recorder: Recorder,
+        collectives: CollectiveRecorder,
+        timeout: float,
+    ) -> None:
+        self._kind = scenario.fault.kind
+        self._step = scenario.fault.step
+        self._reads_gradients = not scenario.profile.ordered
+        self._rank = rank
+        self._signals = signals
+        self._recorder = recorder
+        self._collectives = collectives
+        self._timeout = timeout
+        self._death: PeerDeath | None = None
+        if self._kind == "peer_dies_later":
+            self._death = PeerDeath(rank, world, signals, collectives.settle, timeout)
+            collectives.peer_death = self._death
+
+    def before_backward(self, step: int) -> bool:
+        """Prepare a step's failure; return whether the step has one."""
+        is_due = self._kind != "none" and step == self._step
+        if self._death:
+            self._death.start_step(dies=is_due)
+        if is_due and self._kind == "collective_raises" and self._rank == FAULTY_RANK:
+            self._collectives.raise_next = _collective_failed
+        return is_due
+
+    def before_hook(self) -> None:
+        """End this process, or keep it out of the hook, if the step has that failure."""
+        if self._rank != FAULTY_RANK or self._recorder.step != self._step:
+            return
+        if self._kind == "peer_dies":
+            os._exit(PEER_DIED)
+        if self._kind == "peer_silent":
+            patience = datetime.timedelta(seconds=self._timeout)
+            self._signals.wait(["fault over/0"], patience)
+            raise Injected("injected by the conformance kit: this rank stayed out of the hook")
+
+    def run_backward(
+        self, backward: Callable[[], object], parameters: dict[str, torch.nn.Parameter]
+    ) -> None:
+        """Run the backward that cannot succeed, and record how the failure shows.
+
+        Args:
+            backward: runs the backward and, if there is one, the trainer's call after it.
+            parameters: the model's parameters by name, whose gradients are recorded.
+        """
+        outcome: dict[str, Any] = {"raised": False}
+        # Forget the collectives so far: those of this backward are counted.
+        self._collectives.take_sent()
+        try:
+            backward()
+        except BaseException as error:
+            outcome = {"raised": True, "type": type(error).__name__, "message": str(error)[:2000]}
+        # A hook that issues no collective cannot be failed by one.
+        unused = self._collectives.raise_next is not None
+        started = len(self._collectives.take_sent())
+        if self._death:
+            unused = not self._death.reached
+            self._death.end()
+        self._recorder.event("fault", fault=self._kind, unused=unused, started=started, **outcome)
+        # If collectives lie on a stream, a read of a gradient waits for a peer that may never come.
+        if self._reads_gradients:
+            for name, parameter in parameters.items():
+                if parameter.grad is not None:
+                    self._recorder.tensor(f"{self._recorder.step}/grad/{name}", parameter.grad)
+        # A silent rank may go on now.
+        self._signals.set(f"fault over/{self._rank}", "1")
+
+
+def _collective_failed() -> Exception:
+    return Injected("injected by the conformance kit: this collective failed")
