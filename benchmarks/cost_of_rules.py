@@ -52,7 +52,9 @@ class TimedSource(LocalSource):
 def rules(pool: Pool) -> tuple[float, float, int, int]:
     """Return seconds of scenarios and of rules, and how many of each there were."""
     source, numbers = TimedSource(pool), book(HOOK, "cpu")
-    engine = make_engine(source, numbers, parse_subject("hooks_ref:allreduce_hook", None, None), Claims(), WORLDS)
+    engine = make_engine(
+        source, numbers, parse_subject("hooks_ref:allreduce_hook", None, None), Claims(), WORLDS
+    )
     begin = time.perf_counter()
     judged = [engine.judge(number) for number in numbers]
     whole = time.perf_counter() - begin
@@ -71,14 +73,18 @@ def median(samples: int, once: Callable[[], float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with Pool(60.0, lanes=1) as pool:
         ranks(pool, 2)  # imports
         running, judging, runs, count = min((rules(pool) for _ in range(options.samples)), key=sum)
-        print(f"{runs} runs of scenarios, {count} rules: rules take {judging / (running + judging):.1%} of the time,")
+        print(
+            f"{runs} runs of scenarios, {count} rules: rules take {judging / (running + judging):.1%} of the time,"
+        )
         print(f"a rule {judging / count / (running / runs):.1%} of a run")
         one = median(options.samples, lambda: ranks(pool, 1))
         for world in RANKS:

@@ -30,7 +30,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from side_by_side import ask, join, leave
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import hooks_ref
@@ -73,7 +78,9 @@ def _fused(whose: str) -> Callable[..., Any]:
     from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks
     from torch.distributed.optim.utils import as_functional_optim
 
-    state = optimizer_overlap_hooks._OptimizerHookState(as_functional_optim(torch.optim.SGD, **options))
+    state = optimizer_overlap_hooks._OptimizerHookState(
+        as_functional_optim(torch.optim.SGD, **options)
+    )
     return optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
 
 
@@ -87,10 +94,22 @@ def _fused_torchs(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 # name: ours, the other, whether all gradients have to be in one bucket (where torch's hangs with more)
 PAIRS: dict[str, tuple[Made, Made, bool]] = {
-    "torch's allreduce beside itself": ((_none, default_hooks.allreduce_hook), (_none, default_hooks.allreduce_hook), False),
+    "torch's allreduce beside itself": (
+        (_none, default_hooks.allreduce_hook),
+        (_none, default_hooks.allreduce_hook),
+        False,
+    ),
     "allreduce": ((_none, hooks_ref.allreduce_hook), (_none, default_hooks.allreduce_hook), False),
-    "fp16_compress": ((_none, hooks_ref.fp16_compress_hook), (_none, default_hooks.fp16_compress_hook), False),
-    "bf16_compress": ((_none, hooks_ref.bf16_compress_hook), (_none, _named(default_hooks.bf16_compress_hook)), False),
+    "fp16_compress": (
+        (_none, hooks_ref.fp16_compress_hook),
+        (_none, default_hooks.fp16_compress_hook),
+        False,
+    ),
+    "bf16_compress": (
+        (_none, hooks_ref.bf16_compress_hook),
+        (_none, _named(default_hooks.bf16_compress_hook)),
+        False,
+    ),
     "fp16_compress_wrapper": (
         (_none, hooks_ref.fp16_compress_wrapper(hooks_ref.allreduce_hook)),
         (_none, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
@@ -119,8 +138,14 @@ ALONE: dict[str, Made] = {
     "RandomK(0.01)": _compressed(lambda: hooks_ref.RandomK(0.01)),
     "ScaledSign": _compressed(hooks_ref.ScaledSign),
     "OneBit": _compressed(hooks_ref.OneBit),
-    "QSGD()": (lambda: hooks_ref.CompressionState(None, hooks_ref.QSGD(), memory="none"), hooks_ref.compression_hook),
-    "TernGrad()": (lambda: hooks_ref.CompressionState(None, hooks_ref.TernGrad(), memory="none"), hooks_ref.compression_hook),
+    "QSGD()": (
+        lambda: hooks_ref.CompressionState(None, hooks_ref.QSGD(), memory="none"),
+        hooks_ref.compression_hook,
+    ),
+    "TernGrad()": (
+        lambda: hooks_ref.CompressionState(None, hooks_ref.TernGrad(), memory="none"),
+        hooks_ref.compression_hook,
+    ),
     "quantization_pertensor": (_none, hooks_ref.quantization_pertensor_hook),
     "quantization_perchannel": (_none, hooks_ref.quantization_perchannel_hook),
     "batched_powerSGD": (_power(hooks_ref.PowerSGDState), hooks_ref.batched_powerSGD_hook),
@@ -145,11 +170,15 @@ class _Model(torch.nn.Module):
         super().__init__()
         rows = max(1, min(WIDTH, numel // WIDTH // 4))
         count = max(1, numel // (rows * WIDTH))
-        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(rows, WIDTH)) for _ in range(count))
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.zeros(rows, WIDTH)) for _ in range(count)
+        )
         self.grads = [torch.randn(rows, WIDTH) for _ in range(count)]
 
     def forward(self) -> torch.Tensor:
-        return torch.stack([_GivesGradients.apply(p, g) for p, g in zip(self.weights, self.grads, strict=True)]).sum()
+        return torch.stack(
+            [_GivesGradients.apply(p, g) for p, g in zip(self.weights, self.grads, strict=True)]
+        ).sum()
 
 
 def _train(hooks: list[Made], numel: int, steps: int, one_bucket: bool) -> list[list[float]]:
@@ -175,17 +204,35 @@ def _hooks_of(name: str) -> tuple[Made, Made, bool]:
     return PAIRS[name] if name in PAIRS else (ALONE[name], AVERAGING, False)
 
 
-def _time(rank: int, folder: str, name: str, numel: int, steps: int, first: int, answers: "multiprocessing.SimpleQueue[float]") -> None:
+def _time(
+    rank: int,
+    folder: str,
+    name: str,
+    numel: int,
+    steps: int,
+    first: int,
+    answers: "multiprocessing.SimpleQueue[float]",
+) -> None:
     """Answer ours to the other's; ``first`` is 0 where the model of ours is made first, in whatever memory is left to it then."""
     join(rank, 2, folder)
     *hooks, one_bucket = _hooks_of(name)
-    times = [statistics.median(taken) for taken in _train(hooks if first == 0 else hooks[::-1], numel, steps, one_bucket)]
+    times = [
+        statistics.median(taken)
+        for taken in _train(hooks if first == 0 else hooks[::-1], numel, steps, one_bucket)
+    ]
     if rank == 0:
         answers.put(times[first] / times[1 - first])
     leave()
 
 
-def _memory(rank: int, folder: str, name: str, numel: int, which: int, answers: "multiprocessing.SimpleQueue[float]") -> None:
+def _memory(
+    rank: int,
+    folder: str,
+    name: str,
+    numel: int,
+    which: int,
+    answers: "multiprocessing.SimpleQueue[float]",
+) -> None:
     join(rank, 2, folder)
     hooks = _hooks_of(name)
     before = _peak()
@@ -200,9 +247,19 @@ def _peak() -> int:
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
 
 
-def _traffic(rank: int, folder: str, name: str, numel: int, steps: int, answers: "multiprocessing.SimpleQueue[float]") -> None:
+def _traffic(
+    rank: int,
+    folder: str,
+    name: str,
+    numel: int,
+    steps: int,
+    answers: "multiprocessing.SimpleQueue[float]",
+) -> None:
     join(rank, 1, folder)
-    times = [statistics.median(taken) for taken in _train([ALONE[name], (_none, hooks_ref.noop_hook)], numel, steps, False)]
+    times = [
+        statistics.median(taken)
+        for taken in _train([ALONE[name], (_none, hooks_ref.noop_hook)], numel, steps, False)
+    ]
     one, other = torch.randn(numel), torch.empty(numel)
     copies = []
     for _ in range(steps):
@@ -214,22 +271,36 @@ def _traffic(rank: int, folder: str, name: str, numel: int, steps: int, answers:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=int, nargs="+", default=[1_000_000, 25_000_000])
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--pairs", type=int, default=5, help="pairs of processes that times are taken in")
+    parser.add_argument(
+        "--pairs", type=int, default=5, help="pairs of processes that times are taken in"
+    )
     parser.add_argument("--only", help="names that contain this")
     options = parser.parse_args()
     for numel in options.parameters:
-        print(f"{numel:,} parameters, 2 ranks, {options.steps} steps, {options.pairs} pairs of processes")
+        print(
+            f"{numel:,} parameters, 2 ranks, {options.steps} steps, {options.pairs} pairs of processes"
+        )
         print(f"  {'':<36} {'time':>6} {'least':>6} {'largest':>8} {'memory':>7} {'traffic':>8}")
         for name in (name for name in (*PAIRS, *ALONE) if (options.only or "") in name):
             beside = "torch's" if name in PAIRS and "ours" not in name else "averaging"
-            ratios = [ask(_time, 2, name, numel, options.steps, pair % 2) for pair in range(options.pairs)]
+            ratios = [
+                ask(_time, 2, name, numel, options.steps, pair % 2) for pair in range(options.pairs)
+            ]
             times = f"{statistics.median(ratios):6.2f} {min(ratios):6.2f} {max(ratios):8.2f}"
             ours, other = (ask(_memory, 2, name, numel, which) for which in (0, 1))
-            traffic = f"{ask(_traffic, 1, name, numel, options.steps):8.1f}" if name in ALONE else f"{'':8}"
-            print(f"  {name:<36} {times} {ours / other:7.2f} {traffic}  beside {beside}", flush=True)
+            traffic = (
+                f"{ask(_traffic, 1, name, numel, options.steps):8.1f}"
+                if name in ALONE
+                else f"{'':8}"
+            )
+            print(
+                f"  {name:<36} {times} {ours / other:7.2f} {traffic}  beside {beside}", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ Step = Callable[[], object]
 
 
 def _parameters(numel: int) -> list[torch.nn.Parameter]:
-    parameters = [torch.nn.Parameter(torch.randn(max(1, numel // 10 // WIDTH), WIDTH)) for _ in range(10)]
+    parameters = [
+        torch.nn.Parameter(torch.randn(max(1, numel // 10 // WIDTH), WIDTH)) for _ in range(10)
+    ]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     return parameters
@@ -50,7 +52,10 @@ def _averager(ours: bool, numel: int) -> Step:
 def _hierarchical(ours: bool, numel: int) -> Step:
     from torch.distributed.algorithms.model_averaging import hierarchical_model_averager as torchs
 
-    averager, parameters = (hooks_ref if ours else torchs).HierarchicalModelAverager({2: 2}, 0), _parameters(numel)  # type: ignore[attr-defined]
+    averager, parameters = (
+        (hooks_ref if ours else torchs).HierarchicalModelAverager({2: 2}, 0),
+        _parameters(numel),
+    )  # type: ignore[attr-defined]
 
     def two_steps() -> None:
         averager.average_parameters(parameters)
@@ -65,7 +70,9 @@ def _post_local_sgd(ours: bool, numel: int) -> Step:
     parameters = _parameters(numel)
     inner = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
     averager = (hooks_ref if ours else torchs_averagers).PeriodicModelAverager(2, 0)  # type: ignore[attr-defined]
-    optimizer = (hooks_ref.PostLocalSGDOptimizer if ours else PostLocalSGDOptimizer)(inner, averager)
+    optimizer = (hooks_ref.PostLocalSGDOptimizer if ours else PostLocalSGDOptimizer)(
+        inner, averager
+    )
 
     def two_steps() -> None:
         optimizer.step()
@@ -75,7 +82,9 @@ def _post_local_sgd(ours: bool, numel: int) -> Step:
 
 
 def _model(numel: int, width: int = 256) -> torch.nn.Sequential:
-    return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(max(1, numel // width**2))))
+    return torch.nn.Sequential(
+        *(torch.nn.Linear(width, width) for _ in range(max(1, numel // width**2)))
+    )
 
 
 def _join_context(ours: bool, numel: int) -> Step:
@@ -95,7 +104,11 @@ def _quantized(collective: str, qtype: str) -> Callable[[bool, int], Step]:
         module = hooks_ref if ours else torchs_quantization
         quantized = module.auto_quantize(getattr(dist, collective), module.DQuantType[qtype])  # type: ignore[attr-defined]
         sent = torch.randn(max(2, numel // WIDTH // 2 * 2), WIDTH)
-        received = torch.empty_like(sent) if collective == "all_to_all_single" else [torch.empty_like(sent) for _ in range(2)]
+        received = (
+            torch.empty_like(sent)
+            if collective == "all_to_all_single"
+            else [torch.empty_like(sent) for _ in range(2)]
+        )
         return lambda: quantized(received, sent)
 
     return make
@@ -121,7 +134,13 @@ def _strategy(name: str) -> Callable[[bool, int], Step]:
         def step() -> None:
             ddp.zero_grad()
             for last in (False, True):
-                with hooks_ref.ddp_sync_context(ddp, last, name) if ours else ddp.no_sync() if not last else warnings.catch_warnings():
+                with (
+                    hooks_ref.ddp_sync_context(ddp, last, name)
+                    if ours
+                    else ddp.no_sync()
+                    if not last
+                    else warnings.catch_warnings()
+                ):
                     ddp(inputs).sum().backward()
 
         return step
@@ -146,11 +165,21 @@ PAIRS: dict[str, Callable[[bool, int], Step]] = {
 }
 
 
-def _time(rank: int, folder: str, name: str, numel: int, steps: int, first: int, answers: "multiprocessing.SimpleQueue[float]") -> None:
+def _time(
+    rank: int,
+    folder: str,
+    name: str,
+    numel: int,
+    steps: int,
+    first: int,
+    answers: "multiprocessing.SimpleQueue[float]",
+) -> None:
     """Answer ours to torch's; ``first`` is 0 where ours is made first."""
     join(rank, 2, folder)
     warnings.simplefilter("ignore")
-    made = {ours: PAIRS[name](ours, numel) for ours in ((True, False) if first == 0 else (False, True))}
+    made = {
+        ours: PAIRS[name](ours, numel) for ours in ((True, False) if first == 0 else (False, True))
+    }
     times: dict[bool, list[float]] = {True: [], False: []}
     for number in range(steps + 3):
         for ours in (True, False) if number % 2 else (False, True):
@@ -165,18 +194,29 @@ def _time(rank: int, folder: str, name: str, numel: int, steps: int, first: int,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=int, nargs="+", default=[1_000_000])
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--pairs", type=int, default=5, help="pairs of processes that times are taken in")
+    parser.add_argument(
+        "--pairs", type=int, default=5, help="pairs of processes that times are taken in"
+    )
     parser.add_argument("--only", default="", help="names that contain this")
     options = parser.parse_args()
     for numel in options.parameters:
-        print(f"{numel:,} parameters, 2 ranks, {options.steps} steps, {options.pairs} pairs of processes")
+        print(
+            f"{numel:,} parameters, 2 ranks, {options.steps} steps, {options.pairs} pairs of processes"
+        )
         print(f"  {'ours to torch':<42} {'time':>6} {'least':>6} {'largest':>8}")
         for name in (name for name in PAIRS if options.only in name):
-            ratios = [ask(_time, 2, name, numel, options.steps, pair % 2) for pair in range(options.pairs)]
-            print(f"  {name:<42} {statistics.median(ratios):6.2f} {min(ratios):6.2f} {max(ratios):8.2f}", flush=True)
+            ratios = [
+                ask(_time, 2, name, numel, options.steps, pair % 2) for pair in range(options.pairs)
+            ]
+            print(
+                f"  {name:<42} {statistics.median(ratios):6.2f} {min(ratios):6.2f} {max(ratios):8.2f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

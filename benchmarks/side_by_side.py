@@ -18,7 +18,10 @@ def ask(target: Callable[..., None], world: int, *arguments: Any) -> float:
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=target, args=(rank, folder, *arguments, answers)) for rank in range(world)]
+        ranks = [
+            context.Process(target=target, args=(rank, folder, *arguments, answers))
+            for rank in range(world)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -31,7 +34,9 @@ def ask(target: Callable[..., None], world: int, *arguments: Any) -> float:
 def join(rank: int, world: int, folder: str) -> None:
     """Make the process group."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
 
 
 def leave() -> None:

@@ -103,13 +103,25 @@ def seconds_per_spawned_test(world: int, samples: int) -> float:
         result = unittest.TestResult()
         case("test_check").run(result)
         if not result.wasSuccessful() or result.skipped:
-            raise SystemExit(f"the spawned test did not pass: {result.errors or result.failures or result.skipped}")
+            raise SystemExit(
+                f"the spawned test did not pass: {result.errors or result.failures or result.skipped}"
+            )
     return (time.perf_counter() - begin) / samples
 
 
 def certify(folder: str) -> tuple[float, Counter[int]]:
     """Return the time of a whole certification and its checks by world size."""
-    command = [sys.executable, "-m", "conformance", "certify", "-q", "--hook", "hooks_ref:allreduce_hook", "--certificate", "c.json"]
+    command = [
+        sys.executable,
+        "-m",
+        "conformance",
+        "certify",
+        "-q",
+        "--hook",
+        "hooks_ref:allreduce_hook",
+        "--certificate",
+        "c.json",
+    ]
     begin = time.perf_counter()
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=os.environ)
     seconds = time.perf_counter() - begin
@@ -119,20 +131,28 @@ def certify(folder: str) -> tuple[float, Counter[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=2, help="spawned tests per world size")
     samples = parser.parse_args().samples
     with tempfile.TemporaryDirectory() as folder:
         kit = [certify(folder) for _ in range(2)]
     seconds, checks = min(kit, key=lambda run: run[0])
     total = sum(checks.values())
-    print(f"certify, cold start to certificate: {seconds:.1f} s (other run: {max(run[0] for run in kit):.1f} s), {total} checks")
+    print(
+        f"certify, cold start to certificate: {seconds:.1f} s (other run: {max(run[0] for run in kit):.1f} s), {total} checks"
+    )
     spawned = {world: seconds_per_spawned_test(world, samples) for world in WORLDS}
     for world in WORLDS:
-        print(f"spawn per test, {world} ranks: {spawned[world]:.2f} s a check ({samples} samples), {checks[world]} checks")
+        print(
+            f"spawn per test, {world} ranks: {spawned[world]:.2f} s a check ({samples} samples), {checks[world]} checks"
+        )
     extrapolated = sum(spawned[world] * checks[world] for world in WORLDS)
     print(f"spawn per test, extrapolated to the same checks: {extrapolated:.0f} s")
-    print(f"per check: {seconds / total:.3f} s against {extrapolated / total:.2f} s: {extrapolated / seconds:.0f} times")
+    print(
+        f"per check: {seconds / total:.3f} s against {extrapolated / total:.2f} s: {extrapolated / seconds:.0f} times"
+    )
 
 
 if __name__ == "__main__":

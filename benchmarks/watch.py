@@ -36,7 +36,11 @@ Times = tuple[float, ...]  # by clock
 
 
 def _model(numel: int) -> DistributedDataParallel:
-    layers = [layer for _ in range(max(1, numel // (WIDTH * WIDTH))) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU())]
+    layers = [
+        layer
+        for _ in range(max(1, numel // (WIDTH * WIDTH)))
+        for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU())
+    ]
     return DistributedDataParallel(nn.Sequential(*layers[:-1]))
 
 
@@ -62,7 +66,14 @@ def _counter(watched: DistributedDataParallel, inputs: torch.Tensor) -> float:
 
 
 def _measure(
-    rank: int, folder: str, name: str, numel: int, rounds: int, batch: int, first: int, answers: "multiprocessing.SimpleQueue[list[Times]]"
+    rank: int,
+    folder: str,
+    name: str,
+    numel: int,
+    rounds: int,
+    batch: int,
+    first: int,
+    answers: "multiprocessing.SimpleQueue[list[Times]]",
 ) -> None:
     """Answer sampled, before, counter and own clock, each to the step of the model that is not watched, by clock."""
     join(rank, 2, folder)
@@ -81,17 +92,22 @@ def _measure(
         assert not watcher.findings, list(watcher.findings)
         own = (watcher.cost().seconds - seconds) / rounds
     step, before, sampled = (
-        [statistics.median(times) for times in zip(*taken[which], strict=True)] for which in ("plain", "before", "sampled")
+        [statistics.median(times) for times in zip(*taken[which], strict=True)]
+        for which in ("plain", "before", "sampled")
     )
     counter = _counter(watched, inputs)
     rows = [sampled, before, [counter] * len(CLOCKS), [own] * len(CLOCKS)]
     if rank == 0:
-        answers.put([tuple(value / to for value, to in zip(row, step, strict=True)) for row in rows])
+        answers.put(
+            [tuple(value / to for value, to in zip(row, step, strict=True)) for row in rows]
+        )
     leave()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=int, default=25_000_000)
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=20)
@@ -100,23 +116,38 @@ def main() -> None:
     options = parser.parse_args()
     what = f"{options.parameters:,} parameters, batches of {options.batch}, 2 ranks"
     print(f"{what}, {options.rounds} rounds, {options.pairs} pairs of processes")
-    found = [ask(_measure, 2, "watch", options.parameters, options.rounds, options.batch, pair % 2) for pair in range(options.pairs)]
+    found = [
+        ask(_measure, 2, "watch", options.parameters, options.rounds, options.batch, pair % 2)
+        for pair in range(options.pairs)
+    ]
     print(f"  {'':<26} {'median':>9} {'least':>9} {'largest':>9}")
     for number, clock in enumerate(("time", "processor time")):
         sampled, before, counter, own = ([pair[row][number] for pair in found] for row in range(4))  # type: ignore[index]
         every = options.every
-        average = [c + (s - 1 + b - 1) / every for s, b, c in zip(sampled, before, counter, strict=True)]
+        average = [
+            c + (s - 1 + b - 1) / every for s, b, c in zip(sampled, before, counter, strict=True)
+        ]
         print(f"  in {clock}")
         _say("sampled", sampled, "9.3f")
         _say("before", before, "9.3f")
         _say("counter", counter, "9.5%")
         _say(f"average at every={every}", average, "9.3%")
         if number == 0:
-            _say(f"own clock at every={every}", [c + o / every for c, o in zip(counter, own, strict=True)], "9.3%")
+            _say(
+                f"own clock at every={every}",
+                [c + o / every for c, o in zip(counter, own, strict=True)],
+                "9.3%",
+            )
 
 
 def _say(name: str, values: list[float], form: str) -> None:
-    print(f"    {name:<24} " + " ".join(format(value, form) for value in (statistics.median(values), min(values), max(values))), flush=True)
+    print(
+        f"    {name:<24} "
+        + " ".join(
+            format(value, form) for value in (statistics.median(values), min(values), max(values))
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

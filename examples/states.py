@@ -24,7 +24,9 @@ Group = dist.ProcessGroup | None
 
 def power_sgd(process_group: Group = None) -> PowerSGDState:
     """Rank 2, from the third step on; every matrix is compressed."""
-    return PowerSGDState(process_group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1)
+    return PowerSGDState(
+        process_group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+    )
 
 
 def power_sgd_same_shapes(process_group: Group = None) -> PowerSGDState:

@@ -20,13 +20,28 @@ NOT_CLAIMED_HERE = ("10.4", "11.2", "11.3", "13.1", "13.2", "13.3", "13.5", "13.
 MARGINS = {"2.2": 0.3, "2.3": 0.24, "2.4": 0.31, "2.1": 0.0}
 
 
-def header(name: str = "mypkg.hooks:half", claims: str = "rounded(float16)", kind: str = HOOK) -> Body:
+def header(
+    name: str = "mypkg.hooks:half", claims: str = "rounded(float16)", kind: str = HOOK
+) -> Body:
     """What a session says of the subject and the profile."""
     named = {"hook": name, "target": None} if kind == HOOK else {"hook": None, "target": name}
-    profile = {"name": "gloo-cpu", "backend": "gloo", "device": "cpu", "world sizes": list(REQUIRED_WORLDS), "torch": "2.13.0+cpu"}
+    profile = {
+        "name": "gloo-cpu",
+        "backend": "gloo",
+        "device": "cpu",
+        "world sizes": list(REQUIRED_WORLDS),
+        "torch": "2.13.0+cpu",
+    }
     return {
         "kit": kit_identity(),
-        "subject": {**named, "state": None, "setup": None, "kind": kind, "module": "mypkg.hooks", "sha256": {"mypkg.hooks": "ab" * 32}},
+        "subject": {
+            **named,
+            "state": None,
+            "setup": None,
+            "kind": kind,
+            "module": "mypkg.hooks",
+            "sha256": {"mypkg.hooks": "ab" * 32},
+        },
         "claims": {"text": claims, "said by": "--claims"},
         "profile": {**profile, "python": "3.11.7", "platform": "Linux"},
         "date": "2026-11-22T01:45:05+00:00",
@@ -39,17 +54,38 @@ def judged(rule: Rule) -> Judgement:
     if rule.number in NOT_CLAIMED_HERE:
         return Judgement(rule.number, Verdict.NOT_APPLICABLE, NOT_CLAIMED)
     if rule.number == "13.7":
-        run = {"verdict": "not applicable", "reason": NOT_CLAIMED, "checks": 0, "traffic": {"largest": 0.5, "mean": 0.5}}
-        return Judgement(rule.number, Verdict.NOT_APPLICABLE, f"ordered@2: {NOT_CLAIMED}", runs={"ordered@2": run})
+        run = {
+            "verdict": "not applicable",
+            "reason": NOT_CLAIMED,
+            "checks": 0,
+            "traffic": {"largest": 0.5, "mean": 0.5},
+        }
+        return Judgement(
+            rule.number,
+            Verdict.NOT_APPLICABLE,
+            f"ordered@2: {NOT_CLAIMED}",
+            runs={"ordered@2": run},
+        )
     margin = {"margin": MARGINS[rule.number]} if rule.number in MARGINS else {}
-    runs = {f"values@{world}": {"verdict": "pass", "reason": "", "checks": 6, **margin} for world in REQUIRED_WORLDS}
+    runs = {
+        f"values@{world}": {"verdict": "pass", "reason": "", "checks": 6, **margin}
+        for world in REQUIRED_WORLDS
+    }
     return Judgement(rule.number, Verdict.PASS, runs=runs)
 
 
-def certificate(name: str = "mypkg.hooks:half", claims: str = "rounded(float16)", kind: str = HOOK) -> Body:
+def certificate(
+    name: str = "mypkg.hooks:half", claims: str = "rounded(float16)", kind: str = HOOK
+) -> Body:
     """The body of a certificate, as a file has it."""
     rules = book(kind)
-    made = conclude(rules, {number: judged(rule) for number, rule in rules.items()}, header(name, claims, kind), REQUIRED_WORLDS, kind)
+    made = conclude(
+        rules,
+        {number: judged(rule) for number, rule in rules.items()},
+        header(name, claims, kind),
+        REQUIRED_WORLDS,
+        kind,
+    )
     assert made.certificate is not None
     read: Body = json.loads(json.dumps(made.certificate))
     return read

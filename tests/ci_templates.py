@@ -15,7 +15,12 @@ from click.testing import CliRunner
 from ruamel.yaml import YAML
 
 CI = Path(__file__).resolve().parent.parent / "ci"
-ACTION, WORKFLOW, GITLAB, BUILDKITE = "github/action.yml", "github/conformance.yml", "gitlab-ci.yml", "buildkite.yml"
+ACTION, WORKFLOW, GITLAB, BUILDKITE = (
+    "github/action.yml",
+    "github/conformance.yml",
+    "gitlab-ci.yml",
+    "buildkite.yml",
+)
 SCHEMAS = {
     ACTION: ("vendor.github-actions",),
     WORKFLOW: ("vendor.github-workflows",),
@@ -55,10 +60,14 @@ def faults(name: str, path: Path, folder: Path) -> str:
     """Return what is wrong with a template by the schema of its system; '' where nothing is. Writes to ``folder``."""
     schema, *options = SCHEMAS[name]
     checked = [path]
-    if name == GITLAB:  # whose schema looks at no job whose name begins with a dot, but at what is made of it
+    if (
+        name == GITLAB
+    ):  # whose schema looks at no job whose name begins with a dot, but at what is made of it
         (document,) = load(path.read_text())
         checked.append(write(folder / "merged.yml", _merged(document)))
-    result = CliRunner().invoke(check_jsonschema, ["--builtin-schema", schema, *options, *map(str, checked)])
+    result = CliRunner().invoke(
+        check_jsonschema, ["--builtin-schema", schema, *options, *map(str, checked)]
+    )
     return "" if result.exit_code == 0 else result.output
 
 
@@ -74,24 +83,39 @@ def _github(checkout: Path) -> Iterator[Command]:
             if "run" in step:
                 yield Command(f"{WORKFLOW} {job}", step["run"], _filled(step.get("env", {}), {}))
             elif step["uses"] == "./ci/github":
-                given = {key: one.get("default", "") for key, one in action["inputs"].items()} | step.get("with", {})
+                given = {
+                    key: one.get("default", "") for key, one in action["inputs"].items()
+                } | step.get("with", {})
                 values = {f"inputs.{key}": str(value) for key, value in given.items()}
-                yield from _composite(f"{WORKFLOW} {job}", action, values | {"github.action_path": f"{checkout}/ci/github"})
+                yield from _composite(
+                    f"{WORKFLOW} {job}",
+                    action,
+                    values | {"github.action_path": f"{checkout}/ci/github"},
+                )
             else:
                 assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]), step
 
 
-def _composite(where: str, action: Mapping[str, Any], values: Mapping[str, str]) -> Iterator[Command]:
+def _composite(
+    where: str, action: Mapping[str, Any], values: Mapping[str, str]
+) -> Iterator[Command]:
     for step in action["runs"]["steps"]:
         if "run" in step:
-            assert not _EXPRESSION.search(step["run"]), f"{step['run']!r}: an input would be run, whatever is in it"
+            assert not _EXPRESSION.search(step["run"]), (
+                f"{step['run']!r}: an input would be run, whatever is in it"
+            )
             yield Command(where, step["run"], _filled(step.get("env", {}), values))
         else:
             assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]), step
 
 
-def _filled(environment: Mapping[str, str], values: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple((key, _EXPRESSION.sub(lambda found: values[found[1]], value)) for key, value in environment.items())
+def _filled(
+    environment: Mapping[str, str], values: Mapping[str, str]
+) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (key, _EXPRESSION.sub(lambda found: values[found[1]], value))
+        for key, value in environment.items()
+    )
 
 
 def _gitlab() -> Iterator[Command]:
@@ -100,14 +124,21 @@ def _gitlab() -> Iterator[Command]:
         if name == "variables" or name.startswith("."):
             continue
         environment = tuple((document["variables"] | job.get("variables", {})).items())
-        for text in (line for part in ("before_script", "script", "after_script") for line in job.get(part, ())):
+        for text in (
+            line
+            for part in ("before_script", "script", "after_script")
+            for line in job.get(part, ())
+        ):
             yield Command(f"{GITLAB} {name}", text, environment)
 
 
 def _merged(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a GitLab template with what its jobs extend in them."""
     base = {name: document[job["extends"]] for name, job in document.items() if "extends" in job}
-    return {name: {**base.get(name, {}), **{key: one for key, one in job.items() if key != "extends"}} for name, job in document.items()}
+    return {
+        name: {**base.get(name, {}), **{key: one for key, one in job.items() if key != "extends"}}
+        for name, job in document.items()
+    }
 
 
 def _buildkite() -> Iterator[Command]:
@@ -115,7 +146,9 @@ def _buildkite() -> Iterator[Command]:
     for step in document["steps"]:
         environment = tuple((document["env"] | step.get("env", {})).items())
         for text in step["command"]:
-            assert not re.search(r"(?<!\$)\$(?!\$)", text), f"{text!r}: Buildkite would fill in a single $ when it reads the steps"
+            assert not re.search(r"(?<!\$)\$(?!\$)", text), (
+                f"{text!r}: Buildkite would fill in a single $ when it reads the steps"
+            )
             yield Command(f"{BUILDKITE} {step['key']}", text.replace("$$", "$"), environment)
 
 

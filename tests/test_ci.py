@@ -57,7 +57,12 @@ def shell(text: str, folder: Path, *arguments: str, **environment: str) -> Done:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     # tox-current-env runs this Python by a link of its own, from which Python does not find the virtual environment that it is in.
     packages = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
-    settings = {"PATH": path, "PYTHONPATH": packages, "TOX_CURRENT_ENV": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    settings = {
+        "PATH": path,
+        "PYTHONPATH": packages,
+        "TOX_CURRENT_ENV": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
     done = subprocess.run(
         ["bash", "-eo", "pipefail", "-c", text, "ci", *arguments],
         cwd=folder, env={**inherited, **settings, **environment}, text=True, check=False, timeout=600,
@@ -69,9 +74,17 @@ def shell(text: str, folder: Path, *arguments: str, **environment: str) -> Done:
 def unlike(command: Command, checkout: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
     """What makes a difference between commands: where the kit is, however it is written, makes none."""
     variables = dict(command.environment)
-    kit = {"CONFORMANCE_KIT": str((checkout / variables["CONFORMANCE_KIT"]).resolve())} if "CONFORMANCE_KIT" in variables else {}
-    uses = re.findall(r"\$\{?(\w+)", command.text) + (["CONFORMANCE_OPTIONS", "CONFORMANCE_GATE"] if "tox -c" in command.text else [])
-    return command.text, tuple(sorted((key, value) for key, value in (variables | kit).items() if key in uses))
+    kit = (
+        {"CONFORMANCE_KIT": str((checkout / variables["CONFORMANCE_KIT"]).resolve())}
+        if "CONFORMANCE_KIT" in variables
+        else {}
+    )
+    uses = re.findall(r"\$\{?(\w+)", command.text) + (
+        ["CONFORMANCE_OPTIONS", "CONFORMANCE_GATE"] if "tox -c" in command.text else []
+    )
+    return command.text, tuple(
+        sorted((key, value) for key, value in (variables | kit).items() if key in uses)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +98,21 @@ def ran(checkout: Path) -> dict[Command, Done]:
             folder = checkout / (dict(command.environment).get("CONFORMANCE_PROFILE", "gloo"))
             folder.mkdir(exist_ok=True)
             # A kit that is said to be in "." is beside the job here, whose folder is of its profile.
-            variables = {key: str(checkout) if value == "." else value for key, value in command.environment}
-            done[what] = shell(command.text, folder, **variables, **page, TOX_WORK_DIR=str(checkout / "tox"))
+            variables = {
+                key: str(checkout) if value == "." else value for key, value in command.environment
+            }
+            done[what] = shell(
+                command.text, folder, **variables, **page, TOX_WORK_DIR=str(checkout / "tox")
+            )
     return {command: done[unlike(command, checkout)] for command in every}
 
 
 def of(ran: dict[Command, Done], word: str, profile: str = "") -> Iterator[tuple[Command, Done]]:
     for command, done in ran.items():
-        if word in command.text and profile in ("", dict(command.environment).get("CONFORMANCE_PROFILE")):
+        if word in command.text and profile in (
+            "",
+            dict(command.environment).get("CONFORMANCE_PROFILE"),
+        ):
             yield command, done
 
 
@@ -120,14 +140,23 @@ BROKEN: list[tuple[str, Callable[[Any], object]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change"), BROKEN, ids=[f"{name}-{number}" for number, (name, _) in enumerate(BROKEN)])
-def test_the_schemas_refuse_what_is_broken(name: str, change: Callable[[Any], object], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "change"), BROKEN, ids=[f"{name}-{number}" for number, (name, _) in enumerate(BROKEN)]
+)
+def test_the_schemas_refuse_what_is_broken(
+    name: str, change: Callable[[Any], object], tmp_path: Path
+) -> None:
     assert ci_templates.faults(name, ci_templates.changed(name, tmp_path, change), tmp_path)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_template_that_is_only_rewritten_holds(name: str, tmp_path: Path) -> None:
-    assert ci_templates.faults(name, ci_templates.changed(name, tmp_path, lambda document: None), tmp_path) == ""
+    assert (
+        ci_templates.faults(
+            name, ci_templates.changed(name, tmp_path, lambda document: None), tmp_path
+        )
+        == ""
+    )
 
 
 def test_what_the_schemas_do_not_see(checkout: Path) -> None:
@@ -164,9 +193,20 @@ def test_a_job_on_cpu(ran: dict[Command, Done], checkout: Path) -> None:
         assert "GATE HOLDS  hooks_ref:allreduce_hook as exact, profile gloo-cpu" in done.said
     results = checkout / "gloo" / RESULTS
     assert {path.name for path in results.iterdir()} == {
-        *("certificate.json", "junit.xml", "predicate.json", "statement.json", "subjects.sha256", "summary.md", "hooks_ref_allreduce_hook"),
+        *(
+            "certificate.json",
+            "junit.xml",
+            "predicate.json",
+            "statement.json",
+            "subjects.sha256",
+            "summary.md",
+            "hooks_ref_allreduce_hook",
+        ),
     }
-    assert {path.name for path in (results / "hooks_ref_allreduce_hook").iterdir()} == {"report.html", "report.json"}
+    assert {path.name for path in (results / "hooks_ref_allreduce_hook").iterdir()} == {
+        "report.html",
+        "report.json",
+    }
     statement = json.loads((results / "statement.json").read_text())
     lint(statement)
     assert statement["predicate"]["result"] in ("PASSED", "WARNED")
@@ -175,7 +215,10 @@ def test_a_job_on_cpu(ran: dict[Command, Done], checkout: Path) -> None:
     assert "### CERTIFIED `hooks_ref:allreduce_hook` as `exact`" in page
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="not run: there is a CUDA device, and this is what happens where there is none")
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="not run: there is a CUDA device, and this is what happens where there is none",
+)
 def test_a_job_on_gpu_where_there_is_none(ran: dict[Command, Done], checkout: Path) -> None:
     jobs = [done for _, done in of(ran, "tox -c", "nccl")]
     assert len(jobs) == 3
@@ -189,12 +232,19 @@ def test_a_job_on_gpu_where_there_is_none(ran: dict[Command, Done], checkout: Pa
 
 def test_what_templates_keep_is_there(ran: dict[Command, Done], checkout: Path) -> None:
     made = checkout / "gloo"
-    steps = {step["uses"].split("@")[0]: step["with"] for step in ci_templates.read(ACTION)["runs"]["steps"] if "uses" in step}
+    steps = {
+        step["uses"].split("@")[0]: step["with"]
+        for step in ci_templates.read(ACTION)["runs"]["steps"]
+        if "uses" in step
+    }
     assert (made / steps["actions/upload-artifact"]["path"]).is_dir()
     assert (made / steps["actions/attest"]["subject-checksums"]).is_file()
     signed = json.loads((made / RESULTS / "statement.json").read_text())
     assert signed["predicateType"] == steps["actions/attest"]["predicate-type"]
-    assert json.loads((made / steps["actions/attest"]["predicate-path"]).read_text()) == signed["predicate"]
+    assert (
+        json.loads((made / steps["actions/attest"]["predicate-path"]).read_text())
+        == signed["predicate"]
+    )
     artifacts = ci_templates.read(GITLAB)[".conformance"]["artifacts"]
     assert all((made / path).is_dir() for path in artifacts["paths"])
     assert (made / artifacts["reports"]["junit"]).is_file()
@@ -202,15 +252,26 @@ def test_what_templates_keep_is_there(ran: dict[Command, Done], checkout: Path) 
         assert list(made.glob(step["artifact_paths"]))
 
 
-def test_a_baseline_is_made_as_the_page_says(ran: dict[Command, Done], checkout: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_a_baseline_is_made_as_the_page_says(
+    ran: dict[Command, Done], checkout: Path, monkeypatch: Any, capsys: Any
+) -> None:
     """The commands of ci/README.md, on the certificate that the job has left: the first of them gates, the second makes a baseline."""
     monkeypatch.chdir(checkout / "gloo")
-    gate, renew = (line.split()[3:] for line in (CI / "README.md").read_text().splitlines() if line.startswith("    python -m conformance"))
+    gate, renew = (
+        line.split()[3:]
+        for line in (CI / "README.md").read_text().splitlines()
+        if line.startswith("    python -m conformance")
+    )
     assert main(gate) == 4  # there is no baseline yet
     assert main(renew) == 0
     assert main(gate) == 0
     baseline = Path(gate[2])
-    traffic = [run["traffic"] for rule in json.loads(baseline.read_text())["rules"] for run in rule["runs"].values() if "traffic" in run]
+    traffic = [
+        run["traffic"]
+        for rule in json.loads(baseline.read_text())["rules"]
+        for run in rule["runs"].values()
+        if "traffic" in run
+    ]
     assert traffic == [{"largest": 1.0, "mean": 1.0}]  # an allreduce sends its gradients, once
     capsys.readouterr()
 
@@ -222,20 +283,29 @@ def test_variables_come_to_where_they_are_meant_for(checkout: Path) -> None:
         "CONFORMANCE_INSTALL": "/somewhere/mypkg",
     }
     said = shell(
-        f"tox config -c {ROOT} -e gate-gloo -k commands deps change_dir", checkout, CONFORMANCE_GATE="--baseline 'my base.json'", **options
+        f"tox config -c {ROOT} -e gate-gloo -k commands deps change_dir",
+        checkout,
+        CONFORMANCE_GATE="--baseline 'my base.json'",
+        **options,
     ).said
     assert "--hook mypkg:half --claims 'rounded(float16), world_only'\n" in said
-    assert "conformance gate --baseline 'my base.json' conformance-results/certificate.json\n" in said
+    assert (
+        "conformance gate --baseline 'my base.json' conformance-results/certificate.json\n" in said
+    )
     assert "deps = /somewhere/mypkg\n" in said
     assert f"change_dir = {checkout}\n" in said
 
 
 def test_tox_runs_nothing_but_the_environments_python(checkout: Path) -> None:
     """With system_site_packages pip installs no script of a package that the machine has; tox would refuse it and exit with 1."""
-    said = shell(f"tox config -c {ROOT} -e ALL -k commands_pre commands commands_post", checkout).said
+    said = shell(
+        f"tox config -c {ROOT} -e ALL -k commands_pre commands commands_post", checkout
+    ).said
     keys = re.findall(r"^(?:commands\w*) =(.*(?:\n  .*)*)", said, re.MULTILINE)
     found = [line.strip() for key in keys for line in key.splitlines() if line.strip()]
-    assert len(keys) == 3 * len(re.findall(r"^\[testenv:", (ROOT / "tox.ini").read_text(), re.MULTILINE)), said
+    assert len(keys) == 3 * len(
+        re.findall(r"^\[testenv:", (ROOT / "tox.ini").read_text(), re.MULTILINE)
+    ), said
     assert len(found) >= len(keys) / 3
     assert [line for line in found if not line.startswith("python ")] == []
 
@@ -248,7 +318,9 @@ def test_a_job_that_names_no_subject_fails(profile: str, checkout: Path, tmp_pat
     written(results / "certificate.json", certificate())
     (results / "statement.json").write_text("{}")
     for _ in range(2):
-        done = shell(f"tox -c {checkout} -e gate-{profile}", tmp_path, TOX_WORK_DIR=str(checkout / "tox"))
+        done = shell(
+            f"tox -c {checkout} -e gate-{profile}", tmp_path, TOX_WORK_DIR=str(checkout / "tox")
+        )
         assert done.code == UsageError.exit_code == 4, done.said
         (line,) = (line for line in done.said.splitlines() if "no subject: pass --hook" in line)
         assert "set CONFORMANCE_OPTIONS" in line
@@ -262,8 +334,17 @@ def stand_ins(tmp_path: Path) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     # Hosts stay until they are stopped, as real ones do; the controller goes on when they are there.
-    hosts = ['printf "%s\\n" "$@" > "$LOG/torchrun"', 'echo $$ > "$LOG/pid"', 'echo here > "$LOG/there"', 'read -r _ < "$LOG/never"']
-    controller = ['printf "%s\\n" "$@" > "$LOG/pytest"', 'read -r _ < "$LOG/there"', 'exit "$CONTROLLER"']
+    hosts = [
+        'printf "%s\\n" "$@" > "$LOG/torchrun"',
+        'echo $$ > "$LOG/pid"',
+        'echo here > "$LOG/there"',
+        'read -r _ < "$LOG/never"',
+    ]
+    controller = [
+        'printf "%s\\n" "$@" > "$LOG/pytest"',
+        'read -r _ < "$LOG/there"',
+        'exit "$CONTROLLER"',
+    ]
     scripts = {
         "scontrol": 'printf "node-a\\nnode-b\\n"',
         "srun": 'exec "$@"',
@@ -281,21 +362,45 @@ def stand_ins(tmp_path: Path) -> Path:
 def check_hosts(words: list[str], endpoint: str, *, once: bool) -> None:
     """Hold a command line against torchrun's own parser, and against what the controller attaches to."""
     given = get_args_parser().parse_args(words)
-    assert (given.nnodes, given.nproc_per_node, given.rdzv_backend, given.rdzv_endpoint) == ("2", "2", "c10d", endpoint)
-    assert (given.module, given.training_script, given.training_script_args) == (True, "conformance.host", ["--once"] if once else [])
+    assert (given.nnodes, given.nproc_per_node, given.rdzv_backend, given.rdzv_endpoint) == (
+        "2",
+        "2",
+        "c10d",
+        endpoint,
+    )
+    assert (given.module, given.training_script, given.training_script_args) == (
+        True,
+        "conformance.host",
+        ["--once"] if once else [],
+    )
 
 
 @pytest.mark.parametrize("code", [0, 1, 7])
 def test_the_slurm_script(code: int, stand_ins: Path, tmp_path: Path) -> None:
-    slurm = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2", "LOG": str(tmp_path), "CONTROLLER": str(code)}
+    slurm = {
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_NNODES": "2",
+        "LOG": str(tmp_path),
+        "CONTROLLER": str(code),
+    }
     path = os.pathsep.join([str(stand_ins), os.environ["PATH"]])
     options = ["--hook", "mypkg:half", "--claims", "rounded(float16), world_only"]
     done = shell(f'bash {CI}/slurm.sbatch "$@"', tmp_path, *options, **slurm | {"PATH": path})
     assert done.code == code, done.said
     assert "scontrol show hostnames node-[a-b]\n" in (tmp_path / "calls").read_text()
-    check_hosts((tmp_path / "torchrun").read_text().splitlines(), "node-a:29400", once=False)  # the script ends them
-    assert (tmp_path / "pytest").read_text().splitlines() == ["--pyargs", "conformance", *options, "--attach", "node-a:29400"]
-    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()  # the hosts have ended with it
+    check_hosts(
+        (tmp_path / "torchrun").read_text().splitlines(), "node-a:29400", once=False
+    )  # the script ends them
+    assert (tmp_path / "pytest").read_text().splitlines() == [
+        "--pyargs",
+        "conformance",
+        *options,
+        "--attach",
+        "node-a:29400",
+    ]
+    assert not Path(
+        f"/proc/{(tmp_path / 'pid').read_text().strip()}"
+    ).exists()  # the hosts have ended with it
 
 
 def check_pods(documents: list[Any]) -> None:
@@ -318,7 +423,15 @@ def check_pods(documents: list[Any]) -> None:
     pod = controller["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never"
     (container,) = pod["containers"]
-    assert container["command"] == ["pytest", "--pyargs", "conformance", "--hook", "hooks_ref:allreduce_hook", "--attach", endpoint]
+    assert container["command"] == [
+        "pytest",
+        "--pyargs",
+        "conformance",
+        "--hook",
+        "hooks_ref:allreduce_hook",
+        "--attach",
+        endpoint,
+    ]
 
 
 def test_the_pods() -> None:

@@ -43,14 +43,17 @@ def lint(made: Body) -> None:
         ResourceDescriptor.copy_from_pb(described).validate()
     names = [subject.get("name") for subject in made["subject"]]
     required = {
-        "the type of the predicate": made["predicateType"] == "https://in-toto.io/attestation/test-result/v0.1",
+        "the type of the predicate": made["predicateType"]
+        == "https://in-toto.io/attestation/test-result/v0.1",
         "a result": made["predicate"].get("result") in RESULTS,
         "a configuration": isinstance(made["predicate"].get("configuration"), list),
         "uri, digest or content in each descriptor": all(
             {"uri", "digest", "content"} & one.keys() for one in made["predicate"]["configuration"]
         ),
         "names that are there once": len(names) == len(set(names)),
-        "digests in hex": all(re.fullmatch("[0-9a-f]{64}", one["digest"]["sha256"]) for one in made["subject"]),
+        "digests in hex": all(
+            re.fullmatch("[0-9a-f]{64}", one["digest"]["sha256"]) for one in made["subject"]
+        ),
     }
     if missing := [what for what, holds in required.items() if not holds]:
         raise ValueError(f"no {missing}")
@@ -93,17 +96,25 @@ def test_of_one_that_was_refused(tmp_path: Path, capsys: Any) -> None:
     made = state(written(tmp_path / "report.json", report(certificate())), capsys)
     lint(made)
     assert made["predicate"]["result"] == "FAILED"
-    assert made["predicate"]["failedTests"] == ["2.2 random gradients give the mean within the bound of a sum"]
+    assert made["predicate"]["failedTests"] == [
+        "2.2 random gradients give the mean within the bound of a sum"
+    ]
 
 
 def test_files_that_were_tested(tmp_path: Path, capsys: Any) -> None:
-    path, wheel, other = written(tmp_path / "c.json", certificate()), tmp_path / "x.whl", tmp_path / "sub" / "x.whl"
+    path, wheel, other = (
+        written(tmp_path / "c.json", certificate()),
+        tmp_path / "x.whl",
+        tmp_path / "sub" / "x.whl",
+    )
     other.parent.mkdir()
     wheel.write_bytes(b"wheel")
     other.write_bytes(b"other")
     made = state(path, capsys, "--subject-file", wheel)
     lint(made)
-    assert made["subject"] == [{"name": "x.whl", "digest": {"sha256": hashlib.sha256(b"wheel").hexdigest()}}]
+    assert made["subject"] == [
+        {"name": "x.whl", "digest": {"sha256": hashlib.sha256(b"wheel").hexdigest()}}
+    ]
     both = state(path, capsys, "--subject-file", wheel, "--subject-file", other)
     lint(both)
     assert [one["name"] for one in both["subject"]] == [str(wheel), str(other)]
@@ -114,7 +125,16 @@ def test_what_a_signer_takes(tmp_path: Path, capsys: Any) -> None:
     path = written(tmp_path / "c.json", certificate())
     whole = state(path, capsys)
     files = {name: tmp_path / "made" / name for name in ("output", "predicate", "checksums")}
-    assert main(["statement", str(path), *(word for name, file in files.items() for word in (f"--{name}", str(file)))]) == 0
+    assert (
+        main(
+            [
+                "statement",
+                str(path),
+                *(word for name, file in files.items() for word in (f"--{name}", str(file))),
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == ""
     assert json.loads(files["output"].read_text()) == whole
     assert json.loads(files["predicate"].read_text()) == whole["predicate"]
@@ -127,13 +147,27 @@ def test_what_a_signer_takes(tmp_path: Path, capsys: Any) -> None:
         (lambda: {**certificate(), "date": "never"}, 1, "was edited"),
         (lambda: changed(certificate(), lambda b: b["rules"].pop(0)), 1, "is of a development run"),
         (
-            lambda: report(certificate(), verdict="not certified", reasons=["world size 1 was left out"]),
+            lambda: report(
+                certificate(), verdict="not certified", reasons=["world size 1 was left out"]
+            ),
             1,
             "nothing to state: it says 'not cert",
         ),
-        (lambda: report(certificate(), verdict="kit error"), 1, "nothing to state: it says 'kit error'"),
-        (lambda: report(certificate(), verdict="certified"), 1, "it is the certificate that can be stated"),
-        (lambda: changed(certificate(), lambda b: b["subject"].update(sha256={})), 4, "say what was tested with --subject-file"),
+        (
+            lambda: report(certificate(), verdict="kit error"),
+            1,
+            "nothing to state: it says 'kit error'",
+        ),
+        (
+            lambda: report(certificate(), verdict="certified"),
+            1,
+            "it is the certificate that can be stated",
+        ),
+        (
+            lambda: changed(certificate(), lambda b: b["subject"].update(sha256={})),
+            4,
+            "say what was tested with --subject-file",
+        ),
     ],
 )
 def test_what_is_not_stated(body: Any, code: int, said: str, tmp_path: Path, capsys: Any) -> None:
@@ -174,14 +208,23 @@ def test_the_lint_finds_what_is_no_statement(spoil: Any, tmp_path: Path, capsys:
     [
         ({}, None),
         (
-            {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "a/b", "GITHUB_RUN_ID": "7"},
+            {
+                "GITHUB_SERVER_URL": "https://github.com",
+                "GITHUB_REPOSITORY": "a/b",
+                "GITHUB_RUN_ID": "7",
+            },
             "https://github.com/a/b/actions/runs/7",
         ),
         ({"CI_JOB_URL": "https://gitlab.com/a/b/-/jobs/7"}, "https://gitlab.com/a/b/-/jobs/7"),
-        ({"BUILDKITE_BUILD_URL": "https://buildkite.com/a/b/builds/7"}, "https://buildkite.com/a/b/builds/7"),
+        (
+            {"BUILDKITE_BUILD_URL": "https://buildkite.com/a/b/builds/7"},
+            "https://buildkite.com/a/b/builds/7",
+        ),
     ],
 )
-def test_the_run_is_that_of_the_job(environment: dict[str, str], url: str | None, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_the_run_is_that_of_the_job(
+    environment: dict[str, str], url: str | None, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
     for name in ("GITHUB_RUN_ID", "CI_JOB_URL", "BUILDKITE_BUILD_URL"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

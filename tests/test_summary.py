@@ -25,21 +25,55 @@ HOSTILE = [
     "    <!-- \n\n--> $x$ &lt; \\` \\| \\",
 ]
 ALLOWED = {
-    *("heading_open", "heading_close", "paragraph_open", "paragraph_close", "inline", "text", "code_inline", "softbreak", "fence"),
-    *("bullet_list_open", "bullet_list_close", "list_item_open", "list_item_close", "strong_open", "strong_close"),
-    *(f"{part}_{end}" for part in ("table", "thead", "tbody", "tr", "th", "td") for end in ("open", "close")),
+    *(
+        "heading_open",
+        "heading_close",
+        "paragraph_open",
+        "paragraph_close",
+        "inline",
+        "text",
+        "code_inline",
+        "softbreak",
+        "fence",
+    ),
+    *(
+        "bullet_list_open",
+        "bullet_list_close",
+        "list_item_open",
+        "list_item_close",
+        "strong_open",
+        "strong_close",
+    ),
+    *(
+        f"{part}_{end}"
+        for part in ("table", "thead", "tbody", "tr", "th", "td")
+        for end in ("open", "close")
+    ),
 }
 
 
 def report(body: Body, **said: Any) -> Body:
     """What a session that refused writes beside a certificate that it did not write."""
-    made: Body = {key: json.loads(json.dumps(body[key])) for key in ("kit", "subject", "claims", "profile", "date", "rules")}
+    made: Body = {
+        key: json.loads(json.dumps(body[key]))
+        for key in ("kit", "subject", "claims", "profile", "date", "rules")
+    }
     ran(made, "2.2", "values@3", verdict="fail", reason="off")
-    failure = {"expected": "mean 1 within 3e-08", "actual": "2 on rank 0", "cause": "the sum, not the mean", "evidence": {}}
+    failure = {
+        "expected": "mean 1 within 3e-08",
+        "actual": "2 on rank 0",
+        "cause": "the sum, not the mean",
+        "evidence": {},
+    }
     rule_of(made, "2.2").update(requirement="The mean.", failures=[failure, failure])
     ran(made, "10.1", verdict="fail", reason="it waits in wait()")
     rule_of(made, "10.1").update(reason="it waits in wait()")
-    rule_of(made, "2.9").update(verdict="not applicable", reason="refused with an error on every rank: no", runs={}, checks=0)
+    rule_of(made, "2.9").update(
+        verdict="not applicable",
+        reason="refused with an error on every rank: no",
+        runs={},
+        checks=0,
+    )
     return {**made, "verdict": "refused", "reasons": ["2.2 random gradients"], **said}
 
 
@@ -55,7 +89,10 @@ def everywhere(value: Any, text: str) -> Any:
     """The same with a text in place of every text that is no key, but for those that say which verdict and level it is."""
     if isinstance(value, dict):
         kept = ("verdict", "level", "rule")
-        return {key: one if key in kept and isinstance(one, str) else everywhere(one, text) for key, one in value.items()}
+        return {
+            key: one if key in kept and isinstance(one, str) else everywhere(one, text)
+            for key, one in value.items()
+        }
     if isinstance(value, list):
         return [everywhere(one, text) for one in value]
     return text if isinstance(value, str) else value
@@ -99,7 +136,11 @@ def test_no_text_becomes_more_than_text(text: str) -> None:
         page = session_markdown(everywhere(body, text)) + gate_markdown(text, [text], [text])
         assert {kind for kind, _ in types(page)} <= ALLOWED
         assert "".join(page.split("\n")).isprintable()
-    shown = [content for kind, content in types(f"x {span(text)} y\n\n{block(text)}\n") if kind in ("code_inline", "fence")]
+    shown = [
+        content
+        for kind, content in types(f"x {span(text)} y\n\n{block(text)}\n")
+        if kind in ("code_inline", "fence")
+    ]
     assert len(shown) == 2
 
 
@@ -110,14 +151,22 @@ def test_a_page_that_did_not_escape_would_be_found_out() -> None:
 
 def test_what_is_shown_is_what_was_said() -> None:
     for text in ("a `b` c", "``", "`", "x|y", "<b>", "a  b"):
-        (code,) = (content for kind, content in types(span(text).replace("\\|", "|")) if kind == "code_inline")
+        (code,) = (
+            content
+            for kind, content in types(span(text).replace("\\|", "|"))
+            if kind == "code_inline"
+        )
         assert code == " ".join(text.split())
         (fenced,) = (content for kind, content in types(block(text)) if kind == "fence")
         assert fenced == text + "\n"
 
 
 def test_a_pipe_does_not_end_a_cell() -> None:
-    cells = [content for kind, content in types(f"| a | b |\n|---|---|\n| {span('x|y')} | z |\n") if kind == "code_inline"]
+    cells = [
+        content
+        for kind, content in types(f"| a | b |\n|---|---|\n| {span('x|y')} | z |\n")
+        if kind == "code_inline"
+    ]
     assert cells == ["x|y"]
 
 
@@ -129,7 +178,10 @@ def test_what_is_long_is_cut() -> None:
 
 
 def test_the_command_prints_or_appends(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    files = [written(tmp_path / "c.json", certificate()), written(tmp_path / "r.json", report(certificate()))]
+    files = [
+        written(tmp_path / "c.json", certificate()),
+        written(tmp_path / "r.json", report(certificate())),
+    ]
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     assert main(["summary", *map(str, files)]) == 0
     printed = capsys.readouterr().out
@@ -152,20 +204,27 @@ def test_the_command_prints_or_appends(tmp_path: Path, capsys: Any, monkeypatch:
         (lambda: {}, 1, "is no certificate"),
     ],
 )
-def test_what_it_does_not_summarise(body: Any, code: int, said: str, tmp_path: Path, capsys: Any) -> None:
+def test_what_it_does_not_summarise(
+    body: Any, code: int, said: str, tmp_path: Path, capsys: Any
+) -> None:
     assert main(["summary", str(written(tmp_path / "c.json", body()))]) == code
     assert said in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
     assert main(["summary", str(tmp_path / "none.json")]) == 4
-    assert capsys.readouterr().err == f"summary: {tmp_path / 'none.json'}: cannot be read (No such file or directory)\n"
+    assert (
+        capsys.readouterr().err
+        == f"summary: {tmp_path / 'none.json'}: cannot be read (No such file or directory)\n"
+    )
 
 
 def test_a_folder_is_all_reports_in_it(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     assert main(["summary", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith(f"### NOT JUDGED\n\nThere is no report in `{tmp_path}`")
+    assert capsys.readouterr().out.startswith(
+        f"### NOT JUDGED\n\nThere is no report in `{tmp_path}`"
+    )
     assert main(["summary", str(tmp_path / "results")]) == 0
     assert "NOT JUDGED" in capsys.readouterr().out
     (tmp_path / "a").mkdir()
@@ -174,12 +233,18 @@ def test_a_folder_is_all_reports_in_it(tmp_path: Path, capsys: Any, monkeypatch:
     assert main(["summary", "--output", str(tmp_path / "s.md"), str(tmp_path)]) == 0
     assert capsys.readouterr().out == ""
     assert (tmp_path / "s.md").read_text().count("### ") == 1
-    assert "CERTIFIED" not in (tmp_path / "s.md").read_text()  # the certificate is of another run: the report counts
+    assert (
+        "CERTIFIED" not in (tmp_path / "s.md").read_text()
+    )  # the certificate is of another run: the report counts
 
 
 def test_the_gate_adds_its_own(tmp_path: Path, capsys: Any) -> None:
     old, page = written(tmp_path / "o.json", certificate()), tmp_path / "page.md"
-    new = written(tmp_path / "n.json", changed(certificate(), lambda b: b["claims"].update(text="exact")))
+    new = written(
+        tmp_path / "n.json", changed(certificate(), lambda b: b["claims"].update(text="exact"))
+    )
     assert main(["gate", "--baseline", str(old), "--summary", str(page), str(new)]) == 1
-    assert page.read_text().startswith("### Gate: refused\n\n`mypkg.hooks:half as exact, profile gloo-cpu`\n\nWorse:\n\n- `changed claim: ")
+    assert page.read_text().startswith(
+        "### Gate: refused\n\n`mypkg.hooks:half as exact, profile gloo-cpu`\n\nWorse:\n\n- `changed claim: "
+    )
     capsys.readouterr()

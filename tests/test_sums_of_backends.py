@@ -39,14 +39,18 @@ def divided_after(add: Sum) -> Sum:
 
     def mean(values: list[torch.Tensor]) -> torch.Tensor:
         wide = torch.promote_types(values[0].dtype, torch.float32)
-        return (add(values).to(wide) * torch.tensor(1 / len(values), dtype=wide)).to(values[0].dtype)
+        return (add(values).to(wide) * torch.tensor(1 / len(values), dtype=wide)).to(
+            values[0].dtype
+        )
 
     return mean
 
 
 def divided_before(add: Sum) -> Sum:
     """NCCL's AVG: what each rank gives is multiplied by 1 / W in the dtype of the bucket."""
-    return lambda values: add([value * torch.tensor(1 / len(values), dtype=value.dtype) for value in values])
+    return lambda values: add(
+        [value * torch.tensor(1 / len(values), dtype=value.dtype) for value in values]
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])

@@ -56,9 +56,15 @@ def conclude(
     broken = [j for j in judgements.values() if j.verdict is Verdict.KIT_ERROR]
     if broken:
         return Conclusion(KIT_ERROR, "kit error", [f"{j.number}: {j.reason}" for j in broken])
-    failed = [j for j in judgements.values() if j.verdict is Verdict.FAIL and rules[j.number].level == MUST]
+    failed = [
+        j
+        for j in judgements.values()
+        if j.verdict is Verdict.FAIL and rules[j.number].level == MUST
+    ]
     if failed:
-        return Conclusion(REFUSED, "refused", [f"{j.number} {rules[j.number].title}" for j in failed])
+        return Conclusion(
+            REFUSED, "refused", [f"{j.number} {rules[j.number].title}" for j in failed]
+        )
     if not judgements:
         return Conclusion(NO_RULES, "not certified", ["no rule was selected"])
     golden = golden_list(kind, header.get("profile", {}).get("device", "cpu"))
@@ -68,16 +74,24 @@ def conclude(
     return Conclusion(CERTIFIED, "certified", certificate=_certificate(rules, judgements, header))
 
 
-def _what_is_missing(judgements: Mapping[str, Judgement], worlds: tuple[int, ...], golden: list[str]) -> list[str]:
+def _what_is_missing(
+    judgements: Mapping[str, Judgement], worlds: tuple[int, ...], golden: list[str]
+) -> list[str]:
     absent = [number for number in golden if number not in judgements]
-    not_run = [j for number, j in judgements.items() if number in golden and j.verdict is Verdict.NOT_RUN]
+    not_run = [
+        j for number, j in judgements.items() if number in golden and j.verdict is Verdict.NOT_RUN
+    ]
     sizes = [str(world) for world in REQUIRED_WORLDS if world not in worlds]
     reasons = []
     if absent:
-        reasons.append(f"{len(absent)} of {len(golden)} MUST rules were left out of this run: {', '.join(absent)}")
+        reasons.append(
+            f"{len(absent)} of {len(golden)} MUST rules were left out of this run: {', '.join(absent)}"
+        )
     for why in dict.fromkeys(_without_run(j.reason) for j in not_run):
         numbers = [j.number for j in not_run if _without_run(j.reason) == why]
-        reasons.append(f"{', '.join(numbers)} {'was' if len(numbers) == 1 else 'were'} not run: {why}")
+        reasons.append(
+            f"{', '.join(numbers)} {'was' if len(numbers) == 1 else 'were'} not run: {why}"
+        )
     if sizes:
         reasons.append(f"world size {', '.join(sizes)} was left out")
     return reasons
@@ -88,8 +102,14 @@ def _without_run(reason: str) -> str:
     return re.sub(r"^\w+@\d+: ", "", reason)
 
 
-def _certificate(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement], header: Mapping[str, Any]) -> dict[str, Any]:
-    advice = [f"{j.number} {rules[j.number].title}: {j.reason}" for j in judgements.values() if j.verdict is Verdict.FAIL]
+def _certificate(
+    rules: Mapping[str, Rule], judgements: Mapping[str, Judgement], header: Mapping[str, Any]
+) -> dict[str, Any]:
+    advice = [
+        f"{j.number} {rules[j.number].title}: {j.reason}"
+        for j in judgements.values()
+        if j.verdict is Verdict.FAIL
+    ]
     simulated = at_scale(rules, judgements)
     body = {
         "schema": SCHEMA,
@@ -105,14 +125,25 @@ def _certificate(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement],
 
 def limits(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement]) -> list[str]:
     """Return what the subject does not do and may leave out, one line for each rule; what it does not claim is none of these."""
-    spared = (j for j in judgements.values() if j.verdict is Verdict.NOT_APPLICABLE and not j.reason.endswith((NOT_CLAIMED, INSTEAD)))
+    spared = (
+        j
+        for j in judgements.values()
+        if j.verdict is Verdict.NOT_APPLICABLE and not j.reason.endswith((NOT_CLAIMED, INSTEAD))
+    )
     return [f"{j.number} {rules[j.number].title}: {j.reason}" for j in spared]
 
 
 def at_scale(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement]) -> list[str]:
     """Return what was said of simulated ranks, one line for each kind of gradient; nothing where none could be simulated."""
-    simulated = [judgement for number, judgement in judgements.items() if rules[number].section == AT_SCALE]
-    return [note for judgement in simulated for run in judgement.runs.values() for note in run.get("notes", ())]
+    simulated = [
+        judgement for number, judgement in judgements.items() if rules[number].section == AT_SCALE
+    ]
+    return [
+        note
+        for judgement in simulated
+        for run in judgement.runs.values()
+        for note in run.get("notes", ())
+    ]
 
 
 def summary(rule: Rule, judgement: Judgement) -> dict[str, Any]:
@@ -132,7 +163,9 @@ def summary(rule: Rule, judgement: Judgement) -> dict[str, Any]:
 def digest(body: Mapping[str, Any]) -> str:
     """Return the digest that shows an edited or truncated certificate: sha256 of its canonical JSON."""
     plain = {key: value for key, value in body.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def kit_identity() -> dict[str, Any]:

@@ -43,7 +43,13 @@ class Comparison:
 def compare(old: CertificateFile, new: CertificateFile, slack: Slack | None = None) -> Comparison:
     """Compare a certificate with the one that it is to be no worse than."""
     slack = slack or Slack()
-    worse = [*_identity(old, new), *_lost_rules(old, new), *_lost_runs(old, new), *_margins(old, new, slack), *_traffic(old, new, slack)]
+    worse = [
+        *_identity(old, new),
+        *_lost_rules(old, new),
+        *_lost_runs(old, new),
+        *_margins(old, new, slack),
+        *_traffic(old, new, slack),
+    ]
     return Comparison(worse, list(_notes(old, new)))
 
 
@@ -53,7 +59,10 @@ def _identity(old: CertificateFile, new: CertificateFile) -> Iterator[str]:
         yield f"changed golden list: {_kit(old)} then, {_kit(new)} now; renew the baseline"
     if old.kind != new.kind:
         yield f"changed subject: a {old.kind} then, a {new.kind} now"
-    for key in sorted({"hook", "setup", "state", "target"} & (old.body["subject"].keys() | new.body["subject"].keys())):
+    for key in sorted(
+        {"hook", "setup", "state", "target"}
+        & (old.body["subject"].keys() | new.body["subject"].keys())
+    ):
         then, now = old.body["subject"].get(key), new.body["subject"].get(key)
         if then != now:
             yield f"changed subject: {key} {then or 'none'} then, {now or 'none'} now"
@@ -87,7 +96,11 @@ def _margins(old: CertificateFile, new: CertificateFile, slack: Slack) -> Iterat
             continue
         times = after / max(before, slack.margin_floor)
         if not times <= slack.margin_factor and not times <= worst.get(rule["rule"], (0.0, ""))[0]:
-            floor = f", where less than {slack.margin_floor:g} counts as that" if before < slack.margin_floor else ""
+            floor = (
+                f", where less than {slack.margin_floor:g} counts as that"
+                if before < slack.margin_floor
+                else ""
+            )
             said = f"{before:.2g} of the bound then, {after:.2g} now: more than {slack.margin_factor:g} times as much{floor}"
             worst[rule["rule"]] = (times, f"worse margin: {_named(rule)} [{name}]: {said}")
     yield from (line for _, line in worst.values())
@@ -99,8 +112,15 @@ def _traffic(old: CertificateFile, new: CertificateFile, slack: Slack) -> Iterat
         if before and not after:
             yield f"lower compression: {_named(rule)} [{name}]: bytes were counted then, and are not now"
         elif before and after:
-            more = [key for key in before if not after.get(key, float("nan")) <= before[key] * slack.traffic_factor]
-            said = ", ".join(f"{_SHARES.get(key, key)}: {before[key]:.3g} then, {after.get(key, float('nan')):.3g} now" for key in more)
+            more = [
+                key
+                for key in before
+                if not after.get(key, float("nan")) <= before[key] * slack.traffic_factor
+            ]
+            said = ", ".join(
+                f"{_SHARES.get(key, key)}: {before[key]:.3g} then, {after.get(key, float('nan')):.3g} now"
+                for key in more
+            )
             if more:
                 yield f"lower compression: {_named(rule)} [{name}]: sends more of its bytes, {said}"
 
@@ -108,7 +128,9 @@ def _traffic(old: CertificateFile, new: CertificateFile, slack: Slack) -> Iterat
 def _notes(old: CertificateFile, new: CertificateFile) -> Iterator[str]:
     """What may explain a difference, and is none."""
     before, after = old.body["subject"].get("sha256") or {}, new.body["subject"].get("sha256") or {}
-    if changed := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
+    if changed := sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    ):
         yield f"the subject's source is another: {', '.join(changed)}"
     for key in ("torch", "python", "platform"):
         then, now = old.body["profile"].get(key), new.body["profile"].get(key)
@@ -116,7 +138,9 @@ def _notes(old: CertificateFile, new: CertificateFile) -> Iterator[str]:
             yield f"{key} {then} then, {now} now"
     if old.body["claims"].get("said by") != new.body["claims"].get("said by"):
         yield f"claims were said by {old.body['claims'].get('said by')} then, by {new.body['claims'].get('said by')} now"
-    if gone := sorted({name for number, name in _runs(old) if (number, name) not in set(_runs(new))}):
+    if gone := sorted(
+        {name for number, name in _runs(old) if (number, name) not in set(_runs(new))}
+    ):
         yield f"runs that this kit does not make: {', '.join(gone)}"
     if any("traffic" in run and "traffic" not in then for _, _, then, run in _both(old, new)):
         yield "the baseline does not say how many bytes were sent: renew it to have compression compared"

@@ -25,9 +25,16 @@ PREDICATE_TYPE = "https://in-toto.io/attestation/test-result/v0.1"
 PASSED, WARNED, FAILED = "PASSED", "WARNED", "FAILED"
 
 
-def statement(subjects: Sequence[Mapping[str, Any]], predicate: Mapping[str, Any]) -> dict[str, Any]:
+def statement(
+    subjects: Sequence[Mapping[str, Any]], predicate: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the whole statement; what signs it may want the predicate alone."""
-    return {"_type": STATEMENT_TYPE, "subject": list(subjects), "predicateType": PREDICATE_TYPE, "predicate": dict(predicate)}
+    return {
+        "_type": STATEMENT_TYPE,
+        "subject": list(subjects),
+        "predicateType": PREDICATE_TYPE,
+        "predicate": dict(predicate),
+    }
 
 
 def result_of(path: Path, body: Mapping[str, Any], url: str = "") -> dict[str, Any]:
@@ -39,10 +46,16 @@ def result_of(path: Path, body: Mapping[str, Any], url: str = "") -> dict[str, A
     verdict = body.get("verdict", "certified")
     if verdict not in ("certified", "refused"):
         reasons = "; ".join(map(str, body.get("reasons", ())))
-        raise CertificateError(f"{path}: nothing to state: it says {verdict!r} ({reasons}), which is no result of a test")
+        raise CertificateError(
+            f"{path}: nothing to state: it says {verdict!r} ({reasons}), which is no result of a test"
+        )
     passed = _named(body, lambda rule: rule["verdict"] == str(Verdict.PASS))
-    warned = _named(body, lambda rule: rule["verdict"] == str(Verdict.FAIL) and rule["level"] != MUST)
-    failed = _named(body, lambda rule: rule["verdict"] == str(Verdict.FAIL) and rule["level"] == MUST)
+    warned = _named(
+        body, lambda rule: rule["verdict"] == str(Verdict.FAIL) and rule["level"] != MUST
+    )
+    failed = _named(
+        body, lambda rule: rule["verdict"] == str(Verdict.FAIL) and rule["level"] == MUST
+    )
     return {
         "result": FAILED if failed else WARNED if warned else PASSED,
         "configuration": list(_configuration(path, body)),
@@ -60,11 +73,19 @@ def subjects(body: Mapping[str, Any], files: Iterable[Path] = ()) -> list[dict[s
         UsageError: a file cannot be read, or there is none and the subject has no source.
     """
     if paths := list(files):
-        names = [path.name if [other.name for other in paths].count(path.name) == 1 else path.as_posix() for path in paths]
-        return [{"name": name, "digest": {"sha256": _sha256(path)}} for name, path in zip(names, paths, strict=True)]
+        names = [
+            path.name if [other.name for other in paths].count(path.name) == 1 else path.as_posix()
+            for path in paths
+        ]
+        return [
+            {"name": name, "digest": {"sha256": _sha256(path)}}
+            for name, path in zip(names, paths, strict=True)
+        ]
     sources = body["subject"].get("sha256") or {}
     if not sources:
-        raise UsageError("the subject has no source file whose digest is known: say what was tested with --subject-file")
+        raise UsageError(
+            "the subject has no source file whose digest is known: say what was tested with --subject-file"
+        )
     return [{"name": name, "digest": {"sha256": value}} for name, value in sources.items()]
 
 
@@ -77,7 +98,11 @@ def _configuration(path: Path, body: Mapping[str, Any]) -> Iterable[dict[str, An
     """What the result rests on: the file with all of it, the golden list, and what was run."""
     kit = body["kit"]
     yield {"name": path.name, "digest": {"sha256": _sha256(path)}, "mediaType": "application/json"}
-    yield {"name": "golden.txt", "digest": {"sha256": kit["golden list"]}, "annotations": {"kit": f"ddp-conformance {kit['version']}"}}
+    yield {
+        "name": "golden.txt",
+        "digest": {"sha256": kit["golden list"]},
+        "annotations": {"kit": f"ddp-conformance {kit['version']}"},
+    }
     run = {key: body[key] for key in ("command", "claims", "profile") if key in body}
     text = json.dumps(run, sort_keys=True).encode()
     yield {

@@ -32,7 +32,10 @@ def block(text: str) -> str:
 
 def printable(text: str) -> str:
     """Return a text without what steers a terminal, or the direction that it is read in; lines and tabs stay."""
-    return "".join(char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 def _longest(text: str) -> int:

@@ -30,14 +30,30 @@ def session_markdown(body: Mapping[str, Any]) -> str:
     if verdict not in _HEADINGS:
         lines += ["A development run: no certificate.", ""]
     return "\n".join(
-        [*lines, *_reasons(body), *_failures(rules), *_said("Limits", _limits(body)), *_said("Advice", _advice(body)), *_table(rules)]
+        [
+            *lines,
+            *_reasons(body),
+            *_failures(rules),
+            *_said("Limits", _limits(body)),
+            *_said("Advice", _advice(body)),
+            *_table(rules),
+        ]
     )
 
 
 def gate_markdown(title: str, worse: Sequence[str], notes: Sequence[str]) -> str:
     """Return the summary of what the gate said of a certificate."""
     held = f"### Gate: {'refused' if worse else 'holds'}"
-    return "\n".join([held, "", span(title), "", *_said("Worse", worse), *_said("Different, and no worse", notes)])
+    return "\n".join(
+        [
+            held,
+            "",
+            span(title),
+            "",
+            *_said("Worse", worse),
+            *_said("Different, and no worse", notes),
+        ]
+    )
 
 
 def nothing_markdown(folder: str) -> str:
@@ -52,16 +68,30 @@ def _reasons(body: Mapping[str, Any]) -> list[str]:
 
 def _failures(rules: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for rule in rules:
-        if rule["verdict"] not in (str(Verdict.FAIL), str(Verdict.KIT_ERROR)) or rule["level"] != MUST:
+        if (
+            rule["verdict"] not in (str(Verdict.FAIL), str(Verdict.KIT_ERROR))
+            or rule["level"] != MUST
+        ):
             continue
-        yield from (f"**{span(rule['rule'])}** {span(rule['title'])}", "", block(_failure(rule)), "")
+        yield from (
+            f"**{span(rule['rule'])}** {span(rule['title'])}",
+            "",
+            block(_failure(rule)),
+            "",
+        )
 
 
 def _failure(rule: Mapping[str, Any]) -> str:
-    where = next((name for name, run in rule["runs"].items() if run.get("verdict") == rule["verdict"]), "")
+    where = next(
+        (name for name, run in rule["runs"].items() if run.get("verdict") == rule["verdict"]), ""
+    )
     said = {"Requirement": rule.get("requirement"), "Where": where}
     for failure in rule.get("failures", ())[:1]:
-        said |= {"Expected": failure.get("expected"), "Actual": failure.get("actual"), "Likely cause": failure.get("cause")}
+        said |= {
+            "Expected": failure.get("expected"),
+            "Actual": failure.get("actual"),
+            "Likely cause": failure.get("cause"),
+        }
     if not rule.get("failures"):
         said["Reason"] = rule.get("reason")
     return "\n".join(f"{key + ':':<14}{value}" for key, value in said.items() if value)
@@ -71,13 +101,21 @@ def _limits(body: Mapping[str, Any]) -> list[str]:
     if "limits" in body:
         return list(body["limits"])
     spared = (rule for rule in body["rules"] if rule["verdict"] == str(Verdict.NOT_APPLICABLE))
-    return [_line(rule) for rule in spared if not str(rule.get("reason", "")).endswith((NOT_CLAIMED, INSTEAD))]
+    return [
+        _line(rule)
+        for rule in spared
+        if not str(rule.get("reason", "")).endswith((NOT_CLAIMED, INSTEAD))
+    ]
 
 
 def _advice(body: Mapping[str, Any]) -> list[str]:
     if "advice" in body:
         return list(body["advice"])
-    return [_line(rule) for rule in body["rules"] if rule["verdict"] == str(Verdict.FAIL) and rule["level"] != MUST]
+    return [
+        _line(rule)
+        for rule in body["rules"]
+        if rule["verdict"] == str(Verdict.FAIL) and rule["level"] != MUST
+    ]
 
 
 def _line(rule: Mapping[str, Any]) -> str:
@@ -91,10 +129,20 @@ def _said(title: str, lines: Iterable[str]) -> list[str]:
 
 def _table(rules: Iterable[Mapping[str, Any]]) -> list[str]:
     """The largest margins, and what was sent."""
-    margins = sorted((rule for rule in rules if rule.get("margin")), key=lambda rule: -float(rule["margin"]))[:MARGINS]
-    rows = [f"| {span(rule['rule'])} {span(rule['title'])} | {span(format(float(rule['margin']), '.2g'))} |" for rule in margins]
+    margins = sorted(
+        (rule for rule in rules if rule.get("margin")), key=lambda rule: -float(rule["margin"])
+    )[:MARGINS]
+    rows = [
+        f"| {span(rule['rule'])} {span(rule['title'])} | {span(format(float(rule['margin']), '.2g'))} |"
+        for rule in margins
+    ]
     table = ["| largest errors | of their bound |", "|---|---|", *rows, ""] if rows else []
-    counted = [(rule, run["traffic"]) for rule in rules for run in rule["runs"].values() if run.get("traffic")]
+    counted = [
+        (rule, run["traffic"])
+        for rule in rules
+        for run in rule["runs"].values()
+        if run.get("traffic")
+    ]
     return table + [
         f"Bytes sent by {span(rule['rule'])}: {span(format(float(sent['mean']), '.3g'))} of those without compression, "
         f"{span(format(float(sent['largest']), '.3g'))} in the step that sends most.\n"

@@ -23,7 +23,9 @@ _SHAPE: dict[str, Any] = {
     "subject": {"kind": str},
     "claims": {"text": str},
     "profile": {"name": str, "world sizes": [int]},
-    "rules": [{"rule": str, "level": str, "title": str, "verdict": str, "checks": int, "runs": dict}],
+    "rules": [
+        {"rule": str, "level": str, "title": str, "verdict": str, "checks": int, "runs": dict}
+    ],
     "digest": str,
 }
 _WORLD = re.compile(r"@(\d+)")
@@ -98,7 +100,11 @@ def read_json(path: Path) -> dict[str, Any]:
         body = json.loads(whole, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         cut = not whole or (whole[0] == "{" and (whole[-1] != "}" or error.pos >= len(whole)))
-        raise CertificateError(f"{path}: is cut short" if cut else f"{path}: is no certificate: it is not JSON ({error.msg})") from error
+        raise CertificateError(
+            f"{path}: is cut short"
+            if cut
+            else f"{path}: is no certificate: it is not JSON ({error.msg})"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise CertificateError(f"{path}: is no certificate: {error}") from error
     if not isinstance(body, dict):
@@ -116,19 +122,27 @@ def read_certificate(path: Path) -> CertificateFile:
     body = read_json(path)
     if is_report(body):
         said = "; ".join([body["verdict"], *map(str, body.get("reasons", ()))])
-        raise CertificateError(f"{path}: is the report of a session, which is no certificate ({said})")
+        raise CertificateError(
+            f"{path}: is the report of a session, which is no certificate ({said})"
+        )
     if body.get("schema") != SCHEMA:
         raise CertificateError(f"{path}: is no certificate: its schema is {body.get('schema')!r}")
     if misfit := _misfit(body, _SHAPE) or _misfits(body):
         raise CertificateError(f"{path}: is no certificate: {misfit}")
     if body["digest"] != digest(body):
-        raise CertificateError(f"{path}: was edited: its digest is {body['digest'][:16]}, that of what it holds {digest(body)[:16]}")
+        raise CertificateError(
+            f"{path}: was edited: its digest is {body['digest'][:16]}, that of what it holds {digest(body)[:16]}"
+        )
     return CertificateFile(path, body)
 
 
 def is_report(body: Mapping[str, Any]) -> bool:
     """Whether a file of the kit's is a session's report."""
-    return "schema" not in body and isinstance(body.get("verdict"), str) and isinstance(body.get("rules"), list)
+    return (
+        "schema" not in body
+        and isinstance(body.get("verdict"), str)
+        and isinstance(body.get("rules"), list)
+    )
 
 
 def is_result(path: Path) -> bool:
@@ -148,15 +162,29 @@ def flaws(certificate: CertificateFile) -> list[str]:
     if not certificate.of_this_kit:
         kit = kit_identity()
         theirs, ours = certificate.golden[:16], kit["golden list"][:16]
-        return [f"was judged by the golden list {theirs} of kit {certificate.body['kit']['version']}; that of this kit is {ours}"]
+        return [
+            f"was judged by the golden list {theirs} of kit {certificate.body['kit']['version']}; that of this kit is {ours}"
+        ]
     if certificate.kind not in (HOOK, *KINDS):
         return [f"is of a kind of subject that this kit does not know: {certificate.kind!r}"]
-    found = [] if certificate.body.get("certified") is True else ["is of a development run: it does not say that it is certified"]
-    return [*found, *_rules_missing(certificate), *_worlds_missing(certificate), *_contradictions(certificate)]
+    found = (
+        []
+        if certificate.body.get("certified") is True
+        else ["is of a development run: it does not say that it is certified"]
+    )
+    return [
+        *found,
+        *_rules_missing(certificate),
+        *_worlds_missing(certificate),
+        *_contradictions(certificate),
+    ]
 
 
 def _rules_missing(certificate: CertificateFile) -> Iterator[str]:
-    golden, rules = golden_list(certificate.kind, str(certificate.body["profile"].get("device", "cpu"))), certificate.rules
+    golden, rules = (
+        golden_list(certificate.kind, str(certificate.body["profile"].get("device", "cpu"))),
+        certificate.rules,
+    )
     if absent := [number for number in golden if number not in rules]:
         yield f"is of a development run: {len(absent)} of {len(golden)} MUST rules are not in it: {', '.join(absent)}"
     holds = {str(verdict) for verdict in Verdict if verdict.holds}
@@ -170,9 +198,18 @@ def _rules_missing(certificate: CertificateFile) -> Iterator[str]:
 def _worlds_missing(certificate: CertificateFile) -> Iterator[str]:
     """A size is in it if a rule was judged there. Fewer ranks than it claims to take may be none of its business."""
     smallest = _SMALLEST.search(certificate.claims)
-    judged = {int(world) for rule in certificate.rules.values() for run in rule["runs"] for world in _WORLD.findall(run)}
+    judged = {
+        int(world)
+        for rule in certificate.rules.values()
+        for run in rule["runs"]
+        for world in _WORLD.findall(run)
+    }
     judged |= {world for world in certificate.worlds if smallest and world < int(smallest[1])}
-    missing = [str(world) for world in REQUIRED_WORLDS if world not in certificate.worlds or world not in judged]
+    missing = [
+        str(world)
+        for world in REQUIRED_WORLDS
+        if world not in certificate.worlds or world not in judged
+    ]
     if missing:
         yield f"is of a development run: world size {', '.join(missing)} was left out"
 
@@ -203,14 +240,25 @@ def _named(rule: Mapping[str, Any]) -> str:
 def _misfits(body: Mapping[str, Any]) -> str:
     """Return what has another shape than it has to, of what need not be there; '' if nothing has."""
     sources = body["subject"].get("sha256") or {}
-    if not (isinstance(sources, dict) and all(isinstance(value, str) for value in sources.values())):
+    if not (
+        isinstance(sources, dict) and all(isinstance(value, str) for value in sources.values())
+    ):
         return "sha256 of subject cannot be read"
     for rule in body["rules"]:
         runs = rule["runs"].values()
-        numbers = [number for run in runs if isinstance(run, dict) for number in (run.get("checks", 0), run.get("margin", 0.0))]
+        numbers = [
+            number
+            for run in runs
+            if isinstance(run, dict)
+            for number in (run.get("checks", 0), run.get("margin", 0.0))
+        ]
         traffic = [run.get("traffic", {}) for run in runs if isinstance(run, dict)]
-        numbers += [number for sent in traffic if isinstance(sent, dict) for number in sent.values()]
-        readable = all(isinstance(one, dict) for one in (*runs, *traffic)) and all(isinstance(number, int | float) for number in numbers)
+        numbers += [
+            number for sent in traffic if isinstance(sent, dict) for number in sent.values()
+        ]
+        readable = all(isinstance(one, dict) for one in (*runs, *traffic)) and all(
+            isinstance(number, int | float) for number in numbers
+        )
         if not readable:
             return f"runs of {_named(rule)} cannot be read"
     return ""
@@ -227,13 +275,22 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _misfit(value: Any, shape: Any, where: str = "") -> str:
     """Return what of a value has another shape than it has to; '' if nothing has."""
     if isinstance(shape, list):
-        inner = next((said for one in value if (said := _misfit(one, shape[0], f"one of {where}"))), "") if isinstance(value, list) else ""
+        inner = (
+            next((said for one in value if (said := _misfit(one, shape[0], f"one of {where}"))), "")
+            if isinstance(value, list)
+            else ""
+        )
         return inner or ("" if isinstance(value, list) else f"{where} is no list")
     if isinstance(shape, dict):
         if not isinstance(value, dict):
             return f"{where} is no object"
         return next(
-            (said for key, one in shape.items() if (said := _misfit(value.get(key), one, f"{key} of {where}" if where else key))), ""
+            (
+                said
+                for key, one in shape.items()
+                if (said := _misfit(value.get(key), one, f"{key} of {where}" if where else key))
+            ),
+            "",
         )
     right = isinstance(value, shape) and not (shape is int and isinstance(value, bool))
     return "" if right else f"{where} is {'missing' if value is None else 'no ' + shape.__name__}"

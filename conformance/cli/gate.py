@@ -4,7 +4,14 @@ import argparse
 import os
 from pathlib import Path
 
-from conformance.certificates.comparison import MARGIN_FACTOR, MARGIN_FLOOR, TRAFFIC_FACTOR, Comparison, Slack, compare
+from conformance.certificates.comparison import (
+    MARGIN_FACTOR,
+    MARGIN_FLOOR,
+    TRAFFIC_FACTOR,
+    Comparison,
+    Slack,
+    compare,
+)
 from conformance.certificates.markdown import printable
 from conformance.certificates.markdown_summary import gate_markdown
 from conformance.certificates.reader import CertificateFile, flaws, read_certificate
@@ -43,13 +50,40 @@ def _parser() -> Arguments:
     what = "Refuse a certificate that is none, or worse than its baseline."
     parser = Arguments("python -m conformance gate", description=what, epilog=_EPILOG)
     parser.add_argument("certificate", type=Path, metavar="NEW")
-    parser.add_argument("--baseline", type=Path, metavar="OLD", help="the certificate that NEW is to be no worse than")
-    parser.add_argument("--renew", action="store_true", help="say what is different, and make NEW the baseline, if it is a certificate")
-    parser.add_argument("--require-profile", metavar="NAME", help="refuse a certificate of another profile, such as gloo-cpu")
-    parser.add_argument("--margin-factor", type=_at_least_1, default=MARGIN_FACTOR, metavar="F", help="default: %(default)s")
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="OLD",
+        help="the certificate that NEW is to be no worse than",
+    )
+    parser.add_argument(
+        "--renew",
+        action="store_true",
+        help="say what is different, and make NEW the baseline, if it is a certificate",
+    )
+    parser.add_argument(
+        "--require-profile",
+        metavar="NAME",
+        help="refuse a certificate of another profile, such as gloo-cpu",
+    )
+    parser.add_argument(
+        "--margin-factor",
+        type=_at_least_1,
+        default=MARGIN_FACTOR,
+        metavar="F",
+        help="default: %(default)s",
+    )
     floor = "margins below it, as fractions of a bound, count as it; default: %(default)s"
-    parser.add_argument("--margin-floor", type=_fraction, default=MARGIN_FLOOR, metavar="F", help=floor)
-    parser.add_argument("--traffic-factor", type=_at_least_1, default=TRAFFIC_FACTOR, metavar="F", help="default: %(default)s")
+    parser.add_argument(
+        "--margin-floor", type=_fraction, default=MARGIN_FLOOR, metavar="F", help=floor
+    )
+    parser.add_argument(
+        "--traffic-factor",
+        type=_at_least_1,
+        default=TRAFFIC_FACTOR,
+        metavar="F",
+        help="default: %(default)s",
+    )
     page = f"add what is said to this file, in Markdown; default: ${PAGE}, where it is set"
     parser.add_argument("--summary", type=Path, metavar="FILE", help=page)
     return parser
@@ -63,7 +97,9 @@ def _weigh(given: argparse.Namespace) -> tuple[str, list[str], Comparison]:
         return str(given.certificate), list(error.reasons), Comparison()
     refused = [f"{new.path}: {flaw}" for flaw in flaws(new)]
     if given.require_profile and new.profile != given.require_profile:
-        refused.append(f"{new.path}: is of the profile {new.profile}, and {given.require_profile} is required")
+        refused.append(
+            f"{new.path}: is of the profile {new.profile}, and {given.require_profile} is required"
+        )
     slack = Slack(given.margin_factor, given.margin_floor, given.traffic_factor)
     compared = _compare(given.baseline, new, slack, given.renew) if given.baseline else Comparison()
     return f"{new.name} as {new.claims}, profile {new.profile}", refused, compared
@@ -74,7 +110,9 @@ def _compare(path: Path, new: CertificateFile, slack: Slack, renew: bool) -> Com
     if not path.exists():
         if renew:
             return Comparison()
-        raise UsageError(f"{path}: there is no such baseline; --renew makes {new.path} the baseline")
+        raise UsageError(
+            f"{path}: there is no such baseline; --renew makes {new.path} the baseline"
+        )
     try:
         old = read_certificate(path)
     except CertificateError as error:
@@ -82,7 +120,9 @@ def _compare(path: Path, new: CertificateFile, slack: Slack, renew: bool) -> Com
     # That its golden list is another is said by the comparison: what else may be wrong with it follows from that.
     wrong = flaws(old) if old.of_this_kit else []
     compared = compare(old, new, slack)
-    return Comparison([*(f"the baseline {path}: {flaw}" for flaw in wrong), *compared.worse], compared.notes)
+    return Comparison(
+        [*(f"the baseline {path}: {flaw}" for flaw in wrong), *compared.worse], compared.notes
+    )
 
 
 def _at_least_1(text: str) -> float:

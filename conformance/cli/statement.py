@@ -20,18 +20,50 @@ def main(arguments: list[str]) -> int:
         CertificateError: there is nothing to state.
     """
     parser = Arguments(
-        "python -m conformance statement", description="State a certificate, or that a subject was refused, as in-toto has it."
+        "python -m conformance statement",
+        description="State a certificate, or that a subject was refused, as in-toto has it.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="the certificate.json, or the report.json of a subject that was refused")
-    tested = "what was tested, such as a wheel; may be repeated; default: the subject's source files"
-    parser.add_argument("--subject-file", type=Path, action="append", default=[], metavar="FILE", help=tested)
-    parser.add_argument("--url", default=_run(os.environ), help="of the run of the tests; default: that of the CI job that runs this")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where the statement goes; default: standard output")
-    parser.add_argument("--predicate", type=Path, metavar="FILE", help="where the predicate alone goes, as actions/attest takes it")
-    parser.add_argument("--checksums", type=Path, metavar="FILE", help="where the subjects go, as sha256sum prints them")
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="the certificate.json, or the report.json of a subject that was refused",
+    )
+    tested = (
+        "what was tested, such as a wheel; may be repeated; default: the subject's source files"
+    )
+    parser.add_argument(
+        "--subject-file", type=Path, action="append", default=[], metavar="FILE", help=tested
+    )
+    parser.add_argument(
+        "--url",
+        default=_run(os.environ),
+        help="of the run of the tests; default: that of the CI job that runs this",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where the statement goes; default: standard output",
+    )
+    parser.add_argument(
+        "--predicate",
+        type=Path,
+        metavar="FILE",
+        help="where the predicate alone goes, as actions/attest takes it",
+    )
+    parser.add_argument(
+        "--checksums",
+        type=Path,
+        metavar="FILE",
+        help="where the subjects go, as sha256sum prints them",
+    )
     given = parser.parse_args(arguments)
     body = _body(given.file)
-    tested_files, predicate = subjects(body, given.subject_file), result_of(given.file, body, given.url)
+    tested_files, predicate = (
+        subjects(body, given.subject_file),
+        result_of(given.file, body, given.url),
+    )
     whole = json.dumps(statement(tested_files, predicate), indent=1) + "\n"
     if given.predicate:
         write(given.predicate, json.dumps(predicate, indent=1) + "\n")

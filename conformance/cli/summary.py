@@ -16,9 +16,16 @@ def main(arguments: list[str]) -> int:
         UsageError: a file cannot be opened, or the arguments cannot be read.
         CertificateError: a file is no report, and no certificate either.
     """
-    parser = Arguments("python -m conformance summary", description=f"Add a summary to ${PAGE}; print it where there is none.")
+    parser = Arguments(
+        "python -m conformance summary",
+        description=f"Add a summary to ${PAGE}; print it where there is none.",
+    )
     parser.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="a report.json or certificate.json, or a folder with reports in it"
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="a report.json or certificate.json, or a folder with reports in it",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write it to this file too")
     given = parser.parse_args(arguments)
@@ -37,7 +44,9 @@ def _summaries(path: Path) -> list[str]:
     """Of a folder it is the reports: a session that could not be begun has left none, or no folder, and the page is to say so."""
     if path.is_file() or path.suffix == ".json":
         return [_summary(path)]
-    return [_summary(report) for report in sorted(path.rglob("report.json"))] or [nothing_markdown(str(path))]
+    return [_summary(report) for report in sorted(path.rglob("report.json"))] or [
+        nothing_markdown(str(path))
+    ]
 
 
 def _summary(path: Path) -> str:
@@ -50,4 +59,6 @@ def _summary(path: Path) -> str:
     try:
         return session_markdown(body)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CertificateError(f"{path}: is no report that this kit can read ({error!r})") from error
+        raise CertificateError(
+            f"{path}: is no report that this kit can read ({error!r})"
+        ) from error

@@ -7,7 +7,13 @@ from conformance.scenarios.model import Param, Scenario
 STEPS = 30
 
 
-_PARAMS = (Param((5, 3)), Param((7,)), Param((1,)), Param((4, 3, 2, 5), layout="channels_last"), Param((6, 5), layout="transposed"))
+_PARAMS = (
+    Param((5, 3)),
+    Param((7,)),
+    Param((1,)),
+    Param((4, 3, 2, 5), layout="channels_last"),
+    Param((6, 5), layout="transposed"),
+)
 
 
 PLAIN = Scenario(
@@ -20,7 +26,13 @@ PLAIN = Scenario(
 )
 
 
-RANDOM = replace(PLAIN, name="averager_random", summary="the same with random values", steps=("normal",) * STEPS, world_sizes=(3, 4))
+RANDOM = replace(
+    PLAIN,
+    name="averager_random",
+    summary="the same with random values",
+    steps=("normal",) * STEPS,
+    world_sizes=(3, 4),
+)
 
 
 FORMS = replace(
@@ -38,7 +50,11 @@ DTYPES = replace(
     name="averager_dtypes",
     summary="four dtypes in one model; 0-d, empty and one-element parameters",
     params=(
-        *(Param(shape, dtype) for dtype in ("float32", "float64", "float16", "bfloat16") for shape in ((11,), (3, 5))),
+        *(
+            Param(shape, dtype)
+            for dtype in ("float32", "float64", "float16", "bfloat16")
+            for shape in ((11,), (3, 5))
+        ),
         *(Param(()), Param((0,)), Param((1,), "float64")),
     ),
     steps=tuple("crafted" if step % 8 < 4 else "normal" for step in range(STEPS)),
@@ -74,7 +90,11 @@ ORDERED = replace(
 
 
 SAVED = replace(
-    PLAIN, name="averager_saved", summary="its state is saved after 13 steps", world_sizes=(2,), resume=replace(PLAIN.resume, saves_at=13)
+    PLAIN,
+    name="averager_saved",
+    summary="its state is saved after 13 steps",
+    world_sizes=(2,),
+    resume=replace(PLAIN.resume, saves_at=13),
 )
 
 

@@ -52,7 +52,10 @@ FORMS = replace(
     name="collective_forms",
     summary="tensors of one to four dimensions, empty, of one element, not contiguous, of other dtypes",
     params=(
-        *(Param(shape) for shape in ((7,), (131,), (1,), (0,), (0, 3), (1, 1), (2, 3, 4), (2, 3, 2, 5))),
+        *(
+            Param(shape)
+            for shape in ((7,), (131,), (1,), (0,), (0, 3), (1, 1), (2, 3, 4), (2, 3, 2, 5))
+        ),
         *(Param((6, 5), layout="transposed"), Param((4, 3, 2, 5), layout="channels_last")),
         *(Param((5, 3), dtype) for dtype in ("float64", "float16", "bfloat16", "int32", "int64")),
     ),

@@ -19,9 +19,42 @@ from conformance.scenarios.model import Scenario
 
 _NAN_OF_CUDA = 0x7FFFFFFF  # the bits of the NaN that arithmetic on such a device gives
 _SPECIAL = (
-    *(math.nan, math.inf, -math.inf, 0.0, -0.0, 65504.0, -65504.0, 65519.0, 65520.0, -7e4, 3.4028234663852886e38, -3e38),
-    *(2.0**-14, 2.0**-24, 3 * 2.0**-25, 2.0**-25, -(2.0**-26), 1e-40, -(2.0**-133), 2.0**-134, 1e-30),
-    *(1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8, 0.1, -1 / 3, 256.0, math.nan),
+    *(
+        math.nan,
+        math.inf,
+        -math.inf,
+        0.0,
+        -0.0,
+        65504.0,
+        -65504.0,
+        65519.0,
+        65520.0,
+        -7e4,
+        3.4028234663852886e38,
+        -3e38,
+    ),
+    *(
+        2.0**-14,
+        2.0**-24,
+        3 * 2.0**-25,
+        2.0**-25,
+        -(2.0**-26),
+        1e-40,
+        -(2.0**-133),
+        2.0**-134,
+        1e-30,
+    ),
+    *(
+        1 + 2.0**-11,
+        1 + 3 * 2.0**-11,
+        1 + 2.0**-8,
+        1 + 3 * 2.0**-8,
+        -1 - 2.0**-8,
+        0.1,
+        -1 / 3,
+        256.0,
+        math.nan,
+    ),
 )
 
 
@@ -32,13 +65,19 @@ def form_of(scenario: Scenario, index: int) -> str:
 
 def indices(scenario: Scenario) -> range:
     """Return the parameters that there are calls for."""
-    forms = len(CALLS[scenario.options[0]]) if scenario.name == CALLED.name else len(scenario.params)
+    forms = (
+        len(CALLS[scenario.options[0]]) if scenario.name == CALLED.name else len(scenario.params)
+    )
     return range(min(forms, len(scenario.params)))
 
 
 def source_of(scenario: Scenario, size: int, step: int, index: int) -> int:
     """Return the place of the rank that scatters; where rank 0 goes first, or the same is sent again and again, the first."""
-    return (step + index) % size if scenario.order == "free" and "constant" not in scenario.steps else 0
+    return (
+        (step + index) % size
+        if scenario.order == "free" and "constant" not in scenario.steps
+        else 0
+    )
 
 
 def sent(scenario: Scenario, size: int, place: int, step: int, index: int) -> list[tuple[int, int]]:
@@ -51,7 +90,9 @@ def sent(scenario: Scenario, size: int, place: int, step: int, index: int) -> li
     return [(place, to) for to in range(size)]
 
 
-def received(scenario: Scenario, size: int, place: int, step: int, index: int) -> list[tuple[int, int]]:
+def received(
+    scenario: Scenario, size: int, place: int, step: int, index: int
+) -> list[tuple[int, int]]:
     """Return the messages that arrive at a rank, in their order."""
     collective = scenario.options[0]
     if collective == "scatter":
@@ -69,7 +110,9 @@ def shape_of(scenario: Scenario, size: int, index: int, source: int, to: int) ->
 
 
 @functools.lru_cache(maxsize=512)
-def message(scenario: Scenario, size: int, step: int, index: int, source: int, to: int) -> torch.Tensor:
+def message(
+    scenario: Scenario, size: int, step: int, index: int, source: int, to: int
+) -> torch.Tensor:
     """Return what the rank in one place of its group sends to the one in another, in C order."""
     spec, kind, pair = scenario.params[index], scenario.steps[step], 16 * source + to
     shape, dtype = shape_of(scenario, size, index, source, to), getattr(torch, spec.dtype)
@@ -80,7 +123,19 @@ def message(scenario: Scenario, size: int, step: int, index: int, source: int, t
         values = torch.tensor(_SPECIAL)
         values[-1:].view(torch.int32).fill_(_NAN_OF_CUDA)
         return values.roll(source + to).reshape(shape)
-    values = gradient("normal" if kind == "uneven" else kind, (count,), torch.float64, world=1, rank=pair, step=step, param=index)
+    values = gradient(
+        "normal" if kind == "uneven" else kind,
+        (count,),
+        torch.float64,
+        world=1,
+        rank=pair,
+        step=step,
+        param=index,
+    )
     if kind == "uneven":
-        values = values * 2.0 ** (2 * ((5 * source + 3 * to + step) % 4)) * 2.0 ** (6 - 3 * (torch.arange(count) // 128 % 3))
+        values = (
+            values
+            * 2.0 ** (2 * ((5 * source + 3 * to + step) % 4))
+            * 2.0 ** (6 - 3 * (torch.arange(count) // 128 % 3))
+        )
     return values.to(dtype).reshape(shape)

@@ -28,16 +28,38 @@ import torch
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES
 
 KINDS = (
-    *("crafted", "normal", "wide", "nan", "inf", "zero_one", "zero_all", "constant", "small", "small_constant"),
+    *(
+        "crafted",
+        "normal",
+        "wide",
+        "nan",
+        "inf",
+        "zero_one",
+        "zero_all",
+        "constant",
+        "small",
+        "small_constant",
+    ),
     *("tiny", "tiny_float16", "tiny_bfloat16", "minus_zero"),
 )
 _TINY_EXPONENT = {"tiny": -149, "tiny_bfloat16": -133, "tiny_float16": -24}
 REPEATED = ("constant", "small_constant")  # the same at every step
 _MASK = (1 << 64) - 1
-SPECIAL_EVERY = 5  # every fifth element of a nan or inf step is special, so most still show the mean
+SPECIAL_EVERY = (
+    5  # every fifth element of a nan or inf step is special, so most still show the mean
+)
 
 
-def gradient(kind: str, shape: tuple[int, ...], dtype: torch.dtype, *, world: int, rank: int, step: int, param: int) -> torch.Tensor:
+def gradient(
+    kind: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    world: int,
+    rank: int,
+    step: int,
+    param: int,
+) -> torch.Tensor:
     """Return the gradient that one rank feeds for one parameter at one step.
 
     Args:
@@ -51,7 +73,9 @@ def gradient(kind: str, shape: tuple[int, ...], dtype: torch.dtype, *, world: in
     """
     numel = math.prod(shape)
     if dtype.is_complex:
-        parts = [_values(kind, numel, world, rank, step, 2 * param + 1000 + part) for part in (0, 1)]
+        parts = [
+            _values(kind, numel, world, rank, step, 2 * param + 1000 + part) for part in (0, 1)
+        ]
         return torch.complex(*parts).to(dtype).reshape(shape)
     return _values(kind, numel, world, rank, step, param).to(dtype).reshape(shape)
 
@@ -62,10 +86,15 @@ def at_scale(size: int) -> torch.Tensor:
     ``random`` is uniform in -1 to 1; ``large`` 128 to 256, with one sign on all ranks for each element; ``small`` 2**-16 to
     2**-15, likewise.
     """
-    random, large, small = (_uniform(size * SCALE_NUMEL, (size, kind)).view(size, SCALE_NUMEL) for kind in range(len(SCALES)))
+    random, large, small = (
+        _uniform(size * SCALE_NUMEL, (size, kind)).view(size, SCALE_NUMEL)
+        for kind in range(len(SCALES))
+    )
     sign = torch.ones(SCALE_NUMEL, dtype=torch.float64)
     sign[::2] = -1
-    return torch.cat([2 * random - 1, sign * 128 * (1 + large), sign * 2.0**-16 * (1 + small)], dim=1)
+    return torch.cat(
+        [2 * random - 1, sign * 128 * (1 + large), sign * 2.0**-16 * (1 + small)], dim=1
+    )
 
 
 def uses(world: int, rank: int, step: int, param: int) -> bool:
@@ -82,7 +111,17 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
     if kind == "zero_all" or (kind == "zero_one" and rank == 0):
         return torch.zeros(numel, dtype=torch.float64)
     if kind.startswith("small"):
-        return _values({"small": "normal", "small_constant": "constant"}[kind], numel, world, rank, step, param) * 2.0**-10
+        return (
+            _values(
+                {"small": "normal", "small_constant": "constant"}[kind],
+                numel,
+                world,
+                rank,
+                step,
+                param,
+            )
+            * 2.0**-10
+        )
     if kind == "constant":
         return _constant(numel, rank, param).clone()
     if kind == "minus_zero":
@@ -90,7 +129,12 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
     if kind == "normal":
         return _bell(numel, (rank, step, param))
     if kind == "wide":
-        exponent = _integers(numel, 189, (step, param, 50)) - 94 + _integers(numel, 7, (rank, step, param, 51)) - 3
+        exponent = (
+            _integers(numel, 189, (step, param, 50))
+            - 94
+            + _integers(numel, 7, (rank, step, param, 51))
+            - 3
+        )
         sign = _integers(numel, 2, (rank, step, param, 52)) * 2 - 1
         return sign * (1 + _uniform(numel, (rank, step, param, 53))) * _power_of_two(exponent)
     values = world * _small_integers(numel, world, (rank, step, param)).double()

@@ -4,7 +4,10 @@ from dataclasses import replace
 
 from conformance.scenarios.model import DDPOptions, Param, Scenario
 
-SCALES, SCALE_NUMEL = ("random", "large", "small"), 32  # kinds of gradient at scale, and how many elements each has
+SCALES, SCALE_NUMEL = (
+    ("random", "large", "small"),
+    32,
+)  # kinds of gradient at scale, and how many elements each has
 
 
 # 47 elements: odd, prime, divisible by no world size. All in one bucket.
@@ -123,7 +126,11 @@ LONG = replace(
 DTYPES = Scenario(
     "dtypes",
     "float32, float64, float16 and bfloat16 parameters in one model",
-    tuple(Param(shape, dtype) for dtype in ("float32", "float64", "float16", "bfloat16") for shape in ((11,), (3, 5))),
+    tuple(
+        Param(shape, dtype)
+        for dtype in ("float32", "float64", "float16", "bfloat16")
+        for shape in ((11,), (3, 5))
+    ),
     ("crafted", "crafted", "normal"),
     world_sizes=(2, 3),
 )
@@ -133,7 +140,13 @@ SHAPES = Scenario(
     "shapes",
     "0-d (one of them alone in its bucket), one element, empty, prime, channels_last, transposed, larger than a bucket",
     (
-        *(Param(()), Param((1,)), Param((0,)), Param((13,)), Param((4, 3, 2, 5), layout="channels_last")),
+        *(
+            Param(()),
+            Param((1,)),
+            Param((0,)),
+            Param((13,)),
+            Param((4, 3, 2, 5), layout="channels_last"),
+        ),
         *(Param((6, 5), layout="transposed"), Param((1031,)), Param((2, 2)), Param((), "float64")),
     ),
     ("crafted",) * 3,
@@ -152,7 +165,13 @@ SIZES = Scenario(
 )
 
 
-LARGE = Scenario("large", "one parameter of more than a million elements", (Param((1_048_583,)),), ("crafted",), world_sizes=(2,))
+LARGE = Scenario(
+    "large",
+    "one parameter of more than a million elements",
+    (Param((1_048_583,)),),
+    ("crafted",),
+    world_sizes=(2,),
+)
 
 
 SUBGROUPS = Scenario(
@@ -165,7 +184,11 @@ SUBGROUPS = Scenario(
 
 
 COMPLEX = Scenario(
-    "complex", "complex parameters", (Param((5, 3), "complex64"), Param((7,), "complex64")), ("crafted",) * 2, world_sizes=(2,)
+    "complex",
+    "complex parameters",
+    (Param((5, 3), "complex64"), Param((7,), "complex64")),
+    ("crafted",) * 2,
+    world_sizes=(2,),
 )
 
 
@@ -182,7 +205,18 @@ SPECIAL = Scenario(
     "special",
     "NaN, infinities, zeros, subnormals, negative zeros, then ordinary values again",
     _SMALL,
-    ("crafted", "nan", "inf", "zero_one", "zero_all", "tiny", "tiny_float16", "tiny_bfloat16", "minus_zero", "crafted"),
+    (
+        "crafted",
+        "nan",
+        "inf",
+        "zero_one",
+        "zero_all",
+        "tiny",
+        "tiny_float16",
+        "tiny_bfloat16",
+        "minus_zero",
+        "crafted",
+    ),
     world_sizes=(2, 3),
 )
 
@@ -232,7 +266,13 @@ UNUSED = replace(
 FROZEN = Scenario(
     "frozen",
     "frozen parameters between others, and one that is used twice",
-    (Param((5, 3)), Param((4, 4), frozen=True), Param((7,), uses=2), Param((11,), frozen=True), Param((2, 3, 4))),
+    (
+        Param((5, 3)),
+        Param((4, 4), frozen=True),
+        Param((7,), uses=2),
+        Param((11,), frozen=True),
+        Param((2, 3, 4)),
+    ),
     ("crafted",) * 3,
     world_sizes=(2,),
 )
@@ -247,7 +287,10 @@ STATIC = replace(
 
 
 ACCUMULATED = replace(
-    _SEVERAL_BUCKETS, name="accumulated", summary="three micro-batches a step, the first two under no_sync", microbatch_weights=(2, -3, 2)
+    _SEVERAL_BUCKETS,
+    name="accumulated",
+    summary="three micro-batches a step, the first two under no_sync",
+    microbatch_weights=(2, -3, 2),
 )
 
 
@@ -281,7 +324,11 @@ UNEVEN = replace(
 
 
 TWO_MODELS = replace(
-    VALUES, name="two_models", summary="another model with the same subject trains in between", world_sizes=(2,), twin=True
+    VALUES,
+    name="two_models",
+    summary="another model with the same subject trains in between",
+    world_sizes=(2,),
+    twin=True,
 )
 
 
@@ -296,11 +343,17 @@ SAVED = replace(
 
 
 RESUMED = replace(
-    SAVED, name="resumed", summary="new processes go on from there", prerequisite="saved", resume=replace(SAVED.resume, resumes=True)
+    SAVED,
+    name="resumed",
+    summary="new processes go on from there",
+    prerequisite="saved",
+    resume=replace(SAVED.resume, resumes=True),
 )
 
 
-SAVED_ONE = replace(SAVED, name="saved_one", summary="the same with one parameter", params=(Param((20_011,)),))
+SAVED_ONE = replace(
+    SAVED, name="saved_one", summary="the same with one parameter", params=(Param((20_011,)),)
+)
 
 
 RESUMED_ONE = replace(
@@ -359,19 +412,72 @@ STREAMS = replace(
 
 
 GRAPH = replace(
-    _SEVERAL_BUCKETS, name="graph", summary="a step is captured in a CUDA graph, and replayed", captured=True, prerequisite="buckets"
+    _SEVERAL_BUCKETS,
+    name="graph",
+    summary="a step is captured in a CUDA graph, and replayed",
+    captured=True,
+    prerequisite="buckets",
 )
 
 
 # Under lossy claims alone, which make it longer: see lossy.py.
-SMALL_GRADIENTS = replace(VALUES, name="small", summary="random gradients, a thousandth as large", steps=("small",) * 6, world_sizes=(2,))
+SMALL_GRADIENTS = replace(
+    VALUES,
+    name="small",
+    summary="random gradients, a thousandth as large",
+    steps=("small",) * 6,
+    world_sizes=(2,),
+)
 
 
 # In the order in which they run: the plainest first, since a hook that breaks it is judged no further.
 ALL = (
-    *(VALUES, FEWER, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, RAW, LONG, VALUES_AGAIN, DTYPES, SHAPES, SIZES, LARGE, SUBGROUPS),
-    *(COMPLEX, SPARSE, UNUSED, FROZEN, STATIC, ACCUMULATED, COMBINED, UNEVEN, TWO_MODELS, LIKE, SMALL_GRADIENTS, SAVED, RESUMED, SAVED_ONE),
-    *(RESUMED_ONE, SPECIAL, TRAINING, OPTIMIZERS, AT_SCALE, STREAMS, GRAPH, PEER_DIES, PEER_DIES_LATER, COLLECTIVE_RAISES, PEER_SILENT),
+    *(
+        VALUES,
+        FEWER,
+        AS_IS,
+        VIEWS,
+        BUCKETS,
+        ORDERED,
+        *SCHEDULES,
+        RAW,
+        LONG,
+        VALUES_AGAIN,
+        DTYPES,
+        SHAPES,
+        SIZES,
+        LARGE,
+        SUBGROUPS,
+    ),
+    *(
+        COMPLEX,
+        SPARSE,
+        UNUSED,
+        FROZEN,
+        STATIC,
+        ACCUMULATED,
+        COMBINED,
+        UNEVEN,
+        TWO_MODELS,
+        LIKE,
+        SMALL_GRADIENTS,
+        SAVED,
+        RESUMED,
+        SAVED_ONE,
+    ),
+    *(
+        RESUMED_ONE,
+        SPECIAL,
+        TRAINING,
+        OPTIMIZERS,
+        AT_SCALE,
+        STREAMS,
+        GRAPH,
+        PEER_DIES,
+        PEER_DIES_LATER,
+        COLLECTIVE_RAISES,
+        PEER_SILENT,
+    ),
 )
 
 
@@ -387,4 +493,9 @@ def explained(scenario: Scenario) -> Scenario:
 
     It is not waited for long: it only explains.
     """
-    return replace(scenario, name=f"{scenario.name}_explained", observe=replace(scenario.observe, collectives=True), deadline=3.0)
+    return replace(
+        scenario,
+        name=f"{scenario.name}_explained",
+        observe=replace(scenario.observe, collectives=True),
+        deadline=3.0,
+    )

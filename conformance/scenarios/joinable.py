@@ -38,7 +38,13 @@ UNEVEN = replace(
 )
 
 
-KEYWORD = replace(PLAIN, name="joinable_keywords", summary="keyword arguments for several joinables", variant="keywords", world_sizes=(2,))
+KEYWORD = replace(
+    PLAIN,
+    name="joinable_keywords",
+    summary="keyword arguments for several joinables",
+    variant="keywords",
+    world_sizes=(2,),
+)
 
 
 AGAIN = replace(
@@ -51,12 +57,20 @@ AGAIN = replace(
 
 
 DISABLED = replace(
-    PLAIN, name="joinable_disabled", summary="enable=False, as many inputs on all ranks", variant="disabled", world_sizes=(2,)
+    PLAIN,
+    name="joinable_disabled",
+    summary="enable=False, as many inputs on all ranks",
+    variant="disabled",
+    world_sizes=(2,),
 )
 
 
 THROWS = replace(
-    PLAIN, name="joinable_throws", summary="throw_on_early_termination=True, even and uneven in turn", variant="throws", world_sizes=(2, 3)
+    PLAIN,
+    name="joinable_throws",
+    summary="throw_on_early_termination=True, even and uneven in turn",
+    variant="throws",
+    world_sizes=(2, 3),
 )
 
 
@@ -72,7 +86,11 @@ THROWS_DDP = replace(
 
 
 RAISES = replace(
-    PLAIN, name="joinable_raises", summary="each rank raises in the body, rank 0 before its peers", variant="raises", world_sizes=(2,)
+    PLAIN,
+    name="joinable_raises",
+    summary="each rank raises in the body, rank 0 before its peers",
+    variant="raises",
+    world_sizes=(2,),
 )
 
 
@@ -119,7 +137,11 @@ ZERO = replace(
 
 
 WRONG = replace(
-    PLAIN, name="joinable_wrong", summary="no joinables, joinables on two groups, something that is none", variant="wrong", world_sizes=(2,)
+    PLAIN,
+    name="joinable_wrong",
+    summary="no joinables, joinables on two groups, something that is none",
+    variant="wrong",
+    world_sizes=(2,),
 )
 
 
@@ -133,7 +155,22 @@ OUTSIDE = replace(
 )
 
 
-SCENARIOS = (PLAIN, UNEVEN, KEYWORD, AGAIN, DISABLED, THROWS, THROWS_DDP, RAISES, SUBGROUPS, ORDERED, DDP, ZERO, WRONG, OUTSIDE)
+SCENARIOS = (
+    PLAIN,
+    UNEVEN,
+    KEYWORD,
+    AGAIN,
+    DISABLED,
+    THROWS,
+    THROWS_DDP,
+    RAISES,
+    SUBGROUPS,
+    ORDERED,
+    DDP,
+    ZERO,
+    WRONG,
+    OUTSIDE,
+)
 
 
 # Which of the kit's joinables are in a context, in order, where it is not all.
@@ -142,7 +179,11 @@ _ORDERS: dict[str, list[tuple[int, ...]]] = {"again": [(0, 1, 2), (2, 0, 1), (1,
 
 def order(scenario: Scenario, context: int) -> tuple[int, ...]:
     """Return which of the kit's joinables are in a context, in their order."""
-    return _ORDERS[scenario.variant][context] if scenario.variant in _ORDERS else tuple(range(JOINABLES))
+    return (
+        _ORDERS[scenario.variant][context]
+        if scenario.variant in _ORDERS
+        else tuple(range(JOINABLES))
+    )
 
 
 def lengths(scenario: Scenario, group: tuple[int, ...]) -> list[Lengths]:

@@ -222,7 +222,10 @@ def scenario_from_json(data: dict[str, Any]) -> Scenario:
     """Rebuild a scenario that travelled as JSON."""
     params = tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in data["params"])
     groups = tuple(tuple(group) for group in data["groups"])
-    tuples = {name: tuple(data[name]) for name in ("steps", "world_sizes", "microbatch_weights", "simulated", "options")}
+    tuples = {
+        name: tuple(data[name])
+        for name in ("steps", "world_sizes", "microbatch_weights", "simulated", "options")
+    }
     nested = {
         "params": params,
         "groups": groups,

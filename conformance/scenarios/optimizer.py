@@ -11,7 +11,13 @@ STEPS = 20
 START = 999  # the step of the inputs that parameters begin with
 
 
-_PARAMS = (Param((5, 3)), Param((7,)), Param(()), Param((4, 3, 2, 5), layout="channels_last"), Param((6, 5), layout="transposed"))
+_PARAMS = (
+    Param((5, 3)),
+    Param((7,)),
+    Param(()),
+    Param((4, 3, 2, 5), layout="channels_last"),
+    Param((6, 5), layout="transposed"),
+)
 
 
 PLAIN = Scenario(
@@ -24,11 +30,23 @@ PLAIN = Scenario(
 )
 
 
-ADAM = replace(PLAIN, name="optimizer_adam", summary="Adam, on random gradients", steps=("normal",) * 8, world_sizes=(2,), variant="adam")
+ADAM = replace(
+    PLAIN,
+    name="optimizer_adam",
+    summary="Adam, on random gradients",
+    steps=("normal",) * 8,
+    world_sizes=(2,),
+    variant="adam",
+)
 
 
 RANDOM = replace(
-    PLAIN, name="optimizer_random", summary="SGD on random gradients", steps=("normal",) * 8, world_sizes=(3,), variant="random"
+    PLAIN,
+    name="optimizer_random",
+    summary="SGD on random gradients",
+    steps=("normal",) * 8,
+    world_sizes=(3,),
+    variant="random",
 )
 
 
@@ -53,7 +71,12 @@ SCHEDULED = replace(
 
 
 CLOSURE = replace(
-    PLAIN, name="optimizer_closure", summary="steps are given a closure", steps=("crafted",) * 6, world_sizes=(2,), variant="closure"
+    PLAIN,
+    name="optimizer_closure",
+    summary="steps are given a closure",
+    steps=("crafted",) * 6,
+    world_sizes=(2,),
+    variant="closure",
 )
 
 
@@ -82,7 +105,10 @@ DTYPES = replace(
     PLAIN,
     name="optimizer_dtypes",
     summary="four dtypes in one model, and a parameter without elements",
-    params=(*(Param((11,), dtype) for dtype in ("float32", "float64", "float16", "bfloat16")), Param((0,))),
+    params=(
+        *(Param((11,), dtype) for dtype in ("float32", "float64", "float16", "bfloat16")),
+        Param((0,)),
+    ),
     steps=("crafted", "zero_all"),
     world_sizes=(2,),
     variant="dtypes",
@@ -109,7 +135,11 @@ ORDERED = replace(
 
 
 SAVED = replace(
-    PLAIN, name="optimizer_saved", summary="its state is saved after 13 steps", world_sizes=(3,), resume=replace(PLAIN.resume, saves_at=13)
+    PLAIN,
+    name="optimizer_saved",
+    summary="its state is saved after 13 steps",
+    world_sizes=(3,),
+    resume=replace(PLAIN.resume, saves_at=13),
 )
 
 

@@ -20,14 +20,19 @@ from conformance.errors import ProfileError, RequiredProfileError, UsageError
 
 CUDA = "cuda"
 SHARED = "nccl-shared-gpu"
-SHARES_FROM = (2, 30)  # the first NCCL with NCCL_MULTI_RANK_GPU_ENABLE; older ones stop with "Duplicate GPU detected"
+SHARES_FROM = (
+    2,
+    30,
+)  # the first NCCL with NCCL_MULTI_RANK_GPU_ENABLE; older ones stop with "Duplicate GPU detected"
 STARTUP = 20.0  # seconds, see Profile.startup
 _DEVICES = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu"}  # of backends that have one alone
 _WITHOUT_STREAMS = ("gloo", "mpi", "ucc")
 _CTAS = 8  # thread blocks of NCCL's kernels on one GPU, all its ranks together: they wait for each other, so all must be resident
 # With fewer queues streams wait for others that share theirs, as no event has said.
 _SETTINGS = (("CUDA_DEVICE_MAX_CONNECTIONS", "32"),)
-_LIBRARY = "pip download --no-deps nvidia-nccl-cu13==2.30.7, unzip it, and LD_PRELOAD its libnccl.so.2"
+_LIBRARY = (
+    "pip download --no-deps nvidia-nccl-cu13==2.30.7, unzip it, and LD_PRELOAD its libnccl.so.2"
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,9 @@ class Profile:
 
     def takes(self, backends: Sequence[str], devices: Sequence[str]) -> bool:
         """Whether a subject that claims these, each () for all, is for this profile."""
-        return (not backends or self.backend in backends) and (not devices or self.device in devices)
+        return (not backends or self.backend in backends) and (
+            not devices or self.device in devices
+        )
 
 
 GLOO_CPU = Profile()
@@ -85,10 +92,14 @@ GLOO_CPU = Profile()
 
 def profile_from_json(data: Mapping[str, Any]) -> Profile:
     """Rebuild a profile that travelled as JSON."""
-    return Profile(**{**data, "environment": tuple((name, value) for name, value in data["environment"])})
+    return Profile(
+        **{**data, "environment": tuple((name, value) for name, value in data["environment"])}
+    )
 
 
-def requested_profile(backend: str, device: str | None = None, imports: str | None = None) -> Profile:
+def requested_profile(
+    backend: str, device: str | None = None, imports: str | None = None
+) -> Profile:
     """Return the profile that a command line asks for, before anything is known of the machine.
 
     Raises:
@@ -98,11 +109,17 @@ def requested_profile(backend: str, device: str | None = None, imports: str | No
     device = device or _DEVICES.get(backend, "cpu")
     for option, value in (("backend", backend), ("device", device)):
         if not re.fullmatch(r"[a-z][a-z0-9_]*", value):
-            raise UsageError(f"--{option} {value}: a name in small letters, as torch has them, e.g. gloo or nccl, cpu or cuda")
+            raise UsageError(
+                f"--{option} {value}: a name in small letters, as torch has them, e.g. gloo or nccl, cpu or cuda"
+            )
     if imports is not None and not all(part.isidentifier() for part in imports.split(".")):
-        raise UsageError(f"--backend-import {imports}: the name of a module that registers a backend when it is imported")
+        raise UsageError(
+            f"--backend-import {imports}: the name of a module that registers a backend when it is imported"
+        )
     if device != _DEVICES.get(backend, device):
-        raise ProfileError(f"profile {backend}-{device}: not run: {backend} takes tensors on {_DEVICES[backend]} alone")
+        raise ProfileError(
+            f"profile {backend}-{device}: not run: {backend} takes tensors on {_DEVICES[backend]} alone"
+        )
     name = "nccl" if backend == "nccl" else f"{backend}-{device}"
     return Profile(name, backend, device, imports or "", _SETTINGS if device == CUDA else ())
 
@@ -121,7 +138,9 @@ def resolve_profile(asked: Profile, machine: Mapping[str, Any], worlds: Sequence
     if machine.get("error"):
         reason = machine["error"]
     elif machine.get("unknown"):
-        reason = machine["unknown"] + ("" if asked.imports else "; --backend-import names a package that registers one")
+        reason = machine["unknown"] + (
+            "" if asked.imports else "; --backend-import names a package that registers one"
+        )
     elif asked.device != "cpu" and not devices:
         reason = f"no {asked.device.upper()} device"
     elif machine.get("fails"):
@@ -137,8 +156,18 @@ def resolve_profile(asked: Profile, machine: Mapping[str, Any], worlds: Sequence
         shares = f"ranks can share one from NCCL {'.'.join(map(str, SHARES_FROM))} on, this is {'.'.join(map(str, version)) or 'unknown'}"
         raise ProfileError(f"profile nccl: not run: {has}; {shares} ({_LIBRARY})")
     on_one = -(-most // devices)
-    environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": str(max(1, _CTAS // on_one))}
-    return Profile(SHARED, asked.backend, asked.device, asked.imports, (*asked.environment, *environment.items()))
+    environment = {
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MAX_CTAS": str(max(1, _CTAS // on_one)),
+    }
+    return Profile(
+        SHARED,
+        asked.backend,
+        asked.device,
+        asked.imports,
+        (*asked.environment, *environment.items()),
+    )
 
 
 def recorded_profile(header: Mapping[str, Any]) -> Profile:
@@ -160,4 +189,6 @@ def require(required: str | None, chosen: Profile, *, final: bool = True) -> Non
     """
     possible = {chosen.name} if final or chosen.backend != "nccl" else {chosen.name, SHARED}
     if required and required not in possible:
-        raise RequiredProfileError(f"--require-profile {required}: the profile of this run is {chosen.name}")
+        raise RequiredProfileError(
+            f"--require-profile {required}: the profile of this run is {chosen.name}"
+        )

@@ -7,7 +7,16 @@ from conformance.scenarios.model import DDPOptions, Param, Scenario
 _CAP = 100 / 2**20  # MiB: a few parameters to a bucket
 
 
-_PARAMS = (Param((5, 3)), Param((7,)), Param((1,)), Param((2, 3, 4)), Param((11,)), Param((3, 5)), Param((2, 2)), Param((13,)))
+_PARAMS = (
+    Param((5, 3)),
+    Param((7,)),
+    Param((1,)),
+    Param((2, 3, 4)),
+    Param((11,)),
+    Param((3, 5)),
+    Param((2, 2)),
+    Param((13,)),
+)
 
 
 PLAIN = Scenario(
@@ -32,7 +41,13 @@ ACCUMULATED = replace(
 )
 
 
-RANDOM = replace(ACCUMULATED, name="strategy_random", summary="the same with random values", steps=("normal",) * 4, world_sizes=(3, 4))
+RANDOM = replace(
+    ACCUMULATED,
+    name="strategy_random",
+    summary="the same with random values",
+    steps=("normal",) * 4,
+    world_sizes=(3, 4),
+)
 
 
 MICROBATCHES = replace(
@@ -104,8 +119,16 @@ FORMS = replace(
     name="strategy_forms",
     summary="four dtypes in one model; channels_last, transposed, 0-d, empty and one-element parameters, and a frozen one",
     params=(
-        *(Param(shape, dtype) for dtype in ("float32", "float64", "float16", "bfloat16") for shape in ((11,), (3, 5))),
-        *(Param((4, 3, 2, 5), layout="channels_last"), Param((6, 5), layout="transposed"), Param((4, 4), frozen=True)),
+        *(
+            Param(shape, dtype)
+            for dtype in ("float32", "float64", "float16", "bfloat16")
+            for shape in ((11,), (3, 5))
+        ),
+        *(
+            Param((4, 3, 2, 5), layout="channels_last"),
+            Param((6, 5), layout="transposed"),
+            Param((4, 4), frozen=True),
+        ),
         *(Param(()), Param((0,)), Param((1,), "float64")),
     ),
     steps=("crafted", "normal"),
@@ -226,10 +249,31 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
     last = batch == batches(scenario, step) - 1
     match scenario.variant:
         case "microbatches" | "claim":
-            return (True, batch == 0, last, 0 < batch < 3, False, batch in (0, 3), batch == 1, batch != 2)[index]
+            return (
+                True,
+                batch == 0,
+                last,
+                0 < batch < 3,
+                False,
+                batch in (0, 3),
+                batch == 1,
+                batch != 2,
+            )[index]
         case "ranks":
-            return index not in (len(scenario.params) - 1, (place + step) % (len(scenario.params) - 1))
+            return index not in (
+                len(scenario.params) - 1,
+                (place + step) % (len(scenario.params) - 1),
+            )
         case "combined":
             one, other = place == step % size, place == (step + 1) % size
-            return (True, one and last, other and not last, False, batch % 2 == place % 2, place > 0, last, not last)[index]
+            return (
+                True,
+                one and last,
+                other and not last,
+                False,
+                batch % 2 == place % 2,
+                place > 0,
+                last,
+                not last,
+            )[index]
     return True

@@ -5,7 +5,12 @@ from dataclasses import replace
 from conformance.scenarios.model import Scenario
 
 PLAIN = Scenario(
-    "wrapper", "a residual network trains, every block of it wrapped", (), ("normal",) * 3, kind="wrapper", prerequisite="wrapper"
+    "wrapper",
+    "a residual network trains, every block of it wrapped",
+    (),
+    ("normal",) * 3,
+    kind="wrapper",
+    prerequisite="wrapper",
 )
 
 
@@ -28,7 +33,11 @@ CALLS = replace(
 
 
 CONTAINERS = replace(
-    PLAIN, name="wrapper_containers", summary="tensors go in and come out in dicts and lists", world_sizes=(2,), variant="containers"
+    PLAIN,
+    name="wrapper_containers",
+    summary="tensors go in and come out in dicts and lists",
+    world_sizes=(2,),
+    variant="containers",
 )
 
 
@@ -68,7 +77,12 @@ SUBGROUPS = replace(
 )
 
 
-TWICE = replace(STATIC, name="wrapper_twice", summary="the same without a static graph", ddp=replace(STATIC.ddp, static_graph=False))
+TWICE = replace(
+    STATIC,
+    name="wrapper_twice",
+    summary="the same without a static graph",
+    ddp=replace(STATIC.ddp, static_graph=False),
+)
 
 
 UNUSED = replace(
@@ -82,7 +96,11 @@ UNUSED = replace(
 
 
 MODES = replace(
-    PLAIN, name="wrapper_modes", summary="between the steps, in evaluation mode and under no_grad", world_sizes=(2,), variant="modes"
+    PLAIN,
+    name="wrapper_modes",
+    summary="between the steps, in evaluation mode and under no_grad",
+    world_sizes=(2,),
+    variant="modes",
 )
 
 
@@ -95,7 +113,13 @@ AUTOCAST = replace(
 )
 
 
-RAISES = replace(PLAIN, name="wrapper_raises", summary="a block raises an error in the second forward", world_sizes=(2,), variant="raises")
+RAISES = replace(
+    PLAIN,
+    name="wrapper_raises",
+    summary="a block raises an error in the second forward",
+    world_sizes=(2,),
+    variant="raises",
+)
 
 
 HOOKED = replace(
