@@ -1,4 +1,4 @@
-"""TODO: conformance/cli/_shared.py."""
+"""The key under which pytest's stash holds the pool, for the plugin and the kit's own tests."""
 
 import pytest
 

@@ -277,5 +277,5 @@ def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def sparse_rows(rows: int, rank: int, step: int) -> torch.Tensor:
-    """Return the rows of an embedding that ``rank`` uses at ``step``: some are shared, some its own."""
+    """Return the rows of an embedding that a rank uses at a step; some are shared."""
     return torch.tensor(sorted({0, (1 + rank + step) % rows, (5 + 2 * rank) % rows}))

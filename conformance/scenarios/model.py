@@ -76,7 +76,8 @@ class Fault:
     """A failure that the kit causes.
 
     Attributes:
-        kind: ``none``, ``peer_dies``, ``peer_dies_later``, ``collective_raises`` or ``peer_silent``.
+        kind: ``none``, ``peer_dies``, ``peer_dies_later``, ``collective_raises`` or
+            ``peer_silent``.
         step: the step in which it happens.
         group_timeout: the process group's own timeout in seconds, if it is to expire; else 0.
     """
@@ -127,14 +128,15 @@ class Scenario:
         initial_value: the parameters' first value. It is far from zero, so that a hook that mixes
             parameters into gradients shows; it is zero if parameters are stepped, since small steps
             would be lost in the roundings of a large value.
-        simulated: numbers of ranks to simulate in one process (``simulated_ranks.py``); nothing else
-            is run then.
+        simulated: numbers of ranks to simulate in one process (``simulated_ranks.py``); if there
+            are any, nothing else is run.
         training_loop: train by ``models/training_loop.py``, which also scales the loss; parameters
             are recorded after every step.
         poststep: the trainer makes a call after backward (``DDPModel.register``).
         call: the name of that call, or '' if the set-up brings its own.
         serialised: each collective ends before the next one begins, as on a single stream.
-        fused: parameters are recorded after every step, and results too if the hook frees gradients.
+        fused: parameters are recorded after every step, and results too if the hook frees
+            gradients.
         twin: another model with the same subject trains in turns with this one, on other inputs.
         other_hash_seed: run in processes with another PYTHONHASHSEED than the other scenarios.
         deadline: seconds after which the run counts as hanging; 0 for the pool's own deadline.

@@ -96,8 +96,8 @@ UNUSED = replace(
     variant="unused",
 )
 
-# Parameters start at 0, and the learning rate is 1, so that one step is exact in half precision, too.
-# Two such steps would not be: the second one has zeros as gradients.
+# Parameters start at 0, and the learning rate is 1, so that one step is exact in half precision,
+# too. Two such steps would not be: the second one has zeros as gradients.
 DTYPES = replace(
     PLAIN,
     name="optimizer_dtypes",
@@ -156,12 +156,12 @@ RELOADED = replace(
     variant="reloaded",
 )
 
-# After the warm-up, ranks step with their own gradients: if DDP averaged these too, parameters would
-# be equal on all ranks, and the averager would have nothing to do.
+# After the warm-up, ranks step with their own gradients: if DDP averaged these too, parameters
+# would be equal on all ranks, and the averager would have nothing to do.
 DDP = replace(
     PLAIN,
     name="optimizer_ddp",
-    summary="under DDP, which averages gradients, though only in the warm-up if there is an averager",
+    summary="under DDP, which averages gradients; if there is an averager, in its warm-up only",
     world_sizes=(3,),
     variant="ddp",
 )
