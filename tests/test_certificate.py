@@ -1,4 +1,4 @@
-"""A certificate says no more than what was run."""
+"""Tests that a certificate certifies nothing that was not run."""
 
 import json
 import re
@@ -65,32 +65,32 @@ def test_every_golden_rule_must_have_been_judged(rules: dict[str, Rule]) -> None
 def test_every_required_world_size_must_have_been_run(rules: dict[str, Rule]) -> None:
     conclusion = conclude(rules, judgements(rules), {}, (2, 4))
     assert conclusion.exit_code == NOT_CERTIFIED
-    assert conclusion.reasons == ["world size 1, 3 was left out"]
+    assert conclusion.reasons == ["world sizes 1, 3 were left out"]
     assert conclude(rules, judgements(rules), {}, (1, 2, 3, 4, 8)).exit_code == CERTIFIED
 
 
 def test_a_session_that_was_interrupted_certifies_nothing(rules: dict[str, Rule]) -> None:
-    """Though all of it was judged in the end: a subject that takes a node down now and then must not be certified by trying again."""
-    said = "values@4 was interrupted: node 1 (bert), ranks 2, 3: its process ended"
-    conclusion = conclude(rules, judgements(rules), {}, REQUIRED_WORLDS, interrupted=[said])
+    """A subject that takes a node down now and then must not be certified by trying again."""
+    reason = "values@4 was interrupted: node 1 (bert), ranks 2, 3: its process ended"
+    conclusion = conclude(rules, judgements(rules), {}, REQUIRED_WORLDS, interrupted=[reason])
     assert (conclusion.exit_code, conclusion.certificate, conclusion.reasons) == (
         NOT_CERTIFIED,
         None,
-        [said],
+        [reason],
     )
     assert (
         conclude(
-            rules, judgements(rules, _2_8=Verdict.FAIL), {}, REQUIRED_WORLDS, interrupted=[said]
+            rules, judgements(rules, _2_8=Verdict.FAIL), {}, REQUIRED_WORLDS, interrupted=[reason]
         ).exit_code
         == REFUSED
     )
 
 
-def test_nothing_judged_is_nothing(rules: dict[str, Rule]) -> None:
+def test_a_session_without_rules_has_no_verdict(rules: dict[str, Rule]) -> None:
     assert conclude(rules, {}, {}, REQUIRED_WORLDS).exit_code == NO_RULES
 
 
-def test_an_edit_shows(rules: dict[str, Rule]) -> None:
+def test_an_edit_changes_the_digest(rules: dict[str, Rule]) -> None:
     certificate = conclude(
         rules, judgements(rules), {"claims": {"text": "sum"}}, REQUIRED_WORLDS
     ).certificate

@@ -1,4 +1,4 @@
-"""The inputs are what they promise: the tests that need no tolerance rest on it."""
+"""Tests that gradients have the properties that comparisons without a tolerance rely on."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def values(kind: str, dtype: torch.dtype, world: int, step: int = 0) -> torch.Te
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_crafted_is_exact_whatever_the_algorithm(dtype: torch.dtype, world: int) -> None:
-    """Divide first, divide last, multiply by the reciprocal, any order of the sum: the same bits."""
+    """Dividing first or last, or by the reciprocal, in any order of the sum: the same bits."""
     terms = values("crafted", dtype, world)
     right = (terms.double().sum(0) / world).to(dtype)
     for order in itertools.islice(itertools.permutations(range(world)), 24):

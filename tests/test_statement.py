@@ -1,4 +1,8 @@
-"""The in-toto statement: every field as the specification has it, read by its own protocol buffers, and nothing besides."""
+"""Tests of the in-toto statement.
+
+Statements are parsed by the specification's own protocol buffers, so that every field has to be one
+of the specification's, and nothing is added.
+"""
 
 import base64
 import hashlib
@@ -31,12 +35,12 @@ def state(path: Path, capsys: Any, *options: object) -> Body:
 
 
 def lint(made: Body) -> None:
-    """Hold a statement against spec/v1/statement.md and spec/predicates/test-result.md.
+    """Check a statement by spec/v1/statement.md and spec/predicates/test-result.md.
 
     Raises:
-        ValueError, json_format.ParseError: it is none.
+        ValueError, json_format.ParseError: it does not follow the specification.
     """
-    # Parsing refuses fields that the protocol buffers of the specification do not have, and values of other types.
+    # Parsing refuses fields that the protocol buffers do not have, and values of other types.
     Statement.copy_from_pb(json_format.ParseDict(made, StatementPb())).validate()
     predicate = json_format.ParseDict(made["predicate"], Predicate())
     for described in predicate.configuration:
@@ -50,16 +54,16 @@ def lint(made: Body) -> None:
         "uri, digest or content in each descriptor": all(
             {"uri", "digest", "content"} & one.keys() for one in made["predicate"]["configuration"]
         ),
-        "names that are there once": len(names) == len(set(names)),
+        "unique names": len(names) == len(set(names)),
         "digests in hex": all(
             re.fullmatch("[0-9a-f]{64}", one["digest"]["sha256"]) for one in made["subject"]
         ),
     }
-    if missing := [what for what, holds in required.items() if not holds]:
+    if missing := [name for name, holds in required.items() if not holds]:
         raise ValueError(f"no {missing}")
 
 
-def test_of_a_certificate(tmp_path: Path, capsys: Any) -> None:
+def test_a_certificate(tmp_path: Path, capsys: Any) -> None:
     body = certificate()
     path = written(tmp_path / "certificate.json", body)
     made = state(path, capsys, "--url", "https://ci.example.org/runs/7")
@@ -79,7 +83,7 @@ def test_of_a_certificate(tmp_path: Path, capsys: Any) -> None:
     }
     assert golden["digest"]["sha256"] == kit_identity()["golden list"]
     content = base64.b64decode(run["content"])
-    assert len(content) < 1024  # which the specification asks of content
+    assert len(content) < 1024  # the limit of the specification
     assert run["digest"]["sha256"] == hashlib.sha256(content).hexdigest()
     assert json.loads(content)["claims"]["text"] == "rounded(float16)"
 
@@ -92,7 +96,7 @@ def test_advice_is_a_warning(tmp_path: Path, capsys: Any) -> None:
     assert made["predicate"]["warnedTests"] == ["10.1 does not wait inside the hook"]
 
 
-def test_of_one_that_was_refused(tmp_path: Path, capsys: Any) -> None:
+def test_a_refusal(tmp_path: Path, capsys: Any) -> None:
     made = state(written(tmp_path / "report.json", report(certificate())), capsys)
     lint(made)
     assert made["predicate"]["result"] == "FAILED"
@@ -101,7 +105,7 @@ def test_of_one_that_was_refused(tmp_path: Path, capsys: Any) -> None:
     ]
 
 
-def test_files_that_were_tested(tmp_path: Path, capsys: Any) -> None:
+def test_tested_files_are_the_subjects(tmp_path: Path, capsys: Any) -> None:
     path, wheel, other = (
         written(tmp_path / "c.json", certificate()),
         tmp_path / "x.whl",
@@ -120,8 +124,11 @@ def test_files_that_were_tested(tmp_path: Path, capsys: Any) -> None:
     assert [one["name"] for one in both["subject"]] == [str(wheel), str(other)]
 
 
-def test_what_a_signer_takes(tmp_path: Path, capsys: Any) -> None:
-    """actions/attest makes the statement itself: of the predicate alone, and of subjects as sha256sum prints them."""
+def test_the_parts_that_a_signer_takes(tmp_path: Path, capsys: Any) -> None:
+    """actions/attest makes the statement itself, from the predicate and the subjects.
+
+    It reads the subjects in the format of sha256sum.
+    """
     path = written(tmp_path / "c.json", certificate())
     whole = state(path, capsys)
     files = {name: tmp_path / "made" / name for name in ("output", "predicate", "checksums")}
@@ -142,40 +149,46 @@ def test_what_a_signer_takes(tmp_path: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "said"),
+    ("body", "code", "expected"),
     [
         (lambda: {**certificate(), "date": "never"}, 1, "was edited"),
-        (lambda: changed(certificate(), lambda b: b["rules"].pop(0)), 1, "is of a development run"),
+        (
+            lambda: changed(certificate(), lambda b: b["rules"].pop(0)),
+            1,
+            "is from a development run",
+        ),
         (
             lambda: report(
                 certificate(), verdict="not certified", reasons=["world size 1 was left out"]
             ),
             1,
-            "nothing to state: it says 'not cert",
+            "nothing to state: the verdict is 'not cert",
         ),
         (
             lambda: report(certificate(), verdict="kit error"),
             1,
-            "nothing to state: it says 'kit error'",
+            "nothing to state: the verdict is 'kit error'",
         ),
         (
             lambda: report(certificate(), verdict="certified"),
             1,
-            "it is the certificate that can be stated",
+            "is a report; state the certificate instead",
         ),
         (
             lambda: changed(certificate(), lambda b: b["subject"].update(sha256={})),
             4,
-            "say what was tested with --subject-file",
+            "name the tested files with --subject-file",
         ),
     ],
 )
-def test_what_is_not_stated(body: Any, code: int, said: str, tmp_path: Path, capsys: Any) -> None:
+def test_other_results_are_not_stated(
+    body: Any, code: int, expected: str, tmp_path: Path, capsys: Any
+) -> None:
     assert main(["statement", str(written(tmp_path / "c.json", body()))]) == code
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
+def test_a_missing_file_is_a_usage_error(tmp_path: Path, capsys: Any) -> None:
     path = written(tmp_path / "c.json", certificate())
     assert main(["statement", str(path), "--subject-file", str(tmp_path / "no.whl")]) == 4
     assert "no.whl: cannot be read" in capsys.readouterr().err
@@ -195,7 +208,7 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
         lambda made: made["predicate"]["configuration"].append({"annotations": {"a": 1}}),
     ],
 )
-def test_the_lint_finds_what_is_no_statement(spoil: Any, tmp_path: Path, capsys: Any) -> None:
+def test_the_lint_finds_broken_statements(spoil: Any, tmp_path: Path, capsys: Any) -> None:
     made = state(written(tmp_path / "c.json", certificate()), capsys)
     lint(made)
     spoil(made)
@@ -222,7 +235,7 @@ def test_the_lint_finds_what_is_no_statement(spoil: Any, tmp_path: Path, capsys:
         ),
     ],
 )
-def test_the_run_is_that_of_the_job(
+def test_the_url_is_that_of_the_job(
     environment: dict[str, str], url: str | None, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     for name in ("GITHUB_RUN_ID", "CI_JOB_URL", "BUILDKITE_BUILD_URL"):
