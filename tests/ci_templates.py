@@ -1,7 +1,8 @@
-"""The commands of the CI templates, as the systems would hand them to a shell; and the lint of the templates.
+"""The commands of the CI templates, as each system passes them to a shell; and their lint.
 
-A system's own part is played as far as its documentation says what it does: inputs and their defaults, variables and ``extends``,
-``$$`` for ``$``. Anything else that a template may come to use is an error here, not something to be guessed.
+This module imitates only the documented behaviour of a system: inputs and their defaults, variables
+and ``extends``, ``$$`` for ``$``. A template that uses another feature fails here, instead of being
+run by a guess.
 """
 
 import re
@@ -15,12 +16,10 @@ from click.testing import CliRunner
 from ruamel.yaml import YAML
 
 CI = Path(__file__).resolve().parent.parent / "ci"
-ACTION, WORKFLOW, GITLAB, BUILDKITE = (
-    "github/action.yml",
-    "github/conformance.yml",
-    "gitlab-ci.yml",
-    "buildkite.yml",
-)
+ACTION = "github/action.yml"
+WORKFLOW = "github/conformance.yml"
+GITLAB = "gitlab-ci.yml"
+BUILDKITE = "buildkite.yml"
 SCHEMAS = {
     ACTION: ("vendor.github-actions",),
     WORKFLOW: ("vendor.github-workflows",),
@@ -32,15 +31,15 @@ _EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")
 
 @dataclass(frozen=True)
 class Command:
-    """A command as a shell gets it.
+    """A command as a shell receives it.
 
     Attributes:
-        where: the template and the job.
-        text: what is run; lines of one script are commands of their own.
-        environment: what the template sets, beside what the system does.
+        job: the template and the job.
+        text: the command line; each line of a script is a command of its own.
+        environment: the variables that the template sets, besides those of the system.
     """
 
-    where: str
+    job: str
     text: str
     environment: tuple[tuple[str, str], ...]
 
@@ -56,30 +55,33 @@ def read(name: str) -> Any:
     return document
 
 
-def faults(name: str, path: Path, folder: Path) -> str:
-    """Return what is wrong with a template by the schema of its system; '' where nothing is. Writes to ``folder``."""
+def faults(name: str, path: Path, folder: Path) -> str | None:
+    """Return the errors of a template by the schema of its system, or None.
+
+    Merged documents are written to ``folder``.
+    """
     schema, *options = SCHEMAS[name]
     checked = [path]
-    if (
-        name == GITLAB
-    ):  # whose schema looks at no job whose name begins with a dot, but at what is made of it
+    if name == GITLAB:
+        # The schema ignores jobs whose names begin with a dot, so the jobs that extend them are
+        # checked after merging.
         (document,) = load(path.read_text())
         checked.append(write(folder / "merged.yml", _merged(document)))
     result = CliRunner().invoke(
         check_jsonschema, ["--builtin-schema", schema, *options, *map(str, checked)]
     )
-    return "" if result.exit_code == 0 else result.output
+    return None if result.exit_code == 0 else result.output
 
 
 def commands(checkout: Path) -> list[Command]:
-    """Return all commands of all templates, in order, as run in a checkout of the kit."""
+    """Return the commands of all templates in order, as run in a checkout of the kit."""
     return [*_github(checkout), *_gitlab(), *_buildkite()]
 
 
 def _github(checkout: Path) -> Iterator[Command]:
     action = read(ACTION)
-    for job, said in read(WORKFLOW)["jobs"].items():
-        for step in said["steps"]:
+    for job, definition in read(WORKFLOW)["jobs"].items():
+        for step in definition["steps"]:
             if "run" in step:
                 yield Command(f"{WORKFLOW} {job}", step["run"], _filled(step.get("env", {}), {}))
             elif step["uses"] == "./ci/github":
@@ -96,15 +98,13 @@ def _github(checkout: Path) -> Iterator[Command]:
                 assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]), step
 
 
-def _composite(
-    where: str, action: Mapping[str, Any], values: Mapping[str, str]
-) -> Iterator[Command]:
+def _composite(job: str, action: Mapping[str, Any], values: Mapping[str, str]) -> Iterator[Command]:
     for step in action["runs"]["steps"]:
         if "run" in step:
             assert not _EXPRESSION.search(step["run"]), (
-                f"{step['run']!r}: an input would be run, whatever is in it"
+                f"{step['run']!r}: the content of an input would be run"
             )
-            yield Command(where, step["run"], _filled(step.get("env", {}), values))
+            yield Command(job, step["run"], _filled(step.get("env", {}), values))
         else:
             assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]), step
 
@@ -133,7 +133,7 @@ def _gitlab() -> Iterator[Command]:
 
 
 def _merged(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a GitLab template with what its jobs extend in them."""
+    """Return the jobs of a GitLab template, merged with the jobs that they extend."""
     base = {name: document[job["extends"]] for name, job in document.items() if "extends" in job}
     return {
         name: {**base.get(name, {}), **{key: one for key, one in job.items() if key != "extends"}}
@@ -153,14 +153,14 @@ def _buildkite() -> Iterator[Command]:
 
 
 def changed(name: str, folder: Path, change: Callable[[Any], object]) -> Path:
-    """Write a template with a change; return where."""
+    """Write a template with a change, and return the path."""
     document = read(name)
     change(document)
     return write(folder / Path(name).name, document)
 
 
 def write(path: Path, document: Any) -> Path:
-    """Write a document as YAML; return where."""
+    """Write a document as YAML, and return the path."""
     with open(path, "w") as file:
         YAML(typ="safe", pure=True).dump(document, file)
     return path
