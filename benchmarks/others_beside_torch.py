@@ -49,8 +49,8 @@ def _parameters(numel: int) -> list[torch.nn.Parameter]:
     return parameters
 
 
-# Each function below makes ours or torch's, and returns a function that is timed as one step. For an
-# averager it takes two steps, which is a whole period, and for a join context a whole context.
+# Each function below makes ours or torch's, and returns a function that is timed as one step. For
+# an averager it takes two steps, which is a whole period, and for a join context a whole context.
 
 
 def _averager(ours: bool, numel: int) -> Step:

@@ -2,8 +2,8 @@
 
 Templates call tox, which would build a virtual environment with a torch of its own: minutes, and
 gigabytes. tox-current-env omits only that: tox reads the command line and tox.ini, and runs the
-commands in the current environment. It installs nothing, so ``tox config`` shows what tox would
-install. The commands of the templates differ only in the profile, so each is run once.
+commands in the current environment. It installs nothing, so a test of ``tox config`` covers the
+installation. The commands of the templates differ only in the profile, so each is run once.
 """
 
 import json

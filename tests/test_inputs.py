@@ -88,7 +88,8 @@ def test_subnormals_divide_exactly() -> None:
 
 
 def test_special_values_are_on_the_ranks_they_should_be() -> None:
-    nan, inf = values("nan", torch.float32, 3), values("inf", torch.float32, 3)
+    nan = values("nan", torch.float32, 3)
+    inf = values("inf", torch.float32, 3)
     assert nan[0].isnan().any()
     assert not nan[1:].isnan().any()
     total = inf.sum(0)

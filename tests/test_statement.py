@@ -106,11 +106,9 @@ def test_a_refusal(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_tested_files_are_the_subjects(tmp_path: Path, capsys: Any) -> None:
-    path, wheel, other = (
-        written(tmp_path / "c.json", certificate()),
-        tmp_path / "x.whl",
-        tmp_path / "sub" / "x.whl",
-    )
+    path = written(tmp_path / "c.json", certificate())
+    wheel = tmp_path / "x.whl"
+    other = tmp_path / "sub" / "x.whl"
     other.parent.mkdir()
     wheel.write_bytes(b"wheel")
     other.write_bytes(b"other")

@@ -254,7 +254,8 @@ def test_a_folder_stands_for_all_reports_in_it(
 
 
 def test_the_gate_appends_its_own_summary(tmp_path: Path, capsys: Any) -> None:
-    old, page = written(tmp_path / "o.json", certificate()), tmp_path / "page.md"
+    old = written(tmp_path / "o.json", certificate())
+    page = tmp_path / "page.md"
     new = written(
         tmp_path / "n.json", changed(certificate(), lambda b: b["claims"].update(text="exact"))
     )

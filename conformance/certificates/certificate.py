@@ -82,7 +82,7 @@ def conclude(
 def _missing(
     judgements: Mapping[str, Judgement], worlds: tuple[int, ...], golden: list[str]
 ) -> Iterator[str]:
-    """Yield what a certificate requires and this session lacks, one line each."""
+    """Yield the reasons why this session does not suffice for a certificate, one line each."""
     if absent := [number for number in golden if number not in judgements]:
         yield (
             f"{len(absent)} of {len(golden)} MUST rules were left out of this run: "

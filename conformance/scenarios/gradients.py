@@ -192,8 +192,8 @@ def _with_special(kind: str, values: torch.Tensor, rank: int) -> torch.Tensor:
 def _small_integers(numel: int, world: int, key: tuple[int, ...]) -> torch.Tensor:
     """Return integers other than 0, for exact means in every dtype.
 
-    They are so small that ``world`` times any sum of ``world`` of them is exact in bfloat16, which
-    has 8 bits.
+    They are so small that any sum of ``world`` such integers, times ``world``, is exact in
+    bfloat16, which has 8 bits.
     """
     bound = max(1, min(7, 255 // world**2))
     value = _integers(numel, 2 * bound, key) - bound
