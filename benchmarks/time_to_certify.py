@@ -1,12 +1,16 @@
-"""Time to certify a hook, beside the same number of checks made the way PyTorch's own suite makes them.
+"""Time to certify a hook, compared with the same number of checks in PyTorch's own style.
 
     python benchmarks/time_to_certify.py [--samples 2]
 
-One run, one machine: (a) `python -m conformance certify --hook hooks_ref:allreduce_hook`, a whole process from a
-cold start, and the number of checks in its certificate, a check being one rule judged on one run; (b) a sample of
-tests built on torch.testing._internal.common_distributed.MultiProcessTestCase, which spawns its ranks for every test,
-at each world size; extrapolated to the same number of checks at the same world sizes, and said so. Only the ratio
-means anything: the seconds are this machine's.
+One machine runs both:
+
+(a) `python -m conformance certify --hook hooks_ref:allreduce_hook`, a whole process from a cold
+    start, with the number of checks in its certificate. A check is one rule judged on one run.
+(b) a sample of tests built on torch.testing._internal.common_distributed.MultiProcessTestCase,
+    which spawns its ranks for every test, at each world size. Their time is extrapolated to the
+    same number of checks at the same world sizes, and the output marks it as extrapolated.
+
+Only the ratio is meaningful: the seconds are those of one machine.
 """
 
 import argparse
@@ -35,7 +39,7 @@ WORLDS = (1, 2, 3, 4)
 
 
 class SpawnPerTest(MultiProcessTestCase):
-    """One check of the kind that section 2 makes: gradients of a hook beside those of vanilla DDP."""
+    """One check like those of section 2: a hook's gradients against those of DDP without one."""
 
     world = 2
 
@@ -96,43 +100,62 @@ class Spawn4(SpawnPerTest):
 
 
 def seconds_per_spawned_test(world: int, samples: int) -> float:
-    """Return the mean time of one spawned test, its ranks' imports included, this process's own import excluded."""
+    """Return the mean time of a spawned test.
+
+    The time includes the imports of the test's ranks, but not those of this process.
+    """
     case = {1: Spawn1, 2: Spawn2, 3: Spawn3, 4: Spawn4}[world]
     begin = time.perf_counter()
     for _ in range(samples):
         result = unittest.TestResult()
         case("test_check").run(result)
         if not result.wasSuccessful() or result.skipped:
-            raise SystemExit(f"the spawned test did not pass: {result.errors or result.failures or result.skipped}")
+            reason = result.errors or result.failures or result.skipped
+            raise SystemExit(f"the spawned test did not pass: {reason}")
     return (time.perf_counter() - begin) / samples
 
 
 def certify(folder: str) -> tuple[float, Counter[int]]:
     """Return the time of a whole certification and its checks by world size."""
-    command = [sys.executable, "-m", "conformance", "certify", "-q", "--hook", "hooks_ref:allreduce_hook", "--certificate", "c.json"]
+    command = [
+        *(sys.executable, "-m", "conformance", "certify", "-q"),
+        *("--hook", "hooks_ref:allreduce_hook", "--certificate", "c.json"),
+    ]
     begin = time.perf_counter()
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=os.environ)
     seconds = time.perf_counter() - begin
     certificate = json.loads((Path(folder) / "c.json").read_text())
+    # A rule that compares two runs names both; they have one world size.
     names = [name.split(" and ")[0] for rule in certificate["rules"] for name in rule["runs"]]
     return seconds, Counter(int(name.partition("@")[2]) for name in names)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=2, help="spawned tests per world size")
     samples = parser.parse_args().samples
     with tempfile.TemporaryDirectory() as folder:
-        kit = [certify(folder) for _ in range(2)]
-    seconds, checks = min(kit, key=lambda run: run[0])
+        runs = [certify(folder) for _ in range(2)]
+    (seconds, checks), (other_seconds, _) = sorted(runs, key=lambda run: run[0])
     total = sum(checks.values())
-    print(f"certify, cold start to certificate: {seconds:.1f} s (other run: {max(run[0] for run in kit):.1f} s), {total} checks")
+    print(
+        f"certify, cold start to certificate: {seconds:.1f} s "
+        f"(other run: {other_seconds:.1f} s), {total} checks"
+    )
     spawned = {world: seconds_per_spawned_test(world, samples) for world in WORLDS}
     for world in WORLDS:
-        print(f"spawn per test, {world} ranks: {spawned[world]:.2f} s a check ({samples} samples), {checks[world]} checks")
+        print(
+            f"spawn per test, {world} ranks: {spawned[world]:.2f} s a check "
+            f"({samples} samples), {checks[world]} checks"
+        )
     extrapolated = sum(spawned[world] * checks[world] for world in WORLDS)
     print(f"spawn per test, extrapolated to the same checks: {extrapolated:.0f} s")
-    print(f"per check: {seconds / total:.3f} s against {extrapolated / total:.2f} s: {extrapolated / seconds:.0f} times")
+    print(
+        f"per check: {seconds / total:.3f} s against {extrapolated / total:.2f} s: "
+        f"{extrapolated / seconds:.0f} times"
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Everything that can stop a run, and the exit code that says so.
+"""The errors that stop a run, and their exit codes.
 
 ConformanceError
-├── CertificateError  1  a certificate is not whole, or not what was asked for
+├── CertificateError  1  a certificate is not whole, or not the required one
 ├── UsageError        4  the command line cannot be run as written
-├── TargetError       9  the subject cannot be imported, or is not what it was said to be
-├── ProfileError      8  this machine cannot run the profile that was asked for
-│   └── RequiredProfileError  1  --require-profile says that it must
-└── KitError          3  the kit or its machine failed; says nothing about the subject
+├── TargetError       9  the subject cannot be imported, or is of another kind than the option names
+├── ProfileError      8  this machine cannot run the requested profile
+│   └── RequiredProfileError  1  --require-profile requires another profile
+└── KitError          3  the kit or its machine failed; the subject is not to blame
 
 Exit codes of a whole run:
 
 0  certified: a certificate was written
-1  refused: at least one MUST rule failed; or --require-profile names a profile that was not run, so that a
-   pipeline which takes 8 for "skipped" fails
+1  refused: at least one MUST rule failed; or --require-profile names a profile that was not run, so
+   that a pipeline that takes 8 for "skipped" fails
 2  interrupted
 3  kit error
 4  usage error
@@ -22,17 +22,24 @@ Exit codes of a whole run:
 9  the subject cannot be loaded
 """
 
+CERTIFIED = 0
+REFUSED = 1
+INTERRUPTED = 2
+KIT_ERROR = 3
+NO_RULES = 5
+NOT_CERTIFIED = 7
+
 
 class ConformanceError(Exception):
-    """A run that cannot go on; ``str(error)`` is one line that says what is wrong and what to do."""
+    """A run cannot go on; ``str(error)`` is one line with the reason and a remedy."""
 
-    exit_code = 3
+    exit_code = KIT_ERROR
 
 
 class CertificateError(ConformanceError):
-    """A certificate that nothing can be built on; its arguments are the reasons, one line each."""
+    """A certificate cannot be relied on; the arguments are the reasons, one line each."""
 
-    exit_code = 1
+    exit_code = REFUSED
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -49,27 +56,24 @@ class UsageError(ConformanceError):
 
 
 class TargetError(ConformanceError):
-    """The subject cannot be imported, or is not what it was said to be."""
+    """The subject cannot be imported, or is of another kind than the option names."""
 
     exit_code = 9
 
 
 class ProfileError(ConformanceError):
-    """This machine cannot run the profile that was asked for."""
+    """This machine cannot run the requested profile."""
 
     exit_code = 8
 
 
 class RequiredProfileError(ProfileError):
-    """``--require-profile`` names a profile that this machine cannot run, or another one was chosen."""
+    """``--require-profile`` names a profile that this machine cannot run, or did not choose."""
 
-    exit_code = 1
+    exit_code = REFUSED
 
 
 class KitError(ConformanceError):
     """The kit or the machine failed; the subject is not to blame."""
 
-    exit_code = 3
-
-
-CERTIFIED, REFUSED, INTERRUPTED, KIT_ERROR, NO_RULES, NOT_CERTIFIED = 0, 1, 2, 3, 5, 7
+    exit_code = KIT_ERROR

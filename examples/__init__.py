@@ -1,1 +1,1 @@
-"""States and set-ups as they are given to ``--state`` and ``--setup``: one for each reference hook, to run and to copy."""
+"""States for ``--state`` and set-ups for ``--setup``, one or more for each reference hook."""

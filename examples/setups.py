@@ -1,7 +1,8 @@
-"""Set-ups of the reference hooks that need more than a state, for ``--setup``.
+"""Set-ups for ``--setup``, of the reference hooks that need more than a state.
 
-Each is called once per rank with the DDP model, and with what else it names, and returns (state, hook), or a Case with what else
-is to be known.
+Each function is called once per rank, with the arguments that its signature names: the DDP model,
+the process group, the rank and others. It returns (state, hook), or a Case if the kit needs more,
+such as the object whose state is saved.
 """
 
 from typing import Any
@@ -15,18 +16,20 @@ from conformance import Case
 
 
 def fp16_wrapped(process_group: dist.ProcessGroup) -> Any:
-    """Send half precision by a hook of one's own."""
+    """Send float16 by a wrapped hook."""
     return process_group, hooks_ref.fp16_compress_wrapper(hooks_ref.allreduce_hook)
 
 
 def bf16_wrapped(process_group: dist.ProcessGroup) -> Any:
-    """Send bfloat16 by a hook of one's own."""
+    """Send bfloat16 by a wrapped hook."""
     return process_group, hooks_ref.bf16_compress_wrapper(hooks_ref.allreduce_hook)
 
 
 def encoded(process_group: dist.ProcessGroup) -> Any:
-    """Encode before the allreduce, decode after it: here by casts."""
-    return process_group, hooks_ref.encode_and_decode_hook(lambda flat: flat.half(), lambda mean, into: into.copy_(mean))
+    """Encode before the allreduce and decode after it, by casts."""
+    return process_group, hooks_ref.encode_and_decode_hook(
+        lambda flat: flat.half(), lambda mean, into: into.copy_(mean)
+    )
 
 
 def by_name(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> None:
@@ -35,32 +38,52 @@ def by_name(model: DistributedDataParallel, process_group: dist.ProcessGroup) ->
 
 
 def pairs(process_group: dist.ProcessGroup, rank: int, world_size: int) -> Any:
-    """Average over pairs of neighbours from the third step on; the last rank of an odd number is alone."""
+    """Average over pairs of neighbours from the third step on.
+
+    If the number of ranks is odd, the last one is alone.
+    """
     places = [list(range(first, min(first + 2, world_size))) for first in range(0, world_size, 2)]
     mine = [dist.get_global_rank(process_group, place) for place in places[rank // 2]]
     subgroup = dist.new_group(mine, use_local_synchronization=True)
-    return hooks_ref.PostLocalSGDState(process_group, subgroup, start_localSGD_iter=2), hooks_ref.post_localSGD_hook
+    return hooks_ref.PostLocalSGDState(
+        process_group, subgroup, start_localSGD_iter=2
+    ), hooks_ref.post_localSGD_hook
 
 
 def own(process_group: dist.ProcessGroup) -> Any:
-    """Keep one's own gradients from the third step on."""
-    state = hooks_ref.PostLocalSGDState(process_group, None, start_localSGD_iter=2, post_local_gradient_allreduce=False)
+    """Keep each rank's own gradients from the third step on."""
+    state = hooks_ref.PostLocalSGDState(
+        process_group, None, start_localSGD_iter=2, post_local_gradient_allreduce=False
+    )
     return state, hooks_ref.post_localSGD_hook
 
 
 def sgd_in_the_hook(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
-    """Step SGD with momentum on each bucket as it is reduced; what SGD remembers is saved."""
-    optimizer = hooks_ref.OptimizerHookState(hooks_ref.functional(torch.optim.SGD, lr=0.1, momentum=0.9), model.parameters())
-    return Case(process_group, hooks_ref.hook_then_optimizer(hooks_ref.allreduce_hook, optimizer), saved=optimizer)
+    """Step SGD with momentum on each bucket as it is reduced, and save its momentum."""
+    optimizer = hooks_ref.OptimizerHookState(
+        hooks_ref.functional(torch.optim.SGD, lr=0.1, momentum=0.9), model.parameters()
+    )
+    return Case(
+        process_group,
+        hooks_ref.hook_then_optimizer(hooks_ref.allreduce_hook, optimizer),
+        saved=optimizer,
+    )
 
 
 def adagrad_out_of_place(process_group: dist.ProcessGroup) -> Any:
-    """Step Adagrad, whose state does not begin at nothing, on what a hook of one's own returns in a tensor of its own."""
-    optimizer = hooks_ref.OptimizerHookState(hooks_ref.functional(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5))
+    """Step Adagrad after a hook whose result is another tensor than the bucket's.
+
+    Adagrad's state does not begin at zero.
+    """
+    optimizer = hooks_ref.OptimizerHookState(
+        hooks_ref.functional(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5)
+    )
     return process_group, hooks_ref.hook_then_optimizer(_mean_of_a_copy, optimizer)
 
 
-def _mean_of_a_copy(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _mean_of_a_copy(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     mean = bucket.buffer() / group.size()
     work = dist.all_reduce(mean, group=group, async_op=True)
     return work.get_future().then(lambda done: done.value() and mean)
@@ -75,12 +98,14 @@ class _Descent:
 
 
 def descent_in_the_hook(process_group: dist.ProcessGroup) -> Any:
-    """Have an optimizer of one's own step each parameter of a bucket as it is reduced."""
-    return process_group, hooks_ref.hook_then_optimizer(hooks_ref.allreduce_hook, hooks_ref.OptimizerHookState(_Descent()))
+    """Step each parameter of a bucket by a custom optimizer as the bucket is reduced."""
+    return process_group, hooks_ref.hook_then_optimizer(
+        hooks_ref.allreduce_hook, hooks_ref.OptimizerHookState(_Descent())
+    )
 
 
 def adam_in_the_hook(process_group: dist.ProcessGroup) -> Any:
-    """Step Adam on each bucket as it is reduced, in half precision."""
+    """Step Adam on each bucket as it is reduced in float16."""
     optimizer = hooks_ref.OptimizerHookState(hooks_ref.functional(torch.optim.Adam, lr=0.01))
     return process_group, hooks_ref.hook_then_optimizer(hooks_ref.fp16_compress_hook, optimizer)
 
@@ -94,14 +119,24 @@ def sgd_in_backward(process_group: dist.ProcessGroup) -> Any:
 def _zero(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=process_group, overlap_with_ddp=True, lr=0.1)
+    return ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.SGD,
+        process_group=process_group,
+        overlap_with_ddp=True,
+        lr=0.1,
+    )
 
 
 def zero_after_backward(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Any:
-    """Step a sharded SGD when the last bucket is there."""
-    return process_group, hooks_ref.hook_with_zero_step(hooks_ref.allreduce_hook, model, _zero(model, process_group))
+    """Step a sharded SGD after the last bucket was reduced."""
+    return process_group, hooks_ref.hook_with_zero_step(
+        hooks_ref.allreduce_hook, model, _zero(model, process_group)
+    )
 
 
 def zero_interleaved(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Any:
     """Step a sharded SGD on each bucket as it is reduced."""
-    return process_group, hooks_ref.hook_with_zero_step_interleaved(hooks_ref.allreduce_hook, model, _zero(model, process_group))
+    return process_group, hooks_ref.hook_with_zero_step_interleaved(
+        hooks_ref.allreduce_hook, model, _zero(model, process_group)
+    )

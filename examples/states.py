@@ -1,6 +1,6 @@
-"""States of the reference hooks, made as a training script would, for ``--state``.
+"""States for ``--state``: those of the reference hooks, made as in a training script.
 
-Each is called once per rank, with the process group that the model lives on.
+Each function is called once per rank, with the model's process group.
 """
 
 import torch
@@ -23,72 +23,74 @@ Group = dist.ProcessGroup | None
 
 
 def power_sgd(process_group: Group = None) -> PowerSGDState:
-    """Rank 2, from the third step on; every matrix is compressed."""
-    return PowerSGDState(process_group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1)
+    """PowerSGD of rank 2 from the third step on; every matrix is compressed."""
+    return PowerSGDState(
+        process_group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+    )
 
 
 def power_sgd_same_shapes(process_group: Group = None) -> PowerSGDState:
-    """The same, matrices of one shape multiplied together."""
+    """The same PowerSGD, with matrices of one shape multiplied together."""
     return PowerSGDState(process_group, 2, 2, 1, batch_tensors_with_same_shape=True)
 
 
 def power_sgd_from_the_start(process_group: Group = None) -> PowerSGDState:
-    """Compresses in the first step already, before DDP has regrouped its buckets."""
+    """PowerSGD from the first step on, before DDP has rebuilt its buckets."""
     return PowerSGDState(process_group, start_powerSGD_iter=0, min_compression_rate=1)
 
 
 def power_sgd_fresh(process_group: Group = None) -> PowerSGDState:
-    """Begins every step from a fresh Q, and forgets what is lost."""
+    """PowerSGD with a fresh Q in every step, and without error feedback."""
     return PowerSGDState(process_group, 2, 2, 1, use_error_feedback=False, warm_start=False)
 
 
 def top_k(process_group: Group = None) -> CompressionState:
-    """A quarter of the elements, with feedback."""
+    """A quarter of the elements, with error feedback."""
     return CompressionState(process_group, TopK(0.25))
 
 
 def top_k_later(process_group: Group = None) -> CompressionState:
-    """The same from the third step on."""
+    """A quarter of the elements, with error feedback, from the third step on."""
     return CompressionState(process_group, TopK(0.25), start_iter=2)
 
 
 def everything(process_group: Group = None) -> CompressionState:
-    """All of the elements: exact, by the way that a compressed step takes."""
+    """All elements: exact, but through the code of a compressed step."""
     return CompressionState(process_group, TopK(1))
 
 
 def everything_at_random(process_group: Group = None) -> CompressionState:
-    """All of the elements, in a random order, summed."""
+    """All elements, in a random order, summed."""
     return CompressionState(process_group, RandomK(1))
 
 
 def top_k_dgc(process_group: Group = None) -> CompressionState:
-    """A quarter of the elements, with feedback and momentum correction."""
+    """A quarter of the elements, with error feedback and momentum correction."""
     return CompressionState(process_group, TopK(0.25), momentum=0.5)
 
 
 def top_k_ef21(process_group: Group = None) -> CompressionState:
-    """A quarter of the elements of the change."""
+    """A quarter of the elements of the change since the last step (EF21)."""
     return CompressionState(process_group, TopK(0.25), memory="ef21")
 
 
 def random_k(process_group: Group = None) -> CompressionState:
-    """A quarter of the elements, at random, with feedback."""
+    """A random quarter of the elements, with error feedback."""
     return CompressionState(process_group, RandomK(0.25, seed=3))
 
 
 def random_k_unbiased(process_group: Group = None) -> CompressionState:
-    """A quarter of the elements, at random, scaled by four."""
+    """A random quarter of the elements, scaled by four."""
     return CompressionState(process_group, RandomK(0.25, seed=3, unbiased=True), memory="none")
 
 
 def scaled_sign(process_group: Group = None) -> CompressionState:
-    """Signs with one scale per parameter, with feedback."""
+    """Signs with one scale per parameter, with error feedback."""
     return CompressionState(process_group, ScaledSign())
 
 
 def one_bit(process_group: Group = None) -> CompressionState:
-    """Signs with two values per parameter, with feedback."""
+    """Signs with two values per parameter, with error feedback."""
     return CompressionState(process_group, OneBit())
 
 
@@ -123,5 +125,8 @@ def mixed_bfloat16(process_group: Group = None) -> MixedPrecisionState:
 
 
 def on_this_machine(process_group: Group = None) -> PostLocalSGDState:
-    """From the third step on over the ranks of this machine, which the state finds: all of them where there is one machine."""
+    """Average over the ranks of this machine from the third step on.
+
+    The state finds these ranks by itself. With one machine they are all ranks.
+    """
     return PostLocalSGDState(process_group, None, start_localSGD_iter=2)

@@ -1,6 +1,7 @@
-"""Certificates made by hand: of what the kit itself concludes from judgements, so that they hang together as real ones do.
+"""Certificates for tests, without a run.
 
-``tests/test_ci.py`` takes a real one through the same commands.
+The kit itself concludes them from made judgements, so that they are as consistent as real ones.
+``tests/test_ci.py`` passes a real certificate to the same commands.
 """
 
 import copy
@@ -20,13 +21,28 @@ NOT_CLAIMED_HERE = ("10.4", "11.2", "11.3", "13.1", "13.2", "13.3", "13.5", "13.
 MARGINS = {"2.2": 0.3, "2.3": 0.24, "2.4": 0.31, "2.1": 0.0}
 
 
-def header(name: str = "mypkg.hooks:half", claims: str = "rounded(float16)", kind: str = HOOK) -> Body:
-    """What a session says of the subject and the profile."""
+def header(
+    name: str = "mypkg.hooks:half", claims: str = "rounded(float16)", kind: str = HOOK
+) -> Body:
+    """Return a session's entries on the subject and the profile."""
     named = {"hook": name, "target": None} if kind == HOOK else {"hook": None, "target": name}
-    profile = {"name": "gloo-cpu", "backend": "gloo", "device": "cpu", "world sizes": list(REQUIRED_WORLDS), "torch": "2.13.0+cpu"}
+    profile = {
+        "name": "gloo-cpu",
+        "backend": "gloo",
+        "device": "cpu",
+        "world sizes": list(REQUIRED_WORLDS),
+        "torch": "2.13.0+cpu",
+    }
     return {
         "kit": kit_identity(),
-        "subject": {**named, "state": None, "setup": None, "kind": kind, "module": "mypkg.hooks", "sha256": {"mypkg.hooks": "ab" * 32}},
+        "subject": {
+            **named,
+            "state": None,
+            "setup": None,
+            "kind": kind,
+            "module": "mypkg.hooks",
+            "sha256": {"mypkg.hooks": "ab" * 32},
+        },
         "claims": {"text": claims, "said by": "--claims"},
         "profile": {**profile, "python": "3.11.7", "platform": "Linux"},
         "date": "2026-11-22T01:45:05+00:00",
@@ -35,54 +51,75 @@ def header(name: str = "mypkg.hooks:half", claims: str = "rounded(float16)", kin
 
 
 def judged(rule: Rule) -> Judgement:
-    """A judgement as sessions make it, with a run at every world size; 13.7 counts bytes, claimed or not."""
+    """Return a judgement like a session's, with a run at every world size."""
     if rule.number in NOT_CLAIMED_HERE:
         return Judgement(rule.number, Verdict.NOT_APPLICABLE, NOT_CLAIMED)
-    if rule.number == "13.7":
-        run = {"verdict": "not applicable", "reason": NOT_CLAIMED, "checks": 0, "traffic": {"largest": 0.5, "mean": 0.5}}
-        return Judgement(rule.number, Verdict.NOT_APPLICABLE, f"ordered@2: {NOT_CLAIMED}", runs={"ordered@2": run})
+    if rule.number == "13.7":  # it counts bytes, even if no ratio is claimed
+        run = {
+            "verdict": "not applicable",
+            "reason": NOT_CLAIMED,
+            "checks": 0,
+            "traffic": {"largest": 0.5, "mean": 0.5},
+        }
+        return Judgement(
+            rule.number,
+            Verdict.NOT_APPLICABLE,
+            f"ordered@2: {NOT_CLAIMED}",
+            runs={"ordered@2": run},
+        )
     margin = {"margin": MARGINS[rule.number]} if rule.number in MARGINS else {}
-    runs = {f"values@{world}": {"verdict": "pass", "reason": "", "checks": 6, **margin} for world in REQUIRED_WORLDS}
+    runs = {
+        f"values@{world}": {"verdict": "pass", "reason": "", "checks": 6, **margin}
+        for world in REQUIRED_WORLDS
+    }
     return Judgement(rule.number, Verdict.PASS, runs=runs)
 
 
-def certificate(name: str = "mypkg.hooks:half", claims: str = "rounded(float16)", kind: str = HOOK) -> Body:
-    """The body of a certificate, as a file has it."""
+def certificate(
+    name: str = "mypkg.hooks:half", claims: str = "rounded(float16)", kind: str = HOOK
+) -> Body:
+    """Return the body of a certificate, as read from a file."""
     rules = book(kind)
-    made = conclude(rules, {number: judged(rule) for number, rule in rules.items()}, header(name, claims, kind), REQUIRED_WORLDS, kind)
+    made = conclude(
+        rules,
+        {number: judged(rule) for number, rule in rules.items()},
+        header(name, claims, kind),
+        REQUIRED_WORLDS,
+        kind,
+    )
     assert made.certificate is not None
     read: Body = json.loads(json.dumps(made.certificate))
     return read
 
 
 def changed(body: Mapping[str, Any], change: Callable[[Body], object]) -> Body:
-    """The same with a change, and a digest that fits: as if the kit had written it so."""
+    """Return a body with a change and a fitting digest, as if the kit had written it."""
     other = copy.deepcopy(dict(body))
     change(other)
     return {**other, "digest": digest(other)}
 
 
 def rule_of(body: Body, number: str) -> Body:
-    """What it says of a rule."""
+    """Return the entry of a rule."""
     found: Body = next(rule for rule in body["rules"] if rule["rule"] == number)
     return found
 
 
 def without(body: Body, number: str) -> None:
-    """Leave out a rule."""
+    """Remove a rule."""
     body["rules"] = [rule for rule in body["rules"] if rule["rule"] != number]
 
 
-def ran(body: Body, number: str, run: str = "values@3", **said: Any) -> None:
-    """Let a run of a rule say something else; the rule then says what its runs do."""
+def ran(body: Body, number: str, run: str = "values@3", **changes: Any) -> None:
+    """Change entries of a rule's run; the rule's verdict and checks follow from its runs."""
     rule = rule_of(body, number)
-    rule["runs"][run] |= said
+    rule["runs"][run] |= changes
     order = [str(verdict) for verdict in Verdict]
     rule["verdict"] = max((run["verdict"] for run in rule["runs"].values()), key=order.index)
     rule["checks"] = sum(run["checks"] for run in rule["runs"].values())
 
 
 def written(path: Path, body: Mapping[str, Any]) -> Path:
-    """Write it as the kit does."""
+    """Write a body like the kit, and return the path."""
     path.write_text(json.dumps(body, indent=1) + "\n")
     return path

@@ -1,7 +1,8 @@
-"""The commands of the CI templates, as the systems would hand them to a shell; and the lint of the templates.
+"""The commands of the CI templates, as each system passes them to a shell; and their lint.
 
-A system's own part is played as far as its documentation says what it does: inputs and their defaults, variables and ``extends``,
-``$$`` for ``$``. Anything else that a template may come to use is an error here, not something to be guessed.
+This module imitates only the documented behaviour of a system: inputs and their defaults, variables
+and ``extends``, ``$$`` for ``$``. A template that uses another feature fails here, instead of being
+run by a guess.
 """
 
 import re
@@ -15,7 +16,10 @@ from click.testing import CliRunner
 from ruamel.yaml import YAML
 
 CI = Path(__file__).resolve().parent.parent / "ci"
-ACTION, WORKFLOW, GITLAB, BUILDKITE = "github/action.yml", "github/conformance.yml", "gitlab-ci.yml", "buildkite.yml"
+ACTION = "github/action.yml"
+WORKFLOW = "github/conformance.yml"
+GITLAB = "gitlab-ci.yml"
+BUILDKITE = "buildkite.yml"
 SCHEMAS = {
     ACTION: ("vendor.github-actions",),
     WORKFLOW: ("vendor.github-workflows",),
@@ -27,15 +31,15 @@ _EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")
 
 @dataclass(frozen=True)
 class Command:
-    """A command as a shell gets it.
+    """A command as a shell receives it.
 
     Attributes:
-        where: the template and the job.
-        text: what is run; lines of one script are commands of their own.
-        environment: what the template sets, beside what the system does.
+        job: the template and the job.
+        text: the command line; each line of a script is a command of its own.
+        environment: the variables that the template sets, besides those of the system.
     """
 
-    where: str
+    job: str
     text: str
     environment: tuple[tuple[str, str], ...]
 
@@ -51,47 +55,67 @@ def read(name: str) -> Any:
     return document
 
 
-def faults(name: str, path: Path, folder: Path) -> str:
-    """Return what is wrong with a template by the schema of its system; '' where nothing is. Writes to ``folder``."""
+def faults(name: str, path: Path, folder: Path) -> str | None:
+    """Return the errors of a template by the schema of its system, or None.
+
+    Merged documents are written to ``folder``.
+    """
     schema, *options = SCHEMAS[name]
     checked = [path]
-    if name == GITLAB:  # whose schema looks at no job whose name begins with a dot, but at what is made of it
+    if name == GITLAB:
+        # The schema ignores jobs whose names begin with a dot, so the jobs that extend them are
+        # checked after merging.
         (document,) = load(path.read_text())
         checked.append(write(folder / "merged.yml", _merged(document)))
-    result = CliRunner().invoke(check_jsonschema, ["--builtin-schema", schema, *options, *map(str, checked)])
-    return "" if result.exit_code == 0 else result.output
+    result = CliRunner().invoke(
+        check_jsonschema, ["--builtin-schema", schema, *options, *map(str, checked)]
+    )
+    return None if result.exit_code == 0 else result.output
 
 
 def commands(checkout: Path) -> list[Command]:
-    """Return all commands of all templates, in order, as run in a checkout of the kit."""
+    """Return the commands of all templates in order, as run in a checkout of the kit."""
     return [*_github(checkout), *_gitlab(), *_buildkite()]
 
 
 def _github(checkout: Path) -> Iterator[Command]:
     action = read(ACTION)
-    for job, said in read(WORKFLOW)["jobs"].items():
-        for step in said["steps"]:
+    for job, definition in read(WORKFLOW)["jobs"].items():
+        for step in definition["steps"]:
             if "run" in step:
                 yield Command(f"{WORKFLOW} {job}", step["run"], _filled(step.get("env", {}), {}))
             elif step["uses"] == "./ci/github":
-                given = {key: one.get("default", "") for key, one in action["inputs"].items()} | step.get("with", {})
+                given = {
+                    key: one.get("default", "") for key, one in action["inputs"].items()
+                } | step.get("with", {})
                 values = {f"inputs.{key}": str(value) for key, value in given.items()}
-                yield from _composite(f"{WORKFLOW} {job}", action, values | {"github.action_path": f"{checkout}/ci/github"})
+                yield from _composite(
+                    f"{WORKFLOW} {job}",
+                    action,
+                    values | {"github.action_path": f"{checkout}/ci/github"},
+                )
             else:
                 assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]), step
 
 
-def _composite(where: str, action: Mapping[str, Any], values: Mapping[str, str]) -> Iterator[Command]:
+def _composite(job: str, action: Mapping[str, Any], values: Mapping[str, str]) -> Iterator[Command]:
     for step in action["runs"]["steps"]:
         if "run" in step:
-            assert not _EXPRESSION.search(step["run"]), f"{step['run']!r}: an input would be run, whatever is in it"
-            yield Command(where, step["run"], _filled(step.get("env", {}), values))
+            assert not _EXPRESSION.search(step["run"]), (
+                f"{step['run']!r}: the content of an input would be run"
+            )
+            yield Command(job, step["run"], _filled(step.get("env", {}), values))
         else:
             assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]), step
 
 
-def _filled(environment: Mapping[str, str], values: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple((key, _EXPRESSION.sub(lambda found: values[found[1]], value)) for key, value in environment.items())
+def _filled(
+    environment: Mapping[str, str], values: Mapping[str, str]
+) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (key, _EXPRESSION.sub(lambda found: values[found[1]], value))
+        for key, value in environment.items()
+    )
 
 
 def _gitlab() -> Iterator[Command]:
@@ -100,14 +124,21 @@ def _gitlab() -> Iterator[Command]:
         if name == "variables" or name.startswith("."):
             continue
         environment = tuple((document["variables"] | job.get("variables", {})).items())
-        for text in (line for part in ("before_script", "script", "after_script") for line in job.get(part, ())):
+        for text in (
+            line
+            for part in ("before_script", "script", "after_script")
+            for line in job.get(part, ())
+        ):
             yield Command(f"{GITLAB} {name}", text, environment)
 
 
 def _merged(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a GitLab template with what its jobs extend in them."""
+    """Return the jobs of a GitLab template, merged with the jobs that they extend."""
     base = {name: document[job["extends"]] for name, job in document.items() if "extends" in job}
-    return {name: {**base.get(name, {}), **{key: one for key, one in job.items() if key != "extends"}} for name, job in document.items()}
+    return {
+        name: {**base.get(name, {}), **{key: one for key, one in job.items() if key != "extends"}}
+        for name, job in document.items()
+    }
 
 
 def _buildkite() -> Iterator[Command]:
@@ -115,19 +146,21 @@ def _buildkite() -> Iterator[Command]:
     for step in document["steps"]:
         environment = tuple((document["env"] | step.get("env", {})).items())
         for text in step["command"]:
-            assert not re.search(r"(?<!\$)\$(?!\$)", text), f"{text!r}: Buildkite would fill in a single $ when it reads the steps"
+            assert not re.search(r"(?<!\$)\$(?!\$)", text), (
+                f"{text!r}: Buildkite would fill in a single $ when it reads the steps"
+            )
             yield Command(f"{BUILDKITE} {step['key']}", text.replace("$$", "$"), environment)
 
 
 def changed(name: str, folder: Path, change: Callable[[Any], object]) -> Path:
-    """Write a template with a change; return where."""
+    """Write a template with a change, and return the path."""
     document = read(name)
     change(document)
     return write(folder / Path(name).name, document)
 
 
 def write(path: Path, document: Any) -> Path:
-    """Write a document as YAML; return where."""
+    """Write a document as YAML, and return the path."""
     with open(path, "w") as file:
         YAML(typ="safe", pure=True).dump(document, file)
     return path

@@ -1,4 +1,4 @@
-"""A certificate says no more than what was run."""
+"""Tests that a certificate certifies nothing that was not run."""
 
 import json
 import re
@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from conformance.certificates.certificate import REQUIRED_WORLDS, SCHEMA, conclude, digest
-from conformance.errors import CERTIFIED, KIT_ERROR, NO_RULES, NOT_CERTIFIED, REFUSED, KitError, UsageError
+from conformance.errors import (
+    CERTIFIED,
+    KIT_ERROR,
+    NO_RULES,
+    NOT_CERTIFIED,
+    REFUSED,
+    KitError,
+    UsageError,
+)
 from conformance.judging.rule import Rule, golden_list
 from conformance.judging.verdict import Judgement, Verdict
 from conformance.records.files import write_json
@@ -16,7 +24,10 @@ from conformance.subjects.spec import SubjectSpec
 
 
 def judgements(rules: dict[str, Rule], **changed: Verdict) -> dict[str, Judgement]:
-    verdicts = {number.replace("_", "."): verdict for number, verdict in ((key[1:], value) for key, value in changed.items())}
+    verdicts = {
+        number.replace("_", "."): verdict
+        for number, verdict in ((key[1:], value) for key, value in changed.items())
+    }
     return {number: Judgement(number, verdicts.get(number, Verdict.PASS)) for number in rules}
 
 
@@ -33,7 +44,9 @@ def judgements(rules: dict[str, Rule], **changed: Verdict) -> dict[str, Judgemen
         ({"_8_6": Verdict.KIT_ERROR}, KIT_ERROR),
     ],
 )
-def test_the_worst_verdict_decides(rules: dict[str, Rule], changed: dict[str, Verdict], code: int) -> None:
+def test_the_worst_verdict_decides(
+    rules: dict[str, Rule], changed: dict[str, Verdict], code: int
+) -> None:
     conclusion = conclude(rules, judgements(rules, **changed), {}, REQUIRED_WORLDS)
     assert conclusion.exit_code == code
     assert (conclusion.certificate is not None) == (code == CERTIFIED)
@@ -51,24 +64,35 @@ def test_every_golden_rule_must_have_been_judged(rules: dict[str, Rule]) -> None
 def test_every_required_world_size_must_have_been_run(rules: dict[str, Rule]) -> None:
     conclusion = conclude(rules, judgements(rules), {}, (2, 4))
     assert conclusion.exit_code == NOT_CERTIFIED
-    assert conclusion.reasons == ["world size 1, 3 was left out"]
+    assert conclusion.reasons == ["world sizes 1, 3 were left out"]
     assert conclude(rules, judgements(rules), {}, (1, 2, 3, 4, 8)).exit_code == CERTIFIED
 
 
 def test_a_session_that_was_interrupted_certifies_nothing(rules: dict[str, Rule]) -> None:
-    """Though all of it was judged in the end: a subject that takes a node down now and then must not be certified by trying again."""
-    said = "values@4 was interrupted: node 1 (bert), ranks 2, 3: its process ended"
-    conclusion = conclude(rules, judgements(rules), {}, REQUIRED_WORLDS, interrupted=[said])
-    assert (conclusion.exit_code, conclusion.certificate, conclusion.reasons) == (NOT_CERTIFIED, None, [said])
-    assert conclude(rules, judgements(rules, _2_8=Verdict.FAIL), {}, REQUIRED_WORLDS, interrupted=[said]).exit_code == REFUSED
+    """A subject that takes a node down now and then must not be certified by trying again."""
+    reason = "values@4 was interrupted: node 1 (bert), ranks 2, 3: its process ended"
+    conclusion = conclude(rules, judgements(rules), {}, REQUIRED_WORLDS, interrupted=[reason])
+    assert (conclusion.exit_code, conclusion.certificate, conclusion.reasons) == (
+        NOT_CERTIFIED,
+        None,
+        [reason],
+    )
+    assert (
+        conclude(
+            rules, judgements(rules, _2_8=Verdict.FAIL), {}, REQUIRED_WORLDS, interrupted=[reason]
+        ).exit_code
+        == REFUSED
+    )
 
 
-def test_nothing_judged_is_nothing(rules: dict[str, Rule]) -> None:
+def test_a_session_without_rules_has_no_verdict(rules: dict[str, Rule]) -> None:
     assert conclude(rules, {}, {}, REQUIRED_WORLDS).exit_code == NO_RULES
 
 
-def test_an_edit_shows(rules: dict[str, Rule]) -> None:
-    certificate = conclude(rules, judgements(rules), {"claims": {"text": "sum"}}, REQUIRED_WORLDS).certificate
+def test_an_edit_changes_the_digest(rules: dict[str, Rule]) -> None:
+    certificate = conclude(
+        rules, judgements(rules), {"claims": {"text": "sum"}}, REQUIRED_WORLDS
+    ).certificate
     assert certificate is not None
     again = json.loads(json.dumps(certificate))
     assert digest(again) == again["digest"]
@@ -86,10 +110,14 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
 
 
 def test_only_files_of_the_kit_are_set_aside(tmp_path: Path) -> None:
-    mine, previous, other = (tmp_path / name for name in ("mine.json", "mine.previous.json", "other.json"))
+    mine, previous, other = (
+        tmp_path / name for name in ("mine.json", "mine.previous.json", "other.json")
+    )
     for day in ("monday", "tuesday"):
         mine.write_text(json.dumps({"schema": SCHEMA, "date": day}))
-        assert set_aside(ResultPaths(mine, tmp_path / "reports")) == [f"the certificate of an earlier run is now {previous}"]
+        assert set_aside(ResultPaths(mine, tmp_path / "reports")) == [
+            f"the certificate of an earlier run is now {previous}"
+        ]
         assert not mine.exists()
         assert json.loads(previous.read_text())["date"] == day
     other.write_text(json.dumps({"precious": True}))
@@ -109,9 +137,25 @@ def test_each_combination_of_settings_has_a_folder() -> None:
 
     assert folder("mypkg.hooks:my_hook") == "mypkg.hooks_my_hook"
     assert folder("mypkg:half", claims="sum") == "mypkg_half-sum"
-    assert re.fullmatch(r"mypkg_half-pg-rounded_float16_-[0-9a-f]{8}", folder("mypkg:half", "pg", "rounded(float16)"))
-    alike = [("a:b,c=(1,2)",), ("a:b,c=[1,2]",), ("a:b", "m:f,c=1"), ("a:b", "m:f,c_1"), ("a:b,c=1",), ("a:b", None, "c=1"), ("a:b",)]
-    long = [("a:" + "b" * 300,), ("a:" + "b" * 301,), ("a:b", "m:" + "f" * 300), ("a:b", "m:" + "f" * 301)]
+    assert re.fullmatch(
+        r"mypkg_half-pg-rounded_float16_-[0-9a-f]{8}",
+        folder("mypkg:half", "pg", "rounded(float16)"),
+    )
+    alike = [
+        ("a:b,c=(1,2)",),
+        ("a:b,c=[1,2]",),
+        ("a:b", "m:f,c=1"),
+        ("a:b", "m:f,c_1"),
+        ("a:b,c=1",),
+        ("a:b", None, "c=1"),
+        ("a:b",),
+    ]
+    long = [
+        ("a:" + "b" * 300,),
+        ("a:" + "b" * 301,),
+        ("a:b", "m:" + "f" * 300),
+        ("a:b", "m:" + "f" * 301),
+    ]
     names = [folder(*given) for given in alike + long]
     assert len(set(names)) == len(names)
     assert max(len(name) for name in names) < 250

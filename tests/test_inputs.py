@@ -1,4 +1,4 @@
-"""The inputs are what they promise: the tests that need no tolerance rest on it."""
+"""Tests that gradients have the properties that comparisons without a tolerance rely on."""
 
 import itertools
 
@@ -12,21 +12,34 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
 def values(kind: str, dtype: torch.dtype, world: int, step: int = 0) -> torch.Tensor:
-    return torch.stack([gradient(kind, (211,), dtype, world=world, rank=rank, step=step, param=0) for rank in range(world)])
+    return torch.stack(
+        [
+            gradient(kind, (211,), dtype, world=world, rank=rank, step=step, param=0)
+            for rank in range(world)
+        ]
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_crafted_is_exact_whatever_the_algorithm(dtype: torch.dtype, world: int) -> None:
-    """Divide first, divide last, multiply by the reciprocal, any order of the sum: the same bits."""
+    """Dividing first or last, or by the reciprocal, in any order of the sum: the same bits."""
     terms = values("crafted", dtype, world)
     right = (terms.double().sum(0) / world).to(dtype)
     for order in itertools.islice(itertools.permutations(range(world)), 24):
-        for prepare in (lambda x: x / world, lambda x: x * torch.tensor(1 / world, dtype=dtype), lambda x: x):
+        for prepare in (
+            lambda x: x / world,
+            lambda x: x * torch.tensor(1 / world, dtype=dtype),
+            lambda x: x,
+        ):
             total = prepare(terms[order[0]])
             for rank in order[1:]:
                 total = total + prepare(terms[rank])
-            result = total if prepare(torch.ones(1, dtype=dtype)).item() != 1 or world == 1 else total / world
+            result = (
+                total
+                if prepare(torch.ones(1, dtype=dtype)).item() != 1 or world == 1
+                else total / world
+            )
             assert torch.equal(result, right)
 
 
@@ -45,7 +58,9 @@ def test_ranks_steps_and_parameters_differ() -> None:
     ]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(seen, 2))
     mean = (seen[0] + seen[4]) / 2
-    assert (mean != seen[0]).float().mean() > 0.8  # a hook that does not communicate shows on most elements
+    assert (
+        mean != seen[0]
+    ).float().mean() > 0.8  # a hook that does not communicate shows on most elements
 
 
 def test_normal_is_nearly_normal() -> None:
@@ -62,14 +77,19 @@ def test_wide_is_wide_and_finite() -> None:
 
 
 def test_subnormals_divide_exactly() -> None:
-    for kind, dtype in (("tiny", torch.float32), ("tiny_float16", torch.float16), ("tiny_bfloat16", torch.bfloat16)):
+    for kind, dtype in (
+        ("tiny", torch.float32),
+        ("tiny_float16", torch.float16),
+        ("tiny_bfloat16", torch.bfloat16),
+    ):
         terms = values(kind, torch.float32, 3)
         assert torch.equal(terms.to(dtype).float(), terms)
         assert terms.abs().max() < torch.finfo(dtype).smallest_normal
 
 
 def test_special_values_are_on_the_ranks_they_should_be() -> None:
-    nan, inf = values("nan", torch.float32, 3), values("inf", torch.float32, 3)
+    nan = values("nan", torch.float32, 3)
+    inf = values("inf", torch.float32, 3)
     assert nan[0].isnan().any()
     assert not nan[1:].isnan().any()
     total = inf.sum(0)
@@ -81,7 +101,10 @@ def test_special_values_are_on_the_ranks_they_should_be() -> None:
 
 def test_a_fixed_value_stays_as_it_is() -> None:
     """Records are judged again later, and on other machines: the numbers must not drift."""
-    sample = [gradient(kind, (2,), torch.float64, world=2, rank=1, step=3, param=1) for kind in ("crafted", "normal", "wide")]
+    sample = [
+        gradient(kind, (2,), torch.float64, world=2, rank=1, step=3, param=1)
+        for kind in ("crafted", "normal", "wide")
+    ]
     expecttest.assert_expected_inline(
         "\n".join(x.hex() for tensor in sample for x in tensor.tolist()),
         """\

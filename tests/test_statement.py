@@ -1,4 +1,8 @@
-"""The in-toto statement: every field as the specification has it, read by its own protocol buffers, and nothing besides."""
+"""Tests of the in-toto statement.
+
+Statements are parsed by the specification's own protocol buffers, so that every field has to be one
+of the specification's, and nothing is added.
+"""
 
 import base64
 import hashlib
@@ -31,32 +35,35 @@ def state(path: Path, capsys: Any, *options: object) -> Body:
 
 
 def lint(made: Body) -> None:
-    """Hold a statement against spec/v1/statement.md and spec/predicates/test-result.md.
+    """Check a statement by spec/v1/statement.md and spec/predicates/test-result.md.
 
     Raises:
-        ValueError, json_format.ParseError: it is none.
+        ValueError, json_format.ParseError: it does not follow the specification.
     """
-    # Parsing refuses fields that the protocol buffers of the specification do not have, and values of other types.
+    # Parsing refuses fields that the protocol buffers do not have, and values of other types.
     Statement.copy_from_pb(json_format.ParseDict(made, StatementPb())).validate()
     predicate = json_format.ParseDict(made["predicate"], Predicate())
     for described in predicate.configuration:
         ResourceDescriptor.copy_from_pb(described).validate()
     names = [subject.get("name") for subject in made["subject"]]
     required = {
-        "the type of the predicate": made["predicateType"] == "https://in-toto.io/attestation/test-result/v0.1",
+        "the type of the predicate": made["predicateType"]
+        == "https://in-toto.io/attestation/test-result/v0.1",
         "a result": made["predicate"].get("result") in RESULTS,
         "a configuration": isinstance(made["predicate"].get("configuration"), list),
         "uri, digest or content in each descriptor": all(
             {"uri", "digest", "content"} & one.keys() for one in made["predicate"]["configuration"]
         ),
-        "names that are there once": len(names) == len(set(names)),
-        "digests in hex": all(re.fullmatch("[0-9a-f]{64}", one["digest"]["sha256"]) for one in made["subject"]),
+        "unique names": len(names) == len(set(names)),
+        "digests in hex": all(
+            re.fullmatch("[0-9a-f]{64}", one["digest"]["sha256"]) for one in made["subject"]
+        ),
     }
-    if missing := [what for what, holds in required.items() if not holds]:
+    if missing := [name for name, holds in required.items() if not holds]:
         raise ValueError(f"no {missing}")
 
 
-def test_of_a_certificate(tmp_path: Path, capsys: Any) -> None:
+def test_a_certificate(tmp_path: Path, capsys: Any) -> None:
     body = certificate()
     path = written(tmp_path / "certificate.json", body)
     made = state(path, capsys, "--url", "https://ci.example.org/runs/7")
@@ -76,7 +83,7 @@ def test_of_a_certificate(tmp_path: Path, capsys: Any) -> None:
     }
     assert golden["digest"]["sha256"] == kit_identity()["golden list"]
     content = base64.b64decode(run["content"])
-    assert len(content) < 1024  # which the specification asks of content
+    assert len(content) < 1024  # the limit of the specification
     assert run["digest"]["sha256"] == hashlib.sha256(content).hexdigest()
     assert json.loads(content)["claims"]["text"] == "rounded(float16)"
 
@@ -89,32 +96,50 @@ def test_advice_is_a_warning(tmp_path: Path, capsys: Any) -> None:
     assert made["predicate"]["warnedTests"] == ["10.1 does not wait inside the hook"]
 
 
-def test_of_one_that_was_refused(tmp_path: Path, capsys: Any) -> None:
+def test_a_refusal(tmp_path: Path, capsys: Any) -> None:
     made = state(written(tmp_path / "report.json", report(certificate())), capsys)
     lint(made)
     assert made["predicate"]["result"] == "FAILED"
-    assert made["predicate"]["failedTests"] == ["2.2 random gradients give the mean within the bound of a sum"]
+    assert made["predicate"]["failedTests"] == [
+        "2.2 random gradients give the mean within the bound of a sum"
+    ]
 
 
-def test_files_that_were_tested(tmp_path: Path, capsys: Any) -> None:
-    path, wheel, other = written(tmp_path / "c.json", certificate()), tmp_path / "x.whl", tmp_path / "sub" / "x.whl"
+def test_tested_files_are_the_subjects(tmp_path: Path, capsys: Any) -> None:
+    path = written(tmp_path / "c.json", certificate())
+    wheel = tmp_path / "x.whl"
+    other = tmp_path / "sub" / "x.whl"
     other.parent.mkdir()
     wheel.write_bytes(b"wheel")
     other.write_bytes(b"other")
     made = state(path, capsys, "--subject-file", wheel)
     lint(made)
-    assert made["subject"] == [{"name": "x.whl", "digest": {"sha256": hashlib.sha256(b"wheel").hexdigest()}}]
+    assert made["subject"] == [
+        {"name": "x.whl", "digest": {"sha256": hashlib.sha256(b"wheel").hexdigest()}}
+    ]
     both = state(path, capsys, "--subject-file", wheel, "--subject-file", other)
     lint(both)
     assert [one["name"] for one in both["subject"]] == [str(wheel), str(other)]
 
 
-def test_what_a_signer_takes(tmp_path: Path, capsys: Any) -> None:
-    """actions/attest makes the statement itself: of the predicate alone, and of subjects as sha256sum prints them."""
+def test_the_parts_that_a_signer_takes(tmp_path: Path, capsys: Any) -> None:
+    """actions/attest makes the statement itself, from the predicate and the subjects.
+
+    It reads the subjects in the format of sha256sum.
+    """
     path = written(tmp_path / "c.json", certificate())
     whole = state(path, capsys)
     files = {name: tmp_path / "made" / name for name in ("output", "predicate", "checksums")}
-    assert main(["statement", str(path), *(word for name, file in files.items() for word in (f"--{name}", str(file)))]) == 0
+    assert (
+        main(
+            [
+                "statement",
+                str(path),
+                *(word for name, file in files.items() for word in (f"--{name}", str(file))),
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == ""
     assert json.loads(files["output"].read_text()) == whole
     assert json.loads(files["predicate"].read_text()) == whole["predicate"]
@@ -122,26 +147,46 @@ def test_what_a_signer_takes(tmp_path: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "said"),
+    ("body", "code", "expected"),
     [
         (lambda: {**certificate(), "date": "never"}, 1, "was edited"),
-        (lambda: changed(certificate(), lambda b: b["rules"].pop(0)), 1, "is of a development run"),
         (
-            lambda: report(certificate(), verdict="not certified", reasons=["world size 1 was left out"]),
+            lambda: changed(certificate(), lambda b: b["rules"].pop(0)),
             1,
-            "nothing to state: it says 'not cert",
+            "is from a development run",
         ),
-        (lambda: report(certificate(), verdict="kit error"), 1, "nothing to state: it says 'kit error'"),
-        (lambda: report(certificate(), verdict="certified"), 1, "it is the certificate that can be stated"),
-        (lambda: changed(certificate(), lambda b: b["subject"].update(sha256={})), 4, "say what was tested with --subject-file"),
+        (
+            lambda: report(
+                certificate(), verdict="not certified", reasons=["world size 1 was left out"]
+            ),
+            1,
+            "nothing to state: the verdict is 'not cert",
+        ),
+        (
+            lambda: report(certificate(), verdict="kit error"),
+            1,
+            "nothing to state: the verdict is 'kit error'",
+        ),
+        (
+            lambda: report(certificate(), verdict="certified"),
+            1,
+            "is a report; state the certificate instead",
+        ),
+        (
+            lambda: changed(certificate(), lambda b: b["subject"].update(sha256={})),
+            4,
+            "name the tested files with --subject-file",
+        ),
     ],
 )
-def test_what_is_not_stated(body: Any, code: int, said: str, tmp_path: Path, capsys: Any) -> None:
+def test_other_results_are_not_stated(
+    body: Any, code: int, expected: str, tmp_path: Path, capsys: Any
+) -> None:
     assert main(["statement", str(written(tmp_path / "c.json", body()))]) == code
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
+def test_a_missing_file_is_a_usage_error(tmp_path: Path, capsys: Any) -> None:
     path = written(tmp_path / "c.json", certificate())
     assert main(["statement", str(path), "--subject-file", str(tmp_path / "no.whl")]) == 4
     assert "no.whl: cannot be read" in capsys.readouterr().err
@@ -161,7 +206,7 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
         lambda made: made["predicate"]["configuration"].append({"annotations": {"a": 1}}),
     ],
 )
-def test_the_lint_finds_what_is_no_statement(spoil: Any, tmp_path: Path, capsys: Any) -> None:
+def test_the_lint_finds_broken_statements(spoil: Any, tmp_path: Path, capsys: Any) -> None:
     made = state(written(tmp_path / "c.json", certificate()), capsys)
     lint(made)
     spoil(made)
@@ -174,14 +219,23 @@ def test_the_lint_finds_what_is_no_statement(spoil: Any, tmp_path: Path, capsys:
     [
         ({}, None),
         (
-            {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "a/b", "GITHUB_RUN_ID": "7"},
+            {
+                "GITHUB_SERVER_URL": "https://github.com",
+                "GITHUB_REPOSITORY": "a/b",
+                "GITHUB_RUN_ID": "7",
+            },
             "https://github.com/a/b/actions/runs/7",
         ),
         ({"CI_JOB_URL": "https://gitlab.com/a/b/-/jobs/7"}, "https://gitlab.com/a/b/-/jobs/7"),
-        ({"BUILDKITE_BUILD_URL": "https://buildkite.com/a/b/builds/7"}, "https://buildkite.com/a/b/builds/7"),
+        (
+            {"BUILDKITE_BUILD_URL": "https://buildkite.com/a/b/builds/7"},
+            "https://buildkite.com/a/b/builds/7",
+        ),
     ],
 )
-def test_the_run_is_that_of_the_job(environment: dict[str, str], url: str | None, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_the_url_is_that_of_the_job(
+    environment: dict[str, str], url: str | None, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
     for name in ("GITHUB_RUN_ID", "CI_JOB_URL", "BUILDKITE_BUILD_URL"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

@@ -1,4 +1,7 @@
-"""The page of a CI job: what it says, and that nothing which a subject says can become more than text there."""
+"""Tests of the summary on the page of a CI job.
+
+No text of a subject may become more than text there, whatever Markdown or HTML it contains.
+"""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +19,8 @@ from tests.certificates import Body, certificate, changed, ran, rule_of, written
 HOSTILE = [
     "<script>alert(1)</script>",
     "</code></pre><img src=x onerror=alert(1)>",
-    "[a](https://example.org) ![b](https://example.org/x.png) https://example.org www.example.org a@example.org",
+    "[a](https://example.org) ![b](https://example.org/x.png) https://example.org "
+    "www.example.org a@example.org",
     "`` ` ``` </details>",
     "```\n# heading\n- item\n```\n<b>bold</b>",
     "a | b |\n|---|---|\n| <i>c</i> | d |",
@@ -25,26 +29,60 @@ HOSTILE = [
     "    <!-- \n\n--> $x$ &lt; \\` \\| \\",
 ]
 ALLOWED = {
-    *("heading_open", "heading_close", "paragraph_open", "paragraph_close", "inline", "text", "code_inline", "softbreak", "fence"),
-    *("bullet_list_open", "bullet_list_close", "list_item_open", "list_item_close", "strong_open", "strong_close"),
-    *(f"{part}_{end}" for part in ("table", "thead", "tbody", "tr", "th", "td") for end in ("open", "close")),
+    *(
+        "heading_open",
+        "heading_close",
+        "paragraph_open",
+        "paragraph_close",
+        "inline",
+        "text",
+        "code_inline",
+        "softbreak",
+        "fence",
+    ),
+    *(
+        "bullet_list_open",
+        "bullet_list_close",
+        "list_item_open",
+        "list_item_close",
+        "strong_open",
+        "strong_close",
+    ),
+    *(
+        f"{part}_{end}"
+        for part in ("table", "thead", "tbody", "tr", "th", "td")
+        for end in ("open", "close")
+    ),
 }
 
 
-def report(body: Body, **said: Any) -> Body:
-    """What a session that refused writes beside a certificate that it did not write."""
-    made: Body = {key: json.loads(json.dumps(body[key])) for key in ("kit", "subject", "claims", "profile", "date", "rules")}
+def report(body: Body, **changes: Any) -> Body:
+    """Return the report of a session that refused the subject of a certificate."""
+    made: Body = {
+        key: json.loads(json.dumps(body[key]))
+        for key in ("kit", "subject", "claims", "profile", "date", "rules")
+    }
     ran(made, "2.2", "values@3", verdict="fail", reason="off")
-    failure = {"expected": "mean 1 within 3e-08", "actual": "2 on rank 0", "cause": "the sum, not the mean", "evidence": {}}
+    failure = {
+        "expected": "mean 1 within 3e-08",
+        "actual": "2 on rank 0",
+        "cause": "the sum, not the mean",
+        "evidence": {},
+    }
     rule_of(made, "2.2").update(requirement="The mean.", failures=[failure, failure])
     ran(made, "10.1", verdict="fail", reason="it waits in wait()")
     rule_of(made, "10.1").update(reason="it waits in wait()")
-    rule_of(made, "2.9").update(verdict="not applicable", reason="refused with an error on every rank: no", runs={}, checks=0)
-    return {**made, "verdict": "refused", "reasons": ["2.2 random gradients"], **said}
+    rule_of(made, "2.9").update(
+        verdict="not applicable",
+        reason="refused with an error on every rank: no",
+        runs={},
+        checks=0,
+    )
+    return {**made, "verdict": "refused", "reasons": ["2.2 random gradients"], **changes}
 
 
 def types(markdown: str) -> Iterator[tuple[str, str]]:
-    """Yield (type, content) of all that a renderer of GitHub's Markdown makes of a text, HTML and links among it."""
+    """Yield (type, content) of every token of a text, as GitHub's Markdown renders it."""
     parser = MarkdownIt("gfm-like", {"html": True, "linkify": True})
     for token in parser.parse(markdown):
         yield token.type, token.content
@@ -52,45 +90,53 @@ def types(markdown: str) -> Iterator[tuple[str, str]]:
 
 
 def everywhere(value: Any, text: str) -> Any:
-    """The same with a text in place of every text that is no key, but for those that say which verdict and level it is."""
+    """Return a body in which a text replaces every text that is no key.
+
+    Verdicts, levels and numbers of rules stay, because the summary depends on them.
+    """
     if isinstance(value, dict):
         kept = ("verdict", "level", "rule")
-        return {key: one if key in kept and isinstance(one, str) else everywhere(one, text) for key, one in value.items()}
+        return {
+            key: one if key in kept and isinstance(one, str) else everywhere(one, text)
+            for key, one in value.items()
+        }
     if isinstance(value, list):
         return [everywhere(one, text) for one in value]
     return text if isinstance(value, str) else value
 
 
-def test_of_one_that_was_refused() -> None:
-    said = session_markdown(report(certificate()))
-    assert said.startswith("### REFUSED `mypkg.hooks:half` as `rounded(float16)`\n")
+def test_a_refusal() -> None:
+    page = session_markdown(report(certificate()))
+    assert page.startswith("### REFUSED `mypkg.hooks:half` as `rounded(float16)`\n")
     for part in (
         "**`2.2`** `random gradients give the mean within the bound of a sum`",
-        "Requirement:  The mean.\nWhere:        values@3\nExpected:     mean 1 within 3e-08\nActual: ",
+        "Requirement:  The mean.\nRun:          values@3\n"
+        "Expected:     mean 1 within 3e-08\nActual: ",
         "Likely cause: the sum, not the mean\n",
-        "Limits:\n\n- `2.9 sparse gradients, or a clear refusal: refused with an error on every rank: no`",
+        "Limits:\n\n- `2.9 sparse gradients, or a clear refusal: "
+        "refused with an error on every rank: no`",
         "Advice:\n\n- `10.1 does not wait inside the hook: it waits in wait()`",
         "| `2.4` `float32, float64, float16 and bfloat16 keep their precision` | `0.31` |",
         "Bytes sent by `13.7`: `0.5` of those without compression",
         "profile `gloo-cpu`, world sizes `1, 2, 3, 4`",
     ):
-        assert part in said
-    assert "10.4" not in said  # not claimed is no limit
-    assert "Because" not in said
+        assert part in page
+    assert "10.4" not in page  # a rule for a claim that is not made is no limit
+    assert "Because" not in page
 
 
-def test_of_a_certificate() -> None:
-    said = session_markdown(certificate())
-    assert said.startswith("### CERTIFIED `mypkg.hooks:half` as `rounded(float16)`\n")
-    assert "Limits" not in said
+def test_a_certificate() -> None:
+    page = session_markdown(certificate())
+    assert page.startswith("### CERTIFIED `mypkg.hooks:half` as `rounded(float16)`\n")
+    assert "Limits" not in page
 
 
-def test_of_a_development_run() -> None:
+def test_a_development_run() -> None:
     body = report(certificate(), verdict="not certified", reasons=["world size 1 was left out"])
-    said = session_markdown(body)
-    assert said.startswith("### NOT CERTIFIED `mypkg.hooks:half`")
-    assert "A development run: no certificate." in said
-    assert "Because:\n\n- `world size 1 was left out`" in said
+    page = session_markdown(body)
+    assert page.startswith("### NOT CERTIFIED `mypkg.hooks:half`")
+    assert "A development run: no certificate." in page
+    assert "Because:\n\n- `world size 1 was left out`" in page
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -99,37 +145,52 @@ def test_no_text_becomes_more_than_text(text: str) -> None:
         page = session_markdown(everywhere(body, text)) + gate_markdown(text, [text], [text])
         assert {kind for kind, _ in types(page)} <= ALLOWED
         assert "".join(page.split("\n")).isprintable()
-    shown = [content for kind, content in types(f"x {span(text)} y\n\n{block(text)}\n") if kind in ("code_inline", "fence")]
+    shown = [
+        content
+        for kind, content in types(f"x {span(text)} y\n\n{block(text)}\n")
+        if kind in ("code_inline", "fence")
+    ]
     assert len(shown) == 2
 
 
-def test_a_page_that_did_not_escape_would_be_found_out() -> None:
+def test_text_that_is_not_escaped_would_be_found() -> None:
     found = {kind for text in HOSTILE for kind, _ in types(f"- {text}\n")}
     assert {"html_inline", "link_open", "image"} <= found - ALLOWED
 
 
-def test_what_is_shown_is_what_was_said() -> None:
+def test_text_is_shown_unchanged() -> None:
     for text in ("a `b` c", "``", "`", "x|y", "<b>", "a  b"):
-        (code,) = (content for kind, content in types(span(text).replace("\\|", "|")) if kind == "code_inline")
+        (code,) = (
+            content
+            for kind, content in types(span(text).replace("\\|", "|"))
+            if kind == "code_inline"
+        )
         assert code == " ".join(text.split())
         (fenced,) = (content for kind, content in types(block(text)) if kind == "fence")
         assert fenced == text + "\n"
 
 
 def test_a_pipe_does_not_end_a_cell() -> None:
-    cells = [content for kind, content in types(f"| a | b |\n|---|---|\n| {span('x|y')} | z |\n") if kind == "code_inline"]
+    cells = [
+        content
+        for kind, content in types(f"| a | b |\n|---|---|\n| {span('x|y')} | z |\n")
+        if kind == "code_inline"
+    ]
     assert cells == ["x|y"]
 
 
-def test_what_is_long_is_cut() -> None:
-    said = block("line\n" * 10_000)
-    assert said.endswith("\n[...]\n```")
-    assert len(said) < 1000
+def test_long_text_is_cut() -> None:
+    text = block("line\n" * 10_000)
+    assert text.endswith("\n[...]\n```")
+    assert len(text) < 1000
     assert len(block("x" * 10**6)) < 5000
 
 
 def test_the_command_prints_or_appends(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    files = [written(tmp_path / "c.json", certificate()), written(tmp_path / "r.json", report(certificate()))]
+    files = [
+        written(tmp_path / "c.json", certificate()),
+        written(tmp_path / "r.json", report(certificate())),
+    ]
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     assert main(["summary", *map(str, files)]) == 0
     printed = capsys.readouterr().out
@@ -144,28 +205,41 @@ def test_the_command_prints_or_appends(tmp_path: Path, capsys: Any, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "said"),
+    ("body", "code", "expected"),
     [
         (lambda: {**certificate(), "date": "never"}, 1, "was edited"),
-        (lambda: changed(certificate(), lambda b: b["rules"].pop(0)), 1, "is of a development run"),
+        (
+            lambda: changed(certificate(), lambda b: b["rules"].pop(0)),
+            1,
+            "is from a development run",
+        ),
         (lambda: {"verdict": "refused", "rules": [3]}, 1, "is no report that this kit can read"),
         (lambda: {}, 1, "is no certificate"),
     ],
 )
-def test_what_it_does_not_summarise(body: Any, code: int, said: str, tmp_path: Path, capsys: Any) -> None:
+def test_invalid_files_are_refused(
+    body: Any, code: int, expected: str, tmp_path: Path, capsys: Any
+) -> None:
     assert main(["summary", str(written(tmp_path / "c.json", body()))]) == code
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
+def test_a_missing_file_is_a_usage_error(tmp_path: Path, capsys: Any) -> None:
     assert main(["summary", str(tmp_path / "none.json")]) == 4
-    assert capsys.readouterr().err == f"summary: {tmp_path / 'none.json'}: cannot be read (No such file or directory)\n"
+    assert (
+        capsys.readouterr().err
+        == f"summary: {tmp_path / 'none.json'}: cannot be read (No such file or directory)\n"
+    )
 
 
-def test_a_folder_is_all_reports_in_it(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_a_folder_stands_for_all_reports_in_it(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     assert main(["summary", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith(f"### NOT JUDGED\n\nThere is no report in `{tmp_path}`")
+    assert capsys.readouterr().out.startswith(
+        f"### NOT JUDGED\n\nThere is no report in `{tmp_path}`"
+    )
     assert main(["summary", str(tmp_path / "results")]) == 0
     assert "NOT JUDGED" in capsys.readouterr().out
     (tmp_path / "a").mkdir()
@@ -174,12 +248,20 @@ def test_a_folder_is_all_reports_in_it(tmp_path: Path, capsys: Any, monkeypatch:
     assert main(["summary", "--output", str(tmp_path / "s.md"), str(tmp_path)]) == 0
     assert capsys.readouterr().out == ""
     assert (tmp_path / "s.md").read_text().count("### ") == 1
-    assert "CERTIFIED" not in (tmp_path / "s.md").read_text()  # the certificate is of another run: the report counts
+    assert (
+        "CERTIFIED" not in (tmp_path / "s.md").read_text()
+    )  # reports alone count: a certificate may be from an earlier run
 
 
-def test_the_gate_adds_its_own(tmp_path: Path, capsys: Any) -> None:
-    old, page = written(tmp_path / "o.json", certificate()), tmp_path / "page.md"
-    new = written(tmp_path / "n.json", changed(certificate(), lambda b: b["claims"].update(text="exact")))
+def test_the_gate_appends_its_own_summary(tmp_path: Path, capsys: Any) -> None:
+    old = written(tmp_path / "o.json", certificate())
+    page = tmp_path / "page.md"
+    new = written(
+        tmp_path / "n.json", changed(certificate(), lambda b: b["claims"].update(text="exact"))
+    )
     assert main(["gate", "--baseline", str(old), "--summary", str(page), str(new)]) == 1
-    assert page.read_text().startswith("### Gate: refused\n\n`mypkg.hooks:half as exact, profile gloo-cpu`\n\nWorse:\n\n- `changed claim: ")
+    assert page.read_text().startswith(
+        "### Gate: refused\n\n`mypkg.hooks:half as exact, profile gloo-cpu`\n\n"
+        "Worse:\n\n- `changed claim: "
+    )
     capsys.readouterr()

@@ -1,4 +1,8 @@
-"""Sums as backends arrange them, in the dtype of the bucket at each hop: within the oracle's bound, and exact where it says so."""
+"""Tests of the oracle's bound with the sums of real backends.
+
+Each sum rounds to the bucket's dtype at every hop. Means of random gradients have to be within the
+oracle's bound, and means of crafted gradients exact.
+"""
 
 from collections.abc import Callable
 
@@ -15,7 +19,10 @@ Sum = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 def ring(values: list[torch.Tensor]) -> torch.Tensor:
-    """Each part of a bucket begins at another rank and is added to at each hop; here parts are elements."""
+    """Return the sum of a ring: each part of a bucket begins at another rank and grows at each hop.
+
+    The parts are single elements here.
+    """
     parts = []
     for element in range(values[0].numel()):
         order = [values[(element + hop) % len(values)][element] for hop in range(len(values))]
@@ -27,7 +34,7 @@ def ring(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def tree(values: list[torch.Tensor]) -> torch.Tensor:
-    """Children are added to their parent, the last ones first."""
+    """Return the sum of a tree: children are added to their parent, the last ones first."""
     totals = list(values)
     for child in range(len(totals) - 1, 0, -1):
         totals[(child - 1) // 2] = totals[(child - 1) // 2] + totals[child]
@@ -35,18 +42,22 @@ def tree(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def divided_after(add: Sum) -> Sum:
-    """A GPU divides by a number as a product with its reciprocal, both in float32 at least."""
+    """Return the mean that a GPU computes: a product with the reciprocal, in float32 at least."""
 
     def mean(values: list[torch.Tensor]) -> torch.Tensor:
         wide = torch.promote_types(values[0].dtype, torch.float32)
-        return (add(values).to(wide) * torch.tensor(1 / len(values), dtype=wide)).to(values[0].dtype)
+        return (add(values).to(wide) * torch.tensor(1 / len(values), dtype=wide)).to(
+            values[0].dtype
+        )
 
     return mean
 
 
 def divided_before(add: Sum) -> Sum:
-    """NCCL's AVG: what each rank gives is multiplied by 1 / W in the dtype of the bucket."""
-    return lambda values: add([value * torch.tensor(1 / len(values), dtype=value.dtype) for value in values])
+    """Return NCCL's AVG: every rank multiplies by 1 / W in the dtype of the bucket."""
+    return lambda values: add(
+        [value * torch.tensor(1 / len(values), dtype=value.dtype) for value in values]
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
@@ -61,6 +72,12 @@ def test_is_within_the_bound(divided: Callable[[Sum], Sum], add: Sum, world: int
 
     run = made_run(result, DTYPES, world)
     comparisons = {step: compare(run, step, Claims()) for step in range(len(DTYPES.steps))}
-    assert {step: said.mismatch for step, said in comparisons.items() if said.mismatch} == {}
-    margins = [said.margin for step, said in comparisons.items() if DTYPES.steps[step] == "normal"]
-    assert 0 < max(margins) <= 1, "a bound that nothing comes near would find nothing"
+    assert {
+        step: comparison.mismatch for step, comparison in comparisons.items() if comparison.mismatch
+    } == {}
+    margins = [
+        comparison.margin
+        for step, comparison in comparisons.items()
+        if DTYPES.steps[step] == "normal"
+    ]
+    assert 0 < max(margins) <= 1, "a bound far above every error would find nothing"

@@ -1,14 +1,14 @@
-"""The certificate: what ran, under which claims and profile, with which margins; and nothing more.
+"""The certificate: the rules that were run, under which claims and profile, and with which margins.
 
-It is given only when every MUST rule of the golden list was judged in this session and holds, at
-every world size that the golden list asks for. Everything else is a development run, and the reason
-is said.
+A certificate is issued only if every MUST rule of the golden list was judged in this session and
+holds, at every required world size. Any other session that refuses nothing is a development run,
+and its conclusion lists the reasons.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -24,12 +24,12 @@ SCHEMA = "https://ddp-conformance.invalid/certificate/v1"
 
 @dataclass
 class Conclusion:
-    """What a whole session comes to.
+    """The result of a whole session.
 
     Attributes:
-        exit_code: as listed in ``errors.py``.
-        verdict: one word for people: certified, refused, not certified, kit error.
-        reasons: why there is no certificate, one line each.
+        exit_code: one of the codes in ``errors.py``.
+        verdict: the result in words: certified, refused, not certified, kit error.
+        reasons: the reasons why there is no certificate, one line each.
         certificate: the certificate, or None.
     """
 
@@ -50,46 +50,77 @@ def conclude(
     """Weigh the judgements of a session.
 
     Args:
-        header: what the certificate says of subject, of this ``kind``, and profile.
-        interrupted: runs that were cut short and done again: whose doing that was is not known, so nothing is certified.
+        rules: the rule book, by number.
+        judgements: the judgements, by the number of the rule.
+        header: the certificate's entries on subject, claims and profile.
+        worlds: the world sizes of the session.
+        kind: the kind of subject.
+        interrupted: runs that were cut short and repeated. The subject may have caused the
+            interruption, so nothing is certified.
     """
     broken = [j for j in judgements.values() if j.verdict is Verdict.KIT_ERROR]
     if broken:
         return Conclusion(KIT_ERROR, "kit error", [f"{j.number}: {j.reason}" for j in broken])
-    failed = [j for j in judgements.values() if j.verdict is Verdict.FAIL and rules[j.number].level == MUST]
+    failed = [
+        j
+        for j in judgements.values()
+        if j.verdict is Verdict.FAIL and rules[j.number].level == MUST
+    ]
     if failed:
-        return Conclusion(REFUSED, "refused", [f"{j.number} {rules[j.number].title}" for j in failed])
+        return Conclusion(
+            REFUSED, "refused", [f"{j.number} {rules[j.number].title}" for j in failed]
+        )
     if not judgements:
         return Conclusion(NO_RULES, "not certified", ["no rule was selected"])
     golden = golden_list(kind, header.get("profile", {}).get("device", "cpu"))
-    reasons = [*interrupted, *_what_is_missing(judgements, worlds, golden)]
+    reasons = [*interrupted, *_missing(judgements, worlds, golden)]
     if reasons:
         return Conclusion(NOT_CERTIFIED, "not certified", reasons)
     return Conclusion(CERTIFIED, "certified", certificate=_certificate(rules, judgements, header))
 
 
-def _what_is_missing(judgements: Mapping[str, Judgement], worlds: tuple[int, ...], golden: list[str]) -> list[str]:
-    absent = [number for number in golden if number not in judgements]
-    not_run = [j for number, j in judgements.items() if number in golden and j.verdict is Verdict.NOT_RUN]
-    sizes = [str(world) for world in REQUIRED_WORLDS if world not in worlds]
-    reasons = []
-    if absent:
-        reasons.append(f"{len(absent)} of {len(golden)} MUST rules were left out of this run: {', '.join(absent)}")
-    for why in dict.fromkeys(_without_run(j.reason) for j in not_run):
-        numbers = [j.number for j in not_run if _without_run(j.reason) == why]
-        reasons.append(f"{', '.join(numbers)} {'was' if len(numbers) == 1 else 'were'} not run: {why}")
-    if sizes:
-        reasons.append(f"world size {', '.join(sizes)} was left out")
-    return reasons
+def _missing(
+    judgements: Mapping[str, Judgement], worlds: tuple[int, ...], golden: list[str]
+) -> Iterator[str]:
+    """Yield the reasons why this session does not suffice for a certificate, one line each."""
+    if absent := [number for number in golden if number not in judgements]:
+        yield (
+            f"{len(absent)} of {len(golden)} MUST rules were left out of this run: "
+            f"{', '.join(absent)}"
+        )
+    # Many rules are often not run for one reason, which is then given once.
+    numbers_by_reason: dict[str, list[str]] = {}
+    for number, judgement in judgements.items():
+        if number in golden and judgement.verdict is Verdict.NOT_RUN:
+            numbers_by_reason.setdefault(_without_run(judgement.reason), []).append(number)
+    for reason, numbers in numbers_by_reason.items():
+        were = "was" if len(numbers) == 1 else "were"
+        yield f"{', '.join(numbers)} {were} not run: {reason}"
+    if sizes := [world for world in REQUIRED_WORLDS if world not in worlds]:
+        yield worlds_left_out(sizes)
+
+
+def worlds_left_out(sizes: Sequence[int]) -> str:
+    """Return the reason for a development run that lacks these world sizes."""
+    if len(sizes) == 1:
+        return f"world size {sizes[0]} was left out"
+    return f"world sizes {', '.join(map(str, sizes))} were left out"
 
 
 def _without_run(reason: str) -> str:
-    """Return a reason without the run that it was seen in: of many rules that were not run the reason is often the same."""
+    """Return a reason without the name of the run at its start."""
     return re.sub(r"^\w+@\d+: ", "", reason)
 
 
-def _certificate(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement], header: Mapping[str, Any]) -> dict[str, Any]:
-    advice = [f"{j.number} {rules[j.number].title}: {j.reason}" for j in judgements.values() if j.verdict is Verdict.FAIL]
+def _certificate(
+    rules: Mapping[str, Rule], judgements: Mapping[str, Judgement], header: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the body of a certificate, with its digest."""
+    advice = [
+        f"{j.number} {rules[j.number].title}: {j.reason}"
+        for j in judgements.values()
+        if j.verdict is Verdict.FAIL
+    ]
     simulated = at_scale(rules, judgements)
     body = {
         "schema": SCHEMA,
@@ -104,19 +135,34 @@ def _certificate(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement],
 
 
 def limits(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement]) -> list[str]:
-    """Return what the subject does not do and may leave out, one line for each rule; what it does not claim is none of these."""
-    spared = (j for j in judgements.values() if j.verdict is Verdict.NOT_APPLICABLE and not j.reason.endswith((NOT_CLAIMED, INSTEAD)))
-    return [f"{j.number} {rules[j.number].title}: {j.reason}" for j in spared]
+    """Return the requirements that the subject is allowed not to meet, one line for each rule.
+
+    A rule for a claim that the subject does not make is no limit of the subject, and neither is one
+    that another rule replaces.
+    """
+    return [
+        f"{j.number} {rules[j.number].title}: {j.reason}"
+        for j in judgements.values()
+        if j.verdict is Verdict.NOT_APPLICABLE and not j.reason.endswith((NOT_CLAIMED, INSTEAD))
+    ]
 
 
 def at_scale(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement]) -> list[str]:
-    """Return what was said of simulated ranks, one line for each kind of gradient; nothing where none could be simulated."""
-    simulated = [judgement for number, judgement in judgements.items() if rules[number].section == AT_SCALE]
-    return [note for judgement in simulated for run in judgement.runs.values() for note in run.get("notes", ())]
+    """Return the notes on simulated ranks, one line for each kind of gradient.
+
+    The list is empty if no ranks could be simulated.
+    """
+    return [
+        note
+        for number, judgement in judgements.items()
+        if rules[number].section == AT_SCALE
+        for run in judgement.runs.values()
+        for note in run.get("notes", ())
+    ]
 
 
 def summary(rule: Rule, judgement: Judgement) -> dict[str, Any]:
-    """Return one rule's line, as certificate and report have it."""
+    """Return one rule's entry in a certificate and in a report."""
     return {
         "rule": rule.number,
         "level": rule.level,
@@ -130,13 +176,17 @@ def summary(rule: Rule, judgement: Judgement) -> dict[str, Any]:
 
 
 def digest(body: Mapping[str, Any]) -> str:
-    """Return the digest that shows an edited or truncated certificate: sha256 of its canonical JSON."""
+    """Return the sha256 of a certificate's canonical JSON.
+
+    It reveals a certificate that was edited or cut short.
+    """
     plain = {key: value for key, value in body.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def kit_identity() -> dict[str, Any]:
-    """Return what identifies this kit: its version and the golden list that it judges by."""
+    """Return the identity of this kit: its version, and the digest of its golden list."""
     try:
         version = metadata.version("ddp-conformance")
     except metadata.PackageNotFoundError:

@@ -1,13 +1,17 @@
-"""Markdown of text that others wrote: shown as it is, and never obeyed.
+"""Markdown for foreign text, which is shown literally and never interpreted.
 
-What a subject says, its failures and its names come into a job's summary. A code span or a fenced block is literal wherever
-Markdown is rendered: no HTML, links, images, mentions or references come out of it, provided that its fence is longer than any in
-the text. So everything that is not a constant of the kit's goes through one of these two.
+The words, failures and names of a subject appear in a job's summary. A code span or a fenced block
+is literal in every renderer of Markdown: no HTML, links, images, mentions or references come out of
+it, provided that its fence is longer than any in the text. Every text that is not a constant of the
+kit therefore passes through :func:`span` or :func:`block`.
 """
 
 import re
 
-LINES, LENGTH = 40, 4000  # what is left of a block; the report has all of it
+# The limits of a block in a summary. The report has all of the text.
+LINES = 40
+LENGTH = 4000
+
 _TICKS = re.compile(r"`+")
 
 
@@ -16,24 +20,32 @@ def span(text: object) -> str:
     line = " ".join(printable(str(text)).split())
     if not line:
         return ""
-    ticks = "`" * (_longest(line) + 1)
+    ticks = "`" * (_longest_fence(line) + 1)
+    # A backtick at either end would join the fence. Renderers strip one space at each end.
     pad = " " if line.startswith("`") or line.endswith("`") else ""
+    # A pipe would end a table's cell, even inside a code span.
     return f"{ticks}{pad}{line}{pad}{ticks}".replace("|", "\\|")
 
 
 def block(text: str) -> str:
-    """Return a fenced code block, cut to what a summary can hold."""
+    """Return a fenced code block, cut to LINES and LENGTH."""
     lines = printable(text).splitlines()
     kept = "\n".join(lines[:LINES])[:LENGTH]
     cut = "\n[...]" if len(kept) < len("\n".join(lines)) else ""
-    fence = "`" * max(3, _longest(kept) + 1)
+    fence = "`" * max(3, _longest_fence(kept) + 1)
     return f"{fence}text\n{kept}{cut}\n{fence}"
 
 
 def printable(text: str) -> str:
-    """Return a text without what steers a terminal, or the direction that it is read in; lines and tabs stay."""
-    return "".join(char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text)
+    """Return a text with its control characters escaped; newlines and tabs stay.
+
+    Control characters can steer a terminal, or reverse the direction in which text is read.
+    """
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
-def _longest(text: str) -> int:
+def _longest_fence(text: str) -> int:
     return max((len(run) for run in _TICKS.findall(text)), default=0)

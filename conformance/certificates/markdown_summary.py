@@ -1,6 +1,7 @@
-"""What a CI job says of a session on its page: Markdown, from a report or a certificate. Imports no torch.
+"""The Markdown summaries of sessions and of the gate, for the page of a CI job.
 
-Made of what the files hold: nothing is judged again. All text that is not the kit's own is literal (``markdown.py``).
+A summary repeats the content of a report or a certificate; nothing is judged again. Foreign text is
+literal (``markdown.py``). This module imports no torch.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,93 +11,156 @@ from conformance.certificates.markdown import block, span
 from conformance.judging.rule import MUST
 from conformance.judging.verdict import INSTEAD, NOT_CLAIMED, Verdict
 
-MARGINS = 5  # rows of the table
+MARGINS = 5  # rows in the table of errors
+
 _HEADINGS = {"certified": "CERTIFIED", "refused": "REFUSED", "kit error": "KIT ERROR"}
+
+RuleEntry = Mapping[str, Any]  # a rule in a certificate or in a report
 
 
 def session_markdown(body: Mapping[str, Any]) -> str:
     """Return the summary of a session, from the body of its report.json or certificate.json."""
-    subject, profile, rules = body["subject"], body["profile"], body["rules"]
+    subject = body["subject"]
+    profile = body["profile"]
+    rules = body["rules"]
     name = subject.get("target") or subject.get("hook") or subject.get("setup")
     verdict = str(body.get("verdict", "certified"))
     sizes = ", ".join(map(str, profile["world sizes"]))
+    checks = sum(rule["checks"] for rule in rules)
     lines = [
-        f"### {_HEADINGS.get(verdict, 'NOT CERTIFIED')} {span(name)} as {span(body['claims']['text'])}",
+        f"### {_HEADINGS.get(verdict, 'NOT CERTIFIED')} {span(name)} "
+        f"as {span(body['claims']['text'])}",
         "",
-        f"{len(rules)} rules, {sum(rule['checks'] for rule in rules)} checks; profile {span(profile['name'])}, world sizes {span(sizes)}, "
-        f"torch {span(profile.get('torch'))}, kit {span(body['kit']['version'])}",
+        f"{len(rules)} rules, {checks} checks; profile {span(profile['name'])}, "
+        f"world sizes {span(sizes)}, torch {span(profile.get('torch'))}, "
+        f"kit {span(body['kit']['version'])}",
         "",
     ]
     if verdict not in _HEADINGS:
         lines += ["A development run: no certificate.", ""]
-    return "\n".join(
-        [*lines, *_reasons(body), *_failures(rules), *_said("Limits", _limits(body)), *_said("Advice", _advice(body)), *_table(rules)]
-    )
+    if verdict != "refused":
+        # The reasons of a refusal are the rules that fail, which follow with their failures.
+        lines += _titled_list("Because", body.get("reasons", ()))
+    lines += _failures(rules)
+    lines += _titled_list("Limits", _limits(body))
+    lines += _titled_list("Advice", _advice(body))
+    lines += _margin_table(rules)
+    lines += _traffic_lines(rules)
+    return "\n".join(lines)
 
 
 def gate_markdown(title: str, worse: Sequence[str], notes: Sequence[str]) -> str:
-    """Return the summary of what the gate said of a certificate."""
-    held = f"### Gate: {'refused' if worse else 'holds'}"
-    return "\n".join([held, "", span(title), "", *_said("Worse", worse), *_said("Different, and no worse", notes)])
+    """Return the summary of the gate's result for a certificate."""
+    lines = [
+        f"### Gate: {'refused' if worse else 'holds'}",
+        "",
+        span(title),
+        "",
+        *_titled_list("Worse", worse),
+        *_titled_list("Different, but no worse", notes),
+    ]
+    return "\n".join(lines)
 
 
 def nothing_markdown(folder: str) -> str:
     """Return the summary of a job that has left no report."""
-    return f"### NOT JUDGED\n\nThere is no report in {span(folder)}: the log says why.\n"
+    return f"### NOT JUDGED\n\nThere is no report in {span(folder)}; the log has the reason.\n"
 
 
-def _reasons(body: Mapping[str, Any]) -> list[str]:
-    """Why there is no certificate, where it is not for a rule that fails: those are said one by one."""
-    return [] if body.get("verdict") == "refused" else _said("Because", body.get("reasons", ()))
-
-
-def _failures(rules: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def _failures(rules: Iterable[RuleEntry]) -> Iterator[str]:
+    """Yield a paragraph for each MUST rule that fails."""
     for rule in rules:
-        if rule["verdict"] not in (str(Verdict.FAIL), str(Verdict.KIT_ERROR)) or rule["level"] != MUST:
-            continue
-        yield from (f"**{span(rule['rule'])}** {span(rule['title'])}", "", block(_failure(rule)), "")
+        failed = rule["verdict"] in (str(Verdict.FAIL), str(Verdict.KIT_ERROR))
+        if failed and rule["level"] == MUST:
+            yield f"**{span(rule['rule'])}** {span(rule['title'])}"
+            yield ""
+            yield block(_failure(rule))
+            yield ""
 
 
-def _failure(rule: Mapping[str, Any]) -> str:
-    where = next((name for name, run in rule["runs"].items() if run.get("verdict") == rule["verdict"]), "")
-    said = {"Requirement": rule.get("requirement"), "Where": where}
-    for failure in rule.get("failures", ())[:1]:
-        said |= {"Expected": failure.get("expected"), "Actual": failure.get("actual"), "Likely cause": failure.get("cause")}
-    if not rule.get("failures"):
-        said["Reason"] = rule.get("reason")
-    return "\n".join(f"{key + ':':<14}{value}" for key, value in said.items() if value)
+def _failure(rule: RuleEntry) -> str:
+    """Return a rule's requirement and its first failure, one line each."""
+    entries = {
+        "Requirement": rule.get("requirement"),
+        "Run": _first_run(rule, rule["verdict"]),
+    }
+    failures = rule.get("failures", ())
+    if failures:
+        entries["Expected"] = failures[0].get("expected")
+        entries["Actual"] = failures[0].get("actual")
+        entries["Likely cause"] = failures[0].get("cause")
+    else:
+        entries["Reason"] = rule.get("reason")
+    return "\n".join(f"{key + ':':<14}{value}" for key, value in entries.items() if value)
+
+
+def _first_run(rule: RuleEntry, verdict: str) -> str | None:
+    """Return the name of the rule's first run with a verdict, or None."""
+    for name, run in rule["runs"].items():
+        if run.get("verdict") == verdict:
+            return str(name)
+    return None
 
 
 def _limits(body: Mapping[str, Any]) -> list[str]:
+    """Return a certificate's limits; those of a report follow from its rules."""
     if "limits" in body:
         return list(body["limits"])
-    spared = (rule for rule in body["rules"] if rule["verdict"] == str(Verdict.NOT_APPLICABLE))
-    return [_line(rule) for rule in spared if not str(rule.get("reason", "")).endswith((NOT_CLAIMED, INSTEAD))]
+    return [
+        _line(rule)
+        for rule in body["rules"]
+        if rule["verdict"] == str(Verdict.NOT_APPLICABLE)
+        and not str(rule.get("reason", "")).endswith((NOT_CLAIMED, INSTEAD))
+    ]
 
 
 def _advice(body: Mapping[str, Any]) -> list[str]:
+    """Return a certificate's advice; that of a report follows from its rules."""
     if "advice" in body:
         return list(body["advice"])
-    return [_line(rule) for rule in body["rules"] if rule["verdict"] == str(Verdict.FAIL) and rule["level"] != MUST]
+    return [
+        _line(rule)
+        for rule in body["rules"]
+        if rule["verdict"] == str(Verdict.FAIL) and rule["level"] != MUST
+    ]
 
 
-def _line(rule: Mapping[str, Any]) -> str:
+def _line(rule: RuleEntry) -> str:
     return f"{rule['rule']} {rule['title']}: {rule.get('reason', '')}"
 
 
-def _said(title: str, lines: Iterable[str]) -> list[str]:
+def _titled_list(title: str, lines: Iterable[str]) -> list[str]:
+    """Return a list under a title, or nothing if the list is empty."""
     items = [f"- {span(line)}" for line in lines]
     return [f"{title}:", "", *items, ""] if items else []
 
 
-def _table(rules: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The largest margins, and what was sent."""
-    margins = sorted((rule for rule in rules if rule.get("margin")), key=lambda rule: -float(rule["margin"]))[:MARGINS]
-    rows = [f"| {span(rule['rule'])} {span(rule['title'])} | {span(format(float(rule['margin']), '.2g'))} |" for rule in margins]
-    table = ["| largest errors | of their bound |", "|---|---|", *rows, ""] if rows else []
-    counted = [(rule, run["traffic"]) for rule in rules for run in rule["runs"].values() if run.get("traffic")]
-    return table + [
-        f"Bytes sent by {span(rule['rule'])}: {span(format(float(sent['mean']), '.3g'))} of those without compression, "
-        f"{span(format(float(sent['largest']), '.3g'))} in the step that sends most.\n"
-        for rule, sent in counted
+def _margin_table(rules: Iterable[RuleEntry]) -> list[str]:
+    """Return the table of the largest margins, or nothing if there is no margin."""
+    margins = sorted(
+        (rule for rule in rules if rule.get("margin")),
+        key=lambda rule: -float(rule["margin"]),
+    )
+    if not margins:
+        return []
+    rows = [
+        f"| {span(rule['rule'])} {span(rule['title'])} "
+        f"| {span(format(float(rule['margin']), '.2g'))} |"
+        for rule in margins[:MARGINS]
     ]
+    return ["| largest errors | of their bound |", "|---|---|", *rows, ""]
+
+
+def _traffic_lines(rules: Iterable[RuleEntry]) -> list[str]:
+    """Return a line for each run in which bytes were counted."""
+    lines = []
+    for rule in rules:
+        for run in rule["runs"].values():
+            if sent := run.get("traffic"):
+                mean = format(float(sent["mean"]), ".3g")
+                largest = format(float(sent["largest"]), ".3g")
+                lines.append(
+                    f"Bytes sent by {span(rule['rule'])}: {span(mean)} of those without "
+                    f"compression, {span(largest)} in the step that sends most.\n"
+                )
+    return lines

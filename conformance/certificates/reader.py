@@ -1,8 +1,10 @@
-"""Certificates and reports as files: read, and certificates proved whole before anything is built on them. Imports no torch.
+"""Certificates and reports as files, which are checked before anything relies on them.
 
-A certificate is believed for what it holds, not for what it says of itself: that it is ``certified`` counts for nothing while a
-rule of the golden list, or the ranks that it asks for, are not in it. The digest shows accidents and edits; it keeps nobody from
-writing a certificate of their own with a digest that fits. Against that a certificate is signed where it was made (``ci/``).
+A certificate is judged by its rules and runs, and not by its own word: its ``certified`` counts for
+nothing if a rule of the golden list or a required world size is missing. The digest reveals
+accidents and edits. It prevents nobody from writing a certificate of their own with a digest that
+fits; for that, a certificate is signed by the machine that made it (``ci/``). This module imports
+no torch.
 """
 
 import json
@@ -12,31 +14,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.certificates.certificate import REQUIRED_WORLDS, SCHEMA, digest, kit_identity
+from conformance.certificates.certificate import (
+    REQUIRED_WORLDS,
+    SCHEMA,
+    digest,
+    kit_identity,
+    worlds_left_out,
+)
 from conformance.errors import CertificateError, UsageError
 from conformance.judging.rule import MUST, golden_list
 from conformance.judging.verdict import Verdict
 from conformance.subjects.kinds import KINDS
 
+# The entries that every certificate has, and their types; a list has any number of such elements.
 _SHAPE: dict[str, Any] = {
     "kit": {"version": str, "golden list": str},
     "subject": {"kind": str},
     "claims": {"text": str},
     "profile": {"name": str, "world sizes": [int]},
-    "rules": [{"rule": str, "level": str, "title": str, "verdict": str, "checks": int, "runs": dict}],
+    "rules": [
+        {"rule": str, "level": str, "title": str, "verdict": str, "checks": int, "runs": dict}
+    ],
     "digest": str,
 }
-_WORLD = re.compile(r"@(\d+)")
-_SMALLEST = re.compile(r"\bmin_world_size\((\d+)\)")
+_TYPES = {str: "a string", int: "an integer", dict: "an object"}
+
+_WORLD_SIZE = re.compile(r"@(\d+)")
+_MIN_WORLD_SIZE = re.compile(r"\bmin_world_size\((\d+)\)")
 
 
 @dataclass(frozen=True)
 class CertificateFile:
-    """A certificate that is in one piece, and as it was written. What it says is another question: :func:`flaws`.
+    """A certificate that is whole and unedited; :func:`flaws` checks its content.
 
     Attributes:
-        path: where it was read.
-        body: all of it.
+        path: the file from which it was read.
+        body: its content.
     """
 
     path: Path
@@ -44,7 +57,7 @@ class CertificateFile:
 
     @property
     def rules(self) -> dict[str, Mapping[str, Any]]:
-        """What is said of each rule, by its number."""
+        """The entries of the rules, by number."""
         return {rule["rule"]: rule for rule in self.body["rules"]}
 
     @property
@@ -71,21 +84,21 @@ class CertificateFile:
 
     @property
     def golden(self) -> str:
-        """The digest of the golden list that it was judged by."""
+        """The digest of the golden list by which it was judged."""
         return str(self.body["kit"]["golden list"])
 
     @property
     def of_this_kit(self) -> bool:
-        """Whether that is the golden list of this kit."""
+        """Whether it was judged by the golden list of this kit."""
         return self.golden == kit_identity()["golden list"]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file of the kit's.
+    """Read a certificate or a report.
 
     Raises:
-        UsageError: it cannot be opened.
-        CertificateError: it is cut short, or no JSON object.
+        UsageError: the file cannot be opened.
+        CertificateError: the file is cut short, or is no JSON object.
     """
     try:
         text = path.read_bytes().decode("utf-8")
@@ -93,42 +106,51 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise CertificateError(f"{path}: is no certificate: it is not text") from error
-    whole = text.strip()
+    text = text.strip()
     try:
-        body = json.loads(whole, object_pairs_hook=_once)
+        body = json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        cut = not whole or (whole[0] == "{" and (whole[-1] != "}" or error.pos >= len(whole)))
-        raise CertificateError(f"{path}: is cut short" if cut else f"{path}: is no certificate: it is not JSON ({error.msg})") from error
+        # An object that does not end, or ends too early, was probably cut off while being copied.
+        unfinished = text.startswith("{") and (not text.endswith("}") or error.pos >= len(text))
+        if not text or unfinished:
+            raise CertificateError(f"{path}: is cut short") from error
+        raise CertificateError(
+            f"{path}: is no certificate: it is not JSON ({error.msg})"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise CertificateError(f"{path}: is no certificate: {error}") from error
     if not isinstance(body, dict):
-        raise CertificateError(f"{path}: is no certificate: it holds no object")
+        raise CertificateError(f"{path}: is no certificate: it is not a JSON object")
     return body
 
 
 def read_certificate(path: Path) -> CertificateFile:
-    """Read a certificate that is whole: a certificate, in one piece, and not edited.
+    """Read a certificate that is whole and unedited.
 
     Raises:
-        UsageError: it cannot be opened.
-        CertificateError: it is not whole.
+        UsageError: the file cannot be opened.
+        CertificateError: the file is no certificate, or was edited or cut short.
     """
     body = read_json(path)
     if is_report(body):
-        said = "; ".join([body["verdict"], *map(str, body.get("reasons", ()))])
-        raise CertificateError(f"{path}: is the report of a session, which is no certificate ({said})")
+        reasons = "; ".join([body["verdict"], *map(str, body.get("reasons", ()))])
+        raise CertificateError(f"{path}: is the report of a session, not a certificate ({reasons})")
     if body.get("schema") != SCHEMA:
         raise CertificateError(f"{path}: is no certificate: its schema is {body.get('schema')!r}")
-    if misfit := _misfit(body, _SHAPE) or _misfits(body):
+    if misfit := _misfit(body, _SHAPE) or _misfit_of_optional(body):
         raise CertificateError(f"{path}: is no certificate: {misfit}")
     if body["digest"] != digest(body):
-        raise CertificateError(f"{path}: was edited: its digest is {body['digest'][:16]}, that of what it holds {digest(body)[:16]}")
+        raise CertificateError(
+            f"{path}: was edited: its digest is {body['digest'][:16]}, but its content has "
+            f"{digest(body)[:16]}"
+        )
     return CertificateFile(path, body)
 
 
 def is_report(body: Mapping[str, Any]) -> bool:
-    """Whether a file of the kit's is a session's report."""
-    return "schema" not in body and isinstance(body.get("verdict"), str) and isinstance(body.get("rules"), list)
+    """Whether the content of a file of the kit is a session's report."""
+    has_results = isinstance(body.get("verdict"), str) and isinstance(body.get("rules"), list)
+    return has_results and "schema" not in body
 
 
 def is_result(path: Path) -> bool:
@@ -144,96 +166,162 @@ def is_result(path: Path) -> bool:
 
 
 def flaws(certificate: CertificateFile) -> list[str]:
-    """Return why a certificate is none by this kit's golden list, one line each; nothing where it is one."""
+    """Return why this kit does not accept a certificate, one line each; empty if it does."""
     if not certificate.of_this_kit:
-        kit = kit_identity()
-        theirs, ours = certificate.golden[:16], kit["golden list"][:16]
-        return [f"was judged by the golden list {theirs} of kit {certificate.body['kit']['version']}; that of this kit is {ours}"]
+        # Without the golden list by which it was judged, its rules cannot be checked.
+        version = certificate.body["kit"]["version"]
+        ours = kit_identity()["golden list"]
+        return [
+            f"was judged by the golden list {certificate.golden[:16]} of kit {version}; the golden "
+            f"list of this kit is {ours[:16]}"
+        ]
     if certificate.kind not in KINDS:
-        return [f"is of a kind of subject that this kit does not know: {certificate.kind!r}"]
-    found = [] if certificate.body.get("certified") is True else ["is of a development run: it does not say that it is certified"]
-    return [*found, *_rules_missing(certificate), *_worlds_missing(certificate), *_contradictions(certificate)]
+        return [f"has a kind of subject that this kit does not know: {certificate.kind!r}"]
+    found = [
+        *_missing_rules(certificate),
+        *_missing_worlds(certificate),
+        *_contradictions(certificate),
+    ]
+    if certificate.body.get("certified") is not True:
+        found.insert(0, "is from a development run: it is not marked as certified")
+    return found
 
 
-def _rules_missing(certificate: CertificateFile) -> Iterator[str]:
-    golden, rules = golden_list(certificate.kind, str(certificate.body["profile"].get("device", "cpu"))), certificate.rules
+def _missing_rules(certificate: CertificateFile) -> Iterator[str]:
+    """Yield the rules of the golden list that are missing, or do not hold."""
+    rules = certificate.rules
+    device = str(certificate.body["profile"].get("device", "cpu"))
+    golden = golden_list(certificate.kind, device)
     if absent := [number for number in golden if number not in rules]:
-        yield f"is of a development run: {len(absent)} of {len(golden)} MUST rules are not in it: {', '.join(absent)}"
+        yield (
+            f"is from a development run: {len(absent)} of {len(golden)} MUST rules are missing: "
+            f"{', '.join(absent)}"
+        )
     holds = {str(verdict) for verdict in Verdict if verdict.holds}
     for number in golden:
-        if number in rules and rules[number]["verdict"] not in holds:
-            yield f"is of a development run: {_named(rules[number])} is a MUST rule and said to be {rules[number]['verdict']!r}"
-        elif number in rules and rules[number]["level"] != MUST:
-            yield f"contradicts itself: {_named(rules[number])} is a MUST rule, and said to be {rules[number]['level']!r}"
+        if number not in rules:
+            continue
+        rule = rules[number]
+        if rule["verdict"] not in holds:
+            yield (
+                f"is from a development run: MUST rule {numbered_title(rule)} has the verdict "
+                f"{rule['verdict']!r}"
+            )
+        elif rule["level"] != MUST:
+            yield (
+                f"contradicts itself: MUST rule {numbered_title(rule)} has the level "
+                f"{rule['level']!r}"
+            )
 
 
-def _worlds_missing(certificate: CertificateFile) -> Iterator[str]:
-    """A size is in it if a rule was judged there. Fewer ranks than it claims to take may be none of its business."""
-    smallest = _SMALLEST.search(certificate.claims)
-    judged = {int(world) for rule in certificate.rules.values() for run in rule["runs"] for world in _WORLD.findall(run)}
-    judged |= {world for world in certificate.worlds if smallest and world < int(smallest[1])}
-    missing = [str(world) for world in REQUIRED_WORLDS if world not in certificate.worlds or world not in judged]
+def _missing_worlds(certificate: CertificateFile) -> Iterator[str]:
+    """Yield the required world sizes at which no rule was judged."""
+    judged = {
+        int(world)
+        for rule in certificate.rules.values()
+        for run in rule["runs"]
+        for world in _WORLD_SIZE.findall(run)
+    }
+    if smallest := _MIN_WORLD_SIZE.search(certificate.claims):
+        # Few rules apply below the smallest world size that the subject claims to support, so a
+        # listed size without a run is no flaw there.
+        judged |= {world for world in certificate.worlds if world < int(smallest[1])}
+    missing = [
+        world for world in REQUIRED_WORLDS if world not in certificate.worlds or world not in judged
+    ]
     if missing:
-        yield f"is of a development run: world size {', '.join(missing)} was left out"
+        yield f"is from a development run: {worlds_left_out(missing)}"
 
 
 def _contradictions(certificate: CertificateFile) -> Iterator[str]:
+    """Yield entries that do not agree with each other."""
     numbers = [rule["rule"] for rule in certificate.body["rules"]]
     if twice := sorted({number for number in numbers if numbers.count(number) > 1}):
-        yield f"contradicts itself: rule {', '.join(twice)} is in it twice"
+        yield f"contradicts itself: rule {', '.join(twice)} is listed more than once"
     for rule in certificate.rules.values():
         runs = list(rule["runs"].values())
-        if rule["checks"] != sum(run.get("checks", 0) for run in runs):
-            yield f"contradicts itself: {_named(rule)} is said to have made {rule['checks']} checks, which its runs did not"
+        checks = sum(run.get("checks", 0) for run in runs)
+        contradicts = f"contradicts itself: {numbered_title(rule)} has"
+        if rule["checks"] != checks:
+            yield f"{contradicts} {rule['checks']} checks, but its runs have {checks}"
         elif runs and rule["verdict"] != _worst(runs):
-            yield f"contradicts itself: {_named(rule)} is said to be {rule['verdict']!r}, and by its runs it is {_worst(runs)!r}"
+            yield (
+                f"{contradicts} the verdict {rule['verdict']!r}, but its runs have {_worst(runs)!r}"
+            )
         elif rule["verdict"] == str(Verdict.PASS) and not rule["checks"]:
-            yield f"contradicts itself: {_named(rule)} is said to hold, and nothing was checked"
+            yield f"{contradicts} the verdict 'pass', but no checks"
 
 
 def _worst(runs: list[Mapping[str, Any]]) -> str:
-    said = [str(run.get("verdict")) for run in runs]
-    return next((str(verdict) for verdict in reversed(Verdict) if str(verdict) in said), said[0])
+    """Return the worst verdict of a rule's runs."""
+    verdicts = [str(run.get("verdict")) for run in runs]
+    for verdict in reversed(Verdict):
+        if str(verdict) in verdicts:
+            return str(verdict)
+    return verdicts[0]
 
 
-def _named(rule: Mapping[str, Any]) -> str:
+def numbered_title(rule: Mapping[str, Any]) -> str:
+    """Return the number and the title of a rule's entry."""
     return f"{rule['rule']} {rule['title']}"
 
 
-def _misfits(body: Mapping[str, Any]) -> str:
-    """Return what has another shape than it has to, of what need not be there; '' if nothing has."""
+def _misfit_of_optional(body: Mapping[str, Any]) -> str | None:
+    """Return which optional entry has the wrong type, or None if all are right."""
     sources = body["subject"].get("sha256") or {}
-    if not (isinstance(sources, dict) and all(isinstance(value, str) for value in sources.values())):
-        return "sha256 of subject cannot be read"
+    if not isinstance(sources, dict):
+        return "subject.sha256 is not an object"
+    if not all(isinstance(value, str) for value in sources.values()):
+        return "subject.sha256 has a value that is not a string"
     for rule in body["rules"]:
-        runs = rule["runs"].values()
-        numbers = [number for run in runs if isinstance(run, dict) for number in (run.get("checks", 0), run.get("margin", 0.0))]
-        traffic = [run.get("traffic", {}) for run in runs if isinstance(run, dict)]
-        numbers += [number for sent in traffic if isinstance(sent, dict) for number in sent.values()]
-        readable = all(isinstance(one, dict) for one in (*runs, *traffic)) and all(isinstance(number, int | float) for number in numbers)
-        if not readable:
-            return f"runs of {_named(rule)} cannot be read"
-    return ""
+        if not all(_is_readable(run) for run in rule["runs"].values()):
+            return f"the runs of {numbered_title(rule)} cannot be read"
+    return None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object whose keys come once each: of two, readers would each believe another."""
+def _is_readable(run: Any) -> bool:
+    """Whether a run's entries have the types that the kit writes."""
+    if not isinstance(run, dict):
+        return False
+    traffic = run.get("traffic", {})
+    if not isinstance(traffic, dict):
+        return False
+    numbers = [run.get("checks", 0), run.get("margin", 0.0), *traffic.values()]
+    return all(isinstance(number, int | float) for number in numbers)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object, and refuse a key that occurs twice.
+
+    Of two values for a key, different readers might use different ones.
+    """
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError("it says something twice")
+        raise ValueError("a key occurs twice in an object")
     return made
 
 
-def _misfit(value: Any, shape: Any, where: str = "") -> str:
-    """Return what of a value has another shape than it has to; '' if nothing has."""
+def _misfit(value: Any, shape: Any, location: str = "") -> str | None:
+    """Return which part of a value does not have its shape, or None if all parts do."""
+    if value is None:
+        return f"{location} is missing"
     if isinstance(shape, list):
-        inner = next((said for one in value if (said := _misfit(one, shape[0], f"one of {where}"))), "") if isinstance(value, list) else ""
-        return inner or ("" if isinstance(value, list) else f"{where} is no list")
+        if not isinstance(value, list):
+            return f"{location} is not a list"
+        for index, element in enumerate(value):
+            if misfit := _misfit(element, shape[0], f"{location}[{index}]"):
+                return misfit
+        return None
     if isinstance(shape, dict):
         if not isinstance(value, dict):
-            return f"{where} is no object"
-        return next(
-            (said for key, one in shape.items() if (said := _misfit(value.get(key), one, f"{key} of {where}" if where else key))), ""
-        )
-    right = isinstance(value, shape) and not (shape is int and isinstance(value, bool))
-    return "" if right else f"{where} is {'missing' if value is None else 'no ' + shape.__name__}"
+            return f"{location} is not an object"
+        for key, inner in shape.items():
+            inner_location = f"{location}.{key}" if location else key
+            if misfit := _misfit(value.get(key), inner, inner_location):
+                return misfit
+        return None
+    # True and False are integers in Python, but not in JSON.
+    is_bool_as_int = shape is int and isinstance(value, bool)
+    if not isinstance(value, shape) or is_bool_as_int:
+        return f"{location} is not {_TYPES[shape]}"
+    return None

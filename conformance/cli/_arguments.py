@@ -1,4 +1,4 @@
-"""Arguments of a command: wrong ones end as everything else that is wrong does."""
+"""The argument parser and the output files of the subcommands."""
 
 import argparse
 from pathlib import Path
@@ -6,18 +6,22 @@ from typing import NoReturn
 
 from conformance.errors import UsageError
 
-PAGE = "GITHUB_STEP_SUMMARY"  # names the file that GitHub shows as the summary of a job's step
+# The variable with the file that GitHub shows as the summary of a job's step.
+PAGE = "GITHUB_STEP_SUMMARY"
 
 
 class Arguments(argparse.ArgumentParser):
-    """A parser that raises UsageError; argparse itself would exit with 2, which is "interrupted" here."""
+    """A parser that raises UsageError for wrong arguments.
+
+    argparse itself exits with 2, which means "interrupted" here.
+    """
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def append(path: Path, text: str) -> None:
-    """Add a paragraph to a file, as a CI job's summary is written: by several, one after another.
+    """Append a paragraph to a file. Several commands of a CI job write to one page.
 
     Raises:
         UsageError: the file cannot be written.
@@ -31,7 +35,7 @@ def append(path: Path, text: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file whole.
+    """Write a whole file.
 
     Raises:
         UsageError: the file cannot be written.

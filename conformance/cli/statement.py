@@ -1,4 +1,7 @@
-"""``python -m conformance statement FILE``: an in-toto statement of a certificate, for CI to sign."""
+"""``python -m conformance statement FILE``.
+
+It writes an in-toto statement of a certificate, or of a refusal, for CI to sign.
+"""
 
 import json
 import os
@@ -16,47 +19,85 @@ def main(arguments: list[str]) -> int:
     """Run the command and return its exit code.
 
     Raises:
-        UsageError: a file cannot be opened or written, or the arguments cannot be read.
+        UsageError: a file cannot be opened or written, or the arguments are wrong.
         CertificateError: there is nothing to state.
     """
-    parser = Arguments(
-        "python -m conformance statement", description="State a certificate, or that a subject was refused, as in-toto has it."
-    )
-    parser.add_argument("file", type=Path, metavar="FILE", help="the certificate.json, or the report.json of a subject that was refused")
-    tested = "what was tested, such as a wheel; may be repeated; default: the subject's source files"
-    parser.add_argument("--subject-file", type=Path, action="append", default=[], metavar="FILE", help=tested)
-    parser.add_argument("--url", default=_run(os.environ), help="of the run of the tests; default: that of the CI job that runs this")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where the statement goes; default: standard output")
-    parser.add_argument("--predicate", type=Path, metavar="FILE", help="where the predicate alone goes, as actions/attest takes it")
-    parser.add_argument("--checksums", type=Path, metavar="FILE", help="where the subjects go, as sha256sum prints them")
-    given = parser.parse_args(arguments)
-    body = _body(given.file)
-    tested_files, predicate = subjects(body, given.subject_file), result_of(given.file, body, given.url)
-    whole = json.dumps(statement(tested_files, predicate), indent=1) + "\n"
-    if given.predicate:
-        write(given.predicate, json.dumps(predicate, indent=1) + "\n")
-    if given.checksums:
-        write(given.checksums, checksums(tested_files))
-    if given.output:
-        write(given.output, whole)
-    elif not (given.predicate or given.checksums):
+    options = _parser().parse_args(arguments)
+    body = _body(options.file)
+    tested = subjects(body, options.subject_file)
+    predicate = result_of(options.file, body, options.url)
+    whole = json.dumps(statement(tested, predicate), indent=1) + "\n"
+    if options.predicate:
+        write(options.predicate, json.dumps(predicate, indent=1) + "\n")
+    if options.checksums:
+        write(options.checksums, checksums(tested))
+    if options.output:
+        write(options.output, whole)
+    elif not (options.predicate or options.checksums):
         print(whole, end="")
     return 0
 
 
-def _run(environment: Mapping[str, str]) -> str:
-    """Return the URL of the CI job, as GitHub, GitLab or Buildkite say it; '' elsewhere."""
+def _parser() -> Arguments:
+    parser = Arguments(
+        "python -m conformance statement",
+        description="Write a certificate, or the refusal of a subject, as an in-toto statement.",
+    )
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="the certificate.json, or the report.json of a subject that was refused",
+    )
+    parser.add_argument(
+        "--subject-file",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a tested file, such as a wheel; may be repeated; default: the subject's source files",
+    )
+    parser.add_argument(
+        "--url",
+        default=_job_url(os.environ),
+        help="the address of the test run; default: that of the CI job that runs this command",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the statement to this file; default: standard output",
+    )
+    parser.add_argument(
+        "--predicate",
+        type=Path,
+        metavar="FILE",
+        help="write the predicate alone to this file, as actions/attest takes it",
+    )
+    parser.add_argument(
+        "--checksums",
+        type=Path,
+        metavar="FILE",
+        help="write the subjects to this file, in the format of sha256sum",
+    )
+    return parser
+
+
+def _job_url(environment: Mapping[str, str]) -> str | None:
+    """Return the address of the CI job on GitHub, GitLab or Buildkite; None elsewhere."""
     if run := environment.get("GITHUB_RUN_ID"):
-        return f"{environment.get('GITHUB_SERVER_URL')}/{environment.get('GITHUB_REPOSITORY')}/actions/runs/{run}"
-    return environment.get("CI_JOB_URL") or environment.get("BUILDKITE_BUILD_URL") or ""
+        server = environment.get("GITHUB_SERVER_URL")
+        repository = environment.get("GITHUB_REPOSITORY")
+        return f"{server}/{repository}/actions/runs/{run}"
+    return environment.get("CI_JOB_URL") or environment.get("BUILDKITE_BUILD_URL")
 
 
 def _body(path: Path) -> dict[str, Any]:
-    """Return the body of a certificate that is one, or of the report of a session that refused its subject."""
+    """Return the content of a valid certificate, or of the report of a subject that was refused."""
     body = read_json(path)
     if is_report(body):
         if body["verdict"] == "certified":
-            raise CertificateError(f"{path}: is a report; it is the certificate that can be stated")
+            raise CertificateError(f"{path}: is a report; state the certificate instead")
         return body
     certificate = read_certificate(path)
     if wrong := flaws(certificate):

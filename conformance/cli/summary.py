@@ -1,4 +1,7 @@
-"""``python -m conformance summary FILE...``: what sessions came to, in Markdown, for the page of a CI job."""
+"""``python -m conformance summary FILE...``.
+
+It writes the results of sessions as Markdown, for the page of a CI job.
+"""
 
 import os
 from pathlib import Path
@@ -13,31 +16,45 @@ def main(arguments: list[str]) -> int:
     """Run the command and return its exit code.
 
     Raises:
-        UsageError: a file cannot be opened, or the arguments cannot be read.
-        CertificateError: a file is no report, and no certificate either.
+        UsageError: a file cannot be opened, or the arguments are wrong.
+        CertificateError: a file is neither a report nor a certificate.
     """
-    parser = Arguments("python -m conformance summary", description=f"Add a summary to ${PAGE}; print it where there is none.")
-    parser.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="a report.json or certificate.json, or a folder with reports in it"
+    parser = Arguments(
+        "python -m conformance summary",
+        description=f"Append a summary to the file in ${PAGE}, or print it if there is none.",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write it to this file too")
-    given = parser.parse_args(arguments)
-    text = "\n".join(summary for path in given.files for summary in _summaries(path))
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="a report.json or certificate.json, or a folder with reports in it",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the summary to this file, too"
+    )
+    options = parser.parse_args(arguments)
+    text = "\n".join(summary for path in options.files for summary in _summaries(path))
     page = os.environ.get(PAGE)
     if page:
         append(Path(page), text)
-    if given.output:
-        write(given.output, text)
-    if not page and not given.output:
+    if options.output:
+        write(options.output, text)
+    if not page and not options.output:
         print(text)
     return 0
 
 
 def _summaries(path: Path) -> list[str]:
-    """Of a folder it is the reports: a session that could not be begun has left none, or no folder, and the page is to say so."""
+    """Return the summary of a file, or the summaries of all reports in a folder."""
     if path.is_file() or path.suffix == ".json":
         return [_summary(path)]
-    return [_summary(report) for report in sorted(path.rglob("report.json"))] or [nothing_markdown(str(path))]
+    reports = sorted(path.rglob("report.json"))
+    if not reports:
+        # A session that could not begin leaves no report, or not even the folder. The page of the
+        # job should not be empty then.
+        return [nothing_markdown(str(path))]
+    return [_summary(report) for report in reports]
 
 
 def _summary(path: Path) -> str:
@@ -50,4 +67,6 @@ def _summary(path: Path) -> str:
     try:
         return session_markdown(body)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CertificateError(f"{path}: is no report that this kit can read ({error!r})") from error
+        raise CertificateError(
+            f"{path}: is no report that this kit can read ({error!r})"
+        ) from error

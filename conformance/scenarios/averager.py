@@ -1,50 +1,71 @@
-"""TODO: conformance/scenarios/averager.py."""
+"""The scenarios for averagers of parameters (section 14).
+
+Before each step, the kit sets every parameter to a value that depends on the rank and the step.
+The averager then has to leave the mean, or the value as it is if no averaging is due.
+"""
 
 from dataclasses import replace
 
 from conformance.scenarios.model import Param, Scenario
 
+# Enough for several periods after a warm-up of ten steps.
 STEPS = 30
 
-
-_PARAMS = (Param((5, 3)), Param((7,)), Param((1,)), Param((4, 3, 2, 5), layout="channels_last"), Param((6, 5), layout="transposed"))
-
+# Two of the parameters are not contiguous: an averager that flattens parameters has to restore
+# their memory layouts.
+_PARAMS = (
+    Param((5, 3)),
+    Param((7,)),
+    Param((1,)),
+    Param((4, 3, 2, 5), layout="channels_last"),
+    Param((6, 5), layout="transposed"),
+)
 
 PLAIN = Scenario(
-    "averager",
-    f"{STEPS} steps; before each, every rank's parameters are set to values of its own",
-    _PARAMS,
-    ("crafted",) * STEPS,
+    name="averager",
+    summary=f"{STEPS} steps; before each, every rank sets its parameters to values of its own",
+    params=_PARAMS,
+    steps=("crafted",) * STEPS,
     kind="averager",
     prerequisite="averager",
 )
 
-
-RANDOM = replace(PLAIN, name="averager_random", summary="the same with random values", steps=("normal",) * STEPS, world_sizes=(3, 4))
-
+RANDOM = replace(
+    PLAIN,
+    name="averager_random",
+    summary="the scenario `averager` with random values",
+    steps=("normal",) * STEPS,
+    world_sizes=(3, 4),
+)
 
 FORMS = replace(
     PLAIN,
     name="averager_forms",
-    summary="in turn a list, an iterator, parameter groups and groups that share a parameter; one parameter is frozen",
+    summary="in turn a list, an iterator, parameter groups and groups that share a parameter; one "
+    "parameter is frozen",
     params=(*_PARAMS, Param((4, 4), frozen=True)),
     world_sizes=(2,),
     variant="forms",
 )
 
-
+# Four crafted steps and four random ones alternate, so that a period of four meets both.
 DTYPES = replace(
     PLAIN,
     name="averager_dtypes",
     summary="four dtypes in one model; 0-d, empty and one-element parameters",
     params=(
-        *(Param(shape, dtype) for dtype in ("float32", "float64", "float16", "bfloat16") for shape in ((11,), (3, 5))),
-        *(Param(()), Param((0,)), Param((1,), "float64")),
+        *(
+            Param(shape, dtype)
+            for dtype in ("float32", "float64", "float16", "bfloat16")
+            for shape in ((11,), (3, 5))
+        ),
+        Param(()),
+        Param((0,)),
+        Param((1,), "float64"),
     ),
     steps=tuple("crafted" if step % 8 < 4 else "normal" for step in range(STEPS)),
     world_sizes=(2,),
 )
-
 
 UNUSED = replace(
     PLAIN,
@@ -55,33 +76,35 @@ UNUSED = replace(
     variant="unused",
 )
 
-
 SUBGROUPS = replace(
     PLAIN,
     name="averager_subgroups",
-    summary="two averagers on two disjoint subgroups of WORLD; places in the group are not global ranks",
+    summary="two averagers on two disjoint subgroups of WORLD; group ranks are not global ranks",
     groups=((1, 3), (0, 2)),
 )
-
 
 ORDERED = replace(
     PLAIN,
     name="averager_ordered",
-    summary="peers enter each call when rank 0 has left it, or waits for them",
+    summary="peers enter each call after rank 0 has left it or waits for them",
     world_sizes=(2,),
     order="rank0_first",
 )
 
-
+# With a warm-up of ten steps and a period of four, steps 10 and 14 are due. The save comes between
+# the two, so that a step count that is not restored shows.
 SAVED = replace(
-    PLAIN, name="averager_saved", summary="its state is saved after 13 steps", world_sizes=(2,), resume=replace(PLAIN.resume, saves_at=13)
+    PLAIN,
+    name="averager_saved",
+    summary="the state is saved after 13 steps",
+    world_sizes=(2,),
+    resume=replace(PLAIN.resume, saves_at=13),
 )
-
 
 RESUMED = replace(
     SAVED,
     name="averager_resumed",
-    summary="new processes go on from there",
+    summary="new processes continue from the saved state",
     prerequisite="averager_saved",
     resume=replace(SAVED.resume, resumes=True),
 )

@@ -1,4 +1,8 @@
-"""TODO: conformance/scenarios/collective.py."""
+"""The scenarios for quantized collectives (section 18).
+
+``params`` are the shapes of the messages here, one call for each; ``collective_messages`` has their
+values.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,69 +11,75 @@ from conformance.scenarios.model import Param, Scenario
 
 COLLECTIVES = ("all_gather", "all_to_all", "all_to_all_single", "scatter")
 
-
+# The block size of a claim that names none. The magnitudes of an ``uneven`` message change after as
+# many elements.
 BLOCK = 128
 
-
-# How the calls of ``collective_calls`` are made, in the order of its parameters; all collectives take the first two.
+# The forms of the calls of CALLED, one for each parameter in order. All collectives have the first
+# two forms.
 CALLS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(COLLECTIVES, ("positional", "keywords")),
     "all_to_all_single": ("positional", "keywords", "splits", "positional_splits"),
     "scatter": ("positional", "keywords", "group_src"),
 }
 
-
+# The second message has 660 elements: more than five blocks of 128, the last one incomplete.
 PLAIN = Scenario(
-    "collective",
-    "matrices of float32; what each rank sends to each is its own",
-    (Param((5, 3)), Param((20, 33))),
-    ("crafted", "normal", "uneven"),
+    name="collective",
+    summary="matrices of float32; each rank sends a different message to each rank",
+    params=(
+        Param((5, 3)),
+        Param((20, 33)),
+    ),
+    steps=("crafted", "normal", "uneven"),
     kind="collective",
     prerequisite="collective",
 )
 
-
 SUBGROUPS = replace(
     PLAIN,
     name="collective_subgroups",
-    summary="on two disjoint subgroups of WORLD; places in the group are not global ranks",
+    summary="on two disjoint subgroups of WORLD; group ranks are not global ranks",
     groups=((1, 3), (0, 2)),
 )
 
-
-# Peers of a rank that refuses are not asked: they would wait for it.
+# If a rank refuses a call, its peers do not make the call: they would wait for that rank.
 ORDERED = replace(
     PLAIN,
     name="collective_ordered",
-    summary="peers enter each call when rank 0 has left it, or waits for them; what is sent is on record",
+    summary="peers enter each call after rank 0 has left it or waits for them; the sizes of the "
+    "messages are recorded",
     world_sizes=(2,),
     order="rank0_first",
 )
 
-
 FORMS = replace(
     ORDERED,
     name="collective_forms",
-    summary="tensors of one to four dimensions, empty, of one element, not contiguous, of other dtypes",
+    summary="tensors of one to four dimensions, empty, of one element, not contiguous, of other "
+    "dtypes",
     params=(
-        *(Param(shape) for shape in ((7,), (131,), (1,), (0,), (0, 3), (1, 1), (2, 3, 4), (2, 3, 2, 5))),
-        *(Param((6, 5), layout="transposed"), Param((4, 3, 2, 5), layout="channels_last")),
+        *(
+            Param(shape)
+            for shape in ((7,), (131,), (1,), (0,), (0, 3), (1, 1), (2, 3, 4), (2, 3, 2, 5))
+        ),
+        Param((6, 5), layout="transposed"),
+        Param((4, 3, 2, 5), layout="channels_last"),
         *(Param((5, 3), dtype) for dtype in ("float64", "float16", "bfloat16", "int32", "int64")),
     ),
     steps=("crafted",),
     world_sizes=(2, 3),
 )
 
-
 CALLED = replace(
     ORDERED,
     name="collective_calls",
-    summary="on subgroups, its arguments by position, by keyword, and those that few use",
-    params=(Param((4, 3)),) * 4,
+    summary="on subgroups, with arguments by position and by keyword, and with rarely used "
+    "arguments",
+    params=(Param((4, 3)),) * 4,  # as many as the longest tuple of CALLS
     steps=("crafted",),
     groups=((1, 3), (0, 2)),
 )
-
 
 WAITED = replace(
     ORDERED,
@@ -80,7 +90,7 @@ WAITED = replace(
     variant="waited",
 )
 
-
+# 30 elements: as many as ``collective_messages`` has special values.
 SPECIAL = replace(
     PLAIN,
     name="collective_special",
@@ -90,11 +100,11 @@ SPECIAL = replace(
     world_sizes=(2,),
 )
 
-
+# With error feedback, the mean of many calls comes closer to the message than one call does.
 REPEATED = replace(
     PLAIN,
     name="collective_repeated",
-    summary="the same values again and again",
+    summary="the same values in every call",
     params=(Param((20, 33)),),
     steps=("constant",) * 24,
     world_sizes=(2,),

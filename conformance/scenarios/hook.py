@@ -1,45 +1,66 @@
-"""TODO: conformance/scenarios/hook.py."""
+"""The scenarios for communication hooks.
+
+Several rules read the records of one scenario, so a scenario is added only if no other one records
+what a new rule needs. ``ALL`` fixes the order in which scenarios run.
+"""
 
 from dataclasses import replace
 
 from conformance.scenarios.model import DDPOptions, Param, Scenario
 
-SCALES, SCALE_NUMEL = ("random", "large", "small"), 32  # kinds of gradient at scale, and how many elements each has
+SCALES = ("random", "large", "small")  # the kinds of gradient of AT_SCALE (``gradients.at_scale``)
+SCALE_NUMEL = 32  # elements of each kind
 
-
-# 47 elements: odd, prime, divisible by no world size. All in one bucket.
-_SMALL = (Param((5, 3)), Param((7,)), Param((1,)), Param((2, 3, 4)))
-
-
-# With a cap of 64 bytes every parameter gets a bucket of its own once DDP has rebuilt its buckets. Two are alike, as layers of a
-# model are: what is kept by shape, or by the size of a bucket, is not each one's own.
-_SEVERAL = (Param((5, 3)), Param((17,)), Param((20_011,)), Param((3, 3, 3)), Param((3, 3, 3)))
-
-
-_CAP = 64 / 2**20
-
-
-VALUES = Scenario(
-    "values",
-    "one bucket; crafted, random and wide-ranged gradients",
-    _SMALL,
-    ("crafted", "crafted", "crafted", "normal", "normal", "wide"),
+# 47 elements in one bucket. A prime number is divisible by no world size, so a hook that cuts the
+# bucket into equal shards has to pad the last one.
+_SMALL = (
+    Param((5, 3)),
+    Param((7,)),
+    Param((1,)),
+    Param((2, 3, 4)),
 )
 
+# The last two parameters have one shape, as the layers of a model often do. A hook that keeps its
+# state by shape or by bucket size would share the state of these two buckets.
+_SEVERAL = (
+    Param((5, 3)),
+    Param((17,)),
+    Param((20_011,)),
+    Param((3, 3, 3)),
+    Param((3, 3, 3)),
+)
 
-FEWER = replace(VALUES, name="fewer", summary="fewer ranks than it takes", steps=("crafted",) * 2)
+# 64 bytes, which is 16 elements of float32. DDP closes a bucket once it reaches the cap, so each
+# parameter of _SEVERAL gets a bucket of its own when DDP rebuilds its buckets after the first step.
+# The parameter of 15 elements gets one, too: its gradient comes last.
+_CAP = 64 / 2**20
 
+VALUES = Scenario(
+    name="values",
+    summary="one bucket; crafted, random and wide-ranged gradients",
+    params=_SMALL,
+    steps=("crafted", "crafted", "crafted", "normal", "normal", "wide"),
+)
 
+FEWER = replace(
+    VALUES,
+    name="fewer",
+    summary="fewer ranks than the subject claims to need",
+    steps=("crafted",) * 2,
+)
+
+# The hash seed decides the order in which a set of strings is iterated. Ranks on different hosts
+# have different hash seeds, so a result that depends on the seed would differ between ranks.
 VALUES_AGAIN = replace(
     VALUES,
     name="values_again",
-    summary="the same once more, where strings hash otherwise",
+    summary="the scenario `values` once more, with another hash seed",
     repeat=1,
     world_sizes=(2,),
     other_hash_seed=True,
 )
 
-
+# DDP checks a hook's parameter names and annotations. An observer around the hook would hide them.
 AS_IS = replace(
     VALUES,
     name="as_is",
@@ -49,7 +70,6 @@ AS_IS = replace(
     world_sizes=(2,),
 )
 
-
 VIEWS = replace(
     AS_IS,
     name="views",
@@ -58,20 +78,21 @@ VIEWS = replace(
     observe=replace(AS_IS.observe, hook=True),
 )
 
-
 _SEVERAL_BUCKETS = Scenario(
-    "buckets",
-    "one bucket in the first step, five after DDP has rebuilt them",
-    _SEVERAL,
-    ("crafted",) * 4,
+    name="buckets",
+    summary="one bucket in the first step, five after DDP has rebuilt them",
+    params=_SEVERAL,
+    steps=("crafted",) * 4,
     world_sizes=(2,),
     ddp=DDPOptions(bucket_cap_mb=_CAP),
 )
 
+BUCKETS = replace(
+    _SEVERAL_BUCKETS,
+    observe=replace(_SEVERAL_BUCKETS.observe, other_gradients=True),
+)
 
-BUCKETS = replace(_SEVERAL_BUCKETS, observe=replace(_SEVERAL_BUCKETS.observe, other_gradients=True))
-
-
+# A hook that waits for its peers inside the call shows here, because rank 0 waits alone.
 ORDERED = replace(
     _SEVERAL_BUCKETS,
     name="ordered",
@@ -80,36 +101,51 @@ ORDERED = replace(
     prerequisite="buckets",
 )
 
+_SCHEDULED = (
+    "ranks enter the hook, and callbacks run, in an order drawn from a seed; every collective is"
+    " recorded"
+)
 
-SCHEDULES = tuple(
+SCHEDULES = (
     replace(
         _SEVERAL_BUCKETS,
-        name=f"schedule_{seed}",
-        summary="ranks enter the hook in an order that a seed draws, and callbacks run in one; every collective is on record"
-        + ("; strings hash otherwise" if elsewhere else ""),
+        name="schedule_1",
+        summary=_SCHEDULED,
         steps=("crafted", "crafted", "normal", "normal"),
         world_sizes=(3,),
         order="seeded",
-        seed=seed,
+        seed=1,
         observe=replace(_SEVERAL_BUCKETS.observe, collectives=True),
         prerequisite="buckets",
-        other_hash_seed=elsewhere,
-    )
-    for seed, elsewhere in ((1, False), (2, True))
+    ),
+    replace(
+        _SEVERAL_BUCKETS,
+        name="schedule_2",
+        summary=f"{_SCHEDULED}; with another hash seed",
+        steps=("crafted", "crafted", "normal", "normal"),
+        world_sizes=(3,),
+        order="seeded",
+        seed=2,
+        observe=replace(_SEVERAL_BUCKETS.observe, collectives=True),
+        prerequisite="buckets",
+        other_hash_seed=True,
+    ),
 )
 
-
+# Without a forced order, ranks may issue the collectives of a chained hook in different orders and
+# hang. The short deadline limits the wait.
 RAW = replace(
     _SEVERAL_BUCKETS,
     name="raw",
-    summary="several buckets, for a hook that is judged serialised elsewhere: collectives come as they come",
+    summary="several buckets, with collectives in no forced order, for a hook that is judged "
+    "serialised in the other scenarios",
     steps=("crafted",) * 6,
     world_sizes=(3,),
     prerequisite="buckets",
     deadline=5.0,
 )
 
-
+# One large bucket, because growth is judged over steps and not over buckets.
 LONG = replace(
     _SEVERAL_BUCKETS,
     name="long",
@@ -119,171 +155,220 @@ LONG = replace(
     observe=replace(_SEVERAL_BUCKETS.observe, memory=True),
 )
 
-
 DTYPES = Scenario(
-    "dtypes",
-    "float32, float64, float16 and bfloat16 parameters in one model",
-    tuple(Param(shape, dtype) for dtype in ("float32", "float64", "float16", "bfloat16") for shape in ((11,), (3, 5))),
-    ("crafted", "crafted", "normal"),
+    name="dtypes",
+    summary="float32, float64, float16 and bfloat16 parameters in one model",
+    params=tuple(
+        Param(shape, dtype)
+        for dtype in ("float32", "float64", "float16", "bfloat16")
+        for shape in ((11,), (3, 5))
+    ),
+    steps=("crafted", "crafted", "normal"),
     world_sizes=(2, 3),
 )
 
-
 SHAPES = Scenario(
-    "shapes",
-    "0-d (one of them alone in its bucket), one element, empty, prime, channels_last, transposed, larger than a bucket",
-    (
-        *(Param(()), Param((1,)), Param((0,)), Param((13,)), Param((4, 3, 2, 5), layout="channels_last")),
-        *(Param((6, 5), layout="transposed"), Param((1031,)), Param((2, 2)), Param((), "float64")),
+    name="shapes",
+    summary="0-d (one of them alone in its bucket), one-element, empty, prime-sized, channels_last "
+    "and transposed parameters, and one larger than a bucket",
+    params=(
+        Param(()),
+        Param((1,)),
+        Param((0,)),
+        Param((13,)),
+        Param((4, 3, 2, 5), layout="channels_last"),
+        Param((6, 5), layout="transposed"),
+        Param((1031,)),
+        Param((2, 2)),
+        # The only parameter of its dtype: buckets hold one dtype, so it has a bucket of its own.
+        Param((), "float64"),
     ),
-    ("crafted",) * 3,
+    steps=("crafted",) * 3,
     world_sizes=(2, 3, 4),
     ddp=DDPOptions(bucket_cap_mb=_CAP),
 )
 
-
 SIZES = Scenario(
-    "sizes",
-    "buckets of every size from 1 to 33 elements",
-    tuple(Param((size,)) for size in range(1, 34)),
-    ("crafted",) * 2,
+    name="sizes",
+    summary="buckets of every size from 1 to 33 elements",
+    params=tuple(Param((size,)) for size in range(1, 34)),
+    steps=("crafted",) * 2,
     world_sizes=(2,),
-    ddp=DDPOptions(bucket_cap_mb=1 / 2**20),
+    ddp=DDPOptions(bucket_cap_mb=1 / 2**20),  # one byte: no two parameters share a bucket
 )
 
+# 1,048,583 is the first prime above 2**20.
+LARGE = Scenario(
+    name="large",
+    summary="one parameter of more than a million elements",
+    params=(Param((1_048_583,)),),
+    steps=("crafted",),
+    world_sizes=(2,),
+)
 
-LARGE = Scenario("large", "one parameter of more than a million elements", (Param((1_048_583,)),), ("crafted",), world_sizes=(2,))
-
-
+# In (1, 3) the global ranks differ from the ranks within the group. Code that confuses the two
+# addresses a rank outside of its group.
 SUBGROUPS = Scenario(
-    "subgroups",
-    "two models on two disjoint subgroups of WORLD at once; places in the group are not global ranks",
-    _SMALL,
-    ("crafted",) * 3,
+    name="subgroups",
+    summary="two models on two disjoint subgroups of WORLD at once; group ranks are not global "
+    "ranks",
+    params=_SMALL,
+    steps=("crafted",) * 3,
     groups=((1, 3), (0, 2)),
 )
 
-
 COMPLEX = Scenario(
-    "complex", "complex parameters", (Param((5, 3), "complex64"), Param((7,), "complex64")), ("crafted",) * 2, world_sizes=(2,)
-)
-
-
-SPARSE = Scenario(
-    "sparse",
-    "a sparse embedding beside a dense parameter",
-    (Param((10, 3), layout="sparse"), Param((7,))),
-    ("crafted",) * 3,
+    name="complex",
+    summary="complex parameters",
+    params=(
+        Param((5, 3), "complex64"),
+        Param((7,), "complex64"),
+    ),
+    steps=("crafted",) * 2,
     world_sizes=(2,),
 )
 
+SPARSE = Scenario(
+    name="sparse",
+    summary="a sparse embedding beside a dense parameter",
+    params=(
+        Param((10, 3), layout="sparse"),
+        Param((7,)),
+    ),
+    steps=("crafted",) * 3,
+    world_sizes=(2,),
+)
 
+# The last step is ordinary again: one NaN must not stay in the state of a hook.
 SPECIAL = Scenario(
-    "special",
-    "NaN, infinities, zeros, subnormals, negative zeros, then ordinary values again",
-    _SMALL,
-    ("crafted", "nan", "inf", "zero_one", "zero_all", "tiny", "tiny_float16", "tiny_bfloat16", "minus_zero", "crafted"),
+    name="special",
+    summary="NaN, infinities, zeros, subnormals, negative zeros, then ordinary values again",
+    params=_SMALL,
+    steps=(
+        "crafted",
+        "nan",
+        "inf",
+        "zero_one",
+        "zero_all",
+        "tiny",
+        "tiny_float16",
+        "tiny_bfloat16",
+        "minus_zero",
+        "crafted",
+    ),
     world_sizes=(2, 3),
 )
 
-
+# No parameters of the probe: this scenario trains a real network.
 TRAINING = Scenario(
-    "training",
-    "a small network with batch norm under SGD with momentum, several buckets",
-    (),
-    ("normal",) * 6,
+    name="training",
+    summary="a small network with batch norm under SGD with momentum, several buckets",
+    params=(),
+    steps=("normal",) * 6,
     world_sizes=(2, 3),
     ddp=DDPOptions(bucket_cap_mb=_CAP),
 )
 
-
+# Each of the six optimizers has two parameters, in groups of their own. In the step of infinities,
+# the gradient scaler has to skip the optimizers' step on all ranks.
 OPTIMIZERS = Scenario(
-    "optimizers",
-    "six optimizers with groups and a schedule; gradients are scaled and clipped, and overflow on one rank in one step",
-    tuple(Param(shape) for shape in ((5, 3), (7,), (2, 3, 4), (11,)) for _ in range(3)),
-    ("crafted", "crafted", "crafted", "inf", "crafted", "crafted"),
+    name="optimizers",
+    summary="six optimizers with groups and a schedule; gradients are scaled and clipped, and "
+    "overflow on one rank in one step",
+    params=tuple(Param(shape) for shape in ((5, 3), (7,), (2, 3, 4), (11,)) for _ in range(3)),
+    steps=("crafted", "crafted", "crafted", "inf", "crafted", "crafted"),
     world_sizes=(2,),
     ddp=DDPOptions(bucket_cap_mb=_CAP, gradient_as_bucket_view=True),
     initial_value=0.0,
     training_loop=True,
 )
 
-
 AT_SCALE = Scenario(
-    "at_scale",
-    "8, 64 and 1024 ranks, simulated in one process",
-    (Param((3 * SCALE_NUMEL,)),),
-    (),
+    name="at_scale",
+    summary="8, 64 and 1024 ranks, simulated in one process",
+    params=(Param((3 * SCALE_NUMEL,)),),
+    steps=(),
     world_sizes=(1,),
     prerequisite="ordered",
+    # A hook that has passed with two real ranks must pass with two simulated ones. If it does not,
+    # the simulation is at fault, and the rules of section 20 do not apply.
     simulated=(2, 8, 64, 1024),
     deadline=30.0,
 )
 
-
 UNUSED = replace(
     _SEVERAL_BUCKETS,
     name="unused",
-    summary="find_unused_parameters: some ranks, or all, leave some parameters out, other ones in every step",
+    summary="find_unused_parameters: some ranks, or all, leave some parameters out, different ones "
+    "in every step",
     ddp=replace(_SEVERAL_BUCKETS.ddp, find_unused_parameters=True),
 )
 
-
 FROZEN = Scenario(
-    "frozen",
-    "frozen parameters between others, and one that is used twice",
-    (Param((5, 3)), Param((4, 4), frozen=True), Param((7,), uses=2), Param((11,), frozen=True), Param((2, 3, 4))),
-    ("crafted",) * 3,
+    name="frozen",
+    summary="frozen parameters between others, and one that is used twice",
+    params=(
+        Param((5, 3)),
+        Param((4, 4), frozen=True),
+        Param((7,), uses=2),
+        Param((11,), frozen=True),
+        Param((2, 3, 4)),
+    ),
+    steps=("crafted",) * 3,
     world_sizes=(2,),
 )
-
 
 STATIC = replace(
     _SEVERAL_BUCKETS,
     name="static",
-    summary="static_graph=True: the first step's buckets come when backward is over",
+    summary="static_graph=True: DDP calls the hook for the first step's buckets after backward",
     ddp=replace(_SEVERAL_BUCKETS.ddp, static_graph=True),
 )
 
-
+# The weights sum to 1, and neither one weight nor two are 1 together: a hook that loses a
+# micro-batch gives another gradient.
 ACCUMULATED = replace(
-    _SEVERAL_BUCKETS, name="accumulated", summary="three micro-batches a step, the first two under no_sync", microbatch_weights=(2, -3, 2)
+    _SEVERAL_BUCKETS,
+    name="accumulated",
+    summary="three micro-batches a step, the first two under no_sync",
+    microbatch_weights=(2, -3, 2),
 )
 
-
+# In the second half the gradients stay the same, so that only the hook's state changes a result.
 LIKE = replace(
     VALUES,
     name="like",
-    summary="random gradients, then the same again and again",
+    summary="random gradients, then the same gradients in every step",
     steps=("normal",) * 12 + ("constant",) * 12,
     world_sizes=(2,),
 )
 
-
 COMBINED = replace(
     UNUSED,
     name="combined",
-    summary="gradients are views, micro-batches accumulate, and some ranks leave some parameters out",
+    summary="gradients are views, micro-batches accumulate, and some ranks leave some parameters "
+    "out",
     ddp=replace(UNUSED.ddp, gradient_as_bucket_view=True),
     microbatch_weights=(2, -3, 2),
     prerequisite="accumulated",
 )
 
-
 UNEVEN = replace(
     _SEVERAL_BUCKETS,
     name="uneven",
-    summary="under Join, ranks run out of inputs one after another, one has none at all",
+    summary="under Join, ranks run out of inputs one after another, and one has none at all",
     steps=("crafted",) * 5,
     world_sizes=(3,),
     uneven=True,
 )
 
-
 TWO_MODELS = replace(
-    VALUES, name="two_models", summary="another model with the same subject trains in between", world_sizes=(2,), twin=True
+    VALUES,
+    name="two_models",
+    summary="another model with the same subject trains in between",
+    world_sizes=(2,),
+    twin=True,
 )
-
 
 SAVED = replace(
     VALUES,
@@ -294,23 +379,30 @@ SAVED = replace(
     resume=replace(VALUES.resume, saves_at=3),
 )
 
-
 RESUMED = replace(
-    SAVED, name="resumed", summary="new processes go on from there", prerequisite="saved", resume=replace(SAVED.resume, resumes=True)
+    SAVED,
+    name="resumed",
+    summary="new processes continue from the saved state",
+    prerequisite="saved",
+    resume=replace(SAVED.resume, resumes=True),
 )
 
-
-SAVED_ONE = replace(SAVED, name="saved_one", summary="the same with one parameter", params=(Param((20_011,)),))
-
+# With one parameter, DDP rebuilds no buckets. A resumed run then has the same buckets as the run
+# that it continues, and its results can be compared bit by bit.
+SAVED_ONE = replace(
+    SAVED,
+    name="saved_one",
+    summary="the scenario `saved` with one parameter",
+    params=(Param((20_011,)),),
+)
 
 RESUMED_ONE = replace(
     SAVED_ONE,
     name="resumed_one",
-    summary="new processes go on from there",
+    summary="new processes continue from the saved state",
     prerequisite="saved_one",
     resume=replace(SAVED_ONE.resume, resumes=True),
 )
-
 
 PEER_DIES = replace(
     VALUES,
@@ -321,7 +413,6 @@ PEER_DIES = replace(
     world_sizes=(2,),
 )
 
-
 PEER_DIES_LATER = replace(
     PEER_DIES,
     name="peer_dies_later",
@@ -330,14 +421,12 @@ PEER_DIES_LATER = replace(
     fault=replace(PEER_DIES.fault, kind="peer_dies_later", step=3),
 )
 
-
 COLLECTIVE_RAISES = replace(
     PEER_DIES,
     name="collective_raises",
     summary="the first collective of step 2 raises on rank 1",
     fault=replace(PEER_DIES.fault, kind="collective_raises"),
 )
-
 
 PEER_SILENT = replace(
     PEER_DIES,
@@ -346,45 +435,99 @@ PEER_SILENT = replace(
     fault=replace(PEER_DIES.fault, kind="peer_silent", group_timeout=0.5),
 )
 
-
-# Where the device has streams alone.
+# STREAMS and GRAPH run only on devices that have streams.
 STREAMS = replace(
     _SEVERAL_BUCKETS,
     name="streams",
-    summary="several buckets; in turn a rank's gradients are late, and what it puts on streams beside them is",
+    summary="several buckets; in turn, a rank's gradients are late, and its work on other streams "
+    "is late",
     steps=("crafted",) * 5,
     delayed=True,
     prerequisite="buckets",
 )
 
-
 GRAPH = replace(
-    _SEVERAL_BUCKETS, name="graph", summary="a step is captured in a CUDA graph, and replayed", captured=True, prerequisite="buckets"
+    _SEVERAL_BUCKETS,
+    name="graph",
+    summary="a step is captured in a CUDA graph, and replayed",
+    captured=True,
+    prerequisite="buckets",
 )
 
+# For lossy claims only. Their runs are longer: see ``judging/oracles/lossy.py``.
+SMALL_GRADIENTS = replace(
+    VALUES,
+    name="small",
+    summary="random gradients, a thousandth as large",
+    steps=("small",) * 6,
+    world_sizes=(2,),
+)
 
-# Under lossy claims alone, which make it longer: see lossy.py.
-SMALL_GRADIENTS = replace(VALUES, name="small", summary="random gradients, a thousandth as large", steps=("small",) * 6, world_sizes=(2,))
-
-
-# In the order in which they run: the plainest first, since a hook that breaks it is judged no further.
+# The scenarios in the order in which they run. The plainest one is first: if it breaks, the hook is
+# judged no further.
 ALL = (
-    *(VALUES, FEWER, AS_IS, VIEWS, BUCKETS, ORDERED, *SCHEDULES, RAW, LONG, VALUES_AGAIN, DTYPES, SHAPES, SIZES, LARGE, SUBGROUPS),
-    *(COMPLEX, SPARSE, UNUSED, FROZEN, STATIC, ACCUMULATED, COMBINED, UNEVEN, TWO_MODELS, LIKE, SMALL_GRADIENTS, SAVED, RESUMED, SAVED_ONE),
-    *(RESUMED_ONE, SPECIAL, TRAINING, OPTIMIZERS, AT_SCALE, STREAMS, GRAPH, PEER_DIES, PEER_DIES_LATER, COLLECTIVE_RAISES, PEER_SILENT),
+    VALUES,
+    FEWER,
+    AS_IS,
+    VIEWS,
+    BUCKETS,
+    ORDERED,
+    *SCHEDULES,
+    RAW,
+    LONG,
+    VALUES_AGAIN,
+    DTYPES,
+    SHAPES,
+    SIZES,
+    LARGE,
+    SUBGROUPS,
+    COMPLEX,
+    SPARSE,
+    UNUSED,
+    FROZEN,
+    STATIC,
+    ACCUMULATED,
+    COMBINED,
+    UNEVEN,
+    TWO_MODELS,
+    LIKE,
+    SMALL_GRADIENTS,
+    SAVED,
+    RESUMED,
+    SAVED_ONE,
+    RESUMED_ONE,
+    SPECIAL,
+    TRAINING,
+    OPTIMIZERS,
+    AT_SCALE,
+    STREAMS,
+    GRAPH,
+    PEER_DIES,
+    PEER_DIES_LATER,
+    COLLECTIVE_RAISES,
+    PEER_SILENT,
 )
-
 
 BY_NAME = {scenario.name: scenario for scenario in ALL}
 
-
-# Not of the plan: asked for where claims are to be proposed.
-NORMAL = replace(VALUES, name="normal", summary="random gradients", steps=("normal",) * 8)
+# Not part of a certification: it is run only when claims are to be proposed (--claims auto).
+NORMAL = replace(
+    VALUES,
+    name="normal",
+    summary="random gradients",
+    steps=("normal",) * 8,
+)
 
 
 def explained(scenario: Scenario) -> Scenario:
-    """Return how a run that broke is repeated, to learn whether ranks disagree on their collectives.
+    """Return the scenario with which a broken run is repeated to explain it.
 
-    It is not waited for long: it only explains.
+    Its records show whether ranks disagree on their collectives. The deadline is short, because
+    the repeated run only explains the first one and decides nothing.
     """
-    return replace(scenario, name=f"{scenario.name}_explained", observe=replace(scenario.observe, collectives=True), deadline=3.0)
+    return replace(
+        scenario,
+        name=f"{scenario.name}_explained",
+        observe=replace(scenario.observe, collectives=True),
+        deadline=3.0,
+    )

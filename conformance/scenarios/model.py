@@ -1,6 +1,8 @@
-"""The experiments, as data. A scenario says what ranks do and what is observed; it knows no verdicts.
+"""The experiments, as data.
 
-Each scenario of a plan runs once per world size, and many rules read its records.
+A scenario defines the steps of the ranks and the observations that are recorded. It knows no
+verdicts: each scenario runs once per world size, and many rules read its records. Scenarios travel
+to the ranks as JSON.
 """
 
 from dataclasses import asdict, dataclass
@@ -19,7 +21,7 @@ class Param:
         layout: ``contiguous``, ``channels_last``, ``transposed``, or ``sparse`` (an embedding whose
             gradient is a sparse tensor).
         frozen: it requires no gradient.
-        uses: how often the forward uses it; its gradient is the sum of as many.
+        uses: how often the forward uses it. Its gradient is the sum over all uses.
     """
 
     shape: tuple[int, ...]
@@ -49,13 +51,13 @@ class DDPOptions:
 
 @dataclass(frozen=True)
 class Observation:
-    """What is recorded beside the gradients of every step.
+    """The records that are made besides the gradients of every step.
 
     Attributes:
         hook: the hook is registered inside an observer; if false, exactly as it was given.
         memory: memory is measured after every step.
-        other_gradients: around every call of the hook, the gradients outside its bucket are compared.
-        bytes_sent: the sizes of the tensors that the subject gives to collectives.
+        other_gradients: gradients outside the bucket are compared before and after each hook call.
+        bytes_sent: the sizes of the tensors that the subject passes to collectives.
         collectives: every collective, before it begins.
         process: the state that every library in the process shares: settings, generators, threads,
             files, replaced functions. The first scenario of each kind always records it.
@@ -74,7 +76,8 @@ class Fault:
     """A failure that the kit causes.
 
     Attributes:
-        kind: ``none``, ``peer_dies``, ``peer_dies_later``, ``collective_raises`` or ``peer_silent``.
+        kind: ``none``, ``peer_dies``, ``peer_dies_later``, ``collective_raises`` or
+            ``peer_silent``.
         step: the step in which it happens.
         group_timeout: the process group's own timeout in seconds, if it is to expire; else 0.
     """
@@ -105,16 +108,16 @@ class Scenario:
 
     Attributes:
         name: runs of the scenario are called ``name@world_size``.
-        summary: one line for people.
+        summary: a sentence fragment for people, printed in RULES.md.
         params: the probe model's parameters; empty for the real network of ``training``.
         steps: the kind of gradient (``gradients.KINDS``) that each step feeds.
-        world_sizes: the world sizes it is meant for; () for every size of the profile.
+        world_sizes: the world sizes that it is meant for; () for every size of the profile.
         ddp: the arguments of DistributedDataParallel.
         microbatch_weights: one integer for each micro-batch of a step; its gradient is the step's
             gradient times that integer, and they sum to 1. All but the last run under ``no_sync``.
         uneven: ranks have different numbers of inputs (``inputs_of``), and train under ``Join``.
         groups: disjoint groups of global ranks, each with a model of its own; () for WORLD.
-        observe: what is recorded.
+        observe: the records that are made.
         order: the order in which ranks enter the hook and callbacks run: ``free``, or an order of
             ``ranks/instruments/schedule.py``.
         seed: the seed of that order.
@@ -125,15 +128,16 @@ class Scenario:
         initial_value: the parameters' first value. It is far from zero, so that a hook that mixes
             parameters into gradients shows; it is zero if parameters are stepped, since small steps
             would be lost in the roundings of a large value.
-        simulated: numbers of ranks to simulate in one process (``simulated_ranks.py``); nothing else
-            is run then.
+        simulated: numbers of ranks to simulate in one process (``simulated_ranks.py``); if there
+            are any, nothing else is run.
         training_loop: train by ``models/training_loop.py``, which also scales the loss; parameters
             are recorded after every step.
         poststep: the trainer makes a call after backward (``DDPModel.register``).
         call: the name of that call, or '' if the set-up brings its own.
         serialised: each collective ends before the next one begins, as on a single stream.
-        fused: parameters are recorded after every step, and results too if the hook frees gradients.
-        twin: another model with the same subject trains in between, on other inputs.
+        fused: parameters are recorded after every step, and results too if the hook frees
+            gradients.
+        twin: another model with the same subject trains in turns with this one, on other inputs.
         other_hash_seed: run in processes with another PYTHONHASHSEED than the other scenarios.
         deadline: seconds after which the run counts as hanging; 0 for the pool's own deadline.
         kind: the kind of subject (``subjects/kinds``); it decides how ``steps`` are read and which
@@ -184,8 +188,10 @@ class Scenario:
 
     @property
     def watches_process(self) -> bool:
-        """Whether the process is watched: in the plainest scenario of each kind, and in those that say so. In others a rule finds nothing
-        of it on record."""
+        """Whether the state of the process is recorded (``Observation.process``).
+
+        The plainest scenario of each kind, which is its own prerequisite, always records it.
+        """
         return self.observe.process or self.name == self.prerequisite
 
     @property
@@ -200,29 +206,42 @@ class Scenario:
         return next((group for group in self.groups if rank in group), tuple(range(world)))
 
     def inputs_of(self, rank: int, world: int) -> int:
-        """Return how many steps ``rank`` has inputs for: rank 0 for all, others for less, the last of three or more for none."""
+        """Return the number of steps for which a rank has inputs.
+
+        If inputs are uneven, rank 0 has all, the last of three or more ranks has none, and the
+        others have half.
+        """
         if not self.uneven or rank == 0:
             return len(self.steps)
-        return 0 if rank == world - 1 > 1 else len(self.steps) // 2
+        if rank == world - 1 and world > 2:
+            return 0
+        return len(self.steps) // 2
 
     def fits(self, worlds: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the world sizes to run at, out of those of the profile.
+        """Return the world sizes at which the scenario runs, out of those of the profile.
 
-        A scenario meant for sizes that the profile lacks runs at the smallest size above 1.
+        If the profile has none of the scenario's sizes, it runs at the smallest size above 1.
         """
         if self.simulated:
             return (1,)
         if self.groups:
+            # The groups fix the world size, whatever sizes the profile has.
             return (sum(map(len, self.groups)),) if max(worlds) > 1 else ()
-        wanted = tuple(w for w in worlds if not self.world_sizes or w in self.world_sizes)
-        return wanted or tuple(sorted(w for w in worlds if w > 1)[:1])
+        fitting = tuple(w for w in worlds if not self.world_sizes or w in self.world_sizes)
+        if fitting:
+            return fitting
+        larger_than_1 = sorted(w for w in worlds if w > 1)
+        return tuple(larger_than_1[:1])
 
 
 def scenario_from_json(data: dict[str, Any]) -> Scenario:
     """Rebuild a scenario that travelled as JSON."""
     params = tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in data["params"])
     groups = tuple(tuple(group) for group in data["groups"])
-    tuples = {name: tuple(data[name]) for name in ("steps", "world_sizes", "microbatch_weights", "simulated", "options")}
+    tuples = {
+        name: tuple(data[name])
+        for name in ("steps", "world_sizes", "microbatch_weights", "simulated", "options")
+    }
     nested = {
         "params": params,
         "groups": groups,

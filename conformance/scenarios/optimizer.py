@@ -1,4 +1,8 @@
-"""TODO: conformance/scenarios/optimizer.py."""
+"""The scenarios for optimizer wrappers (section 15).
+
+``setting`` has the arguments of the wrapped optimizer and of the averager for each scenario. All of
+them are powers of two or 0 unless Adam is wrapped, so that SGD is exact on crafted gradients.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -7,30 +11,43 @@ from conformance.scenarios.model import Param, Scenario
 
 STEPS = 20
 
+# The first parameters are made like the gradients of this step, which no scenario reaches.
+START = 999
 
-START = 999  # the step of the inputs that parameters begin with
-
-
-_PARAMS = (Param((5, 3)), Param((7,)), Param(()), Param((4, 3, 2, 5), layout="channels_last"), Param((6, 5), layout="transposed"))
-
+_PARAMS = (
+    Param((5, 3)),
+    Param((7,)),
+    Param(()),
+    Param((4, 3, 2, 5), layout="channels_last"),
+    Param((6, 5), layout="transposed"),
+)
 
 PLAIN = Scenario(
-    "optimizer",
-    f"{STEPS} steps of SGD with momentum; an averager averages from step 10 on every 4 steps",
-    _PARAMS,
-    ("crafted",) * STEPS,
+    name="optimizer",
+    summary=f"{STEPS} steps of SGD with momentum; an averager averages every 4 steps from step 10",
+    params=_PARAMS,
+    steps=("crafted",) * STEPS,
     kind="optimizer",
     prerequisite="optimizer",
 )
 
-
-ADAM = replace(PLAIN, name="optimizer_adam", summary="Adam, on random gradients", steps=("normal",) * 8, world_sizes=(2,), variant="adam")
-
-
-RANDOM = replace(
-    PLAIN, name="optimizer_random", summary="SGD on random gradients", steps=("normal",) * 8, world_sizes=(3,), variant="random"
+ADAM = replace(
+    PLAIN,
+    name="optimizer_adam",
+    summary="Adam, on random gradients",
+    steps=("normal",) * 8,
+    world_sizes=(2,),
+    variant="adam",
 )
 
+RANDOM = replace(
+    PLAIN,
+    name="optimizer_random",
+    summary="SGD on random gradients",
+    steps=("normal",) * 8,
+    world_sizes=(3,),
+    variant="random",
+)
 
 GROUPS = replace(
     PLAIN,
@@ -41,7 +58,6 @@ GROUPS = replace(
     variant="groups",
 )
 
-
 SCHEDULED = replace(
     PLAIN,
     name="optimizer_scheduled",
@@ -51,109 +67,118 @@ SCHEDULED = replace(
     variant="scheduled",
 )
 
-
 CLOSURE = replace(
-    PLAIN, name="optimizer_closure", summary="steps are given a closure", steps=("crafted",) * 6, world_sizes=(2,), variant="closure"
+    PLAIN,
+    name="optimizer_closure",
+    summary="steps are given a closure",
+    steps=("crafted",) * 6,
+    world_sizes=(2,),
+    variant="closure",
 )
-
 
 ZEROED = replace(
     PLAIN,
     name="optimizer_zeroed",
-    summary="gradients add up unless zero_grad() forgets them, or zero_grad(set_to_none=False) fills them with zeros",
+    summary="gradients add up unless zero_grad() drops them, or zero_grad(set_to_none=False) fills "
+    "them with zeros",
     steps=("crafted",) * 6,
     world_sizes=(2,),
     variant="zeroed",
 )
 
-
 UNUSED = replace(
     PLAIN,
     name="optimizer_unused",
-    summary="in each step there is no gradient for some parameters, on some ranks or on all",
+    summary="in each step some parameters have no gradient, on some ranks or on all",
     params=(*_PARAMS, Param((11,)), Param((2, 3))),
     steps=("crafted",) * 8,
     world_sizes=(3,),
     variant="unused",
 )
 
-
+# Parameters start at 0, and the learning rate is 1, so that one step is exact in half precision,
+# too. Two such steps would not be: the second one has zeros as gradients.
 DTYPES = replace(
     PLAIN,
     name="optimizer_dtypes",
     summary="four dtypes in one model, and a parameter without elements",
-    params=(*(Param((11,), dtype) for dtype in ("float32", "float64", "float16", "bfloat16")), Param((0,))),
+    params=(
+        *(Param((11,), dtype) for dtype in ("float32", "float64", "float16", "bfloat16")),
+        Param((0,)),
+    ),
     steps=("crafted", "zero_all"),
     world_sizes=(2,),
     variant="dtypes",
 )
 
-
 SUBGROUPS = replace(
     PLAIN,
     name="optimizer_subgroups",
-    summary="two optimizers on two disjoint subgroups of WORLD; places in the group are not global ranks",
+    summary="two optimizers on two disjoint subgroups of WORLD; group ranks are not global ranks",
     groups=((1, 3), (0, 2)),
 )
-
 
 ORDERED = replace(
     PLAIN,
     name="optimizer_ordered",
-    summary="peers enter each step when rank 0 has left it, or waits for them",
+    summary="peers enter each step after rank 0 has left it or waits for them",
     steps=("crafted",) * 6,
     world_sizes=(2,),
     order="rank0_first",
     variant="ordered",
 )
 
-
+# Steps 10 and 14 are due. The save comes between the two, so that a step count that is not restored
+# shows.
 SAVED = replace(
-    PLAIN, name="optimizer_saved", summary="its state is saved after 13 steps", world_sizes=(3,), resume=replace(PLAIN.resume, saves_at=13)
+    PLAIN,
+    name="optimizer_saved",
+    summary="its state is saved after 13 steps",
+    world_sizes=(3,),
+    resume=replace(PLAIN.resume, saves_at=13),
 )
-
 
 RESUMED = replace(
     SAVED,
     name="optimizer_resumed",
-    summary="new processes go on from there",
+    summary="new processes continue from the saved state",
     prerequisite="optimizer_saved",
     resume=replace(SAVED.resume, resumes=True),
 )
 
-
 RELOADED = replace(
     PLAIN,
     name="optimizer_reloaded",
-    summary="before step 5 model and optimizer are put back to where they were after step 1; then a schedule begins",
+    summary="before step 5, model and optimizer are restored to their state after step 1; then a "
+    "schedule begins",
     steps=("crafted",) * 9,
     world_sizes=(2,),
     variant="reloaded",
 )
 
-
+# After the warm-up, ranks step with their own gradients: if DDP averaged these too, parameters
+# would be equal on all ranks, and the averager would have nothing to do.
 DDP = replace(
     PLAIN,
     name="optimizer_ddp",
-    summary="under DDP, which averages gradients; where there is an averager only in its warm-up",
+    summary="under DDP, which averages gradients; if there is an averager, in its warm-up only",
     world_sizes=(3,),
     variant="ddp",
 )
 
-
 DDP_VIEWS = replace(
     DDP,
     name="optimizer_ddp_views",
-    summary="the same, and gradients are views of DDP's buckets",
+    summary="the scenario `optimizer_ddp`, with gradients that are views of DDP's buckets",
     world_sizes=(2,),
     ddp=replace(DDP.ddp, gradient_as_bucket_view=True),
 )
 
-
 UNEVEN = replace(
     PLAIN,
     name="optimizer_uneven",
-    summary="under Join together with DDP ranks run out of inputs one after another, one has none at all",
+    summary="under Join together with DDP, ranks run out of inputs one after another, and one has "
+    "none at all",
     steps=("crafted",) * 5,
     world_sizes=(3,),
     uneven=True,
@@ -163,15 +188,18 @@ UNEVEN = replace(
 
 @dataclass(frozen=True)
 class Setting:
-    """How the optimizer of a scenario is made; everything is a power of two, or 0, so that SGD is exact on crafted gradients.
+    """The arguments with which a scenario's optimizer and averager are made.
 
     Attributes:
-        warmup, period: of the averager.
-        options: of the optimizer; momentum 1 adds up gradients, and needs no digit more at each step, as 0.5 would.
-        groups: parameters and options of parameter groups; () is one group of all, with ``options``.
-        added: the step before which the last of them is added.
-        rates: the learning rate of each step, where one is written to param_groups.
-        back: the step before which everything is put back, and the step that it is put back to the end of.
+        warmup: the averager's warm-up, in steps.
+        period: the averager's period, in steps.
+        options: the optimizer's options. Momentum 1 adds up gradients; it needs no more digits at
+            each step, as 0.5 would.
+        groups: parameters and options of the parameter groups; () for one group of all parameters,
+            with ``options``.
+        added: the step before which the last group is added.
+        rates: the learning rate of each step, if rates are written to param_groups.
+        back: the step before which everything is restored, and the step whose end is restored.
     """
 
     warmup: int = 1
@@ -184,10 +212,10 @@ class Setting:
 
 
 _SETTINGS = {
-    "": Setting(10, 4),
-    "ddp": Setting(10, 4),
-    "adam": Setting(6, 2, {"lr": 2.0**-7}),
-    "dtypes": Setting(0, 1, {"lr": 1.0}),
+    "": Setting(warmup=10, period=4),
+    "ddp": Setting(warmup=10, period=4),
+    "adam": Setting(warmup=6, period=2, options={"lr": 2.0**-7}),
+    "dtypes": Setting(warmup=0, period=1, options={"lr": 1.0}),
     "groups": Setting(
         groups=(
             ((0, 3), {"lr": 0.5, "momentum": 0.0, "weight_decay": 0.5}),
@@ -197,10 +225,15 @@ _SETTINGS = {
         added=2,
     ),
     "scheduled": Setting(rates=(2.0**-3, 2.0**-2, 2.0**-4, 2.0**-1, 0.0, 2.0**-3)),
-    "reloaded": Setting(rates=(*(None,) * 6, 2.0**-2, 2.0**-4, 2.0**-1), back=(5, 1)),
+    "reloaded": Setting(
+        # No rate is written before the state is restored: a rate that the kit writes would hide
+        # that the optimizer lost its own.
+        rates=(*(None,) * 6, 2.0**-2, 2.0**-4, 2.0**-1),
+        back=(5, 1),
+    ),
 }
 
 
 def setting(scenario: Scenario) -> Setting:
-    """Return how the optimizer of a scenario is made."""
+    """Return the arguments of a scenario's optimizer and averager."""
     return _SETTINGS.get(scenario.variant, Setting())

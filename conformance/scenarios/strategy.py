@@ -1,26 +1,39 @@
-"""TODO: conformance/scenarios/strategy.py."""
+"""The scenarios for sync strategies (section 16).
+
+A step has one micro-batch or several, each in a context of its own. Functions below define which
+parameters a micro-batch uses and how large its gradients are; the ranks that run a scenario and the
+rules that judge it both call them. In this module, ``place`` is a rank's number within its group.
+"""
 
 from dataclasses import replace
 
 from conformance.scenarios.model import DDPOptions, Param, Scenario
 
-_CAP = 100 / 2**20  # MiB: a few parameters to a bucket
+# 100 bytes, which is 25 elements of float32: a bucket holds a few of the small parameters.
+_CAP = 100 / 2**20
 
-
-_PARAMS = (Param((5, 3)), Param((7,)), Param((1,)), Param((2, 3, 4)), Param((11,)), Param((3, 5)), Param((2, 2)), Param((13,)))
-
+# Eight parameters: ``uses`` has a pattern for each.
+_PARAMS = (
+    Param((5, 3)),
+    Param((7,)),
+    Param((1,)),
+    Param((2, 3, 4)),
+    Param((11,)),
+    Param((3, 5)),
+    Param((2, 2)),
+    Param((13,)),
+)
 
 PLAIN = Scenario(
-    "strategy",
-    "steps of one micro-batch",
-    _PARAMS,
-    ("crafted",) * 3,
+    name="strategy",
+    summary="steps of one micro-batch",
+    params=_PARAMS,
+    steps=("crafted",) * 3,
     ddp=DDPOptions(bucket_cap_mb=_CAP),
     kind="strategy",
     prerequisite="strategy",
     initial_value=0.0,
 )
-
 
 ACCUMULATED = replace(
     PLAIN,
@@ -31,31 +44,36 @@ ACCUMULATED = replace(
     observe=replace(PLAIN.observe, process=True),
 )
 
-
-RANDOM = replace(ACCUMULATED, name="strategy_random", summary="the same with random values", steps=("normal",) * 4, world_sizes=(3, 4))
-
+RANDOM = replace(
+    ACCUMULATED,
+    name="strategy_random",
+    summary="the scenario `strategy_accumulated` with random values",
+    steps=("normal",) * 4,
+    world_sizes=(3, 4),
+)
 
 MICROBATCHES = replace(
     PLAIN,
     name="strategy_microbatches",
-    summary="one step of four micro-batches that use different parameters, the same ones on all ranks",
+    summary="one step of four micro-batches that use different parameters, the same on all ranks",
     steps=("crafted",),
     world_sizes=(2, 3),
     variant="microbatches",
     prerequisite="strategy_accumulated",
 )
 
-
+# All parameters have one shape, and every rank uses the same number of them. If a subject pairs the
+# gradients of different parameters, the collectives still match and raise no error.
 RANKS = replace(
     PLAIN,
     name="strategy_ranks",
-    summary="each rank leaves out another parameter, of many that have one shape; the last one is left out by all",
+    summary="each rank leaves out a different one of several parameters of one shape; all ranks "
+    "leave out the last one",
     params=(Param((5, 3)),) * 6,
     world_sizes=(2, 3),
     variant="ranks",
     prerequisite="strategy_accumulated",
 )
-
 
 VIEWS = replace(
     PLAIN,
@@ -67,17 +85,16 @@ VIEWS = replace(
     prerequisite="strategy_accumulated",
 )
 
-
 COMBINED = replace(
     PLAIN,
     name="strategy_combined",
-    summary="find_unused_parameters and views; by rank and by micro-batch other parameters are used, some by one rank alone",
+    summary="find_unused_parameters and views; ranks and micro-batches use different parameters, "
+    "some of which one rank alone uses",
     world_sizes=(2, 3),
     ddp=replace(PLAIN.ddp, gradient_as_bucket_view=True, find_unused_parameters=True),
     variant="combined",
     prerequisite="strategy_ranks",
 )
-
 
 SHARED = replace(
     VIEWS,
@@ -88,7 +105,6 @@ SHARED = replace(
     variant="shared",
 )
 
-
 KEPT = replace(
     VIEWS,
     name="strategy_kept",
@@ -98,68 +114,76 @@ KEPT = replace(
     variant="kept",
 )
 
-
 FORMS = replace(
     VIEWS,
     name="strategy_forms",
-    summary="four dtypes in one model; channels_last, transposed, 0-d, empty and one-element parameters, and a frozen one",
+    summary="four dtypes in one model; channels_last, transposed, 0-d, empty and one-element "
+    "parameters, and a frozen one",
     params=(
-        *(Param(shape, dtype) for dtype in ("float32", "float64", "float16", "bfloat16") for shape in ((11,), (3, 5))),
-        *(Param((4, 3, 2, 5), layout="channels_last"), Param((6, 5), layout="transposed"), Param((4, 4), frozen=True)),
-        *(Param(()), Param((0,)), Param((1,), "float64")),
+        *(
+            Param(shape, dtype)
+            for dtype in ("float32", "float64", "float16", "bfloat16")
+            for shape in ((11,), (3, 5))
+        ),
+        Param((4, 3, 2, 5), layout="channels_last"),
+        Param((6, 5), layout="transposed"),
+        Param((4, 4), frozen=True),
+        Param(()),
+        Param((0,)),
+        Param((1,), "float64"),
     ),
     steps=("crafted", "normal"),
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
 )
 
-
 SPARSE = replace(
     VIEWS,
     name="strategy_sparse",
     summary="a sparse embedding beside dense parameters",
+    # A sparse gradient cannot be a view of a bucket.
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
-    params=(Param((10, 3), layout="sparse"), Param((7,)), Param((2, 3))),
+    params=(
+        Param((10, 3), layout="sparse"),
+        Param((7,)),
+        Param((2, 3)),
+    ),
 )
-
 
 SUBGROUPS = replace(
     PLAIN,
     name="strategy_subgroups",
-    summary="two models on two disjoint subgroups of WORLD; places in the group are not global ranks",
+    summary="two models on two disjoint subgroups of WORLD; group ranks are not global ranks",
     groups=((1, 3), (0, 2)),
     variant="two",
     observe=replace(PLAIN.observe, collectives=True),
 )
 
-
 ORDERED = replace(
     VIEWS,
     name="strategy_ordered",
-    summary="peers begin each micro-batch when rank 0 is done with it, or waits for them",
+    summary="peers begin each micro-batch after rank 0 has finished it or waits for them",
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
     order="rank0_first",
 )
 
-
 RAISES = replace(
     VIEWS,
     name="strategy_raises",
-    summary="in two steps an exception is raised inside the context on all ranks: before a backward, and after the last",
+    summary="in two steps all ranks raise an exception inside the context: before a backward, and "
+    "after the last",
     steps=("crafted",) * 4,
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
     variant="raises",
 )
 
-
 WITHOUT = replace(
     VIEWS,
     name="strategy_without",
-    summary="every other step is DDP's alone",
+    summary="every other step runs without the subject, under DDP alone",
     steps=("crafted",) * 4,
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
     variant="without",
 )
-
 
 NO_DDP = replace(
     VIEWS,
@@ -169,26 +193,36 @@ NO_DDP = replace(
     variant="no_ddp",
 )
 
-
+# Larger parameters than elsewhere, so that gradients outweigh flags and sizes that a subject sends.
 COUNTED = replace(
     VIEWS,
     name="strategy_counted",
-    summary="steps of four micro-batches; bytes that are communicated are counted",
-    params=(Param((1000,)), Param((40, 30)), Param((900,))),
+    summary="steps of four micro-batches; the bytes that are communicated are counted",
+    params=(
+        Param((1000,)),
+        Param((40, 30)),
+        Param((900,)),
+    ),
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
     variant="four",
     observe=replace(VIEWS.observe, bytes_sent=True),
 )
 
+# Numbers of micro-batches by variant; steps go through them in turn. Other variants have two.
+_BATCHES = {
+    "": (1,),
+    "accumulated": (2, 4, 1),
+    "microbatches": (4,),
+    "claim": (4,),
+    "four": (4,),
+}
 
-_BATCHES = {"": (1,), "accumulated": (2, 4, 1), "microbatches": (4,), "claim": (4,), "four": (4,)}
-
-
+# The variants in which ranks or micro-batches use different parameters.
 _DIFFERENT = ("microbatches", "ranks", "combined", "claim")
 
 
 def batches(scenario: Scenario, step: int) -> int:
-    """Return how many micro-batches a step has."""
+    """Return the number of micro-batches of a step."""
     if by_itself(scenario, step):
         return 1
     numbers = _BATCHES.get(scenario.variant, (2,))
@@ -196,7 +230,7 @@ def batches(scenario: Scenario, step: int) -> int:
 
 
 def by_itself(scenario: Scenario, step: int) -> bool:
-    """Whether a step is DDP's alone, without the subject."""
+    """Whether a step runs under DDP alone, without the subject."""
     return scenario.variant == "without" and step % 2 == 1
 
 
@@ -206,30 +240,71 @@ def clears(scenario: Scenario, step: int) -> bool:
 
 
 def raises_in(scenario: Scenario, step: int) -> int | None:
-    """Return the micro-batch of a step in which an exception is raised, which is its last; None where there is none."""
-    return {1: 0, 2: 1}.get(step) if scenario.variant == "raises" else None
+    """Return the micro-batch of a step in which an exception is raised, or None.
+
+    That micro-batch is the last one of its step.
+    """
+    if scenario.variant != "raises":
+        return None
+    return {1: 0, 2: 1}.get(step)
 
 
 def multiple(size: int, number: int, batch: int) -> int:
-    """Return what a micro-batch's gradient is a multiple of the step's by, where a step has a number of them.
+    """Return the factor by which a micro-batch's gradient is a multiple of the step's.
 
-    Every choice of micro-batches has a sum of its own. What is averaged again in each micro-batch is divided by the size of
-    the group as often: the power of it keeps that exact.
+    Args:
+        size: the size of the group.
+        number: the number of micro-batches of the step.
+        batch: the micro-batch.
     """
+    # Powers of two: every choice of micro-batches has a sum of its own, so that a wrong result
+    # shows which ones were lost. A subject may average what has accumulated in every micro-batch,
+    # and so divide by the size of the group as often; the power of the size keeps that exact.
     return int(2**batch * size ** (number - 1))
 
 
 def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index: int) -> bool:
-    """Whether a micro-batch of the rank in a place of its group uses a parameter."""
+    """Whether the micro-batch of a rank uses a parameter.
+
+    Args:
+        size: the size of the group.
+        place: the rank's number within the group.
+        step: the step.
+        batch: the micro-batch of the step.
+        index: the parameter.
+    """
     if scenario.params[index].frozen:
         return False
     last = batch == batches(scenario, step) - 1
     match scenario.variant:
         case "microbatches" | "claim":
-            return (True, batch == 0, last, 0 < batch < 3, False, batch in (0, 3), batch == 1, batch != 2)[index]
+            by_parameter = (
+                True,
+                batch == 0,
+                last,
+                0 < batch < 3,
+                False,
+                batch in (0, 3),
+                batch == 1,
+                batch != 2,
+            )
+            return by_parameter[index]
         case "ranks":
-            return index not in (len(scenario.params) - 1, (place + step) % (len(scenario.params) - 1))
+            unused_by_all = len(scenario.params) - 1
+            return index not in (unused_by_all, (place + step) % unused_by_all)
         case "combined":
-            one, other = place == step % size, place == (step + 1) % size
-            return (True, one and last, other and not last, False, batch % 2 == place % 2, place > 0, last, not last)[index]
+            # One rank uses the second parameter, and its neighbour the third one.
+            first = place == step % size
+            second = place == (step + 1) % size
+            by_parameter = (
+                True,
+                first and last,
+                second and not last,
+                False,
+                batch % 2 == place % 2,
+                place > 0,
+                last,
+                not last,
+            )
+            return by_parameter[index]
     return True

@@ -1,14 +1,24 @@
-"""TODO: conformance/scenarios/wrapper.py."""
+"""The scenarios for wrappers of modules (section 19).
+
+A residual network trains twice in each scenario: with its blocks wrapped, and in other processes
+without the subject. ``variant`` selects the network's blocks (``ranks/drivers/_blocks.py``).
+"""
 
 from dataclasses import replace
 
 from conformance.scenarios.model import Scenario
 
 PLAIN = Scenario(
-    "wrapper", "a residual network trains, every block of it wrapped", (), ("normal",) * 3, kind="wrapper", prerequisite="wrapper"
+    name="wrapper",
+    summary="a residual network trains, with every block wrapped",
+    params=(),
+    steps=("normal",) * 3,
+    kind="wrapper",
+    prerequisite="wrapper",
 )
 
-
+# A block that is run again in the backward draws the same random numbers only if the wrapper
+# restores the generator. Batch norm counts a second forward in its running statistics.
 RANDOM = replace(
     PLAIN,
     name="wrapper_random",
@@ -17,29 +27,30 @@ RANDOM = replace(
     variant="random",
 )
 
-
 CALLS = replace(
     PLAIN,
     name="wrapper_calls",
-    summary="a block with several inputs, keywords, other things than tensors, a tuple as its output and a frozen part; a block in a block",
+    summary="a block with several inputs, keywords, arguments that are no tensors, a tuple as its "
+    "output and a frozen part; a block in a block",
     world_sizes=(2,),
     variant="calls",
 )
 
-
 CONTAINERS = replace(
-    PLAIN, name="wrapper_containers", summary="tensors go in and come out in dicts and lists", world_sizes=(2,), variant="containers"
+    PLAIN,
+    name="wrapper_containers",
+    summary="inputs and outputs are tensors in dicts and lists",
+    world_sizes=(2,),
+    variant="containers",
 )
-
 
 FIRST = replace(
     PLAIN,
     name="wrapper_first",
-    summary="the first block gets the network's input, which asks for no gradient",
+    summary="the input of the first block is the network's, which requires no gradient",
     world_sizes=(2,),
     variant="first",
 )
-
 
 STATIC = replace(
     PLAIN,
@@ -50,7 +61,6 @@ STATIC = replace(
     ddp=replace(PLAIN.ddp, static_graph=True),
 )
 
-
 ACCUMULATED = replace(
     PLAIN,
     name="wrapper_accumulated",
@@ -59,44 +69,54 @@ ACCUMULATED = replace(
     microbatch_weights=(2, -3, 2),
 )
 
-
 SUBGROUPS = replace(
     PLAIN,
     name="wrapper_subgroups",
-    summary="two networks on two disjoint subgroups of WORLD; places in the group are not global ranks",
+    summary="two networks on two disjoint subgroups of WORLD; group ranks are not global ranks",
     groups=((1, 3), (0, 2)),
 )
 
-
-TWICE = replace(STATIC, name="wrapper_twice", summary="the same without a static graph", ddp=replace(STATIC.ddp, static_graph=False))
-
+TWICE = replace(
+    STATIC,
+    name="wrapper_twice",
+    summary="the scenario `wrapper_static` without a static graph",
+    ddp=replace(STATIC.ddp, static_graph=False),
+)
 
 UNUSED = replace(
     PLAIN,
     name="wrapper_unused",
-    summary="find_unused_parameters=True; some ranks, or all, leave some blocks out, other ones in every step",
+    summary="find_unused_parameters=True; some ranks, or all, leave some blocks out, different "
+    "ones in every step",
     world_sizes=(2,),
     variant="unused",
     ddp=replace(PLAIN.ddp, find_unused_parameters=True),
 )
 
-
 MODES = replace(
-    PLAIN, name="wrapper_modes", summary="between the steps, in evaluation mode and under no_grad", world_sizes=(2,), variant="modes"
+    PLAIN,
+    name="wrapper_modes",
+    summary="between the steps, forwards in evaluation mode and under no_grad",
+    world_sizes=(2,),
+    variant="modes",
 )
 
-
+# The block's second forward, inside the backward, has to run under autocast all the same.
 AUTOCAST = replace(
     PLAIN,
     name="wrapper_autocast",
-    summary="the forward is in bfloat16 by autocast, the backward is outside of it",
+    summary="the forward runs in bfloat16 by autocast, the backward outside of autocast",
     world_sizes=(2,),
     variant="autocast",
 )
 
-
-RAISES = replace(PLAIN, name="wrapper_raises", summary="a block raises an error in the second forward", world_sizes=(2,), variant="raises")
-
+RAISES = replace(
+    PLAIN,
+    name="wrapper_raises",
+    summary="a block raises an error in the second forward",
+    world_sizes=(2,),
+    variant="raises",
+)
 
 HOOKED = replace(
     PLAIN,
@@ -107,16 +127,15 @@ HOOKED = replace(
     variant="hooked",
 )
 
-
 MODULE = replace(
     PLAIN,
     name="wrapper_module",
-    summary="without a step: names, states, attributes, modes and copies",
+    summary="names, states, attributes, modes and copies of wrapped modules, without a step",
     steps=(),
     world_sizes=(2,),
     variant="module",
 )
 
-
-# Where a reentrant checkpoint has its limits: an error there is an answer, and ends the run's steps.
+# A reentrant checkpoint may raise an error in these scenarios, since torch documents that it cannot
+# run them. The error is an answer, and ends the run's steps.
 LIMITED = (CONTAINERS, FIRST, TWICE, UNUSED)
