@@ -54,7 +54,9 @@ class Case:
     kind: str = HOOK
 
     def __str__(self) -> str:
-        return self.target.removeprefix("tests.").replace("mutants.", "") + (f"-{self.state}" if self.state else "")
+        return self.target.removeprefix("tests.").replace("mutants.", "") + (
+            f"-{self.state}" if self.state else ""
+        )
 
 
 class Judge:
@@ -63,14 +65,19 @@ class Judge:
     def __init__(self, stack: ExitStack, patience: float = PATIENT) -> None:
         self._rules = book()
         self._sources = {
-            hangs: LocalSource(stack.enter_context(Pool(IMPATIENT if hangs else patience, lanes=1))) for hangs in (False, True)
+            hangs: LocalSource(stack.enter_context(Pool(IMPATIENT if hangs else patience, lanes=1)))
+            for hangs in (False, True)
         }
         self._controls: dict[tuple[str, tuple[int, ...]], Engine] = {}
 
     def judge(self, case: Case) -> Judgements:
         """Judge one case."""
         engine = self.engine(case)
-        numbers = case.rules or [number for number, rule in self._rules.items() if rule.kind == case.kind and not rule.device]
+        numbers = case.rules or [
+            number
+            for number, rule in self._rules.items()
+            if rule.kind == case.kind and not rule.device
+        ]
         return {number: engine.judge(number) for number in numbers}
 
     def engine(self, case: Case) -> Engine:
@@ -90,18 +97,29 @@ class Judge:
 def subject_and_claims(case: Case) -> tuple[SubjectSpec, Claims]:
     """Return the subject and the claims of a case."""
     if case.kind == HOOK:
-        return parse_subject(None if case.setup else case.target, case.state, case.target if case.setup else None), parse_claims(
-            case.claims
-        )
+        return parse_subject(
+            None if case.setup else case.target, case.state, case.target if case.setup else None
+        ), parse_claims(case.claims)
     said = case.claims if case.claims != "exact" else ""
-    claims = parse_claims(said, case.kind) if said else default_claims(case.kind, parse_target(case.target, "").kwargs)
+    claims = (
+        parse_claims(said, case.kind)
+        if said
+        else default_claims(case.kind, parse_target(case.target, "").kwargs)
+    )
     return parse_other(case.kind, case.target), claims
 
 
 def refusals(judgements: Judgements, rules: Mapping[str, Rule]) -> dict[str, str]:
     """Return why MUST rules do not hold, with all evidence: the failure may not come again."""
-    wrong = [j for number, j in judgements.items() if rules[number].level == MUST and not j.verdict.holds]
-    return {j.number: "\n".join([j.reason, *(f"{f.actual}\n{pprint.pformat(f.evidence)}" for f in j.failures[:1])]) for j in wrong}
+    wrong = [
+        j for number, j in judgements.items() if rules[number].level == MUST and not j.verdict.holds
+    ]
+    return {
+        j.number: "\n".join(
+            [j.reason, *(f"{f.actual}\n{pprint.pformat(f.evidence)}" for f in j.failures[:1])]
+        )
+        for j in wrong
+    }
 
 
 @functools.cache

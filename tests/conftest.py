@@ -82,12 +82,17 @@ def _judged_ahead(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], J
     This is apart from ``judgements_of`` because a fixture in automatic use is one of every test,
     and the marker ``ranks`` is only for tests that request judgements.
     """
-    cases = [item.callspec.params["case"] for item in request.session.items if "case" in fixtures(item)]
+    cases = [
+        item.callspec.params["case"] for item in request.session.items if "case" in fixtures(item)
+    ]
     if not cases:
         # An executor starts a process of multiprocessing's even if nothing is submitted.
         yield none_selected
         return
-    whole = {case: replace(case, rules=()) if request.config.getoption("--thorough") else case for case in cases}
+    whole = {
+        case: replace(case, rules=()) if request.config.getoption("--thorough") else case
+        for case in cases
+    }
     with judges() as judged:
         futures = {case: judged(case) for case in dict.fromkeys(whole.values())}
         yield lambda case: futures[whole[case]].result()

@@ -83,7 +83,10 @@ USERS = {
     "_collectives": ("top_k", "one_bit", "power_sgd"),
     "_state": ("top_k_later", "random_k", "one_bit", "power_sgd"),
 }
-_POWER_SGD = "compressed(ratio=0.039), warmup(2), like({}, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1{})"
+_POWER_SGD = (
+    "compressed(ratio=0.039), warmup(2), like({}, matrix_approximation_rank=2, "
+    "start_powerSGD_iter=2, min_compression_rate=1{})"
+)
 # The ``like`` claim of a subject, by the name of its state or hook; some options occur in no
 # command of the README.
 ALIKE = {
@@ -601,17 +604,20 @@ def main() -> int:
         count for kind, count in kinds.items() if kind not in ("equivalent", "unclaimed")
     )
     print(
-        f"{refused + sum(kinds.values())} mutations, {refused} refused; {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
+        f"{refused + sum(kinds.values())} mutations, {refused} refused; "
+        f"{', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
     )
     print(
-        f"{refused} of the {judged} that break a claim are refused: {100 * refused / max(1, judged):.1f} %"
+        f"{refused} of the {judged} that break a claim are refused: "
+        f"{100 * refused / max(1, judged):.1f} %"
     )
     print(
         "by rule: " + ", ".join(f"{rule} {count}" for rule, count in killed.most_common() if rule)
     )
     for mutation in survived:
         print(
-            f"survived: {mutation}: {': '.join(reasons.get(mutation.key, ('not in kill_rate.toml', mutation.key)))}"
+            f"survived: {mutation}: "
+            f"{': '.join(reasons.get(mutation.key, ('not in kill_rate.toml', mutation.key)))}"
         )
     return 0
 

@@ -24,4 +24,6 @@ def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tenso
     if dist.get_backend() != NAME:
         raise RuntimeError(f"the group is one of {dist.get_backend()}")
     buffer = bucket.buffer().div_(dist.get_world_size())
-    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
+    return (
+        dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
+    )

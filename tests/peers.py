@@ -12,7 +12,9 @@ from hooks_ref.default_hooks import Hook
 
 torch_bf16 = functools.partial(default_hooks.bf16_compress_hook)
 torch_fp16_wrapped = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
-torch_bf16_wrapped = functools.partial(default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook))
+torch_bf16_wrapped = functools.partial(
+    default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
+)
 ours_fp16_wrapped = hooks_ref.fp16_compress_wrapper(hooks_ref.allreduce_hook)
 ours_bf16_wrapped = hooks_ref.bf16_compress_wrapper(hooks_ref.allreduce_hook)
 

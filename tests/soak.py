@@ -133,14 +133,18 @@ def main() -> int:
                         what = f"{case} {number}: {judgement.verdict}: {judgement.reason[:300]}"
                         wrong[what] += 1
                         print(f"wrong: {what}", flush=True)
-            said = f"{len(cases)} subjects, {sum(wrong.values())} wrong verdicts so far, load average {os.getloadavg()[0]:.0f}"
+            said = (
+                f"{len(cases)} subjects, {sum(wrong.values())} wrong verdicts so far, load "
+                f"average {os.getloadavg()[0]:.0f}"
+            )
             print(f"run {run + 1} of {options.runs}: {said}", flush=True)
     for what, count in wrong.most_common():
         print(f"{count} times: {what}")
     total, seconds = sum(wrong.values()), time.monotonic() - begin
     how = f"{options.judges} at a time, load {options.load}"
     print(
-        f"{options.runs} runs of {len(cases)} subjects, {how}: {total} wrong verdicts, {seconds:.0f} s"
+        f"{options.runs} runs of {len(cases)} subjects, {how}: {total} wrong verdicts, "
+        f"{seconds:.0f} s"
     )
     for burner in burners:
         burner.kill()

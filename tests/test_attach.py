@@ -157,11 +157,15 @@ def test_right_subjects_pass(
         ("prints_a_gigabyte", "flood", "printed more than 64 MiB"),
     ],
 )
-def test_a_hostile_hook_is_reported_as_on_one_machine(torchrun: Torchrun, hook: str, kind: str, line: str) -> None:
+def test_a_hostile_hook_is_reported_as_on_one_machine(
+    torchrun: Torchrun, hook: str, kind: str, line: str
+) -> None:
     # Only a hang needs a short deadline; runs that come to their end may be slow on a busy machine.
     with torchrun.pool(deadline=8.0 if kind == "hang" else PATIENT) as pool:
         source = LocalSource(pool)
-        broken = failed_run(source.run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{hook}"), hook))
+        broken = failed_run(
+            source.run(VALUES, 2, SubjectSpec(hook=f"tests.mutants.process:{hook}"), hook)
+        )
         assert broken is not None
         assert (broken.kind, line in broken.line) == (kind, True), broken.line
         assert kind == "host" or "stacks" in broken.evidence["rank 1"]
@@ -216,9 +220,13 @@ def test_a_dead_host_is_named_and_the_run_is_repeated_after_the_restart(
         assert source.run(VALUES, 4, held, "values@4").finished
         killing.join()
         [interruption] = pool.interruptions
-        # torchrun ends the other hosts too. How many of them have ended by then depends on the clock.
+        # torchrun ends the other hosts too. How many of them have ended by then depends on the
+        # clock.
         node = re.escape(f"node 0 ({socket.gethostname()})")
-        assert re.match(rf"values@4 was interrupted: {node}, ranks? ([0-2], )*3: its process ended", interruption)
+        assert re.match(
+            rf"values@4 was interrupted: {node}, ranks? ([0-2], )*3: its process ended",
+            interruption,
+        )
 
 
 def test_an_interrupted_session_certifies_nothing(

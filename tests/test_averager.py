@@ -86,7 +86,9 @@ def test_claims_follow_from_arguments(arguments: dict[str, object], text: str) -
 
 
 def test_no_arguments_need_claims() -> None:
-    with pytest.raises(UsageError, match=r"--averager: no claims follow from its arguments; type e\.g\. --claims"):
+    with pytest.raises(
+        UsageError, match=r"--averager: no claims follow from its arguments; type e\.g\. --claims"
+    ):
         default_claims("averager", {})
 
 

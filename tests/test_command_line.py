@@ -139,8 +139,8 @@ def test_a_whole_run_writes_a_certificate(project: Path) -> None:
     done = certify(project, "--hook", "mypkg:mean", "--rule", "2.1")
     assert done.returncode == 1
     assert (
-        "the certificate of an earlier run is now conformance-results/mypkg_mean/certificate.previous.json"
-        in done.stdout
+        "the certificate of an earlier run is now "
+        "conformance-results/mypkg_mean/certificate.previous.json" in done.stdout
     )
     assert not (folder / "certificate.json").exists()
     assert (
@@ -231,7 +231,11 @@ BAD: list[tuple[list[str], int, str]] = [
     (["--hook", "mypkg:mean,rank=2"], 9, "unexpected keyword argument 'rank'"),
     (["--hook", "mypkg:mean", "--state", "mypkg:stat"], 9, "no attribute 'stat'"),
     (["--hook", "mypkg:mean", "--claims", "poststep"], 9, "name the call"),
-    (["--hook", "mypkg:mean", "--claims", "poststep(call=flush)"], 9, "nor its module has a function flush"),
+    (
+        ["--hook", "mypkg:mean", "--claims", "poststep(call=flush)"],
+        9,
+        "nor its module has a function flush",
+    ),
     (["--averager", "mypkg:mean,period=4"], 9, "unexpected keyword argument 'period'"),
     (
         ["--hook", "mypkg:mean", "--claims", "backends(nccl)"],
@@ -496,7 +500,8 @@ def test_other_suites_are_left_alone(project: Path) -> None:
     before.
     """
     (project / "conftest.py").write_text(
-        "def pytest_addoption(parser):\n    parser.addoption('--device')\n    parser.addoption('--rule')\n    parser.addoption('--state')\n"
+        "def pytest_addoption(parser):\n    parser.addoption('--device')\n    "
+        "parser.addoption('--rule')\n    parser.addoption('--state')\n"
     )
     (project / "test_own.py").write_text(
         "import sys\n\ndef test_own(pytestconfig):\n    assert 'torch' not in sys.modules\n"

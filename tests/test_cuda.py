@@ -56,7 +56,9 @@ OF_NCCL = [
         "rounded(bfloat16)",
     )
 ]
-MUTANTS: list[tuple[str, Mutant]] = [(module, mutant) for module, mutant in catalogue() if mutant.device == CUDA]
+MUTANTS: list[tuple[str, Mutant]] = [
+    (module, mutant) for module, mutant in catalogue() if mutant.device == CUDA
+]
 
 
 @dataclass
@@ -70,7 +72,10 @@ class Place:
         """Judge a case by some rules, or by all rules for its kind and this device."""
         control = _control(self.profile.name, case.kind, case.worlds, self.source)
         engine = Engine(self.source, book(), *subject_and_claims(case), case.worlds, control)
-        return {number: engine.judge(number) for number in numbers or book(case.kind, self.profile.device)}
+        return {
+            number: engine.judge(number)
+            for number in numbers or book(case.kind, self.profile.device)
+        }
 
 
 @functools.cache
@@ -97,7 +102,11 @@ def place(request: pytest.FixtureRequest, devices: Pool) -> Place:
 
 
 def not_held(judgements: dict[str, Judgement], rules: dict[str, Rule]) -> dict[str, str]:
-    return {number: j.reason for number, j in judgements.items() if rules[number].level == MUST and not j.verdict.holds}
+    return {
+        number: j.reason
+        for number, j in judgements.items()
+        if rules[number].level == MUST and not j.verdict.holds
+    }
 
 
 @functools.cache
@@ -151,7 +160,9 @@ def test_gate(place: Place, tmp_path: Path, required: str) -> None:
 def test_is_refused(place: Place, rules: dict[str, Rule], module: str, mutant: Mutant) -> None:
     """A mutant is refused by the rule that it breaks; the rules that this rule needs hold."""
     number = mutant.breaks[0]
-    judgement = place.judge(Case(f"{module}:{mutant.name}", worlds=mutant.worlds), (number,))[number]
+    judgement = place.judge(Case(f"{module}:{mutant.name}", worlds=mutant.worlds), (number,))[
+        number
+    ]
     if judgement.verdict is Verdict.NOT_APPLICABLE and rules[number].may_refuse:
         pytest.skip(f"not run: {judgement.reason}")
     assert judgement.verdict is Verdict.FAIL, judgement.reason
@@ -165,7 +176,9 @@ def test_a_hang_is_refused_and_the_run_goes_on(place: Place) -> None:
     judgement = place.judge(hangs, ("1.5",))["1.5"]
     assert judgement.verdict is Verdict.FAIL, judgement.reason
     evidence = judgement.failures[0].evidence
-    assert any(kept.get("last collectives") or kept.get("stacks") for kept in evidence.values()), evidence
+    assert any(kept.get("last collectives") or kept.get("stacks") for kept in evidence.values()), (
+        evidence
+    )
     right = Case("hooks_ref:fp16_compress_hook", "rounded(float16)", worlds=(2,))
     assert place.judge(right, ("2.1",))["2.1"].verdict is Verdict.PASS
 

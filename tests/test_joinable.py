@@ -56,7 +56,10 @@ def test_torchs_context(
             "a join context has notify_join_context, a joinable has join_hook; QSGD has neither",
         ),
         ("torch.nn.parallel:DistributedDataParallel", "calling DistributedDataParallel failed: "),
-        ("hooks_ref:Join,enable=False", "enable: the scenarios choose it; leave it out of the target"),
+        (
+            "hooks_ref:Join,enable=False",
+            "enable: the scenarios choose it; leave it out of the target",
+        ),
     ],
 )
 def test_other_targets_are_refused_in_one_line(pool: Pool, target: str, line: str) -> None:

@@ -53,7 +53,9 @@ def rules_and_name(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=rules_and_name)
-def test_is_refused(judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case) -> None:
+def test_is_refused(
+    judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
+) -> None:
     """A mutant is refused by the rules that it names, with the reason on file, and by no other MUST
     rule.
     """
@@ -68,18 +70,32 @@ def test_is_refused(judgements_of: Callable[[Case], Judgements], rules: dict[str
 def differences(case: Case, judgements: Judgements, rules: dict[str, Rule]) -> dict[str, object]:
     """Return the differences between the judgements on a mutant and the expected ones."""
     mutant = CASES[case]
-    errors = [judgement.reason for judgement in judgements.values() if judgement.verdict is Verdict.KIT_ERROR]
-    failed = [number for number, judgement in judgements.items() if judgement.verdict is Verdict.FAIL]
+    errors = [
+        judgement.reason
+        for judgement in judgements.values()
+        if judgement.verdict is Verdict.KIT_ERROR
+    ]
+    failed = [
+        number for number, judgement in judgements.items() if judgement.verdict is Verdict.FAIL
+    ]
     missed = {number: judgements[number].reason for number in mutant.breaks if number not in failed}
     expected = {*mutant.breaks, *mutant.because}
-    unexpected = {number: judgements[number].reason for number in failed if rules[number].level == MUST and number not in expected}
+    unexpected = {
+        number: judgements[number].reason
+        for number in failed
+        if rules[number].level == MUST and number not in expected
+    }
     wrong: dict[str, object] = {
         "kit errors": errors,
         "not refused by": missed,
         "refused by others": unexpected,
     }
     if not any(wrong.values()):
-        wrong = {"reason": unlike_on_file(case, mutant.breaks[0], judgements[mutant.breaks[0]].failures[0])}
+        wrong = {
+            "reason": unlike_on_file(
+                case, mutant.breaks[0], judgements[mutant.breaks[0]].failures[0]
+            )
+        }
     return {name: value for name, value in wrong.items() if value}
 
 
@@ -203,7 +219,9 @@ def test_names_and_words_are_compared(text: str, compared: str) -> None:
 def test_what_is_on_file_is_normal() -> None:
     """A line on file is a rule and a text that ``normal`` leaves as it is."""
     lines = [line for line in json.loads(SAID.read_text()).values() if line is not None]
-    assert [line for line in lines if normal(line.partition(" ")[2]) != line.partition(" ")[2]] == []
+    assert [
+        line for line in lines if normal(line.partition(" ")[2]) != line.partition(" ")[2]
+    ] == []
 
 
 def test_every_rule_has_a_mutant(rules: dict[str, Rule]) -> None:
@@ -240,17 +258,25 @@ def matrix(rules: dict[str, Rule]) -> str:
     lines = [
         "# Mutants by rules",
         "",
-        f"{len(EVERY)} broken subjects, and the rules that refuse each. Written by `tests/test_mutants.py`, which judges them all but",
-        "`streams`, for which `tests/test_cuda.py` needs a GPU; they are in [tests/mutants](../tests/mutants). No mutant fails a MUST",
+        f"{len(EVERY)} broken subjects, and the rules that refuse each. Written by "
+        "`tests/test_mutants.py`, which judges them all but",
+        "`streams`, for which `tests/test_cuda.py` needs a GPU; they are in "
+        "[tests/mutants](../tests/mutants). No mutant fails a MUST",
         "rule that is not in its row of the second table.",
         "",
         "| rule | | refuses |",
         "|---|---|---|",
-        *((f"| {number} | {rule.title} | {', '.join(f'`{name}`' for name in by_rule[number])} |") for number, rule in rules.items()),
+        *(
+            (f"| {number} | {rule.title} | {', '.join(f'`{name}`' for name in by_rule[number])} |")
+            for number, rule in rules.items()
+        ),
         "",
         "| mutant | fails | others that fail, or may, and why |",
         "|---|---|---|",
-        *((f"| `{case}` | {mutant.breaks[0]} | {others(mutant)} |") for case, mutant in EVERY.items()),
+        *(
+            (f"| `{case}` | {mutant.breaks[0]} | {others(mutant)} |")
+            for case, mutant in EVERY.items()
+        ),
         "",
     ]
     return "\n".join(lines)

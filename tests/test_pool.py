@@ -196,9 +196,14 @@ def test_a_subject_whose_import_does_not_return(
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(tmp_path)
     with Pool(1.0) as pool:
-        assert pool.describe(SubjectSpec(hook="waits:hook"))["error"] == "importing it did not return"
+        assert (
+            pool.describe(SubjectSpec(hook="waits:hook"))["error"] == "importing it did not return"
+        )
     with Pool(PATIENT) as pool:
-        assert pool.describe(SubjectSpec(hook="dies:hook"))["error"] == "importing it ended its process with status 3"
+        assert (
+            pool.describe(SubjectSpec(hook="dies:hook"))["error"]
+            == "importing it ended its process with status 3"
+        )
         assert "SystemExit" in pool.describe(SubjectSpec(hook="leaves:hook"))["error"]
 
 

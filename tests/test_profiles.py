@@ -59,12 +59,19 @@ NCCL, GLOO_CUDA = requested_profile("nccl"), requested_profile("gloo", "cuda")
 def test_what_is_asked_for_has_a_name(backend: str, device: str | None, name: str) -> None:
     asked = requested_profile(backend, device)
     assert asked.name == name
-    assert profile_from_json({**vars(asked), "environment": [list(pair) for pair in asked.environment]}) == asked
+    assert (
+        profile_from_json(
+            {**vars(asked), "environment": [list(pair) for pair in asked.environment]}
+        )
+        == asked
+    )
 
 
 def test_the_default_is_gloo_on_the_cpu() -> None:
     assert requested_profile("gloo") == GLOO_CPU == Profile()
-    assert requested_profile(Options().backend, Options().device, Options().backend_import) == GLOO_CPU
+    assert (
+        requested_profile(Options().backend, Options().device, Options().backend_import) == GLOO_CPU
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +87,9 @@ def test_the_default_is_gloo_on_the_cpu() -> None:
         ),
     ],
 )
-def test_what_no_machine_can_run(given: tuple[str, str | None, str | None], error: type[Exception], said: str) -> None:
+def test_what_no_machine_can_run(
+    given: tuple[str, str | None, str | None], error: type[Exception], said: str
+) -> None:
     with pytest.raises(error) as caught:
         requested_profile(*given)
     assert said in str(caught.value)
@@ -136,7 +145,9 @@ def test_what_no_machine_can_run(given: tuple[str, str | None, str | None], erro
         (NCCL, {"devices": 2}, (4,), "this is unknown"),
     ],
 )
-def test_what_this_machine_cannot_run(asked: Profile, machine: Mapping[str, Any], worlds: tuple[int, ...], said: str) -> None:
+def test_what_this_machine_cannot_run(
+    asked: Profile, machine: Mapping[str, Any], worlds: tuple[int, ...], said: str
+) -> None:
     with pytest.raises(ProfileError) as caught:
         resolve_profile(asked, machine, worlds)
     assert said in str(caught.value)
@@ -154,7 +165,9 @@ def test_what_this_machine_cannot_run(asked: Profile, machine: Mapping[str, Any]
         (1, (64,), SHARED, "1"),
     ],
 )
-def test_ranks_share_gpus_where_there_are_fewer(devices: int, worlds: tuple[int, ...], name: str, ctas: str | None) -> None:
+def test_ranks_share_gpus_where_there_are_fewer(
+    devices: int, worlds: tuple[int, ...], name: str, ctas: str | None
+) -> None:
     profile = resolve_profile(NCCL, {"devices": devices, "nccl": [2, 30, 7]}, worlds)
     assert profile.name == name
     settings = dict(profile.environment)
@@ -176,7 +189,9 @@ def test_another_profile_than_the_required_one_is_a_failure() -> None:
         with pytest.raises(RequiredProfileError) as caught:
             require(required, chosen, final=final)
         assert caught.value.exit_code == 1
-        assert str(caught.value) == (f"--require-profile {required}: the profile of this run is {chosen.name}")
+        assert str(caught.value) == (
+            f"--require-profile {required}: the profile of this run is {chosen.name}"
+        )
 
 
 def test_a_certificate_names_the_profile() -> None:
@@ -227,7 +242,9 @@ def test_on_a_stream_chained_collectives_run_as_they_come() -> None:
     here, there = adapt_scenario(ORDERED, claims), adapt_scenario(ORDERED, claims, NCCL)
     assert (here.serialised, here.order) == (True, "free")
     assert (there.serialised, there.order) == (False, "rank0_first")
-    assert adapt_scenario(BUCKETS, claims, NCCL).observe.collectives, "by which 10.4 sees that callbacks start some"
+    assert adapt_scenario(BUCKETS, claims, NCCL).observe.collectives, (
+        "by which 10.4 sees that callbacks start some"
+    )
     assert adapt_scenario(BUCKETS, claims, GLOO_CUDA).serialised
     assert not adapt_scenario(RAW, claims, GLOO_CUDA).serialised
 
@@ -265,7 +282,9 @@ def test_collectives_are_seen_on_the_device_of_the_profile() -> None:
     """Each device has the key under which torch keeps its kernels; some need a torch built for
     them.
     """
-    keys = [dispatch_key(requested_profile("gloo", device)) for device in ("cpu", "cuda", "xpu", "npu")]
+    keys = [
+        dispatch_key(requested_profile("gloo", device)) for device in ("cpu", "cuda", "xpu", "npu")
+    ]
     assert keys == ["CPU", "CUDA", "XPU", "PrivateUse1"]
     for key in ("CPU", "CUDA", "PrivateUse1"):
         assert torch.library.get_kernel("c10d::allreduce_", key), key
@@ -293,8 +312,12 @@ class _NoRuns(Source):
         (NCCL, "12.4", Verdict.NOT_APPLICABLE, "watchdog"),
     ],
 )
-def test_what_a_profile_does_not_ask(rules: dict[str, Rule], profile: Profile, number: str, verdict: Verdict, said: str) -> None:
-    judgement = Engine(_NoRuns(profile), rules, REFERENCE, parse_claims("exact"), (2,)).judge(number)
+def test_what_a_profile_does_not_ask(
+    rules: dict[str, Rule], profile: Profile, number: str, verdict: Verdict, said: str
+) -> None:
+    judgement = Engine(_NoRuns(profile), rules, REFERENCE, parse_claims("exact"), (2,)).judge(
+        number
+    )
     assert (judgement.verdict, said in judgement.reason) == (verdict, True), judgement.reason
 
 
@@ -320,13 +343,17 @@ def test_a_backend_that_a_package_registers(pool: Pool, tmp_path: Path) -> None:
     """
     module, kept = "tests.other_backend", str(tmp_path / "kept")
     given = {"backend": "other", "backend_import": module, "require_profile": "other-cpu"}
-    options = Options(hook=f"{module}:hook", world_size="1,2", records=kept, rule=("1.8,2.1,2.6,10.2",), **given)
+    options = Options(
+        hook=f"{module}:hook", world_size="1,2", records=kept, rule=("1.8,2.1,2.6,10.2",), **given
+    )
     session = Session.of(options, pool)  # it is not closed: the pool is everybody's
     session.begin()
     assert session.header["profile"]["name"] == "other-cpu"
     assert session.header["profile"]["imports"] == module
     assert {
-        number: session.judge(number).reason for number in ("1.8", "2.1", "2.6", "10.2") if not session.judge(number).verdict.holds
+        number: session.judge(number).reason
+        for number in ("1.8", "2.1", "2.6", "10.2")
+        if not session.judge(number).verdict.holds
     } == {}
     conclusion = session.conclude()
     assert conclusion.verdict == "not certified", "narrowed to a few rules"
@@ -383,7 +410,9 @@ def test_what_cannot_be_run_is_not_run(
 
 
 def test_the_subject_is_not_for_this_profile(pool: Pool) -> None:
-    options = Options(hook="hooks_ref:allreduce_hook", claims="exact, devices(cuda)", require_profile="gloo-cpu")
+    options = Options(
+        hook="hooks_ref:allreduce_hook", claims="exact, devices(cuda)", require_profile="gloo-cpu"
+    )
     with pytest.raises(
         ProfileError,
         match=(
@@ -395,15 +424,22 @@ def test_the_subject_is_not_for_this_profile(pool: Pool) -> None:
     assert caught.value.exit_code == 1, "required, and not run"
 
 
-@pytest.mark.skipif(bool(torch.cuda.device_count()), reason=("there is a CUDA device: test_cuda.py has the gate"))
+@pytest.mark.skipif(
+    bool(torch.cuda.device_count()), reason=("there is a CUDA device: test_cuda.py has the gate")
+)
 @pytest.mark.ranks
 def test_the_gate_of_gpu_pipelines_is_not_passed_here(tmp_path: Path) -> None:
     """The command of tox -e nccl."""
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
     command = [*gate(), "--hook", "hooks_ref:allreduce_hook"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     said = done.stdout + done.stderr
     assert done.returncode == 8, said
-    assert len([line for line in said.splitlines() if "profile nccl: not run: no CUDA device" in line]) == 1, said
+    assert (
+        len([line for line in said.splitlines() if "profile nccl: not run: no CUDA device" in line])
+        == 1
+    ), said
     assert "no certificate was written" in said
     assert not list(tmp_path.rglob("certificate.json"))

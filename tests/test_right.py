@@ -22,7 +22,9 @@ def case(module: str, right: Right) -> Case:
         worlds = (2, 3)  # of two ranks, a pair is all of them
     if least := re.search(r"min_world_size\((\d)\)", right.claims):
         worlds = (1, int(least[1]))
-    rules = tuple(number for number, rule in book(right.kind).items() if rule.section in right.sections)
+    rules = tuple(
+        number for number, rule in book(right.kind).items() if rule.section in right.sections
+    )
     return Case(
         f"{module}:{right.name}",
         right.claims,
@@ -38,6 +40,8 @@ CASES = [case(module, right) for module, right in catalogue()]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_is_certified(judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case) -> None:
+def test_is_certified(
+    judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
+) -> None:
     refused = refusals(judgements_of(case), rules)
     assert refused == {}, "\n".join(f"{number}: {why}" for number, why in refused.items())

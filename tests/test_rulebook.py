@@ -62,7 +62,9 @@ def test_a_rule_reads_scenarios_of_its_kind(rules: dict[str, Rule]) -> None:
 
 
 def test_every_kind_has_a_section_and_an_option() -> None:
-    assert sorted(section for kind in KINDS.values() for section in kind.sections) == sorted(SECTIONS)
+    assert sorted(section for kind in KINDS.values() for section in kind.sections) == sorted(
+        SECTIONS
+    )
     assert all(hasattr(Options(), name) for name in KINDS)
 
 

@@ -149,7 +149,10 @@ def test_nan_is_wrong(rules: dict[str, Rule]) -> None:
         ("nopkg:strategy", "there is no module 'nopkg' on the path"),
         ("hooks_ref:ddp_sync_contex", "did you mean ddp_sync_context"),
         ("math:pi", "this is an object of type float"),
-        ("hooks_ref:ddp_sync_context", "the strategy requires sync_strategy; a micro-batch has model, is_final_microbatch"),
+        (
+            "hooks_ref:ddp_sync_context",
+            "the strategy requires sync_strategy; a micro-batch has model, is_final_microbatch",
+        ),
         ("hooks_ref:noop_hook", "the strategy requires _, bucket"),
         ("builtins:print", "this one returned None"),
     ],
@@ -170,8 +173,7 @@ def test_other_targets_are_refused_in_one_line(
         ("all_used(2)", "all_used takes no arguments"),
         (
             "rounded(float16)",
-            "is not a claim of a strategy; "
-            "known: find_unused, all_used, min_world_size",
+            "is not a claim of a strategy; known: find_unused, all_used, min_world_size",
         ),
         ("find_unused, find_unused", "'find_unused' is given twice"),
     ],

@@ -122,8 +122,12 @@ def test_tuple_assignments(line: str, expected: int) -> None:
 
 
 def test_conditional_expressions() -> None:
-    source = "a = b if c else d\ne = f if g else (h if i else j)\nk = f'{l if m else n}' if o else p\n"
-    assert sorted(uses(source, "conditionals")) == [("code", 1)] + 2 * [("code", 2)] + 2 * [("code", 3)]
+    source = (
+        "a = b if c else d\ne = f if g else (h if i else j)\nk = f'{l if m else n}' if o else p\n"
+    )
+    assert sorted(uses(source, "conditionals")) == [("code", 1)] + 2 * [("code", 2)] + 2 * [
+        ("code", 3)
+    ]
     assert sorted(uses(source, "nested")) == [("code", 2), ("code", 3)]
 
 
@@ -177,7 +181,8 @@ def test_limits_come_from_the_project(tmp_path: Path) -> None:
     assert style_rates.read_limits(tmp_path) == (style_rates.LIMITS, {}, style_rates.MIN_WORDS)
     project = tmp_path / "pyproject.toml"
     project.write_text(
-        '[tool.style]\nmin_words = 5\n[tool.style.limits]\nsays = 3\ntuples = 2\n[tool.style.packages."conformance/rules"]\nwhere = 4\n'
+        "[tool.style]\nmin_words = 5\n[tool.style.limits]\nsays = 3\ntuples = "
+        '2\n[tool.style.packages."conformance/rules"]\nwhere = 4\n'
     )
     limits, packages, min_words = style_rates.read_limits(tmp_path)
     assert (limits["says"], limits["tuples"], limits["headless"]) == (3, 2, 2.0)
@@ -253,7 +258,9 @@ def f():
     g = lambda: import_module("conformance.a.c")
 """
     found = layers.find_imports("conformance.a.b", source, known)
-    assert [(item.imported.removeprefix("conformance."), item.line, item.when) for item in found] == [
+    assert [
+        (item.imported.removeprefix("conformance."), item.line, item.when) for item in found
+    ] == [
         ("d", 3, "load"),
         ("a", 4, "load"),
         ("a.c", 5, "load"),
@@ -311,8 +318,13 @@ def test_a_tree_that_keeps_the_contract(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("package", ["judging", "rules", "certificates"])
 @pytest.mark.parametrize("target", ["ranks.rank", "hosts", "session.engine", "cli"])
 def test_judging_code_imports_no_running_code(tmp_path: Path, package: str, target: str) -> None:
-    found = breaches(tmp_path, **{f"{package}__new": f"def f():\n    import conformance.{target}\n"})
-    assert found == [f"conformance.{package}.new:2 imports conformance.{target} (call): {package} may not import {target.split('.')[0]}"]
+    found = breaches(
+        tmp_path, **{f"{package}__new": f"def f():\n    import conformance.{target}\n"}
+    )
+    assert found == [
+        f"conformance.{package}.new:2 imports conformance.{target} (call): {package} may not "
+        f"import {target.split('.')[0]}"
+    ]
 
 
 @pytest.mark.parametrize("target", ["judging", "rules", "hosts", "session"])

@@ -157,7 +157,9 @@ class _Finder(ast.NodeVisitor):
             self.found.append((name, line, self._when))
 
 
-def find_imports(module: str, source: str, known: Iterable[str], *, is_package: bool = False) -> list[Import]:
+def find_imports(
+    module: str, source: str, known: Iterable[str], *, is_package: bool = False
+) -> list[Import]:
     """Return the imports of known modules in a module's source, in their order."""
     finder = _Finder(module, is_package, known)
     finder.visit(ast.parse(source))
@@ -178,7 +180,9 @@ def read_imports(modules: Mapping[str, Path]) -> list[Import]:
     return imports
 
 
-def make_graph(nodes: Iterable[str], imports: Iterable[Import], times: Sequence[str] = ("load",)) -> Graph:
+def make_graph(
+    nodes: Iterable[str], imports: Iterable[Import], times: Sequence[str] = ("load",)
+) -> Graph:
     """Return for each module the modules that it imports at one of some times."""
     graph: Graph = {node: set() for node in nodes}
     for item in imports:
@@ -265,18 +269,27 @@ def find_breaches(
     """Return one line for each breach of the contract."""
     imports = list(imports)
     packages = list_packages(modules)
-    breaches = [f"{ROOT_PACKAGE}/{package}/ does not exist, so its contract is void" for package in forbidden if package not in packages]
+    breaches = [
+        f"{ROOT_PACKAGE}/{package}/ does not exist, so its contract is void"
+        for package in forbidden
+        if package not in packages
+    ]
     for item in imports:
         source = package_of(item.importer, packages)
         target = package_of(item.imported, packages)
         if item.when != "typing" and target in forbidden.get(source, frozenset()):
-            breaches.append(f"{item.importer}:{item.line} imports {item.imported} ({item.when}): {source} may not import {target}")
+            breaches.append(
+                f"{item.importer}:{item.line} imports {item.imported} ({item.when}): {source} may "
+                f"not import {target}"
+            )
     for circle in find_circles(make_graph(modules, imports)):
         breaches.append(f"circle of {len(circle)} modules: {', '.join(circle)}")
     return breaches
 
 
-def find_indirect_imports(graph: Graph, packages: Sequence[str], forbidden: Mapping[str, frozenset[str]] = FORBIDDEN) -> list[list[str]]:
+def find_indirect_imports(
+    graph: Graph, packages: Sequence[str], forbidden: Mapping[str, frozenset[str]] = FORBIDDEN
+) -> list[list[str]]:
     """Return the chains of modules by which one package loads a forbidden one through a third."""
     inside: dict[str, set[str]] = {}
     for module in graph:
@@ -314,17 +327,24 @@ def describe(modules: Mapping[str, Path], imports: Sequence[Import]) -> str:
     for module in modules:
         name = package_of(module, packages)
         sizes[name] = sizes.get(name, 0) + 1
-    pairs = {when: len({(item.importer, item.imported) for item in imports if item.when == when}) for when in ("load", "call", "typing")}
+    pairs = {
+        when: len({(item.importer, item.imported) for item in imports if item.when == when})
+        for when in ("load", "call", "typing")
+    }
 
     lines = [
         f"{len(modules)} modules in {len(packages)} packages; "
         f"{len(set(package_layers.values()))} layers of packages, "
         f"{len(set(module_layers.values()))} of modules",
-        f"imports between modules: {pairs['load']} at load, {pairs['call']} in calls, {pairs['typing']} for typing",
+        f"imports between modules: {pairs['load']} at load, {pairs['call']} in calls, "
+        f"{pairs['typing']} for typing",
     ]
     lines += _section(
         "Packages, the number of their modules, and the packages that they load:",
-        (f"  {name:16} {sizes[name]:3}  {', '.join(sorted(package_graph[name]))}" for name in sizes),
+        (
+            f"  {name:16} {sizes[name]:3}  {', '.join(sorted(package_graph[name]))}"
+            for name in sizes
+        ),
     )
     lines += _section("Layers of packages:", _layer_lines(package_layers))
     lines += _section("Layers of modules:", _layer_lines(module_layers))
@@ -332,20 +352,28 @@ def describe(modules: Mapping[str, Path], imports: Sequence[Import]) -> str:
         "Circles of packages at load:",
         (f"  {', '.join(circle)}" for circle in find_circles(package_graph)),
     )
-    lines += _section("Circles of modules at load:", (f"  {', '.join(circle)}" for circle in load_circles))
+    lines += _section(
+        "Circles of modules at load:", (f"  {', '.join(circle)}" for circle in load_circles)
+    )
     lines += _section(
         "Circles of modules with imports in calls:",
         (f"  {', '.join(c)}" for c in find_circles(at_any_time) if c not in load_circles),
     )
     lines += _section(
         "Imports for typing:",
-        (f"  {item.importer}:{item.line} imports {item.imported}" for item in imports if item.when == "typing"),
+        (
+            f"  {item.importer}:{item.line} imports {item.imported}"
+            for item in imports
+            if item.when == "typing"
+        ),
     )
     lines += _section(
         "Forbidden packages that are loaded through a third (allowed):",
         (f"  {' -> '.join(chain)}" for chain in find_indirect_imports(at_load, packages)),
     )
-    lines += _section("Breaches of the contract:", (f"  {line}" for line in find_breaches(modules, imports)))
+    lines += _section(
+        "Breaches of the contract:", (f"  {line}" for line in find_breaches(modules, imports))
+    )
     return "\n".join(lines)
 
 

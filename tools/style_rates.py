@@ -93,7 +93,9 @@ _FINE_STRING = re.compile(r"(?<![\w'`])''(?!['`])")
 
 _HEADLESS = re.compile(r"\b(?:what|who)(?:ever)?\b", re.IGNORECASE)
 _WHERE = re.compile(r"(?<![.\w])where\b(?![:=(\w])", re.IGNORECASE)
-_SAYS = re.compile(r"\b(?:says?|said|asks?|asked|speaks?|spoken|tells?|told)\b(?![:=(])", re.IGNORECASE)
+_SAYS = re.compile(
+    r"\b(?:says?|said|asks?|asked|speaks?|spoken|tells?|told)\b(?![:=(])", re.IGNORECASE
+)
 _OF_WHICH = re.compile(r"\bof\s+(?:which|it|those|them|what)\b", re.IGNORECASE)
 
 _WHAT_IS_WHAT = re.compile(r"\bwhat(?:'s|\s+(?:is|was|are))\s+what\b", re.IGNORECASE)
@@ -507,7 +509,10 @@ def find_excesses(
             rate = counts.rate(medium, habit)
             if habit in allowed and rate > allowed[habit]:
                 worst = _worst_files(counts.uses(medium, habit))
-                excesses.append(f"{package}: {habit} in {medium}: {rate:.2f}, limit {allowed[habit]:g}; most in {worst}")
+                excesses.append(
+                    f"{package}: {habit} in {medium}: {rate:.2f}, limit {allowed[habit]:g}; most "
+                    f"in {worst}"
+                )
     return excesses
 
 
@@ -587,7 +592,9 @@ def _selects(paths: Sequence[str], name: str) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the rates, the uses of one habit, or the packages above a limit."""
-    parser = argparse.ArgumentParser(description="Count habits that make text and code hard to read.")
+    parser = argparse.ArgumentParser(
+        description="Count habits that make text and code hard to read."
+    )
     parser.add_argument("paths", nargs="*", help="files and folders, relative to --root")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
     parser.add_argument("--base", metavar="REV", help="read only files changed since REV")
@@ -597,7 +604,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", metavar="HABIT", choices=listed, help="print each use of HABIT")
     options = parser.parse_args(arguments)
 
-    files = [name for name in list_files(options.root, options.base) if _selects(options.paths, name)]
+    files = [
+        name for name in list_files(options.root, options.base) if _selects(options.paths, name)
+    ]
     packages = count_files(options.root, files)
     if options.base is not None and not options.paths:
         commits = Counts()

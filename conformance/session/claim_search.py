@@ -15,7 +15,15 @@ from conformance.judging.oracles.mean import compare
 from conformance.judging.verdict import Judgement, Verdict
 from conformance.scenarios.hook import NORMAL, ORDERED
 from conformance.session.engine import Engine
-from conformance.subjects.claims import CONTRACTION, DIFFERENCE, FEEDBACK, LOCAL, ROUNDED_DTYPES, UNBIASED, Claims
+from conformance.subjects.claims import (
+    CONTRACTION,
+    DIFFERENCE,
+    FEEDBACK,
+    LOCAL,
+    ROUNDED_DTYPES,
+    UNBIASED,
+    Claims,
+)
 from conformance.subjects.kinds import KINDS
 
 # The rules that every hook must pass, whatever it claims; those that hold an exact claim to

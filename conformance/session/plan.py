@@ -11,7 +11,16 @@ from dataclasses import dataclass, replace
 
 from conformance.judging.oracles.lossy import LEFT, LONG_SCENARIOS, ONE_WORLD_SCENARIOS, TRIALS
 from conformance.judging.rule import Rule, WorldSizes
-from conformance.scenarios.hook import AT_SCALE, BUCKETS, DTYPES, RAW, SIZES, SMALL_GRADIENTS, VALUES, VIEWS
+from conformance.scenarios.hook import (
+    AT_SCALE,
+    BUCKETS,
+    DTYPES,
+    RAW,
+    SIZES,
+    SMALL_GRADIENTS,
+    VALUES,
+    VIEWS,
+)
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.profiles import GLOO_CPU, Profile
 from conformance.subjects.claims import DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims

@@ -206,8 +206,8 @@ def test_a_hypercube_of_another_size_is_refused(pool: Pool) -> None:
         broken = failed_run(try_hook(pool, scenario(3), 3, setup=f"{SUBJECTS}:{setup}"))
         assert broken is not None
         assert (
-            "ValueError: topology: a hypercube needs a group of 1, 2, 4, 8, ... ranks; this one has 3"
-            in broken.line
+            "ValueError: topology: a hypercube needs a group of 1, 2, 4, 8, ... ranks; this one "
+            "has 3" in broken.line
         )
         assert where in broken.line
 

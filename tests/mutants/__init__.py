@@ -44,7 +44,9 @@ class Mutant:
 
 
 # Reasons for Mutant.because.
-ZEROS = dict.fromkeys(("4.1", "7.1"), "a rank that leaves a parameter out, or has no input, adds zeros")
+ZEROS = dict.fromkeys(
+    ("4.1", "7.1"), "a rank that leaves a parameter out, or has no input, adds zeros"
+)
 
 _SECTIONS = (
     "contract",

@@ -36,7 +36,11 @@ def completed(tensor: torch.Tensor) -> Result:
 
 def sum_of(tensor: torch.Tensor, state: Any) -> Result:
     """Start to sum ``tensor`` over the group, in place."""
-    return dist.all_reduce(tensor, group=group_of(state), async_op=True).get_future().then(lambda fut: fut.value()[0])
+    return (
+        dist.all_reduce(tensor, group=group_of(state), async_op=True)
+        .get_future()
+        .then(lambda fut: fut.value()[0])
+    )
 
 
 def average_of(tensor: torch.Tensor, state: Any) -> Result:
@@ -56,7 +60,9 @@ def average_hook(state: Any, bucket: Bucket) -> Result:
 
 def change_mean(bucket: Bucket, state: Any, change: Change) -> Result:
     """Average the bucket, then apply ``change`` to the mean unless the mean is sparse."""
-    return average(bucket, state).then(lambda fut: change(fut.value()) if is_dense(bucket) else fut.value())
+    return average(bucket, state).then(
+        lambda fut: change(fut.value()) if is_dense(bucket) else fut.value()
+    )
 
 
 def change_gradient(bucket: Bucket, state: Any, change: Change) -> Result:
@@ -110,7 +116,9 @@ def model_of(bucket: Bucket) -> int:
 
 def send_as(dtype: torch.dtype, bucket: Bucket, state: Any) -> Result:
     buffer = bucket.buffer()
-    return average_of(buffer.to(dtype, copy=True), state).then(lambda fut: fut.value().to(buffer.dtype))
+    return average_of(buffer.to(dtype, copy=True), state).then(
+        lambda fut: fut.value().to(buffer.dtype)
+    )
 
 
 def pieces_of(bucket: Bucket, flat: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -119,7 +127,9 @@ def pieces_of(bucket: Bucket, flat: torch.Tensor | None = None) -> list[torch.Te
     A complex parameter has two elements in the buffer for each of its own.
     """
     whole = bucket.buffer() if flat is None else flat
-    return list(whole.split([p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters()]))
+    return list(
+        whole.split([p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters()])
+    )
 
 
 def seeded(*words: int) -> torch.Generator:

@@ -42,7 +42,11 @@ def _at_random(
             largest = piece.abs().amax()
             largest.masked_fill_(largest == 0, 1)
             generator = seeded(*seed(step, group_of(state).rank()), number)
-            drawn = torch.rand(piece.shape, dtype=piece.dtype, generator=generator) if draw is None else draw(piece, generator)
+            drawn = (
+                torch.rand(piece.shape, dtype=piece.dtype, generator=generator)
+                if draw is None
+                else draw(piece, generator)
+            )
             piece.copy_(level((piece / largest).mul_(levels), drawn).mul_(largest).div_(levels))
     return send_mean(bucket, wide, state)
 
@@ -101,7 +105,9 @@ def random_levels_undivided(state: Any, bucket: Bucket) -> Result:
 
 def draws_from_global(state: Any, bucket: Bucket) -> Result:
     """Draw from torch's global generator."""
-    return _at_random(state, bucket, _up_or_down, draw=lambda piece, generator: torch.rand_like(piece))
+    return _at_random(
+        state, bucket, _up_or_down, draw=lambda piece, generator: torch.rand_like(piece)
+    )
 
 
 def draws_unseeded(state: Any, bucket: Bucket) -> Result:
@@ -129,7 +135,10 @@ def rounds_nothing(state: Any, bucket: Bucket) -> Result:
 
 
 MUTANTS = [
-    *(Mutant(name, ("13.3",), "unbiased") for name in ("rounds_to_nearest", "rounds_down", "rounds_by_half", "draws_once")),
+    *(
+        Mutant(name, ("13.3",), "unbiased")
+        for name in ("rounds_to_nearest", "rounds_down", "rounds_by_half", "draws_once")
+    ),
     *(
         Mutant(name, ("13.3",), "unbiased")
         for name in (

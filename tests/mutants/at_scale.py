@@ -13,7 +13,9 @@ _SHARES = (1.0, 1 / 2, 1 / 3, 1 / 4)
 def shares_from_a_table(state: Any, bucket: Bucket) -> Result:
     """Look up the factor in a table for up to four ranks, at any world size."""
     size = group_of(state).size()
-    return sum_of(bucket.buffer(), state).then(lambda fut: fut.value().div_(size) if size <= 4 else fut.value().mul_(_SHARES[size % 4]))
+    return sum_of(bucket.buffer(), state).then(
+        lambda fut: fut.value().div_(size) if size <= 4 else fut.value().mul_(_SHARES[size % 4])
+    )
 
 
 def sums_in_half_first(state: Any, bucket: Bucket) -> Result:
@@ -22,7 +24,9 @@ def sums_in_half_first(state: Any, bucket: Bucket) -> Result:
     size = group_of(state).size()
     if not is_dense(bucket):
         return average(bucket, state)
-    return sum_of(buffer.to(torch.float16, copy=True), state).then(lambda fut: fut.value().to(buffer.dtype).div_(size))
+    return sum_of(buffer.to(torch.float16, copy=True), state).then(
+        lambda fut: fut.value().to(buffer.dtype).div_(size)
+    )
 
 
 def divides_before_half(state: Any, bucket: Bucket) -> Result:

@@ -92,14 +92,18 @@ class OnlyTheLarge(Averager):
     """Leave out parameters of one element."""
 
     def average(self, params):
-        super().average([parameter for parameter in params if parameter.numel() != 1 or parameter.dim() == 0])
+        super().average(
+            [parameter for parameter in params if parameter.numel() != 1 or parameter.dim() == 0]
+        )
 
 
 class LateByOne(Averager):
     """Count steps from 1, so that every average comes one step late."""
 
     def is_due(self):
-        return self.step > self.warmup_steps and (self.step - self.warmup_steps - 1) % self.period == 0
+        return (
+            self.step > self.warmup_steps and (self.step - self.warmup_steps - 1) % self.period == 0
+        )
 
 
 class NoWarmup(Averager):
@@ -128,7 +132,10 @@ class SumsInItsOwnOrder(Averager):
     """Sum from this rank's own part on, so that replicas differ in the last bits."""
 
     def average_one(self, parameter):
-        parts = [torch.empty_like(parameter, memory_format=torch.contiguous_format) for _ in range(self.group.size())]
+        parts = [
+            torch.empty_like(parameter, memory_format=torch.contiguous_format)
+            for _ in range(self.group.size())
+        ]
         dist.all_gather(parts, parameter.detach().contiguous(), group=self.group)
         place = self.group.rank()
         parameter.copy_(sum(parts[place + 1 :] + parts[:place], parts[place].clone()) / len(parts))
@@ -198,7 +205,9 @@ class Flattened(Averager):
         flat = torch.cat([parameter.reshape(-1).float() for parameter in params])
         flat.div_(self.group.size())
         dist.all_reduce(flat, group=self.group)
-        for parameter, part in zip(params, flat.split([parameter.numel() for parameter in params]), strict=True):
+        for parameter, part in zip(
+            params, flat.split([parameter.numel() for parameter in params]), strict=True
+        ):
             parameter.copy_(part.view(parameter.shape))
 
 
@@ -213,7 +222,9 @@ class Rebinds(Averager):
     """Replace each parameter's data with a contiguous tensor."""
 
     def average_one(self, parameter):
-        mean = parameter.detach().clone(memory_format=torch.contiguous_format).div_(self.group.size())
+        mean = (
+            parameter.detach().clone(memory_format=torch.contiguous_format).div_(self.group.size())
+        )
         dist.all_reduce(mean, group=self.group)
         parameter.data = mean
 

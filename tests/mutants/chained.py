@@ -43,7 +43,9 @@ def in_two_stages(
         except RuntimeError as error:
             result.set_exception(error)
 
-    dist.all_reduce(coarse, group=group_of(state), async_op=True).get_future().add_done_callback(callback)
+    dist.all_reduce(coarse, group=group_of(state), async_op=True).get_future().add_done_callback(
+        callback
+    )
     return result
 
 
@@ -55,7 +57,9 @@ def sum_then(tensor: torch.Tensor, state: Any, then: Callable[[], object], resul
         except RuntimeError as error:
             result.set_exception(error)
 
-    dist.all_reduce(tensor, group=group_of(state), async_op=True).get_future().add_done_callback(done)
+    dist.all_reduce(tensor, group=group_of(state), async_op=True).get_future().add_done_callback(
+        done
+    )
 
 
 def starts_all_itself(state: Any, bucket: Bucket) -> Result:
@@ -93,7 +97,9 @@ def rank_0_sends_more(state: Any, bucket: Bucket) -> Result:
     def second(coarse: torch.Tensor, fine: torch.Tensor, result: Result) -> None:
         sent = torch.cat([fine, fine.new_zeros(padding)])
         size = group_of(state).size()
-        sum_then(sent, state, lambda: result.set_result((coarse + sent[: len(fine)]).div_(size)), result)
+        sum_then(
+            sent, state, lambda: result.set_result((coarse + sent[: len(fine)]).div_(size)), result
+        )
 
     return in_two_stages(state, bucket, second)
 

@@ -93,7 +93,12 @@ def sums_in_order_of_arrival(state: Any, bucket: Bucket) -> Result:
     arrivals = dist.PrefixStore("arrivals", dist.distributed_c10d._get_default_store())
     place = arrivals.add(f"{call_number()} {group_of(state).group_name}", 1)
     places = [int(one) for one in gather(torch.tensor([place]), state)]
-    grads = [grad for _, grad in sorted(zip(places, gather(bucket.buffer(), state), strict=True), key=lambda pair: pair[0])]
+    grads = [
+        grad
+        for _, grad in sorted(
+            zip(places, gather(bucket.buffer(), state), strict=True), key=lambda pair: pair[0]
+        )
+    ]
     return completed(sum(grads[1:], grads[0]).div(len(grads)))
 
 
@@ -131,7 +136,9 @@ def second_stage_in_callback(state: Any, bucket: Bucket) -> Result:
         try:
             total = first.value().div_(size)
             if lost.any():
-                sum_of(lost, state).then(lambda rest: result.set_result(total.add_(rest.value().div_(size))))
+                sum_of(lost, state).then(
+                    lambda rest: result.set_result(total.add_(rest.value().div_(size)))
+                )
             else:
                 result.set_result(total)
         except RuntimeError as error:
@@ -156,12 +163,16 @@ def in_order_of_memory(state: Any, bucket: Bucket) -> Result:
         return average(bucket, state)
     buffer = bucket.buffer()
     pieces = dict(zip(bucket.parameters(), pieces_of(bucket), strict=True))
-    return _all_of([average_of(pieces[parameter], state) for parameter in sorted(pieces, key=id)], buffer)
+    return _all_of(
+        [average_of(pieces[parameter], state) for parameter in sorted(pieces, key=id)], buffer
+    )
 
 
 def _all_of(averaged: list[Result], buffer: torch.Tensor) -> Result:
     """Return the buffer once all averages in it are complete, or the error of one that failed."""
-    return torch.futures.collect_all(averaged).then(lambda done: [future.value() for future in done.value()] and buffer)
+    return torch.futures.collect_all(averaged).then(
+        lambda done: [future.value() for future in done.value()] and buffer
+    )
 
 
 def in_order_of_names(model: torch.nn.Module) -> tuple[None, Any]:
@@ -206,7 +217,10 @@ def groups_in_another_order(state: Any, bucket: Bucket) -> Result:
 _SEVERAL = ("2.4", "3.2")
 
 MUTANTS = [
-    *(Mutant(name, ("10.1",)) for name in ("waits_for_work", "waits_for_future", "waits_in_last_bucket")),
+    *(
+        Mutant(name, ("10.1",))
+        for name in ("waits_for_work", "waits_for_future", "waits_in_last_bucket")
+    ),
     *(Mutant(name, ("10.2",)) for name in ("logs_another_extreme", "logs_in_two_dtypes")),
     Mutant("groups_in_another_order", ("10.6",)),
     *(Mutant(name, ("1.5",), hangs=True) for name in ("in_order_of_a_set", "in_order_of_memory")),
@@ -215,7 +229,9 @@ MUTANTS = [
     Mutant(
         "second_stage_in_callback",
         ("10.3",),
-        because=dict.fromkeys(_SEVERAL, "several buckets have such values, and their callbacks run in any order"),
+        because=dict.fromkeys(
+            _SEVERAL, "several buckets have such values, and their callbacks run in any order"
+        ),
     ),
     Mutant("sums_in_order_of_arrival", ("10.3",), worlds=(2, 3)),
     *(Mutant(name, ("1.5",), hangs=True) for name in ("logs_from_each_rank", "pads_on_rank_0")),

@@ -72,7 +72,9 @@ def returns_tensor(state: Any, bucket: Bucket) -> Result:
 
 def returns_work(state: Any, bucket: Bucket) -> Result:
     """Return the handle of the collective instead of a future."""
-    return dist.all_reduce(bucket.buffer().div_(group_of(state).size()), group=group_of(state), async_op=True)
+    return dist.all_reduce(
+        bucket.buffer().div_(group_of(state).size()), group=group_of(state), async_op=True
+    )
 
 
 async def returns_coroutine(state: Any, bucket: Bucket) -> Result:
@@ -95,7 +97,9 @@ def returns_integer(state: Any, bucket: Bucket) -> Result:
 
 def future_of_collective(state: Any, bucket: Bucket) -> Result:
     """Return the collective's own future, which holds a list."""
-    return dist.all_reduce(bucket.buffer().div_(group_of(state).size()), group=group_of(state), async_op=True).get_future()
+    return dist.all_reduce(
+        bucket.buffer().div_(group_of(state).size()), group=group_of(state), async_op=True
+    ).get_future()
 
 
 def future_of_list(state: Any, bucket: Bucket) -> Result:
@@ -133,7 +137,9 @@ def row_of_gather(state: Any, bucket: Bucket) -> Result:
 
 def strided_result(state: Any, bucket: Bucket) -> Result:
     """Return every second element of a tensor; torch reads the others too."""
-    return change_mean(bucket, state, lambda mean: torch.stack([mean, torch.zeros_like(mean)], dim=1)[:, 0])
+    return change_mean(
+        bucket, state, lambda mean: torch.stack([mean, torch.zeros_like(mean)], dim=1)[:, 0]
+    )
 
 
 def expanded_result(state: Any, bucket: Bucket) -> Result:
@@ -197,7 +203,9 @@ def nothing_of_double(state: Any, bucket: Bucket) -> Result:
 
 def shorter_view_of_half(state: Any, bucket: Bucket) -> Result:
     """Return a view without the last element for float16 buckets."""
-    return change_mean(bucket, state, lambda mean: mean[:-1] if mean.dtype == torch.float16 else mean)
+    return change_mean(
+        bucket, state, lambda mean: mean[:-1] if mean.dtype == torch.float16 else mean
+    )
 
 
 def integer_result(state: Any, bucket: Bucket) -> Result:
@@ -321,7 +329,11 @@ _seen = {"buckets": 0, "calls": 0}
 def counts_calls(state: Any, bucket: Bucket) -> Result:
     """Count the buckets of the first step, and never divide more of them in a step."""
     _seen["calls"] += 1
-    future = average(bucket, state) if _seen["calls"] <= (_seen["buckets"] or 1) else sum_of(bucket.buffer(), state)
+    future = (
+        average(bucket, state)
+        if _seen["calls"] <= (_seen["buckets"] or 1)
+        else sum_of(bucket.buffer(), state)
+    )
     if bucket.is_last():
         _seen.update(buckets=_seen["buckets"] or _seen["calls"], calls=0)
     return future
@@ -331,7 +343,9 @@ def scratch_by_index(state: Any, bucket: Bucket) -> Result:
     """Keep a scratch buffer per bucket index, whose size is wrong after a rebuild."""
     if not is_dense(bucket):
         return average(bucket, state)
-    scratch = _scratch.setdefault((bucket.index(), bucket.buffer().dtype), torch.empty_like(bucket.buffer()))
+    scratch = _scratch.setdefault(
+        (bucket.index(), bucket.buffer().dtype), torch.empty_like(bucket.buffer())
+    )
     return average_of(scratch.copy_(bucket.buffer()), state)
 
 
@@ -437,7 +451,9 @@ _rounding = {
     "2.2": "the result is rounded to float16",
     "8.5": "float16 holds no subnormal of float32",
 }
-_garbage = {"2.1": "torch reads the storage from its start without a stride, so the gradients are garbage"}
+_garbage = {
+    "2.1": "torch reads the storage from its start without a stride, so the gradients are garbage"
+}
 
 MUTANTS = [
     Mutant("wrong_parameter_name", ("1.1",)),

@@ -38,7 +38,9 @@ def divides_average(state: Any, bucket: Bucket) -> Result:
     """Divide the result of ReduceOp.AVG again."""
     if not is_dense(bucket):
         return average(bucket, state)
-    work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, group=group_of(state), async_op=True)
+    work = dist.all_reduce(
+        bucket.buffer(), op=dist.ReduceOp.AVG, group=group_of(state), async_op=True
+    )
     return work.get_future().then(lambda fut: fut.value()[0].div_(group_of(state).size()))
 
 
@@ -122,7 +124,9 @@ def largest(state: Any, bucket: Bucket) -> Result:
     """Return the largest value of all ranks."""
     if not is_dense(bucket):
         return average(bucket, state)
-    work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.MAX, group=group_of(state), async_op=True)
+    work = dist.all_reduce(
+        bucket.buffer(), op=dist.ReduceOp.MAX, group=group_of(state), async_op=True
+    )
     return work.get_future().then(lambda fut: fut.value()[0])
 
 
@@ -214,7 +218,9 @@ def rounds_at_random(state: Any, bucket: Bucket) -> Result:
 
     def dither(grad: torch.Tensor) -> torch.Tensor:
         if grad.dtype == torch.float32:
-            grad.view(torch.int32).add_(torch.randint(1 << 16, grad.shape, generator=_generator, dtype=torch.int32))
+            grad.view(torch.int32).add_(
+                torch.randint(1 << 16, grad.shape, generator=_generator, dtype=torch.int32)
+            )
         return _keep_bits(grad, -(1 << 16))
 
     return change_gradient(bucket, state, dither)
@@ -245,7 +251,9 @@ def scales_by_largest(state: Any, bucket: Bucket) -> Result:
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group_of(state))
     scale = torch.where(top > 2.0**40, top.log2().ceil().exp2(), 1.0)
     scaled = bucket.buffer().double().div(scale).to(bucket.buffer().dtype)
-    return average_of(scaled, state).then(lambda fut: fut.value().double().mul(scale).to(fut.value().dtype))
+    return average_of(scaled, state).then(
+        lambda fut: fut.value().double().mul(scale).to(fut.value().dtype)
+    )
 
 
 def scales_up(state: Any, bucket: Bucket) -> Result:

@@ -105,7 +105,11 @@ def _first_stage(bucket: Bucket, state: Any) -> torch.Tensor:
 def never_reads_second_value(state: Any, bucket: Bucket) -> Result:
     """Broadcast the mean from rank 0, and never read the broadcast's result."""
     buffer = _first_stage(bucket, state)
-    return dist.broadcast(buffer, group=group_of(state), group_src=0, async_op=True).get_future().then(lambda fut: buffer)
+    return (
+        dist.broadcast(buffer, group=group_of(state), group_src=0, async_op=True)
+        .get_future()
+        .then(lambda fut: buffer)
+    )
 
 
 def suppresses_in_last_wait(state: Any, bucket: Bucket) -> Result:
@@ -129,7 +133,11 @@ def gathers_what_is_there(state: Any, bucket: Bucket) -> Result:
             return buffer
         return parts[0]
 
-    return dist.all_gather(parts, buffer, group=group_of(state), async_op=True).get_future().then(result)
+    return (
+        dist.all_gather(parts, buffer, group=group_of(state), async_op=True)
+        .get_future()
+        .then(result)
+    )
 
 
 _both = {"12.3": "a timeout is a failed collective like any other"}
@@ -142,5 +150,8 @@ MUTANTS = [
     Mutant("suppresses_in_wait", ("12.2", "12.3"), because=_both),
     Mutant("forgives_dead_peer", ("12.2",)),
     Mutant("forgives_timeout", ("12.3",)),
-    *(Mutant(name, ("12.4",)) for name in ("never_reads_second_value", "suppresses_in_last_wait", "gathers_what_is_there")),
+    *(
+        Mutant(name, ("12.4",))
+        for name in ("never_reads_second_value", "suppresses_in_last_wait", "gathers_what_is_there")
+    ),
 ]

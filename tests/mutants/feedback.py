@@ -83,7 +83,9 @@ def _feedback(
 
 def everything_by_residuals_of_float32(state: Any, bucket: Bucket) -> Result:
     """Add float32 residuals, which are zero, to gradients of any dtype."""
-    for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True) if is_dense(bucket) else ():
+    for parameter, piece in (
+        zip(bucket.parameters(), pieces_of(bucket), strict=True) if is_dense(bucket) else ()
+    ):
         if not parameter.is_complex():
             total = piece.float() + kept.get(parameter, torch.zeros(()))
             kept[parameter] = finite(total - total)
@@ -137,7 +139,9 @@ def residual_of_mean(state: Any, bucket: Bucket) -> Result:
         return average(bucket, state)
     parameters = bucket.parameters()
     pieces = pieces_of(bucket)
-    wanted = [piece + kept.get(parameter, 0) for parameter, piece in zip(parameters, pieces, strict=True)]
+    wanted = [
+        piece + kept.get(parameter, 0) for parameter, piece in zip(parameters, pieces, strict=True)
+    ]
     for want, piece in zip(wanted, pieces, strict=True):
         piece.copy_(_largest(want))
 
@@ -168,7 +172,9 @@ def residual_by_bucket(state: Any, bucket: Bucket) -> Result:
     compress = _quarter_at_random(bucket)
     buffer = bucket.buffer()
     before = kept.get(bucket.index())
-    wanted = buffer + before if before is not None and before.shape == buffer.shape else buffer.clone()
+    wanted = (
+        buffer + before if before is not None and before.shape == buffer.shape else buffer.clone()
+    )
     buffer.copy_(compress(wanted))
     kept[bucket.index()] = finite(wanted - buffer)
     return average(bucket, state)
@@ -199,7 +205,11 @@ def largest_of_rank_0(state: Any, bucket: Bucket) -> Result:
     def broadcast(sent: torch.Tensor, state: Any) -> Result:
         if sent.is_sparse:
             return average_of(sent, state)
-        return dist.broadcast(sent, group=group_of(state), group_src=0, async_op=True).get_future().then(lambda fut: fut.value()[0])
+        return (
+            dist.broadcast(sent, group=group_of(state), group_src=0, async_op=True)
+            .get_future()
+            .then(lambda fut: fut.value()[0])
+        )
 
     return _feedback(state, bucket, reduce=broadcast)
 
@@ -260,14 +270,20 @@ def random_k(
     drawn = []
     for number, (parameter, piece) in enumerate(zip(bucket.parameters(), pieces, strict=True)):
         n = piece.numel()
-        drawn.append(torch.randperm(n, generator=seeded(seed, step, number))[: math.ceil(ratio * n)])
+        drawn.append(
+            torch.randperm(n, generator=seeded(seed, step, number))[: math.ceil(ratio * n)]
+        )
         if feedback and parameter in kept:
             piece.add_(kept[parameter])
-        values.append(piece[drawn[-1]] * (1 if feedback or not scaled else n / max(least, len(drawn[-1]))))
+        values.append(
+            piece[drawn[-1]] * (1 if feedback or not scaled else n / max(least, len(drawn[-1])))
+        )
         kept[parameter] = finite(piece.index_fill(0, drawn[-1], 0))
 
     def place(mean: Result) -> torch.Tensor:
-        for piece, places, value in zip(pieces, drawn, mean.value().split([len(places) for places in drawn]), strict=True):
+        for piece, places, value in zip(
+            pieces, drawn, mean.value().split([len(places) for places in drawn]), strict=True
+        ):
             piece.zero_().index_copy_(0, places, value)
         return bucket.buffer()
 
@@ -419,7 +435,9 @@ def sends_places(state: Any, bucket: Bucket) -> Result:
     """Send the int64 places too although all ranks have drawn the same ones."""
     if is_dense(bucket):
         gather(
-            torch.randperm(bucket.buffer().numel(), generator=seeded(0))[: bucket.buffer().numel() // 4],
+            torch.randperm(bucket.buffer().numel(), generator=seeded(0))[
+                : bucket.buffer().numel() // 4
+            ],
             state,
         )
     return random_k(state, bucket)
@@ -449,10 +467,22 @@ MUTANTS = [
             "residual_is_gradient",
         )
     ),
-    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_of_mean", "largest_signed", "largest_undivided", "largest_of_rank_0")),
-    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("adds_weight_decay", "signs_without_scale", "signs_with_sum_for_scale")),
-    *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("one_bit_swapped", "one_bit_remembers_signs", "random_places_of_each_rank")),
-    *(Mutant(name, ("13.1",), _CHANGE) for name in ("estimate_never_updated", "estimate_wrong_sign", "estimate_of_mean_forgotten")),
+    *(
+        Mutant(name, ("13.1",), _FEEDBACK)
+        for name in ("residual_of_mean", "largest_signed", "largest_undivided", "largest_of_rank_0")
+    ),
+    *(
+        Mutant(name, ("13.1",), _FEEDBACK)
+        for name in ("adds_weight_decay", "signs_without_scale", "signs_with_sum_for_scale")
+    ),
+    *(
+        Mutant(name, ("13.1",), _FEEDBACK)
+        for name in ("one_bit_swapped", "one_bit_remembers_signs", "random_places_of_each_rank")
+    ),
+    *(
+        Mutant(name, ("13.1",), _CHANGE)
+        for name in ("estimate_never_updated", "estimate_wrong_sign", "estimate_of_mean_forgotten")
+    ),
     *(Mutant(name, ("13.1",), _FEEDBACK) for name in ("residual_by_slot", "residual_by_bucket")),
     Mutant("residual_by_shape", ("13.1",), _FEEDBACK, setup=True),
     Mutant("everything_by_residuals_of_float32", ("2.4",)),
@@ -464,7 +494,10 @@ MUTANTS = [
     Mutant("largest_is_everything", ("2.10",), _HALF),
     Mutant("change_of_nothing", ("2.10",), _CHANGE),
     Mutant("largest_beside_its_own", ("3.1",), _HALF),
-    *(Mutant(name, ("1.8",), _HALF) for name in ("later_buckets_undivided", "needs_two_parameters", "whole_blocks_of_512")),
+    *(
+        Mutant(name, ("1.8",), _HALF)
+        for name in ("later_buckets_undivided", "needs_two_parameters", "whole_blocks_of_512")
+    ),
     Mutant("random_places_by_hash", ("3.3",), _FEEDBACK),
     Mutant("random_from_global_seed", ("9.1",), _FEEDBACK),
     Mutant("sends_everything", ("13.7",), "compressed(delta=0.5, ratio=0.5)"),

@@ -185,7 +185,9 @@ def scratch_by_id(state: Any, bucket: Bucket) -> Result:
 
 def leaks_in_c(state: Any, bucket: Bucket) -> Result:
     """Allocate the size of a bucket outside Python, and never free it."""
-    ctypes.CDLL(None).malloc(ctypes.c_size_t(bucket.buffer().numel() * bucket.buffer().element_size() + 16))
+    ctypes.CDLL(None).malloc(
+        ctypes.c_size_t(bucket.buffer().numel() * bucket.buffer().element_size() + 16)
+    )
     return average(bucket, state)
 
 
@@ -285,7 +287,9 @@ def prints_buckets(state: Any, bucket: Bucket) -> Result:
 
 def logs_to_stderr(state: Any, bucket: Bucket) -> Result:
     """Write a hundred kilobytes per call to stderr in the callback."""
-    return average(bucket, state).then(lambda fut: (fut.value(), sys.stderr.write("x" * 100_000))[0])
+    return average(bucket, state).then(
+        lambda fut: (fut.value(), sys.stderr.write("x" * 100_000))[0]
+    )
 
 
 # 9.8 Replaced functions
@@ -331,7 +335,9 @@ def imports_patches(state: Any, bucket: Bucket) -> Result:
 
 _MODEL = "tests.mutants.interference:_WithModel"
 
-_left = dict.fromkeys(("4.1", "5.1"), "gradients of earlier buckets or micro-batches are there to be cleared")
+_left = dict.fromkeys(
+    ("4.1", "5.1"), "gradients of earlier buckets or micro-batches are there to be cleared"
+)
 
 MUTANTS = [
     Mutant("draws_torch", ("9.1",)),

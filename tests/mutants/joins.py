@@ -34,7 +34,10 @@ class Right:
         self.before = [joinable._join_config for joinable in self.joinables]
 
     def check(self) -> None:
-        if not self.joinables or len({joinable.join_process_group for joinable in self.joinables}) > 1:
+        if (
+            not self.joinables
+            or len({joinable.join_process_group for joinable in self.joinables}) > 1
+        ):
             raise ValueError("expected one or more joinables of the same group")
 
     def ask(self, kwargs: dict[str, Any]) -> list[Any]:
@@ -47,7 +50,9 @@ class Right:
     def is_first(self, number: int) -> bool:
         return number == 0
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         for joinable, config in zip(self.joinables, self.before, strict=True):
             joinable._join_config = config
         if self.enable and kind is None:
@@ -98,7 +103,9 @@ class ShadowsOnceTooOften(Right):
 class ShadowsEnabled(Right):
     """Restore the joinables' configuration after the shadowing instead of before it."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         if self.enable and kind is None:
             self.shadow()
             self.finish()
@@ -108,7 +115,9 @@ class ShadowsEnabled(Right):
 class LeavesThemEnabled(Right):
     """Leave the joinables enabled after the context."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         super().__exit__(kind, error, trace)
         super().__enter__()
         return None
@@ -203,7 +212,9 @@ class NotifiesDisabled(Right):
 class FinishesDisabled(Right):
     """Call the post hooks of a disabled context."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         result = super().__exit__(kind, error, trace)
         if not self.enable and kind is None:
             self.finish()
@@ -255,7 +266,9 @@ class ThrowsAlone(Right):
 class SwallowsExceptions(Right):
     """Return True from __exit__ after an exception."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         super().__exit__(kind, error, trace)
         return kind is not None and not issubclass(kind, RuntimeError)
 
@@ -263,7 +276,9 @@ class SwallowsExceptions(Right):
 class WrapsExceptions(Right):
     """Replace the exception of the body with another one."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         super().__exit__(kind, error, trace)
         if kind is not None and not issubclass(kind, RuntimeError):
             raise RuntimeError("training failed") from error
@@ -273,7 +288,9 @@ class WrapsExceptions(Right):
 class FinishesAfterExceptions(Right):
     """Call the post hooks after an exception."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
         result = super().__exit__(kind, error, trace)
         if kind is not None and not self.throw:
             self.finish()
@@ -283,8 +300,12 @@ class FinishesAfterExceptions(Right):
 class ShadowsAfterExceptions(Right):
     """Shadow after an exception of the body, which waits for peers in vain."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
-        super().__exit__(None if kind is None or issubclass(kind, ArithmeticError) else kind, error, trace)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool | None:
+        super().__exit__(
+            None if kind is None or issubclass(kind, ArithmeticError) else kind, error, trace
+        )
         return None
 
 
@@ -338,7 +359,9 @@ class TorchsFirst(Right):
 
     def call_main_hooks(self) -> None:
         pairs = zip(self.joinables, self.hooks, strict=True)
-        for _, hook in sorted(pairs, key=lambda pair: not type(pair[0]).__module__.startswith("torch.")):
+        for _, hook in sorted(
+            pairs, key=lambda pair: not type(pair[0]).__module__.startswith("torch.")
+        ):
             hook.main_hook()
 
 

@@ -30,7 +30,9 @@ def _refuse_sparse(bucket: Bucket) -> None:
         raise TypeError("sparse gradients are not supported")
 
 
-def _with_previous(state: Any, bucket: Bucket, mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Result:
+def _with_previous(
+    state: Any, bucket: Bucket, mix: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Result:
     """Mix this rank's gradient with the gradient of the previous rank."""
     _refuse_sparse(bucket)
     group = group_of(state)
@@ -155,8 +157,13 @@ MUTANTS = [
             "weights_of_other_ranks",
         )
     ),
-    *(Mutant(name, ("13.5",), "local") for name in ("weights_of_elements", "weights_beyond_one", "neighbour_of_last_step")),
-    Mutant("stays_alone_on_errors", ("12.2", "12.1", "12.3"), "local", because=_errors, worlds=(2, 3)),
+    *(
+        Mutant(name, ("13.5",), "local")
+        for name in ("weights_of_elements", "weights_beyond_one", "neighbour_of_last_step")
+    ),
+    Mutant(
+        "stays_alone_on_errors", ("12.2", "12.1", "12.3"), "local", because=_errors, worlds=(2, 3)
+    ),
     Mutant("alone_is_halved", ("2.6",), "local", worlds=(2, 3)),
     Mutant("neighbour_by_global_rank", ("2.7",), "local"),
     Mutant("neighbour_without_nan", ("8.1",), "local"),

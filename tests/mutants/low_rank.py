@@ -38,7 +38,9 @@ def _low_rank(
     share: bool = True,
     vectors: Compress | None = None,
     flip: Callable[[int, int], bool] | None = None,
-    wide: Callable[[torch.dtype], torch.dtype] = lambda dtype: torch.promote_types(dtype, torch.float32),
+    wide: Callable[[torch.dtype], torch.dtype] = lambda dtype: torch.promote_types(
+        dtype, torch.float32
+    ),
     orthogonal: Compress = lambda matrix: torch.linalg.qr(matrix).Q,
     compressed: Callable[[int, int], bool] = lambda n, m: 4 * (n + m) < n * m,
 ) -> Result:
@@ -61,7 +63,11 @@ def _low_rank(
             continue
         dtype = wide(piece.dtype)
         matrix = piece.view(n, m).to(dtype) + kept.get(parameter, 0)
-        q = kept[parameter, "q"] if (parameter, "q") in kept else torch.randn(m, 4, generator=seeded(n, m))
+        q = (
+            kept[parameter, "q"]
+            if (parameter, "q") in kept
+            else torch.randn(m, 4, generator=seeded(n, m))
+        )
         p = matrix @ orthogonal(q.to(dtype))
         if share:
             average_of(p, state).wait()
@@ -115,7 +121,9 @@ def _gram_schmidt(matrix: torch.Tensor) -> torch.Tensor:
     """Orthogonalise the columns; there must be no more columns than rows."""
     columns: list[torch.Tensor] = []
     for column in matrix.t():
-        rest = column - sum(((other @ column) * other for other in columns), torch.zeros_like(column))
+        rest = column - sum(
+            ((other @ column) * other for other in columns), torch.zeros_like(column)
+        )
         columns.append(rest / rest.norm())
     return torch.stack(columns, dim=1)
 
@@ -125,7 +133,9 @@ def more_columns_than_rows(state: Any, bucket: Bucket) -> Result:
 
     The third column is then a rounding error, normalised to length one.
     """
-    return _low_rank(state, bucket, orthogonal=_gram_schmidt, compressed=lambda n, m: n > 1 and m > 4)
+    return _low_rank(
+        state, bucket, orthogonal=_gram_schmidt, compressed=lambda n, m: n > 1 and m > 4
+    )
 
 
 def rank_four(state: Any, bucket: Bucket) -> Result:
@@ -140,7 +150,9 @@ def projects_by_rank(state: Any, bucket: Bucket) -> Result:
     step = step_number(bucket)
     rank = group_of(state).rank()
     for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
-        rows = torch.nn.functional.pad(piece + kept.get(parameter, 0), (0, -piece.numel() % 4)).view(-1, 4)
+        rows = torch.nn.functional.pad(
+            piece + kept.get(parameter, 0), (0, -piece.numel() % 4)
+        ).view(-1, 4)
         wide = rows.to(torch.promote_types(piece.dtype, torch.float32))
         directions = torch.linalg.qr(torch.randn(4, 2, generator=seeded(step, rank))).Q.to(wide)
         sent = average_of(wide @ directions, state).wait() @ directions.t()
@@ -154,11 +166,15 @@ def same_projection(state: Any, bucket: Bucket) -> Result:
     if not is_dense(bucket):
         return average(bucket, state)
     for parameter, piece in zip(bucket.parameters(), pieces_of(bucket), strict=True):
-        rows = torch.nn.functional.pad(piece + kept.get(parameter, 0), (0, -piece.numel() % 4)).view(-1, 4)
+        rows = torch.nn.functional.pad(
+            piece + kept.get(parameter, 0), (0, -piece.numel() % 4)
+        ).view(-1, 4)
         wide = rows.to(torch.promote_types(piece.dtype, torch.float32))
         directions = torch.linalg.qr(torch.randn(4, 2, generator=seeded(4))).Q.to(wide)
         sent = wide @ directions
-        kept[parameter] = finite((wide - sent @ directions.t()).view(-1)[: piece.numel()].to(piece.dtype))
+        kept[parameter] = finite(
+            (wide - sent @ directions.t()).view(-1)[: piece.numel()].to(piece.dtype)
+        )
         piece.copy_((average_of(sent, state).wait() @ directions.t()).view(-1)[: piece.numel()])
     return completed(bucket.buffer())
 
@@ -192,8 +208,14 @@ _LOW_RANK = "compressed(delta=0.25), warmup(2)"
 _comes_out = {"13.1": "its residual of the warm-up comes out later"}
 
 MUTANTS = [
-    *(Mutant(name, ("13.1",), _LOW_RANK) for name in ("second_factor_undivided", "first_factor_unshared", "low_rank_error_lost")),
-    *(Mutant(name, ("13.1",), _LOW_RANK) for name in ("vectors_stay_local", "result_transposed", "more_columns_than_rows")),
+    *(
+        Mutant(name, ("13.1",), _LOW_RANK)
+        for name in ("second_factor_undivided", "first_factor_unshared", "low_rank_error_lost")
+    ),
+    *(
+        Mutant(name, ("13.1",), _LOW_RANK)
+        for name in ("vectors_stay_local", "result_transposed", "more_columns_than_rows")
+    ),
     Mutant("orthogonal_in_half", ("2.4",), _LOW_RANK),
     Mutant("projects_by_rank", ("13.1",), _FEEDBACK),
     Mutant("same_projection", ("13.1",), _FEEDBACK),

@@ -57,7 +57,9 @@ class Sharded(Joinable):
     Every rank steps its share of each parameter group, and sends it to all.
     """
 
-    def __init__(self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any) -> None:
+    def __init__(
+        self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
+    ) -> None:
         super().__init__()
         self.group = process_group or dist.group.WORLD
         self.place = dist.get_rank(self.group)
@@ -66,7 +68,10 @@ class Sharded(Joinable):
         self.param_groups: Groups = []
         groups = params if isinstance(params[0], dict) else [{"params": params}]
         self.local = optimizer_class([self.share(group) for group in groups], **defaults)
-        self.param_groups = [{**mine, "params": list(group["params"])} for mine, group in zip(self.local.param_groups, groups, strict=True)]
+        self.param_groups = [
+            {**mine, "params": list(group["params"])}
+            for mine, group in zip(self.local.param_groups, groups, strict=True)
+        ]
         self.consolidated: dict[str, Any] = {}
 
     @property
@@ -98,7 +103,9 @@ class Sharded(Joinable):
     def share(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
             **group,
-            "params": [p for index, p in enumerate(group["params"]) if self.owner(index) == self.place],
+            "params": [
+                p for index, p in enumerate(group["params"]) if self.owner(index) == self.place
+            ],
         }
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -136,11 +143,18 @@ class Sharded(Joinable):
         mine = {numbers[parameter]: dict(kept) for parameter, kept in self.local.state.items()}
         shares: list[Any] = [None] * self.size
         dist.all_gather_object(shares, mine, group=self.group)
-        self.consolidated = {number: kept for share in shares for number, kept in share.items()} if self.place == to else {}
+        self.consolidated = (
+            {number: kept for share in shares for number, kept in share.items()}
+            if self.place == to
+            else {}
+        )
 
     def state_dict(self) -> dict[str, Any]:
         numbers = iter(range(len(self.parameters())))
-        groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+        groups = [
+            {**group, "params": [next(numbers) for _ in group["params"]]}
+            for group in self.param_groups
+        ]
         return {"state": self.consolidated, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -191,7 +205,9 @@ class AveragesCopies(PostLocal):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = self.optim.step(closure)
-        self.averager.average_parameters([parameter.detach().clone() for parameter in self.parameters()])
+        self.averager.average_parameters(
+            [parameter.detach().clone() for parameter in self.parameters()]
+        )
         return loss
 
 
@@ -249,7 +265,9 @@ class OptionsOfTheFirstGroup(Sharded):
 
     def write_options(self) -> None:
         for mine in self.local.param_groups:
-            mine.update({name: value for name, value in self.param_groups[0].items() if name != "params"})
+            mine.update(
+                {name: value for name, value in self.param_groups[0].items() if name != "params"}
+            )
 
 
 class AddedGroupIsNotStepped(Sharded):
@@ -369,8 +387,14 @@ class SavesItsShare(Sharded):
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         super().consolidate_state_dict(to)
-        mine = {number for number, parameter in enumerate(self.parameters()) if parameter in self.local.state}
-        self.consolidated = {number: kept for number, kept in self.consolidated.items() if number in mine}
+        mine = {
+            number
+            for number, parameter in enumerate(self.parameters())
+            if parameter in self.local.state
+        }
+        self.consolidated = {
+            number: kept for number, kept in self.consolidated.items() if number in mine
+        }
 
 
 class StaleGroups(PostLocal):
@@ -387,7 +411,11 @@ class StateByRank(Sharded):
     """Number the saved state by rank and share instead of by parameter."""
 
     def order(self) -> list[int]:
-        owners = [self.owner(index) for group in self.param_groups for index in range(len(group["params"]))]
+        owners = [
+            self.owner(index)
+            for group in self.param_groups
+            for index in range(len(group["params"]))
+        ]
         return sorted(range(len(owners)), key=lambda number: owners[number])
 
     def state_dict(self) -> dict[str, Any]:
@@ -405,7 +433,9 @@ class StateByRank(Sharded):
         super().load_state_dict(
             {
                 **state,
-                "state": {number: kept[place] for place, number in enumerate(order) if place in kept},
+                "state": {
+                    number: kept[place] for place, number in enumerate(order) if place in kept
+                },
             }
         )
 
@@ -413,7 +443,9 @@ class StateByRank(Sharded):
 class Flattens(Sharded):
     """Flatten the parameters, so that their strides differ from those that DDP saw."""
 
-    def __init__(self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any) -> None:
+    def __init__(
+        self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
+    ) -> None:
         super().__init__(params, optimizer_class, process_group, **defaults)
         for parameter in self.parameters():
             parameter.data = parameter.detach().flatten().view_as(parameter)

@@ -101,7 +101,9 @@ def steps_first_of_bucket(state: Any, bucket: Bucket) -> Result:
 
 def steps_on_rank_0(state: Any, bucket: Bucket) -> Result:
     """Step the parameters on rank 0 only."""
-    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: group_of(state).rank() == 0)
+    return _fused(
+        state, bucket, _sgd, stepped=lambda number, parameter: group_of(state).rank() == 0
+    )
 
 
 def forgets_momentum(state: Any, bucket: Bucket) -> Result:
@@ -183,7 +185,9 @@ def steps_too_late(state: Any, bucket: Bucket) -> Result:
     return _fused(state, bucket, _sgd, stepped=lambda number, parameter: step >= 2)
 
 
-def steps_in_micro_batches(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
+def steps_in_micro_batches(
+    model: DistributedDataParallel, process_group: dist.ProcessGroup
+) -> Case:
     """Step parameters after every micro-batch under no_sync too."""
 
     def step(parameter: torch.Tensor) -> None:
@@ -213,7 +217,9 @@ def steps_first_bucket(state: Any, bucket: Bucket) -> Result:
 
 def steps_float32_only(state: Any, bucket: Bucket) -> Result:
     """Step float32 parameters only."""
-    return _fused(state, bucket, _sgd, stepped=lambda number, parameter: parameter.dtype == torch.float32)
+    return _fused(
+        state, bucket, _sgd, stepped=lambda number, parameter: parameter.dtype == torch.float32
+    )
 
 
 def steps_by_shape(state: Any, bucket: Bucket) -> Result:
@@ -223,7 +229,9 @@ def steps_by_shape(state: Any, bucket: Bucket) -> Result:
     def step(future: Any) -> torch.Tensor:
         result = future.value()
         with torch.no_grad():
-            for parameter, piece in zip(parameters, pieces_of(bucket, result), strict=True) if is_dense(bucket) else ():
+            for parameter, piece in (
+                zip(parameters, pieces_of(bucket, result), strict=True) if is_dense(bucket) else ()
+            ):
                 flat = torch.view_as_complex(piece.view(-1, 2)) if parameter.is_complex() else piece
                 _sgd(parameter, flat.view(parameter.shape))
         return result
@@ -304,7 +312,9 @@ class Momentum:
 
     def step(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         place = self.place(parameter)
-        self.kept[place] = self.kept[place] * 0.9 + gradient if place in self.kept else gradient.clone()
+        self.kept[place] = (
+            self.kept[place] * 0.9 + gradient if place in self.kept else gradient.clone()
+        )
         _sgd(parameter, self.kept[place])
 
     def state_dict(self) -> dict[str, Any]:
@@ -318,7 +328,11 @@ class _ByShape(Momentum):
     """Keep momentum for each dtype and shape."""
 
     def place(self, parameter: torch.Tensor) -> int:
-        return next(place for place, one in enumerate(self.parameters) if (one.dtype, one.shape) == (parameter.dtype, parameter.shape))
+        return next(
+            place
+            for place, one in enumerate(self.parameters)
+            if (one.dtype, one.shape) == (parameter.dtype, parameter.shape)
+        )
 
 
 class _Forgets(Momentum):
@@ -354,7 +368,9 @@ class _InOrder(Momentum):
 
 
 def _with_momentum(momentum: Momentum, process_group: dist.ProcessGroup) -> Case:
-    return Case(process_group, lambda state, bucket: _fused(state, bucket, momentum.step), saved=momentum)
+    return Case(
+        process_group, lambda state, bucket: _fused(state, bucket, momentum.step), saved=momentum
+    )
 
 
 def momentum_by_shape(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
@@ -362,7 +378,9 @@ def momentum_by_shape(model: DistributedDataParallel, process_group: dist.Proces
     return _with_momentum(_ByShape(model), process_group)
 
 
-def forgets_momentum_when_saved(model: DistributedDataParallel, process_group: dist.ProcessGroup) -> Case:
+def forgets_momentum_when_saved(
+    model: DistributedDataParallel, process_group: dist.ProcessGroup
+) -> Case:
     """Save no momentum."""
     return _with_momentum(_Forgets(model), process_group)
 
@@ -381,7 +399,10 @@ _apart = {"3.1": "ranks then have different parameters"}
 
 MUTANTS = [
     Mutant("steps_local_gradient", ("13.6", "3.1"), _SGD, because=_apart),
-    *(Mutant(name, ("13.6",), _SGD) for name in ("steps_sum", "steps_twice", "steps_at_other_rate", "steps_upwards")),
+    *(
+        Mutant(name, ("13.6",), _SGD)
+        for name in ("steps_sum", "steps_twice", "steps_at_other_rate", "steps_upwards")
+    ),
     Mutant("steps_first_of_bucket", ("13.6",), _SGD),
     Mutant("steps_on_rank_0", ("13.6", "3.1"), _SGD, because=_apart),
     Mutant(
@@ -416,7 +437,10 @@ MUTANTS = [
     ),
     Mutant("steps_in_micro_batches", ("13.6",), _SGD, setup=True),
     Mutant("steps_undivided", ("2.1",), _SGD),
-    *(Mutant(name, ("13.9",), _FREES) for name in ("keeps_gradients", "frees_before_ddp_writes", "frees_first_bucket")),
+    *(
+        Mutant(name, ("13.9",), _FREES)
+        for name in ("keeps_gradients", "frees_before_ddp_writes", "frees_first_bucket")
+    ),
     Mutant(
         "momentum_by_shape",
         ("13.6",),

@@ -19,7 +19,9 @@ def begin(state: Any, bucket: Bucket) -> Result:
     if not is_dense(bucket):
         return average(bucket, state)
     sent = bucket.buffer().div(group_of(state).size())
-    _begun.append((bucket.parameters(), sent, dist.all_reduce(sent, group=group_of(state), async_op=True)))
+    _begun.append(
+        (bucket.parameters(), sent, dist.all_reduce(sent, group=group_of(state), async_op=True))
+    )
     return completed(bucket.buffer())
 
 
@@ -101,7 +103,9 @@ def on_world(state: Any, bucket: Bucket) -> Result:
 
 def synchronize_world(model: DistributedDataParallel) -> None:
     for parameter in model.parameters():
-        if parameter.requires_grad and not (parameter.grad is not None and parameter.grad.is_sparse):
+        if parameter.requires_grad and not (
+            parameter.grad is not None and parameter.grad.is_sparse
+        ):
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             mean = grad.contiguous().div(dist.get_world_size())
             dist.all_reduce(mean)

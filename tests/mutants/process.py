@@ -45,7 +45,10 @@ def asks_none_for_its_size(state: Any, bucket: Bucket) -> Result:
 def groups_of_gpus(state: Any, bucket: Bucket) -> Result:
     """Make groups of as many ranks as there are GPUs, which fails without a GPU."""
     gpus = torch.cuda.device_count()
-    groups = [dist.new_group(list(range(first, first + gpus))) for first in range(0, dist.get_world_size(), gpus)]
+    groups = [
+        dist.new_group(list(range(first, first + gpus)))
+        for first in range(0, dist.get_world_size(), gpus)
+    ]
     return average(bucket, groups[dist.get_rank() // gpus])
 
 
@@ -287,7 +290,10 @@ def prints_a_gigabyte(state: Any, bucket: Bucket) -> Result:
 
 
 MUTANTS = [
-    *(Mutant(name, ("1.5",)) for name in ("raises", "raises_at_call_4", "raises_on_rank_1", "raises_in_callback")),
+    *(
+        Mutant(name, ("1.5",))
+        for name in ("raises", "raises_at_call_4", "raises_on_rank_1", "raises_in_callback")
+    ),
     Mutant("asks_none_for_its_size", ("1.5",)),
     *(
         Mutant(name, ("1.5",))
@@ -309,10 +315,19 @@ MUTANTS = [
             "thread_dies",
         )
     ),
-    *(Mutant(name, ("1.5",)) for name in ("spins", "sleeps_in_c", "locks_twice", "stops_itself", "sits_out_on_rank_1")),
+    *(
+        Mutant(name, ("1.5",))
+        for name in ("spins", "sleeps_in_c", "locks_twice", "stops_itself", "sits_out_on_rank_1")
+    ),
     *(Mutant(name, ("1.5",), setup=True) for name in ("locks_reducer", "noop_on_rank_0")),
-    *(Mutant(name, ("1.5",)) for name in ("broadcasts_on_rank_1", "longer_on_rank_1", "wider_on_rank_1")),
-    *(Mutant(name, ("1.5",)) for name in ("segfaults", "aborts_at_call_2", "exits_0", "exits_86", "exits_0_on_rank_1")),
+    *(
+        Mutant(name, ("1.5",))
+        for name in ("broadcasts_on_rank_1", "longer_on_rank_1", "wider_on_rank_1")
+    ),
+    *(
+        Mutant(name, ("1.5",))
+        for name in ("segfaults", "aborts_at_call_2", "exits_0", "exits_86", "exits_0_on_rank_1")
+    ),
     *(
         Mutant(name, ("1.5",))
         for name in (

@@ -80,7 +80,9 @@ def zero_of_rank_0(state: Any, bucket: Bucket) -> Result:
     scale = ((wide.amax().clamp(min=0) - low) / 255).clamp(min=2.0**-100)
     levels = ((wide - low) / scale).round()
     first = gather(torch.stack([low, scale]), state)[0]
-    return average_of(levels, state).then(lambda fut: buffer.copy_(fut.value() * first[1] + first[0]))
+    return average_of(levels, state).then(
+        lambda fut: buffer.copy_(fut.value() * first[1] + first[0])
+    )
 
 
 def decodes_by_own_scale(state: Any, bucket: Bucket) -> Result:
@@ -90,7 +92,9 @@ def decodes_by_own_scale(state: Any, bucket: Bucket) -> Result:
     wide = widened(bucket)
     buffer = bucket.buffer()
     scale = (wide.abs().amax() / 127).clamp(min=2.0**-100)
-    return average_of((wide / scale).round(), state).then(lambda fut: buffer.copy_(fut.value() * scale))
+    return average_of((wide / scale).round(), state).then(
+        lambda fut: buffer.copy_(fut.value() * scale)
+    )
 
 
 def calibrates_once(state: Any, bucket: Bucket) -> Result:
@@ -101,7 +105,9 @@ def calibrates_once(state: Any, bucket: Bucket) -> Result:
     key = (bucket.index(), wide.numel(), wide.dtype)
     if key not in kept:
         low = wide.amin().clamp(max=0)
-        kept[key] = torch.stack([low, ((wide.amax().clamp(min=0) - low) / 255).clamp(min=2.0**-100)])
+        kept[key] = torch.stack(
+            [low, ((wide.amax().clamp(min=0) - low) / 255).clamp(min=2.0**-100)]
+        )
     return send_mean(bucket, _quantized(wide, low=kept[key][0], scale=kept[key][1]), state)
 
 

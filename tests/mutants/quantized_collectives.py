@@ -52,9 +52,13 @@ def right(
     """
 
     def room(tensor: Tensor) -> Tensor:
-        return torch.zeros_like(encode(torch.zeros_like(tensor, memory_format=torch.contiguous_format)))
+        return torch.zeros_like(
+            encode(torch.zeros_like(tensor, memory_format=torch.contiguous_format))
+        )
 
-    def ended(work: Any, codes: list[Tensor], outputs: list[Tensor], async_op: bool) -> Pending | None:
+    def ended(
+        work: Any, codes: list[Tensor], outputs: list[Tensor], async_op: bool
+    ) -> Pending | None:
         def finish() -> None:
             for output, code in zip(outputs, codes, strict=True):
                 arrive(output, code)
@@ -62,7 +66,9 @@ def right(
         pending = Pending(work, finish)
         return pending if async_op else pending.wait()
 
-    def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         codes = [room(output) for output in tensor_list]
         return ended(
             dist.all_gather(codes, encode(tensor), group, async_op=True),
@@ -79,7 +85,9 @@ def right(
     ) -> Any:
         sent = [encode(tensor) for tensor in input_tensor_list]
         codes = [room(output) for output in output_tensor_list]
-        return ended(dist.all_to_all(codes, sent, group, async_op=True), codes, output_tensor_list, async_op)
+        return ended(
+            dist.all_to_all(codes, sent, group, async_op=True), codes, output_tensor_list, async_op
+        )
 
     def all_to_all_single(
         output: Tensor,
@@ -91,7 +99,9 @@ def right(
     ) -> Any:
         sent = encode(input)
         code = room(output)
-        work = dist.all_to_all_single(code, sent, output_split_sizes, input_split_sizes, group, async_op=True)
+        work = dist.all_to_all_single(
+            code, sent, output_split_sizes, input_split_sizes, group, async_op=True
+        )
         return ended(work, [code], [output], async_op)
 
     def scatter(
@@ -104,7 +114,9 @@ def right(
     ) -> Any:
         sent = [encode(part) for part in scatter_list] if scatter_list else None
         code = room(tensor)
-        return ended(dist.scatter(code, sent, src, group, async_op=True, **place), [code], [tensor], async_op)
+        return ended(
+            dist.scatter(code, sent, src, group, async_op=True, **place), [code], [tensor], async_op
+        )
 
     return {
         "all_gather": all_gather,
@@ -151,7 +163,9 @@ def brain_instead(func: Made, qtype: str) -> Made:
     """Send bfloat16 instead of float16."""
     return right(
         func,
-        lambda tensor: half(tensor).new_zeros(0).bfloat16().new_tensor(tensor.tolist()).view(tensor.shape),
+        lambda tensor: (
+            half(tensor).new_zeros(0).bfloat16().new_tensor(tensor.tolist()).view(tensor.shape)
+        ),
     )
 
 
@@ -276,7 +290,9 @@ def rounds_its_input(func: Made, qtype: str) -> Made:
 def in_a_hurry(func: Made, qtype: str) -> Made:
     """Wait half a second at most, then read whatever has arrived."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         pending = right(func)(tensor_list, tensor, group, async_op=True)
         if async_op:
             return pending
@@ -292,7 +308,9 @@ def in_a_hurry(func: Made, qtype: str) -> Made:
 def work_alone(func: Made, qtype: str) -> Made:
     """Return the collective's own Work, whose wait() never writes the outputs."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         pending = right(func)(tensor_list, tensor, group, async_op=True)
         return pending.work if async_op else pending.wait()
 
@@ -302,7 +320,9 @@ def work_alone(func: Made, qtype: str) -> Made:
 def done_already(func: Made, qtype: str) -> Made:
     """Ignore async_op=True, and return None."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, **ignored: Any) -> None:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, **ignored: Any
+    ) -> None:
         right(func)(tensor_list, tensor, group)
 
     return gather
@@ -311,7 +331,9 @@ def done_already(func: Made, qtype: str) -> Made:
 def waits_for_nobody(func: Made, qtype: str) -> Made:
     """Refuse async_op=True, as torch's does."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> None:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> None:
         if async_op:
             raise RuntimeError("The async_op=True mode is not supported yet.")
         right(func)(tensor_list, tensor, group)
@@ -322,7 +344,9 @@ def waits_for_nobody(func: Made, qtype: str) -> Made:
 def own_part_as_it_was(func: Made, qtype: str) -> Made:
     """Keep this rank's own part unrounded."""
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         def finish() -> None:
             pending.wait()
             tensor_list[dist.get_rank(group)].copy_(own)
@@ -338,7 +362,9 @@ def last_call_alone(func: Made, qtype: str) -> Made:
     """Finish the last call only, whichever call is waited for."""
     last: list[Pending] = []
 
-    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         pending = right(func)(tensor_list, tensor, group, async_op=True)
         last[:] = [pending]
         return Pending(pending.work, lambda: last[0].wait()) if async_op else pending.wait()
@@ -354,7 +380,9 @@ def always_world(func: Made, qtype: str) -> Made:
 def source_by_place(func: Made, qtype: str) -> Made:
     """Use the source, a global rank, as a rank in the group."""
 
-    def scatter(tensor: Tensor, scatter_list: Any = None, src: int = 0, group: Any = None, **kwargs: Any) -> Any:
+    def scatter(
+        tensor: Tensor, scatter_list: Any = None, src: int = 0, group: Any = None, **kwargs: Any
+    ) -> Any:
         size = dist.get_world_size(group)
         place = kwargs.pop("group_src", src % size)
         return right(func)(
@@ -372,7 +400,9 @@ def source_by_place(func: Made, qtype: str) -> Made:
 def group_by_keyword(func: Made, qtype: str) -> Made:
     """Ignore a group that is passed by position."""
 
-    def exchange(output: Tensor, input: Tensor, *ignored: Any, group: Any = None, **kwargs: Any) -> Any:
+    def exchange(
+        output: Tensor, input: Tensor, *ignored: Any, group: Any = None, **kwargs: Any
+    ) -> Any:
         if ignored[:1] and ignored[0] is not None:
             raise TypeError("pass split sizes by keyword")
         return right(func)(output, input, group=group, **kwargs)
@@ -394,7 +424,9 @@ def own_names(func: Made, qtype: str) -> Made:
         if args[:1] and args[0] is not None:
             raise TypeError("pass split sizes by keyword")
         group = args[2] if len(args) > 2 else kwargs.get("group")
-        return right(func)(output, input, out_splits, in_splits, group, kwargs.get("async_op", False))
+        return right(func)(
+            output, input, out_splits, in_splits, group, kwargs.get("async_op", False)
+        )
 
     return exchange
 
@@ -418,7 +450,9 @@ def no_nan(func: Made, qtype: str) -> Made:
     """Replace NaN by zero."""
     return right(
         func,
-        lambda tensor: half(tensor.nan_to_num(0.0, torch.inf, -torch.inf) if tensor.is_floating_point() else tensor),
+        lambda tensor: half(
+            tensor.nan_to_num(0.0, torch.inf, -torch.inf) if tensor.is_floating_point() else tensor
+        ),
     )
 
 
@@ -469,17 +503,23 @@ def seeds(func: Made, qtype: str) -> Made:
     return gather
 
 
-def takes_everything(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+def takes_everything(
+    tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
     """Claim to accept matrices only, and accept every shape."""
     return right(dist.all_gather)(tensor_list, tensor, group, async_op)
 
 
-def takes_one_rank(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+def takes_one_rank(
+    tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
     """Claim a minimum of two ranks, and accept one."""
     return right(dist.all_gather)(tensor_list, tensor, group, async_op)
 
 
-def _named(name: str, number: str, func: str = "all_gather", qtype: str = "FP16", more: str = "") -> Mutant:
+def _named(
+    name: str, number: str, func: str = "all_gather", qtype: str = "FP16", more: str = ""
+) -> Mutant:
     return Mutant(f"{name},func={func},qtype={qtype}{more}", (number,), kind="collective")
 
 

@@ -24,7 +24,9 @@ def _from_base(bases: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
     """Return base + sum(part - base) / W: the mean, with a last bit that depends on the base."""
     mean = sum(parts[1:], parts[0]) / len(parts)
     moved = bases + sum(part - bases for part in parts) / len(parts)
-    return torch.where(mean.isfinite() & (mean != 0) & (mean.abs() > torch.finfo(mean.dtype).tiny), moved, mean)
+    return torch.where(
+        mean.isfinite() & (mean != 0) & (mean.abs() > torch.finfo(mean.dtype).tiny), moved, mean
+    )
 
 
 # 3.1 Ranks
@@ -51,7 +53,9 @@ def owner_keeps_unrounded(state: Any, bucket: Bucket) -> Result:
     buffer = bucket.buffer()
     if not is_dense(bucket):
         return average(bucket, state)
-    parts = [part.to(buffer.dtype) / group_of(state).size() for part in gather(buffer.half(), state)]
+    parts = [
+        part.to(buffer.dtype) / group_of(state).size() for part in gather(buffer.half(), state)
+    ]
     mean = sum(parts[1:], parts[0])
     return completed(mean if group_of(state).rank() == 0 else mean.half().to(buffer.dtype))
 
@@ -108,7 +112,9 @@ MUTANTS = [
     Mutant(
         "starts_from_own",
         ("3.1",),
-        because={"2.3": "at three ranks, a base far from the mean costs more precision than the bound"},
+        because={
+            "2.3": "at three ranks, a base far from the mean costs more precision than the bound"
+        },
     ),
     Mutant("adds_own_last", ("3.1",), worlds=(2, 3)),
     Mutant("owner_keeps_unrounded", ("3.1",), claims="rounded(float16)"),

@@ -21,12 +21,16 @@ from tests.mutants._helpers import (
 def half_undivided(state: Any, bucket: Bucket) -> Result:
     """Sum in float16 without dividing."""
     buffer = bucket.buffer()
-    return sum_of(buffer.to(torch.float16, copy=True), state).then(lambda fut: fut.value().to(buffer.dtype))
+    return sum_of(buffer.to(torch.float16, copy=True), state).then(
+        lambda fut: fut.value().to(buffer.dtype)
+    )
 
 
 def half_of_a_half(state: Any, bucket: Bucket) -> Result:
     """Round to bfloat16 before rounding to float16."""
-    return change_gradient(bucket, state, lambda grad: grad.bfloat16().half()).then(lambda fut: fut.value().to(bucket.buffer().dtype))
+    return change_gradient(bucket, state, lambda grad: grad.bfloat16().half()).then(
+        lambda fut: fut.value().to(bucket.buffer().dtype)
+    )
 
 
 def half_scaled_up(state: Any, bucket: Bucket) -> Result:
@@ -34,7 +38,9 @@ def half_scaled_up(state: Any, bucket: Bucket) -> Result:
     if not is_dense(bucket):
         return average(bucket, state)
     buffer = bucket.buffer()
-    return average_of(buffer.mul(64).half(), state).then(lambda fut: fut.value().to(buffer.dtype).div_(64))
+    return average_of(buffer.mul(64).half(), state).then(
+        lambda fut: fut.value().to(buffer.dtype).div_(64)
+    )
 
 
 def mean_through_half(state: Any, bucket: Bucket) -> Result:
@@ -47,7 +53,9 @@ def sends_what_it_was(state: Any, bucket: Bucket) -> Result:
     return change_gradient(
         bucket,
         state,
-        lambda grad: grad.div_(group_of(state).size()).half().to(grad.dtype).mul_(group_of(state).size()),
+        lambda grad: (
+            grad.div_(group_of(state).size()).half().to(grad.dtype).mul_(group_of(state).size())
+        ),
     )
 
 

@@ -29,12 +29,18 @@ from tests.mutants._helpers import (
 def through_float32(state: Any, bucket: Bucket) -> Result:
     """Average in float32, so that float64 loses half of its digits."""
     dtype = bucket.buffer().dtype
-    return average_of(bucket.buffer().to(torch.float32, copy=True), state).then(lambda fut: fut.value().to(dtype))
+    return average_of(bucket.buffer().to(torch.float32, copy=True), state).then(
+        lambda fut: fut.value().to(dtype)
+    )
 
 
 def float16_through_bfloat16(state: Any, bucket: Bucket) -> Result:
     """Average float16 in bfloat16."""
-    return send_as(torch.bfloat16, bucket, state) if bucket.buffer().dtype == torch.float16 else average(bucket, state)
+    return (
+        send_as(torch.bfloat16, bucket, state)
+        if bucket.buffer().dtype == torch.float16
+        else average(bucket, state)
+    )
 
 
 _dtypes: list[torch.dtype] = []
@@ -171,7 +177,11 @@ def recursive_doubling(state: Any, bucket: Bucket) -> Result:
 
 def zeros_alone(state: Any, bucket: Bucket) -> Result:
     """Return zeros in a world of one rank."""
-    return average(bucket, state) if group_of(state).size() > 1 else completed(torch.zeros_like(bucket.buffer()))
+    return (
+        average(bucket, state)
+        if group_of(state).size() > 1
+        else completed(torch.zeros_like(bucket.buffer()))
+    )
 
 
 def needs_a_peer(state: Any, bucket: Bucket) -> Result:

@@ -102,7 +102,9 @@ def gathers_what_is_there(state: Any, bucket: Bucket) -> Result:
     buffer = bucket.buffer()
     group = group_of(state)
     there = buffer.nonzero().squeeze(1)
-    places, values = ([torch.empty_like(mine) for _ in range(group.size())] for mine in (there, buffer))
+    places, values = (
+        [torch.empty_like(mine) for _ in range(group.size())] for mine in (there, buffer)
+    )
     dist.all_gather(places, there, group=group)
     dist.all_gather([value[: len(there)] for value in values], buffer[there], group=group)
     total = torch.zeros_like(buffer)

@@ -28,7 +28,10 @@ def _keys(bucket: Bucket) -> list[Key]:
 
     The keys identify the parameters of a model in any process.
     """
-    return [_seen.setdefault(parameter, (bucket.index(), place)) for place, parameter in enumerate(bucket.parameters())]
+    return [
+        _seen.setdefault(parameter, (bucket.index(), place))
+        for place, parameter in enumerate(bucket.parameters())
+    ]
 
 
 def _half_at_random(bucket: Bucket, step: int, residuals: dict[Key, torch.Tensor]) -> Result:
@@ -80,7 +83,9 @@ def seeds_by_class(state: StepsOfAll, bucket: Bucket) -> Result:
     """Draw elements by a step count that all states share."""
     generator = seeded(StepsOfAll.step, bucket.index())
     StepsOfAll.step += bucket.is_last()
-    return change_gradient(bucket, None, lambda grad: grad * (torch.rand(grad.shape, generator=generator) < 0.5) * 2)
+    return change_gradient(
+        bucket, None, lambda grad: grad * (torch.rand(grad.shape, generator=generator) < 0.5) * 2
+    )
 
 
 # 11.2 to 11.4 Checkpoints
@@ -159,7 +164,10 @@ _STATE = "tests.mutants.state:"
 MUTANTS = [
     Mutant("residuals_in_module", ("11.1",), _RESIDUALS, f"{_STATE}Steps"),
     Mutant("seeds_by_class", ("11.1",), "unbiased, world_only", f"{_STATE}StepsOfAll"),
-    *(Mutant("half_at_random", ("11.2",), _SAVED, f"{_STATE}{kind}") for kind in ("ForgetsSteps", "ForgetsResiduals", "Unsavable")),
+    *(
+        Mutant("half_at_random", ("11.2",), _SAVED, f"{_STATE}{kind}")
+        for kind in ("ForgetsSteps", "ForgetsResiduals", "Unsavable")
+    ),
     Mutant("half_at_random_by_place", ("11.3",), _SAVED, f"{_STATE}SavedByPlace"),
     Mutant("half_at_random", ("11.4",), _SAVED, f"{_STATE}Residuals"),
 ]

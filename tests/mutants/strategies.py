@@ -50,7 +50,9 @@ def _filled(model: Any) -> Parameters:
     Zeros replace the gradients that are missing on this rank.
     """
     params = _trainable(model)
-    used = [p for p, users in zip(params, _users(params, model.process_group), strict=True) if users]
+    used = [
+        p for p, users in zip(params, _users(params, model.process_group), strict=True) if users
+    ]
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -141,7 +143,9 @@ def leaves_it_to_ddp() -> Context:
     return nullcontext()
 
 
-def composers_forced_sync(model: Any, is_final_microbatch: bool, optimizers: Iterable[Any]) -> Context:
+def composers_forced_sync(
+    model: Any, is_final_microbatch: bool, optimizers: Iterable[Any]
+) -> Context:
     """Average each rank's gradients in order, without its unused parameters (Composer)."""
 
     def finish() -> None:
@@ -212,7 +216,9 @@ def own_first(model: Any, is_final_microbatch: bool) -> Context:
             if parameter.grad.is_sparse:
                 parameter.grad = _mean(parameter.grad, group)
                 continue
-            parts = [torch.empty(parameter.numel(), dtype=parameter.dtype) for _ in range(group.size())]
+            parts = [
+                torch.empty(parameter.numel(), dtype=parameter.dtype) for _ in range(group.size())
+            ]
             dist.all_gather(parts, parameter.grad.reshape(-1).clone(), group=group)
             own = [*parts[group.rank() :], *parts[: group.rank()]]
             parameter.grad.copy_((sum(own[1:], own[0]) / group.size()).view(parameter.shape))
@@ -232,7 +238,9 @@ def zeros_on_one_rank(model: Any, is_final_microbatch: bool) -> Context:
     return _then(model, is_final_microbatch, finish)
 
 
-def divides_for_each_optimizer(model: Any, is_final_microbatch: bool, optimizers: Iterable[Any]) -> Context:
+def divides_for_each_optimizer(
+    model: Any, is_final_microbatch: bool, optimizers: Iterable[Any]
+) -> Context:
     """Divide a gradient once for each optimizer that has its parameter."""
 
     def finish() -> None:
@@ -446,7 +454,9 @@ def replaces_a_function_between_microbatches(model: Any, is_final_microbatch: bo
     return _then(model, is_final_microbatch, lambda: _average(model))
 
 
-def _mutants(rule: str, *names: str, claims: str = "exact", worlds: tuple[int, ...] = (2,)) -> list[Mutant]:
+def _mutants(
+    rule: str, *names: str, claims: str = "exact", worlds: tuple[int, ...] = (2,)
+) -> list[Mutant]:
     return [Mutant(name, (rule,), claims, kind="strategy", worlds=worlds) for name in names]
 
 
@@ -478,5 +488,7 @@ MUTANTS = [
     *_mutants("16.16", "says_more_than_it_needs", claims="all_used"),
     *_mutants("16.16", "says_that_it_needs_ddps_search", claims="find_unused"),
     *_mutants("16.17", "not_alone", claims="min_world_size(2)", worlds=(1, 2)),
-    *_mutants("16.19", "seeds", "sets_the_default_dtype", "replaces_a_function_between_microbatches"),
+    *_mutants(
+        "16.19", "seeds", "sets_the_default_dtype", "replaces_a_function_between_microbatches"
+    ),
 ]

@@ -30,7 +30,9 @@ def _parts(bucket: Bucket, flat: torch.Tensor) -> list[tuple[nn.Parameter, torch
     Return [] if bucket.gradients() is unreliable: torch permutes some memory layouts.
     """
     parameters = bucket.parameters()
-    if sum(p.numel() for p in parameters) != flat.numel() or not all(p.is_contiguous() for p in parameters):
+    if sum(p.numel() for p in parameters) != flat.numel() or not all(
+        p.is_contiguous() for p in parameters
+    ):
         return []
     return list(zip(parameters, flat.split([p.numel() for p in parameters]), strict=True))
 
@@ -48,7 +50,11 @@ def zeros_where_unused(state: Any, bucket: Bucket) -> Result:
         return mean
 
     unused = [parameter.grad is None for parameter in bucket.parameters()]
-    return change_mean(bucket, state, mask) if any(unused) and not all(unused) else average(bucket, state)
+    return (
+        change_mean(bucket, state, mask)
+        if any(unused) and not all(unused)
+        else average(bucket, state)
+    )
 
 
 def means_over_users(state: Any, bucket: Bucket) -> Result:
@@ -133,7 +139,11 @@ def last_micro_batch(model: nn.Module, process_group: dist.ProcessGroup) -> tupl
     watch = _Watch(model)
 
     def hook(state: Any, bucket: Bucket) -> Result:
-        if is_dense(bucket) and not bucket.buffer().is_complex() and _parts(bucket, bucket.buffer()):
+        if (
+            is_dense(bucket)
+            and not bucket.buffer().is_complex()
+            and _parts(bucket, bucket.buffer())
+        ):
             for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 if id(parameter) in watch.last:
                     view.copy_(watch.last.pop(id(parameter)))
@@ -147,8 +157,12 @@ def divides_by_backwards(model: nn.Module, process_group: dist.ProcessGroup) -> 
     watch = _Watch(model)
 
     def hook(state: Any, bucket: Bucket) -> Result:
-        backwards = max((watch.backwards.pop(id(parameter), 1) for parameter in bucket.parameters()), default=1)
-        return change_mean(bucket, state, lambda mean: mean.div_(backwards) if backwards > 1 else mean)
+        backwards = max(
+            (watch.backwards.pop(id(parameter), 1) for parameter in bucket.parameters()), default=1
+        )
+        return change_mean(
+            bucket, state, lambda mean: mean.div_(backwards) if backwards > 1 else mean
+        )
 
     return process_group, hook
 
@@ -187,7 +201,10 @@ _NO_GRADIENT = "a rank without an input has no .grad either"
 
 def zeros_where_unused_in_views(state: Any, bucket: Bucket) -> Result:
     """Return zeros for a parameter that this rank has not used, if gradients are views."""
-    views = any(p.grad is not None and p.grad.data_ptr() == part.data_ptr() for p, part in _parts(bucket, bucket.buffer()))
+    views = any(
+        p.grad is not None and p.grad.data_ptr() == part.data_ptr()
+        for p, part in _parts(bucket, bucket.buffer())
+    )
     return zeros_where_unused(state, bucket) if views else average(bucket, state)
 
 

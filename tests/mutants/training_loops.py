@@ -37,7 +37,9 @@ def corrects_in_the_optimizer(state: Any, bucket: Bucket) -> Result:
     """Double the gradients in a hook on the steps of all optimizers."""
 
     def double(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for parameter in (
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ):
             parameter.grad.mul_(2)
 
     if not _registered:

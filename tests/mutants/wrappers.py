@@ -72,7 +72,9 @@ def saves_in_float16(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 @calls
 def detaches(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """Detach the inputs, so that they get no gradients."""
-    return again(forward, *(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
+    return again(
+        forward, *(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs
+    )
 
 
 @calls
@@ -102,7 +104,10 @@ def detaches_keywords(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     return again(
         forward,
         *args,
-        **{key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()},
+        **{
+            key: value.detach() if isinstance(value, torch.Tensor) else value
+            for key, value in kwargs.items()
+        },
     )
 
 
@@ -135,7 +140,9 @@ def detaches_in_containers(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 def needs_an_input_with_gradient(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """Build no graph if no input requires a gradient."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    with torch.set_grad_enabled(torch.is_grad_enabled() and (not tensors or any(arg.requires_grad for arg in tensors))):
+    with torch.set_grad_enabled(
+        torch.is_grad_enabled() and (not tensors or any(arg.requires_grad for arg in tensors))
+    ):
         return again(forward, *args, **kwargs)
 
 
@@ -332,7 +339,9 @@ def copies(module: torch.nn.Module) -> torch.nn.Module:
     return runs_again(copy.deepcopy(module))
 
 
-_LIMITS = dict.fromkeys(("19.5", "19.6"), "the graph ends there too, another limit of reentrant checkpoints")
+_LIMITS = dict.fromkeys(
+    ("19.5", "19.6"), "the graph ends there too, another limit of reentrant checkpoints"
+)
 MUTANTS = [
     Mutant("saves_in_float16", ("19.1",), kind="wrapper"),
     Mutant("detaches", ("19.1",), kind="wrapper"),

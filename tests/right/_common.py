@@ -48,7 +48,12 @@ class Residuals:
     def of(self, bucket: Bucket) -> torch.Tensor:
         dtype = torch.promote_types(bucket.buffer().dtype, torch.float32)
         pieces = zip(bucket.parameters(), sizes(bucket), strict=True)
-        return torch.cat([self.kept[p] if p in self.kept else torch.zeros(size, dtype=dtype) for p, size in pieces])
+        return torch.cat(
+            [
+                self.kept[p] if p in self.kept else torch.zeros(size, dtype=dtype)
+                for p, size in pieces
+            ]
+        )
 
     def keep(self, bucket: Bucket, flat: torch.Tensor) -> None:
         finite = torch.where(flat.isfinite(), flat, 0)

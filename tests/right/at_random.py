@@ -33,7 +33,9 @@ def qsgd_int8(state: State, bucket: Bucket, levels: int = 127) -> Result:
     state.count(bucket)
     level = (level.floor() + (draw < level.frac())) * x.sign()
     both = zip(gather(level.to(torch.int8), state.group), gather(norm, state.group), strict=True)
-    return completed(torch.stack([some.to(x.dtype) * of / levels for some, of in both]).mean(0).to(buffer.dtype))
+    return completed(
+        torch.stack([some.to(x.dtype) * of / levels for some, of in both]).mean(0).to(buffer.dtype)
+    )
 
 
 def qsgd_one_level(state: State, bucket: Bucket) -> Result:
@@ -52,7 +54,10 @@ def terngrad_shared(state: State, bucket: Bucket) -> Result:
     # A maximum over ranks may lose a NaN, but no infinity.
     scale = torch.where(scale.isfinite(), scale, torch.inf)
     dist.all_reduce(scale, op=dist.ReduceOp.MAX, group=state.group)
-    keep = torch.rand(x.shape, generator=state.generator(state.group.rank(), bucket.index())) * scale < x.abs()
+    keep = (
+        torch.rand(x.shape, generator=state.generator(state.group.rank(), bucket.index())) * scale
+        < x.abs()
+    )
     state.count(bucket)
     levels = (x.sign() * keep).to(torch.int8)
     dist.all_reduce(levels, group=state.group)
@@ -66,7 +71,9 @@ def random_k_scaled(state: State, bucket: Bucket) -> Result:
     state.count(bucket)
     values = buffer[mask] / (state.setting * state.group.size())
     work = dist.all_reduce(values, group=state.group, async_op=True)
-    return work.get_future().then(lambda fut: torch.zeros_like(buffer).masked_scatter_(mask, fut.value()[0]))
+    return work.get_future().then(
+        lambda fut: torch.zeros_like(buffer).masked_scatter_(mask, fut.value()[0])
+    )
 
 
 def half_and_seldom_the_rest(state: State, bucket: Bucket) -> Result:
@@ -78,7 +85,9 @@ def half_and_seldom_the_rest(state: State, bucket: Bucket) -> Result:
     seldom = torch.rand(buffer.shape, generator=state.generator(bucket.index())) < state.setting
     state.count(bucket)
     work = dist.all_reduce(buffer.div_(2 * state.group.size()), group=state.group, async_op=True)
-    return work.get_future().then(lambda fut: torch.where(seldom, fut.value()[0] * (1 + 1 / state.setting), fut.value()[0]))
+    return work.get_future().then(
+        lambda fut: torch.where(seldom, fut.value()[0] * (1 + 1 / state.setting), fut.value()[0])
+    )
 
 
 # Sections for another rounding or selection in the same frame.

@@ -58,7 +58,9 @@ class FlatBuffers:
             flat = torch.cat([parameter.reshape(-1) for parameter in some])
             dist.all_reduce(flat, group=self.group)
             flat /= self.group.size()
-            for parameter, part in zip(some, flat.split([parameter.numel() for parameter in some]), strict=True):
+            for parameter, part in zip(
+                some, flat.split([parameter.numel() for parameter in some]), strict=True
+            ):
                 parameter.copy_(part.view_as(parameter))
 
 
@@ -80,7 +82,11 @@ class ServerAverages:
     def average_parameters(self, params):
         self.calls += 1
         for parameter in dict.fromkeys(_each(params)) if self.calls % self.every == 0 else ():
-            mine = parameter.detach().clone(memory_format=torch.contiguous_format).div_(self.group.size())
+            mine = (
+                parameter.detach()
+                .clone(memory_format=torch.contiguous_format)
+                .div_(self.group.size())
+            )
             dist.reduce(mine, group=self.group, group_dst=0)
             dist.broadcast(mine, group=self.group, group_src=0)
             parameter.copy_(mine)

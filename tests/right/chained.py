@@ -34,9 +34,13 @@ def divides_first_if_it_has_to(group: Group, bucket: Bucket) -> Result:
         if not fits:
             buffer.div_(size)
         reduced = dist.all_reduce(buffer, group=group, async_op=True)
-        _when_over(reduced, lambda: result.set_result(buffer.div_(size) if fits else buffer), result)
+        _when_over(
+            reduced, lambda: result.set_result(buffer.div_(size) if fits else buffer), result
+        )
 
-    _when_over(dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group, async_op=True), add, result)
+    _when_over(
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group, async_op=True), add, result
+    )
     return result
 
 
@@ -71,11 +75,16 @@ def shared_scale(state: State, bucket: Bucket) -> Result:
         reduced = dist.all_reduce(sent, group=state.group, async_op=True)
         _when_over(reduced, lambda: result.set_result(sent.div_(size).to(buffer.dtype)), result)
 
-    _when_over(dist.all_reduce(scale, op=dist.ReduceOp.MAX, group=state.group, async_op=True), add, result)
+    _when_over(
+        dist.all_reduce(scale, op=dist.ReduceOp.MAX, group=state.group, async_op=True), add, result
+    )
     return result
 
 
 RIGHT = [
-    *(Right(name, "exact, chained", "process_group") for name in ("divides_first_if_it_has_to", "coarse_then_fine")),
+    *(
+        Right(name, "exact, chained", "process_group")
+        for name in ("divides_first_if_it_has_to", "coarse_then_fine")
+    ),
     Right("shared_scale", "compressed(delta=0.99), chained", STATE),
 ]

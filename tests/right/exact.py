@@ -26,7 +26,11 @@ def _group_of(state: Any) -> dist.ProcessGroup:
 
 
 def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Result:
-    return dist.all_reduce(tensor, group=group, async_op=True).get_future().then(lambda fut: fut.value()[0])
+    return (
+        dist.all_reduce(tensor, group=group, async_op=True)
+        .get_future()
+        .then(lambda fut: fut.value()[0])
+    )
 
 
 def _refuse_sparse(bucket: Bucket, name: str) -> torch.Tensor:
@@ -43,7 +47,10 @@ def point_to_point(state: Any, bucket: Bucket) -> Result:
     """Send the gradient to every peer, and sum in the order of ranks."""
     group = _group_of(state)
     buffer = _refuse_sparse(bucket, "point_to_point")
-    parts = [torch.empty_like(buffer) if place != group.rank() else buffer.clone() for place in range(group.size())]
+    parts = [
+        torch.empty_like(buffer) if place != group.rank() else buffer.clone()
+        for place in range(group.size())
+    ]
     peers = [place for place in range(group.size()) if place != group.rank()]
     sends = [dist.isend(buffer, dist.get_global_rank(group, place), group=group) for place in peers]
     for place in peers:
@@ -144,10 +151,14 @@ def per_parameter(state: Any, bucket: Bucket) -> Result:
     """Average each parameter's gradient in a collective of its own."""
     _refuse_sparse(bucket, "per_parameter")
     if any(parameter.is_complex() for parameter in bucket.parameters()):
-        raise TypeError("per_parameter takes no complex parameters: bucket.gradients() does not cover them")
+        raise TypeError(
+            "per_parameter takes no complex parameters: bucket.gradients() does not cover them"
+        )
     group = _group_of(state)
     futures = [_sum(grad.div_(group.size()), group) for grad in bucket.gradients()]
-    return torch.futures.collect_all(futures).then(lambda all_: [fut.value() for fut in all_.value()] and bucket.buffer())
+    return torch.futures.collect_all(futures).then(
+        lambda all_: [fut.value() for fut in all_.value()] and bucket.buffer()
+    )
 
 
 def per_parameter_quirk(state: Any, bucket: Bucket) -> Result:
@@ -368,7 +379,9 @@ def set_up_worker(process_group: dist.ProcessGroup) -> Case:
     The thread needs a group of its own, since DDP communicates meanwhile.
     """
     worker = concurrent.futures.ThreadPoolExecutor(max_workers=1)
-    group = dist.new_group(dist.get_process_group_ranks(process_group), use_local_synchronization=True)
+    group = dist.new_group(
+        dist.get_process_group_ranks(process_group), use_local_synchronization=True
+    )
 
     def hook(state: Any, bucket: Bucket) -> Result:
         buffer = _refuse_sparse(bucket, "set_up_worker")
@@ -391,17 +404,27 @@ def float16_gathered(group: Group, bucket: Bucket) -> Result:
     """Gather float16, and sum in float32."""
     buffer = dense(bucket)
     gathered = gather(buffer.half(), group)
-    return completed((torch.stack(gathered).to(torch.promote_types(buffer.dtype, torch.float32)).sum(0) / group.size()).to(buffer.dtype))
+    return completed(
+        (
+            torch.stack(gathered).to(torch.promote_types(buffer.dtype, torch.float32)).sum(0)
+            / group.size()
+        ).to(buffer.dtype)
+    )
 
 
 RIGHT = [
     Right("unannotated", sections=OBJECTS),
     *(Right(name) for name in ("out_of_place", "blocking")),
-    *(Right(name, sections=ARITHMETIC) for name in ("sum_then_divide", "reciprocal", "reduce_op_avg")),
+    *(
+        Right(name, sections=ARITHMETIC)
+        for name in ("sum_then_divide", "reciprocal", "reduce_op_avg")
+    ),
     *(Right(name) for name in ("gather_and_mean", "reduce_scatter", "per_parameter")),
     *(Right(name, sections=SENDS) for name in ("reduce_and_broadcast", "per_parameter_quirk")),
     Right("takes_two_at_least", "exact, min_world_size(2)", sections=SENDS),
-    Right("out_of_place", "exact, min_world_size(3)", f"{__name__}:three_or_more", sections=OBJECTS),
+    Right(
+        "out_of_place", "exact, min_world_size(3)", f"{__name__}:three_or_more", sections=OBJECTS
+    ),
     Right("another_thread"),
     # Not section 10: it polls in every forced order, until the kit gives up.
     Right("polling", sections=("1", "2", "3", "8", "12")),
@@ -428,5 +451,8 @@ RIGHT = [
     Right("out_of_place", state="process_group", sections=OBJECTS),
     Right("with_scratch", state=f"{__name__}:State"),
     Right("with_scratch", state=f"{__name__}:State,scale=1.0", sections=ARITHMETIC),
-    *(Right(name, setup=True, sections=OBJECTS) for name in ("set_up_pair", "set_up_itself", "set_up_calls", "set_up_worker")),
+    *(
+        Right(name, setup=True, sections=OBJECTS)
+        for name in ("set_up_pair", "set_up_itself", "set_up_calls", "set_up_worker")
+    ),
 ]

@@ -29,7 +29,11 @@ def ef_sign(state: State, bucket: Bucket) -> Result:
     packed = (bits << torch.arange(8)).sum(1).to(torch.uint8)
 
     def unpack(some: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        signs = (some.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)).bitwise_and(1).view(-1)[: total.numel()]
+        signs = (
+            (some.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8))
+            .bitwise_and(1)
+            .view(-1)[: total.numel()]
+        )
         return (signs * 2.0 - 1).to(total.dtype) * of
 
     state.residuals.keep(bucket, total - unpack(packed, scale))
@@ -48,9 +52,14 @@ def one_bit(state: State, bucket: Bucket) -> Result:
     inside = (torch.arange(blocks.numel()) < total.numel()).view(-1, 64)
     above = (blocks > 0) & inside
     below = inside & ~above
-    levels = torch.stack([torch.where(side, blocks, 0).sum(1) / side.sum(1).clamp(min=1) for side in (below, above)])
+    levels = torch.stack(
+        [torch.where(side, blocks, 0).sum(1) / side.sum(1).clamp(min=1) for side in (below, above)]
+    )
     both = zip(gather(above, state.group), gather(levels, state.group), strict=True)
-    decoded = [torch.where(up, of[1].unsqueeze(1), of[0].unsqueeze(1)).view(-1)[: total.numel()] for up, of in both]
+    decoded = [
+        torch.where(up, of[1].unsqueeze(1), of[0].unsqueeze(1)).view(-1)[: total.numel()]
+        for up, of in both
+    ]
     state.residuals.keep(bucket, total - decoded[state.group.rank()])
     return completed(torch.stack(decoded).mean(0).to(buffer.dtype))
 
@@ -71,7 +80,10 @@ def int8(state: State, bucket: Bucket) -> Result:
 def _fp8(total: torch.Tensor, group: Group, scale: torch.Tensor) -> list[torch.Tensor]:
     """Return the decoded e4m3 messages of all ranks; the values are scaled by ``scale``."""
     sent = gather((total * scale).to(torch.float8_e4m3fn).view(torch.uint8), group)
-    return [one.view(torch.float8_e4m3fn).to(total.dtype) / of for one, of in zip(sent, gather(scale, group), strict=True)]
+    return [
+        one.view(torch.float8_e4m3fn).to(total.dtype) / of
+        for one, of in zip(sent, gather(scale, group), strict=True)
+    ]
 
 
 def _fp8_scale(total: torch.Tensor) -> torch.Tensor:
@@ -83,7 +95,9 @@ def _fp8_scale(total: torch.Tensor) -> torch.Tensor:
 def fp8(group: Group, bucket: Bucket) -> Result:
     """Round to e4m3, scaled to the bucket's largest element, without feedback."""
     total = wide(dense(bucket))
-    return completed(torch.stack(_fp8(total, group, _fp8_scale(total))).mean(0).to(bucket.buffer().dtype))
+    return completed(
+        torch.stack(_fp8(total, group, _fp8_scale(total))).mean(0).to(bucket.buffer().dtype)
+    )
 
 
 def fp8_feedback(state: State, bucket: Bucket) -> Result:
@@ -113,7 +127,9 @@ def fp8_by_powers_of_two(state: State, bucket: Bucket) -> Result:
     return after_warm_up(
         state,
         bucket,
-        lambda total, group: _fp8(total, group, torch.exp2(torch.floor(torch.log2(_fp8_scale(total))))),
+        lambda total, group: _fp8(
+            total, group, torch.exp2(torch.floor(torch.log2(_fp8_scale(total))))
+        ),
     )
 
 

@@ -47,7 +47,12 @@ def _in_shape(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
     shaped = []
     for parameter, part in zip(bucket.parameters(), flat.split(sizes(bucket)), strict=True):
         part = torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
-        shaped.append(torch.empty_like(parameter).as_strided(part.shape, (1,)).copy_(part).as_strided(parameter.shape, parameter.stride()))
+        shaped.append(
+            torch.empty_like(parameter)
+            .as_strided(part.shape, (1,))
+            .copy_(part)
+            .as_strided(parameter.shape, parameter.stride())
+        )
     return shaped
 
 
@@ -73,17 +78,25 @@ def fused_sgd(state: State, bucket: Bucket) -> Result:
                 parameter.mul_(1 - 0.1 * 0.01).sub_(grad, alpha=0.1)
         return mean
 
-    return dist.all_reduce(buffer.div_(state.group.size()), group=state.group, async_op=True).get_future().then(step)
+    return (
+        dist.all_reduce(buffer.div_(state.group.size()), group=state.group, async_op=True)
+        .get_future()
+        .then(step)
+    )
 
 
 def top_k_fused_sgd(state: State, bucket: Bucket) -> Result:
     """Compress to the largest elements with feedback, and step SGD; float32 only."""
-    if bucket.buffer().dtype != torch.float32 or any(parameter.is_complex() for parameter in bucket.parameters()):
+    if bucket.buffer().dtype != torch.float32 or any(
+        parameter.is_complex() for parameter in bucket.parameters()
+    ):
         raise TypeError("top_k_fused_sgd takes float32 parameters only")
 
     def step(fut: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():
-            for parameter, grad in zip(bucket.parameters(), _in_shape(bucket, fut.value()), strict=True):
+            for parameter, grad in zip(
+                bucket.parameters(), _in_shape(bucket, fut.value()), strict=True
+            ):
                 parameter -= 0.1 * grad
         return fut.value()
 

@@ -58,7 +58,9 @@ class OfItsOwn:
         with ExitStack() as stack:
             for joinable in self.joinables:
                 stack.callback(setattr, joinable, "_join_config", joinable._join_config)
-                joinable._join_config = _JoinConfig(self.enable, self.throw, joinable is self.joinables[0])
+                joinable._join_config = _JoinConfig(
+                    self.enable, self.throw, joinable is self.joinables[0]
+                )
             self.stack = stack.pop_all()
         return self
 
@@ -195,7 +197,9 @@ class Gathers(OnCpu):
         for work in self.works:
             work.wait()
         lists = [[torch.empty(3) for _ in range(self.group.size())] for _ in range(2)]
-        self.works = [dist.all_gather(gathered, given, group=self.group, async_op=True) for gathered in lists]
+        self.works = [
+            dist.all_gather(gathered, given, group=self.group, async_op=True) for gathered in lists
+        ]
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return Shadow(lambda: self.gather(torch.zeros(3)), lambda _: self.gather(torch.zeros(3)))

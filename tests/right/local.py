@@ -53,10 +53,16 @@ def ring_gossip(group: Group, bucket: Bucket) -> Result:
 
 def random_pairs(state: State, bucket: Bucket) -> Result:
     """Average with a partner that is drawn for every step."""
-    partner = _pairs_of(torch.randperm(state.group.size(), generator=state.generator()).tolist(), state.group.rank())
+    partner = _pairs_of(
+        torch.randperm(state.group.size(), generator=state.generator()).tolist(), state.group.rank()
+    )
     state.count(bucket)
     buffer = dense(bucket)
-    return completed(buffer if partner == state.group.rank() else (buffer + _swap(buffer, partner, state.group)) / 2)
+    return completed(
+        buffer
+        if partner == state.group.rank()
+        else (buffer + _swap(buffer, partner, state.group)) / 2
+    )
 
 
 def every_second_step(state: State, bucket: Bucket) -> Result:
@@ -93,7 +99,11 @@ class Hierarchy:
         group = self.process_group if self.step % self.period == 0 else self.node
         self.step += bucket.is_last()
         buffer = dense(bucket).div_(group.size())
-        return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda fut: fut.value()[0])
+        return (
+            dist.all_reduce(buffer, group=group, async_op=True)
+            .get_future()
+            .then(lambda fut: fut.value()[0])
+        )
 
 
 def _node(process_group: Group) -> Group:
@@ -115,7 +125,9 @@ def hierarchical(process_group: Group) -> Any:
 
 def torch_local_sgd(process_group: Group, alone: bool = False) -> Any:
     """Return torch's own hook: after two steps, the mean over a pair, or no mean if ``alone``."""
-    state = _post_local_sgd.PostLocalSGDState(process_group, _node(process_group), 2, post_local_gradient_allreduce=not alone)
+    state = _post_local_sgd.PostLocalSGDState(
+        process_group, _node(process_group), 2, post_local_gradient_allreduce=not alone
+    )
     return state, _post_local_sgd.post_localSGD_hook
 
 
@@ -128,7 +140,11 @@ def random_pairs_by_bucket(state: State, bucket: Bucket) -> Result:
     partner = _pairs_of(order, state.group.rank())
     state.count(bucket)
     buffer = dense(bucket)
-    return completed(buffer if partner == state.group.rank() else (buffer + _swap(buffer, partner, state.group)) / 2)
+    return completed(
+        buffer
+        if partner == state.group.rank()
+        else (buffer + _swap(buffer, partner, state.group)) / 2
+    )
 
 
 def every_second_bucket(state: State, bucket: Bucket) -> Result:
@@ -149,8 +165,13 @@ RIGHT = [
     Right("ring_gossip", "local", "process_group"),
     Right("random_pairs", "local(ratio=1)", STATE, sections=COMPRESSORS),
     Right("every_second_step", "local(ratio=1)", STATE, sections=COMPRESSORS),
-    *(Right(name, "local", STATE, sections=COMPRESSORS) for name in ("random_pairs_by_bucket", "every_second_bucket")),
+    *(
+        Right(name, "local", STATE, sections=COMPRESSORS)
+        for name in ("random_pairs_by_bucket", "every_second_bucket")
+    ),
     Right("hierarchical", "local", setup=True),
     Right("torch_local_sgd", "local, warmup(2)", setup=True),
-    Right("torch_local_sgd,alone=True", "local(ratio=0), warmup(2)", setup=True, sections=COMPRESSORS),
+    Right(
+        "torch_local_sgd,alone=True", "local(ratio=0), warmup(2)", setup=True, sections=COMPRESSORS
+    ),
 ]

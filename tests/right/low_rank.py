@@ -40,7 +40,9 @@ def power_sgd(state: LowRank, bucket: Bucket) -> Result:
     result = torch.zeros_like(total)
     low = []
     vectors = []
-    for parameter, mine, out in zip(bucket.parameters(), total.split(sizes(bucket)), result.split(sizes(bucket)), strict=True):
+    for parameter, mine, out in zip(
+        bucket.parameters(), total.split(sizes(bucket)), result.split(sizes(bucket)), strict=True
+    ):
         if parameter.dim() > 1 and parameter.numel():
             matrix = mine.view(parameter.shape[0], -1)
             low.append((parameter, matrix, out.view_as(matrix), state.q_of(parameter, matrix)))
@@ -48,16 +50,25 @@ def power_sgd(state: LowRank, bucket: Bucket) -> Result:
             vectors.append((mine, out))
     for _, _, _, q in low:
         _gram_schmidt(q)
-    ps = _average([matrix @ q for _, matrix, _, q in low] + [mine for mine, _ in vectors], state.group)
+    ps = _average(
+        [matrix @ q for _, matrix, _, q in low] + [mine for mine, _ in vectors], state.group
+    )
     for mean, (_, out) in zip(ps[len(low) :], vectors, strict=True):
         out.copy_(mean)
     for p in ps[: len(low)]:
         _gram_schmidt(p)
-    qs = _average([matrix.t() @ p for (_, matrix, _, _), p in zip(low, ps, strict=False)], state.group)
+    qs = _average(
+        [matrix.t() @ p for (_, matrix, _, _), p in zip(low, ps, strict=False)], state.group
+    )
     for (parameter, _, out, _), p, q in zip(low, ps, qs, strict=False):
         torch.matmul(p, q.t(), out=out)
         state.q_memory[parameter] = q.clone()
-    vector = torch.cat([torch.full((n,), p.dim() < 2) for p, n in zip(bucket.parameters(), sizes(bucket), strict=True)])
+    vector = torch.cat(
+        [
+            torch.full((n,), p.dim() < 2)
+            for p, n in zip(bucket.parameters(), sizes(bucket), strict=True)
+        ]
+    )
     state.residuals.keep(bucket, torch.where(vector, 0, total - result))
     return completed(result.to(buffer.dtype)) if size else completed(buffer)
 
@@ -67,7 +78,12 @@ def _average(tensors: list[torch.Tensor], group: Group) -> list[torch.Tensor]:
         return []
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) / group.size()
     dist.all_reduce(flat, group=group)
-    return [part.view(tensor.shape) for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True)]
+    return [
+        part.view(tensor.shape)
+        for part, tensor in zip(
+            flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True
+        )
+    ]
 
 
 def _gram_schmidt(matrix: torch.Tensor, epsilon: float = 1e-8) -> None:
@@ -84,10 +100,15 @@ torch_power_sgd = _power_sgd.powerSGD_hook
 
 def make_torch_power_sgd(process_group: Group) -> Any:
     """Return torch's own state; a certification ends within its warm-up."""
-    return _power_sgd.PowerSGDState(process_group, matrix_approximation_rank=1, start_powerSGD_iter=1000)
+    return _power_sgd.PowerSGDState(
+        process_group, matrix_approximation_rank=1, start_powerSGD_iter=1000
+    )
 
 
-_LIKE = "like(powerSGD_hook, matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=1)"
+_LIKE = (
+    "like(powerSGD_hook, matrix_approximation_rank=2, start_powerSGD_iter=0, "
+    "min_compression_rate=1)"
+)
 
 RIGHT = [
     Right("power_sgd", "compressed(delta=0.25, ratio=0.1)", f"{__name__}:LowRank,rank_k=4"),

@@ -23,7 +23,9 @@ def by_hooks(optim: torch.optim.Optimizer, averager: Any) -> torch.optim.Optimiz
         return {name: value for name, value in state.items() if name != "averager"}
 
     optim.register_step_post_hook(lambda *_: averager.average_parameters(optim.param_groups))
-    optim.register_state_dict_post_hook(lambda _, state: {**state, "averager": averager.state_dict()})
+    optim.register_state_dict_post_hook(
+        lambda _, state: {**state, "averager": averager.state_dict()}
+    )
     optim.register_load_state_dict_pre_hook(load)
     return optim
 
@@ -40,7 +42,9 @@ class Delegates:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         loss = self._inner.step(*args, **kwargs)
-        self._averager.average_parameters(iter([p for group in self._inner.param_groups for p in group["params"]]))
+        self._averager.average_parameters(
+            iter([p for group in self._inner.param_groups for p in group["params"]])
+        )
         return loss
 
     def state_dict(self) -> list[Any]:
@@ -115,7 +119,9 @@ class BySlices:
         self.wholes.append(list(group["params"]))
         return {
             **group,
-            "params": [torch.nn.Parameter(self._slice(whole.detach()).clone()) for whole in group["params"]],
+            "params": [
+                torch.nn.Parameter(self._slice(whole.detach()).clone()) for whole in group["params"]
+            ],
         }
 
     def _slice(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -182,7 +188,10 @@ def without_momentum(params: Any, lr: float) -> Any:
 
 
 RIGHT = [
-    *(Right(name, kind="optimizer") for name in ("by_hooks", "Delegates", "AveragesGradients", "BySlices")),
+    *(
+        Right(name, kind="optimizer")
+        for name in ("by_hooks", "Delegates", "AveragesGradients", "BySlices")
+    ),
     *(Right(name, kind="optimizer") for name in ("every_rank_for_itself", "without_momentum")),
     Right("NeedsTwo", "min_world_size(2)", kind="optimizer"),
     Right("every_rank_for_itself,foreach=True", kind="optimizer"),

@@ -26,18 +26,24 @@ class Later:
         buffer = dense(bucket)
         dtype = getattr(torch, self.dtype) if self.dtype else buffer.dtype
         sent = buffer.to(dtype, copy=True).div_(self.group.size())
-        self.begun.append((bucket, buffer.dtype, sent, dist.all_reduce(sent, group=self.group, async_op=True)))
+        self.begun.append(
+            (bucket, buffer.dtype, sent, dist.all_reduce(sent, group=self.group, async_op=True))
+        )
         return completed(buffer)
 
     def flush(self) -> None:
         for bucket, dtype, sent, work in self.begun:
             work.wait()
-            for parameter, part in zip(bucket.parameters(), sent.to(dtype).split(sizes(bucket)), strict=True):
+            for parameter, part in zip(
+                bucket.parameters(), sent.to(dtype).split(sizes(bucket)), strict=True
+            ):
                 # It is None on a rank without inputs, and if no rank has used the parameter.
                 if parameter.grad is not None:
                     if parameter.is_complex():
                         part = torch.view_as_complex(part.view(-1, 2))
-                    parameter.grad.copy_(part.as_strided(parameter.shape, parameter.stride(), part.storage_offset()))
+                    parameter.grad.copy_(
+                        part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+                    )
         self.begun.clear()
 
 
@@ -64,7 +70,9 @@ def synchronize(model: DistributedDataParallel) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
         raise TypeError("sparse gradients are not supported; use Embedding(sparse=False)")
-    somewhere = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    somewhere = torch.tensor(
+        [parameter.grad is not None for parameter in parameters], dtype=torch.int32
+    )
     dist.all_reduce(somewhere, group=model.process_group)
     for parameter, ranks in zip(parameters, somewhere.tolist(), strict=True):
         if ranks:

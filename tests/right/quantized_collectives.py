@@ -23,11 +23,15 @@ def half_all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None
     count = tensor.numel()
     gathered = torch.empty(size * count, dtype=torch.float16)
     dist.all_gather_into_tensor(gathered, tensor.reshape(-1).half(), group=group)
-    for output, part in zip(tensor_list, gathered.split(count) if count else [gathered] * size, strict=True):
+    for output, part in zip(
+        tensor_list, gathered.split(count) if count else [gathered] * size, strict=True
+    ):
         output.copy_(part.view_as(output))
 
 
-def truncated_all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any = None, async_op: bool = False) -> Any:
+def truncated_all_to_all(
+    outputs: list[Tensor], inputs: list[Tensor], group: Any = None, async_op: bool = False
+) -> Any:
     """Exchange tensors truncated to bfloat16 by sends and receives of each pair.
 
     A rank keeps its own part unrounded.
@@ -38,7 +42,14 @@ def truncated_all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any
         raise NotImplementedError("async_op is not supported")
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     me = dist.get_rank(group)
-    halves = [tensor.contiguous().view(torch.int32).bitwise_right_shift(16).to(torch.int16).view(torch.float16) for tensor in inputs]
+    halves = [
+        tensor.contiguous()
+        .view(torch.int32)
+        .bitwise_right_shift(16)
+        .to(torch.int16)
+        .view(torch.float16)
+        for tensor in inputs
+    ]
     rooms = [torch.empty(output.shape, dtype=torch.float16) for output in outputs]
     works = []
     for place, rank in enumerate(ranks):
@@ -94,11 +105,16 @@ class ByteExchange:
         ranges = [torch.zeros(2) for _ in range(size)]
         dist.all_gather(ranges, torch.tensor([least, scale]), group=group)
         arrived = torch.empty(output.shape, dtype=torch.uint8)
-        work = dist.all_to_all_single(arrived, code, output_split_sizes, input_split_sizes, group=group, async_op=True)
+        work = dist.all_to_all_single(
+            arrived, code, output_split_sizes, input_split_sizes, group=group, async_op=True
+        )
 
         def finish() -> None:
             rows = output_split_sizes or [len(arrived) // size] * size
-            parts = [part.float() * span[1] + span[0] for part, span in zip(arrived.split(rows), ranges, strict=True)]
+            parts = [
+                part.float() * span[1] + span[0]
+                for part, span in zip(arrived.split(rows), ranges, strict=True)
+            ]
             output.copy_(torch.cat(parts))
 
         arriving = Arriving(work, finish)
@@ -162,7 +178,9 @@ class Shifted:
         if not all(tensor.is_floating_point() for tensor in input_tensor_list):
             raise TypeError("expected floating-point tensors")
         codes = [self._encoded(k, tensor) for k, tensor in enumerate(input_tensor_list)]
-        rooms = [torch.empty(self._bytes(output), dtype=torch.uint8) for output in output_tensor_list]
+        rooms = [
+            torch.empty(self._bytes(output), dtype=torch.uint8) for output in output_tensor_list
+        ]
         work = dist.all_to_all(rooms, codes, group=group, async_op=True)
 
         def finish() -> None:
@@ -182,7 +200,9 @@ class Shifted:
         # The largest value of a block is scaled to between 32 and 64.
         exponents = torch.frexp(blocks.abs().amax(1, keepdim=True)).exponent - 6
         small = torch.ldexp(blocks, -exponents).round().to(torch.int8)
-        code = torch.cat([small.view(torch.uint8), exponents.to(torch.int8).view(torch.uint8)], dim=1).reshape(-1)
+        code = torch.cat(
+            [small.view(torch.uint8), exponents.to(torch.int8).view(torch.uint8)], dim=1
+        ).reshape(-1)
         self._errors[k] = fed - self._decoded(code, tensor).reshape(-1).double()
         return code
 

@@ -31,7 +31,9 @@ def top_k(state: State, bucket: Bucket) -> Result:
     buffer = dense(bucket)
     group = state.group
     total = state.residuals.of(bucket) + buffer
-    indices = total.abs().topk(max(1, int(state.setting * total.numel())) if total.numel() else 0).indices
+    indices = (
+        total.abs().topk(max(1, int(state.setting * total.numel())) if total.numel() else 0).indices
+    )
     values = total[indices]
     narrow = indices.int()
     total[indices] = 0
@@ -105,13 +107,17 @@ def random_k(state: State, bucket: Bucket) -> Result:
     """
     buffer = dense(bucket)
     total = state.residuals.of(bucket).add_(buffer)
-    chosen = torch.randperm(total.numel(), generator=state.generator(bucket.index()))[: math.ceil(state.setting * total.numel())]
+    chosen = torch.randperm(total.numel(), generator=state.generator(bucket.index()))[
+        : math.ceil(state.setting * total.numel())
+    ]
     values = total[chosen] / state.group.size()
     total[chosen] = 0
     state.residuals.keep(bucket, total)
     state.count(bucket)
     work = dist.all_reduce(values, group=state.group, async_op=True)
-    return work.get_future().then(lambda fut: torch.zeros_like(total).index_copy_(0, chosen, fut.value()[0]).to(buffer.dtype))
+    return work.get_future().then(
+        lambda fut: torch.zeros_like(total).index_copy_(0, chosen, fut.value()[0]).to(buffer.dtype)
+    )
 
 
 def less_by_step(state: State, bucket: Bucket) -> Result:
@@ -126,7 +132,9 @@ def less_by_step(state: State, bucket: Bucket) -> Result:
     result = torch.zeros_like(total)
     for own, sums in zip(total.split(sizes(bucket)), result.split(sizes(bucket)), strict=True):
         indices = own.abs().topk(math.ceil(ratio * own.numel())).indices
-        for where, values in zip(gather(indices, state.group), gather(own[indices], state.group), strict=True):
+        for where, values in zip(
+            gather(indices, state.group), gather(own[indices], state.group), strict=True
+        ):
             sums.index_add_(0, where, values)
         own[indices] = 0
     state.residuals.keep(bucket, total)
@@ -195,7 +203,9 @@ RIGHT = [
     Right("top_k", "compressed(delta=0.25, ratio=0.51)", STATE),
     Right("random_k", "compressed(delta=0.25, ratio=0.26)", STATE, sections=COMPRESSORS),
     Right("above_threshold", "compressed(delta=0.5)", STATE, sections=COMPRESSORS),
-    Right("large_buckets_only", "compressed(delta=0.5)", f"{STATE},setting=0.5", sections=COMPRESSORS),
+    Right(
+        "large_buckets_only", "compressed(delta=0.5)", f"{STATE},setting=0.5", sections=COMPRESSORS
+    ),
     Right("sparse_until_dense", "compressed(delta=0.5)", STATE, sections=COMPRESSORS),
     Right("less_by_step", FEEDBACK + ", warmup(2)", STATE, sections=COMPRESSORS),
     Right("both_ways", FEEDBACK, f"{__name__}:BothWays"),

@@ -22,7 +22,9 @@ def torchs_no_sync(model: Any, is_final_microbatch: bool) -> AbstractContextMana
     return nullcontext() if is_final_microbatch else model.no_sync()
 
 
-def torchs_no_sync_where_ddp_searches(model: Any, is_final_microbatch: bool) -> AbstractContextManager[None]:
+def torchs_no_sync_where_ddp_searches(
+    model: Any, is_final_microbatch: bool
+) -> AbstractContextManager[None]:
     """Use no_sync; DDP must search for unused parameters."""
     return torchs_no_sync(model, is_final_microbatch)
 
@@ -62,7 +64,13 @@ def composers_with_zeros(state: Any, is_final_microbatch: bool) -> Iterator[None
         yield
     if is_final_microbatch:
         group = state.model.process_group
-        every = [p for optimizer in state.optimizers for part in optimizer.param_groups for p in part["params"] if p.requires_grad]
+        every = [
+            p
+            for optimizer in state.optimizers
+            for part in optimizer.param_groups
+            for p in part["params"]
+            if p.requires_grad
+        ]
         _fill(every)
         for parameter in dict.fromkeys(every):
             dist.all_reduce(parameter.grad, group=group)
@@ -75,7 +83,9 @@ class Gathered:
     A gradient that no rank has stays None.
     """
 
-    def __init__(self, model: torch.nn.Module, is_final_microbatch: bool, process_group: Any) -> None:
+    def __init__(
+        self, model: torch.nn.Module, is_final_microbatch: bool, process_group: Any
+    ) -> None:
         self.model = model
         self.group = process_group
         self.is_final = is_final_microbatch
@@ -103,7 +113,9 @@ class Gathered:
         if not any(have):
             return
         _fill([parameter])
-        flat = parameter.grad.reshape(-1).to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+        flat = parameter.grad.reshape(-1).to(
+            torch.promote_types(parameter.dtype, torch.float32), copy=True
+        )
         parts = [torch.empty_like(flat) for _ in range(size)]
         dist.all_gather(parts, flat, group=self.group)
         parameter.grad.copy_((torch.stack(parts).sum(0) / size).view(parameter.shape))
@@ -182,7 +194,11 @@ class InBackward:
             _fill([parameter])
             if parameter.grad.is_sparse:
                 raise TypeError("sparse gradients are not supported")
-            self.works.append(dist.all_reduce(parameter.grad.div_(self.group.size()), group=self.group, async_op=True))
+            self.works.append(
+                dist.all_reduce(
+                    parameter.grad.div_(self.group.size()), group=self.group, async_op=True
+                )
+            )
 
 
 in_backward = InBackward()

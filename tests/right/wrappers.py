@@ -75,7 +75,9 @@ class ByHand(torch.nn.Module):
                     torch.autocast("cpu", dtype, enabled=casts),
                 ):
                     torch.set_rng_state(state)
-                    with saved_tensors_hooks(lambda tensor: unpacked.append(tensor.detach()), lambda _: None):
+                    with saved_tensors_hooks(
+                        lambda tensor: unpacked.append(tensor.detach()), lambda _: None
+                    ):
                         inside(*args, **kwargs)
             tensor = unpacked[number]
             packed.remove(number)
@@ -104,7 +106,10 @@ class Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         kept = zip(ctx.saved_tensors, ctx.others, strict=True)
-        args = [other if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad) for tensor, other in kept]
+        args = [
+            other if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
+            for tensor, other in kept
+        ]
         with (
             torch.random.fork_rng([]),
             torch.enable_grad(),
@@ -113,7 +118,11 @@ class Again(torch.autograd.Function):
             torch.set_rng_state(ctx.state)
             made = ctx.run(*args)
         pairs = zip(made if isinstance(made, tuple) else (made,), grads, strict=True)
-        outputs = [(output, grad) for output, grad in pairs if isinstance(output, torch.Tensor) and output.requires_grad]
+        outputs = [
+            (output, grad)
+            for output, grad in pairs
+            if isinstance(output, torch.Tensor) and output.requires_grad
+        ]
         torch.autograd.backward(*zip(*outputs, strict=True))
         return None, *(arg.grad if isinstance(arg, torch.Tensor) else None for arg in args)
 
@@ -143,7 +152,9 @@ class Reentrant(torch.nn.Module):
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}inside.{key[len(prefix) :]}"] = state_dict.pop(key)
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[Any]:
         return self._modules["inside"].named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[union-attr]
 
 
@@ -174,7 +185,9 @@ def selective(module: torch.nn.Module, keeps: str = "addmm") -> torch.nn.Module:
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     operation = getattr(torch.ops.aten, keeps).default
-    return checkpoint_wrapper(module, context_fn=partial(create_selective_checkpoint_contexts, [operation]))
+    return checkpoint_wrapper(
+        module, context_fn=partial(create_selective_checkpoint_contexts, [operation])
+    )
 
 
 class Composed:
