@@ -168,7 +168,7 @@ def _notes(old: CertificateFile, new: CertificateFile) -> Iterator[str]:
     origin_before = old.body["claims"].get("said by")
     origin_now = new.body["claims"].get("said by")
     if origin_before != origin_now:
-        yield f"the claims came from {origin_before} before, from {origin_now} now"
+        yield f"the claims were declared by {origin_before} before, by {origin_now} now"
     runs_now = set(_runs(new))
     if gone := sorted({run[1] for run in _runs(old) if run not in runs_now}):
         yield f"runs that are no longer made: {', '.join(gone)}"
