@@ -37,13 +37,16 @@ from conformance import Subject
 
 def mean(state, bucket):
     buffer = bucket.buffer().div_(dist.get_world_size(state))
-    return dist.all_reduce(buffer, group=state, async_op=True).get_future().then(lambda fut: fut.value()[0])
+    future = dist.all_reduce(buffer, group=state, async_op=True).get_future()
+    return future.then(lambda fut: fut.value()[0])
 
 def total(state, bucket):
-    return dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future().then(lambda fut: fut.value()[0])
+    future = dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future()
+    return future.then(lambda fut: fut.value()[0])
 
 def half(state, bucket):
-    buffer, sent = bucket.buffer(), bucket.buffer().to(torch.float16).div_(dist.get_world_size(state))
+    buffer = bucket.buffer()
+    sent = buffer.to(torch.float16).div_(dist.get_world_size(state))
     future = dist.all_reduce(sent, group=state, async_op=True).get_future()
     return future.then(lambda fut: buffer.copy_(fut.value()[0]))
 

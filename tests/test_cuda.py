@@ -46,7 +46,10 @@ WORLDS = (2, 4)
 BACKENDS = ("gloo", "nccl")
 DEADLINE = 10.0  # seconds, besides the time in which devices start
 POWER_SGD = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
-POWER_SGD_STATE = f"{POWER_SGD}:PowerSGDState,matrix_approximation_rank=4,start_powerSGD_iter=2,min_compression_rate=1"
+POWER_SGD_STATE = (
+    f"{POWER_SGD}:PowerSGDState,matrix_approximation_rank=4,start_powerSGD_iter=2,"
+    "min_compression_rate=1"
+)
 # A stream keeps its collectives in order, so that it need not claim `chained`.
 POWER_SGD_RULES = ("1.8", "3.1", "10.2", "13.1", "13.4", "21.1", "21.3", "21.4")
 # DDP accepts a hook named bf16_compress_hook only if there is NCCL.

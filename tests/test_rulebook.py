@@ -137,37 +137,45 @@ def test_a_number_cannot_be_used_twice(rules: dict[str, Rule]) -> None:
 
 INTRODUCTION = """# The rule book
 
-The requirements that a subject must meet to be certified. `tests/test_rulebook.py` writes this page from `conformance/rules`,
-`conformance/subjects/kinds` and `tests/mutants`; change it there.
+The requirements that a subject must meet to be certified. `tests/test_rulebook.py` writes this page
+from `conformance/rules`, `conformance/subjects/kinds` and `tests/mutants`; change it there.
 
-- A **MUST** rule decides the certificate; a SHOULD is reported beside it. The MUST rules are in `golden.txt`.
-- A rule is judged on records, by a process that never imports the subject. Records that are missing never pass.
+- A **MUST** rule decides the certificate; a SHOULD is reported beside it. The MUST rules are in
+  `golden.txt`.
+- A rule is judged on records, by a process that never imports the subject. Records that are missing
+  never pass.
 - A rule that builds on another is judged only if that rule holds: one defect, one failure.
-- A failure counts against the subject only if the reference of its kind (for hooks, the allreduce) passes the same rule on the same
-  machine.
-- Section 21 is judged on CUDA devices alone, and only a certificate for such a profile needs its rules.
-- Sections 1 to 13, 20 and 21 apply to hooks. Each of the sections 14 to 19 applies to one other kind of subject, and no other
-  section does.
-- A claim changes which result is right. Another rule holds the subject to the claim: 2.10 for most, 2.7 for `world_only`.
-- If a claim is lossy, no single result is right or wrong. Runs are longer then, and the rules on results judge all their steps
-  together, by the rule of section 13 for that claim: also for shapes, dtypes, buckets, groups and world sizes.
-  `judging/oracles/lossy.py` has the requirements, and derives their bounds.
+- A failure counts against the subject only if the reference of its kind (for hooks, the allreduce)
+  passes the same rule on the same machine.
+- Section 21 is judged on CUDA devices alone, and only a certificate for such a profile needs its
+  rules.
+- Sections 1 to 13, 20 and 21 apply to hooks. Each of the sections 14 to 19 applies to one other
+  kind of subject, and no other section does.
+- A claim changes which result is right. Another rule holds the subject to the claim: 2.10 for most,
+  2.7 for `world_only`.
+- If a claim is lossy, no single result is right or wrong. Runs are longer then, and the rules on
+  results judge all their steps together, by the rule of section 13 for that claim: also for shapes,
+  dtypes, buckets, groups and world sizes. `judging/oracles/lossy.py` has the requirements, and
+  derives their bounds.
 
 ## Claims
 
-Each entry is an example of a claim as it is typed. Claims combine with commas. `-` stands for claims that only select runs.
+Each entry is an example of a claim as it is typed. Claims combine with commas. `-` stands for
+claims that only select runs.
 
 {claims}
 ## Untested here
 
 Requirements that are part of the book although nothing judges them yet:
 
-- a port that a hook opens and leaves open (9.6): Gloo opens ports of its own, and they cannot be told apart from outside;
+- a port that a hook opens and leaves open (9.6): Gloo opens ports of its own, and they cannot be
+  told apart from outside;
 - on other devices than CUDA's: their generators, streams and memory (section 21 for them);
-- on NCCL and backends built on it, that a peer's failure surfaces (12.2, 12.3): a future is complete once its collective is
-  enqueued, and the backend's watchdog ends the process, whatever the hook does;
-- a subject that sets out to forge its records: it runs in the process that writes them. The kit defends against
-  accidents and patched functions, not against an attacker with the same user id.
+- on NCCL and backends built on it, that a peer's failure surfaces (12.2, 12.3): a future is
+  complete once its collective is enqueued, and the backend's watchdog ends the process, whatever
+  the hook does;
+- a subject that sets out to forge its records: it runs in the process that writes them. The kit
+  defends against accidents and patched functions, not against an attacker with the same user id.
 """
 
 
