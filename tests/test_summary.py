@@ -117,7 +117,7 @@ def test_a_refusal() -> None:
         "refused with an error on every rank: no`",
         "Advice:\n\n- `10.1 does not wait inside the hook: it waits in wait()`",
         "| `2.4` `float32, float64, float16 and bfloat16 keep their precision` | `0.31` |",
-        "Bytes sent by `13.7`: `0.5` of those without compression",
+        "Bytes sent by `13.7`: `0.5` of the bytes without compression",
         "profile `gloo-cpu`, world sizes `1, 2, 3, 4`",
     ):
         assert part in page

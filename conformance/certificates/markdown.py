@@ -1,8 +1,8 @@
 """Markdown for foreign text, which is shown literally and never interpreted.
 
 The words, failures and names of a subject appear in a job's summary. A code span or a fenced block
-is literal in every renderer of Markdown: no HTML, links, images, mentions or references come out of
-it, provided that its fence is longer than any in the text. Every text that is not a constant of the
+is literal in every renderer of Markdown: no HTML, links, images, mentions or references arise,
+provided that its fence is longer than any in the text. Every text that is not a constant of the
 kit therefore passes through :func:`span` or :func:`block`.
 """
 

@@ -160,7 +160,7 @@ def _traffic_lines(rules: Iterable[RuleEntry]) -> list[str]:
                 mean = format(float(sent["mean"]), ".3g")
                 largest = format(float(sent["largest"]), ".3g")
                 lines.append(
-                    f"Bytes sent by {span(rule['rule'])}: {span(mean)} of those without "
-                    f"compression, {span(largest)} in the step that sends most.\n"
+                    f"Bytes sent by {span(rule['rule'])}: {span(mean)} of the bytes "
+                    f"without compression, {span(largest)} in the step that sends most.\n"
                 )
     return lines
