@@ -25,9 +25,9 @@ from torch.distributed.run import get_args_parser
 from conformance.__main__ import main
 from conformance.errors import ProfileError, UsageError
 from tests import ci_templates
-from tests.certificates import certificate, written
 from tests.ci_templates import ACTION, BUILDKITE, CI, GITLAB, SCHEMAS, WORKFLOW, Command
-from tests.test_statement import lint
+from tests.cli.test_statement import lint
+from tests.made_certificates import certificate, written
 
 ROOT = CI.parent
 RESULTS = "conformance-results"

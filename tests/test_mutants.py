@@ -120,6 +120,8 @@ def unlike_on_file(case: Case, rule: str, first: Failure) -> dict[str, str]:
     if expecttest.ACCEPT:
         said[str(case)] = None if races else line
         SAID.write_text(json.dumps(dict(sorted(said.items())), indent=1, ensure_ascii=False) + "\n")
+    if str(case) not in said:
+        return {"line": line, "on file": "no line; EXPECTTEST_ACCEPT=1 writes it"}
     on_file = said[str(case)]
     if races or on_file is None or line == on_file:
         return {}

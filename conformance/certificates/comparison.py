@@ -5,8 +5,8 @@ its bound, so that a rule fails at 1. Margins are compared run by run. A factor 
 margins has no meaning: 0.01 is ten times 0.001, and no reason to refuse. A margin below
 ``margin_floor`` therefore counts as the floor, and a result that was exact to the bit may use up to
 ``margin_factor * margin_floor`` of its bound before it is refused. Traffic is the bytes sent as a
-share of the bytes without compression; ``traffic_factor`` leaves room for a compressor whose choices
-depend on roundings, and so on the machine.
+share of the bytes without compression; ``traffic_factor`` leaves room for a compressor whose
+choices depend on roundings, and so on the machine.
 """
 
 from collections.abc import Iterator, Mapping

@@ -57,6 +57,3 @@ def _changed_settings(start: dict[str, Any], end: dict[str, Any]) -> list[str]:
 
 def _first_three(names: Iterable[Any]) -> str:
     return ", ".join(map(str, list(names)[:3]))
-
-
-left_behind = require_no_side_effects

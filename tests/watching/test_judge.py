@@ -90,7 +90,7 @@ def test_the_bound_is_that_of_a_sum() -> None:
     )
     assert judged.figures["margin"] == math.inf
     first, second, *_ = str(judged.findings[0]).splitlines()
-    assert first == "2.2 random gradients give the mean within the bound of a sum  [step 9]"
+    assert first == "2.2 Gives the mean of random gradients within the bound of a sum  [step 9]"
     assert second.startswith("  Expected:     mean")
 
 
@@ -99,7 +99,7 @@ def test_the_bound_is_that_of_a_sum() -> None:
     [
         ("exact", FED.sum(0), ["2.2"], "the sum was not divided"),
         ("sum", FED.sum(0), [], ""),
-        ("sum", MEAN, ["2.2"], "it claims the sum, but divides"),
+        ("sum", MEAN, ["2.2"], "the subject claims the sum, but divides"),
         ("exact", (FED.half().sum(0) / 2).float(), ["2.2"], "rounded to float16"),
         ("rounded(float16)", (FED.half().sum(0) / 2).float(), [], ""),
         ("rounded(float16)", MEAN * 1.5, ["2.2"], "1.5 times the mean"),

@@ -177,7 +177,7 @@ def _average(buffer: torch.Tensor) -> Result:
     [
         ("hooks_ref:allreduce_hook", Verdict.PASS, "among 1024 ranks"),
         (
-            "tests.test_simulate:gathers_from_all",
+            "tests.ranks.drivers.test_simulated_ranks:gathers_from_all",
             Verdict.PASS,
             "among 64 ranks; no more ranks: it gathers",
         ),
@@ -187,7 +187,7 @@ def _average(buffer: torch.Tensor) -> Result:
             "it starts a thread of its own",
         ),
         (
-            "tests.test_simulate:scratch_in_module",
+            "tests.ranks.drivers.test_simulated_ranks:scratch_in_module",
             Verdict.NOT_APPLICABLE,
             "ranks that share a process get other results",
         ),

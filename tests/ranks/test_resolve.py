@@ -152,7 +152,7 @@ def test_a_subject_describes_itself() -> None:
 def test_claims_beside_the_hook_are_found() -> None:
     description = describe(SubjectSpec(hook="wild:hook"))
     assert description["claims"] == "rounded(float16)"
-    assert set(description["sha256"]) == {"wild", "tests.test_resolve"}
+    assert set(description["sha256"]) == {"wild", "tests.ranks.test_resolve"}
 
 
 def test_another_kind_is_resolved_by_the_same_function() -> None:
@@ -160,7 +160,7 @@ def test_another_kind_is_resolved_by_the_same_function() -> None:
     target = resolve(spec).target
     assert target is not None
     assert (target.function, target.kwargs) == (make, {"scale": 2.0})
-    assert set(describe(spec)["sha256"]) == {"wild", "tests.test_resolve"}
+    assert set(describe(spec)["sha256"]) == {"wild", "tests.ranks.test_resolve"}
     with pytest.raises(TargetError, match="an int cannot be called with arguments"):
         resolve(parse_other("averager", "wild:number,scale=2.0"))
 

@@ -116,7 +116,7 @@ def test_claims_that_do_not_parse(text: str, message: str) -> None:
         ("hooks_ref:PeriodicModelAveragr,period=4", "did you mean PeriodicModelAverager"),
         ("hooks_ref:PeriodicModelAverager,period=4,perod=5", "unexpected keyword argument 'perod'"),
         ("hooks_ref:TopK,period=4", "unexpected keyword argument 'period'"),
-        ("tests.test_averager:NoAverager,period=4", "NoAverager has none"),
+        ("tests.subjects.kinds.test_averager:NoAverager,period=4", "NoAverager has none"),
     ],
 )
 def test_other_targets_are_refused_in_one_line(

@@ -103,7 +103,7 @@ def test_a_restored_averager_repeats_its_count() -> None:
             "takes optim, or optimizer_class and **options, or lr: its signature has none of them",
         ),
         (
-            "tests.test_optimizer:nothing",
+            "tests.subjects.kinds.test_optimizer:nothing",
             "an optimizer wrapper has a method step(); NoneType has none",
         ),
         (

@@ -15,7 +15,7 @@ from conformance.hosts.remote.rendezvous import (
     parse_endpoint,
     publish,
 )
-from tests.test_crew import host_of
+from tests.hosts.remote.test_run import host_of
 
 _STORES: list[TCPStore] = []  # kept: if one is destroyed, others of this process may stop answering
 

@@ -21,8 +21,8 @@ from in_toto_attestation.v1.statement_pb2 import Statement as StatementPb
 from conformance.__main__ import main
 from conformance.certificates.certificate import kit_identity
 from conformance.certificates.in_toto import PREDICATE_TYPE
-from tests.certificates import Body, certificate, changed, ran, rule_of, written
-from tests.test_summary import report
+from tests.cli.test_summary import report
+from tests.made_certificates import Body, certificate, changed, ran, rule_of, written
 
 RESULTS = ("PASSED", "WARNED", "FAILED")
 LISTS = ("passedTests", "warnedTests", "failedTests")
@@ -72,7 +72,7 @@ def test_a_certificate(tmp_path: Path, capsys: Any) -> None:
     assert made["subject"] == [{"name": "mypkg.hooks", "digest": {"sha256": "ab" * 32}}]
     assert predicate["result"] == "PASSED"
     assert predicate["url"] == "https://ci.example.org/runs/7"
-    assert predicate["passedTests"][0] == "1.1 registers as it is"
+    assert predicate["passedTests"][0] == "1.1 Registers as it is"
     assert len(predicate["passedTests"]) == sum(rule["verdict"] == "pass" for rule in body["rules"])
     assert not predicate["warnedTests"] + predicate["failedTests"]
     file, golden, run = predicate["configuration"]
@@ -93,7 +93,8 @@ def test_advice_is_a_warning(tmp_path: Path, capsys: Any) -> None:
     made = state(written(tmp_path / "c.json", body), capsys)
     lint(made)
     assert made["predicate"]["result"] == "WARNED"
-    assert made["predicate"]["warnedTests"] == ["10.1 does not wait inside the hook"]
+    warned = made["predicate"]["warnedTests"]
+    assert warned == ["10.1 Returns without waiting for its communication"]
 
 
 def test_a_refusal(tmp_path: Path, capsys: Any) -> None:
@@ -101,7 +102,7 @@ def test_a_refusal(tmp_path: Path, capsys: Any) -> None:
     lint(made)
     assert made["predicate"]["result"] == "FAILED"
     assert made["predicate"]["failedTests"] == [
-        "2.2 random gradients give the mean within the bound of a sum"
+        "2.2 Gives the mean of random gradients within the bound of a sum"
     ]
 
 
@@ -245,4 +246,4 @@ def test_the_url_is_that_of_the_job(
 
 def test_names() -> None:
     assert PREDICATE_TYPE == "https://in-toto.io/attestation/test-result/v0.1"
-    assert rule_of(certificate(), "1.1")["title"] == "registers as it is"
+    assert rule_of(certificate(), "1.1")["title"] == "Registers as it is"

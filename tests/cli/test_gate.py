@@ -13,7 +13,7 @@ from conformance.__main__ import main
 from conformance.judging.rule import golden_list
 from conformance.judging.verdict import Found
 from conformance.subjects.kinds import KINDS
-from tests.certificates import Body, certificate, changed, ran, rule_of, without, written
+from tests.made_certificates import Body, certificate, changed, ran, rule_of, without, written
 
 MUST = len(golden_list())
 
@@ -156,7 +156,7 @@ def test_another_golden_list_is_refused(body: Body, tmp_path: Path, gate: Any) -
         (lambda b: b.update(rules=[]), f"{MUST} of {MUST} MUST rules are missing: 1.1, 1.2"),
         (
             lambda b: rule_of(b, "2.3").update(verdict="not run", checks=0, runs={}),
-            "2.3 gradients from 1e-30 to 1e30 in one bucket",
+            "2.3 Gives the mean of gradients from 1e-30",
         ),
         (lambda b: ran(b, "2.3", verdict="fail"), "has the verdict 'fail'"),
         (lambda b: b["profile"].update({"world sizes": [1, 2, 4]}), "world size 3 was left out"),
@@ -255,7 +255,7 @@ WORSE: dict[str, tuple[Callable[[Body], object], str]] = {
         lambda b: rule_of(b, "2.8").update(
             verdict="not applicable", reason="it refuses", checks=0, runs={}
         ),
-        "lost rule: 2.8 complex parameters, or a clear refusal: passed before, "
+        "lost rule: 2.8 Averages or refuses complex parameters: passed before, "
         "not applicable (it refuses) now",
     ),
     "rule not run": (
@@ -264,12 +264,12 @@ WORSE: dict[str, tuple[Callable[[Body], object], str]] = {
     ),
     "advice": (
         lambda b: ran(b, "10.1", verdict="fail", reason="it waits"),
-        "lost rule: 10.1 does not wait inside the hook: passed before, fail",
+        "lost rule: 10.1 Returns without waiting for its communication: passed before, fail",
     ),
     "margin": (
         lambda b: ran(b, "2.2", margin=0.61),
-        "worse margin: 2.2 random gradients give the mean within the bound of a sum [values@3]: "
-        "0.3 of the bound before, 0.61 now: "
+        "worse margin: 2.2 Gives the mean of random gradients within the bound of a sum "
+        "[values@3]: 0.3 of the bound before, 0.61 now: "
         "more than 2 times as much",
     ),
     "margin of an exact result": (
@@ -282,7 +282,7 @@ WORSE: dict[str, tuple[Callable[[Body], object], str]] = {
     ),
     "compression": (
         lambda b: ran(b, "13.7", "ordered@2", traffic={"largest": 1.0, "mean": 0.5}),
-        "lower compression: 13.7 it sends no more than it says [ordered@2]: "
+        "lower compression: 13.7 Sends no more than it claims [ordered@2]: "
         "sends a larger share of its bytes, "
         "in the step that sends most: 0.5 before, 1 now",
     ),

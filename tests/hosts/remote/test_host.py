@@ -18,9 +18,9 @@ from conformance.hosts.remote.wire import ConnectionLost, Stream
 from conformance.scenarios.hook import VALUES
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.spec import REFERENCE, SubjectSpec
+from tests import ROOT
 from tests.cases import PATIENT
 
-ROOT = Path(__file__).resolve().parent.parent
 WAITS = """
 from pathlib import Path
 import threading

@@ -16,7 +16,7 @@ GROUPS = replace(SCENARIO, groups=SUBGROUPS.groups)
 AVERAGE = "hooks_ref:allreduce_hook"
 TORCHS = "torch.distributed.algorithms.ddp_comm_hooks"
 MUTANTS = "tests.mutants"
-SUBJECTS = "tests.watch_subjects"
+SUBJECTS = "tests.watching.watch_subjects"
 POWER = "examples.states:power_sgd"
 LATER = "compressed, warmup(2)"
 TORCHS_POWER = f"{SUBJECTS}:torchs_power_sgd"

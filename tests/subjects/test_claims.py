@@ -2,7 +2,6 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 
 import expecttest
 import pytest
@@ -21,8 +20,9 @@ from conformance.subjects.kinds import HOOK, KINDS, Claim, Form
 from conformance.subjects.kinds.hook import REFERENCES
 from conformance.subjects.references import SEEDS, claimed_references
 from conformance.subjects.spec import SubjectSpec, reference_of
+from tests import ROOT
 
-README = Path(__file__).parents[1] / "README.md"
+README = ROOT / "README.md"
 FORMS = [
     pytest.param(kind.name, claim, form, id=f"{kind.name}-{form.text}")
     for kind in KINDS.values()

@@ -29,10 +29,10 @@ from conformance.session.rank_source import ranks_for
 from conformance.session.run_sources import LocalSource
 from conformance.session.session import Session
 from conformance.subjects.spec import REFERENCE, SubjectSpec
+from tests import ROOT
 from tests.cases import PATIENT
-from tests.test_crew import host_of
+from tests.hosts.remote.test_run import host_of
 
-ROOT = Path(__file__).resolve().parent.parent
 HELD = '''
 """A right hook. If the file hold exists, the last of four ranks stays inside."""
 import threading

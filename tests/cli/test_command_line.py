@@ -19,12 +19,13 @@ from conformance.hosts.pool import Pool
 from conformance.judging.verdict import Verdict
 from conformance.session.options import Options
 from conformance.session.session import Session
+from tests import ROOT
 from tests.cases import PATIENT
-from tests.certificates import certificate, written
+from tests.made_certificates import certificate, written
 
 pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).resolve().parent.parent
+
 FORMS = {
     "clone": ([sys.executable, "-m", "pytest", "conformance/"], ROOT),
     "clone, script": (["pytest", "conformance/"], ROOT),
@@ -156,7 +157,7 @@ def test_a_refusal_says_why_and_what_would_hold(project: Path) -> None:
     done = certify(project, "--hook=mypkg:total", "--rule", "2")
     assert done.returncode == 1
     for said in (
-        "2.1 crafted gradients give the exact mean  [values@2]",
+        "2.1 Gives the exact mean of crafted gradients  [values@2]",
         "Requirement:  On crafted inputs the result is the mean over the group",
         "Expected:     mean ",
         "on rank 0, step 0, bucket 0, parameter p0 (float32), index (0, 0)",
@@ -516,7 +517,7 @@ def test_other_suites_are_left_alone(project: Path) -> None:
 def test_lists_its_rules(project: Path) -> None:
     done = certify(project, "--list-rules")
     assert done.returncode == 0
-    assert "2.1   MUST    crafted gradients give the exact mean" in done.stdout
+    assert "2.1   MUST    Gives the exact mean of crafted gradients" in done.stdout
 
 
 def test_records_can_be_judged_again(project: Path) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.machines import Machine, machines, reason_for_none
 
-ROOT = Path(__file__).resolve().parent.parent
 THIRD_PARTY = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook"
 HELD = '''
 """A right hook. If the file hold exists, the last of four ranks stays inside until go exists."""

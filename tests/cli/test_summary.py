@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from conformance.__main__ import main
 from conformance.certificates.markdown import block, span
 from conformance.certificates.markdown_summary import gate_markdown, session_markdown
-from tests.certificates import Body, certificate, changed, ran, rule_of, written
+from tests.made_certificates import Body, certificate, changed, ran, rule_of, written
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -109,14 +109,14 @@ def test_a_refusal() -> None:
     page = session_markdown(report(certificate()))
     assert page.startswith("### REFUSED `mypkg.hooks:half` as `rounded(float16)`\n")
     for part in (
-        "**`2.2`** `random gradients give the mean within the bound of a sum`",
+        "**`2.2`** `Gives the mean of random gradients within the bound of a sum`",
         "Requirement:  The mean.\nRun:          values@3\n"
         "Expected:     mean 1 within 3e-08\nActual: ",
         "Likely cause: the sum, not the mean\n",
-        "Limits:\n\n- `2.9 sparse gradients, or a clear refusal: "
+        "Limits:\n\n- `2.9 Averages or refuses sparse gradients: "
         "refused with an error on every rank: no`",
-        "Advice:\n\n- `10.1 does not wait inside the hook: it waits in wait()`",
-        "| `2.4` `float32, float64, float16 and bfloat16 keep their precision` | `0.31` |",
+        "Advice:\n\n- `10.1 Returns without waiting for its communication: it waits in wait()`",
+        "| `2.4` `Keeps the precision of float32, float64, float16 and bfloat16` | `0.31` |",
         "Bytes sent by `13.7`: `0.5` of the bytes without compression",
         "profile `gloo-cpu`, world sizes `1, 2, 3, 4`",
     ):
