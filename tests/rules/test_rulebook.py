@@ -137,8 +137,9 @@ def test_a_number_cannot_be_used_twice(rules: dict[str, Rule]) -> None:
 
 INTRODUCTION = """# The rule book
 
-The requirements that a subject must meet to be certified. `tests/rules/test_rulebook.py` writes this
-page from `conformance/rules`, `conformance/subjects/kinds` and `tests/mutants`; change it there.
+The requirements that a subject must meet to be certified. This page is written by
+`tests/rules/test_rulebook.py` from `conformance/rules`, `conformance/subjects/kinds` and
+`tests/mutants`; change it there.
 
 - A **MUST** rule decides the certificate; a SHOULD is reported beside it. The MUST rules are in
   `golden.txt`.
