@@ -9,6 +9,7 @@ import pytest
 
 import conformance.__main__
 from conformance.session.options import Options, flag
+from tools import layers
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -111,8 +112,25 @@ def test_the_architecture_names_every_package() -> None:
     assert {name for name in packages if f"[conformance/{name}]" not in page} == set()
 
 
+def test_packages_import_no_more_than_the_architecture_allows() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| ((?:`\w+`(?:, )?)+|none) \|$", read("docs/architecture.md"), re.M
+    )
+    allowed = {name: {"errors", *re.findall(r"`(\w+)`", cell)} for name, cell in rows}
+    modules = layers.list_modules(ROOT)
+    packages = layers.list_packages(modules)
+    graph = layers.make_graph(modules, layers.read_imports(modules), ("load", "call"))
+    imports = layers.merge_packages(graph, packages)
+    assert set(allowed) == set(packages)
+    undocumented = {name: sorted(imports[name] - allowed[name]) for name in packages}
+    assert {name: found for name, found in undocumented.items() if found} == {}
+
+
 def test_missing_things_are_found() -> None:
-    text = "[a](no.md) [b](README.md#no-heading) `conformance/no.py` and `python -m tests.no`, `python tools/no.py`"
+    text = (
+        "[a](no.md) [b](README.md#no-heading) `conformance/no.py` "
+        "and `python -m tests.no`, `python tools/no.py`"
+    )
     assert list(missing_links("README.md", text)) == ["no.md", "README.md#no-heading"]
     assert list(missing_paths(text)) == ["conformance/no.py", "tools/no.py"]
     assert list(missing_commands(text)) == ["tests.no", "tools/no.py"]
