@@ -9,6 +9,7 @@ import pytest
 
 import conformance.__main__
 from conformance.session.options import Options, flag
+from tools import layers
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -109,6 +110,20 @@ def test_the_architecture_names_every_package() -> None:
     packages = {path.parent.name for path in (ROOT / "conformance").glob("*/__init__.py")}
     page = read("docs/architecture.md")
     assert {name for name in packages if f"[conformance/{name}]" not in page} == set()
+
+
+def test_packages_import_no_more_than_the_architecture_allows() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| ((?:`\w+`(?:, )?)+|none) \|$", read("docs/architecture.md"), re.M
+    )
+    allowed = {name: {"errors", *re.findall(r"`(\w+)`", cell)} for name, cell in rows}
+    modules = layers.list_modules(ROOT)
+    packages = layers.list_packages(modules)
+    graph = layers.make_graph(modules, layers.read_imports(modules), ("load", "call"))
+    imports = layers.merge_packages(graph, packages)
+    assert set(allowed) == set(packages)
+    undocumented = {name: sorted(imports[name] - allowed[name]) for name in packages}
+    assert {name: found for name, found in undocumented.items() if found} == {}
 
 
 def test_missing_things_are_found() -> None:
