@@ -78,7 +78,9 @@ class Rule:
         certifies_machine: the reference must pass the rule before a subject is judged.
         blamed_for: the kind of failed run (``run_failures.FailedRun.kind``) that fails this rule,
             in any scenario that the rule reads. Empty for none.
-        judges_lossy_results: the rule replaces 2.1 and 2.2 for a subject with a lossy claim.
+        judges_exact_results: the rule decides whether one result is right, which no rule can for a
+            subject with a lossy claim.
+        judges_lossy_results: the rule takes its place for such a subject.
         source: torch documentation, paper or issue number.
         remedy: likely places of the mistake if the rule fails.
         check: the function, ``(run, claims, found)``; ``(runs, claims, found)`` if
@@ -99,6 +101,7 @@ class Rule:
     worlds: WorldSizes
     certifies_machine: bool
     blamed_for: str
+    judges_exact_results: bool
     judges_lossy_results: bool
     source: str
     remedy: str
@@ -153,6 +156,7 @@ def rule(
     worlds: WorldSizes = WorldSizes.ALL,
     certifies_machine: bool = False,
     blamed_for: str = "",
+    judges_exact_results: bool = False,
     judges_lossy_results: bool = False,
 ) -> Callable[[Callable[..., None]], Rule]:
     """Decorate a function of records: make a rule of it, and enter the rule in the book.
@@ -178,6 +182,7 @@ def rule(
             worlds=worlds,
             certifies_machine=certifies_machine,
             blamed_for=blamed_for,
+            judges_exact_results=judges_exact_results,
             judges_lossy_results=judges_lossy_results,
             source=source,
             remedy=remedy,

@@ -38,6 +38,7 @@ DOC = "torch documentation, DDP Communication Hooks"
     needs=("1.1", "1.2", "1.5", "1.9"),
     worlds=WorldSizes.PRIMARY,
     certifies_machine=True,
+    judges_exact_results=True,
     source=DOC,
     remedy="the divisor, and elements of the bucket that take no part in the collective; if the "
     "result is not meant to be the mean, claim its form: compressed, unbiased, local, with "
@@ -69,6 +70,7 @@ def crafted(run: Run, claims: Claims, found: Found) -> None:
     "Gives the mean of random gradients within the bound of a sum",
     on=(VALUES,),
     needs=("2.1",),
+    judges_exact_results=True,
     source=DOC + "; Higham, Accuracy and Stability of Numerical Algorithms, section 4.2",
     remedy="casts to a narrower dtype, noise, or an epsilon on the way; if the rounding is meant, "
     "claim rounded(dtype)",

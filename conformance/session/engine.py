@@ -28,8 +28,6 @@ from conformance.subjects.spec import REFERENCE, SubjectSpec, reference_of
 MAX_HANGS = 3  # runs that may cost their whole deadline before the rest are not run
 # Faults of a peer that a backend with streams reports through its watchdog, not through a future.
 NOTICED_BY_FUTURES = ("peer_dies", "peer_dies_later", "peer_silent")
-# The rules that a lossy claim replaces, since no single result is right or wrong.
-_RESULT_RULES = {"2.1", "2.2"}
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ class Engine:
                 self._runs.get((scenario.name, size)) for scenario, size in self.plan.runs_of(rule)
             ]
             finished = [run for run in runs if isinstance(run, Run) and run.finished]
-            if not finished and number in _RESULT_RULES:
+            if not finished and rule.judges_exact_results:
                 return False
             records: list[Any] = list(finished)
             if rule.reads_all_runs and finished:
@@ -317,7 +315,8 @@ class Engine:
         """
         lossy = [other for other in self._rules.values() if other.judges_lossy_results]
         is_one_of_them = rule.section in {other.section for other in lossy}
-        if self.claims.lossy and not is_one_of_them and _RESULT_RULES & set(rule.needs):
+        needs_exact = any(self._rules[needed].judges_exact_results for needed in rule.needs)
+        if self.claims.lossy and not is_one_of_them and needs_exact:
             return (*rule.needs, *(other.number for other in lossy))
         return rule.needs
 
