@@ -1,7 +1,7 @@
 """``python -m conformance gate [--baseline OLD] [--sources DIR] NEW``.
 
 The gate accepts a certificate, or refuses it and prints all reasons. If it accepts, it also prints
-what it did not check.
+the checks that it did not make.
 """
 
 import argparse
