@@ -160,9 +160,9 @@ def _claimed_rules(certificate: CertificateFile, claims: Claims) -> Iterator[str
             continue
         reason = str(rule.get("reason", ""))
         if is_claimed and reason.endswith(NOT_CLAIMED):
-            yield f"{_ITSELF} {numbered_title(rule)} was not judged, but {claims} claims it"
+            yield f"{_ITSELF} {numbered_title(rule)} was not judged, but applies under {claims}"
         if not is_claimed and rule["verdict"] == _PASS:
-            yield f"{_ITSELF} {numbered_title(rule)} passed, but {claims} does not claim it"
+            yield f"{_ITSELF} {numbered_title(rule)} passed, but does not apply under {claims}"
 
 
 # ---- Circumstances
@@ -199,7 +199,7 @@ def _read_date(text: str) -> datetime.datetime | None:
 def _torch(certificate: CertificateFile) -> Iterator[str]:
     """Refuse a version of torch that the kit does not run with."""
     text = certificate.body["profile"]["torch"]
-    version = re.match(r"(\d+)\.(\d+)", text)
+    version = re.match(r"(\d{1,4})\.(\d{1,4})", text)
     oldest = ".".join(map(str, OLDEST_TORCH))
     if not version:
         yield f"has a version of torch that cannot be read: {text!r}"

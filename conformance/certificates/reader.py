@@ -33,7 +33,7 @@ _SHAPE: dict[str, Any] = {
 }
 _TYPES = {str: "a string", int: "an integer", dict: "an object"}
 
-_WORLD_SIZE = re.compile(r"@(\d+)")
+_WORLD_SIZE = re.compile(r"@(\d{1,9})")
 
 
 @dataclass(frozen=True)

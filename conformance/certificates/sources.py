@@ -20,7 +20,7 @@ def other_sources(certificate: CertificateFile, folder: Path) -> Iterator[str]:
     """
     if not folder.is_dir():
         raise UsageError(f"--sources {folder}: there is no such folder")
-    module = certificate.body["subject"].get("module")
+    module = str(certificate.body["subject"].get("module"))
     if module not in certificate.sources:
         yield f"has no digest of the subject's module {module}, so that --sources cannot compare it"
     for module, expected in certificate.sources.items():
