@@ -10,14 +10,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance.certificates.certificate import REQUIRED_WORLDS, conclude, digest, kit_identity
+from conformance.certificates.certificate import (
+    REQUIRED_WORLDS,
+    advice_lines,
+    conclude,
+    digest,
+    kit_identity,
+    limit_lines,
+)
 from conformance.judging.rule import Rule
 from conformance.judging.verdict import NOT_CLAIMED, Judgement, Verdict
 from conformance.rules import book
+from conformance.subjects.claims import Claims, default_claims, parse_claims
 from conformance.subjects.kinds import HOOK
+from conformance.subjects.spec import reference_of
 
 Body = dict[str, Any]
-NOT_CLAIMED_HERE = ("10.4", "11.2", "11.3", "13.1", "13.2", "13.3", "13.5", "13.8")
+# Rules that find out in their runs that they are not claimed.
+NOT_CLAIMED_IN_RUNS = ("13.1", "13.2", "13.3", "13.4", "13.5", "13.6", "16.16", "19.18")
 MARGINS = {"2.2": 0.3, "2.3": 0.24, "2.4": 0.31, "2.1": 0.0}
 
 
@@ -25,6 +35,7 @@ def header(
     name: str = "mypkg.hooks:half", claims: str = "rounded(float16)", kind: str = HOOK
 ) -> Body:
     """Return a session's entries on the subject and the profile."""
+    module = name.partition(":")[0]
     named = {"hook": name, "target": None} if kind == HOOK else {"hook": None, "target": name}
     profile = {
         "name": "gloo-cpu",
@@ -40,20 +51,34 @@ def header(
             "state": None,
             "setup": None,
             "kind": kind,
-            "module": "mypkg.hooks",
-            "sha256": {"mypkg.hooks": "ab" * 32},
+            "module": module,
+            "sha256": {module: "ab" * 32},
         },
         "claims": {"text": claims, "said by": "--claims"},
         "profile": {**profile, "python": "3.11.7", "platform": "Linux"},
         "date": "2026-11-22T01:45:05+00:00",
-        "command": f"--{kind} {name} --claims '{claims}'",
+        "command": command(kind, name, claims),
     }
 
 
-def judged(rule: Rule) -> Judgement:
+def command(kind: str, name: str, claims: str) -> str:
+    """Return the command line of a session."""
+    return f"--{kind} {name} --claims '{claims}'"
+
+
+def claims_of(kind: str) -> str:
+    """Return claims that a subject of a kind can make: those of the kind's reference."""
+    return str(default_claims(kind, reference_of(kind).arguments))
+
+
+def judged(rule: Rule, claims: Claims) -> Judgement:
     """Return a judgement like a session's, with a run at every world size."""
-    if rule.number in NOT_CLAIMED_HERE:
+    if rule.claimed and not claims.has(rule.claimed):
         return Judgement(rule.number, Verdict.NOT_APPLICABLE, NOT_CLAIMED)
+    if rule.number in NOT_CLAIMED_IN_RUNS:
+        run = {"verdict": "not applicable", "reason": NOT_CLAIMED, "checks": 0}
+        reason = f"values@2: {NOT_CLAIMED}"
+        return Judgement(rule.number, Verdict.NOT_APPLICABLE, reason, runs={"values@2": run})
     if rule.number == "13.7":  # it counts bytes, even if no ratio is claimed
         run = {
             "verdict": "not applicable",
@@ -80,9 +105,10 @@ def certificate(
 ) -> Body:
     """Return the body of a certificate, as read from a file."""
     rules = book(kind)
+    parsed = parse_claims(claims, kind)
     made = conclude(
         rules,
-        {number: judged(rule) for number, rule in rules.items()},
+        {number: judged(rule, parsed) for number, rule in rules.items()},
         header(name, claims, kind),
         REQUIRED_WORLDS,
         kind,
@@ -92,11 +118,30 @@ def certificate(
     return read
 
 
-def changed(body: Mapping[str, Any], change: Callable[[Body], object]) -> Body:
-    """Return a body with a change and a fitting digest, as if the kit had written it."""
+def forged(body: Mapping[str, Any], change: Callable[[Body], object]) -> Body:
+    """Return a body with a change and a fitting digest; the other entries stay."""
     other = copy.deepcopy(dict(body))
     change(other)
     return {**other, "digest": digest(other)}
+
+
+def changed(body: Mapping[str, Any], change: Callable[[Body], object]) -> Body:
+    """Return a body with a change, as if the kit had written it: other entries follow from it."""
+
+    def change_all(other: Body) -> None:
+        change(other)
+        other["limits"] = limit_lines(other["rules"])
+        other["advice"] = advice_lines(other["rules"])
+        for rule in other["rules"]:
+            margins = [run["margin"] for run in rule["runs"].values() if "margin" in run]
+            rule |= {"margin": max(margins)} if margins else {}
+        subject = other["subject"]
+        name = subject["target"] or subject["hook"]
+        other["command"] = command(subject["kind"], name, other["claims"]["text"])
+        if subject["state"]:
+            other["command"] += f" --state {subject['state']}"
+
+    return forged(body, change_all)
 
 
 def rule_of(body: Body, number: str) -> Body:

@@ -8,7 +8,7 @@ and its conclusion lists the reasons.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -20,6 +20,8 @@ from conformance.subjects.kinds import HOOK
 
 REQUIRED_WORLDS = (1, 2, 3, 4)
 SCHEMA = "https://ddp-conformance.invalid/certificate/v1"
+
+RuleEntry = Mapping[str, Any]  # a rule in a certificate or in a report
 
 
 @dataclass
@@ -116,35 +118,50 @@ def _certificate(
     rules: Mapping[str, Rule], judgements: Mapping[str, Judgement], header: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the body of a certificate, with its digest."""
-    advice = [
-        f"{j.number} {rules[j.number].title}: {j.reason}"
-        for j in judgements.values()
-        if j.verdict is Verdict.FAIL
-    ]
+    entries = [summary(rules[number], judgement) for number, judgement in judgements.items()]
     simulated = at_scale(rules, judgements)
     body = {
         "schema": SCHEMA,
         "certified": True,
         **header,
-        "limits": limits(rules, judgements),
-        "advice": advice,
+        "limits": limit_lines(entries),
+        "advice": advice_lines(entries),
         **({"at scale": {"simulated": True, "said": simulated}} if simulated else {}),
-        "rules": [summary(rules[number], judgement) for number, judgement in judgements.items()],
+        "rules": entries,
     }
     return {**body, "digest": digest(body)}
 
 
 def limits(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement]) -> list[str]:
-    """Return the requirements that the subject is allowed not to meet, one line for each rule.
+    """Return the requirements that the subject is allowed not to meet, one line for each rule."""
+    return limit_lines(summary(rules[j.number], j) for j in judgements.values())
+
+
+def limit_lines(entries: Iterable[RuleEntry]) -> list[str]:
+    """Return the limits that follow from the entries of rules.
 
     A rule for a claim that the subject does not make is no limit of the subject, and neither is one
     that another rule replaces.
     """
     return [
-        f"{j.number} {rules[j.number].title}: {j.reason}"
-        for j in judgements.values()
-        if j.verdict is Verdict.NOT_APPLICABLE and not j.reason.endswith((NOT_CLAIMED, INSTEAD))
+        _reason_line(entry)
+        for entry in entries
+        if entry["verdict"] == str(Verdict.NOT_APPLICABLE)
+        and not str(entry.get("reason", "")).endswith((NOT_CLAIMED, INSTEAD))
     ]
+
+
+def advice_lines(entries: Iterable[RuleEntry]) -> list[str]:
+    """Return the advice that follows from the entries of rules: the SHOULD rules that fail."""
+    return [
+        _reason_line(entry)
+        for entry in entries
+        if entry["verdict"] == str(Verdict.FAIL) and entry["level"] != MUST
+    ]
+
+
+def _reason_line(entry: RuleEntry) -> str:
+    return f"{entry['rule']} {entry['title']}: {entry.get('reason', '')}"
 
 
 def at_scale(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement]) -> list[str]:

@@ -7,15 +7,14 @@ literal (``markdown.py``). This module imports no torch.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from conformance.certificates.certificate import RuleEntry, advice_lines, limit_lines
 from conformance.certificates.markdown import block, span
 from conformance.judging.rule import MUST
-from conformance.judging.verdict import INSTEAD, NOT_CLAIMED, Verdict
+from conformance.judging.verdict import Verdict
 
 MARGINS = 5  # rows in the table of errors
 
 _HEADINGS = {"certified": "CERTIFIED", "refused": "REFUSED", "kit error": "KIT ERROR"}
-
-RuleEntry = Mapping[str, Any]  # a rule in a certificate or in a report
 
 
 def session_markdown(body: Mapping[str, Any]) -> str:
@@ -42,14 +41,16 @@ def session_markdown(body: Mapping[str, Any]) -> str:
         # The reasons of a refusal are the rules that fail, which follow with their failures.
         lines += _titled_list("Because", body.get("reasons", ()))
     lines += _failures(rules)
-    lines += _titled_list("Limits", _limits(body))
-    lines += _titled_list("Advice", _advice(body))
+    lines += _titled_list("Limits", limit_lines(rules))
+    lines += _titled_list("Advice", advice_lines(rules))
     lines += _margin_table(rules)
     lines += _traffic_lines(rules)
     return "\n".join(lines)
 
 
-def gate_markdown(title: str, worse: Sequence[str], notes: Sequence[str]) -> str:
+def gate_markdown(
+    title: str, worse: Sequence[str], notes: Sequence[str], unchecked: Sequence[str] = ()
+) -> str:
     """Return the summary of the gate's result for a certificate."""
     lines = [
         f"### Gate: {'refused' if worse else 'holds'}",
@@ -58,6 +59,7 @@ def gate_markdown(title: str, worse: Sequence[str], notes: Sequence[str]) -> str
         "",
         *_titled_list("Worse", worse),
         *_titled_list("Different, but no worse", notes),
+        *_titled_list("Not checked", unchecked),
     ]
     return "\n".join(lines)
 
@@ -100,33 +102,6 @@ def _first_run(rule: RuleEntry, verdict: str) -> str | None:
         if run.get("verdict") == verdict:
             return str(name)
     return None
-
-
-def _limits(body: Mapping[str, Any]) -> list[str]:
-    """Return a certificate's limits; those of a report follow from its rules."""
-    if "limits" in body:
-        return list(body["limits"])
-    return [
-        _line(rule)
-        for rule in body["rules"]
-        if rule["verdict"] == str(Verdict.NOT_APPLICABLE)
-        and not str(rule.get("reason", "")).endswith((NOT_CLAIMED, INSTEAD))
-    ]
-
-
-def _advice(body: Mapping[str, Any]) -> list[str]:
-    """Return a certificate's advice; that of a report follows from its rules."""
-    if "advice" in body:
-        return list(body["advice"])
-    return [
-        _line(rule)
-        for rule in body["rules"]
-        if rule["verdict"] == str(Verdict.FAIL) and rule["level"] != MUST
-    ]
-
-
-def _line(rule: RuleEntry) -> str:
-    return f"{rule['rule']} {rule['title']}: {rule.get('reason', '')}"
 
 
 def _titled_list(title: str, lines: Iterable[str]) -> list[str]:

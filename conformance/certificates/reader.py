@@ -1,37 +1,31 @@
-"""Certificates and reports as files, which are checked before anything relies on them.
+"""Certificates and reports as files.
 
-A certificate is judged by its rules and runs, and not by its own word: its ``certified`` counts for
-nothing if a rule of the golden list or a required world size is missing. The digest reveals
-accidents and edits. It prevents nobody from writing a certificate of their own with a digest that
-fits; for that, a certificate is signed by the machine that made it (``ci/``). This module imports
-no torch.
+A file that is read here is a whole certificate with a digest that fits. The digest reveals
+accidents. It prevents nobody from writing a certificate of their own; for that, a certificate is
+signed by the machine that made it (``ci/``). ``flaws.py`` checks the content of a certificate.
+This module imports no torch.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.certificates.certificate import (
-    REQUIRED_WORLDS,
-    SCHEMA,
-    digest,
-    kit_identity,
-    worlds_left_out,
-)
+from conformance.certificates.certificate import SCHEMA, digest, kit_identity
 from conformance.errors import CertificateError, UsageError
-from conformance.judging.rule import MUST, golden_list
-from conformance.judging.verdict import Verdict
-from conformance.subjects.kinds import KINDS
 
 # The entries that every certificate has, and their types; a list has any number of such elements.
 _SHAPE: dict[str, Any] = {
     "kit": {"version": str, "golden list": str},
     "subject": {"kind": str},
     "claims": {"text": str},
-    "profile": {"name": str, "world sizes": [int]},
+    "profile": {"name": str, "backend": str, "device": str, "world sizes": [int], "torch": str},
+    "date": str,
+    "command": str,
+    "limits": [str],
+    "advice": [str],
     "rules": [
         {"rule": str, "level": str, "title": str, "verdict": str, "checks": int, "runs": dict}
     ],
@@ -39,13 +33,12 @@ _SHAPE: dict[str, Any] = {
 }
 _TYPES = {str: "a string", int: "an integer", dict: "an object"}
 
-_WORLD_SIZE = re.compile(r"@(\d+)")
-_MIN_WORLD_SIZE = re.compile(r"\bmin_world_size\((\d+)\)")
+_WORLD_SIZE = re.compile(r"@(\d{1,9})")
 
 
 @dataclass(frozen=True)
 class CertificateFile:
-    """A certificate that is whole and unedited; :func:`flaws` checks its content.
+    """A certificate that is whole, with a digest that fits; ``flaws.py`` checks its content.
 
     Attributes:
         path: the file from which it was read.
@@ -81,6 +74,21 @@ class CertificateFile:
     @property
     def worlds(self) -> tuple[int, ...]:
         return tuple(self.body["profile"]["world sizes"])
+
+    @property
+    def judged_worlds(self) -> set[int]:
+        """The world sizes of the runs."""
+        return {
+            int(world)
+            for rule in self.rules.values()
+            for run in rule["runs"]
+            for world in _WORLD_SIZE.findall(run)
+        }
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The digests of the subject's source files, by the name of the module."""
+        return self.body["subject"].get("sha256") or {}
 
     @property
     def golden(self) -> str:
@@ -165,102 +173,6 @@ def is_result(path: Path) -> bool:
     return isinstance(body, dict) and (body.get("schema") == SCHEMA or is_report(body))
 
 
-def flaws(certificate: CertificateFile) -> list[str]:
-    """Return why this kit does not accept a certificate, one line each; empty if it does."""
-    if not certificate.of_this_kit:
-        # Without the golden list by which it was judged, its rules cannot be checked.
-        version = certificate.body["kit"]["version"]
-        ours = kit_identity()["golden list"]
-        return [
-            f"was judged by the golden list {certificate.golden[:16]} of kit {version}; the golden "
-            f"list of this kit is {ours[:16]}"
-        ]
-    if certificate.kind not in KINDS:
-        return [f"has a kind of subject that this kit does not know: {certificate.kind!r}"]
-    found = [
-        *_missing_rules(certificate),
-        *_missing_worlds(certificate),
-        *_contradictions(certificate),
-    ]
-    if certificate.body.get("certified") is not True:
-        found.insert(0, "is from a development run: it is not marked as certified")
-    return found
-
-
-def _missing_rules(certificate: CertificateFile) -> Iterator[str]:
-    """Yield the rules of the golden list that are missing, or do not hold."""
-    rules = certificate.rules
-    device = str(certificate.body["profile"].get("device", "cpu"))
-    golden = golden_list(certificate.kind, device)
-    if absent := [number for number in golden if number not in rules]:
-        yield (
-            f"is from a development run: {len(absent)} of {len(golden)} MUST rules are missing: "
-            f"{', '.join(absent)}"
-        )
-    holds = {str(verdict) for verdict in Verdict if verdict.holds}
-    for number in golden:
-        if number not in rules:
-            continue
-        rule = rules[number]
-        if rule["verdict"] not in holds:
-            yield (
-                f"is from a development run: MUST rule {numbered_title(rule)} has the verdict "
-                f"{rule['verdict']!r}"
-            )
-        elif rule["level"] != MUST:
-            yield (
-                f"contradicts itself: MUST rule {numbered_title(rule)} has the level "
-                f"{rule['level']!r}"
-            )
-
-
-def _missing_worlds(certificate: CertificateFile) -> Iterator[str]:
-    """Yield the required world sizes at which no rule was judged."""
-    judged = {
-        int(world)
-        for rule in certificate.rules.values()
-        for run in rule["runs"]
-        for world in _WORLD_SIZE.findall(run)
-    }
-    if smallest := _MIN_WORLD_SIZE.search(certificate.claims):
-        # Few rules apply below the smallest world size that the subject claims to support, so a
-        # listed size without a run is no flaw there.
-        judged |= {world for world in certificate.worlds if world < int(smallest[1])}
-    missing = [
-        world for world in REQUIRED_WORLDS if world not in certificate.worlds or world not in judged
-    ]
-    if missing:
-        yield f"is from a development run: {worlds_left_out(missing)}"
-
-
-def _contradictions(certificate: CertificateFile) -> Iterator[str]:
-    """Yield entries that do not agree with each other."""
-    numbers = [rule["rule"] for rule in certificate.body["rules"]]
-    if twice := sorted({number for number in numbers if numbers.count(number) > 1}):
-        yield f"contradicts itself: rule {', '.join(twice)} is listed more than once"
-    for rule in certificate.rules.values():
-        runs = list(rule["runs"].values())
-        checks = sum(run.get("checks", 0) for run in runs)
-        contradicts = f"contradicts itself: {numbered_title(rule)} has"
-        if rule["checks"] != checks:
-            yield f"{contradicts} {rule['checks']} checks, but its runs have {checks}"
-        elif runs and rule["verdict"] != _worst(runs):
-            yield (
-                f"{contradicts} the verdict {rule['verdict']!r}, but its runs have {_worst(runs)!r}"
-            )
-        elif rule["verdict"] == str(Verdict.PASS) and not rule["checks"]:
-            yield f"{contradicts} the verdict 'pass', but no checks"
-
-
-def _worst(runs: list[Mapping[str, Any]]) -> str:
-    """Return the worst verdict of a rule's runs."""
-    verdicts = [str(run.get("verdict")) for run in runs]
-    for verdict in reversed(Verdict):
-        if str(verdict) in verdicts:
-            return str(verdict)
-    return verdicts[0]
-
-
 def numbered_title(rule: Mapping[str, Any]) -> str:
     """Return the number and the title of a rule's entry."""
     return f"{rule['rule']} {rule['title']}"
@@ -273,6 +185,11 @@ def _misfit_of_optional(body: Mapping[str, Any]) -> str | None:
         return "subject.sha256 is not an object"
     if not all(isinstance(value, str) for value in sources.values()):
         return "subject.sha256 has a value that is not a string"
+    profile = body["profile"]
+    if not isinstance(profile.get("devices", 0), int):
+        return "profile.devices is not an integer"
+    if misfit := _misfit(profile.get("nccl", []), [int], "profile.nccl"):
+        return misfit
     for rule in body["rules"]:
         if not all(_is_readable(run) for run in rule["runs"].values()):
             return f"the runs of {numbered_title(rule)} cannot be read"

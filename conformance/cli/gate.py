@@ -1,6 +1,7 @@
-"""``python -m conformance gate [--baseline OLD] NEW``.
+"""``python -m conformance gate [--baseline OLD] [--sources DIR] NEW``.
 
-The gate accepts a certificate, or refuses it and prints all reasons.
+The gate accepts a certificate, or refuses it and prints all reasons. If it accepts, it also prints
+the checks that it did not make.
 """
 
 import argparse
@@ -16,12 +17,16 @@ from conformance.certificates.comparison import (
     Slack,
     compare,
 )
+from conformance.certificates.flaws import flaws
 from conformance.certificates.markdown import printable
 from conformance.certificates.markdown_summary import gate_markdown
-from conformance.certificates.reader import CertificateFile, flaws, read_certificate
+from conformance.certificates.reader import CertificateFile, read_certificate
+from conformance.certificates.sources import other_sources
 from conformance.cli._arguments import PAGE, Arguments, append, write
 from conformance.errors import CERTIFIED, REFUSED, CertificateError, UsageError
 
+_NOT_SIGNED = "the certificate is not signed"
+_NO_SOURCES = "the subject's sources were not compared (--sources DIR)"
 _EPILOG = "Exit code: 0 the gate holds; 1 refused; 4 the command cannot be run as written."
 
 
@@ -61,14 +66,23 @@ def main(arguments: list[str]) -> int:
             notes.append(f"{options.baseline} is the baseline from now on")
     else:
         refused += result.comparison.worse
+    unchecked = [] if refused else _unchecked(options)
     if page := options.summary or os.environ.get(PAGE):
-        append(Path(page), gate_markdown(result.title, refused, notes))
+        append(Path(page), gate_markdown(result.title, refused, notes, unchecked))
     lines = [*(f"refused: {line}" for line in refused), *(f"note: {line}" for line in notes)]
+    if unchecked:
+        lines.append(f"not checked: {'; '.join(unchecked)}")
     lines.append(_last_line(options, result.title, bool(refused)))
     for line in lines:
         # One line each, whatever a certificate contains: nothing in it can imitate the last line.
         print(" ".join(printable(line).split("\n")))
     return REFUSED if refused else CERTIFIED
+
+
+def _unchecked(options: argparse.Namespace) -> list[str]:
+    """Return the properties of an accepted certificate that the gate did not check."""
+    # The gate reads no signature: `gh attestation verify` and cosign do.
+    return [_NOT_SIGNED] if options.sources else [_NOT_SIGNED, _NO_SOURCES]
 
 
 def _last_line(options: argparse.Namespace, title: str, refused: bool) -> str:
@@ -101,6 +115,12 @@ def _parser() -> Arguments:
         "--require-profile",
         metavar="NAME",
         help="refuse a certificate of another profile, such as gloo-cpu",
+    )
+    parser.add_argument(
+        "--sources",
+        type=Path,
+        metavar="DIR",
+        help="refuse a certificate of other source files than those in this folder, or its src",
     )
     parser.add_argument(
         "--margin-factor",
@@ -147,6 +167,8 @@ def _check(options: argparse.Namespace) -> _Result:
         result.flaws.append(
             f"{new.path}: has the profile {new.profile}, but {required} is required"
         )
+    if options.sources:
+        result.flaws += [f"{new.path}: {flaw}" for flaw in other_sources(new, options.sources)]
     if options.baseline:
         slack = Slack(options.margin_factor, options.margin_floor, options.traffic_factor)
         result.comparison = _compare(options.baseline, new, slack, options.renew)
@@ -178,14 +200,22 @@ def _compare(path: Path, new: CertificateFile, slack: Slack, renew: bool) -> Com
 
 
 def _at_least_1(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 1 <= value < float("inf"):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return value
 
 
 def _fraction(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 < value <= 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, at most 1")
     return value
+
+
+def _number(text: str) -> float:
+    """Return a number, or NaN for any other text."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from conformance.certificates.flaws import flaws
 from conformance.certificates.in_toto import checksums, result_of, statement, subjects
-from conformance.certificates.reader import flaws, is_report, read_certificate, read_json
+from conformance.certificates.reader import is_report, read_certificate, read_json
 from conformance.cli._arguments import Arguments, write
 from conformance.errors import CertificateError
 

@@ -6,8 +6,9 @@ It writes the results of sessions as Markdown, for the page of a CI job.
 import os
 from pathlib import Path
 
+from conformance.certificates.flaws import flaws
 from conformance.certificates.markdown_summary import nothing_markdown, session_markdown
-from conformance.certificates.reader import flaws, is_report, read_certificate, read_json
+from conformance.certificates.reader import is_report, read_certificate, read_json
 from conformance.cli._arguments import PAGE, Arguments, append, write
 from conformance.errors import CertificateError
 

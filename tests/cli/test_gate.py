@@ -1,5 +1,6 @@
 """Tests of the gate, which refuses invalid certificates and those worse than their baseline."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -13,9 +14,22 @@ from conformance.__main__ import main
 from conformance.judging.rule import golden_list
 from conformance.judging.verdict import Found
 from conformance.subjects.kinds import KINDS
-from tests.made_certificates import Body, certificate, changed, ran, rule_of, without, written
+from tests.made_certificates import (
+    Body,
+    certificate,
+    changed,
+    claims_of,
+    command,
+    forged,
+    ran,
+    rule_of,
+    without,
+    written,
+)
 
 MUST = len(golden_list())
+NOT_SIGNED = "not checked: the certificate is not signed"
+NOT_CHECKED = f"{NOT_SIGNED}; the subject's sources were not compared (--sources DIR)"
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +59,11 @@ def both(tmp_path: Path, old: Body, new: Body) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_certificate_passes(kind: str, tmp_path: Path, gate: Any) -> None:
-    path = written(tmp_path / "c.json", certificate("mypkg:subject", "exact", kind))
-    assert gate(path) == (0, ["GATE HOLDS  mypkg:subject as exact, profile gloo-cpu"])
-    assert gate("--baseline", path, path) == (
-        0,
-        [f"GATE HOLDS  mypkg:subject as exact, profile gloo-cpu, no worse than {path}"],
-    )
+    claims = claims_of(kind)
+    path = written(tmp_path / "c.json", certificate("mypkg:subject", claims, kind))
+    holds = f"GATE HOLDS  mypkg:subject as {claims}, profile gloo-cpu"
+    assert gate(path) == (0, [NOT_CHECKED, holds])
+    assert gate("--baseline", path, path) == (0, [NOT_CHECKED, f"{holds}, no worse than {path}"])
 
 
 @pytest.mark.parametrize("key", ["claims", "date", "certified", "limits", "rules", "profile"])
@@ -60,7 +73,7 @@ def test_an_edited_certificate_is_refused(key: str, body: Body, tmp_path: Path, 
     elif key == "rules":
         value = body[key][:-1]
     else:
-        value = 1
+        value = ["1"] if key == "limits" else "1"
     edited = {**body, key: value}
     code, lines = gate(written(tmp_path / "c.json", edited))
     assert code == 1
@@ -121,6 +134,10 @@ def test_binary_files_are_refused(tmp_path: Path, gate: Any) -> None:
             "profile.world sizes[0] is not an integer",
         ),
         (lambda b: b["subject"].update(sha256=["x"]), "subject.sha256 is not an object"),
+        (lambda b: b["profile"].update(devices="8"), "profile.devices is not an integer"),
+        (lambda b: b["profile"].update(nccl="2.27"), "profile.nccl is not a list"),
+        (lambda b: b.pop("date"), "date is missing"),
+        (lambda b: b.update(advice="none"), "advice is not a list"),
         (lambda b: b["rules"][0]["runs"].update({"values@1": 3}), "cannot be read"),
         (lambda b: b["rules"][0]["runs"]["values@1"].update(margin="low"), "cannot be read"),
         (
@@ -132,7 +149,7 @@ def test_binary_files_are_refused(tmp_path: Path, gate: Any) -> None:
 def test_entries_of_the_wrong_type_are_refused(
     change: Callable[[Body], object], expected: str, body: Body, tmp_path: Path, gate: Any
 ) -> None:
-    code, lines = gate(written(tmp_path / "c.json", changed(body, change)))
+    code, lines = gate(written(tmp_path / "c.json", forged(body, change)))
     assert code == 1
     assert expected in lines[0]
 
@@ -183,11 +200,10 @@ def test_a_world_size_that_is_listed_but_was_not_run_is_missing(
     assert "world size 4 was left out" in lines[0]
 
 
-def test_world_sizes_below_the_claimed_minimum_are_not_missing(
-    body: Body, tmp_path: Path, gate: Any
-) -> None:
+def test_world_sizes_below_the_claimed_minimum_are_not_missing(tmp_path: Path, gate: Any) -> None:
+    body = certificate(claims="rounded(float16), min_world_size(2)")
+
     def take_two(b: Body) -> None:
-        b["claims"]["text"] += ", min_world_size(2)"
         for rule in b["rules"]:
             if rule["runs"].pop("values@1", None):
                 rule["checks"] -= 6
@@ -327,7 +343,11 @@ def test_a_worse_certificate_is_refused(
 
 def test_a_changed_kind(tmp_path: Path, gate: Any) -> None:
     code, lines = gate(
-        *both(tmp_path, certificate("mypkg:x", "exact"), certificate("mypkg:x", "exact", "wrapper"))
+        *both(
+            tmp_path,
+            certificate("mypkg:x", "exact"),
+            certificate("mypkg:x", claims_of("wrapper"), "wrapper"),
+        )
     )
     assert code == 1
     assert "refused: changed subject: a hook before, a wrapper now" in lines
@@ -370,7 +390,7 @@ def test_all_differences_are_printed(body: Body, tmp_path: Path, gate: Any) -> N
         lambda b: ran(b, "2.2", margin=0.0),
         lambda b: ran(b, "2.1", margin=0.1),  # twice the floor
         lambda b: ran(b, "13.7", "ordered@2", traffic={"largest": 0.505, "mean": 0.4}),
-        lambda b: b.update(date="later"),
+        lambda b: b.update(date="2026-11-23T00:00:00+00:00"),
         lambda b: b["rules"].append({**b["rules"][0], "rule": "99.1", "level": "SHOULD"}),
     ],
 )
@@ -378,7 +398,7 @@ def test_an_equal_or_better_certificate_passes(
     change: Callable[[Body], object], body: Body, tmp_path: Path, gate: Any
 ) -> None:
     code, lines = gate(*both(tmp_path, body, changed(body, change)))
-    assert (code, len(lines)) == (0, 1), lines
+    assert (code, lines[0], len(lines)) == (0, NOT_CHECKED, 2), lines
 
 
 def test_other_source_is_noted_and_passes(body: Body, tmp_path: Path, gate: Any) -> None:
@@ -402,13 +422,22 @@ def test_the_factors_are_options(body: Body, tmp_path: Path, gate: Any) -> None:
         ]
         == 0
     )
-    for wrong in (
-        ("--margin-factor", "0.5"),
-        ("--margin-floor", "0"),
-        ("--traffic-factor", "nan"),
-        ("--margin-factor", "many"),
-    ):
-        assert gate(*wrong, *margin)[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--margin-factor", "-1", "'-1' is not a number of at least 1"),
+        ("--margin-factor", "many", "'many' is not a number of at least 1"),
+        ("--traffic-factor", "nan", "'nan' is not a number of at least 1"),
+        ("--margin-floor", "0", "'0' is not a number above 0, at most 1"),
+    ],
+)
+def test_a_wrong_factor_is_a_usage_error(
+    option: str, value: str, expected: str, tmp_path: Path, gate: Any
+) -> None:
+    line = f"gate: argument {option}: {expected}; see python -m conformance gate --help"
+    assert gate(option, value, tmp_path / "c.json") == (4, [line])
 
 
 @pytest.mark.parametrize(
@@ -509,6 +538,207 @@ def test_control_characters_do_not_reach_the_terminal(
     assert code == 1
     assert lines[0].endswith("not applicable (\\x1b[2Jno GATE HOLDS) now")
     assert sum(line.startswith("GATE") for line in lines) == 1
+
+
+# ---- Forgeries: an edited certificate with a digest that fits
+
+
+def forge_profile(b: Body) -> None:
+    b["profile"]["name"] = "nccl"
+
+
+def forge_whole_profile(b: Body) -> None:
+    b["profile"].update(name="nccl", backend="nccl", device="cuda", devices=8, nccl=[2, 27, 3])
+    b["command"] += " --backend nccl"
+
+
+def forge_margins(b: Body) -> None:
+    for run in rule_of(b, "2.2")["runs"].values():
+        run["margin"] = 0.1
+    rule_of(b, "2.2")["margin"] = 0.1
+
+
+def forge_advice(b: Body) -> None:
+    """Hide a SHOULD rule that fails."""
+    ran(b, "10.1", verdict="fail", reason="it waits")
+
+
+def forge_subject(b: Body) -> None:
+    b["subject"]["hook"] = "mypkg.hooks:other"
+    b["command"] = command("hook", "mypkg.hooks:other", b["claims"]["text"])
+
+
+def forge_claim(b: Body) -> None:
+    b["claims"]["text"] = "exact"
+    b["command"] = command("hook", b["subject"]["hook"], "exact")
+
+
+def forge_advice_as_pass(b: Body) -> None:
+    b["advice"] = ["10.1 Returns without waiting for its communication: it waits"]
+
+
+# The gate finds these forgeries in the certificate itself, with and without a baseline.
+FOUND: dict[str, tuple[Callable[[Body], object], str]] = {
+    "profile": (
+        forge_profile,
+        "contradicts itself: its profile is called nccl, but gloo on cpu is the profile gloo-cpu",
+    ),
+    "date": (
+        lambda b: b.update(date="2999-01-01T00:00:00+00:00"),
+        "has a date in the future: 2999-01-01T00:00:00+00:00",
+    ),
+    "torch": (
+        lambda b: b["profile"].update(torch="2.5.1+cpu"),
+        "has torch 2.5.1+cpu, but this kit runs with torch 2.6 or newer",
+    ),
+    "margin": (
+        lambda b: rule_of(b, "2.2").update(margin=0.1),
+        "contradicts itself: 2.2 Gives the mean of random gradients within the bound of a sum has "
+        "the margin 0.1, but the largest of its runs is 0.3",
+    ),
+    "advice": (
+        forge_advice,
+        "contradicts itself: missing in its advice: 10.1 Returns without waiting for its "
+        "communication: ",
+    ),
+    "advice of a rule that passes": (
+        forge_advice_as_pass,
+        "contradicts itself: in its advice, but not in its rules: 10.1 Returns without",
+    ),
+    "subject": (
+        lambda b: b["subject"].update(hook="mypkg.hooks:other"),
+        "contradicts itself: its command line has --hook mypkg.hooks:half, but its subject has "
+        "mypkg.hooks:other",
+    ),
+    "development run": (
+        lambda b: without(b, "2.3"),
+        f"is from a development run: 1 of {MUST} MUST rules are missing: 2.3",
+    ),
+    "development run by its command": (
+        lambda b: b.update(command=f"{b['command']} --rule 2"),
+        "contradicts itself: its command line selects rules: --rule 2",
+    ),
+    "older golden list": (
+        lambda b: b["kit"].update({"golden list": "00" * 32, "version": "0.0.9"}),
+        "was judged by the golden list 0000000000000000 of kit 0.0.9",
+    ),
+    "claim": (
+        lambda b: b["claims"].update(text="exact"),
+        "contradicts itself: its command line has --claims rounded(float16), but its claims are "
+        "exact",
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", FOUND)
+def test_a_forgery_is_found(forgery: str, body: Body, tmp_path: Path, gate: Any) -> None:
+    forge, expected = FOUND[forgery]
+    old, new = both(tmp_path, body, forged(body, forge))[1:]
+    for options in ((), ("--baseline", old)):
+        code, lines = gate(*options, new)
+        assert code == 1
+        assert any(line.startswith(f"refused: {new}: {expected}") for line in lines), lines
+        assert lines[-1].startswith("GATE REFUSES")
+        assert not any(line.startswith("not checked") for line in lines)
+
+
+def test_a_cut_file_is_found(body: Body, tmp_path: Path, gate: Any) -> None:
+    """A file that is closed again after a cut lacks entries, even if its digest fits."""
+    old, new = both(tmp_path, body, forged(body, lambda b: b.pop("rules")))[1:]
+    for options in ((), ("--baseline", old)):
+        code, lines = gate(*options, new)
+        assert (code, lines[0]) == (1, f"refused: {new}: is no certificate: rules is missing")
+
+
+# A consistent forgery passes. Only a comparison can reveal it, or a signature.
+CONSISTENT: dict[str, tuple[Callable[[Body], object], str | None]] = {
+    "profile": (forge_whole_profile, "changed profile: gloo-cpu before, nccl now"),
+    "subject": (forge_subject, "changed subject: hook mypkg.hooks:half before, mypkg.hooks:other"),
+    "claim": (forge_claim, "changed claim: rounded(float16) before, exact now"),
+    "date": (lambda b: b.update(date="2026-11-23T00:00:00+00:00"), None),
+    "torch": (lambda b: b["profile"].update(torch="2.12.0"), None),
+    "margins": (forge_margins, None),
+}
+
+
+@pytest.mark.parametrize("forgery", CONSISTENT)
+def test_a_consistent_forgery_passes_as_not_signed(
+    forgery: str, body: Body, tmp_path: Path, gate: Any
+) -> None:
+    forge, expected = CONSISTENT[forgery]
+    old, new = both(tmp_path, body, forged(body, forge))[1:]
+    code, lines = gate(new)
+    assert (code, lines[0]) == (0, NOT_CHECKED)
+    code, lines = gate("--baseline", old, new)
+    if expected is None:
+        assert (code, lines[-2]) == (0, NOT_CHECKED)
+    else:
+        assert code == 1
+        assert any(line.startswith(f"refused: {expected}") for line in lines), lines
+
+
+# ---- The subject's sources
+
+
+@pytest.mark.parametrize(
+    "place", ["mypkg/hooks.py", "src/mypkg/hooks.py", "mypkg/hooks/__init__.py"]
+)
+def test_sources_are_compared(place: str, body: Body, tmp_path: Path, gate: Any) -> None:
+    source = tmp_path / "project" / place
+    source.parent.mkdir(parents=True)
+    source.write_text("def half(state, bucket): ...\n")
+    sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
+    new = written(
+        tmp_path / "new.json",
+        changed(body, lambda b: b["subject"].update(sha256={"mypkg.hooks": sha256})),
+    )
+    options = ("--sources", tmp_path / "project", new)
+    code, lines = gate(*options)
+    assert (code, lines[0]) == (0, NOT_SIGNED)
+    source.write_text("def half(state, bucket): pass\n")
+    code, lines = gate(*options)
+    assert code == 1
+    found = hashlib.sha256(source.read_bytes()).hexdigest()
+    assert lines[0] == (
+        f"refused: {new}: was made for another mypkg.hooks: its digest is {sha256[:16]}, but "
+        f"{source} has {found[:16]}"
+    )
+    source.unlink()
+    code, lines = gate(*options)
+    assert code == 1
+    assert lines[0] == (
+        f"refused: {new}: was made for the module mypkg.hooks, which is not in "
+        f"{tmp_path / 'project'}"
+    )
+
+
+def test_a_certificate_without_digests_has_no_sources(
+    body: Body, tmp_path: Path, gate: Any
+) -> None:
+    new = written(tmp_path / "c.json", forged(body, lambda b: b["subject"].update(sha256={})))
+    code, lines = gate("--sources", tmp_path, new)
+    assert code == 1
+    assert "has no digest of the subject's module mypkg.hooks" in lines[0]
+
+
+def test_the_name_of_a_module_does_not_lead_out_of_the_folder(
+    body: Body, tmp_path: Path, gate: Any
+) -> None:
+    outside = tmp_path / "outside.py"
+    outside.write_text("")
+    sha256 = hashlib.sha256(b"").hexdigest()
+    sources = {"/../outside": sha256, "..outside": sha256}
+    new = written(tmp_path / "c.json", forged(body, lambda b: b["subject"].update(sha256=sources)))
+    (tmp_path / "project").mkdir()
+    code, lines = gate("--sources", tmp_path / "project", new)
+    assert code == 1
+    assert sum("which is not in" in line for line in lines) == 2
+
+
+def test_sources_need_a_folder(body: Body, tmp_path: Path, gate: Any) -> None:
+    new = written(tmp_path / "c.json", body)
+    line = f"gate: --sources {tmp_path / 'none'}: there is no such folder"
+    assert gate("--sources", tmp_path / "none", new) == (4, [line])
 
 
 def test_bytes_are_shares_of_those_without_compression() -> None:
