@@ -8,6 +8,7 @@ exchange       the process group on which the ranks exchange samples
 judge          the rules, applied to the samples of all ranks
 replicas       checksums of parameters, and the search for elements that differ
 collectives    records the collectives that Python code starts
+stalls         the log line of a run in which all ranks stand still
 
 ``watcher.py`` is the beginning; it describes a sampled step from its begin to its end.
 """

@@ -1,15 +1,18 @@
-"""Records the collectives that Python code starts during one step of a training run.
+"""Records the collectives that Python code starts during a training run.
 
-While a recording is open, methods of ``ProcessGroup`` are replaced; the last one to close puts them
-back. Collectives that C++ code starts by itself, such as DDP's own allreduce, do not pass through
-these methods. Works and futures are returned untouched, and none is kept. The recorder of the ranks
-(``ranks/instruments/collective_recorder.py``) overrides kernels and keeps every Work; that suits
-processes that soon end, and not a training run.
+A :class:`Recording` describes those of one sampled step. A :class:`Tally` is open for the whole
+watch and only counts. While one of them is open, methods of ``ProcessGroup`` are replaced; the last
+one to close puts them back. Collectives that C++ code starts by itself, such as DDP's own
+allreduce, do not pass through these methods. Works and futures are returned untouched, and none is
+kept. The recorder of the ranks (``ranks/instruments/collective_recorder.py``) overrides kernels and
+keeps every Work; that suits processes that soon end, and not a training run.
 """
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -67,21 +70,14 @@ class Collective(NamedTuple):
 
 
 _lock = threading.RLock()
-_open: list["Recording"] = []
+_open: list["_Observer"] = []
 _originals: dict[str, Any] = {}
 # Names of the kit's own groups, whose collectives are not recorded.
 kit_groups: set[str] = set()
 
 
-class Recording:
-    """The collectives that this process starts between :meth:`open` and :meth:`close`.
-
-    Attributes:
-        collectives: each with the thread that started it, in the order in which they were started.
-    """
-
-    def __init__(self) -> None:
-        self.collectives: list[tuple[int, Collective]] = []
+class _Observer:
+    """Sees the collectives that this process starts between :meth:`open` and :meth:`close`."""
 
     def open(self) -> None:
         with _lock:
@@ -90,12 +86,70 @@ class Recording:
             _open.append(self)
 
     def close(self) -> None:
-        """Record no more. Further calls do nothing."""
+        """See no more. Further calls do nothing."""
         with _lock:
             if self in _open:
                 _open.remove(self)
                 if not _open:
                     _restore_methods()
+
+    def observe(self, name: str, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called before each collective, with the arguments of the method ``name``."""
+        raise NotImplementedError
+
+
+class Recording(_Observer):
+    """The collectives that this process starts while the recording is open.
+
+    Attributes:
+        collectives: each with the thread that started it, in the order in which they were started.
+    """
+
+    def __init__(self) -> None:
+        self.collectives: list[tuple[int, Collective]] = []
+
+    def observe(self, name: str, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(self.collectives) < MAX_RECORDED:
+            ranks = sorted(dist.get_process_group_ranks(group))
+            collective = Collective(_describe(name, args, kwargs), ranks, group.group_name)
+            self.collectives.append((threading.get_ident(), collective))
+
+
+class Counted(NamedTuple):
+    """One collective, as a tally knows it.
+
+    Attributes:
+        method: the method of ``ProcessGroup``.
+        number: its number among the collectives of its group, counted from 1.
+        group_name: the name of the group.
+    """
+
+    method: str
+    number: int
+    group_name: str
+
+
+class Tally(_Observer):
+    """Counts the collectives that this process starts while the tally is open, by group.
+
+    A collective takes 2 to 3 microseconds more. Only the following is kept.
+
+    Attributes:
+        latest: the collective that was started last; None if there was none.
+        counts: how many were started, by the name of the group.
+    """
+
+    def __init__(self) -> None:
+        self.latest: Counted | None = None
+        self.counts: dict[str, int] = {}
+        # Several threads may count at the same time; next() is atomic.
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+
+    def observe(self, name: str, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        group_name = group.group_name
+        number = next(self._numbers[group_name])
+        self.counts[group_name] = number
+        self.latest = Counted(name, number, group_name)
 
 
 def _replace_methods() -> None:
@@ -116,20 +170,12 @@ def _recording_method(name: str, original: Any) -> Callable[..., Any]:
     def method(group: Any, *args: Any, **kwargs: Any) -> Any:
         # A group or a call of an unknown form is not recorded; the call itself must not fail.
         with contextlib.suppress(Exception):
-            _record(name, group, args, kwargs)
+            if group.group_name not in kit_groups:
+                for observer in list(_open):
+                    observer.observe(name, group, args, kwargs)
         return original(group, *args, **kwargs)
 
     return method
-
-
-def _record(name: str, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if group.group_name in kit_groups:
-        return
-    ranks = sorted(dist.get_process_group_ranks(group))
-    collective = Collective(_describe(name, args, kwargs), ranks, group.group_name)
-    for recording in list(_open):
-        if len(recording.collectives) < MAX_RECORDED:
-            recording.collectives.append((threading.get_ident(), collective))
 
 
 def _describe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -39,10 +39,12 @@ class Exchange:
         rank: this rank's number in the group.
         size: the number of ranks.
         ranks: the global rank of each rank in the group.
+        model_group: the name of the group whose ranks take part.
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
         self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.model_group = group.group_name
         self._group = dist.new_group(
             list(self.ranks),
             timeout=datetime.timedelta(seconds=seconds),
@@ -116,6 +118,16 @@ class Exchange:
             if last != step:
                 found.append(f"rank {rank} was last at step {last}")
         return found
+
+    def open_store(self) -> dist.Store:
+        """Return the kit's store on a connection of its own, if it can have one.
+
+        A connection is locked while an operation is under way. A thread with a connection of its
+        own therefore never delays the training.
+        """
+        with contextlib.suppress(RuntimeError):
+            return self._store.clone()
+        return self._store
 
     def leave(self, reason: str) -> None:
         """Announce that this rank arrives no more; do nothing if the store is gone."""

@@ -31,6 +31,31 @@ from conformance.watching.replicas import index_at
 from conformance.watching.sampling import Gathered, Layout
 
 Index = tuple[int, ...]
+# The numbers of the rules that a watch can judge.
+RULES = tuple(
+    rule.number
+    for rule in (
+        random_values,
+        identical_results,
+        identical_models,
+        nan,
+        control_flow,
+        unchanged_parameters,
+        agree,
+    )
+)
+
+
+def rules_under(claims: Claims) -> list[str]:
+    """Return the numbers of the rules that are judged under these claims."""
+    left_out: set[str] = set()
+    if claims.lossy:
+        left_out.add(random_values.number)
+    if claims.lossy == LOCAL:
+        left_out |= {identical_results.number, identical_models.number}
+    if claims.fused:
+        left_out.add(unchanged_parameters.number)
+    return [number for number in RULES if number not in left_out]
 
 
 @dataclass(frozen=True)
@@ -40,7 +65,8 @@ class Finding:
     Attributes:
         rule: the rule's number; empty if a check could not be made.
         title: the rule's title.
-        step: the backward pass that averaged gradients, counted from 0.
+        step: the number of the backward passes that averaged gradients before this one since the
+            watch began, so that the first step is step 0.
         failure: the expected and the actual state, and the likely cause.
         remedy: where to look.
     """
@@ -237,13 +263,22 @@ class StepJudgement:
 
     Attributes:
         findings: one for each rule that is broken.
-        figures: ``margin``, the largest error as a fraction of its bound, if the claims have a
-            bound; ``off``, the distance of the result from the mean as a fraction of the mean, if
-            the claims are lossy.
+        figures: one number by its name. ``margin``, the largest error as a fraction of its bound,
+            if the claims have a bound; it is infinite if an error exceeds the bound. ``off``, the
+            distance of the result from the mean as a fraction of the mean, if the claims are lossy.
+            None if there is no such number: a gradient, a result or a parameter is not finite, or
+            no element was compared.
+        reason: why the figure is None; None if it is a number.
     """
 
     findings: list[Finding] = field(default_factory=list)
-    figures: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float | None] = field(default_factory=dict)
+    reason: str | None = None
+
+    def set_figure(self, claims: Claims, value: float | None, reason: str | None = None) -> None:
+        """Keep the figure of these claims, or the reason why there is none."""
+        self.figures = {"off" if claims.lossy else "margin": None if reason else value}
+        self.reason = reason
 
     def check(self, rule: Rule, run: SampledRun, claims: Claims) -> Found:
         """Check a rule of the book, and keep its first failure."""
@@ -318,26 +353,51 @@ def _event(name: str, run: SampledRun, **fields: Any) -> dict[str, Any]:
 
 
 def _judge_mean(run: SampledRun, claims: Claims, judgement: StepJudgement) -> None:
+    """Judge rule 2.2, and keep the figure of the step."""
+    reason = _describe_not_finite(run)
     if claims.lossy:
-        judgement.figures["off"] = _distance_from_mean(run, claims)
+        off = _distance_from_mean(run, claims)
+        if off is None:
+            reason = reason or "the mean of the sampled elements is zero, or none was compared"
+        judgement.set_figure(claims, off, reason)
         return
+    found = Found()
     if run.gathered.results_agree:
         # All ranks have the same results, so one of them is enough, until one is wrong.
         run.receiving = run.training[:1]
-        found = Found()
         random_values.check(run, claims, found)
         run.receiving = run.training
-        if not found.failures:
-            judgement.figures["margin"] = found.margin or 0.0
-            return
-    found = judgement.check(random_values, run, claims)
-    judgement.figures["margin"] = math.inf if found.failures else found.margin or 0.0
+    if found.failures or not run.gathered.results_agree:
+        found = judgement.check(random_values, run, claims)
+    if not found.checks:
+        reason = reason or "no element was compared"
+    judgement.set_figure(claims, math.inf if found.failures else found.margin, reason)
 
 
-def _distance_from_mean(run: SampledRun, claims: Claims) -> float:
+def _describe_not_finite(run: SampledRun) -> str | None:
+    """Return which value of the step is not finite. None if all are finite.
+
+    The margin of the other elements would show nothing of it.
+    """
+    kinds = {
+        "parameter": run.gathered.largest_parameter,
+        "gradient": run.gathered.largest_fed,
+        "result": run.gathered.largest_result,
+    }
+    for kind, values in kinds.items():
+        places = (~values.isfinite()).nonzero().tolist()
+        if places:
+            rank, index = places[0]
+            name = run.layout.names[index]
+            return f"the {kind} of {name} on rank {rank} is not finite"
+    return None
+
+
+def _distance_from_mean(run: SampledRun, claims: Claims) -> float | None:
     """Return the distance of the first training rank's result from the mean.
 
-    It is a fraction of the mean, in the Euclidean norm over all sampled elements.
+    It is a fraction of the mean, in the Euclidean norm over all sampled elements. None if the mean
+    is zero or no element was compared.
     """
     rank = run.training[0]
     factor = run.world if claims.sum else 1
@@ -349,7 +409,7 @@ def _distance_from_mean(run: SampledRun, claims: Claims) -> float:
             mean = run.recorded((), run.step, index).mean(0) * factor
             error += float((got - mean).square().sum())
             total += float(mean.square().sum())
-    return math.sqrt(error / total) if total else 0.0
+    return math.sqrt(error / total) if total else None
 
 
 def _require_visible(run: SampledRun, claims: Claims, found: Found) -> None:

@@ -14,10 +14,12 @@ errors are the same as without a watch.
 
 A step is a backward pass that averages gradients; micro-batches under ``no_sync`` do not count.
 Each rank counts steps at the end of the forward that precedes the backward pass; under ``Join`` a
-rank that has run out of inputs counts them too. Step 1 is sampled, the first step with DDP's final
-buckets, and every ``every``-th step after it. At the step before a sampled one a few elements of
-the gradients are copied, so that a result that comes one step late can be recognised. At all other
-steps a counter is incremented, and nothing else happens. On a sampled step
+rank that has run out of inputs counts them too. Messages, findings and figures number the steps
+from 0: step 0 is the first one after the call of ``watch``. Step 1 is sampled, the first step with
+DDP's final buckets, and every ``every``-th step after it. At the step before a sampled one a few
+elements of the gradients are copied, so that a result that comes one step late can be recognised.
+At all other steps a counter is incremented, and another one at each collective that Python code
+starts. On a sampled step
 
     forward ends        hooks are put on the parameters; collectives that Python code starts are
                         recorded from here on
@@ -33,6 +35,12 @@ further communication, and if one raises, all of them do.
 The exchange has a process group of its own, with Gloo and a timeout. If a rank does not come, or is
 at another step, the watch ends and logs the reason. The training does not end: the ranks that have
 waited go on.
+
+If a run hangs between two sampled steps, no rank comes to an exchange. ``stalls.py`` describes the
+warning that is logged then, and its limits.
+
+A watch logs one line of level INFO when it begins and one when it is closed, on the group's first
+rank. Python shows them after ``logging.basicConfig(level=logging.INFO)``.
 
 ``benchmarks/watch.py`` measures the costs, and ``watcher.cost()`` returns those of one run. A
 sampled step reads every gradient twice and every parameter twice. Of all ranks together it holds at
@@ -50,8 +58,9 @@ import contextlib
 import hashlib
 import json
 import logging
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -66,22 +75,26 @@ from conformance.watching.attach import Attachment
 from conformance.watching.collectives import Collective, kit_groups
 from conformance.watching.exchange import Exchange, ExchangeError
 from conformance.watching.judge import (
+    RULES,
     Finding,
     SampledRun,
     StepJudgement,
     judge_collectives,
     judge_models,
     judge_values,
+    rules_under,
     with_group,
 )
 from conformance.watching.replicas import checksums, elements, first_difference
 from conformance.watching.sampling import Gathered, Layout, pack, unpack
+from conformance.watching.stalls import StallReporter
 from conformance.watching.step import SampledStep
 
 log = logging.getLogger("conformance.watch")
 LOG = "log"
 RAISE = "raise"
 KEPT = 1000  # findings, and figures of sampled steps, the latest ones
+Figures = dict[str, float | None]
 
 
 class Drift(RuntimeError):
@@ -123,6 +136,7 @@ def watch(
     elements: int = 16384,
     timeout: float = 60.0,
     repeat: bool = False,
+    on_figures: Callable[[Figures], object] | None = None,
 ) -> "Watcher":
     """Watch the gradients and replicas of a model that trains.
 
@@ -144,8 +158,13 @@ def watch(
         seed: the seed of the sampled elements; the same on all ranks.
         elements: how many elements of all gradients together are compared with the mean.
         timeout: seconds until a rank that waits for others at a sampled step goes on without them,
-            and the watch ends.
+            and the watch ends; and seconds until ranks that all stand still are logged.
         repeat: log a rule each time that it fails, instead of once.
+        on_figures: called on the group's first rank after each sampled step with a dict of numbers,
+            for a plotting tool: ``step``, ``findings`` (how many rules the step breaks), and
+            ``margin`` or ``off`` (see :class:`conformance.watching.judge.StepJudgement`), which is
+            None if there is no such number. An error that it raises is logged and ends neither the
+            training nor the watch.
 
     Raises:
         UsageError: the claims cannot be read.
@@ -166,6 +185,8 @@ def watch(
         raise ValueError(
             f"watch: on_failure={on_failure!r} is none of 'log', 'raise' and a function"
         )
+    if not (on_figures is None or callable(on_figures)):
+        raise ValueError(f"watch: on_figures={on_figures!r} is no function")
     parsed = parse_claims(claims)
     _require_watchable(ddp_model, parsed)
     return Watcher(
@@ -177,6 +198,7 @@ def watch(
         elements=elements,
         timeout=timeout,
         repeat=repeat,
+        on_figures=on_figures,
     )
 
 
@@ -201,13 +223,60 @@ def _require_watchable(ddp: DistributedDataParallel, claims: Claims) -> None:
         raise ValueError("watch: delay_all_reduce_named_params is not watched")
 
 
+class _Summary:
+    """The numbers of the line that is logged when a watch is closed."""
+
+    def __init__(self) -> None:
+        self.logged = False
+        self._steps_by_rule: Counter[str] = Counter()
+        # The largest value of the figure, and its step.
+        self._largest: tuple[float, int] | None = None
+        self._name = ""
+        self._without = 0
+
+    def add(self, step: int, judgement: StepJudgement) -> None:
+        """Add a sampled step."""
+        self._steps_by_rule.update(finding.rule for finding in judgement.findings)
+        for name, value in judgement.figures.items():
+            self._name = name
+            if value is None:
+                self._without += 1
+            elif self._largest is None or value > self._largest[0]:
+                self._largest = (value, step)
+
+    def describe(self, cost: Cost, ended: str | None) -> str:
+        """Return the line."""
+        parts = [f"{cost.samples} of {cost.steps} steps sampled"]
+        if self._steps_by_rule:
+            rules = sorted(self._steps_by_rule.items(), key=lambda item: _numbers(item[0]))
+            counts = ", ".join(f"{rule}: {count}" for rule, count in rules)
+            parts.append(f"steps with findings by rule: {counts}")
+        else:
+            parts.append("no finding")
+        if self._largest is not None:
+            value, step = self._largest
+            parts.append(f"largest {self._name} {value:.3g} at step {step}")
+        if self._without:
+            parts.append(f"steps without {self._name}: {self._without}")
+        if ended is not None:
+            parts.append(f"the watch ended before it was closed: {ended}")
+        return "the watch is closed: " + "; ".join(parts)
+
+
+def _numbers(rule: str) -> list[int]:
+    """Return the numbers of a rule, so that 10.2 comes after 9.2."""
+    return [int(part) for part in rule.split(".")]
+
+
 class Watcher:
     """A watch over one model; a context manager. Made by :func:`watch`.
 
     Attributes:
         findings: the latest :data:`KEPT` findings.
-        figures: ``step`` of each sampled step, and its ``margin`` or ``off`` (see
-            :class:`conformance.watching.judge.StepJudgement`).
+        figures: ``step`` of each sampled step, counted from 0, ``findings``, how many rules it
+            breaks, and its ``margin`` or ``off`` (see
+            :class:`conformance.watching.judge.StepJudgement`). If that is None, ``reason`` has the
+            reason. The latest :data:`KEPT` steps.
         ended: why the watch ended before it was closed; None if it did not.
     """
 
@@ -222,15 +291,19 @@ class Watcher:
         elements: int,
         timeout: float,
         repeat: bool,
+        on_figures: Callable[[Figures], object] | None,
     ) -> None:
         self.findings: deque[Finding] = deque(maxlen=KEPT)
-        self.figures: deque[dict[str, float]] = deque(maxlen=KEPT)
+        self.figures: deque[dict[str, float | str | None]] = deque(maxlen=KEPT)
         self.ended: str | None = None
         self._every = every
         self._claims = claims
         self._on_failure = on_failure
+        self._on_figures = on_figures
         self._repeat = repeat
         self._cost = Cost()
+        self._summary = _Summary()
+        self._training_thread = threading.get_ident()
         self._logged_rules: set[str] = set()
         self._is_due = False
         self._closed = False
@@ -251,7 +324,13 @@ class Watcher:
             if parameter.requires_grad
         }
         self._layout = Layout(trained, elements, self._exchange.size, seed)
+        self._stalls = StallReporter(
+            self._exchange, timeout, lambda: self._cost.steps, lambda: self._training_thread
+        )
         self._attachment = Attachment(ddp, self)
+        self._stalls.start()
+        if self._exchange.rank == 0:
+            log.info("%s", self._describe_start())
 
     def __enter__(self) -> "Watcher":
         return self
@@ -264,7 +343,7 @@ class Watcher:
         return self._cost
 
     def close(self) -> None:
-        """End the watch and remove its hooks from the model.
+        """End the watch and remove its hooks from the model. Log a summary on the first rank.
 
         Other ranks may close their watches earlier or later.
         """
@@ -272,12 +351,31 @@ class Watcher:
             self._end(None)
             rank = self._exchange.ranks[self._exchange.rank]
             self._exchange.leave(f"rank {rank} has closed its watch")
+        if self._exchange.rank == 0 and not self._summary.logged:
+            self._summary.logged = True
+            log.info("%s", self._summary.describe(self._cost, self.ended))
 
     def _end(self, reason: str | None) -> None:
         self._closed = True
         self.ended = reason
+        self._stalls.stop()
         self._disarm()
         self._attachment.detach()
+
+    def _describe_start(self) -> str:
+        """Return the line that is logged when the watch begins."""
+        numel = sum(parameter.numel() for parameter in self._layout.parameters)
+        rules = rules_under(self._claims)
+        left_out = [number for number in RULES if number not in rules]
+        how_often = "every step" if self._every == 1 else f"one in {self._every} steps"
+        text = (
+            f"watching {how_often} on {self._exchange.size} ranks: "
+            f"{sum(self._layout.counts)} of {numel} elements, claims {self._claims}, "
+            f"rules {', '.join(rules)}"
+        )
+        if left_out:
+            text += f"; left out under these claims: {', '.join(left_out)}"
+        return text
 
     def _make_exchange(
         self, ddp: DistributedDataParallel, timeout: float, settings: list[Any]
@@ -342,6 +440,7 @@ class Watcher:
             self._finish(step, joined=True)
 
     def _count(self) -> None:
+        self._training_thread = threading.get_ident()
         step = self._cost.steps
         self._cost.steps += 1
         self._is_due = self._is_due or self._is_sampled(step)
@@ -431,9 +530,12 @@ class Watcher:
         # Without the ranks that have joined the divisor is another one.
         if step.divides_by_all or not joined_ranks:
             judge_values(run, self._claims, judgement)
+        else:
+            reason = "a rank has run out of inputs, and DDP divides by the number of the others"
+            judgement.set_figure(self._claims, None, reason)
         self._judge_models(run, judgement)
         self._judge_collectives(run, judgement, collectives)
-        self.figures.append({"step": step.step, **judgement.figures})
+        self._keep_figures(step.step, judgement)
         return [with_group(finding, self._exchange.ranks) for finding in judgement.findings]
 
     def _gather(
@@ -494,6 +596,21 @@ class Watcher:
         ]
 
     # --- Reports ---
+
+    def _keep_figures(self, step: int, judgement: StepJudgement) -> None:
+        numbers: Figures = {
+            "step": step,
+            "findings": len(judgement.findings),
+            **judgement.figures,
+        }
+        reason = {"reason": judgement.reason} if judgement.reason else {}
+        self.figures.append({**numbers, **reason})
+        self._summary.add(step, judgement)
+        if self._on_figures is not None and self._exchange.rank == 0:
+            try:
+                self._on_figures(numbers)
+            except Exception:
+                log.exception("on_figures failed at step %d", step)
 
     def _give_up(self, step: int, reason: str) -> None:
         """End the watch, not the training; report the reason, also to ranks that come later."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conformance.watching.collectives import Recording, kit_groups
+from conformance.watching.collectives import Counted, Recording, Tally, kit_groups
 
 
 @pytest.fixture
@@ -58,6 +58,22 @@ def test_the_last_of_several_recordings_restores_the_methods(group: dist.Process
     dist.all_reduce(torch.ones(1))
     assert (descriptions(first), descriptions(second)) == ([], ["allreduce SUM 1 float32"])
     second.close()
+    assert dict(dist.ProcessGroup.__dict__) == before
+
+
+def test_a_tally_counts_by_group(group: dist.ProcessGroup) -> None:
+    before = dict(dist.ProcessGroup.__dict__)
+    other = dist.new_group([0], use_local_synchronization=True)
+    tally = Tally()
+    tally.open()
+    assert tally.latest is None
+    dist.barrier()
+    dist.all_reduce(torch.ones(1), group=other)
+    dist.all_reduce(torch.ones(1))
+    tally.close()
+    dist.barrier()
+    assert tally.counts == {group.group_name: 2, other.group_name: 1}
+    assert tally.latest == Counted("allreduce", 2, group.group_name)
     assert dict(dist.ProcessGroup.__dict__) == before
 
 

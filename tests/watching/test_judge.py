@@ -9,11 +9,13 @@ import torch
 from conformance.subjects.claims import parse_claims
 from conformance.watching.collectives import Collective
 from conformance.watching.judge import (
+    RULES,
     SampledRun,
     StepJudgement,
     judge_collectives,
     judge_models,
     judge_values,
+    rules_under,
     with_group,
 )
 from conformance.watching.sampling import Layout, Sample, pack, unpack
@@ -71,7 +73,10 @@ def both(result: torch.Tensor) -> torch.Tensor:
 def test_the_mean_is_right(claims: str) -> None:
     judged = found(run_of(FED, both(MEAN)), claims)
     assert not judged.findings
-    assert judged.figures.get("margin", judged.figures.get("off")) < 0.5  # type: ignore[operator]
+    [figure] = judged.figures.values()
+    assert figure is not None
+    assert figure < 0.5
+    assert judged.reason is None
 
 
 def test_the_bound_is_that_of_a_sum() -> None:
@@ -186,6 +191,65 @@ def test_values_that_are_not_finite(
     got[0] = result
     rounded = (given.half().float().sum(0) / 2) if "float16" in claims else got
     assert rules(run_of(given, both(rounded)), claims) == fails
+
+
+@pytest.mark.parametrize(
+    ("claims", "fed", "result", "level", "reason"),
+    [
+        ("exact", math.nan, math.nan, 0.0, "the gradient of weight on rank 0 is not finite"),
+        ("exact", math.inf, math.inf, 0.0, "the gradient of weight on rank 0 is not finite"),
+        ("exact", math.nan, 0.0, 0.0, "the gradient of weight on rank 0 is not finite"),
+        ("exact", 1.0, math.nan, 0.0, "the result of weight on rank 0 is not finite"),
+        ("exact", 1.0, 1.5, math.nan, "the parameter of weight on rank 0 is not finite"),
+        ("compressed", math.nan, math.nan, 0.0, "the gradient of weight on rank 0 is not finite"),
+        ("compressed", 1.0, math.inf, 0.0, "the result of weight on rank 0 is not finite"),
+    ],
+)
+def test_a_step_that_is_not_finite_has_no_figure(
+    claims: str, fed: float, result: float, level: float, reason: str
+) -> None:
+    """A margin of 0 would be the best value, although nothing of the step is right."""
+    given = FED.clone()
+    given[0, 0] = fed
+    got = MEAN.clone()
+    got[0] = result
+    judged = found(run_of(given, both(got), level=level), claims)
+    assert list(judged.figures.values()) == [None]
+    assert judged.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("claims", "name", "reason"),
+    [
+        ("exact", "margin", "no element was compared"),
+        ("compressed", "off", "the mean of the sampled elements is zero, or none was compared"),
+    ],
+)
+def test_a_step_without_compared_elements_has_no_figure(
+    claims: str, name: str, reason: str
+) -> None:
+    layout = Layout({"weight": torch.nn.Parameter(torch.zeros(2, 2))}, 100, 2, 0)
+    sample = Sample(layout.indices(9))
+    row = pack(layout, sample, [9], torch.zeros(1, dtype=torch.int64))
+    gathered = unpack(layout, torch.stack([row, row]), 1, 1)
+    run = SampledRun(
+        layout, layout.indices(9), gathered, 9, joined=set(), find_unused=False, fused=False
+    )
+    judged = found(run, claims)
+    assert (judged.figures, judged.reason) == ({name: None}, reason)
+
+
+@pytest.mark.parametrize(
+    ("claims", "left_out"),
+    [
+        ("exact", set()),
+        ("compressed", {"2.2"}),
+        ("local", {"2.2", "3.1", "3.2"}),
+        ("fused(SGD, lr=0.1)", {"9.2"}),
+    ],
+)
+def test_rules_under_claims(claims: str, left_out: set[str]) -> None:
+    assert set(RULES) - set(rules_under(parse_claims(claims))) == left_out
 
 
 def test_nans_with_different_bits_are_equal() -> None:

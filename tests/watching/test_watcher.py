@@ -185,6 +185,15 @@ def test_raises_on_a_rank_that_has_joined(pool: Pool) -> None:
     run(pool, "raises_joined")
 
 
+@pytest.mark.parametrize("finds", [False, True])
+def test_the_log_and_the_figures(pool: Pool, finds: bool) -> None:
+    run(pool, "reports", finds=finds)
+
+
+def test_a_run_that_hangs(pool: Pool) -> None:
+    run(pool, "hangs")
+
+
 @pytest.mark.parametrize("how", ["closed", "counts", "silent"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_that_stops(pool: Pool, world: int, how: str) -> None:

@@ -223,6 +223,91 @@ def logged_lines() -> list[str]:
     return lines
 
 
+def reports(process_group: Any, rank: int, *, finds: bool = False) -> Case:
+    """The first rank logs a line at the beginning, one at the end, and is called with figures."""
+
+    def check() -> None:
+        logging.getLogger("conformance.watch").setLevel(logging.INFO)
+        logged = logged_lines()
+        hook = "tests.mutants.equivalence:never_divides" if finds else "hooks_ref:allreduce_hook"
+        ddp = model_with(process_group, hook)
+        seen: list[dict[str, Any]] = []
+
+        def plot(figures: dict[str, Any]) -> None:
+            seen.append(figures)
+            if len(seen) == 2:
+                raise OSError("the disk is full")
+
+        with watch(ddp, 2, timeout=20.0, elements=50, on_figures=plot) as watcher:
+            begin = list(logged)
+            # Step 5 is sampled. Its gradients are not finite, and it is left out of training.
+            for step in batches(ddp, rank, 5):
+                assert [figures["step"] for figures in watcher.figures] == [1, 3][: (step + 1) // 2]
+            (loss_of(ddp, rank, 5) * float("nan")).backward()
+        watcher.close()
+        last = watcher.figures[-1]
+        assert last["margin"] is None
+        assert str(last["reason"]).startswith("the gradient of 0.weight on rank 0"), last
+        assert not watcher.ended
+        if rank != 0:
+            assert not seen
+            assert not logged, logged
+            return
+        assert len(begin) == 1, begin
+        numel = sum(parameter.numel() for parameter in ddp.parameters())
+        assert begin[0] == (
+            f"watching one in 2 steps on 2 ranks: {sum(watcher._layout.counts)} of {numel} "
+            "elements, claims exact, rules 2.2, 3.1, 3.2, 8.1, 8.4, 9.2, 10.2"
+        ), begin
+        assert "on_figures failed at step 3" in logged, logged
+        assert [figures["step"] for figures in seen] == [1, 3, 5], seen
+        assert [figures["findings"] for figures in seen] == ([1, 1, 0] if finds else [0, 0, 0])
+        assert seen[2] == {"step": 5, "findings": 0, "margin": None}
+        margins = [figures["margin"] for figures in seen[:2]]
+        where = margins.index(max(margins))
+        found = "steps with findings by rule: 2.2: 2" if finds else "no finding"
+        assert logged[-1] == (
+            f"the watch is closed: 3 of 6 steps sampled; {found}; largest margin "
+            f"{margins[where]:.3g} at step {1 + 2 * where}; steps without margin: 1"
+        ), logged
+        assert sum("closed" in line for line in logged) == 1
+
+    return once(check)
+
+
+def hangs(process_group: Any, rank: int) -> Case:
+    """Rank 1 issues a barrier more between two samples; the first rank logs where both are."""
+
+    def check() -> None:
+        # The collectives of this group end with an error, and the test goes on.
+        patience = datetime.timedelta(seconds=30)
+        ddp = model_with(dist.new_group(timeout=patience), "")
+        logged = logged_lines()
+        ended = False
+        with watch(ddp, 100, timeout=4.0) as watcher:
+            try:
+                for step in batches(ddp, rank, 6):
+                    if step == 3 and rank == 1:
+                        dist.barrier(ddp.process_group)
+            except RuntimeError:
+                ended = True
+        assert ended
+        assert not watcher.findings
+        if rank == 0:
+            [line] = logged
+            first, rank_0, rank_1 = line.splitlines()
+            assert first == "no rank of the model's group has moved for 4 s:"
+            assert "rank 0: in _engine_run_backward, " in rank_0, line
+            assert "watch_subjects.py" in rank_0, line
+            assert "after 5 steps; no collective from Python" in rank_0, line
+            assert "rank 1: in barrier, " in rank_1, line
+            assert "after 4 steps; latest collective from Python: barrier, number 1" in rank_1, line
+        else:
+            assert not logged, logged
+
+    return once(check)
+
+
 def leaves(process_group: Any, rank: int, *, how: str) -> Case:
     """The last rank closes its watch, counts other steps, or stops to take part.
 
@@ -306,7 +391,7 @@ def joins(
             watcher.cost()
         )
         assert tuple(rules_of(watcher)) == finds, list(watcher.findings)
-        judged = sum("margin" in figures for figures in watcher.figures)
+        judged = sum(figures["margin"] is not None for figures in watcher.figures)
         assert judged == (14 if by_initial or hook or world == 1 else 14 - 2 * (2 * (world - 1))), (
             judged
         )
@@ -602,6 +687,9 @@ def refuses(process_group: Any, rank: int) -> Case:
         )  # type: ignore[arg-type]
         assert "numbers of 1 or more" in error_of(lambda: watch(ddp, 0))
         assert "on_failure='mail' is none of" in error_of(lambda: watch(ddp, on_failure="mail"))
+        assert "on_figures='plot' is no function" in error_of(
+            lambda: watch(ddp, on_figures="plot")  # type: ignore[arg-type]
+        )
         assert "'exactly' is not a claim" in error_of(lambda: watch(ddp, claims="exactly"))
         assert "under poststep" in error_of(lambda: watch(ddp, claims="poststep(call=flush)"))
         assert "different arguments" in error_of(lambda: watch(ddp, 1 + rank, timeout=20.0))
