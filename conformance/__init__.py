@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from conformance.watching.judge import Finding
     from conformance.watching.watcher import Drift, Watcher, watch
 
+__version__ = "0.1.0"
+
 __all__ = ["Case", "Drift", "Finding", "Options", "Subject", "Watcher", "certify", "watch"]
 
 

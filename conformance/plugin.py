@@ -36,7 +36,6 @@ def pytest_load_initial_conftests(
     group = parser.getgroup("conformance", "conformance of gradient synchronisation")
     try:
         add_options(group.addoption)
-        group.addoption("--list-rules", action="store_true", help="list the rules and exit")
     except ValueError as error:
         raise pytest.UsageError(
             f"another pytest plugin has an option of the conformance kit ({error}); disable it "

@@ -6,6 +6,7 @@ Judges nothing itself.
 """
 
 import importlib
+import shlex
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,7 @@ class _State:
         self.error: ConformanceError | None = None
         self.conclusion: Conclusion | None = None
         self.proposed: list[str] = []
+        self.collects_rules = False
 
 
 class RuleBroken(Exception):
@@ -73,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if given.get("numprocesses"):
         raise pytest.UsageError("conformance runs ranks of its own: leave out -n, or pass -n 0")
+    _require_kit_path(config)
     try:
         # Not before: a command line that pytest itself refuses starts no run, and touches no file.
         notes = (
@@ -99,6 +102,26 @@ def _require_no_kit_path(config: pytest.Config) -> None:
             f"no subject: pass --hook module:attribute (or {others}, or --replay); in CI, set "
             "CONFORMANCE_OPTIONS"
         )
+
+
+def _require_kit_path(config: pytest.Config) -> None:
+    """Refuse ``conformance/`` outside a clone: pytest itself would only miss the folder."""
+    if config.option.pyargs:
+        return
+    for argument in config.args:
+        path = Path(argument.partition("::")[0])
+        if "conformance" in path.parts and not (config.invocation_params.dir / path).exists():
+            raise pytest.UsageError(
+                f"file or directory not found: {argument}; outside a clone of the kit: "
+                f"{_installed_command(config)}"
+            )
+
+
+def _installed_command(config: pytest.Config) -> str:
+    """Return the same command line in the form that works in any folder."""
+    options = options_of(config.option)
+    subject = options.command() or f"--replay {shlex.quote(str(options.replay))}"
+    return f"pytest --pyargs conformance {subject}"
 
 
 def _names_the_kit(argument: str, is_package: bool) -> bool:
@@ -142,6 +165,7 @@ class RuleFile(pytest.File):
         state = self.config.stash.get(_SESSION, None)
         if state is None:
             return
+        state.collects_rules = True
         module = importlib.import_module(f"conformance.rules.{self.path.stem}")
         for rule in sorted(
             (value for value in vars(module).values() if isinstance(value, Rule)),
@@ -228,7 +252,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Load the subject and certify the machine before the first rule."""
     state = session.config.stash.get(_SESSION, None)
-    if state is None or session.config.option.collectonly or not session.items:
+    if state is None or session.config.option.collectonly:
+        return None
+    if not (state.collects_rules or session.testsfailed):
+        state.error = UsageError(
+            "no rule was collected: add --pyargs conformance, as in "
+            f"{_installed_command(session.config)}"
+        )
+        return True
+    if not session.items:
         return None
     try:
         state.session.begin()

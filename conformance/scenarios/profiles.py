@@ -14,6 +14,7 @@ BACKEND-DEVICE      any other backend that torch knows, or that a package regist
                     (``--backend-import``)
 """
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,15 @@ SHARED = "nccl-shared-gpu"
 SHARES_FROM = (2, 30)
 
 STARTUP = 20.0  # seconds, see Profile.startup
+
+# The names of torch, and of packages that torch itself imports if they are installed (hccl, npu,
+# ...). Any other backend needs --backend-import, so that a typing mistake is noticed at once.
+BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl", "hccl", "cncl", "mccl", "fake")
+DEVICES = (
+    *("cpu", "cuda", "xpu", "mps", "npu", "hpu", "mlu", "musa", "mtia", "xla", "maia", "ipu"),
+    "privateuseone",
+)
+_SYNONYMS = {"gpu": "cuda", "hip": "cuda", "rccl": "nccl"}
 
 # The device of each backend that supports only one.
 _DEVICES = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu"}
@@ -126,7 +136,7 @@ def requested_profile(
     """Return the profile that a command line requests, before anything is known of the machine.
 
     Raises:
-        UsageError: a name is no possible name.
+        UsageError: a name is no possible name, or unknown without a module that registers it.
         ProfileError: no machine can run it.
     """
     device = device or _DEVICES.get(backend, "cpu")
@@ -141,6 +151,9 @@ def requested_profile(
             f"--backend-import {imports}: the name of a module that registers a backend when it is "
             "imported"
         )
+    if imports is None:
+        _require_known("backend", backend, BACKENDS)
+        _require_known("device", device, DEVICES)
     if device != _DEVICES.get(backend, device):
         raise ProfileError(
             f"profile {backend}-{device}: not run: {backend} takes tensors on {_DEVICES[backend]} "
@@ -148,6 +161,21 @@ def requested_profile(
         )
     name = "nccl" if backend == "nccl" else f"{backend}-{device}"
     return Profile(name, backend, device, imports or "", _SETTINGS if device == CUDA else ())
+
+
+def _require_known(option: str, name: str, known: Sequence[str]) -> None:
+    """Refuse a name that torch does not know, and name the most similar one."""
+    if name in known:
+        return
+    if name in _SYNONYMS:
+        near = [_SYNONYMS[name]]
+    else:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    suggestion = f"; did you mean {near[0]}?" if near else "."
+    raise UsageError(
+        f"--{option} {name}: no known {option}{suggestion} Known are {', '.join(known)}; any other "
+        "needs --backend-import, the module that registers it"
+    )
 
 
 def resolve_profile(

@@ -5,10 +5,11 @@ Nothing is parsed here; ``request.py`` does that. Imports no torch.
 """
 
 import argparse
+import difflib
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypedDict
 
 from conformance.subjects.claims import claims_help
 from conformance.subjects.kinds import HOOK, KINDS
@@ -115,6 +116,34 @@ class Options:
         return [name for name in SUBJECTS if getattr(self, name)]
 
 
+class GivenOptions(TypedDict, total=False):
+    """The fields of :class:`Options` but ``hook``, for editors that complete the arguments of
+    ``certify()``.
+    """
+
+    state: str | None
+    setup: str | None
+    averager: str | None
+    optimizer: str | None
+    strategy: str | None
+    joinable: str | None
+    collective: str | None
+    wrapper: str | None
+    claims: str | None
+    backend: str
+    device: str | None
+    backend_import: str | None
+    require_profile: str | None
+    world_size: str
+    rule: tuple[str, ...]
+    certificate: str | None
+    records: str | None
+    replay: str | None
+    attach: str | None
+    attach_wait: float
+    deadline: float
+
+
 SUBJECTS = (HOOK, "setup", *(kind for kind in KINDS if kind != HOOK))
 
 
@@ -123,7 +152,13 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_options(add: Callable[..., None]) -> None:
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the most similar name, if there is one."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def add_options(add: Callable[..., object]) -> None:
     """Declare every option with ``add``, which is argparse's ``add_argument`` or pytest's
     ``addoption``.
     """
@@ -138,6 +173,7 @@ def add_options(add: Callable[..., None]) -> None:
         elif option.metadata["read"]:
             settings["type"] = option.metadata["read"]
         add(flag(option.name), **settings)
+    add("--list-rules", action="store_true", help="list the rules and exit")
 
 
 def options_of(namespace: argparse.Namespace) -> Options:

@@ -8,6 +8,7 @@ A request that replays records takes its subject, profile and world sizes from t
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +17,14 @@ from typing import Any
 from conformance.errors import ProfileError, RequiredProfileError, UsageError
 from conformance.hosts.remote.rendezvous import parse_endpoint
 from conformance.scenarios.profiles import Profile, recorded_profile, requested_profile, require
-from conformance.session.options import Options
+from conformance.session.options import Options, flag
 from conformance.session.results import ResultPaths, require_writable, result_paths, set_aside
 from conformance.subjects.claims import AUTO, Claims, parse_claims
 from conformance.subjects.kinds import HOOK, KINDS
 from conformance.subjects.spec import SubjectSpec, parse_other, parse_subject
 
 SESSION = "session.json"
+_FILE_TARGET = re.compile(r"(?P<file>[^:,]+)(?::(?P<rest>.*))?", re.DOTALL)
 LARGEST_WORLD = 64
 
 
@@ -142,6 +144,8 @@ def named_subject(options: Options) -> SubjectSpec:
     Raises:
         UsageError: it names none or several, or one that cannot be parsed.
     """
+    for name in (*options.named_subjects, "state"):
+        _require_module(flag(name), getattr(options, name))
     others = [kind for kind in KINDS if kind != HOOK and getattr(options, kind)]
     hooks = [name for name in (HOOK, "setup", "state") if getattr(options, name)]
     if not others:
@@ -150,6 +154,22 @@ def named_subject(options: Options) -> SubjectSpec:
         given = ", ".join(f"--{name}" for name in [*hooks, *others])
         raise UsageError(f"name one subject: {given} do not go together")
     return parse_other(others[0], getattr(options, others[0]))
+
+
+def _require_module(option: str, text: str | None) -> None:
+    """Refuse a target that names a file, and show the name of its module."""
+    match = _FILE_TARGET.fullmatch(text or "")
+    if not match:
+        return
+    path = Path(match["file"])
+    # A module may be called py: mypkg.py is then its name, unless there is such a file.
+    is_file = path.suffix == ".py" and (len(path.parts) > 1 or path.exists())
+    if is_file:
+        target = f"{path.stem}:{match['rest'] or 'attribute'}"
+        raise UsageError(
+            f"{option} {text}: name the module, not the file: {option} {target}, from the folder "
+            "of the file"
+        )
 
 
 def parse_world_sizes(text: str) -> tuple[int, ...]:
@@ -190,10 +210,10 @@ def _require_duration(name: str, seconds: float) -> None:
 
 
 def _profile(options: Options, recorded: Mapping[str, Any] | None) -> Profile:
-    with profile_is_required(options):
-        profile = requested_profile(options.backend, options.device, options.backend_import)
     if recorded:
         return recorded_profile(recorded["profile"])
+    with profile_is_required(options):
+        profile = requested_profile(options.backend, options.device, options.backend_import)
     require(options.require_profile, profile, final=False)
     return profile
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,18 +74,14 @@ def set_aside(paths: ResultPaths) -> list[str]:
     Raises:
         UsageError: a file cannot be renamed.
     """
-    # Imported here, since pytest imports this module in every run of an environment that has the
-    # kit.
-    from conformance.certificates.reader import is_result
-
-    if is_result(paths.report):
+    if _is_result(paths.report):
         _rename(paths.report)
         _rename(paths.report.with_suffix(".html"))
     certificate = paths.certificate
-    if not is_result(certificate):
+    if not _is_result(certificate):
         return []
     previous = _previous(certificate)
-    if previous.exists() and not is_result(previous):
+    if previous.exists() and not _is_result(previous):
         raise UsageError(
             f"{certificate}: is of an earlier run and cannot be renamed: {previous} is in the way"
         )
@@ -104,25 +101,57 @@ def require_writable(path: Path) -> None:
 
 
 def _reason_not_writable(path: Path) -> str | None:
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if path.is_dir():
-        return "it is a folder"
-    if path.exists() and not path.is_file():
-        return "it is no regular file"
-    if not folder.is_dir():
-        return f"{folder} is not a folder"
-    if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        return "permission denied"
-    if os.statvfs(folder).f_bavail == 0:
-        return "no space left"
-    probe = folder / f".conformance-{os.getpid()}"
     try:
-        probe.write_bytes(b"\0" * 65536)
+        if path.is_dir():
+            return "it is a folder"
+        if path.exists() and not path.is_file():
+            return "it is no regular file"
+        if path.exists() and not os.access(path, os.W_OK):
+            return "permission denied"
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
     except OSError as error:
         return str(error.strerror)
-    finally:
-        probe.unlink(missing_ok=True)
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    try:
+        _write_probe(folder, path)
+    except OSError as error:
+        return f"in {folder}: {error.strerror}"
+    space = os.statvfs(folder)
+    # Some file systems do not count their space, and report 0 of 0 blocks.
+    if space.f_blocks and space.f_bavail == 0:
+        return "no space left"
     return None
+
+
+def _write_probe(folder: Path, path: Path) -> None:
+    """Create the missing folders of a path and a file of its name, below a folder that exists.
+
+    All of it happens in a temporary folder: runs that start at the same time may share the missing
+    folders, and must not remove each other's.
+
+    Raises:
+        OSError: a folder or the file cannot be created.
+    """
+    missing = path.absolute().relative_to(folder).parent
+    with tempfile.TemporaryDirectory(prefix=".conformance-", dir=folder) as temporary:
+        place = Path(temporary) / missing
+        place.mkdir(parents=True, exist_ok=True)
+        # The name of the file that is written before it is renamed (write_json).
+        probe = place / f".{path.name}.{os.getpid()}"
+        probe.write_bytes(b"\0" * 65536)
+
+
+def _is_result(path: Path) -> bool:
+    # Imported here, since pytest imports this module in every run of an environment that has the
+    # kit.
+    from conformance.certificates.reader import is_result
+
+    try:
+        return is_result(path)
+    except OSError:
+        # Not even its status can be read; require_writable reports the reason.
+        return False
 
 
 def _previous(path: Path) -> Path:

@@ -2,7 +2,11 @@
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -19,7 +23,14 @@ from conformance.errors import (
 from conformance.judging.rule import Rule, golden_list
 from conformance.judging.verdict import Judgement, Verdict
 from conformance.records.files import write_json
-from conformance.session.results import ResultPaths, results_folder, set_aside
+from conformance.session.certify import certify
+from conformance.session.options import GivenOptions, Options
+from conformance.session.results import (
+    ResultPaths,
+    require_writable,
+    results_folder,
+    set_aside,
+)
 from conformance.subjects.spec import SubjectSpec
 
 
@@ -129,6 +140,89 @@ def test_only_files_of_the_kit_are_set_aside(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is in the way"):
         set_aside(ResultPaths(mine, tmp_path / "reports"))
     assert previous.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("/proc/c.json", "(in /proc: No such file or directory)"),
+        ("/proc/x/c.json", "(in /proc: No such file or directory)"),
+        ("file/x/c.json", "file is not a folder)"),
+        ("file/c.json", "file is not a folder)"),
+        ("folder", "(it is a folder)"),
+        ("/dev/full", "(it is no regular file)"),
+        (f"{'n' * 300}/c.json", "File name too long)"),
+        (f"new/{'n' * 300}.json", "File name too long)"),
+        (f"{'n' * 300}.json", "(File name too long)"),
+    ],
+)
+def test_the_reason_why_a_certificate_cannot_be_written(
+    tmp_path: Path, place: str, reason: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / place
+    assert set_aside(ResultPaths(path, tmp_path / "reports")) == []
+    with pytest.raises(UsageError) as caught:
+        require_writable(path)
+    assert str(caught.value).startswith(f"--certificate {path}: cannot be written (")
+    assert str(caught.value).endswith(reason)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
+
+
+def test_a_place_that_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
+    require_writable(tmp_path / "new" / "folder" / "c.json")
+    require_writable(tmp_path / "c.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_has_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = SimpleNamespace(f_blocks=100, f_bavail=0)
+    monkeypatch.setattr("os.statvfs", lambda _: space)
+    with pytest.raises(UsageError, match="no space left"):
+        require_writable(tmp_path / "c.json")
+    space.f_blocks = 0  # such a file system counts nothing
+    require_writable(tmp_path / "c.json")
+
+
+def test_editors_know_the_options_of_certify() -> None:
+    options = get_type_hints(Options)
+    del options["hook"]
+    assert get_type_hints(GivenOptions) == options
+    assert list(GivenOptions.__annotations__) == [option.name for option in fields(Options)][1:]
+
+
+def misspelt() -> None:
+    given: dict[str, Any] = {"clams": "sum"}
+    certify("mypkg:mean", **given)
+
+
+def unknown_world_size() -> None:
+    certify("mypkg:mean", world_size="two")
+
+
+def nameless() -> None:
+    certify(lambda state, bucket: None)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (misspelt, "certify() has no option 'clams'; did you mean claims?"),
+        (unknown_world_size, "--world-size two: not a list of numbers, e.g. 1,2,3,4"),
+        (nameless, "has no name that ranks could import; pass 'module:attribute'"),
+    ],
+)
+def test_a_failed_call_of_certify_shows_the_callers_line(
+    call: Callable[[], None], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        call()
+    assert text in str(caught.value)
+    assert caught.value.__cause__ is None
+    shown = caught.traceback.filter(caught)
+    assert [entry.path.name for entry in shown] == [Path(__file__).name] * 2
 
 
 def test_each_combination_of_settings_has_a_folder() -> None:

@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +20,8 @@ from conformance.certificates.certificate import digest
 from conformance.errors import ConformanceError, UsageError
 from conformance.hosts.pool import Pool
 from conformance.judging.verdict import Verdict
-from conformance.session.options import Options
+from conformance.session.options import Options, flag
+from conformance.session.request import read_request
 from conformance.session.session import Session
 from tests import ROOT
 from tests.cases import PATIENT
@@ -293,6 +297,7 @@ def test_bad_input_is_an_error_of_one_line(
             8,
             "profile nccl-cpu: not run",
         ),
+        (["--hook", "mypkg:mean", "--backend", "foo"], 4, "did you mean gloo?"),
         (["--hook", "mypkg:maen"], 9, "no attribute 'maen'; did you mean mean"),
     ],
 )
@@ -431,6 +436,94 @@ def test_xdist_is_refused(project: Path) -> None:
     )
     assert done.returncode == 4
     assert "leave out -n" in done.stdout + done.stderr
+
+
+def test_the_tests_of_a_project_are_no_rules(project: Path) -> None:
+    """A command line that does not name the kit would only run the project's own tests."""
+    (project / "test_own.py").write_text("def test_own():\n    assert False\n")
+    done = run([sys.executable, "-m", "pytest", "--hook", "mypkg:mean"], project)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert (
+        "usage error: no rule was collected: add --pyargs conformance, as in "
+        "pytest --pyargs conformance --hook mypkg:mean\n" in done.stdout
+    )
+    assert "1 failed" not in done.stdout
+
+
+def test_outside_a_clone_the_package_is_named(earlier: Path, project: Path) -> None:
+    done = run([sys.executable, "-m", "pytest", "conformance/", "--hook", "mypkg:mean"], project)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert (
+        "file or directory not found: conformance/; outside a clone of the kit: "
+        "pytest --pyargs conformance --hook mypkg:mean\n" in done.stderr
+    )
+    assert (earlier / "certificate.json").exists(), "no run has begun"
+
+
+@pytest.mark.parametrize(
+    ("target", "module"),
+    [
+        ("mypkg.py:mean", "mypkg:mean"),
+        ("./mypkg.py:mean", "mypkg:mean"),
+        ("src/mypkg.py:mean,rank=2", "mypkg:mean,rank=2"),
+        ("/src/mypkg.py", "mypkg:attribute"),
+    ],
+)
+@pytest.mark.parametrize("option", ["hook", "setup", "averager"])
+def test_a_target_names_a_module_and_no_file(
+    project: Path, monkeypatch: pytest.MonkeyPatch, option: str, target: str, module: str
+) -> None:
+    monkeypatch.chdir(project)
+    given: dict[str, Any] = {option: target}
+    with pytest.raises(UsageError) as caught:
+        read_request(Options(**given))
+    assert str(caught.value) == (
+        f"--{option} {target}: name the module, not the file: --{option} {module}, from the folder "
+        "of the file"
+    )
+
+
+def test_a_module_may_be_called_py(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    assert read_request(Options(hook="another.py:mean")).subject.hook == "another.py:mean"
+
+
+def test_the_current_directory_has_been_deleted(tmp_path: Path) -> None:
+    script = f"rmdir {tmp_path} && {sys.executable} -m conformance certify --hook mypkg:mean"
+    done = run(["sh", "-c", script], tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert done.stderr == "certify: the current directory: No such file or directory\n"
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{project['version']}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gait", "c.json"], "there is no command 'gait'; did you mean gate? See "),
+        (["certfy", "--hook", "a:b"], "there is no command 'certfy'; did you mean certify? See "),
+        (["xyz"], "there is no command 'xyz'. See "),
+        (["--hook", "a:b"], "--hook is no command; did you mean certify --hook? See "),
+    ],
+)
+def test_a_misspelt_command(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main(arguments) == 4
+    assert capsys.readouterr() == ("", f"{said}python -m conformance --help.\n")
+
+
+def test_the_help_of_certify_has_the_kits_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(flag(option.name) in text for option in fields(Options))
+    assert "--list-rules" in text
+    assert "default: 1,2,3,4" in text
+    assert len(text.splitlines()) < 120
 
 
 @pytest.fixture

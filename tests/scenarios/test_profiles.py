@@ -1,6 +1,7 @@
 """Profiles: the requested one, the one that the machine can run, and the ranks that run in it."""
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +21,8 @@ from conformance.ranks.placement import dispatch_key, take_place
 from conformance.scenarios.hook import BUCKETS, ORDERED, RAW, VALUES
 from conformance.scenarios.model import scenario_from_json
 from conformance.scenarios.profiles import (
+    BACKENDS,
+    DEVICES,
     GLOO_CPU,
     SHARED,
     Profile,
@@ -53,7 +56,7 @@ NCCL, GLOO_CUDA = requested_profile("nccl"), requested_profile("gloo", "cuda")
         ("xccl", None, "xccl-xpu"),
         ("hccl", None, "hccl-npu"),
         ("mpi", None, "mpi-cpu"),
-        ("mine", "privateuseone", "mine-privateuseone"),
+        ("mpi", "privateuseone", "mpi-privateuseone"),
     ],
 )
 def test_what_is_asked_for_has_a_name(backend: str, device: str | None, name: str) -> None:
@@ -65,6 +68,22 @@ def test_what_is_asked_for_has_a_name(backend: str, device: str | None, name: st
         )
         == asked
     )
+
+
+def test_a_package_may_register_any_name() -> None:
+    assert requested_profile("mine", "mydevice", "mypkg").name == "mine-mydevice"
+
+
+def test_the_names_of_torch_are_known() -> None:
+    # Another test may have imported tests.other_backend.
+    assert set(dist.Backend.backend_list) - {"undefined", "other"} <= set(BACKENDS)
+    with pytest.raises(RuntimeError) as caught:
+        torch.device("nonesuch")
+    named = re.search(r"one of (.*) device type", str(caught.value))
+    assert named is not None
+    without_gradients = {"mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "lazy"}
+    without_gradients |= {"vulkan", "meta"}
+    assert set(named[1].split(", ")) - without_gradients <= set(DEVICES)
 
 
 def test_the_default_is_gloo_on_the_cpu() -> None:
@@ -79,6 +98,11 @@ def test_the_default_is_gloo_on_the_cpu() -> None:
     [
         (("NCCL", None, None), UsageError, "--backend NCCL: a name in small letters"),
         (("gloo", "cuda:0", None), UsageError, "--device cuda:0: a name in small letters"),
+        (("foo", None, None), UsageError, "--backend foo: no known backend; did you mean gloo?"),
+        (("ncll", None, None), UsageError, "did you mean nccl? Known are gloo, nccl, mpi,"),
+        (("something", None, None), UsageError, "--backend something: no known backend. Known"),
+        (("gloo", "gpu", None), UsageError, "--device gpu: no known device; did you mean cuda?"),
+        (("gloo", "cdua", None), UsageError, "did you mean cuda? Known are cpu, cuda, xpu,"),
         (("gloo", None, "no such"), UsageError, "--backend-import no such: the name of a module"),
         (
             ("nccl", "cpu", None),
@@ -113,10 +137,10 @@ def test_what_no_machine_can_run(
             "profile mpi-cpu: not run: this torch was built without",
         ),
         (
-            requested_profile("mine"),
-            {"unknown": "torch knows no backend 'mine'"},
+            requested_profile("hccl"),
+            {"unknown": "torch knows no backend 'hccl'"},
             (2,),
-            ("'mine'; --backend-import names a package"),
+            ("'hccl'; --backend-import names a package"),
         ),
         (
             requested_profile("mine", None, "pkg"),
@@ -369,9 +393,9 @@ def test_a_backend_that_a_package_registers(pool: Pool, tmp_path: Path) -> None:
     ("given", "code", "said"),
     [
         (
-            {"backend": "nonesuch"},
+            {"backend": "hccl"},
             8,
-            ("profile nonesuch-cpu: not run: torch knows no backend 'nonesuch'"),
+            ("profile hccl-npu: not run: torch knows no backend 'hccl'"),
         ),
         ({"backend": "mpi"}, 8, "profile mpi-cpu: not run: this torch was built without mpi"),
         (
