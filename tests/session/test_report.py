@@ -20,7 +20,10 @@ from conformance.session.report import (
     write_report,
 )
 from conformance.session.session import Session
+from conformance.subjects.claims import parse_claims
 from tests.made_certificates import header, judged
+
+CLAIMS = parse_claims("rounded(float16)")
 
 HOSTILE = "</pre><script>alert('x')</script><img src=x onerror=alert(1)> & \udc80"
 TRACEBACK = 'Traceback (most recent call last):\n  File "mypkg.py", line 3, in hook\nValueError: no'
@@ -71,7 +74,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
         session = Session.of(options, pool, runs=False)
         session.header = header()
         session.judgements = {
-            number: judged(session.rules[number]) for number in session.selected if number != "13.7"
+            number: judged(session.rules[number], CLAIMS)
+            for number in session.selected
+            if number != "13.7"
         }
         session.judgements |= {judgement.number: judgement for judgement in judgements}
         return session
@@ -266,7 +271,7 @@ def test_limits_with_the_same_reason_share_a_line(made: Made) -> None:
 
 def test_a_certificate_is_named_in_the_last_lines(made: Made) -> None:
     session = made()
-    session.judgements["13.7"] = judged(session.rules["13.7"])
+    session.judgements["13.7"] = judged(session.rules["13.7"], CLAIMS)
     lines = closing(session)
     assert lines[0] == "letters: n not applicable"
     assert lines[-3] == "CERTIFIED  mypkg.hooks:half  as rounded(float16)"
@@ -287,9 +292,9 @@ def test_letters_are_explained_if_they_occur(made: Made) -> None:
     )
     expected = "n not applicable, - not run, a advice (a SHOULD rule does not hold)"
     assert closing(session)[0] == f"letters: {expected}"
-    session.judgements = {"2.1": judged(session.rules["2.1"])}
+    session.judgements = {"2.1": judged(session.rules["2.1"], CLAIMS)}
     assert not closing(session)[0].startswith("letters")
-    session.judgements = {"2.2": failed("2.2"), "10.4": judged(session.rules["10.4"])}
+    session.judgements = {"2.2": failed("2.2"), "10.4": judged(session.rules["10.4"], CLAIMS)}
     # A test suite that calls certify() sees no letters.
     conclusion = conclude(session.rules, session.judgements, session.header, REQUIRED_WORLDS)
     assert "letters" not in conclusion_text(session, conclusion)
