@@ -322,6 +322,7 @@ def test_tox_runs_nothing_but_the_environments_python(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("profile", ["gloo", "nccl"])
+@pytest.mark.ranks
 def test_a_job_that_names_no_subject_fails(profile: str, checkout: Path, tmp_path: Path) -> None:
     """Its page shows no results of an earlier job, even if the folder was kept."""
     results = tmp_path / RESULTS
