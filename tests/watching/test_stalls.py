@@ -1,9 +1,10 @@
 """The warning about ranks that stand still, with two ranks as threads of one process."""
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conformance.watching.stalls import StallReporter, describe
+from conformance.watching.stalls import LOOKS, StallReporter, describe
 
 
 @dataclass
@@ -50,6 +51,20 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def counting(training: Training, looked: threading.Event) -> Callable[[], int]:
+    """Return a function that returns the steps; set ``looked`` after three times as many looks as a
+    warning needs.
+    """
+    looks = itertools.count(1)
+
+    def steps() -> int:
+        if next(looks) > 3 * LOOKS:
+            looked.set()
+        return training.steps
+
+    return steps
+
+
 def warnings_of(
     trainings: list[Training], caplog: Any, extra_barrier: bool, is_expected: bool = False
 ) -> list[str]:
@@ -57,13 +72,14 @@ def warnings_of(
     store = dist.HashStore()
     caplog.set_level(logging.INFO, "conformance.watch")
     reporters = []
+    looked = [threading.Event() for _ in trainings]
     for rank, training in enumerate(trainings):
         thread = threading.Thread(target=training.run)
         thread.start()
         reporter = StallReporter(
             Ranks(rank, store),  # type: ignore[arg-type]
             0.3,
-            lambda training=training: training.steps,  # type: ignore[misc]
+            counting(training, looked[rank]),
             lambda thread=thread: thread.ident or 0,  # type: ignore[misc]
         )
         reporter._tally.counts["model"] = 7 + (extra_barrier and rank == 1)
@@ -74,7 +90,8 @@ def warnings_of(
         while not caplog.records and time.monotonic() < deadline:
             time.sleep(0.05)
     else:
-        time.sleep(1.5)
+        # Each rank has looked often enough for several warnings.
+        assert all(event.wait(60) for event in looked)
     for reporter in reporters:
         reporter.stop()
     # A place that stayed in the store after the watch could be read as that of a later moment.
