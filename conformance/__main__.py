@@ -1,5 +1,5 @@
 """``python -m conformance COMMAND``: certify, the same run as ``pytest --pyargs conformance``, and
-work on results.
+work on results; ``new`` writes a package to begin with.
 """
 
 import argparse
@@ -16,13 +16,19 @@ from conformance.session.options import add_options, suggestion
 COMMANDS = {
     "gate": ("conformance.cli.gate", "[--baseline OLD.json] NEW.json"),
     "summary": ("conformance.cli.summary", "FILE..."),
+    "compare": ("conformance.cli.compare", "FILE FILE..."),
+    "schema": ("conformance.cli.schema", ""),
+    "new": ("conformance.cli.new", "NAME"),
     "statement": ("conformance.cli.statement", "CERTIFICATE"),
 }
 USAGE = "\n       ".join(
     [
         "usage: python -m conformance certify --hook module:attribute [options]",
         "python -m conformance certify --list-rules",
-        *(f"python -m conformance {name} {takes}" for name, (_, takes) in COMMANDS.items()),
+        *(
+            f"python -m conformance {name} {takes}".rstrip()
+            for name, (_, takes) in COMMANDS.items()
+        ),
         "python -m conformance --version",
     ]
 )

@@ -6,6 +6,7 @@ have a ``--device`` of their own.
 """
 
 import argparse
+import contextlib
 import gc
 import importlib
 from pathlib import Path
@@ -16,8 +17,10 @@ import pytest
 from conformance.cli._shared import POOL, REQUEST
 from conformance.errors import ConformanceError, UsageError
 from conformance.session.options import add_options, options_of
+from conformance.session.progress import Terminal, shows_progress, use_terminal
 from conformance.session.rank_source import ranks_for
 from conformance.session.request import Request, read_request, set_results_aside
+from conformance.torch_versions.tested import installed_version, reason_unsupported
 
 # Options that only the kit has. Other suites may well have an --optimizer.
 _OWN_OPTIONS = ("--hook", "--setup", "--replay", "--list-rules")
@@ -47,6 +50,29 @@ def pytest_load_initial_conftests(
     early_config.pluginmanager.register(_import_the_rest(), "conformance.cli.pytest_items")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Lend the terminal of pytest to sessions, and to calls of ``certify()`` in tests."""
+    use_terminal(lambda: _terminal(config))
+
+
+def _terminal(config: pytest.Config) -> Terminal | None:
+    """Return pytest's terminal; None if its output is none, as in a worker of pytest-xdist."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not shows_progress(reporter.isatty):
+        return None
+    writer = config.get_terminal_writer()
+
+    def write(text: str) -> None:
+        capture = config.pluginmanager.get_plugin("capturemanager")
+        # The stream of a running test is captured, and so is that of a rule.
+        lifted = capture.global_and_fixture_disabled() if capture else contextlib.nullcontext()
+        with lifted:
+            reporter.write_raw(text, flush=True)
+
+    return Terminal(write, lambda: writer.fullwidth - writer.width_of_current_line)
+
+
 def _prepare(config: pytest.Config, namespace: argparse.Namespace) -> None:
     """Parse the command line once, and start the host: it imports torch while this process does.
 
@@ -56,6 +82,8 @@ def _prepare(config: pytest.Config, namespace: argparse.Namespace) -> None:
     options = options_of(namespace)
     if namespace.list_rules or not (options.named_subjects or options.replay):
         return
+    if reason := reason_unsupported(installed_version()):
+        raise pytest.UsageError(reason)
     try:
         request = read_request(options)
     except UsageError as error:

@@ -34,7 +34,7 @@ from hooks_ref.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from hooks_ref.diloco import DiLoCoModelAverager
+from hooks_ref.diloco import DiLoCoModelAverager, OuterStepModelAverager
 from hooks_ref.ema import EMAModelAverager
 from hooks_ref.gossip import GossipGraDState, gossip_grad_hook
 from hooks_ref.gossip_averaging import GossipModelAverager
@@ -90,6 +90,7 @@ __all__ = [
     "OffloadWrapper",
     "OneBit",
     "OptimizerHookState",
+    "OuterStepModelAverager",
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",

@@ -6,6 +6,8 @@ parameters its views hold the wrong elements (seen on torch 2.13.0). The views m
 right ones.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -37,6 +39,28 @@ def gradient(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return shaped(
         torch.view_as_complex(piece.view(-1, 2)) if parameter.is_complex() else piece, parameter
     )
+
+
+def used(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return for each gradient whether some element is not zero, shape ``[len(gradients)]``.
+
+    The gradient of a parameter that this rank has not used is all zeros.
+    """
+    return torch.stack([gradient.any() for gradient in gradients])
+
+
+def clear_unused(values: Sequence[torch.Tensor], flags: torch.Tensor) -> None:
+    """Set the values of each parameter to zero that this rank has not used.
+
+    Args:
+        values: a tensor for each parameter, finite if the parameter is not used.
+        flags: whether it is used, by :func:`used`.
+    """
+    # On a device, to read the flags would be a wait.
+    if flags.device.type == "cpu" and bool(flags.all()):
+        return
+    for value, flag in zip(values, flags, strict=True):
+        value.mul_(flag)
 
 
 def in_rows(flat: torch.Tensor, width: int) -> torch.Tensor:

@@ -65,6 +65,31 @@ class HookState:
         if bucket.is_last():
             self.iter += 1
 
+    def rescale(self, factor: float) -> None:
+        """Multiply all that is held back of gradients by ``factor``.
+
+        Under a loss scale, gradients are multiplied by it, and what a state holds back of them,
+        too. Call this on all ranks after each change of the scale, with the new scale as a multiple
+        of the old one::
+
+            before = scaler.get_scale()
+            scaler.update()
+            if scaler.get_scale() != before:
+                state.rescale(scaler.get_scale() / before)
+
+        Args:
+            factor: positive and finite.
+
+        Raises:
+            TypeError, ValueError: ``factor`` is out of its range.
+        """
+        factor = check_number("factor", factor, 0, open_below=True)
+        if not math.isfinite(factor):
+            raise ValueError(f"factor: a finite number; got {factor}")
+        for memory in vars(self).values():
+            if isinstance(memory, Memory):
+                memory.scale(factor)
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the groups: plain data and tensors."""
         return self.__getstate__()
@@ -136,6 +161,11 @@ class Memory:
             flat = self._flat[layout] = torch.cat(kept)
             self.parts.update(zip(keys, flat.split([piece.numel() for piece in like]), strict=True))
         return self._flat[layout]
+
+    def scale(self, factor: float) -> None:
+        """Multiply all values by a factor."""
+        for part in self.parts.values():
+            part.mul_(factor)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"parts": {key: part.clone() for key, part in self.parts.items()}}

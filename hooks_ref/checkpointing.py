@@ -42,7 +42,10 @@ class ActivationWrapper(torch.nn.Module):
     def __init__(self, mod: torch.nn.Module) -> None:
         super().__init__()
         self._checkpoint_wrapped_module = mod
-        self.register_load_state_dict_pre_hook(_add_prefix)
+        if hasattr(torch.nn.Module, "register_load_state_dict_pre_hook"):
+            self.register_load_state_dict_pre_hook(_add_prefix)
+        else:  # torch 2.4
+            self._register_load_state_dict_pre_hook(_add_prefix, with_module=True)
 
     @property
     def wrapped(self) -> torch.nn.Module:
@@ -94,19 +97,29 @@ class CheckpointWrapper(ActivationWrapper):
         super().__init__(mod)
         self.checkpoint_impl = CheckpointImpl(checkpoint_impl)
         reentrant = self.checkpoint_impl is CheckpointImpl.REENTRANT
+        # Up to torch 2.12 a checkpoint without reentry leaves its hooks on saved tensors in force
+        # if the forward raises an error. So the error is raised after the checkpoint has returned.
+        self._leaves_hooks = checkpoint_fn is None and not reentrant
         self.checkpoint_fn = partial(
             checkpoint_fn or partial(checkpoint, use_reentrant=reentrant), **checkpoint_fn_kwargs
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         ran = False
+        raised: list[Exception] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal ran
             again = ran
             ran = True
-            with _on_copies_of_buffers(self.wrapped) if again else nullcontext():
-                return self.wrapped(*args, **kwargs)
+            try:
+                with _on_copies_of_buffers(self.wrapped) if again else nullcontext():
+                    return self.wrapped(*args, **kwargs)
+            except Exception as error:
+                if again or not self._leaves_hooks:
+                    raise
+                raised.append(error)
+                return None
 
         if self.checkpoint_impl is CheckpointImpl.REENTRANT and kwargs:
             # A reentrant checkpoint passes only positional arguments on.
@@ -116,7 +129,10 @@ class CheckpointWrapper(ActivationWrapper):
                 return run(*both[:count], **dict(zip(kwargs, both[count:], strict=True)))
 
             return self.checkpoint_fn(run_with_names, *args, *kwargs.values())
-        return self.checkpoint_fn(run, *args, **kwargs)
+        result = self.checkpoint_fn(run, *args, **kwargs)
+        if raised:
+            raise raised[0]
+        return result
 
 
 class OffloadWrapper(ActivationWrapper):

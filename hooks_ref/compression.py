@@ -13,6 +13,11 @@ estimates ``h_r`` and their mean ``h``. Values that are not finite are never rem
 overflowed does not spoil the later ones, and the element begins again from zero, in EF21 on all
 ranks.
 
+With feedback a rank sends nothing of a parameter whose gradient is all zeros there, and keeps its
+error: under ``find_unused_parameters`` DDP drops the result of a parameter that no rank has used,
+and the part of the error that was sent would go with it. An expert of a mixture rests in most
+steps; its error waits until the rank uses it again.
+
 A compressor works on a bucket parameter by parameter, so that its result is the same however DDP
 groups the parameters. Compressed data travel by all_gather and are decoded in the order of ranks:
 all ranks get the same bits. If encodings can be summed (``summable``), one allreduce replaces the
@@ -31,7 +36,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from hooks_ref._buckets import pieces
+from hooks_ref._buckets import clear_unused, pieces, used
 from hooks_ref._collectives import gather, when_all
 from hooks_ref._state import HookState, Memory, check_int, check_number, savable
 from hooks_ref.default_hooks import Hook, allreduce_hook
@@ -109,9 +114,13 @@ class ErrorFeedback(NoMemory):
     ) -> None:
         self.error = state.own.of(keys, parts)
 
+        self.parts = parts
+        self.used = used(parts)
+
     def before_encoding(self, buffer: torch.Tensor) -> None:
         self.error.add_(buffer)  # p_r, which may be wider than the buffer
         buffer.copy_(self.error)
+        clear_unused(self.parts, self.used)
 
     def after_encoding(self, buffer: torch.Tensor, add_own: AddOwn) -> None:
         add_own(self.error, -1)
@@ -135,8 +144,11 @@ class MomentumCorrection(ErrorFeedback):
 
     def after_encoding(self, buffer: torch.Tensor, add_own: AddOwn) -> None:
         super().after_encoding(buffer, add_own)
-        # Factor masking: an element was sent if its error is no longer all of p_r.
-        self.velocity.masked_fill_(self.error.to(buffer.dtype) != buffer, 0)
+        # Factor masking: an element was sent if its error is no longer all of p_r. The buffer has
+        # nothing of p_r for a parameter that was not used.
+        is_sent = self.error.to(buffer.dtype) != buffer
+        clear_unused(is_sent.split([part.numel() for part in self.parts]), self.used)
+        self.velocity.masked_fill_(is_sent, 0)
 
 
 class EF21(NoMemory):

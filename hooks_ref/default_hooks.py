@@ -37,7 +37,19 @@ def allreduce_hook(
     group = process_group if process_group is not None else dist.group.WORLD
     buffer = bucket.buffer().div_(group.size())
     future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
-    return future.then(lambda fut: fut.value()[0])
+    return future.then(lambda fut: _in_dtype_of(buffer, fut.value()[0]))
+
+
+def _in_dtype_of(buffer: torch.Tensor, reduced: torch.Tensor) -> torch.Tensor:
+    """Return the reduced buffer; in torch 2.9 that of a complex one arrives as pairs of reals."""
+    if buffer.is_complex() and not reduced.is_complex():
+        return torch.view_as_complex(reduced)
+    return reduced
+
+
+def real_view(buffer: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a buffer; in torch 2.9 that of complex parameters is itself complex."""
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
 def _compress_hook(dtype: torch.dtype, name: str) -> Hook:
@@ -50,10 +62,16 @@ def _compress_hook(dtype: torch.dtype, name: str) -> Hook:
         buffer = bucket.buffer()
         if buffer.is_sparse:  # no backend sums sparse tensors of half precision
             return allreduce_hook(process_group, bucket)
+        numbers = real_view(buffer)
         # Divided in the bucket's dtype, so that each value is rounded once.
-        sent = buffer.div_(group.size()).to(dtype)
+        sent = numbers.div_(group.size()).to(dtype)
         future = dist.all_reduce(sent, group=group, async_op=True).get_future()
-        return future.then(lambda fut: buffer.copy_(fut.value()[0]))
+
+        def decompress(fut: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            numbers.copy_(fut.value()[0])
+            return buffer
+
+        return future.then(decompress)
 
     hook.__name__ = hook.__qualname__ = name
     hook.__doc__ = f"""Average the bucket over ``process_group`` in {dtype}.
@@ -78,11 +96,13 @@ def _compress_wrapper(hook: Hook, dtype: torch.dtype, name: str) -> Hook:
         buffer = bucket.buffer()
         if buffer.is_sparse:
             return hook(state, bucket)
-        bucket.set_buffer(buffer.to(dtype))
+        numbers = real_view(buffer)
+        bucket.set_buffer(numbers.to(dtype))
 
         def decompress(fut: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             bucket.set_buffer(buffer)  # hooks around this one see the bucket as DDP made it
-            return buffer.copy_(fut.value())
+            numbers.copy_(fut.value())
+            return buffer
 
         return hook(state, bucket).then(decompress)
 

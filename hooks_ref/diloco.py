@@ -22,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hooks_ref._state import check_number
+from hooks_ref._state import check_int, check_number
 from hooks_ref.model_averaging import (
     Parameters,
     PeriodicModelAverager,
+    all_parameters,
     average_parameters,
     used_parameters,
 )
@@ -75,15 +76,19 @@ class DiLoCoModelAverager(PeriodicModelAverager):
     def _step(self, place: int, parameter: torch.Tensor) -> None:
         """Take the outer step of one parameter, which holds the mean, or begin its first round."""
         if place not in self.begun:
-            wide = torch.promote_types(parameter.dtype, torch.float32)
-            self.begun[place] = parameter.detach().to(wide, copy=True)
-            self.velocity[place] = torch.zeros_like(self.begun[place])
+            self._begin(place, parameter)
             return
         begun = self.begun[place]
         velocity = self.velocity[place]
         difference = begun - parameter
         velocity.mul_(self.momentum).add_(difference)
         parameter.copy_(begun.sub_(difference.add_(velocity, alpha=self.momentum), alpha=self.lr))
+
+    def _begin(self, place: int, parameter: torch.Tensor) -> None:
+        """Begin the first round of one parameter with its value."""
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        self.begun[place] = parameter.detach().to(wide, copy=True)
+        self.velocity[place] = torch.zeros_like(self.begun[place])
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -96,6 +101,37 @@ class DiLoCoModelAverager(PeriodicModelAverager):
         super().load_state_dict(saved)
         self.begun = _copies(saved["begun"])
         self.velocity = _copies(saved["velocity"])
+
+
+class OuterStepModelAverager(DiLoCoModelAverager):
+    """The same, with a first round that begins when the averager is made.
+
+    All ranks hold the same parameters then, as after DDP has been made. The outer steps come at
+    ``t = p - 1, 2 p - 1, ...``, so that each follows ``p`` local steps.
+
+    Args:
+        params: the parameters, or parameter groups; the same on all ranks.
+        period: local steps of a round, at least 1.
+        process_group: the group to average over; None is the default group.
+        lr: learning rate of the outer optimizer, at least 0.
+        momentum: momentum of the outer optimizer, in [0, 1].
+
+    Raises:
+        TypeError, ValueError: an argument is out of its range; the message names it.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        period: int,
+        process_group: dist.ProcessGroup | None = None,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+    ) -> None:
+        first = check_int("period", period, 1) - 1
+        super().__init__(period, first, process_group, lr, momentum)
+        for place, parameter in enumerate(all_parameters(params)):
+            self._begin(place, parameter)
 
 
 def _copies(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -9,7 +9,11 @@ same ``P Q^T``:
     Q   = mean_r(M_r^T P)                                 [m, k], second allreduce; kept
     gradient_r <- P Q^T,    error_r <- M_r - P Q^T
 
-so ``gradient = P P^T mean_r(M_r)``: the mean, projected on ``k`` directions that follow it from
+A rank has ``M_r = 0`` and keeps its error if its gradient is all zeros: under
+``find_unused_parameters`` DDP drops the result of a parameter that no rank has used, and the part
+of the error that was sent would go with it.
+
+So ``gradient = P P^T mean_r(M_r)``: the mean, projected on ``k`` directions that follow it from
 step to step (``warm_start``). Vectors, scalars, complex parameters, and matrices whose factors
 would not be ``min_compression_rate`` times smaller are averaged without compression, in the same
 allreduce as the ``P`` of their bucket.
@@ -36,7 +40,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from hooks_ref._buckets import pieces, shaped
+from hooks_ref._buckets import clear_unused, pieces, shaped, used
 from hooks_ref._collectives import second_group
 from hooks_ref._state import (
     HookState,
@@ -132,6 +136,12 @@ class PowerSGDState(HookState):
         rate = self.numel_before / max(1, self.numel_after)
         return rate, self.numel_before, self.numel_after
 
+    def rescale(self, factor: float) -> None:
+        """Multiply all errors by ``factor``, see :meth:`HookState.rescale`."""
+        super().rescale(factor)
+        for error in self.errors.values():
+            error.mul_(factor)
+
     def q(self, key: Key, columns: int, rank: int, like: torch.Tensor) -> torch.Tensor:
         """Return the first factor of a step, orthonormal, shape ``[columns, rank]``.
 
@@ -152,7 +162,8 @@ class _Matrix:
 
     Attributes:
         key: the parameter's key, or the keys of all parameters of a square bucket.
-        m: gradient and error, ``[n, m]``; a square is padded with zeros at its end.
+        m: gradient and error, ``[n, m]``, but zeros for a parameter that this rank has not used; a
+            square is padded with zeros at its end.
         place: the part of the bucket that gets the result, in the parameter's shape.
         error: None without feedback; before the step ``M_r`` without padding, after it the new
             error.
@@ -282,16 +293,21 @@ def _by_parameter(
         matrix = place.new_zeros(n, m)
         error = None
         if state.use_error_feedback:
-            # The matrix is the memory itself: the gradient is added to the error in place.
             error = state.errors.get(key, matrix).to(piece)
             state.errors[key] = error
-            matrix = error
-            if matrix.shape != (n, m):
+            if error.shape != (n, m):
                 raise ValueError(
-                    f"this state was saved for another model: a matrix of {list(matrix.shape)} "
+                    f"this state was saved for another model: a matrix of {list(error.shape)} "
                     f"is now one of {[n, m]}"
                 )
-        matrix.view(place.shape).add_(place)
+            flags = used([piece])
+            error.view(place.shape).add_(place)
+            # The matrix is the memory itself, unless this rank has not used the parameter.
+            is_used = piece.device.type == "cpu" and bool(flags)
+            matrix = error if is_used else error.clone()
+            clear_unused([matrix], flags)
+        else:
+            matrix.view(place.shape).add_(place)
         matrices.append(_Matrix(key, matrix, place, error, state.q(key, m, rank, piece)))
     return matrices, plain
 
@@ -317,6 +333,8 @@ def _as_square(
     if state.use_error_feedback:
         error = state.square_errors.of(keys, parts).add_(buffer)
     padded.copy_(buffer if error is None else error)
+    if error is not None:
+        clear_unused(padded.split([part.numel() for part in parts]), used(parts))
     return [_Matrix(key, matrix, buffer, error, state.q(key, side, rank, buffer))], []
 
 

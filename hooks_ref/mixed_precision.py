@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hooks_ref._state import HookState, savable
-from hooks_ref.default_hooks import allreduce_hook
+from hooks_ref.default_hooks import allreduce_hook, real_view
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -77,8 +77,14 @@ def allreduce_and_upcast_hook(
     group = hook_state.group
     if buffer.is_sparse or hook_state.reduce_dtype in (None, buffer.dtype):
         return allreduce_hook(group, bucket)
+    numbers = real_view(buffer)
     # float32, for a bucket in float16 and a sum in bfloat16, or the other way round.
-    wide = torch.promote_types(buffer.dtype, hook_state.reduce_dtype)
-    sent = buffer.to(wide).div(group.size()).to(hook_state.reduce_dtype)
+    wide = torch.promote_types(numbers.dtype, hook_state.reduce_dtype)
+    sent = numbers.to(wide).div(group.size()).to(hook_state.reduce_dtype)
     future = dist.all_reduce(sent, group=group, async_op=True).get_future()
-    return future.then(lambda fut: buffer.copy_(fut.value()[0]))
+
+    def upcast(fut: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        numbers.copy_(fut.value()[0])
+        return buffer
+
+    return future.then(upcast)

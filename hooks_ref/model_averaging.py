@@ -43,7 +43,8 @@ class ModelAverager(ABC):
 
     Args:
         process_group: the group to average over; None is the default group, which need not exist
-            yet.
+            yet. A rank outside of the group passes the value that ``new_group`` has returned there;
+            its averager counts steps, and averages nothing.
 
     Attributes:
         step: number of calls so far, with or without averaging; a checkpoint has to keep it.
@@ -53,7 +54,9 @@ class ModelAverager(ABC):
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self.process_group = check_group(process_group)
+        self.process_group = (
+            check_group(process_group) if is_member(process_group) else process_group
+        )
         self.step = 0
 
     @property
@@ -110,12 +113,16 @@ class PeriodicModelAverager(ModelAverager):
 
     def average_parameters(self, params: Parameters) -> None:
         if self.is_due():
-            average_parameters_or_parameter_groups(params, self.group)
+            average_parameters_or_parameter_groups(params, self.process_group)
         self.step += 1
 
     def is_due(self) -> bool:
-        """Return whether this step averages."""
-        return self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
+        """Return whether this step averages; never on a rank outside of the group."""
+        return (
+            is_member(self.process_group)
+            and self.step >= self.warmup_steps
+            and (self.step - self.warmup_steps) % self.period == 0
+        )
 
 
 class HierarchicalModelAverager(ModelAverager):
@@ -127,9 +134,10 @@ class HierarchicalModelAverager(ModelAverager):
     size.
 
     Args:
-        period_group_size_dict: group sizes by period, both ascending: ``{2: 4, 8: 16}`` averages
-            over groups of 4 every two steps, and over all 16 ranks every eight. Each size divides
-            the next; the last is the size of ``process_group``.
+        period_group_size_dict: group sizes by period. Periods ascend, and no size is smaller than
+            the one before it: ``{2: 4, 8: 16}`` averages over groups of 4 every two steps, and over
+            all 16 ranks every eight. Each size divides the next; the last is the size of
+            ``process_group``.
         warmup_steps: steps before the first average, at least 0. Periods still count from step 0.
         process_group: the largest group; None is the default group.
 
@@ -152,7 +160,7 @@ class HierarchicalModelAverager(ModelAverager):
         for period, size in sizes.items():
             check_int("period_group_size_dict: a period", period, 1)
             check_int("period_group_size_dict: a group size", size, 2)
-        if list(sizes) != sorted(sizes) or list(sizes.values()) != sorted(set(sizes.values())):
+        if list(sizes) != sorted(sizes) or list(sizes.values()) != sorted(sizes.values()):
             raise ValueError(
                 f"period_group_size_dict: periods and group sizes ascend together; got {sizes}"
             )
@@ -169,11 +177,15 @@ class HierarchicalModelAverager(ModelAverager):
         self.step += 1
 
     def size_due(self) -> int:
-        """Return the size of the groups that this step averages over; 0 if it does not average.
+        """Return the size of the groups that this step averages over.
+
+        It is 0 if the step does not average, and on a rank outside of the process group.
 
         Raises:
             ValueError: the largest group is not the process group.
         """
+        if not is_member(self.process_group):
+            return 0
         largest = max(self.period_group_size_dict.values())
         if largest != self.group.size():
             raise ValueError(
@@ -199,18 +211,33 @@ class HierarchicalModelAverager(ModelAverager):
         return self._groups[size]
 
 
-def average_parameters(params: Iterable[torch.Tensor], process_group: dist.ProcessGroup) -> None:
+def average_parameters(
+    params: Iterable[torch.Tensor], process_group: dist.ProcessGroup | None
+) -> None:
     """Set each parameter to its mean over the group, in place, in its own dtype.
 
-    Returns when this is done. The values are divided before they are summed, so that a sum
-    overflows only if the mean would.
+    Returns when this is done, and at once on a rank outside of the group. The values are divided
+    before they are summed, so that a sum overflows only if the mean would.
 
     Args:
-        params: dense parameters of any shapes and dtypes, the same in number, shape and dtype on
-            all ranks; may be empty.
-        process_group: the group, with this rank as a member.
+        params: dense parameters of any shapes, and of floating-point or complex dtypes, the same in
+            number, shape and dtype on all ranks; may be empty.
+        process_group: the group; None is the default group.
+
+    Raises:
+        RuntimeError: there is no process group yet.
     """
-    _average(_each_once(params), None, process_group)
+    if is_member(process_group):
+        _average(_each_once(params), None, existing_group(process_group))
+
+
+def is_member(process_group: dist.ProcessGroup | None) -> bool:
+    """Return whether this rank is a member of the group; None is the default group.
+
+    ``torch.distributed.new_group`` returns no group on ranks outside of it, but a value that says
+    so.
+    """
+    return process_group != dist.GroupMember.NON_GROUP_MEMBER
 
 
 @torch.no_grad()
@@ -264,19 +291,24 @@ def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:
 
 
 def average_parameters_or_parameter_groups(
-    params: Parameters, process_group: dist.ProcessGroup
+    params: Parameters, process_group: dist.ProcessGroup | None
 ) -> None:
     """Set each parameter that has a gradient on some rank to its mean over the group, in place.
 
+    Returns at once on a rank outside of the group.
+
     Args:
         params: parameters, or parameter groups; the same on all ranks of the group.
-        process_group: the group, with this rank as a member.
+        process_group: the group; None is the default group.
 
     Raises:
         TypeError: an element of ``params`` is neither.
+        RuntimeError: there is no process group yet.
     """
-    parameters = all_parameters(params)
-    _average(parameters, [parameter.grad is not None for parameter in parameters], process_group)
+    if is_member(process_group):
+        parameters = trainable_parameters(params)
+        used = [parameter.grad is not None for parameter in parameters]
+        _average(parameters, used, existing_group(process_group))
 
 
 def used_parameters(
@@ -286,7 +318,7 @@ def used_parameters(
 
     All ranks of the group get the same places.
     """
-    parameters = all_parameters(params)
+    parameters = trainable_parameters(params)
     if not parameters:
         return {}
     used = torch.tensor(
@@ -319,6 +351,20 @@ def all_parameters(params: Parameters) -> list[torch.nn.Parameter]:
                 f"params: parameters, or parameter groups with 'params'; got {type(entry).__name__}"
             )
     return _each_once(found)
+
+
+def trainable_parameters(params: Parameters) -> list[torch.nn.Parameter]:
+    """Return the parameters that can have a gradient by their dtype, each once, in their given
+    order. The dtypes are those of all ranks, while ``requires_grad`` may differ among ranks.
+
+    Raises:
+        TypeError: an element of ``params`` is neither a parameter nor a parameter group.
+    """
+    return [
+        parameter
+        for parameter in all_parameters(params)
+        if parameter.is_floating_point() or parameter.is_complex()
+    ]
 
 
 def _each_once(params: Iterable[T]) -> list[T]:

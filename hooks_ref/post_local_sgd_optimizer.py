@@ -14,6 +14,7 @@ Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD",
 documentation, ``torch.distributed.optim.PostLocalSGDOptimizer`` (name, arguments).
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -73,16 +74,17 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a ``state_dict`` of this optimizer, or of torch's optimizer of this name.
 
-        Raises:
-            KeyError: the saved state has no count of steps, so that a warm-up would start again.
+        A saved state of another optimizer has no count of steps. The count is 0 then, so that a
+        warm-up starts again, and a warning says so.
         """
         saved = dict(state_dict)
         if "step" not in saved:
-            raise KeyError(
-                "step: this was not saved by a PostLocalSGDOptimizer; "
-                "load it into optim, and set averager.step"
+            warnings.warn(
+                "Loaded state dict does not contain a step counter for an averager. "
+                "Setting step counter to 0.",
+                stacklevel=2,
             )
-        step = saved.pop("step")
+        step = saved.pop("step", 0)
         kept = saved.pop("averager", None)
         self.optim.load_state_dict(saved)
         if kept:

@@ -3,15 +3,15 @@
 A row is the whole bucket, or ``bucket_size`` consecutive elements of the bucket, the last row
 padded with zeros. With ``x`` a row of rank ``r``, ``lo = min(x, 0)``, ``hi = max(x, 0)``:
 
-    scale   s_r = max((hi - lo) / 255, 2**-23)
+    scale   s_r = max((hi - lo) / 255, 2**-126)
     zero    z_r = clamp(-round(lo / s_r), 0, 255)               the level that stands for 0
     levels  q_r = clamp(round(x / s_r) + z_r, 0, 255)           uint8
     result  mean_r(s_r (q_r - z_r))
 
 so that the result is off by at most ``mean_r(s_r) / 2``; ties are rounded to even. Zero is always
-exact. Below the least scale, 2**-23, small rows lose precision, and values of at most 2**-24 are
-lost. A NaN or infinity shows in the scale of its row, which is then not finite on any rank; so does
-a range beyond the largest float32.
+exact. The least scale is the smallest normal number: torch's, 2**-23, loses all gradients of at
+most 2**-24. A NaN or infinity shows in the scale of its row, which is then not finite on any rank;
+so does a range beyond the largest float32.
 
 Levels, scales and zeros of all ranks are gathered and added up in the order of ranks: all ranks get
 the same bits. Both gathers start in the hook itself, because a rank needs only its own scales for
@@ -29,10 +29,10 @@ import torch.distributed as dist
 from hooks_ref._buckets import in_rows
 from hooks_ref._collectives import gather, when_all
 from hooks_ref._state import check_int
-from hooks_ref.default_hooks import allreduce_hook
+from hooks_ref.default_hooks import allreduce_hook, real_view
 
 LEVELS = 255
-LEAST_SCALE = 2.0**-23
+LEAST_SCALE = 2.0**-126
 
 
 def quantization_pertensor_hook(
@@ -49,7 +49,7 @@ def quantization_pertensor_hook(
         A future of the approximate mean: the bucket's own buffer, shape ``[numel]``; the same bits
         on all ranks.
     """
-    return _hook(process_group, bucket, bucket.buffer().numel())
+    return _hook(process_group, bucket, None)
 
 
 def quantization_perchannel_hook(
@@ -75,14 +75,15 @@ def quantization_perchannel_hook(
 
 
 def _hook(
-    process_group: dist.ProcessGroup, bucket: dist.GradBucket, width: int
+    process_group: dist.ProcessGroup, bucket: dist.GradBucket, width: int | None
 ) -> torch.futures.Future[torch.Tensor]:
     group = process_group if process_group is not None else dist.group.WORLD
     buffer = bucket.buffer()
     if buffer.is_sparse:
         return allreduce_hook(process_group, bucket)
-    wide = in_rows(buffer, width).to(
-        torch.float64 if buffer.dtype == torch.float64 else torch.float32
+    numbers = real_view(buffer)
+    wide = in_rows(numbers, width or numbers.numel()).to(
+        torch.float64 if numbers.dtype == torch.float64 else torch.float32
     )
     scales, levels = _quantize(wide)
     (every_scale, every_level), works = gather([scales, levels], group)
@@ -91,7 +92,8 @@ def _hook(
         total = scales.new_zeros(levels.shape)
         for (scale, zero), level in zip(every_scale, every_level, strict=True):
             total += (level.to(total.dtype) - zero) * scale
-        return buffer.copy_(total.div_(group.size()).view(-1)[: buffer.numel()])
+        numbers.copy_(total.div_(group.size()).view(-1)[: numbers.numel()])
+        return buffer
 
     return when_all(works, dequantize)
 

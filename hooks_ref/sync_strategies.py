@@ -25,6 +25,9 @@ A parameter that no rank has used has no gradient afterwards, with the last two;
 have to look for used parameters. They use no communication hook and no buckets. After an exception
 no collective is begun: ranks without an exception wait for it, as they do in a backward of DDP.
 
+Buffers, such as the statistics of a BatchNorm, are broadcast in the first forward of a step, as by
+DDP itself.
+
 Source: MosaicML Composer, ``composer.distributed.DDPSyncStrategy``, ``ddp_sync_context`` and
 ``prepare_ddp_module`` (names, the first three strategies). Composer's ``forced_sync`` averages
 different parameters together if ranks use different ones. torch documentation,
@@ -87,6 +90,8 @@ def ddp_sync_context(
         yield
     if averaging:
         averaging.finish()
+        # The next forward broadcasts buffers, as after a backward in which DDP averages.
+        model.require_forward_param_sync = True
 
 
 def prepare_ddp_module(module: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:

@@ -9,16 +9,18 @@ import multiprocessing
 import multiprocessing.util
 import os
 import pprint
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 
 from conformance.hosts.pool import Pool
 from conformance.hosts.supervisor import die_with_parent
-from conformance.judging.rule import MUST, Rule
+from conformance.judging.rule import MUST, Rule, with_needed
 from conformance.judging.verdict import Judgement
 from conformance.rules import book
 from conformance.session.engine import Engine, make_control
@@ -41,7 +43,9 @@ class Case:
     """A subject, and the profile that it is judged in; by ``rules``, or by all rules of its kind.
 
     A subject of another kind than hook has the claims that its target's arguments imply, unless
-    ``claims`` is other than ``exact``.
+    ``claims`` is other than ``exact``. ``seed`` is the one that scenarios are drawn from; the suite
+    judges with the same in every run. Rules that watch every run watch those of ``rules`` alone if
+    it is judged ``partly``.
     """
 
     target: str
@@ -52,6 +56,8 @@ class Case:
     hangs: bool = False
     rules: tuple[str, ...] = ()
     kind: str = HOOK
+    seed: int = 0
+    partly: bool = False
 
     def __str__(self) -> str:
         return self.target.removeprefix("tests.").replace("mutants.", "") + (
@@ -59,16 +65,57 @@ class Case:
         )
 
 
+# Rules whose runs take long: large, long, or on many ranks. The suite judges some subjects by each
+# of them, and --thorough judges all subjects by all rules.
+COSTLY_SECTIONS = ("20", "22", "23", "24", "25")
+COSTLY_RULES = {
+    *(f"14.{place}" for place in range(15, 22)),
+    *(f"15.{place}" for place in range(21, 30)),
+    *(f"16.{place}" for place in range(20, 30)),
+    *(f"17.{place}" for place in range(18, 25)),
+    *(f"18.{place}" for place in range(21, 26)),
+    *(f"19.{place}" for place in range(23, 32)),
+}
+# Each costly rule judges one in so many subjects.
+ONE_IN = 6
+
+
+def is_costly(rule: Rule) -> bool:
+    """Whether the runs of a rule take long."""
+    return rule.section in COSTLY_SECTIONS or rule.number in COSTLY_RULES
+
+
+def affordable(rules: Mapping[str, Rule], turn: int) -> tuple[str, ...]:
+    """Return the numbers of rules without most of the costly ones.
+
+    Args:
+        rules: the rules of a kind.
+        turn: the number of the subject, which decides the costly rules that it is judged by.
+    """
+    costly = [number for number, rule in rules.items() if is_costly(rule)]
+    kept = {number for place, number in enumerate(costly) if (place + turn) % ONE_IN == 0}
+    return tuple(number for number in rules if number not in costly or number in kept)
+
+
+def in_turns(cases: Sequence[Case], one_in: int) -> list[Any]:
+    """Return cases as parameters: one in so many for every run, the others for --thorough."""
+    return [
+        pytest.param(case, marks=[pytest.mark.rarely] * (place % one_in != 0))
+        for place, case in enumerate(cases)
+    ]
+
+
 class Judge:
     """Judges cases on pools of its own; one per process."""
 
     def __init__(self, stack: ExitStack, patience: float = PATIENT) -> None:
         self._rules = book()
-        self._sources = {
-            hangs: LocalSource(stack.enter_context(Pool(IMPATIENT if hangs else patience, lanes=1)))
+        self._pools = {
+            hangs: stack.enter_context(Pool(IMPATIENT if hangs else patience, lanes=1))
             for hangs in (False, True)
         }
-        self._controls: dict[tuple[str, tuple[int, ...]], Engine] = {}
+        self._sources: dict[tuple[bool, int], LocalSource] = {}
+        self._controls: dict[tuple[str, tuple[int, ...], int], Engine] = {}
 
     def judge(self, case: Case) -> Judgements:
         """Judge one case."""
@@ -82,16 +129,30 @@ class Judge:
 
     def engine(self, case: Case) -> Engine:
         """Return the engine of one case."""
-        key = case.kind, case.worlds
+        key = case.kind, case.worlds, case.seed
         if key not in self._controls:
-            self._controls[key] = make_control(self._sources[False], self._rules, *key)
+            source = self._source(False, case.seed)
+            self._controls[key] = make_control(source, self._rules, case.kind, case.worlds)
         return Engine(
-            self._sources[case.hangs],
-            self._rules,
+            self._source(case.hangs, case.seed),
+            self._rules_of(case),
             *subject_and_claims(case),
             case.worlds,
             self._controls[key],
         )
+
+    def _rules_of(self, case: Case) -> dict[str, Rule]:
+        """Return the book for a case: the whole one, or its rules and those that they build on."""
+        if not case.partly or not case.rules:
+            return self._rules
+        return with_needed(self._rules, case.rules)
+
+    def _source(self, hangs: bool, seed: int) -> LocalSource:
+        """Return the source of runs, which removes a saved state when the next one is saved."""
+        key = hangs, seed
+        if key not in self._sources:
+            self._sources[key] = LocalSource(self._pools[hangs], seed=seed)
+        return self._sources[key]
 
 
 def subject_and_claims(case: Case) -> tuple[SubjectSpec, Claims]:

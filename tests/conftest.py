@@ -2,6 +2,7 @@
 need them.
 """
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from conformance.hosts.pool import Pool
 from conformance.judging.rule import Rule
 from conformance.rules import book
 from tests.cases import PATIENT, Case, Judgements, judges
+from tests.gpg_keys import Signer, made_signer
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,6 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--thorough",
         action="store_true",
         help=("judge every mutant by the whole book, not only by the rules that it breaks"),
+    )
+
+    parser.addoption(
+        "--every",
+        action="store_true",
+        help="judge every subject, each by the rules that it is judged by without this option",
     )
 
 
@@ -29,11 +37,17 @@ def pytest_configure() -> None:
 
 # Fixtures that start ranks, here and in single modules. Tests that start processes by other means
 # have the marker in their own file.
-STARTS_RANKS = {"pool", "impatient", "judgements_of", "host", "ran", "torchrun"}
+STARTS_RANKS = {"pool", "impatient", "judgements_of", "host", "ran", "torchrun", "signer"}
+
+
+def deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
+    """Take the tests with this marker from ``items``."""
+    config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker(marker)])
+    items[:] = [item for item in items if not item.get_closest_marker(marker)]
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that start ranks, and move tests of a ``case`` to the end, behind those that
     run while cases are judged.
     """
@@ -41,7 +55,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # Before pytest itself deselects by -m.
         if STARTS_RANKS & set(fixtures(item)):
             item.add_marker("ranks")
+    if "drop_in" not in config.getoption("markexpr"):
+        deselect(config, items, "drop_in")
+    if not (config.getoption("--thorough") or config.getoption("--every")):
+        deselect(config, items, "rarely")
     items.sort(key=lambda item: "case" in fixtures(item))
+
+
+@pytest.fixture(scope="session")
+def signer() -> Iterator[Signer]:
+    """A key of GnuPG that the tests trust."""
+    if not shutil.which("gpg"):
+        pytest.skip("gpg is not installed")
+    with made_signer("Kit") as made:
+        yield made
 
 
 def fixtures(item: pytest.Item) -> list[str]:

@@ -112,10 +112,10 @@ ALIKE = {
         "powerSGD_hook", (", use_error_feedback=False, warm_start=False")
     ),
     "quantization_pertensor_hook": (
-        "compressed(ratio=0.2505, feedback=False, delta=0.9999), like(quantization_pertensor_hook)"
+        "compressed(ratio=0.2505, feedback=False, delta=0.99), like(quantization_pertensor_hook)"
     ),
     "quantization_perchannel_hook": (
-        "compressed(ratio=0.258, feedback=False, delta=0.9999), like(quantization_perchannel_hook)"
+        "compressed(ratio=0.258, feedback=False, delta=0.99), like(quantization_perchannel_hook)"
     ),
 }
 # Cases for options that no command of the README uses. A rank's place in a topology shows with more

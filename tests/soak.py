@@ -3,7 +3,8 @@ like.
 
     python -m tests.soak --runs 20 --judges 6
 
-Not part of the test run: a rule that is wrong once in twenty runs is found here.
+Not part of the test run: a rule that is wrong once in twenty runs is found here. Each run draws its
+scenarios from a seed of its own.
 """
 
 import argparse
@@ -18,9 +19,10 @@ import time
 from conformance.judging.rule import MUST, WorldSizes
 from conformance.judging.verdict import Verdict
 from conformance.rules import book
+from conformance.subjects.claims import LOCAL
 from conformance.subjects.kinds import KINDS
 from tests import test_mutants, test_right
-from tests.cases import WORKERS, Case, judges
+from tests.cases import WORKERS, Case, judges, subject_and_claims
 from tests.hooks_ref import test_certified
 
 
@@ -34,10 +36,8 @@ def takes(case: Case, worlds: tuple[int, ...]) -> bool:
     """Whether there is anything to judge at these world sizes: of two ranks, a part that averages
     is all of them.
     """
-    least = 3 if re.search(r"\blocal\b", case.claims) else 1
-    claimed = re.search(r"min_world_size\((\d)\)", case.claims)
-    if claimed:
-        least = int(claimed[1])
+    claims = subject_and_claims(case)[1]
+    least = 3 if claims.lossy == LOCAL else claims.min_world_size
     return max(worlds) >= least
 
 
@@ -79,6 +79,7 @@ def main() -> int:
         default=KINDS,
         help=("judge subjects of these kinds alone"),
     )
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the first run")
     options = parser.parse_args()
     burners = [multiprocessing.Process(target=spin, daemon=True) for _ in range(options.load)]
     for burner in burners:
@@ -128,10 +129,15 @@ def main() -> int:
 
     with judges(options.judges) as judged:
         for run in range(options.runs):
-            for case, future in {case: judged(case) for case in cases}.items():
+            seed = options.seed + run
+            started = {case: judged(dataclasses.replace(case, seed=seed)) for case in cases}
+            for case, future in started.items():
                 for number, judgement in future.result().items():
                     if not expected(case, number, judgement.verdict):
-                        what = f"{case} {number}: {judgement.verdict}: {judgement.reason[:300]}"
+                        what = (
+                            f"{case} {number}, seed {seed}: {judgement.verdict}: "
+                            f"{judgement.reason[:300]}"
+                        )
                         wrong[what] += 1
                         print(f"wrong: {what}", flush=True)
             said = (

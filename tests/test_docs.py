@@ -23,7 +23,7 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _TOP = r"(?:conformance|tests|tools|docs|benchmarks|examples|hooks_ref|ci)"
 # A path from the root: it has a folder, and no placeholder in capital letters or brackets.
 _PATH = re.compile(rf"(?<![\w./:<-])({_TOP}/[\w./-]*\w/?|\.ci/\w+)(?![\w<*])")
-_MODULE = re.compile(r"python3? -m ([\w.]+)(?: (certify|gate|summary|statement)\b)?")
+_MODULE = re.compile(r"python3? -m ([\w.]+)(?: (certify|gate|summary|compare|new|statement)\b)?")
 _SCRIPT = re.compile(rf"python3? ({_TOP}/[\w./]+\.py)")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 # Names that stand for any kind, section or module in the recipes.
@@ -97,9 +97,10 @@ def test_named_commands_exist(document: str) -> None:
     assert list(missing_commands(read(document))) == []
 
 
-def test_the_options_of_the_readme_exist() -> None:
+def test_the_options_of_the_tables_exist() -> None:
     """A table of options names options of the kit only."""
-    rows = [line for line in read("README.md").splitlines() if line.startswith("| `--")]
+    pages = ("README.md", "docs/your-hook.md")
+    rows = [line for page in pages for line in read(page).splitlines() if line.startswith("| `--")]
     named = {option for row in rows for option in _OPTION.findall(row.split("|")[1])}
     known = {flag(name) for name in Options.__dataclass_fields__} | {"--list-rules"}
     assert named

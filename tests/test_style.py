@@ -376,7 +376,3 @@ class TestSource:
     def test_import_contract(self) -> None:
         modules = layers.list_modules(ROOT)
         assert layers.find_breaches(modules, layers.read_imports(modules)) == []
-
-    def test_style_limits(self) -> None:
-        packages = style_rates.count_files(ROOT, style_rates.list_files(ROOT))
-        assert style_rates.find_excesses(packages, *style_rates.read_limits(ROOT)) == []

@@ -6,20 +6,30 @@ and its conclusion lists the reasons.
 """
 
 import hashlib
-import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+from conformance.certificates.canonical import digest, portable
+from conformance.certificates.versions import SCHEMA
 from conformance.errors import CERTIFIED, KIT_ERROR, NO_RULES, NOT_CERTIFIED, REFUSED
 from conformance.judging.rule import AT_SCALE, GOLDEN, MUST, Rule, golden_list
-from conformance.judging.verdict import INSTEAD, NOT_CLAIMED, Judgement, Verdict
+from conformance.judging.verdict import (
+    INSTEAD,
+    NOT_CLAIMED,
+    NOTHING_TO_TRY,
+    Judgement,
+    Verdict,
+)
 from conformance.subjects.kinds import HOOK
 
 REQUIRED_WORLDS = (1, 2, 3, 4)
-SCHEMA = "https://ddp-conformance.invalid/certificate/v1"
+
+# Ends of reasons for which a rule that does not apply is no limit of the subject.
+_NO_LIMIT = (NOT_CLAIMED, INSTEAD, NOTHING_TO_TRY)
 
 RuleEntry = Mapping[str, Any]  # a rule in a certificate or in a report
 
@@ -76,9 +86,17 @@ def conclude(
         return Conclusion(NO_RULES, "not certified", ["no rule was selected"])
     golden = golden_list(kind, header.get("profile", {}).get("device", "cpu"))
     reasons = [*interrupted, *_missing(judgements, worlds, golden)]
+    coverage = header.get("coverage", {})
+    if coverage.get("required") and not coverage["measured"]:
+        reasons.append(f"--require-coverage: {coverage_line(coverage)}")
     if reasons:
         return Conclusion(NOT_CERTIFIED, "not certified", reasons)
+    if coverage.get("required") and uncovered_lines(coverage):
+        return Conclusion(REFUSED, "refused", [f"--require-coverage: {coverage_line(coverage)}"])
     return Conclusion(CERTIFIED, "certified", certificate=_certificate(rules, judgements, header))
+
+
+_LISTED = 12
 
 
 def _missing(
@@ -86,10 +104,9 @@ def _missing(
 ) -> Iterator[str]:
     """Yield the reasons why this session does not suffice for a certificate, one line each."""
     if absent := [number for number in golden if number not in judgements]:
-        yield (
-            f"{len(absent)} of {len(golden)} MUST rules were left out of this run: "
-            f"{', '.join(absent)}"
-        )
+        # A run of a few rules leaves out most of them: their number says more than a list.
+        which = f": {', '.join(absent)}" if len(absent) <= _LISTED else ""
+        yield f"{len(absent)} of {len(golden)} MUST rules were left out of this run{which}"
     # Many rules are often not run for one reason, which is then given once.
     numbers_by_reason: dict[str, list[str]] = {}
     for number, judgement in judgements.items():
@@ -126,10 +143,11 @@ def _certificate(
         **header,
         "limits": limit_lines(entries),
         "advice": advice_lines(entries),
-        **({"at scale": {"simulated": True, "said": simulated}} if simulated else {}),
+        **({"at_scale": {"simulated": True, "notes": simulated}} if simulated else {}),
         "rules": entries,
     }
-    return {**body, "digest": digest(body)}
+    written: dict[str, Any] = portable(body)
+    return {**written, "digest": digest(written)}
 
 
 def limits(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement]) -> list[str]:
@@ -147,7 +165,7 @@ def limit_lines(entries: Iterable[RuleEntry]) -> list[str]:
         _reason_line(entry)
         for entry in entries
         if entry["verdict"] == str(Verdict.NOT_APPLICABLE)
-        and not str(entry.get("reason", "")).endswith((NOT_CLAIMED, INSTEAD))
+        and not str(entry.get("reason", "")).endswith(_NO_LIMIT)
     ]
 
 
@@ -158,6 +176,57 @@ def advice_lines(entries: Iterable[RuleEntry]) -> list[str]:
         for entry in entries
         if entry["verdict"] == str(Verdict.FAIL) and entry["level"] != MUST
     ]
+
+
+def coverage_line(coverage: Mapping[str, Any]) -> str:
+    """Return the coverage of the subject's own files in one line.
+
+    Args:
+        coverage: the entry of a certificate or a report.
+    """
+    if not coverage["measured"]:
+        return f"coverage was not measured: {coverage['reason']}"
+    untaken = len(coverage["untaken"])
+    never_called = len(coverage["never_called"])
+    files = len(coverage["files"])
+    parts = [
+        f"{untaken} branch{'' if untaken == 1 else 'es'}",
+        f"{never_called} function{'' if never_called == 1 else 's'}",
+    ]
+    in_files = f"of the subject's own code ({files} file{'' if files == 1 else 's'})"
+    if not untaken and not never_called:
+        return f"every branch {in_files} ran"
+    return f"no run reached {' and '.join(parts)} {in_files}"
+
+
+def uncovered_lines(coverage: Mapping[str, Any]) -> list[str]:
+    """Return the branches that no run took and the functions that none entered, one line each."""
+    if not coverage["measured"]:
+        return []
+    branches = [
+        f"{one['file']}:{one['line']}: {one['source']} ({one['side']})"
+        for one in coverage["untaken"]
+    ]
+    functions = [
+        f"{one['file']}:{one['line']}: {one['function']} was never called"
+        for one in coverage["never_called"]
+    ]
+    return [*branches, *functions]
+
+
+def probe_lines(coverage: Mapping[str, Any]) -> list[str]:
+    """Return the numbers that runs were made for, and those that none reaches, one line each."""
+    if not coverage["measured"]:
+        return []
+    tried = [
+        f"{one['value']} ({one['file']}:{one['line']}): {', '.join(one['runs'])}"
+        for one in coverage["probes"]
+    ]
+    missed = [
+        f"{one['value']} ({one['file']}:{one['line']}): no scenario reaches it"
+        for one in coverage["out_of_reach"]
+    ]
+    return [*tried, *missed]
 
 
 def _reason_line(entry: RuleEntry) -> str:
@@ -179,7 +248,13 @@ def at_scale(rules: Mapping[str, Rule], judgements: Mapping[str, Judgement]) -> 
 
 
 def summary(rule: Rule, judgement: Judgement) -> dict[str, Any]:
-    """Return one rule's entry in a certificate and in a report."""
+    """Return one rule's entry in a certificate and in a report.
+
+    Without a bound, or of results that are NaN, an error is no fraction of the bound; JSON has no
+    number for it, and the entry has no margin.
+    """
+    runs = {name: _with_finite_margin(run) for name, run in judgement.runs.items()}
+    margin = max((run["margin"] for run in runs.values() if "margin" in run), default=None)
     return {
         "rule": rule.number,
         "level": rule.level,
@@ -187,19 +262,15 @@ def summary(rule: Rule, judgement: Judgement) -> dict[str, Any]:
         "verdict": str(judgement.verdict),
         **({"reason": judgement.reason} if judgement.reason else {}),
         "checks": judgement.checks,
-        **({"margin": judgement.margin} if judgement.margin is not None else {}),
-        "runs": judgement.runs,
+        **({"margin": margin} if margin is not None else {}),
+        "runs": runs,
     }
 
 
-def digest(body: Mapping[str, Any]) -> str:
-    """Return the sha256 of a certificate's canonical JSON.
-
-    It reveals a certificate that was edited or cut short.
-    """
-    plain = {key: value for key, value in body.items() if key != "digest"}
-    canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+def _with_finite_margin(run: Mapping[str, Any]) -> dict[str, Any]:
+    margin = run.get("margin")
+    is_finite = margin is not None and math.isfinite(margin)
+    return {key: value for key, value in run.items() if key != "margin" or is_finite}
 
 
 def kit_identity() -> dict[str, Any]:
@@ -208,4 +279,4 @@ def kit_identity() -> dict[str, Any]:
         version = metadata.version("ddp-conformance")
     except metadata.PackageNotFoundError:
         version = "not installed"
-    return {"version": version, "golden list": hashlib.sha256(GOLDEN.read_bytes()).hexdigest()}
+    return {"version": version, "golden_list": hashlib.sha256(GOLDEN.read_bytes()).hexdigest()}

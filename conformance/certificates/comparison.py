@@ -160,13 +160,17 @@ def _notes(old: CertificateFile, new: CertificateFile) -> Iterator[str]:
     changed = [name for name in names if sources_before.get(name) != sources_now.get(name)]
     if changed:
         yield f"the subject's source has changed: {', '.join(sorted(changed))}"
+    if old.registers and old.registers != new.registers:
+        before = ", ".join(old.registers)
+        yield f"registered {before} before, {', '.join(new.registers) or 'no named hook'} now"
     for key in ("torch", "python", "platform"):
         before = old.body["profile"].get(key)
         now = new.body["profile"].get(key)
         if before != now:
             yield f"{key} {before} before, {now} now"
-    origin_before = old.body["claims"].get("said by")
-    origin_now = new.body["claims"].get("said by")
+    yield from _other_variables(old, new)
+    origin_before = old.body["claims"].get("declared_by")
+    origin_now = new.body["claims"].get("declared_by")
     if origin_before != origin_now:
         yield f"the claims were declared by {origin_before} before, by {origin_now} now"
     runs_now = set(_runs(new))
@@ -176,6 +180,20 @@ def _notes(old: CertificateFile, new: CertificateFile) -> Iterator[str]:
         "traffic" in now and "traffic" not in then for _, _, then, now in _common_runs(old, new)
     ):
         yield "the baseline has no count of bytes sent; renew it to have compression compared"
+
+
+def _other_variables(old: CertificateFile, new: CertificateFile) -> Iterator[str]:
+    """Yield the environment variables that differ; version 1 of the format does not name them."""
+    before = old.body.get("environment")
+    now = new.body.get("environment")
+    if before is None or now is None:
+        return
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            yield (
+                f"variable {name}: {before.get(name, '(not set)')} before, "
+                f"{now.get(name, '(not set)')} now"
+            )
 
 
 def _common_runs(

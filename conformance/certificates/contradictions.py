@@ -12,20 +12,21 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from conformance.certificates.certificate import advice_lines, limit_lines
+from conformance.certificates.certificate import advice_lines, coverage_line, limit_lines
 from conformance.certificates.reader import CertificateFile, numbered_title
+from conformance.certificates.reproduction import reproduce_commands
 from conformance.errors import ProfileError, UsageError
+from conformance.judging.rule import AT_SCALE
 from conformance.judging.verdict import NOT_CLAIMED, Verdict
 from conformance.scenarios.profiles import Profile, requested_profile, resolve_profile
 from conformance.subjects.claims import DIFFERENCE, FEEDBACK, Claims, parse_claims
 from conformance.subjects.kinds import HOOK, KINDS
+from conformance.torch_versions.tested import OLDEST
 
 # The day of the kit's first version.
 FIRST_DAY = datetime.datetime(2026, 11, 21, tzinfo=datetime.UTC)
 # The clocks of two machines may differ by less than this.
 CLOCK_SLACK = datetime.timedelta(days=1)
-# The oldest version of torch that the kit supports, as in pyproject.toml.
-OLDEST_TORCH = (2, 6)
 
 # The rules that apply under a claim only, with the claim: the field `claimed` of these rules. The
 # rule book itself needs torch.
@@ -36,11 +37,18 @@ CLAIMED_RULES = {
     "11.2": "checkpointable",
     "11.3": "checkpointable",
     "11.4": "checkpointable",
+    "11.5": "holds_back",
+    "11.6": "holds_back",
     "13.8": "like",
     "13.9": "frees_gradients",
     "13.10": "lossy",
+    "13.11": "mixes",
+    "13.12": "period",
+    "13.13": "unbiased",
+    "13.14": "unbiased",
     "14.12": "like",
     "14.13": "min_world_size",
+    "14.20": "like",
     "15.20": "min_world_size",
     "16.17": "min_world_size",
     "18.3": "divided",
@@ -48,6 +56,8 @@ CLAIMED_RULES = {
     "18.16": "feedback",
     "18.18": "min_world_size",
     "19.17": "recomputes",
+    "22.4": "lossy",
+    "23.6": "fused",
 }
 # Rules that read their runs to find out whether they are claimed.
 _CLAIMED_IN_RUNS: Mapping[str, Callable[[Claims], bool]] = {
@@ -59,8 +69,14 @@ _CLAIMED_IN_RUNS: Mapping[str, Callable[[Claims], bool]] = {
     "13.6": lambda claims: claims.has("fused"),
     "13.7": lambda claims: claims.ratio is not None,
     "16.16": lambda claims: claims.has("find_unused") or claims.has("all_used"),
+    "23.3": lambda claims: claims.lossy == "unbiased",
+    "23.4": lambda claims: claims.lossy == "unbiased",
+    "23.5": lambda claims: claims.lossy == "local",
     "19.18": lambda claims: claims.has("draws_anew") or claims.has("reentrant"),
 }
+
+# The rule whose runs are made for the numbers in the subject's own code.
+PROBE_RULE = "25.1"
 
 _PASS = str(Verdict.PASS)
 _ITSELF = "contradicts itself:"
@@ -77,6 +93,10 @@ def contradictions(certificate: CertificateFile) -> Iterator[str]:
     yield from _date(certificate)
     yield from _torch(certificate)
     yield from _module(certificate)
+    yield from _coverage(certificate)
+    yield from _digests(certificate)
+    yield from _at_scale(certificate)
+    yield from _reproduction(certificate)
     try:
         claims = parse_claims(certificate.claims, certificate.kind)
     except UsageError as error:
@@ -165,11 +185,28 @@ def _claimed_rules(certificate: CertificateFile, claims: Claims) -> Iterator[str
             yield f"{_ITSELF} {numbered_title(rule)} passed, but does not apply under {claims}"
 
 
+def _at_scale(certificate: CertificateFile) -> Iterator[str]:
+    """Compare the notes on simulated ranks with the runs that they are from."""
+    expected = [
+        note
+        for number, rule in certificate.rules.items()
+        if number.partition(".")[0] == AT_SCALE
+        for run in rule["runs"].values()
+        for note in run.get("notes", ())
+    ]
+    given = certificate.body.get("at_scale", {}).get("notes", [])
+    if given != expected:
+        yield f"{_ITSELF} its notes on simulated ranks are not those of its rules"
+
+
 # ---- Circumstances
 
 
 def _world_sizes(certificate: CertificateFile) -> Iterator[str]:
-    """Compare the world sizes of the profile with those of the runs."""
+    """Compare the world sizes of the profile with those of the runs.
+
+    The scenarios of section 24 bring their own ranks.
+    """
     if others := sorted(certificate.judged_worlds - set(certificate.worlds)):
         sizes = ", ".join(map(str, others))
         yield f"{_ITSELF} it has runs at world size {sizes}, which its profile does not list"
@@ -200,10 +237,10 @@ def _torch(certificate: CertificateFile) -> Iterator[str]:
     """Refuse a version of torch that the kit does not run with."""
     text = certificate.body["profile"]["torch"]
     version = re.match(r"(\d{1,4})\.(\d{1,4})", text)
-    oldest = ".".join(map(str, OLDEST_TORCH))
+    oldest = ".".join(map(str, OLDEST))
     if not version:
         yield f"has a version of torch that cannot be read: {text!r}"
-    elif (int(version[1]), int(version[2])) < OLDEST_TORCH:
+    elif (int(version[1]), int(version[2])) < OLDEST:
         yield f"has torch {text}, but this kit runs with torch {oldest} or newer"
 
 
@@ -220,7 +257,9 @@ def _profile(certificate: CertificateFile, claims: Claims) -> Iterator[str]:
     if not certificate.worlds:
         return  # a missing world size, and reported as that
     try:
-        requested = requested_profile(entries["backend"], entries["device"])
+        # A module that registers a backend makes names possible that torch does not know.
+        imports = entries.get("imports")
+        requested = requested_profile(entries["backend"], entries["device"], imports)
         profile = resolve_profile(requested, entries, certificate.worlds)
     except (UsageError, ProfileError) as error:
         yield f"{_ITSELF} it was judged on a profile that no machine runs: {error}"
@@ -231,17 +270,89 @@ def _profile(certificate: CertificateFile, claims: Claims) -> Iterator[str]:
             f"{_ITSELF} its profile is called {certificate.profile}, but {profile.where} is the "
             f"profile {name}"
         )
+    yield from _machine(certificate, profile)
     if profile.backend == "nccl" and not entries.get("nccl"):
         yield f"{_ITSELF} its profile is {name}, but it names no version of NCCL"
     if not profile.takes(claims.backends, claims.devices):
         yield f"{_ITSELF} it claims {claims}, but its profile is {profile.where}"
 
 
+def _machine(certificate: CertificateFile, profile: Profile) -> Iterator[str]:
+    """Compare the machine with the profile that was run on it."""
+    entries = certificate.body["profile"]
+    if profile.device == "cuda" and entries["torch"].endswith("+cpu"):
+        yield f"{_ITSELF} it was judged on cuda, but torch {entries['torch']} has no CUDA"
+    if profile.backend == "gloo" and entries.get("gloo") is False:
+        yield f"{_ITSELF} it was judged over gloo, but its torch was built without gloo"
+    names = entries.get("names")
+    # On several machines there may be more GPUs than hosts, and only GPUs with a host count.
+    if names is not None and len(names) < entries.get("devices", 0):
+        yield f"{_ITSELF} it has {entries['devices']} devices, but {len(names)} names of devices"
+    nodes = entries.get("nodes", ())
+    largest = max(certificate.worlds)
+    slots = sum(node["slots"] for node in nodes)
+    if nodes and slots < largest:
+        yield f"{_ITSELF} its nodes run {slots} ranks, but its largest world size is {largest}"
+    if dict(profile.environment) != entries.get("environment", {}):
+        yield f"{_ITSELF} its profile sets other variables than {profile.where} needs"
+    environment = certificate.body.get("environment")
+    if environment is not None and not {*dict(profile.environment)} <= {*environment}:
+        yield f"{_ITSELF} its environment lacks variables that its profile sets"
+
+
 def _recorded_name(profile: Profile, claims: Claims) -> str:
     return profile.display_name(claims.chained and not profile.ordered)
 
 
+# ---- Coverage
+
+
+def _coverage(certificate: CertificateFile) -> Iterator[str]:
+    """Compare the counts and the named branches of the coverage, and its probes with the runs."""
+    coverage = certificate.body.get("coverage")
+    if not coverage or not coverage["measured"]:
+        return
+    for file in coverage["files"]:
+        for part, whole in (("lines_ran", "lines"), ("branches_taken", "branches")):
+            if not 0 <= file[part] <= file[whole]:
+                yield f"{_ITSELF} {file['file']} has {file[part]} {part} of {file[whole]} {whole}"
+    names = {file["file"] for file in coverage["files"]}
+    for one in (*coverage["untaken"], *coverage["never_called"]):
+        if one["file"] not in names:
+            yield f"{_ITSELF} its coverage names {one['file']}, which is not among its files"
+    if coverage.get("required") and (coverage["untaken"] or coverage["never_called"]):
+        yield f"{_ITSELF} it requires coverage, but {coverage_line(coverage)}"
+    probe_rule = certificate.rules.get(PROBE_RULE)
+    if certificate.kind == HOOK and probe_rule is not None:
+        wanted = {run for one in coverage["probes"] for run in one["runs"]}
+        if wanted != set(probe_rule["runs"]):
+            yield f"{_ITSELF} its coverage and rule {PROBE_RULE} have different runs"
+
+
+def _digests(certificate: CertificateFile) -> Iterator[str]:
+    """Compare the digests of the subject's modules with those of the files whose lines ran."""
+    coverage = certificate.body.get("coverage")
+    if not coverage or not coverage["measured"]:
+        return
+    for file in coverage["files"]:
+        module = file["file"].removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        digest = certificate.sources.get(module)
+        if digest is not None and digest != file["sha256"]:
+            yield f"{_ITSELF} the {file['file']} that ran is not the file of its module {module}"
+
+
 # ---- The command line
+
+
+def _reproduction(certificate: CertificateFile) -> Iterator[str]:
+    """Compare the commands that repeat the certification with the entries they follow from."""
+    given = certificate.body.get("reproduce")
+    if given is not None and given != reproduce_commands(certificate.body):
+        yield f"{_ITSELF} the commands that reproduce it are of another run"
+    steps = certificate.body.get("steps", 0)
+    requested = certificate.body.get("requested_steps", 0)
+    if steps < requested:
+        yield f"{_ITSELF} its long run has {steps} steps, but {requested} were requested"
 
 
 def _command(certificate: CertificateFile, claims: Claims) -> Iterator[str]:
@@ -294,7 +405,7 @@ def _claims_of_command(
     certificate: CertificateFile, claims: Claims, given: str | None
 ) -> Iterator[str]:
     if given is None:
-        if certificate.body["claims"].get("said by") == "--claims":
+        if certificate.body["claims"].get("declared_by") == "--claims":
             yield f"{_ITSELF} its claims are from --claims, which its command line does not have"
         return
     try:

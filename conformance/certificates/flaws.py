@@ -7,10 +7,21 @@ torch.
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from conformance.certificates.certificate import REQUIRED_WORLDS, kit_identity, worlds_left_out
 from conformance.certificates.contradictions import contradictions
-from conformance.certificates.reader import CertificateFile, numbered_title
+from conformance.certificates.reader import (
+    CertificateFile,
+    is_report,
+    numbered_title,
+    read_certificate,
+    read_json,
+)
+from conformance.certificates.versions import NOTE_ON_VERSION_1, upgraded
+from conformance.errors import CertificateError
 from conformance.judging.rule import MUST, golden_list
 from conformance.judging.verdict import Verdict
 from conformance.subjects.kinds import KINDS
@@ -18,12 +29,44 @@ from conformance.subjects.kinds import KINDS
 _MIN_WORLD_SIZE = re.compile(r"\bmin_world_size\((\d+)\)")
 
 
+@dataclass(frozen=True)
+class Result:
+    """A report, or a certificate that this kit accepts.
+
+    Attributes:
+        body: the content, with the keys of version 2.
+        is_report: whether it is a report.
+        notes: lines for the reader.
+    """
+
+    body: dict[str, Any]
+    is_report: bool
+    notes: tuple[str, ...] = ()
+
+
+def read_result(path: Path) -> Result:
+    """Read a report, or a certificate.
+
+    Raises:
+        UsageError: the file cannot be opened.
+        CertificateError: the file is neither, or this kit does not accept the certificate.
+    """
+    body = read_json(path)
+    if is_report(body):
+        return Result(upgraded(body), is_report=True)
+    certificate = read_certificate(path)
+    if wrong := flaws(certificate):
+        raise CertificateError(*(f"{path}: {flaw}" for flaw in wrong))
+    notes = (f"{path}: {NOTE_ON_VERSION_1}",) if certificate.version == 1 else ()
+    return Result(dict(certificate.body), is_report=False, notes=notes)
+
+
 def flaws(certificate: CertificateFile) -> list[str]:
     """Return why this kit does not accept a certificate, one line each; empty if it does."""
     if not certificate.of_this_kit:
         # Without the golden list by which it was judged, its rules cannot be checked.
         version = certificate.body["kit"]["version"]
-        ours = kit_identity()["golden list"]
+        ours = kit_identity()["golden_list"]
         return [
             f"was judged by the golden list {certificate.golden[:16]} of kit {version}; the golden "
             f"list of this kit is {ours[:16]}"

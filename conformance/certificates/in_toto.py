@@ -118,10 +118,11 @@ def _configuration(path: Path, body: Mapping[str, Any]) -> Iterator[dict[str, An
     }
     yield {
         "name": "golden.txt",
-        "digest": {"sha256": kit["golden list"]},
+        "digest": {"sha256": kit["golden_list"]},
         "annotations": {"kit": f"ddp-conformance {kit['version']}"},
     }
-    run = {key: body[key] for key in ("command", "claims", "profile") if key in body}
+    keys = ("command", "claims", "profile", "environment", "seed", "reproduce")
+    run = {key: body[key] for key in keys if key in body}
     text = json.dumps(run, sort_keys=True).encode()
     yield {
         "name": "run.json",

@@ -7,12 +7,19 @@ literal (``markdown.py``). This module imports no torch.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from conformance.certificates.certificate import RuleEntry, advice_lines, limit_lines
+from conformance.certificates.certificate import (
+    RuleEntry,
+    advice_lines,
+    coverage_line,
+    limit_lines,
+    uncovered_lines,
+)
 from conformance.certificates.markdown import block, span
 from conformance.judging.rule import MUST
 from conformance.judging.verdict import Verdict
 
 MARGINS = 5  # rows in the table of errors
+UNCOVERED = 10  # branches that no run took
 
 _HEADINGS = {"certified": "CERTIFIED", "refused": "REFUSED", "kit error": "KIT ERROR"}
 
@@ -24,7 +31,7 @@ def session_markdown(body: Mapping[str, Any]) -> str:
     rules = body["rules"]
     name = subject.get("target") or subject.get("hook") or subject.get("setup")
     verdict = str(body.get("verdict", "certified"))
-    sizes = ", ".join(map(str, profile["world sizes"]))
+    sizes = ", ".join(map(str, profile["world_sizes"]))
     checks = sum(rule["checks"] for rule in rules)
     lines = [
         f"### {_HEADINGS.get(verdict, 'NOT CERTIFIED')} {span(name)} "
@@ -41,6 +48,7 @@ def session_markdown(body: Mapping[str, Any]) -> str:
         # The reasons of a refusal are the rules that fail, which follow with their failures.
         lines += _titled_list("Because", body.get("reasons", ()))
     lines += _failures(rules)
+    lines += _coverage(body)
     lines += _titled_list("Limits", limit_lines(rules))
     lines += _titled_list("Advice", advice_lines(rules))
     lines += _margin_table(rules)
@@ -102,6 +110,19 @@ def _first_run(rule: RuleEntry, verdict: str) -> str | None:
         if run.get("verdict") == verdict:
             return str(name)
     return None
+
+
+def _coverage(body: Mapping[str, Any]) -> list[str]:
+    """Return the coverage of the subject's own code; of a refused one it is incomplete."""
+    coverage = body.get("coverage")
+    if not coverage or body.get("verdict", "certified") != "certified":
+        return []
+    uncovered = uncovered_lines(coverage)
+    lines = [f"Coverage: {span(coverage_line(coverage))}.", ""]
+    lines += [f"- {span(line)}" for line in uncovered[:UNCOVERED]]
+    if len(uncovered) > UNCOVERED:
+        lines.append(f"- and {len(uncovered) - UNCOVERED} more")
+    return [*lines, ""] if uncovered else lines
 
 
 def _titled_list(title: str, lines: Iterable[str]) -> list[str]:

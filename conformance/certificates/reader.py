@@ -13,27 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.certificates.certificate import SCHEMA, digest, kit_identity
+from conformance.certificates.canonical import digest, digest_of_version_1
+from conformance.certificates.certificate import kit_identity
+from conformance.certificates.schema import misfit
+from conformance.certificates.versions import SCHEMA, upgraded, version_of
 from conformance.errors import CertificateError, UsageError
+from conformance.scenarios.clusters import CLUSTERS
 
-# The entries that every certificate has, and their types; a list has any number of such elements.
-_SHAPE: dict[str, Any] = {
-    "kit": {"version": str, "golden list": str},
-    "subject": {"kind": str},
-    "claims": {"text": str},
-    "profile": {"name": str, "backend": str, "device": str, "world sizes": [int], "torch": str},
-    "date": str,
-    "command": str,
-    "limits": [str],
-    "advice": [str],
-    "rules": [
-        {"rule": str, "level": str, "title": str, "verdict": str, "checks": int, "runs": dict}
-    ],
-    "digest": str,
-}
-_TYPES = {str: "a string", int: "an integer", dict: "an object"}
-
-_WORLD_SIZE = re.compile(r"@(\d{1,9})")
+_RUN = re.compile(r"(\w+)@(\d{1,9})")
+# Scenarios that bring their own number of ranks.
+_OF_CLUSTERS = {scenario.name for scenario in CLUSTERS}
 
 
 @dataclass(frozen=True)
@@ -42,11 +31,13 @@ class CertificateFile:
 
     Attributes:
         path: the file from which it was read.
-        body: its content.
+        body: its content, with the keys of version 2.
+        version: the version of the file's format.
     """
 
     path: Path
     body: Mapping[str, Any]
+    version: int = 2
 
     @property
     def rules(self) -> dict[str, Mapping[str, Any]]:
@@ -64,6 +55,13 @@ class CertificateFile:
         return str(subject.get("target") or subject.get("hook") or subject.get("setup"))
 
     @property
+    def registers(self) -> tuple[str, ...]:
+        """The qualified names of the registered hooks; empty in certificates before version 1.6 of
+        the rule book, and for other kinds of subject.
+        """
+        return tuple(self.body["subject"].get("registers", ()))
+
+    @property
     def claims(self) -> str:
         return str(self.body["claims"]["text"])
 
@@ -73,16 +71,17 @@ class CertificateFile:
 
     @property
     def worlds(self) -> tuple[int, ...]:
-        return tuple(self.body["profile"]["world sizes"])
+        return tuple(self.body["profile"]["world_sizes"])
 
     @property
     def judged_worlds(self) -> set[int]:
-        """The world sizes of the runs."""
+        """The world sizes of the runs, but for the scenarios that bring their own ranks."""
         return {
             int(world)
             for rule in self.rules.values()
             for run in rule["runs"]
-            for world in _WORLD_SIZE.findall(run)
+            for scenario, world in _RUN.findall(run)
+            if scenario not in _OF_CLUSTERS and not scenario.startswith("probe_")
         }
 
     @property
@@ -93,12 +92,12 @@ class CertificateFile:
     @property
     def golden(self) -> str:
         """The digest of the golden list by which it was judged."""
-        return str(self.body["kit"]["golden list"])
+        return str(self.body["kit"]["golden_list"])
 
     @property
     def of_this_kit(self) -> bool:
         """Whether it was judged by the golden list of this kit."""
-        return self.golden == kit_identity()["golden list"]
+        return self.golden == kit_identity()["golden_list"]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -143,16 +142,31 @@ def read_certificate(path: Path) -> CertificateFile:
     if is_report(body):
         reasons = "; ".join([body["verdict"], *map(str, body.get("reasons", ()))])
         raise CertificateError(f"{path}: is the report of a session, not a certificate ({reasons})")
-    if body.get("schema") != SCHEMA:
-        raise CertificateError(f"{path}: is no certificate: its schema is {body.get('schema')!r}")
-    if misfit := _misfit(body, _SHAPE) or _misfit_of_optional(body):
-        raise CertificateError(f"{path}: is no certificate: {misfit}")
-    if body["digest"] != digest(body):
+    version = version_of(body)
+    if version is None:
+        raise CertificateError(f"{path}: is no certificate: {_foreign_schema(body.get('schema'))}")
+    converted = upgraded(body) if version == 1 else body
+    try:
+        wrong = misfit(converted, version)
+        actual = digest(body) if version == 2 else digest_of_version_1(body)
+    except CertificateError as error:
+        raise CertificateError(f"{path}: is no certificate: {error}") from error
+    except RecursionError as error:
+        raise CertificateError(f"{path}: is no certificate: it is nested too deeply") from error
+    named = body.get("digest")
+    if isinstance(named, str) and named != actual:
         raise CertificateError(
-            f"{path}: was edited: its digest is {body['digest'][:16]}, but its content has "
-            f"{digest(body)[:16]}"
+            f"{path}: was edited: its digest is {named[:16]}, but its content has {actual[:16]}"
         )
-    return CertificateFile(path, body)
+    if wrong:
+        raise CertificateError(f"{path}: is no certificate: {wrong}")
+    return CertificateFile(path, converted, version)
+
+
+def _foreign_schema(schema: Any) -> str:
+    if isinstance(schema, str) and schema.startswith(SCHEMA.removesuffix("2")):
+        return f"its schema is {schema!r}, but this kit reads versions 1 and 2"
+    return f"its schema is {schema!r}"
 
 
 def is_report(body: Mapping[str, Any]) -> bool:
@@ -170,41 +184,12 @@ def is_result(path: Path) -> bool:
         body = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(body, dict) and (body.get("schema") == SCHEMA or is_report(body))
+    return isinstance(body, dict) and (version_of(body) is not None or is_report(body))
 
 
 def numbered_title(rule: Mapping[str, Any]) -> str:
     """Return the number and the title of a rule's entry."""
     return f"{rule['rule']} {rule['title']}"
-
-
-def _misfit_of_optional(body: Mapping[str, Any]) -> str | None:
-    """Return which optional entry has the wrong type, or None if all are right."""
-    sources = body["subject"].get("sha256") or {}
-    if not isinstance(sources, dict):
-        return "subject.sha256 is not an object"
-    if not all(isinstance(value, str) for value in sources.values()):
-        return "subject.sha256 has a value that is not a string"
-    profile = body["profile"]
-    if not isinstance(profile.get("devices", 0), int):
-        return "profile.devices is not an integer"
-    if misfit := _misfit(profile.get("nccl", []), [int], "profile.nccl"):
-        return misfit
-    for rule in body["rules"]:
-        if not all(_is_readable(run) for run in rule["runs"].values()):
-            return f"the runs of {numbered_title(rule)} cannot be read"
-    return None
-
-
-def _is_readable(run: Any) -> bool:
-    """Whether a run's entries have the types that the kit writes."""
-    if not isinstance(run, dict):
-        return False
-    traffic = run.get("traffic", {})
-    if not isinstance(traffic, dict):
-        return False
-    numbers = [run.get("checks", 0), run.get("margin", 0.0), *traffic.values()]
-    return all(isinstance(number, int | float) for number in numbers)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -216,29 +201,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         raise ValueError("a key occurs twice in an object")
     return made
-
-
-def _misfit(value: Any, shape: Any, location: str = "") -> str | None:
-    """Return which part of a value does not have its shape, or None if all parts do."""
-    if value is None:
-        return f"{location} is missing"
-    if isinstance(shape, list):
-        if not isinstance(value, list):
-            return f"{location} is not a list"
-        for index, element in enumerate(value):
-            if misfit := _misfit(element, shape[0], f"{location}[{index}]"):
-                return misfit
-        return None
-    if isinstance(shape, dict):
-        if not isinstance(value, dict):
-            return f"{location} is not an object"
-        for key, inner in shape.items():
-            inner_location = f"{location}.{key}" if location else key
-            if misfit := _misfit(value.get(key), inner, inner_location):
-                return misfit
-        return None
-    # True and False are integers in Python, but not in JSON.
-    is_bool_as_int = shape is int and isinstance(value, bool)
-    if not isinstance(value, shape) or is_bool_as_int:
-        return f"{location} is not {_TYPES[shape]}"
-    return None

@@ -8,25 +8,29 @@ from conformance.certificates.reader import CertificateFile
 from conformance.errors import UsageError
 
 
-def other_sources(certificate: CertificateFile, folder: Path) -> Iterator[str]:
-    """Yield the source files that are missing or different in a folder, one line each.
+def other_sources(certificate: CertificateFile, *folders: Path) -> Iterator[str]:
+    """Yield the source files that are missing or different in some folders, one line each.
 
     Args:
         certificate: its subject's modules are looked up by name.
-        folder: the folder that holds their packages, itself or in ``src``.
+        folders: the folders that hold their packages, themselves or in ``src``. A set-up and the
+            hook that it registers may be in two.
 
     Raises:
-        UsageError: the folder or a file cannot be read.
+        UsageError: a folder or a file cannot be read.
     """
-    if not folder.is_dir():
-        raise UsageError(f"--sources {folder}: there is no such folder")
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"--sources {folder}: there is no such folder")
     module = str(certificate.body["subject"].get("module"))
     if module not in certificate.sources:
         yield f"has no digest of the subject's module {module}, so that --sources cannot compare it"
     for module, expected in certificate.sources.items():
-        digests = {path: _sha256(path) for path in _files_of(module, folder)}
+        files = [path for folder in folders for path in _files_of(module, folder)]
+        digests = {path: _sha256(path) for path in files}
         if not digests:
-            yield f"was made for the module {module}, which is not in {folder}"
+            places = ", ".join(map(str, folders))
+            yield f"was made for the module {module}, which is not in {places}"
         elif expected not in digests.values():
             names = ", ".join(map(str, digests))
             yield (
@@ -44,7 +48,9 @@ def _files_of(module: str, folder: Path) -> list[Path]:
     candidates = []
     for root in (folder, folder / "src"):
         path = root.joinpath(*parts)
-        candidates += [path / "__init__.py", path.with_suffix(".py")]
+        candidates += [path / "__init__.py", path.parent / f"{path.name}.py"]
+        # A module of compiled code: mypkg/codec.cpython-311-x86_64-linux-gnu.so.
+        candidates += sorted(path.parent.glob(f"{path.name}.*so"))
     return [path for path in candidates if path.is_file()]
 
 

@@ -1,9 +1,12 @@
 """The argument parser and the output files of the subcommands."""
 
 import argparse
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
+from conformance.certificates.markdown import printable
 from conformance.errors import UsageError
 
 # The variable with the file that GitHub shows as the summary of a job's step.
@@ -18,6 +21,12 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def print_notes(command: str, notes: Iterable[str]) -> None:
+    """Print notes on a file; standard output holds the result of the command alone."""
+    for note in notes:
+        print(f"{command}: note: {printable(note)}", file=sys.stderr)
 
 
 def append(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""``python -m conformance gate [--baseline OLD] [--sources DIR] NEW``.
+"""``python -m conformance gate [--baseline OLD] [--sources DIR] [--signature FILE] NEW``.
 
 The gate accepts a certificate, or refuses it and prints all reasons. If it accepts, it also prints
 the checks that it did not make.
@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from conformance.certificates.certificate import coverage_line
 from conformance.certificates.comparison import (
     MARGIN_FACTOR,
     MARGIN_FLOOR,
@@ -21,11 +22,13 @@ from conformance.certificates.flaws import flaws
 from conformance.certificates.markdown import printable
 from conformance.certificates.markdown_summary import gate_markdown
 from conformance.certificates.reader import CertificateFile, read_certificate
+from conformance.certificates.signatures import Trust, verify_signature
 from conformance.certificates.sources import other_sources
+from conformance.certificates.versions import NOTE_ON_VERSION_1
 from conformance.cli._arguments import PAGE, Arguments, append, write
 from conformance.errors import CERTIFIED, REFUSED, CertificateError, UsageError
 
-_NOT_SIGNED = "the certificate is not signed"
+_NOT_SIGNED = "unsigned: no signature was given (--signature FILE)"
 _NO_SOURCES = "the subject's sources were not compared (--sources DIR)"
 _EPILOG = "Exit code: 0 the gate holds; 1 refused; 4 the command cannot be run as written."
 
@@ -55,6 +58,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.renew and not options.baseline:
         raise UsageError("--renew: name the baseline's file with --baseline")
+    _require_signature(options)
     result = _check(options)
     refused = list(result.flaws)
     notes = list(result.comparison.notes)
@@ -81,8 +85,12 @@ def main(arguments: list[str]) -> int:
 
 def _unchecked(options: argparse.Namespace) -> list[str]:
     """Return the properties of an accepted certificate that the gate did not check."""
-    # The gate reads no signature: `gh attestation verify` and cosign do.
-    return [_NOT_SIGNED] if options.sources else [_NOT_SIGNED, _NO_SOURCES]
+    unchecked = []
+    if not options.signature:
+        unchecked.append(_NOT_SIGNED)
+    if not options.sources:
+        unchecked.append(_NO_SOURCES)
+    return unchecked
 
 
 def _last_line(options: argparse.Namespace, title: str, refused: bool) -> str:
@@ -119,9 +127,12 @@ def _parser() -> Arguments:
     parser.add_argument(
         "--sources",
         type=Path,
+        action="append",
         metavar="DIR",
-        help="refuse a certificate of other source files than those in this folder, or its src",
+        help="refuse a certificate of other source files than those in this folder, or its src; "
+        "repeat it if the files are in several folders",
     )
+    _add_signature(parser)
     parser.add_argument(
         "--margin-factor",
         type=_at_least_1,
@@ -152,26 +163,103 @@ def _parser() -> Arguments:
     return parser
 
 
+def _add_signature(parser: Arguments) -> None:
+    group = parser.add_argument_group("signature, verified by the extra ddp-conformance[sign]")
+    group.add_argument(
+        "--signature",
+        type=Path,
+        metavar="FILE",
+        help="refuse a certificate without this signature: GnuPG's detached one, or a Sigstore "
+        "bundle",
+    )
+    group.add_argument(
+        "--statement",
+        type=Path,
+        metavar="FILE",
+        help="the signature is of this in-toto statement, which names the certificate's digest",
+    )
+    group.add_argument(
+        "--key",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a public key of GnuPG that is trusted; may be repeated",
+    )
+    group.add_argument(
+        "--keyring", type=Path, metavar="FILE", help="a keyring of GnuPG; trust all keys in it"
+    )
+    group.add_argument("--identity", metavar="NAME", help="the trusted signer of a Sigstore bundle")
+    group.add_argument("--issuer", metavar="URL", help="the OpenID Connect provider of that signer")
+    group.add_argument(
+        "--trusted-root",
+        type=Path,
+        metavar="FILE",
+        help="Sigstore's trusted_root.json; default: the one that the library has",
+    )
+
+
+def _require_signature(options: argparse.Namespace) -> None:
+    """Refuse options on a signature without a signature, which would verify nothing."""
+    if options.signature:
+        return
+    for name in ("statement", "key", "keyring", "identity", "issuer", "trusted_root"):
+        if getattr(options, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')}: name the signature too, with --signature FILE"
+            )
+
+
 def _check(options: argparse.Namespace) -> _Result:
     """Check the certificate, and compare it with the baseline if there is one."""
+    signature = _check_signature(options)
     try:
         new = read_certificate(options.certificate)
     except CertificateError as error:
-        return _Result(str(options.certificate), list(error.reasons))
+        return _Result(str(options.certificate), [*error.reasons, *signature.flaws])
     result = _Result(
         title=f"{new.name} as {new.claims}, profile {new.profile}",
-        flaws=[f"{new.path}: {flaw}" for flaw in flaws(new)],
+        flaws=[*(f"{new.path}: {flaw}" for flaw in flaws(new)), *signature.flaws],
+        comparison=signature.comparison,
     )
+    if new.version == 1:
+        result.comparison.notes.append(NOTE_ON_VERSION_1)
+    if coverage := new.body.get("coverage"):
+        result.comparison.notes.append(coverage_line(coverage))
     required = options.require_profile
     if required and new.profile != required:
         result.flaws.append(
             f"{new.path}: has the profile {new.profile}, but {required} is required"
         )
     if options.sources:
-        result.flaws += [f"{new.path}: {flaw}" for flaw in other_sources(new, options.sources)]
+        result.flaws += [f"{new.path}: {flaw}" for flaw in other_sources(new, *options.sources)]
     if options.baseline:
         slack = Slack(options.margin_factor, options.margin_floor, options.traffic_factor)
+        notes = result.comparison.notes
         result.comparison = _compare(options.baseline, new, slack, options.renew)
+        result.comparison.notes += notes
+    return result
+
+
+def _check_signature(options: argparse.Namespace) -> _Result:
+    """Return the flaws of the signature, or a note that names the signer."""
+    result = _Result(str(options.certificate), [])
+    if options.signature:
+        trust = Trust(
+            keys=tuple(options.key),
+            keyring=options.keyring,
+            identity=options.identity,
+            issuer=options.issuer,
+            root=options.trusted_root,
+        )
+        try:
+            signer = verify_signature(
+                options.certificate, options.signature, trust, options.statement
+            )
+        except CertificateError as error:
+            result.flaws += error.reasons
+        else:
+            result.comparison.notes.append(f"signed by {signer}")
     return result
 
 

@@ -31,9 +31,11 @@ from conformance.judging.verdict import Judgement, Verdict
 from conformance.rules import book
 from conformance.session.claim_search import proposal_lines
 from conformance.session.options import SUBJECTS, flag, options_of
-from conformance.session.report import conclusion_lines, failure_text, write_report
+from conformance.session.progress import default_terminal
+from conformance.session.report import write_report
 from conformance.session.request import set_results_aside
 from conformance.session.session import Session
+from conformance.session.terminal import conclusion_lines, failure_text, short_failure_text
 
 _SESSION = pytest.StashKey["_State"]()
 
@@ -47,6 +49,8 @@ class _State:
         self.conclusion: Conclusion | None = None
         self.proposed: list[str] = []
         self.collects_rules = False
+        self.shows_failures = 0
+        self.judges_only_rules = False
 
 
 class RuleBroken(Exception):
@@ -199,9 +203,16 @@ class RuleItem(pytest.Item):
         if judgement.verdict is Verdict.KIT_ERROR or (
             judgement.verdict is Verdict.FAIL and self.rule.level == MUST
         ):
-            raise RuleBroken(failure_text(state.session, self.rule, judgement))
+            raise RuleBroken(self._text(state, judgement))
         if judgement.verdict in (Verdict.NOT_RUN, Verdict.NOT_APPLICABLE):
             pytest.skip(f"{judgement.verdict}: {judgement.reason}")
+
+    def _text(self, state: _State, judgement: Judgement) -> str:
+        """Return the text of a failure: whole for the first rule, and for all rules with -v."""
+        state.shows_failures += 1
+        is_whole = state.shows_failures == 1 or self.config.get_verbosity() > 0
+        text = failure_text if is_whole else short_failure_text
+        return text(state.session, self.rule, judgement)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, RuleBroken):
@@ -262,6 +273,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return True
     if not session.items:
         return None
+    state.judges_only_rules = all(isinstance(item, RuleItem) for item in session.items)
+    # Not before: pytest makes its terminal when it is configured.
+    state.session.progress.terminal = default_terminal()
     try:
         state.session.begin()
         if state.session.searches_claims:
@@ -314,6 +328,10 @@ def pytest_terminal_summary(
     state = config.stash.get(_SESSION, None)
     if state is None:
         return
+    if state.judges_only_rules and not _names_report_characters(config):
+        # pytest's list of failed items would only repeat the failures that are named here, and
+        # push them off the screen.
+        terminalreporter.reportchars = ""
     terminalreporter.section("conformance")
     if state.error is not None:
         kinds = {
@@ -337,6 +355,11 @@ def pytest_terminal_summary(
                 red=line.startswith(("REFUSED", "KIT ERROR")),
             )
         terminalreporter.line(f"report: {state.session.folder / 'report.html'}")
+
+
+def _names_report_characters(config: pytest.Config) -> bool:
+    """Whether the command line has pytest's option -r."""
+    return any(str(argument).startswith("-r") for argument in config.invocation_params.args)
 
 
 def _plugins(config: pytest.Config) -> list[str]:

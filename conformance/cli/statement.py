@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance.certificates.flaws import flaws
+from conformance.certificates.flaws import read_result
 from conformance.certificates.in_toto import checksums, result_of, statement, subjects
-from conformance.certificates.reader import is_report, read_certificate, read_json
-from conformance.cli._arguments import Arguments, write
+from conformance.cli._arguments import Arguments, print_notes, write
 from conformance.errors import CertificateError
 
 
@@ -95,12 +94,8 @@ def _job_url(environment: Mapping[str, str]) -> str | None:
 
 def _body(path: Path) -> dict[str, Any]:
     """Return the content of a valid certificate, or of the report of a subject that was refused."""
-    body = read_json(path)
-    if is_report(body):
-        if body["verdict"] == "certified":
-            raise CertificateError(f"{path}: is a report; state the certificate instead")
-        return body
-    certificate = read_certificate(path)
-    if wrong := flaws(certificate):
-        raise CertificateError(*(f"{path}: {flaw}" for flaw in wrong))
-    return dict(certificate.body)
+    result = read_result(path)
+    print_notes("statement", result.notes)
+    if result.is_report and result.body["verdict"] == "certified":
+        raise CertificateError(f"{path}: is a report; state the certificate instead")
+    return result.body

@@ -6,10 +6,9 @@ It writes the results of sessions as Markdown, for the page of a CI job.
 import os
 from pathlib import Path
 
-from conformance.certificates.flaws import flaws
+from conformance.certificates.flaws import read_result
 from conformance.certificates.markdown_summary import nothing_markdown, session_markdown
-from conformance.certificates.reader import is_report, read_certificate, read_json
-from conformance.cli._arguments import PAGE, Arguments, append, write
+from conformance.cli._arguments import PAGE, Arguments, append, print_notes, write
 from conformance.errors import CertificateError
 
 
@@ -59,14 +58,10 @@ def _summaries(path: Path) -> list[str]:
 
 
 def _summary(path: Path) -> str:
-    body = read_json(path)
-    if not is_report(body):
-        certificate = read_certificate(path)
-        if wrong := flaws(certificate):
-            raise CertificateError(*(f"{path}: {flaw}" for flaw in wrong))
-        body = dict(certificate.body)
+    result = read_result(path)
+    print_notes("summary", result.notes)
     try:
-        return session_markdown(body)
+        return session_markdown(result.body)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CertificateError(
             f"{path}: is no report that this kit can read ({error!r})"

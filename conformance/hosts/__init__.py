@@ -8,7 +8,7 @@ supervisor        forks the ranks of a run, watches them and collects evidence
 profile_check     probes the backend and the devices of this machine for a profile
 preload           the modules that a host imports before it forks
 memory            the layout of a host's memory, so that forks are cheap
-environment       environment variables of a host and of its ranks
+environment       facts about this machine
 remote            hosts that torchrun has started, on one or several machines
 
 The program that a pool executes is ``conformance/host.py``, which also explains why there are

@@ -33,26 +33,34 @@ _BYTES_PER_CLASS = 300_000
 _BYTES_HEADER = sys.getsizeof(b"")
 _kept: list[list[object]] = []
 
-# Since glibc 2.35; other C libraries ignore the variable.
-_TUNABLES = "GLIBC_TUNABLES"
-_HEAP_IN_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+_OF_HOSTS = {
+    # The heap grows in huge pages. Since glibc 2.35; other C libraries ignore the variable.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    # MKL reads this once, as torch is imported. Without it MKL keeps some hundred KiB of scratch
+    # memory for each thread, from the thread's first product of matrices on. Chance decides in
+    # which step a thread of the backend's first runs a callback, and the memory of a rank would
+    # seem to grow there (rule 9.4).
+    "MKL_DISABLE_FAST_MM": "1",
+}
 
 
 def host_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a host, whose heap then grows in huge pages from the beginning.
+    """Return the environment for a host.
 
-    Memory that is allocated there need not be moved later. Tunables that the caller has set stay.
+    Its heap then grows in huge pages from the beginning: memory that is allocated there need not be
+    moved later. Variables that the caller has set stay.
     """
-    return {_TUNABLES: _HEAP_IN_HUGE_PAGES, **environment}
+    return {**_OF_HOSTS, **environment}
 
 
 def restore_environment() -> None:
-    """Remove the variable that :func:`host_environment` added.
+    """Remove the variables that :func:`host_environment` added.
 
     Ranks and the processes that they start have the environment of the caller.
     """
-    if os.environ.get(_TUNABLES) == _HEAP_IN_HUGE_PAGES:
-        del os.environ[_TUNABLES]
+    for name, value in _OF_HOSTS.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
 
 
 def fill_holes() -> None:
@@ -60,8 +68,7 @@ def fill_holes() -> None:
 
     The objects that a rank makes then lie together, in pages of their own.
     """
-    for size in range(_STEP, _SMALL + 1, _STEP):
-        _kept.append([_object_of_size(size) for _ in range(_BYTES_PER_CLASS // size)])
+    fill_small_holes(_BYTES_PER_CLASS)
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
@@ -80,6 +87,12 @@ def fill_holes() -> None:
                 # former end.
                 libc.free(address)
                 break
+
+
+def fill_small_holes(bytes_per_class: int) -> None:
+    """Allocate so many bytes of each size class of Python's own allocator, and never free them."""
+    for size in range(_STEP, _SMALL + 1, _STEP):
+        _kept.append([_object_of_size(size) for _ in range(bytes_per_class // size)])
 
 
 def _object_of_size(size: int) -> object:

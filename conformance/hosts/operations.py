@@ -13,6 +13,9 @@ from typing import Any
 from conformance.hosts.preload import preload
 from conformance.hosts.supervisor import GRACE, Controller, supervise
 from conformance.ranks.process import forget_other_references
+from conformance.scenarios.environment import relevant_environment
+from conformance.torch_versions.startup import missing_parts
+from conformance.torch_versions.tested import LACKS
 
 # Evidence files that a rank leaves in its folder, and how much of each is kept.
 _EVIDENCE_FILES = ("stacks.txt", "flight.json")
@@ -33,9 +36,11 @@ def run_ranks(command: dict[str, Any], controller: Controller) -> dict[str, Any]
     """Run one scenario and return its outcome.
 
     The command may name the ranks that run here, and environment variables for each of them; by
-    default all ranks run here.
+    default all ranks run here, and see the nodes that the scenario simulates.
     """
+    from conformance.ranks.instruments.coverage import learn
     from conformance.ranks.rank import run_rank
+    from conformance.ranks.torchrun import node_sizes, set_torchrun_environment
     from conformance.scenarios.model import scenario_from_json
     from conformance.subjects.spec import SubjectSpec
 
@@ -45,7 +50,8 @@ def run_ranks(command: dict[str, Any], controller: Controller) -> dict[str, Any]
     folder = Path(command["folder"])
     deadline = command["deadline"]
     ranks = command.get("ranks", range(world))
-    environment = command.get("environment", {})
+    environment = command.get("environment")
+    sizes = node_sizes(scenario.nodes, world, scenario.profile.device)
     for rank in ranks:
         (folder / str(rank)).mkdir()
     # The timeout of the process groups: the lane reports a hang before they do.
@@ -53,7 +59,10 @@ def run_ranks(command: dict[str, Any], controller: Controller) -> dict[str, Any]
 
     def rank_function(rank: int) -> Callable[[], int]:
         def function() -> int:
-            os.environ.update(environment.get(str(rank), {}))
+            if environment is None:
+                set_torchrun_environment(sizes, rank)
+            else:
+                os.environ.update(environment[str(rank)])
             return run_rank(scenario, spec, rank, world, folder, command["cwd"], group_timeout)
 
         return function
@@ -61,7 +70,10 @@ def run_ranks(command: dict[str, Any], controller: Controller) -> dict[str, Any]
     functions = {rank: rank_function(rank) for rank in ranks}
     # After a fault that the kit causes, the other ranks get the whole deadline to notice it.
     grace = deadline if scenario.fault.kind != "none" else GRACE
-    outcome = supervise(functions, folder, deadline, grace, controller)
+    by_progress = scenario.patience > 0
+    outcome = supervise(functions, folder, deadline, grace, controller, by_progress=by_progress)
+    if spec and scenario.observe.coverage and ranks:
+        learn(folder / str(min(ranks)), spec)
     for rank in outcome["ranks"]:
         for name in _EVIDENCE_FILES:
             path = folder / str(rank["rank"]) / name
@@ -152,19 +164,26 @@ OPERATIONS: dict[str, Callable[[dict[str, Any], Controller], dict[str, Any]]] = 
 
 
 def warm_up() -> dict[str, Any]:
-    """Import the modules that ranks need, and return the versions that were found."""
+    """Import the modules that ranks need; return their versions, and environment variables."""
     # Ranks inherit this policy. Under it a thread that wakes up does not preempt the thread that
     # woke it. Without it Gloo's threads spin on locks that the preempted thread still holds, which
     # takes a seventh of all time.
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    # torch itself sets further variables when it is imported.
+    given = set(os.environ)
     preload()
     import torch
 
+    missing = missing_parts(torch.__version__)
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "gloo": torch.distributed.is_gloo_available(),
         "cuda": torch.version.cuda,
+        "variables": relevant_environment(
+            {name: value for name, value in os.environ.items() if name in given}
+        ),
+        **({LACKS: missing} if missing else {}),
     }

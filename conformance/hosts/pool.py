@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from conformance.errors import KitError
-from conformance.hosts.environment import ENVIRONMENT, PACKAGE, describe_exit, fast_folder
+from conformance.hosts.environment import PACKAGE, describe_exit, fast_folder
+from conformance.hosts.fair_clock import SLOWEST
 from conformance.hosts.memory import host_environment
 from conformance.records.files import OUTCOME, write_json
+from conformance.scenarios.environment import KIT_ENVIRONMENT
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.profiles import GLOO_CPU, Profile
 from conformance.subjects.spec import SubjectSpec
 
-PATIENCE = 60.0  # seconds beyond the deadline in which the lane itself must answer
+PATIENCE = 60.0  # seconds beyond the latest end of a run in which the lane itself must answer
 STARTUP = 180.0  # seconds for the host to import its modules
 REPORT = 5.0  # seconds for the host to report how a lane ended, or to end itself
 SHUTDOWN = 5.0  # seconds in which a host must end after its controller hung up
@@ -185,7 +187,7 @@ class Pool:
             "folder": str(folder),
         }
         try:
-            outcome = self._request(command, deadline)
+            outcome = self._request(command, deadline, scenario.patience)
         except HostDied as error:
             outcome = {"stopped": "host", "host": str(error), "left_processes": [], "ranks": []}
         if "kit_error" in outcome:
@@ -235,8 +237,15 @@ class Pool:
             raise KitError(f"cannot create {folder}: {error.strerror}") from error
         return folder
 
-    def _request(self, command: dict[str, Any], deadline: float) -> dict[str, Any]:
+    def _request(
+        self, command: dict[str, Any], deadline: float, patience: float = 0.0
+    ) -> dict[str, Any]:
         """Send a command to a free lane and return its answer.
+
+        Args:
+            command: the command.
+            deadline: seconds after which the lane stops what it does.
+            patience: more seconds that the lane may take if the deadline begins anew.
 
         Raises:
             HostDied: the lane, or the host above it, died or did not answer.
@@ -245,7 +254,7 @@ class Pool:
         command = {**command, "cwd": os.getcwd(), "deadline": deadline}
         lane = self._free_lanes.get()
         try:
-            answer = lane.request(command, deadline + PATIENCE)
+            answer = lane.request(command, SLOWEST * deadline + patience + PATIENCE)
             if answer is None:
                 raise HostDied(self._describe_lane_end(lane))
             if not self._is_host_alive():
@@ -275,7 +284,7 @@ class Pool:
             self._base = Path(tempfile.mkdtemp(prefix=prefix, dir=fast_folder()))
         self._control, host_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         hash_seed = {"PYTHONHASHSEED": str(self._hash_seed)}
-        environment = host_environment({**os.environ, **ENVIRONMENT, **hash_seed})
+        environment = host_environment({**os.environ, **KIT_ENVIRONMENT, **hash_seed})
         # The level DETAIL crashes DDP in torch 2.13.
         environment.pop("TORCH_DISTRIBUTED_DEBUG", None)
         program = str(PACKAGE / "host.py")

@@ -14,14 +14,22 @@ import random
 import sys
 import warnings
 
-from conformance.hosts.memory import fill_holes, restore_environment, use_huge_pages
+from conformance.hosts.memory import (
+    fill_holes,
+    fill_small_holes,
+    restore_environment,
+    use_huge_pages,
+)
 from conformance.subjects.kinds import KINDS
+from conformance.torch_versions.private import (
+    IMPORTED_LATE,
+    IN_SOME_VERSIONS,
+    clear_caches_of_dynamo,
+)
 
 _MODULES = (
     "torch",
-    "torch._dynamo",
-    "torch._dynamo.trace_rules",
-    "torch._dynamo.utils",
+    *IMPORTED_LATE,
     "torch.distributed",
     "torch.profiler",
     "conformance.ranks.rank",
@@ -30,7 +38,7 @@ _MODULES = (
     "hooks_ref",
     *(f"conformance.ranks.drivers.{kind}" for kind in KINDS),
 )
-_IN_SOME_VERSIONS = ("torch.profiler._cupti_monitor", "numpy.ctypeslib")
+_IN_SOME_VERSIONS = (*IN_SOME_VERSIONS, "numpy.ctypeslib")
 _ON_FIRST_USE = (
     "torch.distributed.optim",
     "torch.distributed.algorithms.model_averaging.averagers",
@@ -38,6 +46,8 @@ _ON_FIRST_USE = (
 # A seed that no subject uses: if a subject set the same seed, the change would not show (9.1).
 # NumPy takes seeds up to 2**32.
 _SEED = 2_654_435_769
+# Bytes of each size class that lines of /proc/self/maps take at most.
+_BYTES_OF_MAPS = 50_000
 
 
 def preload() -> None:
@@ -53,7 +63,8 @@ def preload() -> None:
         warnings.simplefilter("ignore")
         for name in _ON_FIRST_USE:
             importlib.import_module(name)
-    _clear_dynamo_caches()
+    # Once here, instead of in each rank.
+    clear_caches_of_dynamo()
     _grow_table_of_interned_strings()
     # The collector never looks at the frozen objects again. It would write to each of them, and
     # every rank would copy their pages.
@@ -63,6 +74,8 @@ def preload() -> None:
     fill_holes()
     gc.enable()
     use_huge_pages()
+    # The strings of /proc/self/maps that use_huge_pages() has read and freed left holes.
+    fill_small_holes(_BYTES_OF_MAPS)
 
 
 def seed_generators() -> None:
@@ -77,13 +90,6 @@ def seed_generators() -> None:
     random.seed(_SEED)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(_SEED)
-
-
-def _clear_dynamo_caches() -> None:
-    """Clear the caches that ``init_process_group()`` clears, once here instead of in each rank."""
-    clear = getattr(sys.modules["torch._dynamo.trace_rules"], "clear_lru_cache", None)
-    if clear:
-        clear()
 
 
 def _inflate_old_generation() -> None:

@@ -26,7 +26,7 @@ def probe_profile(profile: Profile) -> dict[str, Any]:
         cannot be imported; ``unknown``, torch knows no such backend; ``fails``, the backend cannot
         sum over one rank. For a profile with devices ``devices`` is their number, ``names`` and
         ``memory`` (in bytes) describe each of them, ``nccl`` is the version of NCCL that is loaded,
-        and ``nccl of torch`` the version that torch was built with.
+        and ``nccl_of_torch`` the version that torch was built with.
     """
     try:
         if profile.imports:
@@ -83,7 +83,7 @@ def _nccl() -> dict[str, Any]:
         library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         if library.ncclGetVersion(ctypes.byref(code)) == 0:
             loaded = [code.value // 10000, code.value // 100 % 100, code.value % 100]
-    return {"nccl": loaded, "nccl of torch": built_with}
+    return {"nccl": loaded, "nccl_of_torch": built_with}
 
 
 def _sum_over_one_rank(profile: Profile) -> None:

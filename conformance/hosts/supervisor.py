@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from conformance.hosts.fair_clock import FairClock
 from conformance.records.files import EVENTS
 
 OUTPUT_KEPT = 8 * 1024  # bytes kept of the beginning and of the end of a rank's output
@@ -142,15 +143,20 @@ def supervise(
     deadline: float,
     grace: float,
     controller: Controller,
+    *,
+    by_progress: bool = False,
 ) -> dict[str, Any]:
     """Fork a child per function, watch the children to their ends, and return the outcome.
 
     Args:
         functions: the function of each rank; its result is the exit status of the process.
         folder: the run's folder, with a subfolder per rank.
-        deadline: seconds after which ranks that are still alive count as hanging.
-        grace: seconds that the other ranks get after the first one died.
+        deadline: seconds after which ranks that are still alive count as hanging. Those in which a
+            rank waits for a processor do not count.
+        grace: seconds that the other ranks get after the first one died, by the same clock.
         controller: the process that requested the run.
+        by_progress: the deadline begins anew with every event that a rank records, for runs that
+            take longer than any deadline.
 
     Raises:
         ControllerGone: the controller hung up; the children are dead.
@@ -158,7 +164,8 @@ def supervise(
     require_one_thread()
     children = [_fork(rank, function) for rank, function in functions.items()]
     try:
-        stopped = _watch(children, folder, time.monotonic() + deadline, grace, controller)
+        progress = _Progress(children, folder) if by_progress else None
+        stopped = _watch(children, folder, deadline, grace, controller, progress)
     except ControllerGone:
         _kill_remaining(children)
         raise
@@ -180,28 +187,60 @@ def supervise(
     }
 
 
+class _Progress:
+    """The growth of the ranks' records.
+
+    Args:
+        children: the ranks.
+        folder: the run's folder.
+    """
+
+    def __init__(self, children: list[_Child], folder: Path) -> None:
+        self._files = [folder / str(child.rank) / EVENTS for child in children]
+        self._sizes: list[int] = []
+
+    def is_made(self) -> bool:
+        """Whether a rank has recorded an event since the last call."""
+        before = self._sizes
+        self._sizes = [_size(file) for file in self._files]
+        return self._sizes != before
+
+
 def _watch(
-    children: list[_Child], folder: Path, stop: float, grace: float, controller: Controller
+    children: list[_Child],
+    folder: Path,
+    deadline: float,
+    grace: float,
+    controller: Controller,
+    progress: _Progress | None,
 ) -> str:
     """Watch children until all have ended or the run is stopped; return how the run ended.
 
     The result is ``ended`` if every child ended by itself. If not, it is the reason to kill those
     that are still alive, and their evidence has been collected.
     """
+    clock = FairClock(child.pid for child in children)
+    now = 0.0
+    stop = deadline
     reason = "hang"
+    first_death: float | None = None
     while any(child.exit is None for child in children):
-        order = _wait_for_event(children, stop - time.monotonic(), controller)
-        now = time.monotonic()
-        deaths = [c.died for c in children if c.died is not None and c.exit != 0]
+        order = _wait_for_event(children, stop - now, controller)
+        now = clock.read()
+        if first_death is None and any(child.exit for child in children):
+            first_death = now
         if order is not None:
             stop = now
             reason = order
         elif any(child.printed > OUTPUT_LIMIT for child in children):
             stop = now
             reason = "flood"
-        elif deaths and min(deaths) + grace < stop:
-            stop = min(deaths) + grace
+        elif first_death is not None and first_death + grace < stop:
+            stop = first_death + grace
             reason = "peer"
+        if reason == "hang" and now >= stop and progress and progress.is_made():
+            stop = now + deadline
+            continue
         if now >= stop and any(child.exit is None for child in children):
             _collect_evidence(children, folder)
             controller.confirm_kill(reason)

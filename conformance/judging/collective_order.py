@@ -10,6 +10,7 @@ All three functions return a sentence on the first difference, and an empty text
 """
 
 import re
+from collections import Counter
 from itertools import combinations, zip_longest
 from typing import Any
 
@@ -24,8 +25,8 @@ Event = dict[str, Any]
 Group = tuple[tuple[int, ...], int]
 
 
-def disagreement(run: Run) -> str:
-    """Return a sentence on the first collective in which two ranks of a group differ.
+def disagreement(run: Run) -> str | None:
+    """Return a sentence on the first collective in which two ranks of a group differ, or None.
 
     In a failed run, a rank without a collective that another issued counts only if it has gone on.
     """
@@ -42,11 +43,35 @@ def disagreement(run: Run) -> str:
             for other in sequences.keys() - events.keys():
                 if run.finished or _is_past(run.ranks[other], events[first]):
                     return _difference(run, group, number, (first, events[first]), (other, None))
-    return ""
+    return _uneven_step(run, issued) if run.scenario.long_run else None
 
 
-def order_of_groups(run: Run) -> str:
-    """Return a sentence on the first two groups that two of their ranks use in different orders."""
+def _uneven_step(run: Run, issued: dict[int, dict[Group, list[Event]]]) -> str | None:
+    """Return a sentence on the first step in which ranks issue different numbers of collectives.
+
+    A long run has the same collectives in every step, so that a missing one shows in no content.
+    Only steps that every rank has left count.
+    """
+    last = min(max((event["step"] for event in rank.all("step")), default=0) for rank in run.ranks)
+    for group in dict.fromkeys(group for groups in issued.values() for group in groups):
+        members = [rank for rank in group[0] if rank in issued]
+        counts = {
+            rank: Counter(event["step"] for event in issued[rank].get(group, []))
+            for rank in members
+        }
+        for step in range(last):
+            numbers = [counts[rank][step] for rank in members]
+            if len(set(numbers)) > 1:
+                words = ", ".join(f"rank {r} {n}" for r, n in zip(members, numbers, strict=True))
+                return f"in step {step} ranks issue different numbers of collectives: {words}"
+    return None
+
+
+def order_of_groups(run: Run) -> str | None:
+    """Return a sentence on the first two groups that two of their ranks use in different orders.
+
+    It is None if there are none.
+    """
     orders = _with_groups(run)
     for one, other in combinations(run.ranks, 2):
         pair = {one.rank, other.rank}
@@ -57,11 +82,14 @@ def order_of_groups(run: Run) -> str:
                 its = f"{_describe(one, event)} on {_name(group)}"
                 others = f"{_describe(other, others_event)} on {_name(others_group)}"
                 return f"rank {one.rank} issues {its}, and rank {other.rank} {others} first"
-    return ""
+    return None
 
 
-def changed_order(run: Run, again: Run) -> str:
-    """Return a sentence on the first collective in the hook that a rank issues in one run only."""
+def changed_order(run: Run, again: Run) -> str | None:
+    """Return a sentence on the first collective in the hook that a rank issues in one run only.
+
+    It is None if there is none.
+    """
     for one, other in zip(run.ranks, again.ranks, strict=True):
         pairs = zip_longest(_inside_the_hook(one), _inside_the_hook(other))
         for number, (event, others_event) in enumerate(pairs, 1):
@@ -70,7 +98,7 @@ def changed_order(run: Run, again: Run) -> str:
                     f"rank {one.rank} issues {_describe(one, event)} as collective {number} "
                     f"in {run.name}, and in {again.name} {_describe(other, others_event)}"
                 )
-    return ""
+    return None
 
 
 def _inside_the_hook(rank: RankRecord) -> list[Event]:

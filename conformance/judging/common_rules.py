@@ -16,7 +16,6 @@ def leaves_no_trace(
     title: str = "Leaves the process as it was",
     *,
     on: tuple[Scenario, ...],
-    owns: tuple[Scenario, ...] = (),
     needs: tuple[str, ...] = (),
     since: str = "1.0",
     source: str = (
@@ -24,12 +23,13 @@ def leaves_no_trace(
     ),
     remedy: str = (
         "a seed that is set; a setting or a patched function that is not put back; "
-        "a thread or a file that is left"
+        "a thread or a file that is left; a file, a thread or a group that is opened in every step"
     ),
 ) -> Rule:
     """Enter a rule in the book: the process of every rank is the same after the run as before.
 
-    A section with more to require decorates a function of its own, and calls
+    The rule watches every run of its kind; ``on`` names the plainest. A section with more to
+    require decorates a function of its own, and calls
     :func:`conformance.judging.side_effects.require_no_side_effects` in it.
 
     Use it so::
@@ -37,16 +37,24 @@ def leaves_no_trace(
         no_trace = leaves_no_trace("14.14", on=(PLAIN,))
     """
     enter = rule(
-        number, title, on=on, owns=owns, needs=needs, since=since, source=source, remedy=remedy
+        number,
+        title,
+        on=on,
+        needs=needs,
+        since=since,
+        source=source,
+        remedy=remedy,
+        watches=True,
     )
     return enter(_leaves_no_trace)
 
 
 def _leaves_no_trace(run: Run, claims: Claims, found: Found) -> None:
-    """After the run, random generators, torch's settings, functions of torch and Python, threads,
-    child processes and temporary files are as they were before it.
+    """After every run, random generators, settings of the process, functions of torch and Python,
+    threads, child processes and temporary files are as they were before it, and no step leaves a
+    descriptor, a thread or a process group more than the step before.
     """
-    require_no_side_effects(run, found)
+    require_no_side_effects(run, claims, found)
 
 
 def refuses_fewer_ranks(

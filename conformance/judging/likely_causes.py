@@ -1,7 +1,7 @@
 """Name the likely cause of a wrong step: known mistakes leave patterns of their own."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,14 +41,46 @@ def diagnose(run: Run, step: int, claims: Claims) -> str:
     results = _results(run, step)
     if results is None:
         return "a parameter has no gradient at all on at least one rank"
+    if lost := _lost_special_values(run, step, results):
+        return lost
     for cause, pattern in _patterns(run, step, claims):
         if all(
             _is_alike(run, got, pattern(rank, index), rank, step, index, claims)
             for (rank, index), got in results.items()
         ):
             return cause
+    if _is_scaled(run, step, claims):
+        return (
+            "within the roundings of a factor before the sum and another after it, such as "
+            "1 / sqrt(world_size): if they are meant, claim scaled"
+        )
     ratio = _common_ratio(run, step, results)
     return ratio or _common_offset(run, step, results) or _location(run, step, claims)
+
+
+def _is_scaled(run: Run, step: int, claims: Claims) -> bool:
+    """Whether the claim ``scaled`` would make the step right."""
+    if claims.scaled or claims.sum or claims.lossy:
+        return False
+    return compare(run, step, replace(claims, scaled=True)).mismatch is None
+
+
+def _lost_special_values(run: Run, step: int, results: Results) -> str:
+    """Return the ranks whose NaN or infinities are finite in the results; empty if none are."""
+    lost: set[int] = set()
+    kept: set[int] = set()
+    for (rank, index), got in results.items():
+        for other in run.group(rank):
+            special = ~run.fed(other, step, index).isfinite()
+            if special.any():
+                is_finite = got[special].isfinite()
+                lost.update([other] * bool(is_finite.any()))
+                kept.update([other] * bool((~is_finite).any()))
+    if not lost:
+        return ""
+    others = ", ".join(map(str, sorted(kept - lost)))
+    beside = f"; those of rank {others} are kept" if others else ""
+    return f"NaN or infinities of rank {', '.join(map(str, sorted(lost)))} are lost{beside}"
 
 
 def _results(run: Run, step: int) -> Results | None:

@@ -1,23 +1,19 @@
 """Requirements that rules of several sections share; each records its findings in a ``Found``."""
 
-import ast
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 
 from conformance.judging.likely_causes import diagnose
 from conformance.judging.oracles import lossy
 from conformance.judging.oracles import mean as oracle
+from conformance.judging.oracles.optimizer_claim import ROUNDINGS_OF_OPTIMIZER, make_optimizer
 from conformance.judging.verdict import Found
+from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.model import Param
-from conformance.subjects.claims import Claims
-
-# The bound on the parameters of a fused optimizer, in epsilons of the sum of all their changes: it
-# may take its operations in another order.
-_ROUNDINGS_OF_OPTIMIZER = 64
+from conformance.subjects.claims import LOCAL, Claims
 
 
 def require_steps(run: Run, claims: Claims, found: Found, steps: list[int]) -> bool:
@@ -53,6 +49,42 @@ def skip_if_lossy(claims: Claims, found: Found, reason: str) -> bool:
     if claims.lossy:
         found.does_not_apply(f"{reason}, because the subject claims {claims}")
     return bool(claims.lossy)
+
+
+def sees_collectives(runs: Iterable[Run], claims: Claims, found: Found) -> bool:
+    """Return whether the kit saw a collective in each of some runs.
+
+    If not, note that there is no evidence on collectives. Under ``local`` ranks may need none for
+    some steps, and a single rank needs none at all: the requirement does not apply then.
+    """
+    for run in runs:
+        if any(_is_evidence(rank) for rank in run.ranks):
+            continue
+        if claims.lossy == LOCAL or run.world == 1:
+            found.does_not_apply("no rank issues a collective in these steps")
+        else:
+            found.lacks_evidence(
+                f"the kit saw no collective in {run.name}: the hook communicates past torch's "
+                "process groups, or over a backend whose calls cannot be recorded"
+            )
+        return False
+    return True
+
+
+def _is_evidence(rank: RankRecord) -> bool:
+    """Whether a rank has a collective of the hook on record.
+
+    When DDP rebuilds its buckets, before the backward of step 1, it broadcasts their order.
+    """
+    for event in rank.all("collective"):
+        is_broadcast = event["what"].startswith("broadcast")
+        if event["inside"] or event["step"] > 1 or not is_broadcast:
+            return True
+    for event in rank.all("sent"):
+        names = [name for name, _ in event["collectives"]]
+        if any(event["step"] > 1 or name != "broadcast" for name in names):
+            return True
+    return False
 
 
 def replaced_by_lossy_rules(claims: Claims, found: Found) -> bool:
@@ -121,32 +153,83 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def require_optimizer(run: Run, claims: Claims, found: Found) -> None:
-    """Require the parameters that the optimizer of ``claims.fused`` makes of the gradients."""
+    """Require the parameters that the optimizer of ``claims.fused`` makes of the gradients.
+
+    A parameter that no rank has used in a step gets the hook's result, which DDP drops. A hook may
+    step it or leave it alone, in all such steps alike. With a static graph DDP settles its buckets
+    a step later, and so may a hook that waits for them.
+    """
     for rank in range(run.world):
         for index in range(len(run.scenario.params)):
-            if not _require_optimized(run, claims, found, rank, index):
+            ways = _ways_to_step(run, claims, rank, index)
+            tries = []
+            for after, steps_unused in ways:
+                tries.append(Found())
+                if _require_optimized(run, claims, tries[-1], rank, index, after, steps_unused):
+                    found.checked(tries[-1].checks)
+                    break
+            else:
+                found.failures += tries[0].failures
                 return
 
 
-def _require_optimized(run: Run, claims: Claims, found: Found, rank: int, index: int) -> bool:
-    """Compare one parameter of one rank after every step; return whether all are right."""
+def _steps_with_inputs(run: Run, rank: int) -> list[int]:
+    scenario = run.scenario
+    steps = range(len(scenario.steps))
+    return [step for step in steps if scenario.has_input(rank, run.world, step)]
+
+
+def _ways_to_step(run: Run, claims: Claims, rank: int, index: int) -> list[tuple[int, bool]]:
+    """Return the steps before a hook's first, and whether it steps unused parameters."""
+    steps = _steps_with_inputs(run, rank)
+    all_used = all(run.receives(rank, step, index) for step in steps)
+    is_late = run.scenario.ddp.static_graph and claims.after > 0
+    delays = [claims.after, claims.after + 1] if is_late else [claims.after]
+    return [
+        (delay, unused) for delay in delays for unused in ([True] if all_used else [True, False])
+    ]
+
+
+def _require_optimized(
+    run: Run,
+    claims: Claims,
+    found: Found,
+    rank: int,
+    index: int,
+    after: int,
+    steps_unused: bool,
+) -> bool:
+    """Compare one parameter of one rank after every step; return whether all are right.
+
+    Args:
+        run: the run.
+        claims: the claims, with the optimizer.
+        found: the findings.
+        rank: the rank.
+        index: the number of the parameter.
+        after: the number of steps before the first that steps the parameter.
+        steps_unused: the hook steps a parameter that no rank has used.
+    """
     spec = run.scenario.params[index]
     name = run.parameter_name(index)
     parameter = _first_values(spec)
-    optimizer = _make_optimizer(claims.fused, parameter)
+    optimizer = make_optimizer(claims.fused, [parameter])
     changes = torch.zeros(())
-    for step in range(len(run.scenario.steps)):
-        got = run.got(rank, step, index)
+    for step in _steps_with_inputs(run, rank):
+        is_used = run.receives(rank, step, index)
+        got = run.got(rank, step, index) if is_used else run.dropped(rank, step, index)
+        if not is_used and got is None:
+            got = run.fed(rank, step, index)
         if got is None:
             return True  # a missing gradient is a failure of 2.1
         before = parameter.detach().clone()
-        if step >= claims.after:
+        if step >= after and (is_used or steps_unused):
             parameter.grad = got.to(parameter.dtype).reshape(spec.shape)
             optimizer.step()
         right = parameter.detach()
         changes = changes + (right - before).abs()
         now = run.ranks[rank].tensors[f"{step}/parameter/{name}"]
-        bound = _ROUNDINGS_OF_OPTIMIZER * torch.finfo(parameter.dtype).eps * changes
+        bound = ROUNDINGS_OF_OPTIMIZER * torch.finfo(parameter.dtype).eps * changes
         near = (now - right).abs() <= bound
         # Adam divides 0 by 0 if float16 has lost its epsilon: NaN is then right.
         wrong = ~(near | (now == right) | (now.isnan() & right.isnan()))
@@ -167,18 +250,6 @@ def _first_values(spec: Param) -> torch.nn.Parameter:
     """Return a parameter as a run with a fused optimizer begins with: zeros."""
     values = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
     return torch.nn.Parameter(lay_out(values, spec.layout))
-
-
-def _make_optimizer(text: str, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-    """Make the optimizer that a claim names, such as ``SGD(lr=0.1)``."""
-    call = ast.parse(text, mode="eval").body
-    assert isinstance(call, ast.Call)
-    assert isinstance(call.func, ast.Name)
-    options: dict[str, Any] = {
-        str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords
-    }
-    made: torch.optim.Optimizer = getattr(torch.optim, call.func.id)([parameter], **options)
-    return made
 
 
 def _first_wrong(wrong: torch.Tensor, right: torch.Tensor, now: torch.Tensor) -> str:

@@ -7,7 +7,7 @@ book when it is imported.
 
 import enum
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +38,13 @@ SECTIONS = {
     "19": "Activation checkpointing",
     "20": "At scale, simulated",
     "21": "CUDA",
+    "22": "Sizes as in training",
+    "23": "Long runs",
+    "24": "Clusters",
+    "25": "Numbers in the subject's own code",
 }
 AT_SCALE = "20"
+CLUSTERS = "24"  # its scenarios bring their own ranks
 OF_DEVICES = {"21": "cuda"}  # sections that apply to one type of device
 GOLDEN = Path(__file__).parent.parent / "golden.txt"
 
@@ -67,10 +72,15 @@ class Rule:
             failed run are "not run".
         needs: the rules that must hold before this one is judged, because one defect is to fail one
             rule.
+        watches: the rule reads every run that the other rules of its kind need, one after another
+            until it fails; ``on`` names the plainest of them. Runs that fail by themselves are left
+            out, since the rule that owns the scenario fails for them.
+        presumes: the rules without which this one does not apply, whatever their level.
         reads_all_runs: the function gets all runs at once, instead of one after another.
         may_refuse: the hook may raise an exception on every rank instead.
         claimed: the claim (an attribute of ``Claims``) that the rule applies to. A subject without
             the claim is not run for it. Empty if the rule applies to all.
+        unless: the claim under which the rule does not apply. Empty if there is none.
         baseline: the runs of the same scenario that are passed after the subject's own: ``vanilla``
             for DDP without a hook, ``like`` for the references that the claim of that name names.
             Empty for none.
@@ -81,6 +91,8 @@ class Rule:
         judges_exact_results: the rule decides whether one result is right, which no rule can for a
             subject with a lossy claim.
         judges_lossy_results: the rule takes its place for such a subject.
+        probes: the rule's runs are made for the numbers in the subject's own code
+            (``scenarios/probes.py``); its scenario stands for all of them.
         source: torch documentation, paper or issue number.
         remedy: likely places of the mistake if the rule fails.
         check: the function, ``(run, claims, found)``; ``(runs, claims, found)`` if
@@ -94,15 +106,19 @@ class Rule:
     on: tuple[Scenario, ...]
     owns: tuple[Scenario, ...]
     needs: tuple[str, ...]
+    watches: bool
+    presumes: tuple[str, ...]
     reads_all_runs: bool
     may_refuse: bool
     claimed: str
+    unless: str
     baseline: str
     worlds: WorldSizes
     certifies_machine: bool
     blamed_for: str
     judges_exact_results: bool
     judges_lossy_results: bool
+    probes: bool
     source: str
     remedy: str
     check: Callable[..., None]
@@ -147,17 +163,21 @@ def rule(
     source: str,
     owns: tuple[Scenario, ...] = (),
     needs: tuple[str, ...] = (),
+    presumes: tuple[str, ...] = (),
     level: str = MUST,
     since: str = "1.0",
+    watches: bool = False,
     reads_all_runs: bool = False,
     may_refuse: bool = False,
     claimed: str = "",
+    unless: str = "",
     baseline: str = "",
     worlds: WorldSizes = WorldSizes.ALL,
     certifies_machine: bool = False,
     blamed_for: str = "",
     judges_exact_results: bool = False,
     judges_lossy_results: bool = False,
+    probes: bool = False,
 ) -> Callable[[Callable[..., None]], Rule]:
     """Decorate a function of records: make a rule of it, and enter the rule in the book.
 
@@ -175,15 +195,19 @@ def rule(
             on=on,
             owns=owns,
             needs=needs,
+            watches=watches,
+            presumes=presumes,
             reads_all_runs=reads_all_runs,
             may_refuse=may_refuse,
             claimed=claimed,
+            unless=unless,
             baseline=baseline,
             worlds=worlds,
             certifies_machine=certifies_machine,
             blamed_for=blamed_for,
             judges_exact_results=judges_exact_results,
             judges_lossy_results=judges_lossy_results,
+            probes=probes,
             source=source,
             remedy=remedy,
             check=check,
@@ -220,3 +244,25 @@ def _is_golden_for(section: str, kind: str, device: str) -> bool:
 def _paragraphs(function: Callable[..., None]) -> list[str]:
     text = inspect.getdoc(function) or ""
     return [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
+
+
+def with_needed(rules: Mapping[str, Rule], numbers: Iterable[str]) -> dict[str, Rule]:
+    """Return the rules of these numbers and all rules that they build on, in the book's order.
+
+    Args:
+        rules: the whole book.
+        numbers: numbers of rules; those of another kind than the book's are left out.
+    """
+    wanted = {number for number in numbers if number in rules}
+    # They take the place of the exact rules for a subject with a lossy claim.
+    wanted |= {number for number, rule in rules.items() if rule.judges_lossy_results}
+    while (
+        more := {
+            needed
+            for number in wanted
+            for needed in (*rules[number].needs, *rules[number].presumes)
+        }
+        - wanted
+    ):
+        wanted |= more
+    return {number: rule for number, rule in rules.items() if number in wanted}

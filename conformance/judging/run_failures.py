@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from conformance.records.files import KIT_FAILED
+from conformance.records.files import KIT_FAILED, MODEL_MADE
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
+from conformance.torch_versions.faults import fault_behind
 
 # Texts of errors that follow from the failure of another rank.
 _SECONDARY = (
@@ -34,6 +35,7 @@ _NO_REFUSAL = {
     "kit",
     "load",
     "load_state",
+    MODEL_MADE,
     "on_step",
     "optimizer",
     "register",
@@ -49,6 +51,9 @@ _EXITS = ("returned", "raised", "leaves")
 # The frames of the kit that call a subject. The driver of hooks leaves that to the observer: its
 # own frames are on the main thread's stack also while the hook runs on a thread of autograd.
 _CALLS_SUBJECT = re.compile(r"hook_observer\.py|/drivers/(?!hook\.py)")
+
+# A frame on the stack of a rank that makes a process group.
+_MAKES_GROUP = "in new_group"
 
 _EXPECTED = {
     "register": "a hook that DistributedDataParallel.register_comm_hook accepts",
@@ -107,7 +112,14 @@ class FailedRun:
 
     @property
     def cause(self) -> str | None:
-        """The mistake behind a refusal by DDP, whose errors do not name it."""
+        """The mistake behind a refusal by DDP, whose errors do not name it, or behind a hang."""
+        if self.kind == "hang" and any(
+            _MAKES_GROUP in rank.get("stacks", "") for rank in self.evidence.values()
+        ):
+            return (
+                "a rank makes a process group: new_group waits for all ranks of WORLD, unless "
+                "use_local_synchronization is set"
+            )
         if self.kind != "register":
             return None
         return next((cause for text, cause in _REFUSALS_BY_DDP.items() if text in self.line), None)
@@ -171,6 +183,25 @@ def refused_on_every_rank(run: Run) -> bool:
     if run.scenario.uneven:
         return any(refusals) and all(rank.first("error") for rank in run.ranks)
     return all(refusals)
+
+
+def fault_of_torch(run: Run) -> str | None:
+    """Return why this torch cannot run a scenario with any subject, or None.
+
+    The fault is a known one of the version, and every rank met it, or the end of another rank that
+    had met it, while the kit made the model. Subjects take no part in that.
+    """
+    errors = [rank.first("error") for rank in run.ranks]
+    found = None
+    for error in errors:
+        if error is None or error["where"] != MODEL_MADE:
+            return None
+        fault = fault_behind(error.get("torch", ""), run.scenario, error["message"])
+        if fault is not None:
+            found = f"torch {error['torch']} {fault.summary} ({fault.issue})"
+        elif not _is_secondary(error["message"]):
+            return None
+    return found
 
 
 def _is_refusal(rank: RankRecord) -> bool:

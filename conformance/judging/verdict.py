@@ -7,6 +7,7 @@ from typing import Any
 # Certificates leave out rules whose reason ends in one of these: they say nothing about a subject.
 NOT_CLAIMED = "it is not claimed"
 INSTEAD = "is judged instead"
+NOTHING_TO_TRY = "compares with a number"
 
 
 class Verdict(enum.IntEnum):
@@ -52,6 +53,7 @@ class Found:
         self.margin: float | None = None
         self.failures: list[Failure] = []
         self.not_applicable: str | None = None
+        self.without_evidence: str | None = None
         self.notes: list[str] = []
         self._sent: list[tuple[int, int]] = []
 
@@ -99,9 +101,15 @@ class Found:
         """Declare the requirement not applicable, for a reason that was verified."""
         self.not_applicable = reason
 
+    def lacks_evidence(self, reason: str) -> None:
+        """Declare that the run never gave the requirement a chance to fail, and why."""
+        self.without_evidence = reason
+
     def verdict(self) -> Verdict:
         if self.failures:
             return Verdict.FAIL
+        if self.without_evidence is not None:
+            return Verdict.NOT_RUN
         if self.not_applicable is not None:
             return Verdict.NOT_APPLICABLE
         # A rule that found nothing to check must not count as a pass.
@@ -126,6 +134,21 @@ class Judgement:
     reason: str = ""
     failures: list[Failure] = field(default_factory=list)
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def note_run(self, name: str, verdict: Verdict, reason: str, **figures: Any) -> None:
+        """Enter one run; the worst verdict is the judgement's.
+
+        Args:
+            name: of the run, such as ``values@2``.
+            verdict: on this run.
+            reason: one line for any verdict but a pass.
+            figures: more to keep of the run; None is left out.
+        """
+        entry = {"verdict": str(verdict), "reason": reason, **figures}
+        self.runs[name] = {key: value for key, value in entry.items() if value is not None}
+        if verdict > self.verdict:
+            self.verdict = verdict
+            self.reason = f"{name}: {reason}"
 
     @property
     def checks(self) -> int:

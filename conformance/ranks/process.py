@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from conformance.torch_versions.private import flight_record
+
 
 def prepare_process(own: Path, cwd: str) -> None:
     """Give this process a temporary folder, stack dumps on a signal, and an evidence thread.
@@ -69,15 +71,7 @@ def _give_evidence(own: Path) -> None:
     # The host opens it before it kills a rank that hangs: this thread still runs then.
     with open(own / "ask") as ask:
         ask.read()
-    trace: str | bytes = b""
-    # A backend has one of these or the other; if torch has NCCL, it has both.
-    for dump in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        try:
-            trace = getattr(torch._C._distributed_c10d, dump)(True, False)
-        except (AttributeError, RuntimeError) as error:
-            trace = trace or f"no flight recorder: {error}"
-        if "entries" in str(trace):
-            break
+    trace = flight_record()
     (own / "flight.json").write_text(trace if isinstance(trace, str) else trace.decode())
 
 

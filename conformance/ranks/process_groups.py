@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from conformance.records.files import MEETING
 from conformance.scenarios.model import Scenario
+from conformance.torch_versions.private import known_groups
 
 
 def make_groups(
     scenario: Scenario, rank: int, world: int, folder: Path, timeout: float, device: torch.device
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, Any]:
     """Make the default group and the scenario's groups.
 
     Args:
@@ -25,7 +26,7 @@ def make_groups(
         device: of this rank.
 
     Returns:
-        The kit's own store, and the group that this rank trains in.
+        The kit's own store, the group that this rank trains in, and the group of its twin.
     """
     store, signals = _meet(folder, world)
     if device.type != "cpu":
@@ -39,13 +40,19 @@ def make_groups(
     dist.init_process_group(
         scenario.profile.backend, store=store, rank=rank, world_size=world, timeout=limit
     )
-    groups = [dist.new_group(list(ranks)) for ranks in scenario.groups]
-    group = dist.group.WORLD
-    if groups:
-        group = groups[scenario.groups.index(scenario.group_of(rank, world))]
+    group = _own_group(scenario.groups, rank) or dist.group.WORLD
+    twin_group = _own_group(scenario.twin_groups, rank) or group
     if scenario.profile.ordered:
-        _connect(group, device)
-    return signals, group
+        for each in dict.fromkeys((dist.group.WORLD, group, twin_group)):
+            # Such a backend connects in the first collective, on the host.
+            dist.all_reduce(torch.zeros(1, device=device), group=each)
+    return signals, group, twin_group
+
+
+def _own_group(groups: tuple[tuple[int, ...], ...], rank: int) -> Any:
+    """Make disjoint groups, and return the group of a rank; None if it is in none of them."""
+    made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
+    return next((group for ranks, group in made if rank in ranks), None)
 
 
 def _meet(folder: Path, world: int) -> tuple[dist.Store, Any]:
@@ -95,12 +102,6 @@ class Signals:
         return self._own.client
 
 
-def _connect(group: Any, device: torch.device) -> None:
-    """Let ranks connect now: such a backend connects in the first collective, on the host."""
-    for each in dict.fromkeys((dist.group.WORLD, group)):
-        dist.all_reduce(torch.zeros(1, device=device), group=each)
-
-
 _ended: list[Any] = []
 
 
@@ -111,7 +112,7 @@ def end_groups() -> None:
     put away. That thread would wait for itself to end, and abort the process (torch 2.13, Gloo:
     ``std::system_error``, Resource deadlock avoided), whatever the subject does.
     """
-    _ended.extend(dist.distributed_c10d._world.pg_map)
+    _ended.extend(known_groups().pg_map)
     dist.destroy_process_group()
 
 

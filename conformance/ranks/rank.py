@@ -10,10 +10,8 @@ import importlib
 import sys
 from pathlib import Path
 
-# Imported with this module, and so in the host: its snapshot of torch's functions has to be made
-# before any subject runs.
-import conformance.ranks.drivers.hook  # noqa: F401
 from conformance.ranks.drivers.base import RankDriver
+from conformance.ranks.instruments.coverage import Coverage
 from conformance.ranks.process import prepare_process
 from conformance.records.files import DONE, KIT_FAILED, RAISED
 from conformance.records.recorder import Recorder
@@ -56,6 +54,10 @@ def run_rank(
     except OSError as error:
         _print_failure(rank, str(error))
         return KIT_FAILED
+    coverage = Coverage(spec) if spec and scenario.observe.coverage else None
+    if coverage:
+        # Before the driver records the state of the process, which the subject must not change.
+        coverage.install()
     driver = _driver_class(scenario.kind)(scenario, spec, rank, world, folder, timeout, recorder)
     try:
         driver.execute()
@@ -69,6 +71,11 @@ def run_rank(
             _print_failure(rank, recorder.failure)
             return KIT_FAILED
         return RAISED
+    finally:
+        if coverage:
+            # A subject may have patched what this uses: then its coverage is missing, no more.
+            with contextlib.suppress(Exception):
+                coverage.write(own)
     return DONE
 
 

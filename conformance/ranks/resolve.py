@@ -277,8 +277,14 @@ def _lookup(target: Target, option: str) -> tuple[Any, Any]:
         ) from error
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
+        hint = ""
+        if "process group twice" in str(error):
+            hint = (
+                "; importing it starts a training: put that below "
+                "if __name__ == '__main__':, or the hook in a module of its own"
+            )
         raise TargetError(
-            f"{option} {target}: importing {target.module} raised {reason}"
+            f"{option} {target}: importing {target.module} raised {reason}{hint}"
         ) from error
     value = module
     for name in target.attribute.split("."):

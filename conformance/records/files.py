@@ -16,11 +16,15 @@ PEER_DIED = 77  # ended by the kit, as the fault of the scenario
 # Files of a rank for rules, and the file of the run for its outcome.
 EVENTS = "events.jsonl"
 TENSORS = "tensors.safetensors"
+COVERAGE = "coverage.json"
 OUTCOME = "outcome.json"
 
 # Files that a rank saves for a process that resumes from them; the controller never reads them.
 STATE = "state.pt"
 MODEL = "model.pt"
+
+# The activity of a rank that makes its model under DDP, before it loads the subject.
+MODEL_MADE = "model"
 
 # Names the store in which ranks meet, if it is not in the folder of the run.
 MEETING = "meeting.json"

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from conformance.records.files import DONE, EVENTS, TENSORS
+from conformance.records.files import COVERAGE, DONE, EVENTS, TENSORS
 
 
 @dataclass
@@ -27,6 +27,8 @@ class RankRecord:
         tensors: the tensors by name; empty if the rank did not reach its end.
         exit: the exit status of the process; negative for a signal.
         evidence: the output, the stacks and the flight recorder, as the host collected them.
+        coverage: the marks of the subject's own files that ran (``source_marks.py``); None if the
+            rank did not note them, or was killed.
     """
 
     rank: int
@@ -34,6 +36,7 @@ class RankRecord:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     exit: int | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
+    coverage: dict[str, Any] | None = None
 
     def all(self, name: str, /, **fields: Any) -> Iterator[dict[str, Any]]:
         """Yield the events of a name whose fields have the given values."""
@@ -60,6 +63,7 @@ def read_rank(folder: Path, rank: int, outcome: dict[str, Any]) -> RankRecord:
         outcome: the rank's entry in the outcome of the run.
     """
     record = RankRecord(rank, exit=outcome.get("exit"), evidence=outcome)
+    record.coverage = _read_coverage(folder / COVERAGE)
     # By how many seconds the clock of the rank's machine is ahead of the controller's.
     clock_offset = outcome.get("clock", 0.0)
     try:
@@ -74,6 +78,24 @@ def read_rank(folder: Path, rank: int, outcome: dict[str, Any]) -> RankRecord:
     except (SafetensorError, OSError) as error:
         record.evidence["unreadable"] = str(error)
     return record
+
+
+def _read_coverage(path: Path) -> dict[str, Any] | None:
+    """Return the marks that ran, or None if there is no file of the form that the kit writes."""
+    try:
+        noted = json.loads(path.read_text(encoding="utf-8"))
+        files = {
+            str(name): {
+                "module": str(entry["module"]),
+                "sha256": str(entry["sha256"]),
+                "ran": [int(mark) for mark in entry["ran"]],
+                "at_import": [int(mark) for mark in entry["at_import"]],
+            }
+            for name, entry in noted["files"].items()
+        }
+        return {"files": files, "home": str(noted["home"]), "reason": str(noted["reason"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _read_events(lines: Iterator[str], clock_offset: float) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from conformance.records.files import OUTCOME, PEER_DIED
 from conformance.records.rank_record import RankRecord, read_rank
 from conformance.scenarios.gradients import REPEATED, gradient, sparse_rows, uses
 from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.specials import base_kind
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Run:
             ``node``.
         left_processes: command lines of processes that outlived their rank.
         host: how the host died, or the node was lost, if that happened.
+        reference: the run of the claimed reference, for rules that compare each run with it.
     """
 
     scenario: Scenario
@@ -36,6 +38,7 @@ class Run:
     stopped: str = "ended"
     left_processes: tuple[str, ...] = ()
     host: str = ""
+    reference: "Run | None" = None
 
     @property
     def name(self) -> str:
@@ -58,8 +61,9 @@ class Run:
         return self.scenario.group_of(rank, self.world)
 
     def steps(self, *kinds: str) -> list[int]:
-        """Return the steps that fed one of these kinds of gradient."""
-        return [step for step, kind in enumerate(self.scenario.steps) if kind in kinds]
+        """Return the steps that fed one of these kinds of gradient, at whatever place."""
+        steps = enumerate(self.scenario.steps)
+        return [step for step, kind in steps if base_kind(kind) in kinds]
 
     def parameter_name(self, index: int) -> str:
         if self.scenario.params[index].layout == "sparse":
@@ -103,6 +107,36 @@ class Run:
             tensor = tensors.get(f"{step}/result/{name}")
         return None if tensor is None else tensor.reshape(-1).double()
 
+    def fold(self, rank: int, step: int, name: str) -> dict[str, torch.Tensor]:
+        """Return the parts of a folded result (``ranks/instruments/folding.py``), in float64.
+
+        Args:
+            rank: the rank.
+            step: the step.
+            name: ``grad``, ``parameter``, or the bucket.
+
+        Returns:
+            ``low``, ``high``, and perhaps ``low_at`` and ``high_at``; empty if none is on record.
+        """
+        prefix = f"{step}/fold/{name}/"
+        tensors = self.ranks[rank].tensors
+        parts = {key: tensors.get(prefix + key) for key in ("low", "high", "low_at", "high_at")}
+        return {
+            key: part.double() if part.is_floating_point() else part
+            for key, part in parts.items()
+            if part is not None
+        }
+
+    def dropped(self, rank: int, step: int, index: int) -> torch.Tensor | None:
+        """Return the hook's result that DDP dropped, because no rank had used the parameter.
+
+        It has the form of :meth:`got`, and is None if none is on record.
+        """
+        tensors = self.ranks[rank].tensors
+        name = self.parameter_name(index)
+        tensor = tensors.get(f"{step}/dropped/{name}", tensors.get(f"{step}/result/{name}"))
+        return None if tensor is None else tensor.reshape(-1).double()
+
     def bytes_sent(self, begin: int = 0) -> Iterator[tuple[int, int, list[tuple[str, int]], int]]:
         """Yield the traffic of every rank and step, from step ``begin`` on.
 
@@ -136,18 +170,23 @@ class Run:
         If not, its part of the mean is zeros.
         """
         group = self.group(rank)
-        number = step + self.scenario.first_step
         all_used = not self.scenario.ddp.find_unused_parameters
-        used = all_used or uses(len(group), group.index(rank), number, index)
-        has_input = step < self.scenario.inputs_of(rank, self.world)
+        used = all_used or self._uses(group, rank, step, index)
+        has_input = self.scenario.has_input(rank, self.world, step)
         return has_input and used and not self.scenario.params[index].frozen
+
+    def _uses(self, group: tuple[int, ...], rank: int, step: int, index: int) -> bool:
+        """Whether the forward of a rank uses a parameter, if some are left out."""
+        number = step + self.scenario.first_step
+        kind = self.scenario.steps[step]
+        return uses(len(group), group.index(rank), number, index, kind)
 
     def receives(self, rank: int, step: int, index: int) -> bool:
         """Whether DDP leaves a gradient on ``rank``.
 
         It does if the rank has an input, and some rank of its group feeds the parameter.
         """
-        has_input = step < self.scenario.inputs_of(rank, self.world)
+        has_input = self.scenario.has_input(rank, self.world, step)
         return has_input and any(self.feeds(other, step, index) for other in self.group(rank))
 
     def fed(self, rank: int, step: int, index: int) -> torch.Tensor:
@@ -163,7 +202,9 @@ class Run:
         # These kinds feed the same values at every step; a sparse gradient has other rows at each.
         if kind in REPEATED and spec.layout != "sparse":
             number = 0
-        return fed(kind, spec, len(self.group(rank)), rank, number, index)
+        size = len(self.group(rank))
+        values = fed(kind, spec, size, rank, number, index, self.scenario.period)
+        return values * self.scenario.loss_scale(step) if self.scenario.loss_scales else values
 
     def bucket_of(self, rank: int, step: int, index: int) -> int | None:
         """Return the index of the bucket that held a parameter at ``step``."""
@@ -176,15 +217,28 @@ class Run:
 
 
 @functools.lru_cache(maxsize=4096)
-def fed(kind: str, spec: Param, world: int, rank: int, step: int, index: int) -> torch.Tensor:
+def fed(
+    kind: str, spec: Param, world: int, rank: int, step: int, index: int, period: int = 0
+) -> torch.Tensor:
     """Return the gradient that the kit feeds on ``rank``, in the form of :meth:`Run.fed`.
 
     Args:
         world: the size of the rank's group.
         step: the number of the step for the inputs.
+        period: the length of the table that gradients repeat, or 0.
     """
     dtype = getattr(torch, spec.dtype)
-    values = gradient(kind, spec.shape, dtype, world=world, rank=rank, step=step, param=index)
+    values = gradient(
+        kind,
+        spec.shape,
+        dtype,
+        world=world,
+        rank=rank,
+        step=step,
+        param=index,
+        exponent=spec.exponent,
+        period=period,
+    )
     if spec.layout == "sparse":
         used = torch.zeros(spec.shape[0], 1, dtype=values.dtype)
         used[sparse_rows(spec.shape[0], rank, step)] = 1

@@ -1,7 +1,7 @@
 """Section 10: the hook's collectives."""
 
 from conformance.judging.collective_order import changed_order, disagreement, order_of_groups
-from conformance.judging.requirements import require_same, require_steps
+from conformance.judging.requirements import require_same, require_steps, sees_collectives
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -36,6 +36,8 @@ def overlaps(run: Run, claims: Claims, found: Found) -> None:
             "the subject claims chained: with one collective at a time, its own waits cannot be "
             "observed"
         )
+    elif not sees_collectives([run], claims, found):
+        return
     for call in run.ranks[0].all("call"):
         number = call["call"]
         waited = next(run.ranks[0].all("waited", call=number), None)
@@ -70,8 +72,11 @@ def agree(run: Run, claims: Claims, found: Found) -> None:
     Sends and receives are not compared, and neither are sizes that may differ: the parts of an
     all_to_all, a gather or a scatter.
     """
+    if not sees_collectives([run], claims, found):
+        return
     difference = disagreement(run)
-    found.require(not difference, "the same collectives on every rank of a group", difference)
+    expected = "the same collectives on every rank of a group"
+    found.require(difference is None, expected, difference or "")
     found.checked(_number_of_collectives(run))
 
 
@@ -91,7 +96,8 @@ def agree(run: Run, claims: Claims, found: Found) -> None:
 )
 def any_order(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Whatever the order in which ranks enter the hook and its callbacks run, every result is
-    right, and has the same bits.
+    right, and has the same bits; random gradients of 20,011 elements are judged by the bound of
+    2.2.
 
     Seeds 1 and 2, which are part of the scenarios' names, draw the orders: the same seed gives the
     same order again. Callbacks run in another order on each rank, as they may on Gloo, which has
@@ -104,7 +110,7 @@ def any_order(runs: dict[str, Run], claims: Claims, found: Found) -> None:
             "forced on it"
         )
     for run in runs.values():
-        require_steps(run, claims, found, run.steps("crafted"))
+        require_steps(run, claims, found, run.steps("crafted", "normal"))
     for other in others:
         for one, again in zip(plain.ranks, other.ranks, strict=True):
             pair = f"{plain.scenario.name} and {other.scenario.name} on rank {one.rank}"
@@ -180,8 +186,11 @@ def one_order_of_groups(run: Run, claims: Claims, found: Found) -> None:
     On Gloo the groups are independent. On a device a collective that waits for its peers may keep
     the next one from beginning.
     """
+    if not sees_collectives([run], claims, found):
+        return
     difference = order_of_groups(run)
-    found.require(not difference, "one order of groups on ranks that share several", difference)
+    expected = "one order of groups on ranks that share several"
+    found.require(difference is None, expected, difference or "")
     found.checked(_number_of_collectives(run))
 
 
@@ -204,8 +213,11 @@ def however_strings_hash(runs: dict[str, Run], claims: Claims, found: Found) -> 
     The ranks of a run are forked from one process and share its hash seed; on a cluster no two
     ranks do.
     """
+    if not sees_collectives(runs.values(), claims, found):
+        return
     plain, *others = runs.values()
     for other in others:
         difference = changed_order(plain, other)
-        found.require(not difference, "the same collectives whatever PYTHONHASHSEED is", difference)
+        expected = "the same collectives whatever PYTHONHASHSEED is"
+        found.require(difference is None, expected, difference or "")
         found.checked(_number_of_collectives(plain))

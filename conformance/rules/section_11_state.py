@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
+from conformance.judging.oracles.feedback import require_all_delivered, require_near_estimates
 from conformance.judging.requirements import require_optimizer, require_same, require_steps
 from conformance.judging.rule import SHOULD, WorldSizes, rule
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
+from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
 from conformance.scenarios.hook import RESUMED, RESUMED_ONE, SAVED, SAVED_ONE, TWO_MODELS, VALUES
-from conformance.subjects.claims import Claims
+from conformance.subjects.claims import DIFFERENCE, Claims
 
 
 @rule(
@@ -145,3 +147,75 @@ def _joined(saved: RankRecord, resumed: RankRecord, at: int, end: int) -> RankRe
     return replace(
         before, tensors=before.tensors | after.tensors, events=before.events + after.events
     )
+
+
+@rule(
+    "11.5",
+    "Keeps what it holds back of unused parameters",
+    on=(FEEDBACK_UNUSED,),
+    owns=(FEEDBACK_UNUSED,),
+    claimed="holds_back",
+    needs=("13.1",),
+    since="1.6",
+    source="torch documentation, DistributedDataParallel, find_unused_parameters: the gradient of "
+    "a parameter that no rank has used stays as it was",
+    remedy="the residual of a parameter whose gradient is all zeros on this rank: send zeros, and "
+    "keep the residual as it is until the rank uses the parameter again",
+)
+def keeps_unused(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``keeps_unused`` the gradients that DDP leaves sum to the means, although DDP drops the
+    result of a parameter that no rank has used in a step.
+
+    In each of 10 to 14 steps no rank uses one of five parameters, another one each time. A hook
+    without the claim may send a part of its residual in such a step, which is lost: an expert of a
+    mixture loses it in most steps. The certificate names that limit.
+    """
+    if claims.lossy == DIFFERENCE:
+        found.does_not_apply()
+    elif not claims.keeps_unused:
+        found.does_not_apply(
+            "with find_unused_parameters a part of the residual is lost in a step in which no rank "
+            "uses the parameter: keeps_unused is not claimed"
+        )
+    else:
+        require_all_delivered(run, claims, found, _DROPPED)
+
+
+_DROPPED = (
+    "the residual was sent in a step in which no rank had used the parameter, and DDP dropped the "
+    "result"
+)
+
+
+@rule(
+    "11.6",
+    "Holds back gradients in the units of the loss scale",
+    on=(FEEDBACK_RESCALED,),
+    owns=(FEEDBACK_RESCALED,),
+    claimed="holds_back",
+    needs=("13.1",),
+    since="1.6",
+    source="torch documentation, torch.amp.GradScaler.update: the scale doubles after 2,000 steps "
+    "and halves after an overflow",
+    remedy="multiply every residual, velocity and estimate by the factor that the call is given",
+)
+def rescaled(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``rescaled(call=NAME)`` the gradients sum to the means in units without the loss scale,
+    which changes three times: by a factor of 2**-7 to 2**-10, by 2**3 or more, and by any.
+
+    The trainer calls the function with the factor before the next forward. Without a call no hook
+    can know of the change: what it holds back is added to gradients of another scale. The
+    certificate names that limit.
+    """
+    if not claims.rescaled:
+        found.does_not_apply(
+            "under GradScaler its state stays in units of the old loss scale: "
+            "rescaled(call=NAME) is not claimed"
+        )
+    elif claims.lossy == DIFFERENCE:
+        require_near_estimates(run, claims, found, _OLD_UNITS)
+    else:
+        require_all_delivered(run, claims, found, _OLD_UNITS)
+
+
+_OLD_UNITS = "residuals, velocities or estimates are still in units of the old loss scale"

@@ -1,27 +1,44 @@
 """Section 12: a failure surfaces as an error, and a local gradient is never passed off as a
 mean."""
 
+from conformance.judging.oracles.failure import is_failure_of_collective
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.files import PEER_DIED
 from conformance.records.run import Run
+from conformance.scenarios.evidence import (
+    COLLECTIVE_RAISES_LARGE,
+    COLLECTIVE_RAISES_LATE,
+    PEER_DIES_LARGE,
+)
 from conformance.scenarios.hook import COLLECTIVE_RAISES, PEER_DIES, PEER_DIES_LATER, PEER_SILENT
 from conformance.subjects.claims import LOCAL, Claims
 
 
 def _require_raised(run: Run, rank: int, event: str, found: Found) -> None:
-    """Require an error from backward on ``rank``, after an event in words."""
+    """Require the collective's error from backward on ``rank``, after an event in words."""
     for fault in run.ranks[rank].all("fault"):
-        # The hook issued no collective that the kit can observe: no fault was injected.
         if fault["unused"]:
+            found.lacks_evidence("the kit saw no collective in the step, and could fail none")
             continue
+        expected = f"an error from backward() on rank {rank}, after {event}"
+        returned = f"backward() returned on rank {rank} without an error"
+        if not found.require(fault["raised"], expected, returned, _SWALLOWED):
+            continue
+        text = f"{fault['type']}: {fault['message']}".splitlines()[0][:300]
         found.require(
-            fault["raised"],
-            f"an error from backward() on rank {rank}, after {event}",
-            f"backward() returned on rank {rank} without an error",
-            "a callback that never reads fut.value() swallows the failure, and so does an except "
-            "around the collective",
+            is_failure_of_collective(fault),
+            f"{expected}: the collective's own, or one that names it",
+            f"rank {rank} raised {text}",
+            "the result of a failed collective was used: read fut.value() first, and raise other "
+            "errors from that one",
         )
+
+
+_SWALLOWED = (
+    "a callback that never reads fut.value() swallows the failure, and so does an except around "
+    "the collective"
+)
 
 
 def _is_alone(run: Run, rank: int, claims: Claims, found: Found) -> bool:
@@ -96,7 +113,11 @@ def peer_silent(run: Run, claims: Claims, found: Found) -> None:
 def peer_dies_later(run: Run, claims: Claims, found: Found) -> None:
     """When a peer dies before the last collective of a step, and the earlier ones are over,
     backward() raises on the remaining ranks."""
-    unused = any(fault["unused"] for fault in run.ranks[0].all("fault"))
+    faults = list(run.ranks[0].all("fault"))
+    unused = any(fault["unused"] for fault in faults)
+    if unused and claims.lossy != LOCAL and not any(fault["started"] for fault in faults):
+        found.lacks_evidence("the kit saw no collective in the step, and could fail none")
+        return
     if run.ranks[1].exit != PEER_DIED or unused:
         found.does_not_apply(
             "ranks do not start the same collectives in two steps, so that the last one is not "
@@ -104,3 +125,28 @@ def peer_dies_later(run: Run, claims: Claims, found: Found) -> None:
         )
         return
     _require_raised(run, 0, "its peer had died before the last collective", found)
+
+
+@rule(
+    "12.5",
+    "Raises an error in a bucket of any size, at any step",
+    on=(COLLECTIVE_RAISES_LARGE, PEER_DIES_LARGE, COLLECTIVE_RAISES_LATE),
+    owns=(COLLECTIVE_RAISES_LARGE, PEER_DIES_LARGE, COLLECTIVE_RAISES_LATE),
+    needs=("12.1", "12.2"),
+    since="1.6",
+    source="issue 22; paths for large tensors, with an except around the collective",
+    remedy="a path that only large buckets take, or only later steps: its except clauses, and its "
+    "callbacks that do not read fut.value()",
+)
+def any_size(run: Run, claims: Claims, found: Found) -> None:
+    """When a collective raises, or a peer dies, backward() raises, too, if the bucket has a drawn
+    size of 2**12 to 2**22 elements and the step is drawn from 1 to 5; and if a collective of a
+    small bucket raises in a step drawn from 4 to 255.
+
+    Every size, and every late step, is as likely as its double.
+    """
+    is_raised = run.scenario.fault.kind == "collective_raises"
+    rank = 1 if is_raised else 0
+    event = "its collective had raised" if is_raised else "its peer had died"
+    if not _is_alone(run, rank, claims, found):
+        _require_raised(run, rank, event, found)

@@ -1,26 +1,29 @@
 """Section 13: hooks whose result is not the mean, or that step the parameters, too."""
 
-from itertools import combinations
-
 import torch
 
 from conformance.judging.oracles import lossy
-from conformance.judging.oracles import mean as oracle
-from conformance.judging.requirements import require_optimizer, require_steps
-from conformance.judging.rule import WorldSizes, rule
+from conformance.judging.oracles.lossy import likeness
+from conformance.judging.requirements import require_optimizer, require_steps, sees_collectives
+from conformance.judging.rule import SHOULD, WorldSizes, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.hook import (
     ACCUMULATED,
     BUCKETS,
     DTYPES,
+    LARGE,
     LIKE,
     ORDERED,
     SHAPES,
     SMALL_GRADIENTS,
+    STATIC,
     SUBGROUPS,
+    UNEVEN,
+    UNUSED,
     VALUES,
 )
+from conformance.scenarios.values import ALIKE, LAYERS
 from conformance.subjects.claims import (
     CONTRACTION,
     DIFFERENCE,
@@ -56,12 +59,12 @@ def _judge(run: Run, claims: Claims, found: Found, *kinds: str) -> None:
     "for a bucket, claim a smaller delta",
 )
 def held_back_comes_out(run: Run, claims: Claims, found: Found) -> None:
-    """Under ``compressed`` the sum of all results is the sum of all means, once zeros have been fed
-    until the residual is empty. Under ``compressed(feedback=ef21)`` the result is the mean once the
-    same gradients have been fed often enough.
+    """Under ``compressed`` the sum of all results is the sum of all means, once faint gradients
+    have been fed until the residual is empty. Under ``compressed(feedback=ef21)`` the result is
+    the mean once the same gradients have been fed often enough. All ranks get the same bits.
 
     Each parameter is within 1/16; the number of steps follows from ``delta`` (see
-    ``judging/oracles/lossy.py``).
+    ``judging/oracles/lossy``).
     """
     _judge(run, claims, found, FEEDBACK, DIFFERENCE)
 
@@ -100,12 +103,12 @@ def contraction(run: Run, claims: Claims, found: Found) -> None:
     "need feedback",
 )
 def unbiased(run: Run, claims: Claims, found: Found) -> None:
-    """Under ``unbiased`` the errors of 96 draws on the same gradients cancel out, in each of six
-    directions.
+    """Under ``unbiased`` the errors of 96 draws or more, on the same gradients, cancel out in each
+    of six directions.
 
     The limit is 6 times their root sum of squares plus 12 times the largest. An unbiased hook
     exceeds it with probability below 1e-5, and then in every run or in none (see
-    ``judging/oracles/lossy.py``).
+    ``judging/oracles/lossy``).
     """
     _judge(run, claims, found, UNBIASED)
 
@@ -169,7 +172,19 @@ def weighted_mean(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "13.6",
     "Steps the parameters as its fused optimizer does",
-    on=(VALUES, BUCKETS, DTYPES, SHAPES, SUBGROUPS, ACCUMULATED),
+    on=(
+        VALUES,
+        BUCKETS,
+        DTYPES,
+        SHAPES,
+        LARGE,
+        SUBGROUPS,
+        UNUSED,
+        STATIC,
+        ACCUMULATED,
+        UNEVEN,
+        LAYERS,
+    ),
     needs=(*CONTRACT, "2.1", "13.1", "13.2", "13.3", "13.5"),
     source="torch documentation, torch.optim; DistributedDataParallel._register_fused_optim",
     remedy="a step before the gradient is reduced, or with bucket.buffer() instead of the result; "
@@ -180,7 +195,10 @@ def fused(run: Run, claims: Claims, found: Found) -> None:
     torch.optim makes of the reduced gradients. In the first ``after`` steps they are left alone.
 
     The bound is 64 units in the last place of the sum of all changes, because the hook may take
-    operations in another order.
+    operations in another order. Layers whose gradients are 2**-25 and 2**-24 show an optimizer's
+    epsilon. Under find_unused_parameters a parameter that no rank has used is either left alone in
+    every such step, or stepped with the hook's result in every such step. With a static graph the
+    first step may be one later than claimed, if ``after`` is claimed.
     """
     if not claims.fused:
         found.does_not_apply()
@@ -206,6 +224,8 @@ def bytes_sent(run: Run, claims: Claims, found: Found) -> None:
     """
     if claims.ratio is None:
         found.does_not_apply()
+    elif not sees_collectives([run], claims, found):
+        return
     for rank, step, collectives, gradients in run.bytes_sent(max(2, claims.warmup)):
         total = sum(size for _, size in collectives)
         # Certificates are compared by the traffic, also without the claim.
@@ -253,61 +273,15 @@ def like(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     for rank in range(subject.world):
         lengths = {kind: torch.zeros(len(runs), 2, dtype=torch.float64) for kind in kinds}
         for step, kind in enumerate(subject.scenario.steps):
-            step_lengths = _require_near_reference(runs, rank, step, found)
+            step_lengths = likeness.require_near_reference(runs, rank, step, found)
             if step_lengths is None:
                 return
             if step >= claims.warmup:
                 lengths[kind] += step_lengths
-        if not all(_require_lengths(rank, kind, sums, found) for kind, sums in lengths.items()):
+        if not all(
+            likeness.require_lengths(rank, kind, sums, found) for kind, sums in lengths.items()
+        ):
             return
-
-
-def _require_near_reference(
-    runs: dict[str, Run], rank: int, step: int, found: Found
-) -> torch.Tensor | None:
-    """Require the subject's result to be near the reference's, the first of ``runs`` after its own.
-
-    Returns:
-        For each run the length of its result, and the result's distance from the mean; None if the
-        requirement does not hold.
-    """
-    subject = next(iter(runs.values()))
-    place = f"rank {rank}, step {step}"
-    all_results = [lossy.whole_result(run, rank, step) for run in runs.values()]
-    results = [got for got in all_results if got is not None]
-    complete = len(results) == len(runs)
-    if not found.require(complete, "a gradient", f"{place}: a parameter has none"):
-        return None
-    indices = range(len(subject.scenario.params))
-    mean = torch.cat([oracle.mean(subject, rank, step, index) for index in indices])
-    distances = [float((one - other).norm()) for one, other in combinations(results[1:], 2)]
-    bound = 2 * max(distances, default=0.0) + float(mean.norm()) / 256
-    off = float((results[0] - results[1]).norm())
-    expected = f"a result within {bound:.3g} of the reference's"
-    if not found.require(off <= bound, expected, f"{place}: {off:.3g} away"):
-        return None
-    found.checked(len(mean), off / bound)
-    return torch.tensor(
-        [(float(result.norm()), float((result - mean).norm())) for result in results]
-    )
-
-
-def _require_lengths(rank: int, kind: str, sums: torch.Tensor, found: Found) -> bool:
-    """Require the subject's lengths and distances, ``[runs, 2]``, to be near the references'."""
-    names = ("long", "from the mean")
-    for name, (got, *theirs) in zip(names, sums.t().tolist(), strict=True):
-        low = min(theirs)
-        high = max(theirs)
-        slack = 2 * (high - low) + high / 64
-        holds = found.require(
-            low - slack <= got <= high + slack,
-            f"results of {kind} gradients {low:.4g} to {high:.4g} {name}, as the reference's, "
-            f"or {slack:.3g} more or less",
-            f"rank {rank}: {got:.4g}",
-        )
-        if not holds:
-            return False
-    return True
 
 
 @rule(
@@ -351,3 +325,106 @@ def small_gradients(run: Run, claims: Claims, found: Found) -> None:
     """Under a lossy claim, the requirements on random gradients (13.1, 13.2, 13.3, 13.5) hold for
     gradients a thousandth as large, too."""
     lossy.require(run, claims, found)
+
+
+@rule(
+    "13.11",
+    "Mixes the gradients of all ranks if it is local",
+    on=(VALUES, BUCKETS),
+    claimed="mixes",
+    needs=("13.5",),
+    since="1.6",
+    source="Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS "
+    "2017, assumption 1 (a spectral gap: the graph is connected); Koloskova et al., A Unified "
+    "Theory of Decentralized SGD, ICML 2020",
+    remedy="a partner that never changes, a bucket that is never sent, a schedule that is counted "
+    "in buckets. If the trainer averages the parameters, claim local(mixing=False), or "
+    "local(ratio=0) if the hook sends nothing",
+)
+def mixes(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``local`` the gradients of all ranks of a group meet: within 24 steps, each parameter's
+    weights connect every rank with every other one, directly or through others.
+
+    Ranks that never meet train models of their own. A hook that calls no collective is among them.
+    """
+    lossy.require_mixing(run, claims, found)
+
+
+@rule(
+    "13.12",
+    "Gives the mean over all ranks at its period",
+    on=(VALUES,),
+    claimed="period",
+    needs=("13.5",),
+    since="1.6",
+    source="Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020 (hierarchical)",
+    remedy="a count of calls instead of steps; a period that begins anew in each bucket",
+)
+def period(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``local(period=k)`` every parameter gets the mean over all ranks of its group in at
+    least one of any k successive steps after the warm-up."""
+    lossy.require_period(run, claims, found)
+
+
+@rule(
+    "13.13",
+    "Draws anew in every step",
+    on=(VALUES,),
+    claimed="unbiased",
+    needs=("13.3",),
+    worlds=WorldSizes.PRIMARY,
+    since="1.6",
+    source="Alistarh et al., QSGD, NeurIPS 2017: draws are independent; with errors in common, "
+    "their sum over n steps grows like n instead of like its root",
+    remedy="a seed that repeats: the step modulo a number, or the step within an epoch; a noise "
+    "buffer that is used again; noise that carries over to the next step",
+)
+def fresh_draws(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``unbiased`` the error of a draw has nothing in common with the errors of the 80 draws
+    after it, over all parameters and over each parameter of at least 256 elements.
+
+    The sum of the products of errors that are k draws apart is at most 6 times its root sum of
+    squares plus 12 times the largest product (see ``judging/oracles/lossy``).
+    """
+    lossy.require_fresh_draws(run, claims, found)
+
+
+@rule(
+    "13.14",
+    "Draws independently on each rank",
+    on=(ALIKE,),
+    owns=(ALIKE,),
+    claimed="unbiased",
+    needs=("13.3",),
+    level=SHOULD,
+    reads_all_runs=True,
+    since="1.6",
+    source="Alistarh et al., QSGD, NeurIPS 2017, section 3: the variance of the mean of W ranks is "
+    "a W-th of one rank's",
+    remedy="a seed without the rank. Places that all ranks draw alike, for a sum in one allreduce, "
+    "cost the same variance; the report then shows it",
+)
+def independent_ranks(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """Under ``unbiased``, if all ranks feed the same gradients, the variance of the results falls
+    with the number of ranks.
+
+    With independent draws it is V / W. Half of the reduction that this means from the smallest to
+    the largest world size above 1 is required.
+    """
+    several = sorted((run for run in runs.values() if run.world > 1), key=lambda run: run.world)
+    if len(several) < 2 or several[0].world == several[-1].world:
+        found.does_not_apply("it takes two world sizes above 1")
+        return
+    few = several[0]
+    many = several[-1]
+    variances = [lossy.variance(run, claims.warmup) for run in (few, many)]
+    limit = (1 + few.world / many.world) / 2
+    ratio = variances[1] / max(variances[0], 1e-300)
+    found.require(
+        ratio <= limit,
+        f"a variance on {many.world} ranks of at most {limit:.3g} of that on {few.world}, where "
+        f"independent draws give {few.world / many.world:.3g}",
+        f"{ratio:.3g} of it",
+        "" if ratio <= limit else "all ranks draw the same random numbers",
+    )
+    found.checked(1, ratio / limit)

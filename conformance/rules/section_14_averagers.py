@@ -4,16 +4,15 @@ import torch
 
 from conformance.judging.common_rules import leaves_no_trace, refuses_fewer_ranks
 from conformance.judging.oracles.averager import (
-    JUDGED_AS_REFERENCE,
-    REFERENCE_TOLERANCE,
-    calls,
+    SHIFTED,
     changed,
     due,
     never_averages,
-    require_means,
-    require_same_agreement,
-    result,
+    require_quiet,
+    require_right,
 )
+from conformance.judging.oracles.averager_like import require_like, require_same_agreement
+from conformance.judging.oracles.averager_records import calls, result
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -28,9 +27,9 @@ from conformance.scenarios.averager import (
     SUBGROUPS,
     UNUSED,
 )
+from conformance.scenarios.averager_training import EMPTY
 from conformance.subjects.claims import Claims
 
-SHIFTED = "the schedule is shifted, or a step was not counted or counted twice"
 # Both the order of values in memory and the memory itself are lost by the same assignment.
 IN_PLACE = "copy into the parameter (p.copy_) instead of replacing its tensor (p.data = ...)"
 
@@ -41,6 +40,7 @@ IN_PLACE = "copy into the parameter (p.copy_) instead of replacing its tensor (p
     on=(PLAIN, RANDOM),
     owns=(PLAIN, RANDOM),
     certifies_machine=True,
+    baseline="like",
     source="torch documentation, Model Averaging; Lin et al., Local SGD, ICLR 2020",
     remedy="the divisor and the group: the mean over W ranks is their sum, divided by W once",
 )
@@ -50,7 +50,7 @@ def mean_of_parameters(run: Run, claims: Claims, found: Found) -> None:
     On crafted values every right way to compute the mean gives the same bits. On random values the
     result may differ by the roundings of a sum. Rule 14.2 judges which steps average.
     """
-    require_means(run, claims, found)
+    require_right(run, claims, found)
 
 
 @rule(
@@ -58,6 +58,7 @@ def mean_of_parameters(run: Run, claims: Claims, found: Found) -> None:
     "Parameters change at the scheduled steps only",
     on=(PLAIN,),
     certifies_machine=True,
+    baseline="like",
     source="torch documentation, PeriodicModelAverager and HierarchicalModelAverager",
     remedy="the count of steps: whether it begins at 0, includes warm-up steps, and includes every "
     "call",
@@ -66,10 +67,13 @@ def schedule(run: Run, claims: Claims, found: Found) -> None:
     """Parameters change at the steps of the claimed schedule and keep their bits at all others.
 
     Steps are calls, counted from 0. At world size 1 there is nothing to average with, so that
-    nothing may change.
+    nothing may change. Under ``like`` the steps are those at which the reference changes them.
+
+    Long schedules run on until two averages of every period are due.
     """
-    if claims.has("like"):
-        found.does_not_apply(JUDGED_AS_REFERENCE)
+    require_quiet(run, claims, found)
+    if run.reference is not None:
+        _require_same_schedule(run, run.reference, found)
         return
     for rank, step in calls(run):
         group = due(run, rank, step, claims)
@@ -95,13 +99,14 @@ def schedule(run: Run, claims: Claims, found: Found) -> None:
     "Replicas hold the same bits",
     on=(RANDOM,),
     needs=("14.1", "14.2"),
+    baseline="like",
     source="Lin et al., Local SGD, ICLR 2020, algorithm 1: all workers continue from one model",
     remedy="local computation after the collective, such as a sum in an order of the rank's own",
 )
 def replicas(run: Run, claims: Claims, found: Found) -> None:
     """After an average all ranks that took part in it hold the same bits."""
-    if claims.has("like"):
-        found.does_not_apply(JUDGED_AS_REFERENCE)
+    if run.reference is not None:
+        require_same_agreement(run, found)
         return
     if run.world == 1:
         found.does_not_apply("there is one rank")
@@ -116,7 +121,7 @@ def replicas(run: Run, claims: Claims, found: Found) -> None:
                 f"rank {rank}, step {step}: p{index} differs",
             )
     if not found.checks and not found.not_applicable:
-        found.does_not_apply(never_averages(run))
+        found.lacks_evidence(never_averages(run))
 
 
 @rule(
@@ -125,6 +130,7 @@ def replicas(run: Run, claims: Claims, found: Found) -> None:
     on=(FORMS,),
     owns=(FORMS,),
     needs=("14.1", "14.2"),
+    baseline="like",
     source="torch documentation, average_parameters_or_parameter_groups; pytorch #74136",
     remedy="an iterator that is read twice; a parameter in two groups that is averaged twice; only "
     "the first group",
@@ -135,15 +141,16 @@ def forms(run: Run, claims: Claims, found: Found) -> None:
 
     A frozen parameter is the same on all ranks and keeps its values, averaged or not.
     """
-    require_means(run, claims, found, must_change=True)
+    require_right(run, claims, found, must_change=True)
 
 
 @rule(
     "14.5",
     "A parameter without a gradient on some ranks is averaged",
-    on=(UNUSED,),
-    owns=(UNUSED,),
+    on=(UNUSED, EMPTY),
+    owns=(UNUSED, EMPTY),
     needs=("14.1", "14.2"),
+    baseline="like",
     source="torch.distributed.algorithms.model_averaging.utils, which leaves out parameters "
     "without a gradient on each rank separately",
     remedy="ranks that each choose the parameters to average: let them agree first, or average all",
@@ -153,9 +160,10 @@ def unused(run: Run, claims: Claims, found: Found) -> None:
 
     With conditional branches ranks use different parameters. If each rank leaves out its own unused
     ones, ranks send different parameters to the same collective, which mixes up their values or
-    aborts. A parameter without a gradient on any rank is the same on all ranks here.
+    aborts. A parameter without a gradient on any rank is the same on all ranks here. In some steps
+    a rank has no gradient at all, as after an empty batch.
     """
-    require_means(run, claims, found, must_change=True)
+    require_right(run, claims, found, must_change=True)
 
 
 @rule(
@@ -164,14 +172,21 @@ def unused(run: Run, claims: Claims, found: Found) -> None:
     on=(SUBGROUPS,),
     owns=(SUBGROUPS,),
     needs=("14.1", "14.2"),
+    baseline="like",
     source="torch documentation, torch.distributed.new_group; ranks in a group are not global "
     "ranks",
     remedy="dist.get_world_size() without the group; a collective without group=; a global rank in "
     "place of a rank in the group",
 )
 def subgroups(run: Run, claims: Claims, found: Found) -> None:
-    """On a subgroup the mean is over the ranks of the subgroup, divided by their number."""
-    require_means(run, claims, found, must_change=True)
+    """On a subgroup the mean is over the ranks of the subgroup, divided by their number.
+
+    A subject that claims ``world_only`` must average over WORLD instead.
+    """
+    if claims.has("world_only") and claims.has("like"):
+        found.does_not_apply("it claims world_only, and the reference averages over its own group")
+        return
+    require_right(run, claims, found, must_change=True)
 
 
 @rule(
@@ -180,13 +195,14 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
     on=(DTYPES,),
     owns=(DTYPES,),
     needs=("14.1", "14.2"),
+    baseline="like",
     source="torch documentation, torch.cat promotes dtypes; bugs in flattened averaging",
     remedy="one flat buffer for several dtypes; offsets after an empty or 0-d parameter",
 )
 def dtypes(run: Run, claims: Claims, found: Found) -> None:
     """In a model of float32, float64, float16 and bfloat16 parameters, 0-d, empty and one-element
     parameters among them, each gets its mean in its own dtype."""
-    require_means(run, claims, found, must_change=True)
+    require_right(run, claims, found, must_change=True)
 
 
 @rule(
@@ -238,6 +254,7 @@ def same_memory(run: Run, claims: Claims, found: Found) -> None:
     on=(ORDERED,),
     owns=(ORDERED,),
     needs=("14.1", "14.2"),
+    baseline="like",
     source="torch documentation, async_op: a collective's result is available after wait()",
     remedy="an asynchronous collective without a wait()",
 )
@@ -247,21 +264,23 @@ def done(run: Run, claims: Claims, found: Found) -> None:
     Peers enter each call when rank 0 has left it or waits for them. A rank that returns without
     waiting therefore fails every time.
     """
-    require_means(run, claims, found, must_change=True)
+    require_right(run, claims, found, must_change=True)
 
 
 @rule(
     "14.11",
     "The schedule survives a checkpoint",
-    on=(RESUMED, SAVED),
-    owns=(RESUMED, SAVED),
+    on=(SAVED, RESUMED),
+    owns=(SAVED, RESUMED),
     needs=("14.1", "14.2"),
+    baseline="like",
     source="torch documentation, PostLocalSGDOptimizer: unless the averager's step is restored, "
     "its warm-up begins again",
     remedy="state_dict() and load_state_dict(), or the attribute step, hold the count of calls",
 )
 def checkpoint(run: Run, claims: Claims, found: Found) -> None:
-    """Saved after 13 steps and loaded in new processes, the averager continues its schedule.
+    """Saved at a drawn step after the first average and loaded in new processes, the averager
+    continues its schedule.
 
     Its state is its state_dict() or, if it has none, its attribute ``step``.
     """
@@ -271,50 +290,31 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
             "it has neither state_dict() nor step: its schedule begins anew after a checkpoint"
         )
         return
-    require_means(run, claims, found, must_change=True)
+    require_right(run, claims, found, must_change=True)
 
 
 @rule(
     "14.12",
     "Results are those of the claimed reference",
-    on=(PLAIN, FORMS, UNUSED, SUBGROUPS, SAVED, RESUMED),
-    reads_all_runs=True,
+    on=(PLAIN, RANDOM, FORMS, DTYPES, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
+    needs=("14.1", "14.2"),
     claimed="like",
     baseline="like",
     source="the reference's own definition, in hooks_ref",
     remedy="the reference's module, which defines the result in its first lines",
 )
-def like_reference(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+def like_reference(run: Run, claims: Claims, found: Found) -> None:
     """In every step the parameters, and the averaged copies to evaluate with if the reference keeps
-    any, are those of the reference up to the roundings of a recurrence.
+    any, are those of the reference up to the roundings of its recurrence.
 
-    The error is at most 2**-10 of the largest parameter: 30 steps with an outer momentum of 0.9
-    leave some 10 * 30 roundings of 2**-24. If ranks lack gradients, the averager may leave out
-    other parameters than the reference, but ranks that agree under the reference agree here, too.
+    The bound is one for each element; ``oracles/averager_like.py`` derives it. If ranks lack
+    gradients, the averager may leave out other parameters than the reference, but ranks that agree
+    under the reference agree here, too.
     """
-    for name, run in runs.items():
-        if name.startswith("like_"):
-            continue
-        reference = runs[f"like_0-{name}"]
-        if run.scenario.name == UNUSED.name:
-            require_same_agreement(run, reference, found)
-            continue
-        for rank in run.ranks:
-            expected_tensors = reference.ranks[rank.rank].tensors
-            magnitudes = [right.abs().max().item() for right in expected_tensors.values()]
-            bound = REFERENCE_TOLERANCE * max(magnitudes, default=0.0)
-            for key, right in expected_tensors.items():
-                got = rank.tensors.get(key)
-                if got is None:
-                    found.require(False, f"{key} of the reference", f"rank {rank.rank}: none")
-                    continue
-                error = (got.double() - right.double()).abs().max().item()
-                found.checked(1)
-                found.require(
-                    error <= bound,
-                    f"the result of {claims}, up to {bound:.3g}",
-                    f"rank {rank.rank}, {key} of {name}: off by {error:.3g}",
-                )
+    if claims.has("world_only") and run.scenario.groups:
+        found.does_not_apply("it claims world_only, and the reference averages over its own group")
+        return
+    require_like(run, claims, found, ("parameter", "applied"))
 
 
 fewer = refuses_fewer_ranks(
@@ -326,6 +326,19 @@ fewer = refuses_fewer_ranks(
 )
 
 no_trace = leaves_no_trace("14.14", on=(PLAIN,))
+
+
+def _require_same_schedule(run: Run, reference: Run, found: Found) -> None:
+    """Require changes at the steps at which the reference changes the parameters."""
+    for rank, step in calls(run):
+        right = bool(changed(reference, rank, step))
+        names = changed(run, rank, step)
+        found.require(
+            bool(names) == right,
+            "an average" if right else "parameters as they were",
+            f"rank {rank}, step {step}: {', '.join(names) or 'no parameter'} changed",
+            SHIFTED,
+        )
 
 
 def _names(indices: list[int | str]) -> str:

@@ -6,10 +6,10 @@ from conformance.judging.common_rules import leaves_no_trace, refuses_fewer_rank
 from conformance.judging.oracles.optimizer import (
     construction,
     is_due,
-    local_optimizer_after,
     require_one_averager_call,
     require_right,
     result,
+    right_steps,
     steps,
     takes_averager,
 )
@@ -58,8 +58,9 @@ def local_steps(run: Run, claims: Claims, found: Found) -> None:
     gives, on every rank.
 
     With an averager that is each rank's own optimizer on its own gradients. Without one it is one
-    optimizer on all parameters, on gradients that are the same on all ranks. SGD with momentum is
-    exact to the bit. Adam on random gradients may differ by the roundings of its operations.
+    optimizer on all parameters, on gradients that are the same on all ranks, or on the mean of the
+    ranks' own gradients if the subject claims ``averages``. SGD with momentum is exact to the bit.
+    Adam on random gradients may differ by the roundings of its operations.
     """
     if run.scenario.variant == "adam" and not construction(run)["takes_any"]:
         found.does_not_apply("it takes neither an optimizer nor a class of optimizers")
@@ -123,7 +124,8 @@ def post_local_sgd(run: Run, claims: Claims, found: Found) -> None:
 )
 def replicas(run: Run, claims: Claims, found: Found) -> None:
     """On random gradients the ranks of a group hold the same bits: with an averager after each
-    average, without one after each step."""
+    average, without one after each step. Parameters are right up to roundings."""
+    require_right(run, found)
     if run.world == 1:
         found.does_not_apply("there is one rank")
     plan = setting(run.scenario)
@@ -264,6 +266,9 @@ def unused(run: Run, claims: Claims, found: Found) -> None:
 )
 def subgroups(run: Run, claims: Claims, found: Found) -> None:
     """On a subgroup of WORLD it works with the ranks of the subgroup only."""
+    if claims.has("world_only"):
+        found.does_not_apply("it claims world_only, and was run on WORLD")
+        return
     require_right(run, found)
 
 
@@ -367,11 +372,10 @@ def consolidated(run: Run, claims: Claims, found: Found) -> None:
     indices = list(range(len(run.scenario.params)))
     groups = [{"lr": options["lr"], "momentum": momentum, "params": indices}]
     place = f"rank 0, step {step}"
-    found.require(
-        event["groups"] == groups, f"param_groups {groups}", f"{place}: {event['groups']}"
-    )
+    got_groups = [{name: group.get(name) for name in groups[0]} for group in event["groups"]]
+    found.require(got_groups == groups, f"param_groups {groups}", f"{place}: {event['groups']}")
     # SGD without momentum has no state.
-    momenta = local_optimizer_after(run, 0, step + 1).momenta if momentum else []
+    momenta = right_steps(run)[0, step].momenta if momentum else []
     for index, right in enumerate(momenta):
         expected = f"the momentum of p{index}"
         tensor = rank.tensors.get(f"{step}/state/{index}/momentum_buffer")

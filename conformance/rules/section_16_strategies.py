@@ -228,6 +228,9 @@ def kept(run: Run, claims: Claims, found: Found) -> None:
 def subgroups(run: Run, claims: Claims, found: Found) -> None:
     """Gradients of a model on a subgroup are the means over its ranks, and every collective is on
     that group."""
+    if claims.has("world_only"):
+        found.does_not_apply("it claims world_only, and was run on WORLD")
+        return
     require_means(run, found)
     for rank in run.ranks:
         group = run.group(rank.rank)
@@ -429,4 +432,4 @@ def communication(run: Run, claims: Claims, found: Found) -> None:
             found.note(f"four micro-batches: {ratio}")
 
 
-no_trace = leaves_no_trace("16.19", on=(PLAIN, ACCUMULATED))
+no_trace = leaves_no_trace("16.19", on=(PLAIN,))

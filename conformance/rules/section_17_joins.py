@@ -449,4 +449,4 @@ def silent(run: Run, claims: Claims, found: Found) -> None:
             actual = f"{member}: joinable {number} is enabled and first in its main hook"
             found.require(not event["would_notify"], "a joinable that does not notify", actual)
     if not found.checks:
-        found.does_not_apply("no rank shadows another")
+        found.lacks_evidence("no rank shadows another")

@@ -18,6 +18,7 @@ from conformance.judging.oracles.collective import (
     require_mean_of_calls,
     require_zero_signs,
 )
+from conformance.judging.oracles.collective_training import require_no_error_in_wait
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -247,7 +248,7 @@ def waited(run: Run, claims: Claims, found: Found) -> None:
     """
     for call in calls(run):
         if call.refused:
-            found.checked(1)
+            require_no_error_in_wait(found, call)
             continue
         actual = f"{call}: returned {call.event['returned']}"
         cause = "async_op=True is ignored"

@@ -424,14 +424,16 @@ def buffers(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "19.21",
     "Leaves the process as it was",
     on=(PLAIN,),
+    watches=True,
     source="torch documentation, reproducibility; the same as 9.1, 9.3, 9.4 and 9.6 of hooks",
     remedy="a seed that is set; a setting or a patched function that is not put back; hooks that "
     "stay in force",
 )
 def no_trace(run: Run, claims: Claims, found: Found) -> None:
-    """After the run, random generators, torch's settings and functions, hooks on saved tensors,
-    threads, child processes and temporary files are as they were before it."""
-    require_no_side_effects(run, found)
+    """After every run, random generators, settings and functions of torch and Python, hooks on
+    saved tensors, threads, child processes and temporary files are as they were before it, and no
+    step leaves a descriptor, a thread or a process group more than the step before."""
+    require_no_side_effects(run, claims, found)
     require_no_saved_tensor_hooks(run, found, of_run="", cause="")
 
 

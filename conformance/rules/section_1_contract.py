@@ -18,6 +18,7 @@ from conformance.scenarios.hook import (
     VALUES,
     VIEWS,
 )
+from conformance.scenarios.training_sizes import NETWORK
 from conformance.subjects.claims import Claims
 
 DOC = "torch documentation, DistributedDataParallel.register_comm_hook"
@@ -141,7 +142,7 @@ def completes(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "1.6",
     "Completes the future when the result is final",
-    on=(ORDERED,),
+    on=(ORDERED, NETWORK),
     owns=(ORDERED,),
     needs=("1.5",),
     source="pytorch#43307; futures completed while the collective still writes",
@@ -153,8 +154,9 @@ def final_when_complete(run: Run, claims: Claims, found: Found) -> None:
     buckets share its memory.
 
     Rank 0 leaves its hook before any peer enters: a future that is complete by then cannot hold the
-    peers' part. On a device with streams a future may complete as soon as the work that computes
-    its value is enqueued; 21.1 judges there when the value is final.
+    peers' part. So it is for small buckets, and for one that is larger than DDP's 25 MiB. On a
+    device with streams a future may complete as soon as the work that computes its value is
+    enqueued; 21.1 judges there when the value is final.
     """
     for rank in run.ranks:
         for step in range(len(run.scenario.steps)):

@@ -26,6 +26,7 @@ from conformance.scenarios.hook import (
     SUBGROUPS,
     VALUES,
 )
+from conformance.scenarios.values import LAYERS
 from conformance.subjects.claims import LOCAL, Claims
 
 DOC = "torch documentation, DDP Communication Hooks"
@@ -41,14 +42,15 @@ DOC = "torch documentation, DDP Communication Hooks"
     judges_exact_results=True,
     source=DOC,
     remedy="the divisor, and elements of the bucket that take no part in the collective; if the "
-    "result is not meant to be the mean, claim its form: compressed, unbiased, local, with "
-    "warmup(k)",
+    "result is not meant to be the exact mean, claim its form: scaled, rounded, compressed, "
+    "unbiased, local, with warmup(k)",
 )
 def crafted(run: Run, claims: Claims, found: Found) -> None:
     """On crafted inputs the result is the mean over the group, bit for bit: every element,
     parameter and step.
 
-    Every partial sum and quotient of these inputs is representable, so no rounding can excuse a
+    Under ``scaled`` it is the mean within the bound of a sum (``judging/oracles/mean.py``). Every
+    partial sum and quotient of these inputs is representable, so no rounding can excuse a
     difference.
     """
     if replaced_by_lossy_rules(claims, found):
@@ -306,11 +308,23 @@ def claim_is_true(runs: dict[str, Run], claims: Claims, found: Found) -> None:
         moved = any(event["parameters_changed"] for event in stepped)
         found.require(moved, "parameters that the hook steps", "no parameter has moved")
     if claims.rounded:
-        strict = Claims(sum=claims.sum, world_only=claims.world_only)
+        strict = Claims(sum=claims.sum, scaled=claims.scaled, world_only=claims.world_only)
         found.require(
             any(oracle.compare(run, step, strict).mismatch for step in run.steps("normal")),
             f"values rounded to {claims.rounded}",
             "every element of the random steps is as exact as without rounding",
+        )
+    if claims.scaled:
+        strict = Claims(rounded=claims.rounded, world_only=claims.world_only)
+        is_inexact = any(
+            oracle.compare(one, step, strict).mismatch
+            for one in several
+            for step in one.steps("crafted")
+        )
+        found.require(
+            is_inexact or not several,
+            "crafted gradients whose mean is not exact, at some world size",
+            "the exact mean in every step: scaled is not needed",
         )
     if claims.sum and run.world > 1:
         plain = Claims(rounded=claims.rounded, world_only=claims.world_only)
@@ -326,6 +340,10 @@ def _require_different_replicas(runs: dict[str, Run], claims: Claims, found: Fou
         for run in runs.values()
         for step in range(claims.warmup, len(run.scenario.steps))
     )
+    if not claims.mixing:
+        apart = any(not lossy.connects_all(run, claims) for run in runs.values())
+        met = f"gradients of all ranks meet, at {', '.join(runs)}"
+        found.require(apart, "ranks that never meet, at some world size", met)
     actual = f"the same results on all ranks, at {', '.join(runs)}"
     found.require(differ, "replicas that differ, at some world size", actual)
 
@@ -338,6 +356,31 @@ def _differs_between_ranks(run: Run, step: int) -> bool:
             if first is not None and other is not None and not torch.equal(first, other):
                 return True
     return False
+
+
+@rule(
+    "2.12",
+    "Gives the mean of values as in training",
+    on=(LAYERS,),
+    owns=(LAYERS,),
+    needs=("2.2", "1.8"),
+    since="1.6",
+    source="Micikevicius et al., Mixed Precision Training, ICLR 2018 (gradients of 2**-24 and "
+    "below); Simsekli et al., A Tail-Index Analysis of Stochastic Gradient Noise, ICML 2019",
+    remedy="a range that is cut at some deviations, a clamp, an epsilon or a threshold that is an "
+    "absolute number; a scale that is sent in half precision, or that layers share across buckets; "
+    "a selection by a strict comparison, which sends none of several equal elements",
+)
+def values_in_training(run: Run, claims: Claims, found: Found) -> None:
+    """Layers of different scales get the mean, each in a bucket of its own: gradients with heavy
+    tails, with one element of ten thousand times the others, with equal magnitudes, and with rows
+    of zeros.
+
+    The scales are drawn for each layer, 2**-25 or 2**-24, from 2**-6 to 2**6, and from 2**12
+    to 2**17, and so are the sizes: matrices of 20 to 36 rows and columns, vectors of 257 to 420
+    elements. An exact result is within the bound of 2.2, a lossy one is held to its claim.
+    """
+    require_steps(run, claims, found, run.steps("zero_all", "training"))
 
 
 refuses_fewer = refuses_fewer_ranks(

@@ -49,6 +49,8 @@ def _reason_without_parity(claims: Claims) -> str | None:
         return "the hook steps the parameters, which 13.6 judges"
     if claims.sum:
         return "the trainer divides the sums of the hook"
+    if claims.scaled:
+        return "gradients that are not exact give other parameters; 2.1 and 2.2 judge them"
     if claims.lossy:
         return f"replaced by rules 13.1 to 13.5, because the subject claims {claims}"
     return None

@@ -9,6 +9,7 @@ from conformance.judging.requirements import require_steps, skip_if_lossy
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.evidence import SPECIAL_DEEP, SPECIAL_LARGE
 from conformance.scenarios.hook import SPECIAL
 from conformance.subjects.claims import CONTRACTION, LOCAL, UNBIASED, Claims
 
@@ -40,8 +41,11 @@ def _require_zeros(run: Run, found: Found, steps: list[int]) -> None:
 def nan(run: Run, claims: Claims, found: Found) -> None:
     """An element that is NaN on one rank is NaN on all; the elements beside it are still right.
 
-    A lossy result has some element that is not finite, on every rank; under ``local``, on each rank
-    that fed or received one.
+    In one step every rank has some of them. In three more steps ranks 0, 1 and 2 in turn have a
+    single one, at a drawn place. A lossy subject gets NaN at every fifth element of a parameter of
+    one rank instead, since a compressor may leave out any single element. A lossy result has some
+    element that is not finite, on every rank; under ``local``, on each rank that fed or received
+    one.
     """
     _require_special(run, claims, found, run.steps("nan"))
 
@@ -70,11 +74,19 @@ def infinity(run: Run, claims: Claims, found: Found) -> None:
 )
 def zeros(run: Run, claims: Claims, found: Found) -> None:
     """A rank whose gradients are all zero contributes zeros; if all gradients are zero the result
-    is zero."""
+    is zero.
+
+    Under ``unbiased(noise=d)`` it is noise, whose root mean square is the deviation d of one rank's
+    noise, or less by the root of the number of ranks, and up to half as much more or less: in some
+    thousand elements it is off by a few percent.
+    """
     if not claims.lossy:
         require_steps(run, claims, found, run.steps("zero_one", "zero_all"))
         return
     lossy.require_finite(run, found, run.steps("zero_one", "zero_all"))
+    if claims.noise:
+        lossy.require_noise(run, claims, found, run.steps("zero_all"))
+        return
     # Without feedback there is no residual that could come out in a step of zeros.
     if claims.lossy in (CONTRACTION, UNBIASED, LOCAL):
         _require_zeros(run, found, run.steps("zero_all"))
@@ -135,3 +147,32 @@ def signed_zeros(run: Run, claims: Claims, found: Found) -> None:
         kept = got is not None and bool((torch.signbit(got) & (got == 0)).all())
         actual = f"+0.0 or another value on rank {rank}, step {step}, parameter p{index}"
         found.require(kept, "-0.0", actual)
+
+
+@rule(
+    "8.7",
+    "Passes a lone NaN or infinity in a bucket of any size",
+    on=(SPECIAL_LARGE, SPECIAL_DEEP),
+    owns=(SPECIAL_LARGE, SPECIAL_DEEP),
+    needs=("8.1", "8.2", "8.4"),
+    since="1.6",
+    source=SOURCE + "; issue 22: gloo's MAX keeps its first operand if the other one is NaN",
+    remedy="a path for large buckets: a cast to integers, a maximum over the ranks, a test for NaN "
+    "that looks at a part of the bucket; a bucket of one element; flags for a fixed number of "
+    "buckets",
+)
+def lone(run: Run, claims: Claims, found: Found) -> None:
+    """A single NaN or infinity shows on all ranks, whichever rank has it, in a bucket of a drawn
+    size of 2**14 to 2**22 elements, at its first, its last or any element, and in a bucket of one
+    element. It shows too in any of the 65 to 140 buckets of a model: the first, the last, one
+    between them, and one of each other dtype. The elements beside it are right, and so is the next
+    ordinary step.
+
+    Every size is as likely as its double. A lossy subject gets NaN at every fifth element of the
+    parameter, and its result has some element that is not finite.
+    """
+    _require_special(run, claims, found, run.steps("nan", "inf"))
+    if claims.lossy:
+        lossy.require_finite(run, found, run.steps("tiled"))
+    else:
+        require_steps(run, claims, found, run.steps("tiled"))

@@ -1,34 +1,31 @@
 """Section 9: state of the process and the model that a hook must not touch."""
 
-from itertools import pairwise
-
+from conformance.judging.oracles.growth import memory_growth
 from conformance.judging.rule import SHOULD, rule
+from conformance.judging.side_effects import changed_settings, first_of, require_nothing_left
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.hook import BUCKETS, LONG, VALUES
+from conformance.scenarios.process import HEAVY
 from conformance.scenarios.profiles import CUDA
 from conformance.subjects.claims import Claims
 
-# The imports of a subject add filters and variables, which is no mistake of its own: these settings
-# are compared from the registration on, all others from the start.
-_SET_BY_IMPORTS = ("warnings filters", "environment")
-
 OUTPUT_PER_CALL = 64 * 1024  # bytes; a warning with its traceback is about 2 KiB
-MEASURED_STEPS = 7  # the last ones of a run, with six differences between them
 
 
 @rule(
     "9.1",
     "Leaves global random generators untouched",
     on=(VALUES,),
+    watches=True,
     needs=("1.5",),
     source="bugs in the wild: a tenth of compressors seed or consume a global generator",
     remedy="torch.manual_seed, or draws without generator=: use a torch.Generator of the state's "
     "own, or torch.random.fork_rng",
 )
 def random_states(run: Run, claims: Claims, found: Found) -> None:
-    """The global generators of torch, Python and NumPy are in the same state after every step, and
-    after the set-up.
+    """In every run the global generators of torch, Python and NumPy are in the same state after
+    every step, after the set-up and at the end.
 
     21.3 judges the generator of CUDA.
     """
@@ -44,6 +41,12 @@ def random_states(run: Run, claims: Claims, found: Found) -> None:
             changed = ", ".join(name for name in stepped["rng_changed"] if name != CUDA)
             actual = f"rank {rank.rank}, step {stepped['step']}: {changed} changed"
             found.require(not changed, expected, actual)
+        # The rest of the run: steps without inputs, simulated ranks, faults and close().
+        end = rank.first("state", at="end")
+        if after and end and not found.failures:
+            changed = _changed_generators(after["rng"], end["rng"])
+            actual = f"rank {rank.rank}: {changed} changed between the steps, or after them"
+            found.require(not changed, expected, actual)
 
 
 def _changed_generators(before: dict[str, str], after: dict[str, str]) -> str:
@@ -55,12 +58,14 @@ def _changed_generators(before: dict[str, str], after: dict[str, str]) -> str:
     "9.2",
     "Leaves parameters untouched",
     on=(VALUES, BUCKETS),
+    watches=True,
     needs=("1.5",),
     source="torch documentation, DDP Communication Hooks: a hook handles gradients",
     remedy="an optimizer step inside the hook that is not claimed (fused)",
 )
 def parameters(run: Run, claims: Claims, found: Found) -> None:
-    """No parameter changes between the forward and the optimizer's step."""
+    """In every run, no bit of a parameter changes between the forward and the optimizer's step,
+    however large the parameter is."""
     if claims.fused:
         found.does_not_apply(
             f"a fused hook steps the parameters: 13.6 judges them, also before step {claims.after}"
@@ -69,7 +74,7 @@ def parameters(run: Run, claims: Claims, found: Found) -> None:
     for rank in run.ranks:
         for stepped in rank.all("stepped"):
             changed = stepped["parameters_changed"]
-            actual = f"rank {rank.rank}, step {stepped['step']}: {_first_five(changed)} changed"
+            actual = f"rank {rank.rank}, step {stepped['step']}: {first_of(changed)} changed"
             found.require(not changed, "unchanged parameters", actual)
 
 
@@ -77,55 +82,53 @@ def parameters(run: Run, claims: Claims, found: Found) -> None:
     "9.3",
     "Leaves settings of the process untouched",
     on=(VALUES,),
+    watches=True,
     needs=("1.5",),
     source="rule book; torch.set_num_threads, torch.set_default_dtype, signal.signal and the like "
     "are the user's",
     remedy="settings that are not restored before the hook returns",
 )
 def process_settings(run: Run, claims: Claims, found: Found) -> None:
-    """Default dtype and device, grad mode, thread counts, determinism, warnings filters, signal
-    handlers, working directory and environment are the same at the end as at the start."""
+    """In every run the settings of the process are the same at the end as at the start.
+
+    They are torch's (default dtype and device, modes of autograd, autocast and dispatch, threads,
+    determinism, precision, flags of torch.backends, hooks on all modules and on saved tensors),
+    Python's (garbage collector, hooks of sys, import path, recursion limit, warnings filters,
+    logging, locale) and the system's (signal handlers and masks, timers, CPU affinity, nice values,
+    limits, umask, working directory, environment).
+
+    The import and the set-up of a subject may add warnings filters, variables of the environment,
+    import paths and handlers of the root logger.
+    """
     for rank in run.ranks:
-        start = rank.first("state", at="start")
-        registered = rank.first("state", at="registered")
-        end = rank.first("state", at="end")
-        if not start or not registered or not end:
-            continue
-        for name, at_start in start["process"].items():
-            value = registered["process"][name] if name in _SET_BY_IMPORTS else at_start
-            now = end["process"].get(name)
-            change = f"was {_difference(value, now)}, is {_difference(now, value)}"
-            found.require(value == now, f"{name} unchanged", f"rank {rank.rank}: {name} {change}")
+        compared, changes = changed_settings(rank)
+        found.checked(compared - len(changes))
+        for change in changes:
+            found.require(False, f"{change.name} unchanged", f"rank {rank.rank}: {change}")
 
 
 @rule(
     "9.4",
     "Needs no more memory with every step",
-    on=(LONG,),
+    on=(LONG, HEAVY),
+    owns=(HEAVY,),
     needs=("1.5",),
     source="pytorch#63162, pytorch#45968",
     remedy="lists that collect buffers, futures or Work objects; closures that keep their bucket",
 )
 def memory(run: Run, claims: Claims, found: Found) -> None:
-    """Neither the tensors that Python can reach nor the memory that the allocator has lent grow at
-    every step.
+    """Neither the tensors that Python can reach nor the memory that the allocator has lent grow
+    from the first third of the run's steps to the last.
 
-    Growth counts if each of the last six steps adds at least half a bucket.
+    The first two steps are not compared. `judging/oracles/growth.py` derives the limits.
     """
-    bucket = max((call["numel"] * 4 for call in run.ranks[0].all("call")), default=0)
-    if not bucket:
-        return
     for rank in run.ranks:
-        measured = list(rank.all("memory"))[-MEASURED_STEPS:]
-        for name in ("tensors", "allocated"):
-            growth = [after[name] - before[name] for before, after in pairwise(measured)]
-            if not growth:
-                continue
+        for growth in memory_growth(run, rank, claims):
             found.require(
-                not all(more >= bucket // 2 for more in growth),
-                "memory that does not grow",
-                f"rank {rank.rank}: {name} grew by {min(growth)} to {max(growth)} bytes at each "
-                f"of the last {len(growth)} steps (the bucket has {bucket})",
+                growth.grown <= growth.limit,
+                f"memory that does not grow by more than {growth.limit} bytes",
+                f"rank {rank.rank}: {growth.name} grew by {growth.grown} bytes in {growth.steps} "
+                "steps",
             )
 
 
@@ -133,16 +136,17 @@ def memory(run: Run, claims: Claims, found: Found) -> None:
     "9.5",
     "Leaves gradients of other buckets untouched",
     on=(BUCKETS,),
+    watches=True,
     needs=("1.5",),
     source="torch documentation, GradBucket: a hook is given one bucket",
     remedy="loops over model.parameters() inside the hook",
 )
 def other_gradients(run: Run, claims: Claims, found: Found) -> None:
-    """A call does not write the .grad of a parameter that is not in its bucket."""
+    """In every run, a call does not write the .grad of a parameter that is not in its bucket."""
     for rank in run.ranks:
         for outside in rank.all("outside"):
             written = outside["written"]
-            actual = f"rank {rank.rank}, step {outside['step']}: .grad of {_first_five(written)}"
+            actual = f"rank {rank.rank}, step {outside['step']}: .grad of {first_of(written)}"
             found.require(not written, "only its own bucket written", actual)
 
 
@@ -150,50 +154,37 @@ def other_gradients(run: Run, claims: Claims, found: Found) -> None:
     "9.6",
     "Leaves nothing behind",
     on=(VALUES,),
+    watches=True,
     needs=("1.5",),
     source="rule book",
     remedy="threads and processes that are not joined, and files that are not removed; a set-up "
     "can return a Case whose close() does it",
 )
 def left_behind(run: Run, claims: Claims, found: Found) -> None:
-    """After the last step, and after close(), no process, temporary file or thread that keeps the
-    process alive is left.
+    """After the last step of every run, and after close(), no process, temporary file or thread
+    that keeps the process alive is left. No step leaves a descriptor, a thread, a process group, a
+    function of atexit or a global hook more than the step before.
 
-    Daemon threads may stay if their number does not grow with the steps. Workers of an executor are
-    not counted: Python joins them at exit.
+    Daemon threads, files and groups that are made once may stay. `judging/oracles/growth.py` tells
+    apart what is made once and what is made step by step. Workers of an executor are not counted:
+    Python joins them at exit.
     """
-    for rank in run.ranks:
-        name = f"rank {rank.rank}"
-        start = rank.first("state", at="start")
-        end = rank.first("state", at="end")
-        if not start or not end:
-            continue
-        threads = [thread for thread in end["threads"] if thread not in start["threads"]]
-        daemons = [thread for thread in threads if thread.endswith("(daemon)")]
-        others = [thread for thread in threads if thread not in daemons]
-        actual = f"{name}: {len(others)} threads left: {_first_five(others)}"
-        found.require(not others, "no threads left", actual)
-        few = len(daemons) < len(run.scenario.steps)
-        actual = f"{name}: {len(daemons)} daemon threads left"
-        found.require(few, "fewer threads than steps", actual)
-        children = _first_five(end["children"])
-        found.require(not children, "no processes left", f"{name}: {children}")
-        files = _first_five(end["files"])
-        found.require(not files, "no files left", f"{name}: {files}")
-    survivors = _first_five(run.left_processes)
-    found.require(not survivors, "no processes left", f"outlived their rank: {survivors}")
+    require_nothing_left(run, claims, found)
 
 
 @rule(
     "9.7",
     "Prints at most 64 KiB per call",
     on=(VALUES,),
+    watches=True,
     blamed_for="flood",
     source="rule book; a log that fills the disk stops the training",
     remedy="output on every rank or at every call: print on one rank, once",
 )
 def output(run: Run, claims: Claims, found: Found) -> None:
-    """A rank writes at most 64 KiB to stdout and stderr per call of the hook."""
+    """In every run a rank writes at most 64 KiB to stdout and stderr per call of the hook."""
+    if run.scenario.simulated:
+        return  # calls of simulated ranks are not on record
     for rank in run.ranks:
         calls = max(1, len(list(rank.all("call"))))
         printed = rank.evidence.get("printed", 0)
@@ -208,18 +199,23 @@ def output(run: Run, claims: Claims, found: Found) -> None:
     "9.8",
     "Replaces no function of torch or Python",
     on=(VALUES,),
+    watches=True,
     needs=("1.5",),
     source="rule book; a subject that patches torch.equal passes every test that uses it",
     remedy="functions that are replaced for all callers: wrap the call instead",
 )
 def patches(run: Run, claims: Claims, found: Found) -> None:
-    """At the end no function of torch, torch.distributed, Tensor, builtins, os and time has been
-    replaced."""
+    """At the end of every run no function of torch, of its classes, of Python's built-ins and of
+    its most used modules has been replaced.
+
+    The classes are Tensor, Module, DistributedDataParallel, Optimizer, ProcessGroup, Future and
+    others; `ranks/instruments/patches.py` lists them.
+    """
     for rank in run.ranks:
         end = rank.first("state", at="end")
         if end is None:
             continue
-        replaced = _first_five(end["patches"])
+        replaced = first_of(end["patches"])
         found.require(not replaced, "no replaced functions", f"rank {rank.rank}: {replaced}")
 
 
@@ -245,17 +241,3 @@ def lets_go(run: Run, claims: Claims, found: Found) -> None:
         if dropped:
             actual = f"rank {rank.rank}: the model is still there"
             found.require(not dropped["kept"], "a model that is gone", actual)
-
-
-def _first_five(names: list[str] | tuple[str, ...]) -> str:
-    return ", ".join(names[:5])
-
-
-def _difference(value: str | None, other: str | None) -> str:
-    """Return a setting, cut down to the words that the other does not have if it is long."""
-    if value is None or other is None or len(value) < 80:
-        return str(value)
-    words = set(value.split()) - set(other.split())
-    # Addresses of objects do not help people.
-    kept = sorted(word for word in words if not word.startswith("0x"))
-    return " ".join(kept)[:200] or "..."

@@ -10,16 +10,27 @@ uneven      normal, with magnitudes that differ between pairs, and between one r
             exceeds the bound.
 special     NaN, infinities, zeros, ties and neighbours of a rounding to half precision, subnormals,
             the largest values.
+zeros       0.0.
+equal       1.375 times a power of two, the same in the whole message.
+tiny        normal, times a drawn power of two (``collective_training.TINY``).
+patches     runs of 128 elements are zeros, equal, tiny or normal, in a drawn order.
+nan, infinite
+            normal, with one NaN, or with an infinity of each sign, at drawn elements of one message
+            of the call (``is_poisoned``).
+
+In a scenario with a ``period`` normal values repeat a table.
 
 In this module, ``place`` is a rank's number within its group.
 """
 
 import functools
 import math
+import random
 
 import torch
 
 from conformance.scenarios.collective import CALLED, CALLS
+from conformance.scenarios.collective_training import TINY
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
 
@@ -40,6 +51,11 @@ _SPECIAL = (
     math.nan,  # message() gives this one the bits of _NAN_OF_CUDA
 )
 
+# Kinds of message that are normal values, changed at drawn places.
+_OF_DRAWN_PLACES = ("zeros", "equal", "tiny", "patches", "nan", "infinite")
+_PATCH = 128
+_PATCHES = ("zeros", "equal", "tiny", "normal")
+
 
 def form_of(scenario: Scenario, index: int) -> str:
     """Return the form of a parameter's call: one of ``CALLS``, or '' for the ordinary form."""
@@ -59,8 +75,9 @@ def indices(scenario: Scenario) -> range:
 
 def source_of(scenario: Scenario, size: int, step: int, index: int) -> int:
     """Return the place of the rank that scatters."""
-    if scenario.order != "free" or "constant" in scenario.steps:
-        # Rank 0 has to go first, or the same message has to be sent in every step.
+    is_repeated = "constant" in scenario.steps or scenario.variant == "recovering"
+    if scenario.order != "free" or is_repeated:
+        # Rank 0 has to go first, or the errors of one rank are followed from step to step.
         return 0
     return (step + index) % size
 
@@ -93,6 +110,8 @@ def shape_of(scenario: Scenario, size: int, index: int, source: int, to: int) ->
     """Return the shape of a message."""
     shape = scenario.params[index].shape
     form = form_of(scenario, index)
+    if scenario.variant == "uneven" and scenario.options[0] == "all_to_all":
+        return (shape[0] + 2 * source + 3 * to, *shape[1:])
     if not form.endswith("splits"):
         return shape
     # Every rank sends the same number of rows in all, and a different number to each peer. A
@@ -102,11 +121,43 @@ def shape_of(scenario: Scenario, size: int, index: int, source: int, to: int) ->
     return (rows, *shape[1:])
 
 
-@functools.lru_cache(maxsize=512)
+def is_poisoned(scenario: Scenario, size: int, step: int, source: int, to: int) -> bool:
+    """Whether a message has the NaN or the infinities of its step.
+
+    The rank that sends it, and the one that receives it, are drawn. A scatter has one sender, and
+    an all_gather sends one message.
+    """
+    draw = random.Random(f"{scenario.session_seed}/poisoned/{step}")
+    poisoned_source = draw.randrange(size)
+    poisoned_destination = draw.randrange(size)
+    collective = scenario.options[0]
+    if collective == "all_gather":
+        return source == poisoned_source
+    if collective == "scatter":
+        return to == poisoned_destination
+    return (source, to) == (poisoned_source, poisoned_destination)
+
+
 def message(
     scenario: Scenario, size: int, step: int, index: int, source: int, to: int
 ) -> torch.Tensor:
     """Return the message from one place of a group to another, in C order."""
+    if scenario.period:
+        # A table makes it cheap, and it is too large to be kept.
+        return _make_message(scenario, size, step, index, source, to)
+    return _keep_message(scenario, size, step, index, source, to)
+
+
+@functools.lru_cache(maxsize=512)
+def _keep_message(
+    scenario: Scenario, size: int, step: int, index: int, source: int, to: int
+) -> torch.Tensor:
+    return _make_message(scenario, size, step, index, source, to)
+
+
+def _make_message(
+    scenario: Scenario, size: int, step: int, index: int, source: int, to: int
+) -> torch.Tensor:
     spec = scenario.params[index]
     kind = scenario.steps[step]
     pair = 16 * source + to
@@ -121,16 +172,45 @@ def message(
         values[-1:].view(torch.int32).fill_(_NAN_OF_CUDA)
         return values.roll(source + to).reshape(shape)
     values = gradient(
-        "normal" if kind == "uneven" else kind,
+        "normal" if kind in ("uneven", *_OF_DRAWN_PLACES) else kind,
         (count,),
         torch.float64,
         world=1,
         rank=pair,
         step=step,
         param=index,
+        period=scenario.period,
     )
     if kind == "uneven":
         of_pair = 2.0 ** (2 * ((5 * source + 3 * to + step) % 4))
         of_block = 2.0 ** (6 - 3 * (torch.arange(count) // 128 % 3))
         values = values * of_pair * of_block
+    elif kind in _OF_DRAWN_PLACES:
+        draw = random.Random(f"{scenario.session_seed}/{kind}/{step}/{index}/{pair}")
+        poisoned = is_poisoned(scenario, size, step, source, to)
+        values = _changed(values, kind, poisoned, draw)
     return values.to(dtype).reshape(shape)
+
+
+def _changed(values: torch.Tensor, kind: str, poisoned: bool, draw: random.Random) -> torch.Tensor:
+    """Return normal values as a kind of ``_OF_DRAWN_PLACES`` changes them."""
+    if kind == "zeros":
+        return torch.zeros_like(values)
+    if kind == "equal":
+        return torch.full_like(values, draw.choice((1.375, -1.375)) * 2.0 ** draw.randint(-6, 6))
+    if kind == "tiny":
+        return values * 2.0 ** draw.randint(*TINY)
+    if kind == "patches":
+        first = draw.randrange(len(_PATCHES))
+        parts = values.split(_PATCH)
+        changed = [
+            _changed(part, _PATCHES[(first + place) % len(_PATCHES)], poisoned, draw)
+            for place, part in enumerate(parts)
+        ]
+        return torch.cat(changed)
+    if poisoned and kind in ("nan", "infinite"):
+        places = draw.sample(range(len(values)), 2)
+        poison = (math.nan,) if kind == "nan" else (math.inf, -math.inf)
+        values = values.clone()
+        values[places[: len(poison)]] = torch.tensor(poison, dtype=values.dtype)
+    return values

@@ -14,14 +14,51 @@ normal      nearly normal, with mean 0 and deviation 1: the sum of twelve unifor
             exact, unlike Box-Muller.
 small, small_constant
             normal and constant, a thousandth as large (2**-10), as most gradients of a model are.
+flat        world_size * (rank + 1) in every element, which takes no time to make.
+level, level_constant
+            nearly the same number everywhere, of another sign on odd ranks, and 1/64 of normal; the
+            latter the same at every step. Any compressor keeps much of it, at any size: a low rank
+            keeps little of a large matrix of independent values.
+heavy_first, heavy_last
+            like level_constant, but with the same sign on all ranks, and 32 times as large on the
+            first or on the last rank. The mean is then about as far from zero, from its double and
+            from the gradient of any rank as it is large.
+faint_first, faint_last
+            the same, times 2**-20.
+large       normal, 2**10 times as large.
+drift       normal and an eighth of constant: a mean that does not vanish over many steps.
+spike       drift, four times as large.
+same, same_one
+            constant, and the same on all ranks; same_one is zeros on all ranks but rank 0.
 wide        magnitudes from 1e-30 to 1e30 in one bucket.
-nan         crafted, with NaN on one rank.
-inf         crafted, with +inf, -inf and both at different elements.
+tiled       crafted values of 4,099 elements, repeated: large gradients that cost little.
+nan         crafted, with NaN at every fifth element, each on one rank; ranks take turns.
+inf         crafted, with +inf, -inf and both at different elements, on ranks in turn.
+nan/1, nan/1/3, nan/1/3/-1, and the same with inf
+            tiled, with NaN on one rank, in one parameter, at one element (``specials.py``).
 zero_one    crafted, but all zeros on rank 0.
 zero_all    zeros on every rank.
 tiny, tiny_float16, tiny_bfloat16
             multiples of the smallest subnormal of float32, float16, bfloat16.
 minus_zero  -0.0 on every rank.
+training    the values of a training run; the parameter's number decides which (``PATTERNS``).
+training_constant
+            the same at every step.
+alike       normal, the same on all ranks and at every step.
+faint, small_faint
+            2**-20 to 2**-19 (times 2**-10), of random sign: not zero, and the same at every step.
+settling    constant, for steps in which every rank uses every parameter (``uses``).
+
+The patterns of ``training``:
+
+heavy       Student's t with 2 degrees of freedom, whose distribution function has the inverse
+            (2u - 1) / sqrt(2u (1 - u)). IEEE 754 defines each operation to the last bit. In a
+            thousand elements the largest is about 20 to 40; its variance is infinite.
+rows        an embedding's: runs of 16 elements are zero but for one of eight, another one on each
+            rank and in each step.
+outlier     normal, but for one element of 2**13 to 2**14.
+ties        1 or -1.
+normal      as above.
 """
 
 import math
@@ -30,9 +67,18 @@ from functools import lru_cache
 import torch
 
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES
+from conformance.scenarios.model import DRAINING
+from conformance.scenarios.specials import (
+    SPECIAL_EVERY,
+    place_of,
+    put_at_place,
+    spread,
+)
+from conformance.scenarios.tables import rows
 
 KINDS = (
     "crafted",
+    "tiled",
     "normal",
     "wide",
     "nan",
@@ -42,21 +88,71 @@ KINDS = (
     "constant",
     "small",
     "small_constant",
+    "flat",
+    "level",
+    "level_constant",
+    "heavy_first",
+    "heavy_last",
+    "faint_first",
+    "faint_last",
     "tiny",
     "tiny_float16",
     "tiny_bfloat16",
     "minus_zero",
+    "large",
+    "drift",
+    "spike",
+    "same",
+    "same_one",
+    "training",
+    "training_constant",
+    "alike",
+    "faint",
+    "small_faint",
+    "settling",
 )
-REPEATED = ("constant", "small_constant")  # the same at every step
+TABLE = 10_000  # the table's number among parameters: no model has as many
+# The same at every step.
+REPEATED = (
+    "constant",
+    "small_constant",
+    "level_constant",
+    "heavy_first",
+    "heavy_last",
+    "faint_first",
+    "faint_last",
+    "same",
+    "same_one",
+    "training_constant",
+    "alike",
+    "faint",
+    "small_faint",
+    "settling",
+)
+PATTERNS = ("heavy", "rows", "outlier", "ties", "normal")
+RUN = 16  # elements that are zero together in ``rows``
+RUNS = 8  # of which one is not zero
 
-# Every fifth element of a nan or inf step is special. Most elements still show the mean.
-SPECIAL_EVERY = 5
+# The elements of a tiled gradient that are not repetitions; a prime number.
+TILE = 4099
+# A twin trains on the inputs of other steps, times a factor, so that a hook that mixes the two
+# models shows.
+TWIN_OFFSET = 7
+TWIN_FACTOR = -2
 
 # The exponent of the smallest subnormal of the dtype.
 _TINY_EXPONENT = {"tiny": -149, "tiny_bfloat16": -133, "tiny_float16": -24}
 
-# The kinds that are another kind, times 2**-10.
-_SMALL_OF = {"small": "normal", "small_constant": "constant"}
+# The kinds that are another kind, times a power of two.
+_SCALED = {
+    "faint_first": ("heavy_first", -20),
+    "faint_last": ("heavy_last", -20),
+    "small": ("normal", -10),
+    "small_constant": ("constant", -10),
+    "small_faint": ("faint", -10),
+    "large": ("normal", 10),
+    "spike": ("drift", 2),
+}
 
 _MASK = (1 << 64) - 1
 
@@ -70,33 +166,69 @@ def gradient(
     rank: int,
     step: int,
     param: int,
+    exponent: int = 0,
+    period: int = 0,
 ) -> torch.Tensor:
     """Return the gradient that one rank feeds for one parameter at one step.
 
     Args:
-        kind: one of ``KINDS``.
+        kind: one of ``KINDS``; ``nan`` and ``inf`` may name a place.
         shape: shape of the parameter; elements are numbered in C order.
         dtype: dtype of the parameter. Real and imaginary parts of a complex one are independent.
         world: number of ranks whose mean is taken.
         rank: global rank. Ranks feed different values.
         step: step number. Steps feed different values.
         param: index of the parameter in the model.
+        exponent: the values are multiplied by ``2**exponent``, unless they are subnormal by design;
+            see ``Param.exponent``.
+        period: the length of the table that the values repeat (``scenarios/tables.py``); 0 if they
+            repeat nothing.
     """
+    if period:
+        made = table(kind, dtype, world=world, rank=rank, step=step, period=period)
+        return tile(made, math.prod(shape), param, exponent).reshape(shape)
     numel = math.prod(shape)
+    if kind == "flat" and not dtype.is_complex:
+        # Not by way of float64, which doubles the time and the memory.
+        return torch.full(shape, world * (rank + 1) * 2.0**exponent, dtype=dtype)
+    scale = 1.0 if kind in _TINY_EXPONENT else 2.0**exponent
     if dtype.is_complex:
         parts = [
-            _values(kind, numel, world, rank, step, 2 * param + 1000 + part) for part in (0, 1)
+            _values(kind, numel, world, rank, step, 2 * param + 1000 + part) * scale
+            for part in (0, 1)
         ]
         return torch.complex(*parts).to(dtype).reshape(shape)
-    return _values(kind, numel, world, rank, step, param).to(dtype).reshape(shape)
+    values = _values(kind, numel, world, rank, step, param)
+    if exponent:
+        values = values * scale
+    return values.to(dtype).reshape(shape)
+
+
+@lru_cache(maxsize=16)
+def table(
+    kind: str, dtype: torch.dtype, *, world: int, rank: int, step: int, period: int
+) -> torch.Tensor:
+    """Return the table of ``period`` values that all gradients of a rank repeat at one step.
+
+    The arguments are those of :func:`gradient`.
+    """
+    return _values(kind, period, world, rank, step, TABLE).to(dtype)
+
+
+def tile(table: torch.Tensor, numel: int, param: int, exponent: int = 0) -> torch.Tensor:
+    """Return a flat gradient of ``numel`` elements that repeats a table."""
+    flat = torch.empty(numel, dtype=table.dtype)
+    for row in rows(numel, len(table), param, exponent):
+        values = table[row.column : row.column + row.end - row.begin]
+        torch.mul(values, row.sign, out=flat[row.begin : row.end])
+    return flat
 
 
 def at_scale(size: int) -> torch.Tensor:
     """Return the gradients of many simulated ranks, ``[size, 3 * SCALE_NUMEL]`` in float64.
 
-    The kinds of ``SCALES`` follow one another: ``random`` is uniform in -1 to 1; ``large`` is 128
-    to 256, with the same sign on all ranks for each element; ``small`` is 2**-16 to 2**-15,
-    likewise.
+    The kinds of ``SCALES`` follow one another: ``random`` is 1/4 to 1, ``large`` is 128 to 256, and
+    ``small`` is 2**-16 to 2**-15; each element has the same sign on all ranks.
     """
     random, large, small = (
         _uniform(size * SCALE_NUMEL, (size, kind)).view(size, SCALE_NUMEL)
@@ -105,19 +237,22 @@ def at_scale(size: int) -> torch.Tensor:
     sign = torch.ones(SCALE_NUMEL, dtype=torch.float64)
     sign[::2] = -1
     parts = [
-        2 * random - 1,
+        sign * (1 + 3 * random) / 4,
         sign * 128 * (1 + large),
         sign * 2.0**-16 * (1 + small),
     ]
     return torch.cat(parts, dim=1)
 
 
-def uses(world: int, rank: int, step: int, param: int) -> bool:
+def uses(world: int, rank: int, step: int, param: int, kind: str = "") -> bool:
     """Whether the forward of ``rank`` uses a parameter at ``step``, if parameters are left out.
 
     At every step, one of five parameters is left out by all ranks, and another one by all ranks but
-    one. They are different ones from step to step.
+    one. They are different ones from step to step. In steps of a ``DRAINING`` kind none is left
+    out.
     """
+    if kind in DRAINING:
+        return True
     position = (param + step) % 5
     if position == 1:
         return False
@@ -131,16 +266,48 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
     """Return ``numel`` float64 values, each exact before any cast."""
     if kind == "zero_all" or (kind == "zero_one" and rank == 0):
         return torch.zeros(numel, dtype=torch.float64)
-    if kind in _SMALL_OF:
-        return _values(_SMALL_OF[kind], numel, world, rank, step, param) * 2.0**-10
+    if kind in _SCALED:
+        plain, exponent = _SCALED[kind]
+        return _values(plain, numel, world, rank, step, param) * 2.0**exponent
+    if kind == "level":
+        level = -1.0 if rank % 2 else 2.0
+        return level * (1 + _bell(numel, (rank, step, param)) * 2.0**-6)
+    if kind in ("heavy_first", "heavy_last"):
+        is_heavy = rank == (0 if kind == "heavy_first" else world - 1)
+        level = 2.0 if is_heavy else 2.0**-4
+        return level * (1 + _bell(numel, (rank, 0, param)) * 2.0**-6)
+    if kind == "level_constant":
+        return _values("level", numel, world, rank, 0, param)
     if kind == "constant":
         return _constant(numel, rank, param).clone()
+    if kind == "flat":
+        return torch.full((numel,), float(world * (rank + 1)), dtype=torch.float64)
+    if kind == "drift":
+        return _constant(numel, rank, param) / 8 + _bell(numel, (rank, step, param))
+    if kind in ("same", "same_one"):
+        used = kind == "same" or rank == 0
+        return _constant(numel, 0, param) * used
+    if kind == "settling":
+        return _constant(numel, rank, param).clone()
+    if kind == "alike":
+        return _constant(numel, 0, param).clone()
+    if kind == "faint":
+        return _faint(numel, rank, param).clone()
+    if kind == "training_constant":
+        return _training_constant(numel, rank, param).clone()
+    if kind == "training":
+        return _training(numel, rank, step, param)
     if kind == "minus_zero":
         return torch.full((numel,), -0.0, dtype=torch.float64)
     if kind == "normal":
         return _bell(numel, (rank, step, param))
     if kind == "wide":
         return _wide(numel, rank, step, param)
+    place = place_of(kind)
+    if kind == "tiled" or place:
+        tile = _values("crafted", min(numel, TILE), world, rank, step, param)
+        values = tile.repeat(-(-numel // TILE))[:numel]
+        return put_at_place(kind, values, place, world, rank, param) if place else values
     values = world * _small_integers(numel, world, (rank, step, param)).double()
     if kind in _TINY_EXPONENT:
         return values * 2.0 ** _TINY_EXPONENT[kind]
@@ -148,7 +315,9 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
     # integers stay sums of integers.
     values = values * _power_of_two(_integers(numel, 7, (step, param, 60)) - 3)
     if kind in ("nan", "inf"):
-        return _with_special(kind, values, rank)
+        # The owner of an element is the same on all ranks.
+        owners = _integers(-(-numel // SPECIAL_EVERY), world, (step, param, 70))
+        spread(kind, values, owners, world, rank)
     return values
 
 
@@ -169,24 +338,49 @@ def _constant(numel: int, rank: int, param: int) -> torch.Tensor:
     return _values("normal", numel, 1, rank, 0, param)
 
 
-def _with_special(kind: str, values: torch.Tensor, rank: int) -> torch.Tensor:
-    """Put NaN or infinities at every fifth element.
+@lru_cache(maxsize=64)
+def _faint(numel: int, rank: int, param: int) -> torch.Tensor:
+    """Return the values that ``faint`` feeds at every step; they are cached."""
+    sign = _integers(numel, 2, (rank, param, 70)) * 2 - 1
+    return sign * (1 + _uniform(numel, (rank, param, 71))) * 2.0**-20
 
-    Infinities are on rank 0, on rank 1, or on both with opposite signs, so that the mean is NaN.
-    """
-    at = torch.arange(0, len(values), SPECIAL_EVERY)
-    which = (at // SPECIAL_EVERY) % 4  # the four cases of ``inf``, in turn
-    if kind == "nan":
-        if rank == 0:
-            values[at] = math.nan
-    elif rank == 0:
-        values[at[which == 0]] = math.inf
-        values[at[which == 1]] = -math.inf
-        values[at[which == 3]] = math.inf
-    elif rank == 1:
-        values[at[which == 2]] = math.inf
-        values[at[which == 3]] = -math.inf
-    return values
+
+@lru_cache(maxsize=64)
+def _training_constant(numel: int, rank: int, param: int) -> torch.Tensor:
+    """Return the values that ``training_constant`` feeds at every step; they are cached."""
+    return _training(numel, rank, 0, param)
+
+
+def _training(numel: int, rank: int, step: int, param: int) -> torch.Tensor:
+    """Return values of the pattern that belongs to a parameter."""
+    key = (rank, step, param)
+    pattern = PATTERNS[param % len(PATTERNS)]
+    if pattern == "heavy":
+        return _heavy(numel, key)
+    if pattern == "ties":
+        sign = _integers(numel, 2, (*key, 82)) * 2 - 1
+        return sign.double()
+    values = _bell(numel, key)
+    if not numel or pattern == "normal":
+        return values
+    if pattern == "outlier":
+        at = int(_integers(1, numel, (*key, 84)))
+        values[at] = (8192 + int(_integers(1, 8192, (*key, 85)))) * (1 if values[at] > 0 else -1)
+        return values
+    runs = -(-numel // RUN)
+    kept = _integers(runs, RUNS, (*key, 86)) == 0
+    # At least one run is not zero.
+    kept[int(_integers(1, runs, (*key, 87)))] = True
+    return values * kept.repeat_interleave(RUN)[:numel]
+
+
+def _heavy(numel: int, key: tuple[int, ...]) -> torch.Tensor:
+    """Return draws of Student's t with 2 degrees of freedom."""
+    # The product of two numbers of 25 bits is exact; the root and the quotient are rounded
+    # correctly.
+    above = 2 * _integers(numel, 1 << 24, (*key, 81)).double() + 1
+    below = 2.0**25 - above
+    return (above - below) / (2 * above * below).sqrt()
 
 
 def _small_integers(numel: int, world: int, key: tuple[int, ...]) -> torch.Tensor:
@@ -271,6 +465,8 @@ def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     """Return a tensor with the same values in another memory layout (``Param.layout``)."""
     if layout == "channels_last":
         return tensor.contiguous(memory_format=torch.channels_last)
+    if layout == "channels_last_3d":
+        return tensor.contiguous(memory_format=torch.channels_last_3d)
     if layout == "transposed":
         return tensor.t().contiguous().t()
     return tensor

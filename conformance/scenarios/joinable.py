@@ -7,6 +7,7 @@ The kit's own joinables are numbered from 0 to JOINABLES - 1.
 from dataclasses import replace
 from typing import Any
 
+from conformance.scenarios.join_draws import drawn_lengths, drawn_order
 from conformance.scenarios.model import Observation, Param, Scenario
 
 JOINABLES = 3  # of the kit, in one context
@@ -172,6 +173,8 @@ _ORDERS: dict[str, list[tuple[int, ...]]] = {"again": [(0, 1, 2), (2, 0, 1), (1,
 
 def order(scenario: Scenario, context: int) -> tuple[int, ...]:
     """Return the numbers of the kit's joinables in a context, in their order."""
+    if scenario.variant in ("long", "epochs"):
+        return drawn_order(scenario, context)
     if scenario.variant in _ORDERS:
         return _ORDERS[scenario.variant][context]
     return tuple(range(JOINABLES))
@@ -180,6 +183,8 @@ def order(scenario: Scenario, context: int) -> tuple[int, ...]:
 def lengths(scenario: Scenario, group: tuple[int, ...]) -> list[Lengths]:
     """Return the numbers of inputs of a group's ranks, one row for each context."""
     size = len(group)
+    if drawn := drawn_lengths(scenario, size):
+        return drawn
     # The ranks of the second group have one input more: a subject that waits for a rank of the
     # other group does not get by with equal numbers.
     more = scenario.groups.index(group) if scenario.groups else 0

@@ -10,6 +10,10 @@ from typing import Any
 
 from conformance.scenarios.profiles import GLOO_CPU, Profile, profile_from_json
 
+# The kinds of gradient (``gradients.KINDS``) that are fed until residuals are empty, after the
+# steps in which ranks leave out parameters, or run out of inputs.
+DRAINING = ("faint", "small_faint", "settling")
+
 
 @dataclass(frozen=True)
 class Param:
@@ -18,10 +22,12 @@ class Param:
     Attributes:
         shape: its shape.
         dtype: a name that torch has, e.g. ``"float32"``.
-        layout: ``contiguous``, ``channels_last``, ``transposed``, or ``sparse`` (an embedding whose
-            gradient is a sparse tensor).
+        layout: ``contiguous``, ``channels_last``, ``channels_last_3d``, ``transposed``, or
+            ``sparse`` (an embedding whose gradient is a sparse tensor).
         frozen: it requires no gradient.
         uses: how often the forward uses it. Its gradient is the sum over all uses.
+        exponent: its gradients are multiplied by ``2**exponent``, which is exact; if they repeat a
+            table, only those from element 2**24 on.
     """
 
     shape: tuple[int, ...]
@@ -29,6 +35,7 @@ class Param:
     layout: str = "contiguous"
     frozen: bool = False
     uses: int = 1
+    exponent: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,9 @@ class Observation:
         other_gradients: gradients outside the bucket are compared before and after each hook call.
         bytes_sent: the sizes of the tensors that the subject passes to collectives.
         collectives: every collective, before it begins.
-        process: the state that every library in the process shares: settings, generators, threads,
-            files, replaced functions. The first scenario of each kind always records it.
+        gradients: the gradients of every step, and the parameters of a fused hook. Without them no
+            result is judged.
+        coverage: the lines and branches of the subject's own files that run.
     """
 
     hook: bool = True
@@ -68,7 +76,8 @@ class Observation:
     other_gradients: bool = False
     bytes_sent: bool = False
     collectives: bool = False
-    process: bool = False
+    gradients: bool = True
+    coverage: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,32 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class LongRun:
+    """A run as long as training's schedules (``scenarios/long_runs.py``).
+
+    A round is a number of consecutive steps that feed the same gradients. ``Scenario.steps`` has
+    the kind of gradient of each round, and records have a row for each round: the sum of its
+    results. Records therefore stay small, however many steps there are.
+
+    Attributes:
+        drawn: the number of rounds before claims are considered; 0 if the scenario is no long run.
+        period: the number of different gradients of a kind, which come again and again; a prime.
+        hold: the number of rounds that feed the same gradients.
+        warm_up: the first rounds, which are those of a claimed warm-up. They have one step each.
+        steps_per_round: the number of steps of each later round.
+    """
+
+    drawn: int = 0
+    period: int = 1
+    hold: int = 1
+    warm_up: int = 0
+    steps_per_round: int = 1
+
+    def __bool__(self) -> bool:
+        return self.drawn > 0
+
+
+@dataclass(frozen=True)
 class Scenario:
     """One experiment.
 
@@ -117,6 +152,11 @@ class Scenario:
             gradient times that integer, and they sum to 1. All but the last run under ``no_sync``.
         uneven: ranks have different numbers of inputs (``inputs_of``), and train under ``Join``.
         groups: disjoint groups of global ranks, each with a model of its own; () for WORLD.
+        size: the number of ranks that the scenario brings itself, whatever world sizes the profile
+            has; 0 if the profile decides. Groups bring their own ranks, too.
+        nodes: the number of ranks on each simulated node, in the order of ranks; () if all are on
+            one node. Ranks see their node in the variables of torchrun (``ranks/torchrun.py``).
+        idle: ranks that register the subject on a model of their own, and never train it.
         observe: the records that are made.
         order: the order in which ranks enter the hook and callbacks run: ``free``, or an order of
             ``ranks/instruments/schedule.py``.
@@ -138,6 +178,9 @@ class Scenario:
         fused: parameters are recorded after every step, and results too if the hook frees
             gradients.
         twin: another model with the same subject trains in turns with this one, on other inputs.
+        twin_groups: disjoint groups of global ranks for the twins; () if a twin has the group of
+            the model.
+        world_only: the subject claims to use WORLD, whatever group its model has.
         other_hash_seed: run in processes with another PYTHONHASHSEED than the other scenarios.
         deadline: seconds after which the run counts as hanging; 0 for the pool's own deadline.
         kind: the kind of subject (``subjects/kinds``); it decides how ``steps`` are read and which
@@ -146,7 +189,17 @@ class Scenario:
         options: the parts of the subject's claims that ranks need.
         delayed: slow kernels precede gradients and collectives (``instruments/stream_delays.py``).
         captured: a step is captured in a CUDA graph and replayed (``drivers/cuda_graph.py``).
+        unrecorded_steps: steps of a long warm-up that come before ``steps`` and leave no record.
+        long_run: the schedule of a run of more than a thousand steps.
         profile: the backend and the device; set by the engine.
+        session_seed: the seed that numbers are drawn from (``draws.py``); set by the engine.
+        period: the length of the table that all gradients repeat (``scenarios/tables.py``); 0 for
+            gradients that repeat nothing.
+        folded: results are recorded as the smallest and largest value at each place of the table,
+            of the whole ``model`` or of each ``bucket``; '' for every element.
+        loss_scales: for each step, the exponent of two of the loss scale that its gradients are
+            multiplied by; () for none.
+        rescale_call: the name of the call that tells the subject of a new loss scale, or ''.
     """
 
     name: str
@@ -158,6 +211,9 @@ class Scenario:
     microbatch_weights: tuple[int, ...] = (1,)
     uneven: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
+    size: int = 0
+    nodes: tuple[int, ...] = ()
+    idle: tuple[int, ...] = ()
     observe: Observation = Observation()
     order: str = "free"
     seed: int = 0
@@ -174,6 +230,8 @@ class Scenario:
     serialised: bool = False
     fused: bool = False
     twin: bool = False
+    twin_groups: tuple[tuple[int, ...], ...] = ()
+    world_only: bool = False
     other_hash_seed: bool = False
     deadline: float = 0.0
     kind: str = "hook"
@@ -181,18 +239,22 @@ class Scenario:
     options: tuple[str, ...] = ()
     delayed: bool = False
     captured: bool = False
+    unrecorded_steps: int = 0
+    long_run: LongRun = LongRun()
     profile: Profile = GLOO_CPU
+    session_seed: int = 0
+    period: int = 0
+    folded: str = ""
+    loss_scales: tuple[int, ...] = ()
+    rescale_call: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
-    def watches_process(self) -> bool:
-        """Whether the state of the process is recorded (``Observation.process``).
-
-        The plainest scenario of each kind, which is its own prerequisite, always records it.
-        """
-        return self.observe.process or self.name == self.prerequisite
+    def family(self) -> str:
+        """The scenario in the rule book that this one stands for: ``probe`` for all probes."""
+        return "probe" if self.name.startswith("probe_") else self.name
 
     @property
     def intercepts(self) -> bool:
@@ -201,21 +263,58 @@ class Scenario:
         records = self.observe.bytes_sent or self.observe.collectives
         return self.order != "free" or faulty or records or self.serialised
 
+    def loss_scale(self, step: int) -> float:
+        """Return the loss scale of a step; 1 if the scenario has none."""
+        if not self.loss_scales:
+            return 1.0
+        return 2.0 ** self.loss_scales[min(max(step, 0), len(self.loss_scales) - 1)]
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a run of many steps may take beyond its deadline; 0 for other scenarios.
+
+        A deadline is for hangs: this is ten times as long as a step takes with three ranks on a
+        busy core.
+        """
+        rounds = len(self.steps) * bool(self.long_run)
+        return (rounds * self.long_run.steps_per_round + self.unrecorded_steps) / 10
+
     def group_of(self, rank: int, world: int) -> tuple[int, ...]:
         """Return the global ranks of the group that ``rank`` trains in."""
         return next((group for group in self.groups if rank in group), tuple(range(world)))
 
+    def twin_group_of(self, rank: int, world: int) -> tuple[int, ...]:
+        """Return the global ranks of the group that the twin of ``rank`` trains in."""
+        own = self.group_of(rank, world)
+        return next((group for group in self.twin_groups if rank in group), own)
+
+    @property
+    def own_size(self) -> int:
+        """The number of ranks that the scenario brings itself; 0 if the profile decides."""
+        return self.size or sum(map(len, self.groups))
+
     def inputs_of(self, rank: int, world: int) -> int:
-        """Return the number of steps for which a rank has inputs.
+        """Return the number of steps before a rank runs out of inputs.
 
         If inputs are uneven, rank 0 has all, the last of three or more ranks has none, and the
-        others have half.
+        others have half of them. The steps that empty residuals do not count: they are the next
+        epoch, in which all ranks have all inputs. Idle ranks have none.
         """
-        if not self.uneven or rank == 0:
+        if rank in self.idle:
+            return 0
+        if not self.uneven:
             return len(self.steps)
+        epoch = sum(kind not in DRAINING for kind in self.steps)
+        if rank == 0:
+            return epoch
         if rank == world - 1 and world > 2:
             return 0
-        return len(self.steps) // 2
+        return epoch // 2
+
+    def has_input(self, rank: int, world: int, step: int) -> bool:
+        """Whether a rank has an input at a step, see :meth:`inputs_of`."""
+        is_next_epoch = self.uneven and self.steps[step] in DRAINING and rank not in self.idle
+        return is_next_epoch or step < self.inputs_of(rank, world)
 
     def fits(self, worlds: tuple[int, ...]) -> tuple[int, ...]:
         """Return the world sizes at which the scenario runs, out of those of the profile.
@@ -224,9 +323,8 @@ class Scenario:
         """
         if self.simulated:
             return (1,)
-        if self.groups:
-            # The groups fix the world size, whatever sizes the profile has.
-            return (sum(map(len, self.groups)),) if max(worlds) > 1 else ()
+        if self.own_size:
+            return (self.own_size,) if max(worlds) > 1 else ()
         fitting = tuple(w for w in worlds if not self.world_sizes or w in self.world_sizes)
         if fitting:
             return fitting
@@ -237,18 +335,31 @@ class Scenario:
 def scenario_from_json(data: dict[str, Any]) -> Scenario:
     """Rebuild a scenario that travelled as JSON."""
     params = tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in data["params"])
-    groups = tuple(tuple(group) for group in data["groups"])
+    groups, twin_groups = (
+        tuple(tuple(group) for group in data[name]) for name in ("groups", "twin_groups")
+    )
     tuples = {
         name: tuple(data[name])
-        for name in ("steps", "world_sizes", "microbatch_weights", "simulated", "options")
+        for name in (
+            "steps",
+            "world_sizes",
+            "microbatch_weights",
+            "simulated",
+            "options",
+            "loss_scales",
+            "nodes",
+            "idle",
+        )
     }
     nested = {
         "params": params,
         "groups": groups,
+        "twin_groups": twin_groups,
         "ddp": DDPOptions(**data["ddp"]),
         "observe": Observation(**data["observe"]),
         "fault": Fault(**data["fault"]),
         "resume": Resume(**data["resume"]),
+        "long_run": LongRun(**data["long_run"]),
         "profile": profile_from_json(data["profile"]),
     }
     return Scenario(**{**data, **tuples, **nested})

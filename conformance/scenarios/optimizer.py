@@ -6,6 +6,7 @@ them are powers of two or 0 unless Adam is wrapped, so that SGD is exact on craf
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from conformance.scenarios.model import Param, Scenario
 
@@ -199,15 +200,20 @@ class Setting:
             with ``options``.
         added: the step before which the last group is added.
         rates: the learning rate of each step, if rates are written to param_groups.
+        changes: the options that are written to parameter groups before a step, by step and by
+            group.
+        saves_at: the number of steps after which the state is saved, if it is drawn.
         back: the step before which everything is restored, and the step whose end is restored.
     """
 
     warmup: int = 1
     period: int = 2
-    options: Mapping[str, float] = field(default_factory=lambda: {"lr": 2.0**-3, "momentum": 1.0})
-    groups: tuple[tuple[tuple[int, ...], Mapping[str, float]], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 2.0**-3, "momentum": 1.0})
+    groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...] = ()
     added: int = -1
     rates: tuple[float | None, ...] = ()
+    changes: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
+    saves_at: int = 0
     back: tuple[int, int] = (-1, -1)
 
 

@@ -49,6 +49,9 @@ _WITHOUT_STREAMS = ("gloo", "mpi", "ucc")
 # wait for each other, so all of their blocks must be resident at once.
 _CTAS = 8
 
+# The number of ranks that a scenario may bring, whatever world sizes are run (``clusters.py``).
+LARGEST_BROUGHT = 8
+
 # With fewer hardware queues, streams that share a queue wait for each other although no event
 # orders them.
 _SETTINGS = (("CUDA_DEVICE_MAX_CONNECTIONS", "32"),)
@@ -119,6 +122,22 @@ class Profile:
         takes_backend = not backends or self.backend in backends
         takes_device = not devices or self.device in devices
         return takes_backend and takes_device
+
+
+@dataclass(frozen=True)
+class SizeLimit:
+    """The largest number of ranks that a scenario may bring itself.
+
+    Attributes:
+        largest: that number.
+        reason: why, in words that "because" can follow.
+        is_chosen: the command line leaves larger sizes out; if false, the machine has no more
+            ranks.
+    """
+
+    largest: int
+    reason: str
+    is_chosen: bool
 
 
 GLOO_CPU = Profile()
@@ -207,7 +226,7 @@ def resolve_profile(
             f"profile nccl: not run: world size {largest} needs as many GPUs, {available}; ranks "
             f"can share one from NCCL {shares_from} on, this is {loaded} ({_LIBRARY})"
         )
-    ranks_per_gpu = -(-largest // devices)
+    ranks_per_gpu = -(-max(largest, LARGEST_BROUGHT) // devices)
     environment = {
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "NCCL_NVLS_ENABLE": "0",

@@ -5,6 +5,7 @@ parameters a micro-batch uses and how large its gradients are; the ranks that ru
 rules that judge it both call them. In this module, ``place`` is a rank's number within its group.
 """
 
+import random
 from dataclasses import replace
 
 from conformance.scenarios.model import DDPOptions, Param, Scenario
@@ -41,7 +42,6 @@ ACCUMULATED = replace(
     summary="steps of 2, 4, 1 and 2 micro-batches",
     steps=("crafted",) * 4,
     variant="accumulated",
-    observe=replace(PLAIN.observe, process=True),
 )
 
 RANDOM = replace(
@@ -215,6 +215,10 @@ _BATCHES = {
     "microbatches": (4,),
     "claim": (4,),
     "four": (4,),
+    "empty": (3,),
+    "abandoned": (3,),
+    "recovered": (3,),
+    "buffers": (2, 4, 1),
 }
 
 # The variants in which ranks or micro-batches use different parameters.
@@ -223,7 +227,7 @@ _DIFFERENT = ("microbatches", "ranks", "combined", "claim")
 
 def batches(scenario: Scenario, step: int) -> int:
     """Return the number of micro-batches of a step."""
-    if by_itself(scenario, step):
+    if by_itself(scenario, step) or scenario.steps[step] == "limit":
         return 1
     numbers = _BATCHES.get(scenario.variant, (2,))
     return numbers[step % len(numbers)]
@@ -247,6 +251,60 @@ def raises_in(scenario: Scenario, step: int) -> int | None:
     if scenario.variant != "raises":
         return None
     return {1: 0, 2: 1}.get(step)
+
+
+def abandoned_after(scenario: Scenario, step: int) -> int | None:
+    """Return the number of micro-batches after which a step is given up, or None.
+
+    Its last micro-batch never comes, and its gradients are cleared.
+    """
+    if scenario.variant != "abandoned":
+        return None
+    draw = _generator(scenario, 0)
+    steps = draw.sample(range(len(scenario.steps) - 1), 2)
+    number = draw.randint(1, 2)
+    return number if step in steps else None
+
+
+def fails_and_goes_on(scenario: Scenario, step: int) -> int | None:
+    """Return the micro-batch in which an exception is raised, and after which the step goes on."""
+    if scenario.variant != "recovered":
+        return None
+    return (_generator(scenario).randrange(2) + step) % 2
+
+
+def is_judged(scenario: Scenario, step: int) -> bool:
+    """Whether the gradients after a step are judged: the step has come to its end."""
+    return raises_in(scenario, step) is None and abandoned_after(scenario, step) is None
+
+
+def is_empty(scenario: Scenario, size: int, place: int, step: int, batch: int) -> bool:
+    """Whether a rank has nothing to do in a micro-batch: neither a forward nor a backward."""
+    if scenario.variant != "empty":
+        return False
+    idle_step = _generator(scenario).randrange(len(scenario.steps))
+    if step == idle_step:
+        # One rank has nothing to do in the whole step.
+        return place == _generator(scenario, step).randrange(size)
+    return place == _generator(scenario, step, batch).randrange(2 * size)
+
+
+def statistic(place: int, step: int, batch: int) -> float:
+    """Return the value that a micro-batch adds to the statistics of a normalisation."""
+    return float(64 * (place + 1) + 8 * step + batch)
+
+
+def order_of_two(scenario: Scenario, step: int) -> list[tuple[int, int]]:
+    """Return the order in which the micro-batches of two models come, as (model, micro-batch)."""
+    # Every order in which both models are in the midst of a step comes once.
+    orders = [(0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 0, 1), (1, 0, 1, 0)]
+    _generator(scenario).shuffle(orders)
+    order = orders[step // 2 % len(orders)]
+    return [(model, order[:at].count(model)) for at, model in enumerate(order)]
+
+
+def _generator(scenario: Scenario, *key: int) -> random.Random:
+    return random.Random(f"{scenario.session_seed}/{scenario.name}/{key}")
 
 
 def multiple(size: int, number: int, batch: int) -> int:
@@ -273,7 +331,9 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
         batch: the micro-batch of the step.
         index: the parameter.
     """
-    if scenario.params[index].frozen:
+    if scenario.params[index].frozen or is_empty(scenario, size, place, step, batch):
+        return False
+    if batch == fails_and_goes_on(scenario, step):
         return False
     last = batch == batches(scenario, step) - 1
     match scenario.variant:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from conformance.judging.rule import Rule, WorldSizes
-from conformance.judging.run_failures import FailedRun, refused_on_every_rank
+from conformance.judging.run_failures import FailedRun, fault_of_torch, refused_on_every_rank
 from conformance.judging.verdict import Verdict
 from conformance.records.run import Run
 from conformance.subjects.claims import Claims
@@ -39,6 +39,14 @@ def consequence(
     refuses = refused_on_every_rank(run)
     if failed.kind == "node":
         return Consequence(Verdict.NOT_RUN, failed.line)
+    if fault := fault_of_torch(run):
+        return Consequence(Verdict.NOT_APPLICABLE, fault, checks=1)
+    if run.scenario.simulated:
+        reason = f"it cannot be simulated: {failed.line}"
+        return Consequence(Verdict.NOT_APPLICABLE, reason, checks=1)
+    if run.scenario.twin_groups and any(rank.first("twin", one_object=True) for rank in run.ranks):
+        reason = f"the subject is one object, which both models would share: {failed.line}"
+        return Consequence(Verdict.NOT_APPLICABLE, reason, checks=1)
     if rule.worlds is WorldSizes.BELOW_MINIMUM and refuses:
         return Consequence(Verdict.PASS, failed.line, checks=1)
     if excluded and refuses and len(rule.on) > 1 and not owns(rule, run):
@@ -62,16 +70,16 @@ def is_responsible(rules: Mapping[str, Rule], rule: Rule, run: Run, failed: Fail
 def blamed_rule(rules: Mapping[str, Rule], run: Run, failed: FailedRun) -> Rule | None:
     """Return the rule that this kind of failure belongs to, if it reads the run; else None."""
     for rule in rules.values():
-        if rule.blamed_for == failed.kind and run.scenario.name in {
-            scenario.name for scenario in rule.on
-        }:
+        if rule.blamed_for != failed.kind or rule.kind != run.scenario.kind:
+            continue
+        if rule.watches or run.scenario.family in {scenario.name for scenario in rule.on}:
             return rule
     return None
 
 
 def owns(rule: Rule, run: Run) -> bool:
     """Whether a rule owns the scenario of a run."""
-    return run.scenario.name in {scenario.name for scenario in rule.owns}
+    return run.scenario.family in {scenario.name for scenario in rule.owns}
 
 
 def claims_exclude(claims: Claims, run: Run) -> bool:

@@ -33,6 +33,10 @@ EXACT = ("2.1", "2.2", "2.3", "2.6", "2.7", "2.10")
 LOSSY = {FEEDBACK: "13.1", DIFFERENCE: "13.1", CONTRACTION: "13.2", UNBIASED: "13.3", LOCAL: "13.5"}
 LOSSY_BESIDE = ("13.4", "1.8", "2.6", "2.7", "2.10")
 REPLICAS = "3.1"
+MIXING = "13.11"
+BYTES_SENT = "13.7"
+SEARCHED = (*CONTRACT, *EXACT, *LOSSY.values(), *LOSSY_BESIDE, REPLICAS, MIXING, BYTES_SENT)
+"""The rules that a search judges: a rule that watches every run watches the runs of these alone."""
 DELTAS_OF_FEEDBACK = (0.5, 0.25, 0.1)
 DELTAS_OF_CONTRACTION = (0.999, 0.99, 0.9)
 MOST_PROPOSALS = 3
@@ -44,14 +48,16 @@ class Tried:
 
     Attributes:
         claims: the claim.
-        failed: the number of the first failed rule, and its reason; '' if all hold.
+        refused_by: the number of the first failed rule; None if all hold.
+        reason: the reason of its failure.
         margins: by rule, the largest error as a fraction of its bound.
         share: the largest share of the gradients' bytes that a rank sent in a step after the
             warm-up; None if unknown.
     """
 
     claims: Claims
-    failed: str = ""
+    refused_by: str | None = None
+    reason: str = ""
     margins: dict[str, float] = field(default_factory=dict)
     share: float | None = None
 
@@ -66,16 +72,17 @@ def search_claims(engine_for: Callable[[Claims], Engine]) -> list[Tried]:
     """
     exact = engine_for(Claims())
     tried = [_try(exact, (*CONTRACT, *EXACT))]
-    if not tried[0].failed or any(not exact.judge(number).verdict.holds for number in CONTRACT):
+    is_broken = any(not exact.judge(number).verdict.holds for number in CONTRACT)
+    if tried[0].refused_by is None or is_broken:
         return tried
     for claims in (*equivalent_claims(exact), *_lossy_claims(_exact_steps(exact))):
         if any(before.claims == claims for before in tried):
             continue
         tried.append(_try(engine_for(claims), _rules_of(claims)))
-        if tried[-1].failed.startswith("2.7") and not claims.world_only:
+        if tried[-1].refused_by == "2.7" and not claims.world_only:
             claims = replace(claims, world_only=True)
             tried.append(_try(engine_for(claims), _rules_of(claims)))
-        if tried[-1].failed:
+        if tried[-1].refused_by:
             continue
         if claims.lossy == CONTRACTION:
             unbiased = Claims(lossy=UNBIASED, warmup=claims.warmup, world_only=claims.world_only)
@@ -92,9 +99,9 @@ def equivalent_claims(engine: Engine) -> list[Claims]:
     if current.lossy or not KINDS[engine.subject.kind].searches_claims:
         return []
     candidates = [
-        replace(current, rounded=rounded, sum=total, world_only=world_only)
+        replace(current, rounded=rounded, sum=total, scaled=scaled, world_only=world_only)
         for world_only in (False, True)
-        for total in (False, True)
+        for total, scaled in ((False, False), (False, True), (True, False))
         for rounded in (None, *ROUNDED_DTYPES)
     ]
     others = [
@@ -123,14 +130,19 @@ def _lossy_claims(warmup: int) -> Iterator[Claims]:
             yield Claims(lossy=kind, delta=delta, warmup=warmup)
     yield Claims(lossy=UNBIASED, warmup=warmup)
     yield Claims(lossy=LOCAL, warmup=warmup)
+    yield Claims(lossy=LOCAL, warmup=warmup, ratio=0.0)
+    yield Claims(lossy=LOCAL, warmup=warmup, mixing=False)
 
 
 def _rules_of(claims: Claims) -> tuple[str, ...]:
     if not claims.lossy:
         return EXACT
     # Replicas of a local hook drift apart.
-    replicas = () if claims.lossy == LOCAL else (REPLICAS,)
-    return (LOSSY[claims.lossy], *LOSSY_BESIDE, *replicas)
+    if claims.lossy != LOCAL:
+        return (LOSSY[claims.lossy], *LOSSY_BESIDE, REPLICAS)
+    mixing = (MIXING,) if claims.mixes else ()
+    sent = (BYTES_SENT,) if claims.ratio is not None else ()
+    return (LOSSY[LOCAL], *mixing, *sent, *LOSSY_BESIDE)
 
 
 def _try(engine: Engine, numbers: tuple[str, ...]) -> Tried:
@@ -138,7 +150,8 @@ def _try(engine: Engine, numbers: tuple[str, ...]) -> Tried:
     for number in numbers:
         judgement = engine.judge(number)
         if _fails(judgement):
-            tried.failed = f"{number}: {judgement.reason}"
+            tried.refused_by = number
+            tried.reason = judgement.reason
             return tried
         margins = [run["margin"] for run in judgement.runs.values() if run.get("margin")]
         if margins:
@@ -163,8 +176,10 @@ def _fails(judgement: Judgement) -> bool:
 
 def proposal_lines(tried: list[Tried]) -> list[str]:
     """Return the lines of the terminal about the claims that were tried."""
-    lines = [f"tried     {one.claims}: {one.failed}" for one in tried if one.failed]
-    holding = [one for one in tried if not one.failed]
+    lines = [
+        f"tried     {one.claims}: {one.refused_by}: {one.reason}" for one in tried if one.refused_by
+    ]
+    holding = [one for one in tried if one.refused_by is None]
     for one in holding:
         margins = ", ".join(f"{number} {margin:.2g}" for number, margin in one.margins.items())
         lines.append(f'proposed  --claims "{one.claims}"')

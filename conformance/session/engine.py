@@ -7,38 +7,24 @@ which runs a rule reads, and ``blame.py`` which rule a failed run fails.
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-from conformance.errors import KitError, TargetError, UsageError
-from conformance.judging.collective_order import disagreement
+from conformance.errors import KitError, UsageError
 from conformance.judging.rule import Rule, WorldSizes
-from conformance.judging.run_failures import FailedRun, failed_run
+from conformance.judging.run_failures import FailedRun
 from conformance.judging.verdict import NOT_CLAIMED, Failure, Found, Judgement, Verdict
 from conformance.records.run import Run
-from conformance.scenarios.hook import explained
 from conformance.scenarios.model import Scenario
-from conformance.session.blame import blamed_rule, consequence, owns
+from conformance.session.blame import blamed_rule, consequence, is_responsible, owns
+from conformance.session.coverage import Measured, measure, runs_of
 from conformance.session.plan import Plan
+from conformance.session.prerequisites import builds_on, needs_of, reason_not_applicable
+from conformance.session.probes import Probes, adapted_probe
+from conformance.session.progress import Progress
+from conformance.session.run_maker import NodeLost, NotRun, RunMaker
 from conformance.session.run_sources import RunSource
 from conformance.subjects.claims import Claims, default_claims
-from conformance.subjects.references import claimed_references
 from conformance.subjects.spec import REFERENCE, SubjectSpec, reference_of
-
-MAX_HANGS = 3  # runs that may cost their whole deadline before the rest are not run
-# Faults of a peer that a backend with streams reports through its watchdog, not through a future.
-NOTICED_BY_FUTURES = ("peer_dies", "peer_dies_later", "peer_silent")
-
-
-@dataclass(frozen=True)
-class NotRun:
-    """A run that there is none of, and why."""
-
-    reason: str
-
-
-class _NodeLost(Exception):
-    """The run of a baseline was cut short; the text names the node."""
 
 
 class _RuleCrashed(Exception):
@@ -73,7 +59,15 @@ class Engine:
         self.subject = subject
         self.claims = claims
         self.control = control
-        self.plan = Plan(subject.kind, claims, source.profile, worlds)
+        self.plan = Plan(
+            subject.kind,
+            claims,
+            source.profile,
+            worlds,
+            source.seed,
+            source.steps,
+            source.limit,
+        )
         if not self.plan.world_sizes:
             sizes = ",".join(map(str, worlds))
             raise UsageError(
@@ -82,12 +76,17 @@ class Engine:
                 f"add a world size of at least {claims.min_world_size}"
             )
         self._rules = rules
-        self._runs: dict[tuple[str, int], Run | NotRun] = {}
-        self._baselines: dict[tuple[str, Scenario], Run] = {}
-        self._failed_runs: dict[str, FailedRun | None] = {}
         self._judgements: dict[str, Judgement] = {}
-        self._hangs: list[str] = []
         self._announced: Sequence[str] = ()
+        self.probes = Probes(subject, claims, self.plan, source.capacity)
+        self.maker: RunMaker = RunMaker(
+            source,
+            self.plan,
+            subject,
+            claims,
+            control.maker if control else None,
+            self._scheduled_runs,
+        )
 
     @property
     def primary(self) -> int:
@@ -103,6 +102,11 @@ class Engine:
             else f"the reference ({self.subject.name})"
         )
 
+    @property
+    def runs(self) -> list[Run]:
+        """The subject's runs so far."""
+        return [run for run in self.maker.made.values() if isinstance(run, Run)]
+
     def judge(self, number: str) -> Judgement:
         """Return the judgement on one rule; its runs are made first."""
         if number not in self._judgements:
@@ -114,6 +118,32 @@ class Engine:
         passed.
         """
         self._announced = numbers
+
+    def show(self, progress: Progress) -> None:
+        """Show the runs on a terminal while they are waited for."""
+        if progress.terminal is None:
+            return
+
+        def waits_for(name: str) -> None:
+            progress.run(name, len(self.maker.made), self._number_of_runs())
+
+        self.maker.waits_for = waits_for
+        if self.control:
+            self.control.maker.waits_for = lambda name: progress.run(f"reference, {name}", 0, 0)
+
+    def _number_of_runs(self) -> int:
+        """Return the number of runs that the announced rules need; 0 before they are announced."""
+        rules = [self._rules[number] for number in self._announced]
+        claimed = [rule for rule in rules if self._is_claimed(rule)]
+        names = {
+            (scenario.name, size)
+            for rule in claimed
+            if not (rule.unless and self.claims.has(rule.unless))
+            for scenario, size in self.plan.runs_of(rule)
+        }
+        if any(rule.watches for rule in rules):
+            names |= {(scenario.name, size) for scenario, size in self._watched_runs()}
+        return len(names)
 
     def check_machine(self) -> None:
         """Certify the machine: the reference must pass the rules that certify it.
@@ -144,15 +174,20 @@ class Engine:
         """Return the run of a scenario at the primary world size, or None if there is none that
         ended well.
         """
-        run = self._run(self.plan.adapted(scenario), self.primary)
-        return run if isinstance(run, Run) and not self._failure_of(run) else None
+        run = self.maker.run(self.plan.adapted(scenario), self.primary)
+        return run if isinstance(run, Run) and not self.maker.failure_of(run) else None
+
+    def coverage(self) -> Measured:
+        """Return the coverage of the subject's own files over the runs that were made so far."""
+        return measure(runs_of(self.maker.made))
 
     def would_hold(self, claims: Claims, numbers: Sequence[str]) -> bool:
         """Whether the runs made so far pass these rules under other claims."""
         for number in numbers:
             rule = self._rules[number]
             runs = [
-                self._runs.get((scenario.name, size)) for scenario, size in self.plan.runs_of(rule)
+                self.maker.made.get((scenario.name, size))
+                for scenario, size in self.plan.runs_of(rule)
             ]
             finished = [run for run in runs if isinstance(run, Run) and run.finished]
             if not finished and rule.judges_exact_results:
@@ -176,20 +211,37 @@ class Engine:
         if rule.device not in ("", profile.device):
             reason = f"it applies on {rule.device} only, and this profile is {profile.name}"
             return Judgement(rule.number, Verdict.NOT_RUN, reason)
-        excluded = self._reason_not_applicable(rule)
+        if rule.unless and self.claims.has(rule.unless):
+            reason = f"the subject claims {rule.unless}"
+            return Judgement(rule.number, Verdict.NOT_APPLICABLE, reason)
+        excluded = reason_not_applicable(rule, self.source.profile)
         if excluded is not None:
             return Judgement(rule.number, Verdict.NOT_APPLICABLE, excluded)
-        for number in self._needs(rule):
+        if not self.plan.runs_of(rule) and (beyond := self._beyond_limit(rule)):
+            return beyond
+        for number in needs_of(rule, self._rules, self.claims):
             needed = self.judge(number)
             if not needed.verdict.holds and (
                 self._failed(number) or not self._is_responsible_for_a_run(rule)
             ):
                 return Judgement(rule.number, Verdict.NOT_RUN, f"judged only if {number} holds")
-        judgement = self._judge_runs(rule)
+        for number in rule.presumes:
+            if not self.judge(number).verdict.holds:
+                reason = f"it needs {number}, which does not hold"
+                return Judgement(rule.number, Verdict.NOT_APPLICABLE, reason)
+        judgement = self._judgement_on(rule)
         if judgement.verdict is not Verdict.FAIL:
             return judgement
         self.source.forget()
         return self._confirmed(rule, judgement)
+
+    def _judgement_on(self, rule: Rule) -> Judgement:
+        """Judge a rule by the runs that it reads: its own, those of all rules, or probes."""
+        if rule.watches:
+            return self._judge_watched(rule)
+        if rule.probes:
+            return self._judge_probes(rule)
+        return self._judge_runs(rule)
 
     def _confirmed(self, rule: Rule, judgement: Judgement) -> Judgement:
         """Return a failure as it is, unless the reference fails the same rule: then it is a kit
@@ -197,12 +249,68 @@ class Engine:
         """
         if not self.control:
             return judgement
-        control = self.control.judge(rule.number)
+        control = self._control_of(rule, judgement)
         if control.verdict.holds:
             return judgement
         detail = control.reason or control.verdict
         reason = f"{self.control.display_name} does not pass it on this machine either ({detail})"
         return Judgement(rule.number, Verdict.KIT_ERROR, reason, judgement.failures, judgement.runs)
+
+    def _control_of(self, rule: Rule, judgement: Judgement) -> Judgement:
+        """Return the control's judgement on a rule.
+
+        It is judged on the same runs if they are probes, and on the failed one alone if the rule
+        watches every run: the reference need not make all of these.
+        """
+        assert self.control is not None
+        if rule.watches:
+            # The last run is the one that failed.
+            name, _, size = list(judgement.runs)[-1].rpartition("@")
+            return self.control.watched(rule, name, int(size))
+        if not rule.probes:
+            return self.control.judge(rule.number)
+        failed = [
+            run
+            for run in runs_of(self.maker.made)
+            if judgement.runs.get(run.name, {}).get("verdict") == str(Verdict.FAIL)
+        ]
+        control = Judgement(rule.number, Verdict.PASS)
+        for run in failed:
+            scenario = adapted_probe(run.scenario, self.control.plan, self.control.claims)
+            self.control._note_run(rule, scenario, run.world, control)
+        return control
+
+    def _judge_probes(self, rule: Rule) -> Judgement:
+        """Judge a rule on runs for the numbers in the subject's own code."""
+        # The plainest run shows which branches it takes.
+        self.maker.run(self.plan.adapted(self.plan.plainest), self.primary)
+        judgement = Judgement(rule.number, Verdict.PASS)
+        while judgement.verdict <= Verdict.NOT_APPLICABLE:
+            wanted = self.probes.next(self.coverage())
+            if not wanted:
+                break
+            self.maker.begin([(one.scenario, one.world) for one in wanted])
+            for one in wanted:
+                one.entry["runs"].append(f"{one.scenario.name}@{one.world}")
+                self._note_run(rule, one.scenario, one.world, judgement)
+        if not judgement.runs:
+            reason = self.probes.reason(self.coverage())
+            return Judgement(rule.number, Verdict.NOT_APPLICABLE, reason)
+        return judgement
+
+    def _note_run(self, rule: Rule, scenario: Scenario, size: int, judgement: Judgement) -> None:
+        """Make one run and enter the rule's verdict on it into a judgement."""
+        try:
+            run = self.maker.run(scenario, size)
+        except UsageError as error:
+            run = NotRun(str(error))  # the replayed records do not hold it
+        name = f"{scenario.name}@{size}"
+        if isinstance(run, NotRun):
+            judgement.note_run(name, Verdict.NOT_RUN, run.reason)
+        elif failed := self.maker.failure_of(run):
+            self._note_failed_run(rule, run, failed, judgement)
+        else:
+            self._note_findings(judgement, name, rule, run)
 
     def _judge_runs(self, rule: Rule) -> Judgement:
         wanted = self.plan.runs_of(rule)
@@ -218,27 +326,110 @@ class Engine:
         usable: dict[str, Run] = {}
         baselines: dict[str, Run] = {}
         for scenario, size in wanted:
-            run = self._run(scenario, size)
+            run = self.maker.run(scenario, size)
             name = f"{scenario.name}@{size}"
             if wrong := self._known_wrong_at(rule, size):
-                _note(
-                    judgement, name, Verdict.NOT_RUN, f"{wrong} does not hold at world size {size}"
+                judgement.note_run(
+                    name, Verdict.NOT_RUN, f"{wrong} does not hold at world size {size}"
                 )
             elif isinstance(run, NotRun):
-                _note(judgement, name, Verdict.NOT_RUN, run.reason)
-            elif failed := self._failure_of(run):
+                judgement.note_run(name, Verdict.NOT_RUN, run.reason)
+            elif failed := self.maker.failure_of(run):
                 self._note_failed_run(rule, run, failed, judgement)
             elif not rule.reads_all_runs:
-                self._note_findings(judgement, name, rule, run)
+                try:
+                    self._set_beside(rule, run, scenario, size)
+                    self._note_findings(judgement, name, rule, run)
+                except NodeLost as error:
+                    judgement.note_run(name, Verdict.NOT_RUN, str(error))
             else:
                 try:
-                    baselines |= self._baseline_runs(rule.baseline, scenario, size)
+                    baselines |= self.maker.baseline_runs(rule.baseline, scenario, size)
                     usable[name] = run
-                except _NodeLost as error:
-                    _note(judgement, name, Verdict.NOT_RUN, str(error))
+                except NodeLost as error:
+                    judgement.note_run(name, Verdict.NOT_RUN, str(error))
         if rule.reads_all_runs and len(usable) == len(wanted):
             self._note_findings(judgement, _joined(list(usable)), rule, {**usable, **baselines})
+        # A rule without any check had no chance to fail, whatever its runs say.
+        if judgement.verdict is Verdict.PASS and not judgement.checks:
+            judgement.verdict = Verdict.NOT_RUN
+            judgement.reason = "none of its runs had anything to judge it on"
         return judgement
+
+    def _set_beside(self, rule: Rule, run: Run, scenario: Scenario, size: int) -> None:
+        """Put the run of the claimed reference beside a run that a rule compares with it."""
+        if rule.baseline == "like" and self.claims.has("like"):
+            (run.reference,) = self.maker.baseline_runs("like", scenario, size).values()
+
+    def _judge_watched(self, rule: Rule) -> Judgement:
+        """Apply a rule to every run that the other rules of its kind need, until it fails."""
+        judgement = Judgement(rule.number, Verdict.PASS)
+        for scenario, size in self._watched_runs():
+            self._watch(rule, scenario, size, judgement)
+            if judgement.verdict >= Verdict.FAIL:
+                break
+        if not judgement.runs:
+            return Judgement(rule.number, Verdict.NOT_RUN, "nothing in the records to judge it on")
+        return judgement
+
+    def watched(self, rule: Rule, name: str, size: int) -> Judgement:
+        """Return the judgement on one run alone of a rule that watches every run."""
+        judgement = Judgement(rule.number, Verdict.PASS)
+        self._watch(rule, self.plan.named(name), size, judgement)
+        return judgement
+
+    def _watched_runs(self) -> list[tuple[Scenario, int]]:
+        """Return the runs that rules need which do not watch, in the order of the scenarios."""
+        rules = [
+            rule
+            for rule in self._rules.values()
+            if not rule.watches
+            and rule.kind == self.subject.kind
+            and rule.worlds is not WorldSizes.BELOW_MINIMUM
+            and self._is_claimed(rule)
+            and rule.device in ("", self.source.profile.device)
+            and reason_not_applicable(rule, self.source.profile) is None
+        ]
+        wanted = dict.fromkeys(run for rule in rules for run in self.plan.runs_of(rule))
+        return sorted(wanted, key=lambda run: self.plan.place_of(run[0]))
+
+    def _scheduled_runs(self) -> list[tuple[Scenario, int]]:
+        """Return the runs that the announced rules will need."""
+        rules = [self._rules[number] for number in self._announced]
+        wanted = [
+            run
+            for rule in rules
+            if self._is_claimed(rule) and not (rule.unless and self.claims.has(rule.unless))
+            for run in self.plan.runs_of(rule)
+        ]
+        if any(rule.watches for rule in rules):
+            wanted += self._watched_runs()
+        return [
+            (scenario, size)
+            for scenario, size in dict.fromkeys(wanted)
+            if not scenario.resume.resumes and (scenario.name, size) not in self.maker.made
+        ]
+
+    def _watch(self, rule: Rule, scenario: Scenario, size: int, judgement: Judgement) -> None:
+        """Apply a rule that watches every run to one of them, unless the run has failed."""
+        run = self.maker.run(scenario, size)
+        if isinstance(run, NotRun):
+            return
+        failed = self.maker.failure_of(run)
+        if failed is None:
+            self._note_findings(judgement, run.name, rule, run)
+        elif is_responsible(self._rules, rule, run, failed):
+            self._note_failed_run(rule, run, failed, judgement)
+
+    def _beyond_limit(self, rule: Rule) -> Judgement | None:
+        """Return the judgement on a rule whose scenarios all need too many ranks, if they do."""
+        sizes = self.plan.beyond_limit(rule)
+        limit = self.source.limit
+        if not sizes or limit is None:
+            return None
+        verdict = Verdict.NOT_RUN if limit.is_chosen else Verdict.NOT_APPLICABLE
+        reason = f"it needs {max(sizes)} ranks: {limit.reason}"
+        return Judgement(rule.number, verdict, reason)
 
     def _note_findings(
         self, judgement: Judgement, name: str, rule: Rule, records: Run | dict[str, Run]
@@ -250,21 +441,23 @@ class Engine:
         try:
             found = self._apply(rule, records)
         except _RuleCrashed as error:
-            _note(judgement, name, Verdict.KIT_ERROR, f"the rule itself failed: {error}")
+            judgement.note_run(name, Verdict.KIT_ERROR, f"the rule itself failed: {error}")
             return
         verdict = found.verdict()
+        if rule.watches and verdict is Verdict.NOT_RUN:
+            return  # such a run has no such records; others have
         reason = found.failures[0].actual if found.failures else found.not_applicable or ""
         if verdict is Verdict.FAIL and not judgement.failures:
             judgement.failures = found.failures
         if verdict is Verdict.NOT_RUN:
-            reason = "nothing in the records to judge it on"
+            reason = found.without_evidence or "nothing in the records to judge it on"
         figures = {
             "checks": found.checks,
             "margin": found.margin,
             "traffic": found.traffic,
             "notes": found.notes or None,
         }
-        _note(judgement, name, verdict, reason, **figures)
+        judgement.note_run(name, verdict, reason, **figures)
 
     def _apply(self, rule: Rule, records: Run | dict[str, Run]) -> Found:
         found = Found()
@@ -281,9 +474,9 @@ class Engine:
         if meaning is None:
             return
         if meaning.verdict is Verdict.FAIL:
-            cause = failed.cause or self._explain(run, failed)
+            cause = failed.cause or self.maker.explain(run, failed)
             judgement.failures.append(Failure(failed.expected, failed.line, cause, failed.evidence))
-        _note(judgement, run.name, meaning.verdict, meaning.reason, checks=meaning.checks)
+        judgement.note_run(run.name, meaning.verdict, meaning.reason, checks=meaning.checks)
 
     # --- whether a rule is judged -----------------------------------------------------------------
 
@@ -294,44 +487,21 @@ class Engine:
         """Whether the session has a world size for a rule about the other world sizes."""
         return rule.worlds is not WorldSizes.OTHERS or len(self.plan.world_sizes) > 1
 
-    def _reason_not_applicable(self, rule: Rule) -> str | None:
-        """Return why a rule does not apply on this backend, or None if it does."""
-        profile = self.source.profile
-        if profile.ordered:
-            if all(scenario.fault.kind in NOTICED_BY_FUTURES for scenario in rule.on):
-                return (
-                    f"on {profile.backend} a future is complete once its collective is enqueued; "
-                    "its failure is "
-                    "noticed by the backend's watchdog, which ends the process, and no hook can "
-                    "hide it"
-                )
-        elif all(scenario.captured for scenario in rule.on):
-            return f"{profile.backend}'s collectives cannot be captured"
-        return None
-
-    def _needs(self, rule: Rule) -> tuple[str, ...]:
-        """Return the rules that a rule builds on; for a lossy subject section 13 takes the place of
-        2.1 and 2.2.
-        """
-        lossy = [other for other in self._rules.values() if other.judges_lossy_results]
-        is_one_of_them = rule.section in {other.section for other in lossy}
-        needs_exact = any(self._rules[needed].judges_exact_results for needed in rule.needs)
-        if self.claims.lossy and not is_one_of_them and needs_exact:
-            return (*rule.needs, *(other.number for other in lossy))
-        return rule.needs
-
     def _failed(self, number: str) -> bool:
         """Whether a rule failed, or was not run because a rule that it builds on failed."""
         verdict = self.judge(number).verdict
         if verdict is Verdict.NOT_RUN:
-            return any(self._failed(needed) for needed in self._needs(self._rules[number]))
+            return any(
+                self._failed(needed)
+                for needed in needs_of(self._rules[number], self._rules, self.claims)
+            )
         return verdict in (Verdict.FAIL, Verdict.KIT_ERROR)
 
     def _is_responsible_for_a_run(self, rule: Rule) -> bool:
         """Whether a failed run fails this rule: its needs may be not run for that run alone."""
-        for run in self._runs.values():
+        for run in self.maker.made.values():
             if isinstance(run, Run) and owns(rule, run):
-                failed = self._failure_of(run)
+                failed = self.maker.failure_of(run)
                 if failed and blamed_rule(self._rules, run, failed) is None:
                     return True
         return False
@@ -349,152 +519,12 @@ class Engine:
                 or size not in self.plan.world_sizes
             ):
                 continue
-            if not any(self._builds_on(rule, needed) for needed in other.needs):
+            if not any(builds_on(rule, needed, self._rules) for needed in other.needs):
                 continue
             plain = self.judge(other.number).runs.get(f"{self.plan.plainest.name}@{size}")
             if plain is not None and plain["verdict"] != str(Verdict.PASS):
                 return other.number
         return None
-
-    def _builds_on(self, rule: Rule, number: str) -> bool:
-        if number in rule.needs:
-            return True
-        return any(self._builds_on(self._rules[needed], number) for needed in rule.needs)
-
-    # --- runs -------------------------------------------------------------------------------------
-
-    def _run(self, scenario: Scenario, size: int) -> Run | NotRun:
-        """Return the run of a scenario, run once."""
-        key = (scenario.name, size)
-        if key not in self._runs:
-            self._runs[key] = self._reason_not_run(scenario, size) or self._new_run(scenario, size)
-            run = self._runs[key]
-            failed = self._failure_of(run) if isinstance(run, Run) else None
-            if failed and failed.kind == "hang":
-                self._hangs.append(f"{scenario.name}@{size}")
-            if failed:
-                self.source.forget()
-            elif key == (self.plan.plainest.name, self.primary):
-                self.source.begin(self._scheduled_runs(), self.subject)
-        return self._runs[key]
-
-    def _new_run(self, scenario: Scenario, size: int) -> Run:
-        # A group's own timeout can expire too early on a loaded machine: try again with a longer
-        # one.
-        for _ in range(3):
-            run = self.source.run(scenario, size, self.subject, f"{scenario.name}@{size}")
-            reached = all(rank.first("step", step=scenario.fault.step) for rank in run.ranks)
-            if not scenario.fault.group_timeout or reached:
-                break
-            longer = replace(scenario.fault, group_timeout=4 * scenario.fault.group_timeout)
-            scenario = replace(scenario, fault=longer)
-        return run
-
-    def _scheduled_runs(self) -> list[tuple[Scenario, int]]:
-        """Return the runs that the announced rules will need."""
-        rules = [self._rules[number] for number in self._announced]
-        wanted = [
-            run for rule in rules if self._is_claimed(rule) for run in self.plan.runs_of(rule)
-        ]
-        return [
-            (scenario, size)
-            for scenario, size in dict.fromkeys(wanted)
-            if not scenario.resume.resumes and (scenario.name, size) not in self._runs
-        ]
-
-    def _reason_not_run(self, scenario: Scenario, size: int) -> NotRun | None:
-        hung = next((name for name in self._hangs if name.startswith(f"{scenario.name}@")), None)
-        if hung is not None:
-            return NotRun(f"not tried: it hung in {hung}")
-        if len(self._hangs) >= MAX_HANGS:
-            return NotRun(f"not tried: it hung in {', '.join(self._hangs)}")
-        for plainer in self.plan.prerequisites(scenario, size):
-            run = self._run(plainer, size)
-            if isinstance(run, NotRun) or self._failure_of(run):
-                return NotRun(f"not tried: {plainer.name}@{size} broke")
-        return None
-
-    def _failure_of(self, run: Run) -> FailedRun | None:
-        """Return why a run failed, or None.
-
-        Raises:
-            KitError, TargetError: the failure is not a verdict on the subject.
-        """
-        if run.name not in self._failed_runs:
-            failed = failed_run(run)
-            self._failed_runs[run.name] = failed
-            if failed and failed.kind == "kit":
-                raise KitError(failed.line)
-            if failed and failed.kind == "target" and run.world >= self.claims.min_world_size:
-                raise TargetError(failed.line)
-        return self._failed_runs[run.name]
-
-    def _baseline_runs(self, baseline: str, scenario: Scenario, size: int) -> dict[str, Run]:
-        """Return the runs that a rule compares the subject's run with, each run once.
-
-        Raises:
-            _NodeLost: one was cut short.
-            TargetError: the claimed reference does not run under these options.
-            KitError: vanilla DDP does not run.
-        """
-        named: dict[str, SubjectSpec | None] = {}
-        runs_of_baseline = self._baselines
-        if baseline == "vanilla" and not (
-            self.claims.lossy or self.claims.fused or self.claims.sum
-        ):
-            named = {"vanilla": None}
-            # Vanilla DDP is the same for all subjects, so that the control keeps its runs.
-            runs_of_baseline = (self.control or self)._baselines
-        elif baseline == "like":
-            named = {
-                f"like_{number}": spec
-                for number, spec in enumerate(claimed_references(self.claims))
-            }
-        # The call after backward is the subject's own.
-        scenario = replace(scenario, poststep=False, call="")
-        runs = {}
-        for prefix, subject in named.items():
-            name = f"{prefix}-{scenario.name}@{size}"
-            key = (name, scenario)
-            if key not in runs_of_baseline:
-                runs_of_baseline[key] = self.source.run(scenario, size, subject, name)
-            run = runs_of_baseline[key]
-            failed = failed_run(run)
-            if failed and failed.kind == "node":
-                del runs_of_baseline[key]
-                raise _NodeLost(failed.line)
-            if failed and subject:
-                raise TargetError(
-                    f"--claims {self.claims}: the reference itself does not run so: {failed.line}"
-                )
-            if failed:
-                raise KitError(f"DDP without a hook does not run {name}: {failed.line}")
-            runs[name] = run
-        return runs
-
-    def _explain(self, run: Run, failed: FailedRun) -> str:
-        """Repeat a failed run with its collectives on record, and return the first on which ranks
-        disagree.
-        """
-        scenario = run.scenario
-        may_disagree = failed.kind in ("hang", "died", "raised") and run.world > 1
-        if not may_disagree or scenario.fault.kind != "none" or scenario.resume.resumes:
-            return ""
-        scenario = explained(scenario)
-        name = f"{scenario.name}@{run.world}"
-        try:
-            return disagreement(self.source.run(scenario, run.world, self.subject, name))
-        except UsageError:
-            return ""  # the replayed records do not hold this run
-
-
-def _note(judgement: Judgement, name: str, verdict: Verdict, reason: str, **figures: Any) -> None:
-    """Enter one run into a judgement; the worst verdict is the judgement's."""
-    entry = {"verdict": str(verdict), "reason": reason, **figures}
-    judgement.runs[name] = {key: value for key, value in entry.items() if value is not None}
-    if verdict > judgement.verdict:
-        judgement.verdict = verdict
-        judgement.reason = f"{name}: {reason}"
 
 
 def _joined(names: list[str]) -> str:

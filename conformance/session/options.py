@@ -9,7 +9,7 @@ import difflib
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict
+from typing import Any
 
 from conformance.subjects.claims import claims_help
 from conformance.subjects.kinds import HOOK, KINDS
@@ -73,6 +73,25 @@ class Options:
     )
     world_size: str = _option(WORLD_SIZES, "world sizes; default: %(default)s", "N,N")
     rule: tuple[str, ...] = _option((), "judge only this rule or section; may be repeated", "N.N")
+    seed: int | None = _option(
+        None,
+        "the seed that sizes, counts, step numbers and scales are drawn from; default: a new one, "
+        "which the certificate names",
+        "N",
+        int,
+    )
+    steps: int | None = _option(
+        None,
+        "the number of steps that the long run of a hook has at least, after its warm-up; default: "
+        "1200 to 1500, drawn",
+        "N",
+        int,
+    )
+    require_coverage: bool = _option(
+        False,
+        "refuse the subject if no run took some branch of its own code, and list these branches",
+        read=bool,
+    )
     certificate: str | None = _option(
         None,
         "path of the certificate; default: "
@@ -116,34 +135,6 @@ class Options:
         return [name for name in SUBJECTS if getattr(self, name)]
 
 
-class GivenOptions(TypedDict, total=False):
-    """The fields of :class:`Options` but ``hook``, for editors that complete the arguments of
-    ``certify()``.
-    """
-
-    state: str | None
-    setup: str | None
-    averager: str | None
-    optimizer: str | None
-    strategy: str | None
-    joinable: str | None
-    collective: str | None
-    wrapper: str | None
-    claims: str | None
-    backend: str
-    device: str | None
-    backend_import: str | None
-    require_profile: str | None
-    world_size: str
-    rule: tuple[str, ...]
-    certificate: str | None
-    records: str | None
-    replay: str | None
-    attach: str | None
-    attach_wait: float
-    deadline: float
-
-
 SUBJECTS = (HOOK, "setup", *(kind for kind in KINDS if kind != HOOK))
 
 
@@ -170,6 +161,8 @@ def add_options(add: Callable[..., object]) -> None:
         }
         if option.name == "rule":
             settings.update(action="append", default=[])
+        elif option.metadata["read"] is bool:
+            settings = {"help": settings["help"], "action": "store_true"}
         elif option.metadata["read"]:
             settings["type"] = option.metadata["read"]
         add(flag(option.name), **settings)

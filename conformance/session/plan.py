@@ -9,8 +9,21 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from conformance.judging.oracles.lossy import LEFT, LONG_SCENARIOS, ONE_WORLD_SCENARIOS, TRIALS
+from conformance.judging.oracles.lossy import (
+    LEFT,
+    LEFT_UNDER_OPTIONS,
+    LONG_SCENARIOS,
+    MIXING_STEPS,
+    ONE_WORLD_SCENARIOS,
+    OPTION_SCENARIOS,
+    TRIALS,
+    TRIALS_OF_VALUES,
+)
 from conformance.judging.rule import Rule, WorldSizes
+from conformance.scenarios.clusters import CLUSTERS, with_groups_of
+from conformance.scenarios.draws import drawn
+from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
+from conformance.scenarios.feed import feed_of
 from conformance.scenarios.hook import (
     AT_SCALE,
     BUCKETS,
@@ -21,9 +34,27 @@ from conformance.scenarios.hook import (
     VALUES,
     VIEWS,
 )
+from conformance.scenarios.long_runs import lengthened
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.profiles import GLOO_CPU, Profile
-from conformance.subjects.claims import DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims
+from conformance.scenarios.process import HEAVY, with_warmup
+from conformance.scenarios.profiles import GLOO_CPU, Profile, SizeLimit
+from conformance.scenarios.specials import base_kind, without_element
+from conformance.scenarios.training_sizes import MANY_BUCKETS, NETWORK, VAST
+from conformance.scenarios.values import LAYERS
+from conformance.session.long_schedule import schedule_long_run
+from conformance.session.lossy_sizes import (
+    draw_smaller_sizes,
+    fold_by_bucket,
+    repeat_vast_steps,
+    take_moments_of_buckets,
+)
+from conformance.subjects.claims import (
+    DIFFERENCE,
+    FEEDBACK,
+    LOCAL,
+    UNBIASED,
+    Claims,
+)
 from conformance.subjects.kinds import KINDS
 
 # Shapes that a low rank compresses: (n + m) rank 2 < n m up to rank 6. Of the largest shape nearly
@@ -35,7 +66,15 @@ _WIDER_SHAPES = {
     (4, 3, 2, 5): (24, 3, 2, 5),
     (20_011,): (91, 225),
 }
-_SMALL_KINDS = {"normal": "small", "constant": "small_constant"}
+_NAMES_OF_CLUSTERS = tuple(scenario.name for scenario in CLUSTERS)
+# Under DDP's options the largest parameter may be smaller: the runs are as long as the others.
+_SHORTER_SHAPES = {**_WIDER_SHAPES, (20_011,): (39, 27)}
+_SMALL_KINDS = {
+    "normal": "small",
+    "constant": "small_constant",
+    "settling": "small_constant",
+    "faint": "small_faint",
+}
 
 
 @dataclass(frozen=True)
@@ -53,9 +92,24 @@ class Adaptation:
     reason: str
 
 
-def adapt_scenario(scenario: Scenario, claims: Claims, profile: Profile = GLOO_CPU) -> Scenario:
-    """Return the scenario as it runs in a profile for a subject with these claims."""
-    scenario = replace(scenario, profile=profile)
+def adapt_scenario(
+    scenario: Scenario,
+    claims: Claims,
+    profile: Profile = GLOO_CPU,
+    seed: int = 0,
+    steps: int = 0,
+) -> Scenario:
+    """Return the scenario as it runs in a profile for a subject with these claims.
+
+    Args:
+        scenario: the scenario as written.
+        claims: the subject's claims.
+        profile: the backend and the device.
+        seed: the session's seed, which the numbers of drawn scenarios come from.
+        steps: the number of steps that a long run has at least.
+    """
+    scenario = drawn(replace(scenario, profile=profile), seed)
+    scenario = lengthened(scenario, steps)
     scenario = KINDS[scenario.kind].adapt(scenario, claims.options)
     for adaptation in ADAPTATIONS:
         if adaptation.applies(scenario, claims):
@@ -79,6 +133,13 @@ def _serialise(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def _keep_claimed_dtypes(scenario: Scenario, claims: Claims) -> Scenario:
+    if any("/" in step for step in scenario.steps):
+        # These steps name parameters by their number, so that none may be left out.
+        params = tuple(
+            spec if spec.dtype in claims.dtypes else replace(spec, dtype=claims.dtypes[0])
+            for spec in scenario.params
+        )
+        return replace(scenario, params=params)
     params = tuple(spec for spec in scenario.params if spec.dtype in claims.dtypes)
     return replace(scenario, params=params or scenario.params)
 
@@ -88,8 +149,29 @@ def _simulate_nothing(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def _simulate_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
-    sizes = tuple(max(size, claims.min_world_size) for size in scenario.simulated)
-    return replace(scenario, simulated=sizes)
+    least = claims.min_world_size
+    taken = tuple(size for size in scenario.simulated if size >= least)
+    # A simulation begins with sizes at which real ranks are right, and which differ.
+    guards = tuple(size for size in (least + 1, least, least + 2) if least > 2)
+    return replace(scenario, simulated=tuple(dict.fromkeys((*guards, *taken))))
+
+
+def _bring_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
+    return with_groups_of(scenario, claims.min_world_size)
+
+
+def _use_one_bucket(scenario: Scenario, claims: Claims) -> Scenario:
+    return replace(scenario, ddp=replace(scenario.ddp, bucket_cap_mb=25.0))
+
+
+def _count_ranks_of_world(scenario: Scenario, claims: Claims) -> Scenario:
+    return replace(scenario, world_only=True)
+
+
+def _has_fewer_ranks(scenario: Scenario, claims: Claims) -> bool:
+    groups = (*scenario.groups, *scenario.twin_groups)
+    smallest = min((len(group) for group in groups), default=scenario.size)
+    return scenario.name in _NAMES_OF_CLUSTERS and smallest < claims.min_world_size
 
 
 def _follow_parameters(scenario: Scenario, claims: Claims) -> Scenario:
@@ -127,19 +209,57 @@ def _begin_with_random_values(scenario: Scenario, claims: Claims) -> Scenario:
 
 def _repeat_for_expectation(scenario: Scenario, claims: Claims) -> Scenario:
     count = TRIALS if scenario.name in LONG_SCENARIOS else len(scenario.steps)
+    if scenario.name == VALUES.name:
+        count = TRIALS_OF_VALUES
+    if scenario.name == LAYERS.name:
+        return replace(scenario, steps=(LAYERS.steps[0], *("training_constant",) * count))
     return replace(scenario, steps=("constant",) * count)
 
 
 def _drain_residuals(scenario: Scenario, claims: Claims) -> Scenario:
-    return replace(
-        scenario, steps=scenario.steps + ("zero_all",) * _steps_until_drained(claims.delta)
-    )
+    return replace(scenario, steps=scenario.steps + ("faint",) * _draining_steps(scenario, claims))
 
 
 def _repeat_until_converged(scenario: Scenario, claims: Claims) -> Scenario:
+    kind = "training_constant" if scenario.name == LAYERS.name else "settling"
+    return replace(scenario, steps=scenario.steps + (kind,) * _draining_steps(scenario, claims))
+
+
+def _draining_steps(scenario: Scenario, claims: Claims) -> int:
+    left = LEFT_UNDER_OPTIONS if scenario.name in OPTION_SCENARIOS else LEFT
+    return _steps_until_drained(claims.delta, left)
+
+
+def _watch_mixing(scenario: Scenario, claims: Claims) -> Scenario:
+    more = MIXING_STEPS - len(scenario.steps)
+    return replace(scenario, steps=scenario.steps + ("normal",) * more)
+
+
+def _spread_special_values(scenario: Scenario, claims: Claims) -> Scenario:
+    return replace(scenario, steps=tuple(map(without_element, scenario.steps)))
+
+
+def _drain_with_faint_gradients(scenario: Scenario, claims: Claims) -> Scenario:
+    count = _steps_until_drained(claims.delta, LEFT)
     return replace(
-        scenario, steps=scenario.steps + ("constant",) * _steps_until_drained(claims.delta)
+        scenario, steps=scenario.steps + ("faint",) * count, rescale_call=claims.rescaled
     )
+
+
+def _lengthen_first_loss_scale(scenario: Scenario, claims: Claims) -> Scenario:
+    scales = (scenario.loss_scales[0],) * claims.warmup + scenario.loss_scales
+    return replace(scenario, loss_scales=scales)
+
+
+def _take_first_step(scenario: Scenario, claims: Claims) -> Scenario:
+    return replace(scenario, steps=scenario.steps[:1])
+
+
+def _is_judged_with_feedback(scenario: Scenario, claims: Claims) -> bool:
+    """Whether a scenario for residuals is one that the claims promise to pass."""
+    if scenario.name == FEEDBACK_UNUSED.name:
+        return claims.keeps_unused
+    return scenario.name == FEEDBACK_RESCALED.name and bool(claims.rescaled)
 
 
 def _shrink_gradients(scenario: Scenario, claims: Claims) -> Scenario:
@@ -151,7 +271,8 @@ def _double_first_parameter(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def _widen_matrices(scenario: Scenario, claims: Claims) -> Scenario:
-    shapes = (_WIDER_SHAPES.get(spec.shape, spec.shape) for spec in scenario.params)
+    wider = _SHORTER_SHAPES if scenario.name in OPTION_SCENARIOS else _WIDER_SHAPES
+    shapes = (wider.get(spec.shape, spec.shape) for spec in scenario.params)
     params = tuple(
         replace(spec, shape=shape) for spec, shape in zip(scenario.params, shapes, strict=True)
     )
@@ -162,14 +283,23 @@ def _run_at_two_ranks(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(scenario, world_sizes=(2,))
 
 
+def _run_at_three_ranks(scenario: Scenario, claims: Claims) -> Scenario:
+    return replace(scenario, world_sizes=(3,))
+
+
 def _begin_with_warmup(scenario: Scenario, claims: Claims) -> Scenario:
     saves_at = scenario.resume.saves_at
     return replace(
         scenario,
         steps=("crafted",) * claims.warmup + scenario.steps,
+        unrecorded_steps=claims.steps_of_warmup - claims.warmup,
         fault=replace(scenario.fault, step=scenario.fault.step + claims.warmup),
         resume=replace(scenario.resume, saves_at=saves_at + claims.warmup if saves_at else 0),
     )
+
+
+def _is_folded_local(scenario: Scenario, claims: Claims) -> bool:
+    return claims.lossy == LOCAL and scenario.name == NETWORK.name
 
 
 def _count_bytes(scenario: Scenario, claims: Claims) -> Scenario:
@@ -196,7 +326,8 @@ def _is_fused(scenario: Scenario, claims: Claims) -> bool:
 
 
 def _is_lossy(scenario: Scenario, claims: Claims) -> bool:
-    return bool(claims.lossy and scenario.params) and scenario.name != AT_SCALE.name
+    has_results = bool(scenario.params) and scenario.observe.gradients
+    return bool(claims.lossy) and has_results and scenario.name != AT_SCALE.name
 
 
 def _is_long(scenario: Scenario, claims: Claims) -> bool:
@@ -209,7 +340,7 @@ def _lacks_random_values(scenario: Scenario, claims: Claims) -> bool:
         _is_lossy(scenario, claims)
         and bool(claims.warmup)
         and lossy_at_once
-        and "normal" not in scenario.steps
+        and not {"normal", "training"} & set(scenario.steps)
     )
 
 
@@ -245,6 +376,21 @@ ADAPTATIONS = (
         "the subject refuses smaller groups",
     ),
     Adaptation(
+        _has_fewer_ranks,
+        _bring_enough_ranks,
+        "the subject refuses smaller groups",
+    ),
+    Adaptation(
+        lambda scenario, claims: _is_long(scenario, claims) and bool(scenario.size),
+        _use_one_bucket,
+        "many ranks and buckets over many steps take long",
+    ),
+    Adaptation(
+        lambda scenario, claims: claims.world_only,
+        _count_ranks_of_world,
+        "a factory's world_size and rank are those of the group that it averages over",
+    ),
+    Adaptation(
         _is_fused,
         _follow_parameters,
         "parameters are compared after each step; small steps would be lost in large values, and "
@@ -267,13 +413,20 @@ ADAPTATIONS = (
         "small values beside large ones may be lost",
     ),
     Adaptation(
+        _is_lossy,
+        _spread_special_values,
+        "a compressor may leave out any single element",
+    ),
+    Adaptation(
         _lacks_random_values,
         _begin_with_random_values,
         "the first lossy step must lose something",
     ),
     Adaptation(
         lambda scenario, claims: (
-            _is_lossy(scenario, claims) and claims.lossy == UNBIASED and "inf" not in scenario.steps
+            _is_lossy(scenario, claims)
+            and claims.lossy == UNBIASED
+            and not {"inf", "alike"} & set(map(base_kind, scenario.steps))
         ),
         _repeat_for_expectation,
         "an expectation shows over many draws for the same gradients",
@@ -281,7 +434,7 @@ ADAPTATIONS = (
     Adaptation(
         lambda scenario, claims: _is_long(scenario, claims) and claims.lossy == FEEDBACK,
         _drain_residuals,
-        "held-back values come out while zeros are fed",
+        "held-back values come out while faint gradients are fed",
     ),
     Adaptation(
         lambda scenario, claims: _is_long(scenario, claims) and claims.lossy == DIFFERENCE,
@@ -290,10 +443,37 @@ ADAPTATIONS = (
     ),
     Adaptation(
         lambda scenario, claims: (
+            _is_lossy(scenario, claims)
+            and claims.lossy == LOCAL
+            and scenario.name in (VALUES.name, BUCKETS.name)
+        ),
+        _watch_mixing,
+        "partners that are drawn meet within these steps (see oracles/lossy)",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
             _is_lossy(scenario, claims) and scenario.name == SMALL_GRADIENTS.name
         ),
         _shrink_gradients,
         "the added steps are as small as the others",
+    ),
+    Adaptation(
+        _is_judged_with_feedback,
+        _drain_with_faint_gradients,
+        "held-back values come out while faint gradients are fed, which are not zero",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            scenario.name in (FEEDBACK_UNUSED.name, FEEDBACK_RESCALED.name)
+            and not _is_judged_with_feedback(scenario, claims)
+        ),
+        _take_first_step,
+        "the claims promise nothing here, and the certificate names it",
+    ),
+    Adaptation(
+        lambda scenario, claims: bool(scenario.loss_scales and claims.warmup),
+        _lengthen_first_loss_scale,
+        "exact steps come before the others",
     ),
     Adaptation(
         lambda scenario, claims: _is_lossy(scenario, claims) and scenario.params == VALUES.params,
@@ -304,6 +484,33 @@ ADAPTATIONS = (
         _is_lossy,
         _widen_matrices,
         "small matrices are not worth compressing",
+    ),
+    Adaptation(
+        lambda scenario, claims: _is_lossy(scenario, claims) and scenario.name == VAST.name,
+        repeat_vast_steps,
+        "the number of steps follows from delta; local results are judged in `network`",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            _is_lossy(scenario, claims)
+            and claims.lossy != LOCAL
+            and scenario.name == MANY_BUCKETS.name
+        ),
+        take_moments_of_buckets,
+        "as many calls of the hook in more steps take long",
+    ),
+    Adaptation(
+        _is_folded_local,
+        fold_by_bucket,
+        "weights differ from bucket to bucket",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            _is_lossy(scenario, claims)
+            and scenario.name == (MANY_BUCKETS if claims.lossy == LOCAL else NETWORK).name
+        ),
+        draw_smaller_sizes,
+        "lossy results repeat no table, and many steps are recorded",
     ),
     Adaptation(
         lambda scenario, claims: (
@@ -318,20 +525,36 @@ ADAPTATIONS = (
         "everything else happens after the exact steps",
     ),
     Adaptation(
+        lambda scenario, claims: scenario.name == HEAVY.name and bool(claims.warmup),
+        lambda scenario, claims: with_warmup(scenario, claims.warmup),
+        "memory is judged after the warm-up",
+    ),
+    Adaptation(
         lambda scenario, claims: (
             _is_lossy(scenario, claims) and claims.lossy == LOCAL and scenario.fault.kind != "none"
         ),
         _count_bytes,
         "a local hook may send nothing in the failing step, and then cannot notice the failure",
     ),
+    Adaptation(
+        lambda scenario, claims: bool(scenario.long_run) and claims.lossy == LOCAL,
+        _run_at_three_ranks,
+        "of two ranks, one partner is all others",
+    ),
+    # Last: it replaces the steps.
+    Adaptation(
+        lambda scenario, claims: bool(scenario.long_run),
+        schedule_long_run,
+        "which gradients show a defect depends on the claim",
+    ),
 )
 
 
-def _steps_until_drained(delta: float) -> int:
-    """Return the number n of steps after which (1 - delta)**(n / 2) <= LEFT; see
-    ``oracles/lossy.py``.
+def _steps_until_drained(delta: float, left: float) -> int:
+    """Return the number n of steps after which (1 - delta)**(n / 2) <= left; see
+    ``oracles/lossy``.
     """
-    return math.ceil(2 * math.log(LEFT) / math.log(1 - delta)) if delta < 1 else 2
+    return math.ceil(2 * math.log(left) / math.log(1 - delta)) if delta < 1 else 2
 
 
 class Plan:
@@ -342,6 +565,9 @@ class Plan:
         claims: its claims.
         profile: the profile that scenarios run in.
         world_sizes: the world sizes of the session.
+        seed: the seed that the numbers of drawn scenarios come from.
+        steps: the number of steps that a long run has at least.
+        limit: the largest number of ranks that a scenario may bring itself; None for any.
 
     Attributes:
         world_sizes: the sizes that the subject accepts, in order.
@@ -350,10 +576,20 @@ class Plan:
     """
 
     def __init__(
-        self, kind: str, claims: Claims, profile: Profile, world_sizes: Sequence[int]
+        self,
+        kind: str,
+        claims: Claims,
+        profile: Profile,
+        world_sizes: Sequence[int],
+        seed: int = 0,
+        steps: int = 0,
+        limit: SizeLimit | None = None,
     ) -> None:
         self._claims = claims
+        self._limit = limit
         self._profile = profile
+        self._seed = seed
+        self._steps = steps
         self.world_sizes = tuple(
             sorted(size for size in world_sizes if size >= claims.min_world_size)
         )
@@ -370,15 +606,34 @@ class Plan:
 
     def adapted(self, scenario: Scenario) -> Scenario:
         """Return a scenario as it runs for this subject."""
-        return adapt_scenario(scenario, self._claims, self._profile)
+        return adapt_scenario(scenario, self._claims, self._profile, self._seed, self._steps)
+
+    @property
+    def steps_of_long_run(self) -> int:
+        """The number of steps of the longest run; 0 if the kind has no long run."""
+        runs = [self.adapted(scenario) for scenario in self._by_name.values() if scenario.long_run]
+        return max((feed_of(scenario).steps for scenario in runs), default=0)
+
+    def named(self, name: str) -> Scenario:
+        """Return the scenario of a name, as it runs for this subject."""
+        return self.adapted(self._by_name[name])
+
+    def place_of(self, scenario: Scenario) -> int:
+        """Return the place of a scenario in the order in which scenarios run."""
+        return list(self._by_name).index(scenario.name)
 
     def runs_of(self, rule: Rule) -> list[tuple[Scenario, int]]:
         """Return the scenarios that a rule reads, each with a world size."""
+        if rule.probes:
+            return []  # its runs are known once others have been made
         scenarios = [self.adapted(scenario) for scenario in rule.on]
         if rule.worlds is WorldSizes.BELOW_MINIMUM:
             return [(scenario, size) for scenario in scenarios for size in self.below_minimum]
         runs = [
-            (scenario, size) for scenario in scenarios for size in scenario.fits(self.world_sizes)
+            (scenario, size)
+            for scenario in scenarios
+            for size in scenario.fits(self.world_sizes)
+            if not self._exceeds_limit(scenario)
         ]
         if rule.worlds is WorldSizes.PRIMARY:
             return [(scenario, size) for scenario, size in runs if size == self.primary]
@@ -386,12 +641,24 @@ class Plan:
             return [(scenario, size) for scenario, size in runs if size != self.primary]
         return runs
 
-    def prerequisites(self, scenario: Scenario, size: int) -> list[Scenario]:
-        """Return the scenarios whose runs at that size must have ended well before this one is
-        tried.
+    def beyond_limit(self, rule: Rule) -> list[int]:
+        """Return the numbers of ranks that a rule's scenarios bring, and that are too many."""
+        scenarios = map(self.adapted, rule.on)
+        return [scenario.own_size for scenario in scenarios if self._exceeds_limit(scenario)]
+
+    def _exceeds_limit(self, scenario: Scenario) -> bool:
+        return self._limit is not None and scenario.own_size > self._limit.largest
+
+    def prerequisites(self, scenario: Scenario, size: int) -> list[tuple[Scenario, int]]:
+        """Return the runs that must have ended well before this one is tried.
+
+        They have the same world size. A scenario that brings a size of its own has those at the
+        smallest size above 1 in their place.
         """
         if scenario.name == self.plainest.name:
             return []
         before = (self.plainest, self._by_name[scenario.prerequisite])
         adapted = [self.adapted(plainer) for plainer in before]
-        return [plainer for plainer in adapted if size in plainer.fits(self.world_sizes)]
+        if size not in self.world_sizes:
+            size = self.primary
+        return [(plainer, size) for plainer in adapted if size in plainer.fits(self.world_sizes)]

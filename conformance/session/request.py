@@ -9,13 +9,17 @@ import contextlib
 import json
 import math
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from conformance.certificates.versions import upgraded
 from conformance.errors import ProfileError, RequiredProfileError, UsageError
 from conformance.hosts.remote.rendezvous import parse_endpoint
+from conformance.scenarios.draws import LARGEST_SEED
+from conformance.scenarios.long_runs import FEWEST_ROUNDS
 from conformance.scenarios.profiles import Profile, recorded_profile, requested_profile, require
 from conformance.session.options import Options, flag
 from conformance.session.results import ResultPaths, require_writable, result_paths, set_aside
@@ -26,6 +30,7 @@ from conformance.subjects.spec import SubjectSpec, parse_other, parse_subject
 SESSION = "session.json"
 _FILE_TARGET = re.compile(r"(?P<file>[^:,]+)(?::(?P<rest>.*))?", re.DOTALL)
 LARGEST_WORLD = 64
+MOST_STEPS = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Request:
         profile: the requested profile; of a replay, the recorded one.
         recorded: the header of the replayed session, or None.
         paths: the files to write.
+        seed: the seed that scenarios are drawn from.
+        steps: the number of steps that a long run has at least; 0 for the drawn number.
         notes: lines for the reader about files that were set aside.
     """
 
@@ -52,22 +59,31 @@ class Request:
     profile: Profile
     recorded: Mapping[str, Any] | None
     paths: ResultPaths
+    seed: int
+    steps: int = 0
     notes: tuple[str, ...] = ()
 
 
-def prepare_request(options: Options, *, runs: bool = True) -> Request:
+def prepare_request(options: Options, *, runs: bool = True, results: Path | None = None) -> Request:
     """Set the results of an earlier run aside, then read the request.
 
     Args:
         options: the command line.
+        results: the folder for the certificate and the reports; None for the usual one.
         runs: False if nothing will be judged, as with ``--collect-only``; then no file is touched.
 
     Raises:
         UsageError: the options cannot be run as written.
         ProfileError: no machine can run the profile.
     """
-    notes = set_results_aside(options) if runs else []
-    return replace(read_request(options), notes=tuple(notes))
+    if results is None:
+        notes = set_results_aside(options) if runs else []
+        return replace(read_request(options), notes=tuple(notes))
+    certificate = Path(options.certificate) if options.certificate else None
+    paths = ResultPaths(certificate or results / "certificate.json", results)
+    notes = set_aside(paths) if runs else []
+    require_writable(paths.certificate)
+    return replace(read_request(options), paths=paths, notes=tuple(notes))
 
 
 def read_request(options: Options) -> Request:
@@ -135,7 +151,18 @@ def parse_request(options: Options, recorded: Mapping[str, Any] | None = None) -
     profile = _profile(options, recorded)
     paths = result_paths(subject, options.claims, options.certificate)
     require_writable(paths.certificate)
-    return Request(options, subject, claims, searches_claims, world_sizes, profile, recorded, paths)
+    return Request(
+        options,
+        subject,
+        claims,
+        searches_claims,
+        world_sizes,
+        profile,
+        recorded,
+        paths,
+        _seed(options),
+        _steps(options, subject),
+    )
 
 
 def named_subject(options: Options) -> SubjectSpec:
@@ -209,6 +236,32 @@ def _require_duration(name: str, seconds: float) -> None:
         raise UsageError(f"{option} {seconds:g}: a number of seconds above 0, at most 86400")
 
 
+def _seed(options: Options) -> int:
+    """Return the seed of the command line, or a new one."""
+    if options.seed is None:
+        return secrets.randbelow(LARGEST_SEED + 1)
+    if not 0 <= options.seed <= LARGEST_SEED:
+        raise UsageError(f"--seed {options.seed}: a number from 0 to {LARGEST_SEED}")
+    return options.seed
+
+
+def _steps(options: Options, subject: SubjectSpec) -> int:
+    """Return the smallest number of steps of a long run; 0 if none is given."""
+    if options.steps is None:
+        return 0
+    if subject.kind != HOOK:
+        raise UsageError(
+            f"--steps {options.steps}: only hooks have a long run; leave --steps out for "
+            f"{KINDS[subject.kind].with_article}"
+        )
+    if not FEWEST_ROUNDS <= options.steps <= MOST_STEPS:
+        raise UsageError(
+            f"--steps {options.steps}: a number from {FEWEST_ROUNDS} to {MOST_STEPS}; the drawn "
+            "number is at least as large as the smallest one"
+        )
+    return options.steps
+
+
 def _profile(options: Options, recorded: Mapping[str, Any] | None) -> Profile:
     if recorded:
         return recorded_profile(recorded["profile"])
@@ -225,11 +278,12 @@ def _read_session(folder: Path) -> dict[str, Any]:
         UsageError: there is no readable header.
     """
     try:
-        header: dict[str, Any] = json.loads((folder / SESSION).read_text())
+        # Headers of older kits have the keys of version 1.
+        header = upgraded(json.loads((folder / SESSION).read_text()))
         for key in ("subject", "profile", "claims", "date"):
             header[key]
         header["claims"]["text"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"--replay {folder}: no readable {SESSION} in it; --records DIR writes one"
         ) from error
@@ -243,13 +297,16 @@ def _with_recorded(options: Options, recorded: Mapping[str, Any]) -> Options:
     names = {name: subject[name] for name in (HOOK, "state", "setup")}
     if subject.get("target"):
         names[subject["kind"]] = subject["target"]
-    if recorded["claims"].get("said by") == "--claims":
+    if recorded["claims"].get("declared_by") == "--claims":
         names["claims"] = options.claims or recorded["claims"]["text"]
     return replace(
         options,
         **names,
-        world_size=",".join(map(str, profile["world sizes"])),
+        world_size=",".join(map(str, profile["world_sizes"])),
         backend=profile["backend"],
         device=profile["device"],
         backend_import=None,
+        # Records of a kit without seeds were made from scenarios with fixed numbers.
+        seed=recorded.get("seed", 0),
+        steps=recorded.get("requested_steps"),
     )

@@ -12,7 +12,7 @@ from conformance.hosts.ranks_protocol import Ranks
 from conformance.records.files import OUTCOME
 from conformance.records.run import Run, load_run
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.profiles import GLOO_CPU, Profile
+from conformance.scenarios.profiles import GLOO_CPU, Profile, SizeLimit
 from conformance.subjects.kinds import KINDS
 from conformance.subjects.spec import SubjectSpec
 
@@ -22,9 +22,20 @@ class RunSource:
 
     Attributes:
         profile: the profile of all runs.
+        seed: the seed that scenarios are drawn from (``scenarios/draws.py``).
+        steps: the number of steps that a long run has at least.
+        limit: the largest number of ranks that a scenario may bring itself; None for any.
     """
 
     profile: Profile = GLOO_CPU
+    seed: int = 0
+    steps: int = 0
+    limit: SizeLimit | None = None
+
+    @property
+    def capacity(self) -> int | None:
+        """The largest world size that can be run; None if there is no limit."""
+        return None
 
     def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run:
         """Return a run."""
@@ -44,16 +55,34 @@ class LocalSource(RunSource):
         pool: the source of ranks.
         keep: the folder for ``--records``.
         profile: the profile that ranks run in.
+        seed: the seed that scenarios are drawn from.
+        steps: the number of steps that a long run has at least.
+        limit: the largest number of ranks that a scenario may bring itself; None for any.
     """
 
-    def __init__(self, pool: Ranks, keep: Path | None = None, profile: Profile = GLOO_CPU) -> None:
+    def __init__(
+        self,
+        pool: Ranks,
+        keep: Path | None = None,
+        profile: Profile = GLOO_CPU,
+        seed: int = 0,
+        steps: int = 0,
+        limit: SizeLimit | None = None,
+    ) -> None:
         self.profile = profile
+        self.seed = seed
+        self.steps = steps
+        self.limit = limit
         self._pool = pool
         self._keep = keep
         self._threads: ThreadPoolExecutor | None = None
         self._ahead: dict[str, Future[Run]] = {}
         # Folders of runs that others resume from; they go with the pool.
         self._saved: dict[str, Path] = {}
+
+    @property
+    def capacity(self) -> int | None:
+        return self._pool.capacity
 
     def run(self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str) -> Run:
         """Run a scenario, or wait for it if it has begun. Raises: KitError."""
@@ -104,13 +133,26 @@ class ReplaySource(RunSource):
     Args:
         folder: DIR.
         profile: the profile that they were made in.
+        seed: the seed that their scenarios were drawn from.
+        steps: the number of steps that a long run has at least.
+        limit: the largest number of ranks that a scenario brought itself; None for any.
 
     Raises:
         UsageError: the folder holds no records.
     """
 
-    def __init__(self, folder: Path, profile: Profile = GLOO_CPU) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        profile: Profile = GLOO_CPU,
+        seed: int = 0,
+        steps: int = 0,
+        limit: SizeLimit | None = None,
+    ) -> None:
         self.profile = profile
+        self.seed = seed
+        self.steps = steps
+        self.limit = limit
         self._folder = folder
         if not any(folder.glob(f"*/{OUTCOME}")):
             raise UsageError(f"--replay {folder}: no records in it; --records DIR writes them")

@@ -3,30 +3,51 @@
 import datetime
 import tomllib
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from conformance.certificates.certificate import Conclusion, conclude, kit_identity
+from conformance.certificates.canonical import portable
+from conformance.certificates.certificate import (
+    REQUIRED_WORLDS,
+    Conclusion,
+    conclude,
+    kit_identity,
+)
+from conformance.certificates.reproduction import reproduce_commands
 from conformance.errors import ProfileError, TargetError, UsageError
 from conformance.hosts.ranks_protocol import Ranks
-from conformance.judging.rule import Rule
-from conformance.judging.verdict import Judgement
+from conformance.hosts.remote.rendezvous import kit_digest
+from conformance.judging.rule import Rule, with_needed
+from conformance.judging.verdict import Judgement, Verdict
 from conformance.records.files import write_json
 from conformance.rules import book
-from conformance.scenarios.profiles import GLOO_CPU, require, resolve_profile
-from conformance.session.claim_search import Tried, search_claims
+from conformance.scenarios.profiles import (
+    GLOO_CPU,
+    SHARED,
+    SizeLimit,
+    require,
+    resolve_profile,
+)
+from conformance.session.claim_search import SEARCHED, Tried, search_claims
+from conformance.session.coverage import entry
 from conformance.session.engine import Engine, make_engine
 from conformance.session.options import Options
+from conformance.session.progress import Progress
 from conformance.session.rank_source import ranks_for
+from conformance.session.reproducer import Reproducer, reproducer
 from conformance.session.request import SESSION, Request, prepare_request, profile_is_required
 from conformance.session.results import set_aside
 from conformance.session.run_sources import LocalSource, ReplaySource, RunSource, new_records_folder
+from conformance.session.subject_files import SubjectFiles, subject_files
 from conformance.subjects.claims import Claims, default_claims, parse_claims
 from conformance.subjects.kinds import HOOK, KINDS
+from conformance.torch_versions.faults import lines_of
+from conformance.torch_versions.tested import LACKS, note_untested, reason_unsupported
 
 # Keys of a recorded profile that describe the request; the others describe the machine.
-_PROFILE_KEYS = ("name", "backend", "device", "world sizes")
-_MACHINE_KEYS = ("devices", "names", "nccl", "nccl of torch")
+_PROFILE_KEYS = ("name", "backend", "device", "world_sizes")
+_MACHINE_KEYS = ("devices", "names", "nccl", "nccl_of_torch")
 
 
 class Session:
@@ -60,11 +81,21 @@ class Session:
         self.engine: Engine | None = None
         self.judgements: dict[str, Judgement] = {}
         self.header: dict[str, Any] = {}
+        # The number of GPUs, if each rank needs one.
+        self._devices: int | None = None
+        self.progress = Progress()
 
     @classmethod
-    def of(cls, options: Options, pool: Ranks | None = None, *, runs: bool = True) -> "Session":
+    def of(
+        cls,
+        options: Options,
+        pool: Ranks | None = None,
+        *,
+        runs: bool = True,
+        results: Path | None = None,
+    ) -> "Session":
         """Return the session of a command line. Raises: UsageError, ProfileError."""
-        return cls(prepare_request(options, runs=runs), pool)
+        return cls(prepare_request(options, runs=runs, results=results), pool)
 
     def __enter__(self) -> "Session":
         return self
@@ -101,9 +132,16 @@ class Session:
                 )
         self.engine = make_engine(self._source(), self.rules, self.subject, claims, self.worlds)
         self.header = self._header(description, machine, claims, claimed_by)
+        self.progress.begin()
+        self.engine.show(self.progress)
         if self.records:
-            write_json(self.records / SESSION, self.header)
-        self.engine.check_machine()
+            limit = self._limit()
+            recorded = {**self.header, "limit": asdict(limit) if limit else None}
+            write_json(self.records / SESSION, recorded)
+        try:
+            self.engine.check_machine()
+        finally:
+            self.progress.clear()
         self.engine.announce(() if self.searches_claims else self.selected)
 
     def search_claims(self) -> list[Tried]:
@@ -112,18 +150,18 @@ class Session:
         assert exact is not None, "begin() comes first"
 
         def engine_for(claims: Claims) -> Engine:
-            if claims == exact.claims:
-                return exact
-            return Engine(
-                exact.source, self.rules, self.subject, claims, self.worlds, exact.control
-            )
+            rules = with_needed(self.rules, SEARCHED)
+            return Engine(exact.source, rules, self.subject, claims, self.worlds, exact.control)
 
         return search_claims(engine_for)
 
     def judge(self, number: str) -> Judgement:
         """Judge one rule."""
         assert self.engine is not None, "begin() comes first"
-        self.judgements[number] = self.engine.judge(number)
+        try:
+            self.judgements[number] = self.engine.judge(number)
+        finally:
+            self.progress.clear()
         return self.judgements[number]
 
     def conclude(self, plugins: list[str] | None = None) -> Conclusion:
@@ -135,13 +173,21 @@ class Session:
         Raises:
             KitError: the certificate could not be written.
         """
+        files = self._note_files()
         header = dict(self.header)
         if plugins:
-            header["pytest plugins"] = plugins
+            header["pytest_plugins"] = plugins
         header["command"] = self.options.command()
-        interrupted = self.pool.interruptions if self.pool else []
+        if self.engine and self.has_whole_book:
+            required = self.options.require_coverage
+            measured = self.engine.coverage()
+            header["coverage"] = entry(measured, self.engine.probes.tried, required=required)
+            self.header["coverage"] = header["coverage"]
+        header["reproduce"] = reproduce_commands(portable(header))
+        interrupted = list(self.pool.interruptions) if self.pool else []
+        incomplete = [*interrupted, *_changed_lines(files)]
         conclusion = conclude(
-            self.rules, self.judgements, header, self.worlds, self.subject.kind, interrupted
+            self.rules, self.judgements, header, self.worlds, self.subject.kind, incomplete
         )
         if conclusion.verdict != "not certified":
             self.notes += interrupted
@@ -154,20 +200,76 @@ class Session:
             self.notes += set_aside(self.request.paths)
         return conclusion
 
+    @property
+    def display_name(self) -> str:
+        """The subject's name for people; a set-up's is followed by the hook that it registers."""
+        hooks = self.header["subject"].get("registers", ()) if self.subject.setup else ()
+        registers = f" (registers {', '.join(hooks)})" if hooks else ""
+        return self.subject.name + registers
+
     def close(self) -> None:
         """Stop every process and remove every folder of this session."""
         if self.pool:
             self.pool.close()
 
+    @property
+    def has_whole_book(self) -> bool:
+        """Whether all rules for the subject are judged: some of them leave branches to others."""
+        whole = select_rules(self.rules, (), self.subject.kind, self.profile.device)
+        return self.selected == whole
+
     def rerun(self, number: str) -> str:
         """Return the command that judges one rule again."""
         attach = f" --attach {self.options.attach}" if self.options.attach else ""
-        return f"pytest --pyargs conformance {self.options.command()}{attach} --rule {number}"
+        drawn = f" --seed {self.request.seed}"
+        if self.request.steps:
+            drawn += f" --steps {self.request.steps}"
+        return (
+            f"pytest --pyargs conformance {self.options.command()}{attach}{drawn} --rule {number}"
+        )
+
+    def reproducer(self, number: str) -> Reproducer | None:
+        """Return the script that shows a failure without the kit.
+
+        None means that the rule holds, or that its failed run is not an ordinary one.
+        """
+        judgement = self.judgements.get(number)
+        if self.engine is None or judgement is None or judgement.verdict is not Verdict.FAIL:
+            return None
+        rule = self.rules[number]
+        failed = str(Verdict.FAIL)
+        for scenario, world in self.engine.plan.runs_of(rule):
+            entry = judgement.runs.get(f"{scenario.name}@{world}")
+            if entry is None or entry["verdict"] != failed:
+                continue
+            claims = self.engine.claims
+            return reproducer(self.folder, self.subject, claims, rule, judgement, scenario, world)
+        return None
 
     def _source(self) -> RunSource:
+        seed = self.request.seed
+        steps = self.request.steps
+        limit = self._limit()
         if self.pool:
-            return LocalSource(self.pool, self.records, self.profile)
-        return ReplaySource(Path(str(self.options.replay)), self.profile)
+            return LocalSource(self.pool, self.records, self.profile, seed, steps, limit)
+        folder = Path(str(self.options.replay))
+        return ReplaySource(folder, self.profile, seed, steps, limit)
+
+    def _limit(self) -> SizeLimit | None:
+        """Return the largest number of ranks that a scenario may bring itself; None for any."""
+        if self.request.recorded:
+            recorded = self.request.recorded.get("limit")
+            return SizeLimit(**recorded) if recorded else None
+        if not set(REQUIRED_WORLDS) <= set(self.request.world_sizes):
+            largest = max(*REQUIRED_WORLDS, *self.worlds)
+            return SizeLimit(largest, "--world-size leaves larger sizes out", is_chosen=True)
+        if self.pool and self.pool.capacity is not None:
+            hosts = f"there are {self.pool.capacity} hosts"
+            return SizeLimit(self.pool.capacity, hosts, is_chosen=False)
+        if self._devices is not None:
+            devices = f"each needs a GPU of its own, and there are {self._devices}"
+            return SizeLimit(self._devices, devices, is_chosen=False)
+        return None
 
     def _header(
         self,
@@ -179,22 +281,39 @@ class Session:
         """Return the parts of a certificate besides its rules."""
         profile = self.profile
         loaded = {key: description.get(key) for key in ("module", "distribution", "sha256")}
+        found = {key: value for key, value in machine.items() if key != "variables"}
         header = {
-            "kit": kit_identity(),
+            "kit": {**kit_identity(), "source_sha256": kit_digest()},
             "subject": {**self.subject.to_json(), **loaded},
-            "claims": {"text": str(claims), "said by": claimed_by},
+            "claims": {"text": str(claims), "declared_by": claimed_by},
             "profile": {
                 "name": profile.display_name(claims.chained and not profile.ordered),
                 "backend": profile.backend,
                 "device": profile.device,
-                "world sizes": list(self.worlds),
-                **machine,
+                "world_sizes": list(self.worlds),
+                **found,
             },
+            # Ranks keep variables that are set already.
+            "environment": {**dict(profile.environment), **machine.get("variables", {})},
+            "seed": self.request.seed,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
+        if self.engine and (steps := self.engine.plan.steps_of_long_run):
+            header["steps"] = steps
+        if self.request.steps:
+            header["requested_steps"] = self.request.steps
         if self.request.recorded:
-            header["replayed from records of"] = self.request.recorded["date"]
+            header["replayed_from"] = self.request.recorded["date"]
         return header
+
+    def _note_files(self) -> SubjectFiles:
+        """Enter the files of the subject's code, and the registered hooks, into the header."""
+        runs = self.engine.runs if self.engine else []
+        described = self.header["subject"]
+        files = subject_files(self.subject, described, runs)
+        registers = {"registers": files.hooks} if files.hooks else {}
+        self.header["subject"] = {**described, "sha256": files.digests, **registers}
+        return files
 
     def _describe(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the description of the subject, and of the machine."""
@@ -205,8 +324,10 @@ class Session:
             machine = {
                 key: value for key, value in recorded["profile"].items() if key not in _PROFILE_KEYS
             }
+            machine["variables"] = recorded.get("environment", {})
             return {**recorded["subject"], "claims": recorded["claims"]["text"]}, machine
         greeting = self.pool.greeting()
+        self._check_torch(greeting)
         self._drop_larger_worlds(self.pool.capacity)
         with profile_is_required(self.options):
             machine = self._resolve_profile(self.pool, greeting)
@@ -214,6 +335,25 @@ class Session:
         if "error" in description:
             raise TargetError(description["error"])
         return description, machine
+
+    def _check_torch(self, machine: Mapping[str, Any]) -> None:
+        """Note the limits of this torch.
+
+        Raises:
+            ProfileError: it is too old.
+        """
+        version = machine["torch"]
+        if reason := reason_unsupported(version):
+            raise ProfileError(reason)
+        if note := note_untested(version):
+            self.notes.append(note)
+        if lacking := machine.get(LACKS):
+            self.notes.append(
+                f"torch {version} lacks {', '.join(lacking)}: rules that need it end in a kit error"
+            )
+        for rule, lines in lines_of(version, self.profile.backend).items():
+            if self.rules[rule].kind == self.subject.kind:
+                self.notes += lines
 
     def _resolve_profile(self, pool: Ranks, machine: dict[str, Any]) -> dict[str, Any]:
         """Find out whether the machine can run the profile; return the certificate's description of
@@ -226,6 +366,8 @@ class Session:
             return machine
         found = pool.probe_profile(self.profile)
         self.profile = resolve_profile(self.profile, found, self.worlds)
+        if self.profile.backend == "nccl" and self.profile.name != SHARED:
+            self._devices = found["devices"]
         require(self.options.require_profile, self.profile)
         machine = {**machine, **{key: found[key] for key in _MACHINE_KEYS if key in found}}
         if self.profile.environment:
@@ -266,6 +408,13 @@ class Session:
         if project:
             return parse_claims(project, kind), "pyproject.toml"
         return default_claims(kind, self.subject.arguments), KINDS[kind].default_reason
+
+
+def _changed_lines(files: SubjectFiles) -> list[str]:
+    """Return why a session whose subject was edited meanwhile gives no certificate."""
+    if not files.changed:
+        return []
+    return [f"the subject's source changed during the session: {', '.join(files.changed)}"]
 
 
 def select_rules(

@@ -2,7 +2,7 @@
 
 Each kind of subject declares its claims in one table, ``Kind.claims`` (see ``kinds``). Everything
 else is derived from it: the parser, the text of claims in certificates and records, error messages,
-the help of ``--claims``, and the tables of claims in RULES.md and README.md.
+the help of ``--claims``, and the tables of claims in RULES.md and docs/your-hook.md.
 """
 
 import keyword
@@ -14,15 +14,15 @@ from typing import Any
 from conformance.errors import UsageError
 from conformance.subjects.arguments import parse_arguments, split_at_commas
 from conformance.subjects.kinds import HOOK, KINDS, Claim, Form, Kind
-from conformance.subjects.kinds.hook import (
+from conformance.subjects.kinds._lossy import (
     CONTRACTION,
     DEFAULT_DELTA,
     DIFFERENCE,
     FEEDBACK,
     LOCAL,
-    ROUNDED_DTYPES,
     UNBIASED,
 )
+from conformance.subjects.kinds.hook import ROUNDED_DTYPES
 
 AUTO = "auto"  # the value of --claims that tries claims
 _CLAIM = re.compile(r"(?P<name>[^\W\d]\w*)\s*(\((?P<arguments>.*)\))?", re.DOTALL)
@@ -35,11 +35,17 @@ class Claims:
     Attributes:
         rounded: the dtype that values are rounded to on the way, or None.
         sum: the result is the sum over the group instead of the mean.
+        scaled: factors before and after the sum are rounded, so that no result is exact.
         world_only: the group is always WORLD, whatever group the model lives on.
         lossy: how the result differs from the mean: FEEDBACK, DIFFERENCE, CONTRACTION, UNBIASED or
             LOCAL; '' if the result is not lossy.
         delta: of a compressor; see ``kinds.hook``.
-        warmup: steps before the first lossy one.
+        mixing: whether a local hook lets the gradients of all ranks meet.
+        period: the steps in one of which a local hook gives the mean over all ranks; 0 if it claims
+            none.
+        noise: the deviation of the noise that a rank adds to each element; 0 for none.
+        warmup: steps before the first lossy one, as far as they are on record.
+        long_warmup: all of these steps, if there are more than are on record; else 0.
         fused: the optimizer that the hook steps, as an expression ``SGD(lr=0.1)``, or ''.
         after: steps before the first in which a fused hook steps its parameters.
         frees_gradients: a fused hook leaves no gradients when backward is over.
@@ -53,6 +59,8 @@ class Claims:
         poststep: gradients are right only after the trainer has made a call when backward is over.
         call: the name of that call, or '' if it belongs to the set-up's Case.
         chained: callbacks start collectives.
+        keeps_unused: what is held back of a parameter stays if no rank has used it in a step.
+        rescaled: the name of the function that is called after a change of the loss scale, or ''.
         kind: the kind of the subject.
         options: the values of the claims that have no field here, by claim, in the order in which
             they were typed. Claims of hooks all have fields.
@@ -60,10 +68,15 @@ class Claims:
 
     rounded: str | None = None
     sum: bool = False
+    scaled: bool = False
     world_only: bool = False
     lossy: str = ""
     delta: float = DEFAULT_DELTA
+    mixing: bool = True
+    period: int = 0
+    noise: float = 0.0
     warmup: int = 0
+    long_warmup: int = 0
     fused: str = ""
     after: int = 0
     frees_gradients: bool = False
@@ -77,12 +90,34 @@ class Claims:
     poststep: bool = False
     call: str = ""
     chained: bool = False
+    keeps_unused: bool = False
+    rescaled: str = ""
     kind: str = HOOK
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
 
     def has(self, name: str) -> bool:
         """Whether this is claimed."""
         return name in self.options or bool(getattr(self, name, False))
+
+    @property
+    def steps_of_warmup(self) -> int:
+        """The number of steps before the first lossy one."""
+        return self.long_warmup or self.warmup
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a local hook has to let the gradients of all ranks meet."""
+        return self.lossy == LOCAL and self.mixing and self.ratio != 0
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether results are random, and right on average."""
+        return self.lossy == UNBIASED
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the state holds parts of gradients, or estimates of them, for later steps."""
+        return self.lossy in (FEEDBACK, DIFFERENCE)
 
     @property
     def reference(self) -> str:

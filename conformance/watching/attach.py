@@ -7,9 +7,10 @@ removes itself from copies: a copy of the model is not watched.
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
+
+from conformance.torch_versions.private import without_dynamo
 
 
 class StepObserver(Protocol):
@@ -54,7 +55,7 @@ class _ForwardHook:
     def __init__(self, observer: StepObserver) -> None:
         self._observer = observer
 
-    @torch._disable_dynamo
+    @without_dynamo
     def __call__(self, ddp: DistributedDataParallel, _: Any, output: Any) -> None:
         self._observer.after_forward(ddp, output)
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from conformance.torch_versions.private import ALLGATHER_BASE, REDUCE_SCATTER_BASE
+
 
 class _Method(NamedTuple):
     """A method of ``ProcessGroup``.
@@ -41,10 +43,10 @@ _METHODS = {
     "allgather": _Method(1),
     "allgather_coalesced": _Method(1),
     "all_gather_single": _Method(1),
-    "_allgather_base": _Method(1),
+    ALLGATHER_BASE: _Method(1),
     "reduce_scatter": _Method(1),
     "reduce_scatter_single": _Method(1),
-    "_reduce_scatter_base": _Method(1),
+    REDUCE_SCATTER_BASE: _Method(1),
     "alltoall": _Method(None),
     "all_to_all_single": _Method(None),
     "alltoall_base": _Method(None),

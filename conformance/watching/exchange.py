@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from conformance.torch_versions.private import default_store
+
 _LEFT = "left"
 
 
@@ -58,8 +60,7 @@ class Exchange:
         # prefix hides the entries of earlier groups.
         own_prefix = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8)
         prefix = bytes(self.gather(own_prefix)[0].numpy()).hex()
-        default_store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"conformance.watch/{prefix}", default_store)
+        self._store = dist.PrefixStore(f"conformance.watch/{prefix}", default_store())
 
     def arrive(self, step: int) -> None:
         """Announce that this rank has arrived at ``step``.

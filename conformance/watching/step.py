@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from conformance.torch_versions.private import at_end_of_backward, divides_by_all, tensors_of
 from conformance.watching.collectives import Collective, Recording
 from conformance.watching.sampling import Layout, Sample
 
@@ -52,10 +53,7 @@ class SampledStep:
         self.sample = Sample(layout.indices(step) if is_sampled else [])
         self.next_sample = Sample(layout.indices(step + 1)) if next_is_sampled else None
         self.find_unused = bool(ddp.find_unused_parameters)
-        # Under Join DDP's own allreduce can divide by the number of ranks that have inputs left. A
-        # hook does not know that number.
-        divides = getattr(ddp, "_divide_by_initial_world_size", True)
-        self.divides_by_all = bool(divides or ddp._comm_hooks)
+        self.divides_by_all = divides_by_all(ddp)
         self._layout = layout
         self._on_end = on_end
         self._guard = guard
@@ -74,7 +72,7 @@ class SampledStep:
         # The first gradient of an output begins the outermost backward pass. A callback that is
         # queued there runs at the end of that pass, even if checkpointed modules run further
         # backward passes inside it.
-        for tensor in _tensors(output):
+        for tensor in tensors_of(output):
             if tensor.requires_grad:
                 self._handles.append(tensor.register_hook(self._begin_backward))
         if self.is_sampled:
@@ -106,7 +104,7 @@ class SampledStep:
                 if parameter.grad is not None:
                     self._take(number, parameter.grad)
             if self.is_sampled:
-                _queue_callback(self._before_end)
+                at_end_of_backward(self._before_end)
                 self.sample.take_parameters(self._layout)
         self.seconds += time.perf_counter() - began
 
@@ -131,16 +129,4 @@ class SampledStep:
         DDP's own callback is among them.
         """
         self._threads.add(threading.get_ident())
-        _queue_callback(lambda: self._on_end(self))
-
-
-def _queue_callback(callback: Callable[[], None]) -> None:
-    """Call a function at the end of the running backward pass."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def _tensors(output: Any) -> Any:
-    """Return the tensors of an output, as DDP finds them."""
-    from torch.nn.parallel.distributed import _find_tensors
-
-    return _find_tensors(output)
+        at_end_of_backward(lambda: self._on_end(self))

@@ -71,6 +71,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.judging.verdict import Failure
 from conformance.subjects.claims import LOCAL, Claims, parse_claims
+from conformance.torch_versions.private import delays_reduction, reduces_by_compiled_autograd
 from conformance.watching.attach import Attachment
 from conformance.watching.collectives import Collective, kit_groups
 from conformance.watching.exchange import Exchange, ExchangeError
@@ -216,10 +217,9 @@ def _require_watchable(ddp: DistributedDataParallel, claims: Claims) -> None:
         raise ValueError(
             "watch: DDP's mixed_precision is not watched: its gradients are not the parameters' own"
         )
-    if getattr(ddp, "_use_python_reducer", False):
+    if reduces_by_compiled_autograd(ddp):
         raise ValueError("watch: compiled autograd is not watched: it reduces gradients by itself")
-    delays_all = getattr(ddp, "_delay_all_reduce_all_params", False)
-    if delays_all or getattr(ddp, "_delay_all_reduce_params", None):
+    if delays_reduction(ddp):
         raise ValueError("watch: delay_all_reduce_named_params is not watched")
 
 

@@ -1,5 +1,7 @@
 """Tests that entries of a certificate that do not fit together are found."""
 
+import contextlib
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +9,21 @@ from typing import Any
 
 import pytest
 
-from conformance.certificates.contradictions import CLAIMED_RULES, OLDEST_TORCH, contradictions
+from conformance.certificates.contradictions import CLAIMED_RULES, contradictions
 from conformance.certificates.reader import CertificateFile
+from conformance.certificates.reproduction import reproduce_commands
+from conformance.errors import ProfileError, UsageError
 from conformance.rules import book
 from conformance.subjects.kinds import KINDS
-from tests.made_certificates import Body, certificate, claims_of, forged, ran, rule_of
+from conformance.torch_versions.tested import OLDEST
+from tests.made_certificates import (
+    Body,
+    certificate,
+    claims_of,
+    ran,
+    rule_of,
+    set_variables,
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -20,14 +32,33 @@ def found(body: Body) -> list[str]:
     return list(contradictions(CertificateFile(Path("c.json"), body)))
 
 
+def forged(body: Body, change: Callable[[Body], object]) -> Body:
+    """Return a body with a change; the other entries stay, and the digest is not read here."""
+    other = copy.deepcopy(body)
+    change(other)
+    return other
+
+
 def on(name: str, backend: str, device: str, **entries: Any) -> Callable[[Body], object]:
     """Return the edit to a profile that was judged on a backend."""
 
     def change(b: Body) -> None:
         b["profile"].update(name=name, backend=backend, device=device, **entries)
+        if device == "cuda":
+            b["profile"]["torch"] = "2.13.0+cu126"
+        with contextlib.suppress(ProfileError, UsageError):
+            set_variables(b)
         b["command"] += f" --backend {backend} --device {device}"
+        if "imports" in entries:
+            b["command"] += f" --backend-import {entries['imports']}"
+        b["reproduce"] = reproduce_commands(b)
 
     return change
+
+
+def larger_world(b: Body) -> None:
+    b["profile"]["world_sizes"].append(8)
+    b["reproduce"] = reproduce_commands(b)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +94,7 @@ def test_claimed_rules_are_those_of_the_rule_book() -> None:
 
 def test_the_oldest_torch_is_that_of_the_package() -> None:
     (required,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
-    assert ".".join(map(str, OLDEST_TORCH)) == required
+    assert ".".join(map(str, OLDEST)) == required
 
 
 @pytest.mark.parametrize(
@@ -73,7 +104,9 @@ def test_the_oldest_torch_is_that_of_the_package() -> None:
         on("nccl-shared-gpu", "nccl", "cuda", devices=1, nccl=[2, 30, 7]),
         on("gloo-cuda", "gloo", "cuda", devices=1),
         on("mpi-cpu", "mpi", "cpu"),
-        lambda b: b["profile"]["world sizes"].append(8),
+        on("other-cpu", "other", "cpu", imports="mypkg.backend"),
+        on("gloo-cuda", "gloo", "cuda", devices=1, names=["H200", "H200"]),
+        larger_world,
         lambda b: b["profile"].update(torch="2.6.0a0+git1234"),
     ],
 )
@@ -118,6 +151,44 @@ def test_profiles_of_the_kit_are_accepted(change: Callable[[Body], object], body
             "it claims rounded(float16), devices(cuda), but its profile is gloo on cpu",
         ),
         (lambda b: b["profile"].update(torch="new"), "has a version of torch that cannot be read"),
+        (
+            on("gloo-cuda", "gloo", "cuda", devices=2, names=["H200"]),
+            "it has 2 devices, but 1 names of devices",
+        ),
+        (
+            lambda b: b["profile"].update(name="gloo-cuda", device="cuda", devices=1),
+            "it was judged on cuda, but torch 2.13.0+cpu has no CUDA",
+        ),
+        (lambda b: b["profile"].update(gloo=False), "its torch was built without gloo"),
+        (
+            lambda b: b["profile"].update(nodes=[{"host": "a", "slots": 1}]),
+            "its nodes run 1 ranks, but its largest world size is 4",
+        ),
+        (
+            lambda b: b["profile"].update(environment={"NCCL_MAX_CTAS": "1"}),
+            "its profile sets other variables than gloo on cpu needs",
+        ),
+        (
+            lambda b: b["profile"].update(world_sizes=[1, 2, 3, 4, 8]),
+            "the commands that reproduce it are of another run",
+        ),
+        (lambda b: b.update(seed=1), "the commands that reproduce it are of another run"),
+        (
+            lambda b: b.update(environment={"NCCL_ALGO": "Tree"}),
+            "the commands that reproduce it are of another run",
+        ),
+        (
+            lambda b: b.update(steps=1200, requested_steps=5000),
+            "its long run has 1200 steps, but 5000 were requested",
+        ),
+        (
+            lambda b: b["subject"].update(sha256={"mypkg.hooks": "ef" * 32}),
+            "the mypkg/hooks.py that ran is not the file of its module mypkg.hooks",
+        ),
+        (
+            lambda b: b.update(at_scale={"simulated": True, "notes": ["all is well"]}),
+            "its notes on simulated ranks are not those of its rules",
+        ),
         (
             lambda b: rule_of(b, "2.3")["runs"].update({"values@8": {"verdict": "pass"}}),
             "it has runs at world size 8, which its profile does not list",

@@ -81,7 +81,7 @@ def test_a_certificate(tmp_path: Path, capsys: Any) -> None:
         "digest": {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()},
         "mediaType": "application/json",
     }
-    assert golden["digest"]["sha256"] == kit_identity()["golden list"]
+    assert golden["digest"]["sha256"] == kit_identity()["golden_list"]
     content = base64.b64decode(run["content"])
     assert len(content) < 1024  # the limit of the specification
     assert run["digest"]["sha256"] == hashlib.sha256(content).hexdigest()

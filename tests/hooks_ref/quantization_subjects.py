@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
-from hooks_ref.quantization import quantization_perchannel_hook
+from hooks_ref import quantization
+from hooks_ref.quantization import quantization_perchannel_hook, quantization_pertensor_hook
 
 Result = torch.futures.Future[torch.Tensor]
 
@@ -22,6 +23,29 @@ def perchannel_11(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> 
 
 def perchannel_16(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Result:
     return quantization_perchannel_hook(process_group, bucket, bucket_size=16)
+
+
+_TORCHS_LEAST_SCALE = 2.0**-23
+
+
+def _set_torchs_least_scale() -> None:
+    """Round as torch does, which loses rows of small values; for the rest of this rank."""
+    quantization.LEAST_SCALE = _TORCHS_LEAST_SCALE
+
+
+def pertensor_as_torch(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Result:
+    _set_torchs_least_scale()
+    return quantization_pertensor_hook(process_group, bucket)
+
+
+def perchannel_as_torch(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Result:
+    _set_torchs_least_scale()
+    return quantization_perchannel_hook(process_group, bucket)
+
+
+def perchannel_11_as_torch(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Result:
+    _set_torchs_least_scale()
+    return perchannel_11(process_group, bucket)
 
 
 class _Gathered:

@@ -180,7 +180,7 @@ def test_resumes_among_the_same_partners(pool: Pool, tmp_path: Path) -> None:
 def test_leaves_the_generators_alone(pool: Pool) -> None:
     run = run_hook(
         pool,
-        replace(scenario(6), observe=replace(scenario(6).observe, process=True)),
+        scenario(6),
         3,
         setup=f"{SUBJECTS}:gossips",
     )

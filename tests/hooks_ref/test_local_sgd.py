@@ -207,7 +207,7 @@ def test_resumes_bit_for_bit(pool: Pool, tmp_path: Path, hook: str, state: str) 
 def test_leaves_the_generators_alone(pool: Pool) -> None:
     run = run_hook(
         pool,
-        replace(scenario(6), observe=replace(scenario(6).observe, process=True)),
+        scenario(6),
         setup=f"{SUBJECTS}:by_machine,hosts='AB',start=2",
     )
     assert [event["rng_changed"] for rank in run.ranks for event in rank.all("stepped")] == [

@@ -1,10 +1,11 @@
 """Averagers beside their definition, simulated in one process, and beside torch's if it works."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hooks_ref
 from conformance.hosts.pool import Pool
@@ -191,6 +192,7 @@ def test_arguments() -> None:
             hooks_ref.PeriodicModelAverager(**arguments)
     for sizes, said in (
         ({}, "got none"),
+        ({4: 2, 2: 2}, "ascend together"),
         ({4: 2, 2: 4}, "ascend together"),
         ({2: 4, 4: 2}, "ascend together"),
         ({2: 2, 4: 3}, "divides the next"),
@@ -200,6 +202,55 @@ def test_arguments() -> None:
             hooks_ref.HierarchicalModelAverager(sizes)
     with pytest.warns(UserWarning, match="period: 1"):
         hooks_ref.PeriodicModelAverager(1)
+
+
+def test_sizes_of_groups_may_repeat() -> None:
+    assert hooks_ref.HierarchicalModelAverager({2: 2, 4: 2}).period_group_size_dict == {2: 2, 4: 2}
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("default_group")
+def test_no_group_is_the_default_group() -> None:
+    one = torch.nn.Parameter(torch.ones(2))
+    one.grad = torch.ones(2)
+    hooks_ref.average_parameters([one], None)
+    hooks_ref.average_parameters_or_parameter_groups([{"params": [one]}], None)
+    assert one.tolist() == [1, 1]
+
+
+@pytest.mark.usefixtures("default_group")
+def test_parameters_of_integers_are_left_alone() -> None:
+    """They have no gradient on any rank; a mean of them would not be an integer."""
+    one = torch.nn.Parameter(torch.ones(2))
+    one.grad = torch.ones(2)
+    table = torch.nn.Parameter(torch.tensor([3, 5]), requires_grad=False)
+    hooks_ref.PeriodicModelAverager(period=2).average_parameters([table, one])
+    hooks_ref.DiLoCoModelAverager(period=2).average_parameters([table, one])
+    assert table.tolist() == [3, 5]
+
+
+def test_ranks_outside_of_the_group_average_nothing() -> None:
+    """``new_group`` returns no group there, and an average would wait for nobody."""
+    one = torch.nn.Parameter(torch.ones(2))
+    one.grad = torch.ones(2)
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+    hooks_ref.average_parameters([one], outside)
+    hooks_ref.average_parameters_or_parameter_groups([one], outside)
+    for averager in (
+        hooks_ref.PeriodicModelAverager(2, process_group=outside),
+        hooks_ref.HierarchicalModelAverager({2: 2}, process_group=outside),
+        hooks_ref.DiLoCoModelAverager(2, process_group=outside),
+        hooks_ref.EMAModelAverager(0.5, process_group=outside),
+    ):
+        averager.average_parameters([one])
+        assert averager.step == 1
+    assert one.tolist() == [1, 1]
 
 
 def test_what_is_averaged() -> None:

@@ -1,11 +1,13 @@
 """Broken subjects, each with one defect.
 
 Every module covers one section of the rule book, or a part of one, and ends with ``MUTANTS``: its
-mutants and the rules that must refuse them. :func:`catalogue` lists all of them. The modules import
+mutants and the rules that must refuse them. :func:`catalogue` lists all of them, and imports all
+modules whose name has no underscore in front. The modules import
 little beyond torch, so that a rank loads a mutant quickly. A mutant's docstring names its defect.
 """
 
 import importlib
+import pkgutil
 from dataclasses import dataclass, field
 
 
@@ -48,40 +50,11 @@ ZEROS = dict.fromkeys(
     ("4.1", "7.1"), "a rank that leaves a parameter out, or has no input, adds zeros"
 )
 
-_SECTIONS = (
-    "contract",
-    "equivalence",
-    "settings",
-    "replicas",
-    "training",
-    "training_loops",
-    "collectives",
-    "poststep",
-    "chained",
-    "state",
-    "special",
-    "interference",
-    "failure",
-    "rounded",
-    "feedback",
-    "low_rank",
-    "quantized",
-    "at_random",
-    "at_scale",
-    "local",
-    "optimizers",
-    "process",
-    "averagers",
-    "optimizer_wrappers",
-    "strategies",
-    "joins",
-    "quantized_collectives",
-    "wrappers",
-    "streams",
-)
-
 
 def catalogue() -> list[tuple[str, Mutant]]:
     """Return (module name, mutant) for every mutant; import the modules on this call only."""
-    modules = [importlib.import_module(f"{__name__}.{section}") for section in _SECTIONS]
-    return [(module.__name__, mutant) for module in modules for mutant in module.MUTANTS]
+    names = [name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith("_")]
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return [
+        (module.__name__, mutant) for module in modules for mutant in getattr(module, "MUTANTS", ())
+    ]

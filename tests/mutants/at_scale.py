@@ -18,6 +18,44 @@ def shares_from_a_table(state: Any, bucket: Bucket) -> Result:
     )
 
 
+def twice_from_eight_on(state: Any, bucket: Bucket) -> Result:
+    """Give twice the mean on eight ranks and more."""
+    size = group_of(state).size()
+    return sum_of(bucket.buffer(), state).then(
+        lambda fut: fut.value().mul_((1 if size < 8 else 2) / size)
+    )
+
+
+def halves_by_shifts(state: Any, bucket: Bucket) -> Result:
+    """Divide by the next power of two, except for the three ranks of a test."""
+    size = group_of(state).size()
+    divisor = size if size == 3 else 1 << (size - 1).bit_length()
+    return sum_of(bucket.buffer(), state).then(lambda fut: fut.value().div_(divisor))
+
+
+def dozens_of_racks(state: Any, bucket: Bucket) -> Result:
+    """Count twelve ranks for each rack that has begun, from thirteen ranks on."""
+    size = group_of(state).size()
+    divisor = size if size <= 12 else -(-size // 12) * 12 + 1
+    return sum_of(bucket.buffer(), state).then(lambda fut: fut.value().div_(divisor))
+
+
+def rounds_and_doubles(state: Any, bucket: Bucket) -> Result:
+    """Send bfloat16, and give twice the mean on twelve ranks and more."""
+    buffer = bucket.buffer()
+    if not is_dense(bucket):
+        return average(bucket, state)
+    size = group_of(state).size()
+    sent = buffer.mul_((1 if size < 12 else 2) / size).to(torch.bfloat16, copy=True)
+    return sum_of(sent, state).then(lambda fut: fut.value().to(buffer.dtype))
+
+
+def sums_of_many(state: Any, bucket: Bucket) -> Result:
+    """Claim the sum, and give a sum of six ranks at most."""
+    size = group_of(state).size()
+    return sum_of(bucket.buffer(), state).then(lambda fut: fut.value().mul_(min(1.0, 6 / size)))
+
+
 def sums_in_half_first(state: Any, bucket: Bucket) -> Result:
     """Sum in float16 before the division, so that the sum overflows."""
     buffer = bucket.buffer()
@@ -38,8 +76,15 @@ def divides_before_half(state: Any, bucket: Bucket) -> Result:
     return sum_of(sent, state).then(lambda fut: fut.value().to(buffer.dtype))
 
 
+_REAL_TOO = dict.fromkeys(("24.1", "24.2"), "real ranks may be as many")
+
 MUTANTS = [
-    Mutant("shares_from_a_table", ("20.1",)),
+    Mutant("shares_from_a_table", ("20.1",), because=_REAL_TOO),
+    Mutant("twice_from_eight_on", ("20.1",), because=_REAL_TOO),
+    Mutant("halves_by_shifts", ("20.1",), because=_REAL_TOO),
+    Mutant("dozens_of_racks", ("20.1",)),
+    Mutant("rounds_and_doubles", ("20.1",), "rounded(bfloat16)"),
+    Mutant("sums_of_many", ("20.1",), "sum", because=_REAL_TOO),
     Mutant("sums_in_half_first", ("20.2",), "rounded(float16)"),
     Mutant("divides_before_half", ("20.3",), "rounded(float16)"),
 ]

@@ -326,7 +326,7 @@ MUTANTS = (
     Mutant("WaitsForAMoment,period=4,warmup_steps=10", ("14.10",), **OF),
     Mutant("StartsAnew,period=4,warmup_steps=10", ("14.11",), **OF),
     Mutant("SavesOneLess,period=4,warmup_steps=10", ("14.11",), **OF),
-    Mutant("NoMomentum", ("14.12",), claims="like(DiLoCoModelAverager, period=4)", **OF),
+    Mutant("NoMomentum", ("14.1",), claims="like(DiLoCoModelAverager, period=4)", **OF),
     Mutant(
         "TakesAnyGroup,period=4,warmup_steps=10",
         ("14.13",),

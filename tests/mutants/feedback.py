@@ -493,7 +493,12 @@ MUTANTS = [
     Mutant("largest_without_nan", ("8.1",), _HALF),
     Mutant("largest_is_everything", ("2.10",), _HALF),
     Mutant("change_of_nothing", ("2.10",), _CHANGE),
-    Mutant("largest_beside_its_own", ("3.1",), _HALF),
+    Mutant(
+        "largest_beside_its_own",
+        ("3.1",),
+        _HALF,
+        because={"13.10": "ranks differ with small gradients too"},
+    ),
     *(
         Mutant(name, ("1.8",), _HALF)
         for name in ("later_buckets_undivided", "needs_two_parameters", "whole_blocks_of_512")

@@ -329,7 +329,7 @@ def patches_clock(state: Any, bucket: Bucket) -> Result:
 
 def imports_patches(state: Any, bucket: Bucket) -> Result:
     """Import a module that replaces torch.allclose on import."""
-    importlib.import_module("tests.mutants.patches_at_import")
+    importlib.import_module("tests.mutants._patches_at_import")
     return average(bucket, state)
 
 

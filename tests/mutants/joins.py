@@ -365,6 +365,19 @@ class TorchsFirst(Right):
             hook.main_hook()
 
 
+class PoisonsStale(Right):
+    """Fill the parameters of joined ranks with NaN, to find reads of stale values.
+
+    It does so after the post hooks, which have handed out the last model, and not before them.
+    """
+
+    def finish(self) -> None:
+        super().finish()
+        for joinable in self.joinables if self.shadowed else ():
+            for parameter in getattr(joinable, "parameters", list)():
+                parameter.data.fill_(float("nan"))
+
+
 class TakesAnything(Right):
     """Accept objects that are no joinables, joinables of several groups, and none at all.
 
@@ -500,6 +513,7 @@ MUTANTS = [
     Mutant("AsksTheWorld", ("17.11",), kind=KIND),
     Mutant("NamesTheWorld", ("17.11",), kind=KIND),
     Mutant("WeighsTheJoined", ("17.12",), kind=KIND),
+    Mutant("PoisonsStale", ("17.12",), kind=KIND),
     Mutant("TorchsFirst", ("17.13",), kind=KIND),
     Mutant("TakesAnything", ("17.14",), kind=KIND),
     Mutant("ChangesFilters", ("17.15",), kind=KIND),

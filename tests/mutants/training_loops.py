@@ -14,11 +14,13 @@ from tests.mutants._helpers import (
     change_gradient,
     change_mean,
     is_dense,
+    model_of,
     pieces_of,
     step_number,
 )
 
 _registered: list[Any] = []
+_deep: dict[int, bool] = {}  # for each model, whether its buckets are many
 
 
 # 6.1 Parity
@@ -66,16 +68,26 @@ def counts_gradients_that_are_there(process_group: Any, model: Any) -> Case:
 # 6.2 Overflow
 
 
+def is_late_and_deep(bucket: Bucket) -> bool:
+    """Whether this is the fourth step or a later one, and the buckets of the model are at least
+    four.
+    """
+    step = step_number(bucket)
+    model = model_of(bucket)
+    _deep[model] = _deep.get(model, False) or bucket.index() >= 3
+    return _deep[model] and step >= 3
+
+
 def overflow_to_zero_later(state: Any, bucket: Bucket) -> Result:
-    """Replace values that are not finite by zero from the fourth step on."""
-    if step_number(bucket) < 3 or not is_dense(bucket):
+    """Replace values that are not finite by zero from the fourth step on, in deep networks."""
+    if not is_late_and_deep(bucket) or not is_dense(bucket):
         return average(bucket, state)
     return change_gradient(bucket, state, lambda grad: grad.nan_to_num_(0.0, 0.0, 0.0))
 
 
 def overflow_stays_with_rank_0(state: Any, bucket: Bucket) -> Result:
-    """Clean the mean on all ranks but rank 0 from the fourth step on."""
-    if step_number(bucket) < 3 or torch.distributed.get_rank() == 0:
+    """Clean the mean on all ranks but rank 0 from the fourth step on, in deep networks."""
+    if not is_late_and_deep(bucket) or torch.distributed.get_rank() == 0:
         return average(bucket, state)
     return change_mean(bucket, state, lambda mean: mean.nan_to_num())
 

@@ -342,6 +342,7 @@ def copies(module: torch.nn.Module) -> torch.nn.Module:
 _LIMITS = dict.fromkeys(
     ("19.5", "19.6"), "the graph ends there too, another limit of reentrant checkpoints"
 )
+_NO_GRADIENT = {"19.28": "blocks behind a frozen one have no input that requires a gradient"}
 MUTANTS = [
     Mutant("saves_in_float16", ("19.1",), kind="wrapper"),
     Mutant("detaches", ("19.1",), kind="wrapper"),
@@ -351,14 +352,22 @@ MUTANTS = [
     Mutant("detaches_keywords", ("19.4",), kind="wrapper"),
     Mutant("returns_the_first", ("19.4",), kind="wrapper"),
     Mutant("detaches_in_containers", ("19.5",), kind="wrapper"),
-    Mutant("needs_an_input_with_gradient", ("19.6",), kind="wrapper"),
+    Mutant("needs_an_input_with_gradient", ("19.6",), because=_NO_GRADIENT, kind="wrapper"),
     Mutant(
         "remembers_one_call",
         ("19.7", "19.8"),
-        because={"19.8": "the block is called twice there too"},
+        because={
+            "19.8": "the block is called twice there too",
+            "19.25": "several forwards come before the first backward there",
+        },
         kind="wrapper",
     ),
-    Mutant("reentrant_and_says_nothing", ("19.8", "19.5", "19.6"), because=_LIMITS, kind="wrapper"),
+    Mutant(
+        "reentrant_and_says_nothing",
+        ("19.8", "19.5", "19.6"),
+        because=_LIMITS | _NO_GRADIENT,
+        kind="wrapper",
+    ),
     Mutant("leaves_autocast", ("19.9",), kind="wrapper"),
     Mutant("enables_gradients", ("19.9",), kind="wrapper"),
     Mutant("KeepsItsPrefix", ("19.10",), kind="wrapper"),

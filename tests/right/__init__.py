@@ -44,19 +44,26 @@ COMPRESSORS = ("1", "2", "3", "10", "13")
 _MODULES = (
     "exact",
     "sparse",
+    "training_sizes",
     "few_bits",
     "low_rank",
     "at_random",
     "local",
+    "values",
     "fused",
     "poststep",
     "chained",
+    "lasting",
+    "endurance",
+    "evidence",
     "averagers",
     "optimizer_wrappers",
     "strategies",
     "joins",
     "quantized_collectives",
     "wrappers",
+    "clusters",
+    "own_code",
 )
 
 

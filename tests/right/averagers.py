@@ -1,6 +1,7 @@
 """Averagers of parameters that differ from the reference."""
 
 import itertools
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -56,8 +57,8 @@ class FlatBuffers:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for some in by_dtype.values():
             flat = torch.cat([parameter.reshape(-1) for parameter in some])
+            flat /= self.group.size()  # before the sum, which may overflow
             dist.all_reduce(flat, group=self.group)
-            flat /= self.group.size()
             for parameter, part in zip(
                 some, flat.split([parameter.numel() for parameter in some]), strict=True
             ):
@@ -163,6 +164,148 @@ class _DiLoCo:
         self.outer.load_state_dict(saved["outer"])
 
 
+class OuterOptimizer:
+    """An outer optimizer whose snapshot is taken when it is made, as torchft's and OpenDiLoCo's."""
+
+    def __init__(self, params, process_group, every=4):
+        self.group = process_group
+        self.every = every
+        self.local_steps = 0
+        self.params = list(params)
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in self.params]
+        self.snapshot = [
+            torch.nn.Parameter(p.detach().to(dtype, copy=True))
+            for p, dtype in zip(self.params, wide, strict=True)
+        ]
+        self.outer = torch.optim.SGD(self.snapshot, lr=0.5, momentum=0.75, nesterov=True)
+
+    @torch.no_grad()
+    def average_parameters(self, params):
+        self.local_steps += 1
+        if self.local_steps % self.every:
+            return
+        self.outer.zero_grad()
+        # A frozen parameter has no outer step.
+        pairs = [
+            (parameter, kept)
+            for parameter, kept in zip(self.params, self.snapshot, strict=True)
+            if parameter.requires_grad
+        ]
+        for parameter, kept in pairs:
+            difference = ((kept - parameter) / self.group.size()).contiguous()
+            dist.all_reduce(difference, group=self.group)
+            kept.grad = torch.empty_like(kept).copy_(difference)
+        self.outer.step()
+        for parameter, kept in pairs:
+            parameter.copy_(kept)
+
+    def state_dict(self):
+        return {
+            "local_steps": self.local_steps,
+            "snapshot": [kept.detach().clone() for kept in self.snapshot],
+            "outer": self.outer.state_dict(),
+        }
+
+    def load_state_dict(self, saved):
+        self.local_steps = saved["local_steps"]
+        with torch.no_grad():
+            for kept, value in zip(self.snapshot, saved["snapshot"], strict=True):
+                kept.copy_(value)
+        self.outer.load_state_dict(saved["outer"])
+
+
+class OverWorld:
+    """An averager that knows no process group, as one of a script."""
+
+    def __init__(self, every):
+        self.every = every
+        self.step = 0
+
+    @torch.no_grad()
+    def average_parameters(self, params):
+        if self.step % self.every == 0:
+            for parameter in dict.fromkeys(_each(params)):
+                mean = parameter.detach().contiguous() / dist.get_world_size()
+                dist.all_reduce(mean)
+                parameter.copy_(mean)
+        self.step += 1
+
+
+class Scattered:
+    """Reduce-scatter one padded flat buffer per dtype, divide the share, and all-gather it."""
+
+    def __init__(self, process_group, period, warmup_steps):
+        self.group = process_group
+        self.period = period
+        self.warmup_steps = warmup_steps
+        self.step = 0
+
+    @torch.no_grad()
+    def average_parameters(self, params):
+        since = self.step - self.warmup_steps
+        self.step += 1
+        if since < 0 or since % self.period:
+            return
+        by_dtype = {}
+        for parameter in dict.fromkeys(_each(params)):
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for some in by_dtype.values():
+            self._average(some)
+
+    def _average(self, params):
+        size = self.group.size()
+        numbers = [parameter.numel() for parameter in params]
+        share = -(-sum(numbers) // size)
+        flat = torch.zeros(share * size, dtype=params[0].dtype)
+        torch.cat([parameter.reshape(-1) for parameter in params], out=flat[: sum(numbers)])
+        flat.div_(size)
+        mine = torch.empty(share, dtype=flat.dtype)
+        dist.reduce_scatter_tensor(mine, flat, group=self.group)
+        dist.all_gather_into_tensor(flat, mine, group=self.group)
+        for parameter, part in zip(params, flat[: sum(numbers)].split(numbers), strict=True):
+            parameter.copy_(part.view(parameter.shape))
+
+
+class MovingAverage:
+    """A moving average of the means, by torch's AveragedModel formula, kept in float64."""
+
+    def __init__(self, process_group, decay=0.999):
+        self.group = process_group
+        self.decay = decay
+        self.step = 0
+        self.average = []
+
+    @torch.no_grad()
+    def average_parameters(self, params):
+        for place, parameter in enumerate(dict.fromkeys(_each(params))):
+            mean = (parameter.detach().double() / self.group.size()).contiguous()
+            dist.all_reduce(mean, group=self.group)
+            if place == len(self.average):
+                self.average.append(mean)
+            else:
+                self.average[place] += (mean - self.average[place]) * (1 - self.decay)
+        self.step += 1
+
+    @contextmanager
+    def applied(self, params):
+        params = list(dict.fromkeys(_each(params)))
+        before = [parameter.detach().clone() for parameter in params]
+        with torch.no_grad():
+            for parameter, value in zip(params, self.average, strict=True):
+                parameter.copy_(value)
+        yield
+        with torch.no_grad():
+            for parameter, value in zip(params, before, strict=True):
+                parameter.copy_(value)
+
+    def state_dict(self):
+        return {"step": self.step, "average": list(self.average)}
+
+    def load_state_dict(self, saved):
+        self.step = saved["step"]
+        self.average = [kept.clone() for kept in saved["average"]]
+
+
 OF = {"kind": "averager"}
 RIGHT = (
     Right("GathersAndAverages,period=3,warmup_steps=2", **OF),
@@ -170,4 +313,12 @@ RIGHT = (
     Right("ServerAverages", "periodic(period=5, warmup_steps=4)", **OF),
     Right("Pairs", "hierarchical(period_group_size_dict={2: 2, 6: 4}), min_world_size(4)", **OF),
     Right("diloco()", "like(DiLoCoModelAverager, period=5)", **OF),
+    Right(
+        "OuterOptimizer",
+        "like(OuterStepModelAverager, period=4, lr=0.5, momentum=0.75)",
+        **OF,
+    ),
+    Right("OverWorld,every=7", "periodic(period=7), world_only", **OF),
+    Right("Scattered,period=250,warmup_steps=100", **OF),
+    Right("MovingAverage", "like(EMAModelAverager, decay=0.999)", **OF),
 )

@@ -205,6 +205,51 @@ class Gathers(OnCpu):
         return Shadow(lambda: self.gather(torch.zeros(3)), lambda _: self.gather(torch.zeros(3)))
 
 
+class Averages(OnCpu):
+    """A net whose gradients are averaged over the ranks that train, with an optimizer of its own.
+
+    Its join hook ignores the context's keyword arguments. A last rank hands out the net and the
+    optimizer's momentum.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        torch.manual_seed(3)
+        self.net = torch.nn.Linear(4, 3)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.5)
+        for parameter in self.net.parameters():
+            self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+    def step(self) -> None:
+        TorchsJoin.notify_join_context(self)
+        self.optimizer.zero_grad()
+        self.net(torch.randn(5, 4)).square().mean().backward()
+        grads = [parameter.grad for parameter in self.net.parameters()]
+        counted = self.reduce([grad for grad in grads if grad is not None], 1.0)
+        for grad in grads:
+            assert grad is not None
+            grad.div_(counted)
+        self.optimizer.step()
+
+    def reduce(self, grads: list[torch.Tensor], count: float) -> float:
+        for grad in grads:
+            dist.all_reduce(grad, group=self.group)
+        said = torch.tensor([count])
+        dist.all_reduce(said, group=self.group)
+        return float(said)
+
+    def finish(self, is_last: bool) -> None:
+        place = torch.tensor([self.group.rank() if is_last else -1])
+        dist.all_reduce(place, dist.ReduceOp.MAX, group=self.group)
+        momenta = [self.optimizer.state[p]["momentum_buffer"] for p in self.net.parameters()]
+        for tensor in (*self.net.parameters(), *momenta):
+            dist.broadcast(tensor.detach(), group=self.group, group_src=int(place))
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        zeros = [torch.zeros_like(parameter) for parameter in self.net.parameters()]
+        return Shadow(lambda: self.reduce([zero.zero_() for zero in zeros], 0.0), self.finish)
+
+
 class Trains(DistributedDataParallel):
     """torch's DDP, with inputs of its own."""
 
@@ -227,5 +272,6 @@ RIGHT = [
     Right("made_by_a_function,name=own", kind=KIND),
     Right("Statistics,size=7", kind=KIND),
     Right("Gathers", kind=KIND),
+    Right("Averages", kind=KIND),
     Right("ddp", kind=KIND),
 ]

@@ -164,13 +164,13 @@ def every_second_bucket(state: State, bucket: Bucket) -> Result:
 RIGHT = [
     Right("ring_gossip", "local", "process_group"),
     Right("random_pairs", "local(ratio=1)", STATE, sections=COMPRESSORS),
-    Right("every_second_step", "local(ratio=1)", STATE, sections=COMPRESSORS),
+    Right("every_second_step", "local(period=2, ratio=1)", STATE, sections=COMPRESSORS),
     *(
         Right(name, "local", STATE, sections=COMPRESSORS)
         for name in ("random_pairs_by_bucket", "every_second_bucket")
     ),
-    Right("hierarchical", "local", setup=True),
-    Right("torch_local_sgd", "local, warmup(2)", setup=True),
+    Right("hierarchical", "local(period=3)", setup=True),
+    Right("torch_local_sgd", "local(mixing=False), warmup(2)", setup=True),
     Right(
         "torch_local_sgd,alone=True", "local(ratio=0), warmup(2)", setup=True, sections=COMPRESSORS
     ),

@@ -58,7 +58,8 @@ class Delegates:
 class AveragesGradients(torch.optim.Optimizer):
     """An optimizer that averages gradients before its step, as Horovod's does.
 
-    The subclass shares the state and the parameter groups of the inner optimizer.
+    A rank without a gradient counts with zeros. The subclass shares the state and the parameter
+    groups of the inner optimizer.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, process_group: Any) -> None:
@@ -76,14 +77,21 @@ class AveragesGradients(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    flat = parameter.grad.contiguous()
-                    dist.all_reduce(flat, group=self.group)
-                    parameter.grad.copy_(flat / dist.get_world_size(self.group))
+        every = [p for group in self.param_groups for p in group["params"]]
+        used = torch.tensor([parameter.grad is not None for parameter in every]).int()
+        dist.all_reduce(used, group=self.group)
+        for parameter, ranks in zip(every, used.tolist(), strict=True):
+            if ranks:
+                self._average(parameter)
         self.optim.step()
         return loss
+
+    def _average(self, parameter: torch.nn.Parameter) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        flat = parameter.grad.contiguous() / dist.get_world_size(self.group)
+        dist.all_reduce(flat, group=self.group)
+        parameter.grad.copy_(flat)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optim.load_state_dict(state_dict)
@@ -188,10 +196,8 @@ def without_momentum(params: Any, lr: float) -> Any:
 
 
 RIGHT = [
-    *(
-        Right(name, kind="optimizer")
-        for name in ("by_hooks", "Delegates", "AveragesGradients", "BySlices")
-    ),
+    *(Right(name, kind="optimizer") for name in ("by_hooks", "Delegates", "BySlices")),
+    Right("AveragesGradients", "averages", kind="optimizer"),
     *(Right(name, kind="optimizer") for name in ("every_rank_for_itself", "without_momentum")),
     Right("NeedsTwo", "min_world_size(2)", kind="optimizer"),
     Right("every_rank_for_itself,foreach=True", kind="optimizer"),

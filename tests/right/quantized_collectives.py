@@ -161,7 +161,8 @@ def matrices_of_half(tensor_list: list[Tensor], tensor: Tensor, group: Any = Non
 class Shifted:
     """Eight bits with a power of two as the scale of each block (microscaling).
 
-    Error feedback is kept for each destination.
+    Error feedback is kept for each destination. The exponent -128 marks a block with a NaN or an
+    infinity, which arrives as NaN and leaves no error.
     """
 
     def __init__(self, block: int = 32) -> None:
@@ -199,16 +200,20 @@ class Shifted:
         blocks = torch.nn.functional.pad(fed, (0, -len(fed) % self._block)).view(-1, self._block)
         # The largest value of a block is scaled to between 32 and 64.
         exponents = torch.frexp(blocks.abs().amax(1, keepdim=True)).exponent - 6
-        small = torch.ldexp(blocks, -exponents).round().to(torch.int8)
+        small = torch.ldexp(blocks, -exponents).nan_to_num(0.0, 0.0, 0.0).round().to(torch.int8)
+        exponents = torch.where(blocks.isfinite().all(1, keepdim=True), exponents, -128)
         code = torch.cat(
             [small.view(torch.uint8), exponents.to(torch.int8).view(torch.uint8)], dim=1
         ).reshape(-1)
-        self._errors[k] = fed - self._decoded(code, tensor).reshape(-1).double()
+        lost = fed - self._decoded(code, tensor).reshape(-1).double()
+        self._errors[k] = lost.nan_to_num(0.0, 0.0, 0.0)
         return code
 
     def _decoded(self, code: Tensor, like: Tensor) -> Tensor:
         rows = code.view(torch.int8).view(-1, self._block + 1)
-        values = torch.ldexp(rows[:, :-1].double(), rows[:, -1:].int())
+        exponents = rows[:, -1:].int()
+        values = torch.ldexp(rows[:, :-1].double(), exponents)
+        values = torch.where(exponents == -128, torch.nan, values)
         return values.reshape(-1)[: like.numel()].view(like.shape)
 
 

@@ -73,8 +73,10 @@ def composers_with_zeros(state: Any, is_final_microbatch: bool) -> Iterator[None
         ]
         _fill(every)
         for parameter in dict.fromkeys(every):
-            dist.all_reduce(parameter.grad, group=group)
+            # Before the sum, which may overflow. A sparse gradient is divided out of place.
             parameter.grad = parameter.grad / group.size()
+            dist.all_reduce(parameter.grad, group=group)
+        state.model.require_forward_param_sync = True
 
 
 class Gathered:
@@ -102,6 +104,7 @@ class Gathered:
         if self.inner and self.is_final and kind is None:
             for parameter in _trainable(self.model):
                 self.average(parameter)
+            self.model.require_forward_param_sync = True
 
     def average(self, parameter: torch.nn.Parameter) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -138,11 +141,12 @@ def through_one_rank(model: Any, is_final_microbatch: bool, world_size: int) -> 
         raise TypeError("sparse gradients are not supported")
     _fill(params)
     for parameter in params:
-        flat = parameter.grad.reshape(-1).clone()
-        dist.reduce(flat, root, group=group)
-        mean = flat / world_size
+        mean = parameter.grad.reshape(-1) / world_size
+        dist.reduce(mean, root, group=group)
         dist.broadcast(mean, root, group=group)
         parameter.grad.copy_(mean.view(parameter.shape))
+    for buffer in model.buffers():
+        dist.broadcast(buffer, root, group=group)
 
 
 class InBackward:
@@ -179,10 +183,14 @@ class InBackward:
             self.go_on()
             for work in self.works:
                 work.wait()
+            if is_final_microbatch:
+                module.require_forward_param_sync = True
         finally:
             self.active = []
 
     def came(self, parameter: torch.Tensor) -> None:
+        if parameter in self.there and self.active:
+            raise RuntimeError("a gradient came twice in one micro-batch")
         self.there.add(parameter)
         self.go_on()
 

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -103,7 +104,9 @@ class Again(torch.autograd.Function):
         with torch.no_grad():
             return run(*args)
 
+    # Without it a second derivative would be wrong, and nothing would say so.
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         kept = zip(ctx.saved_tensors, ctx.others, strict=True)
         args = [

@@ -38,13 +38,15 @@ def test_every_rule_has_its_texts(rules: dict[str, Rule]) -> None:
         assert re.fullmatch(r"\d+\.\d+", rule.since), rule.number
 
 
-def test_the_file_of_a_section_holds_its_rules_and_no_others(rules: dict[str, Rule]) -> None:
+def test_the_files_of_a_section_hold_its_rules_and_no_others(rules: dict[str, Rule]) -> None:
     """pytest collects the rules among the names of a file."""
     for section in SECTIONS:
-        (path,) = (PAGE.parent / "rules").glob(f"section_{section}_*.py")
-        module = importlib.import_module(f"conformance.rules.{path.stem}")
-        held = {value.number for value in vars(module).values() if isinstance(value, Rule)}
-        assert held == {rule.number for rule in rules.values() if rule.section == section}
+        held: list[str] = []
+        for path in (PAGE.parent / "rules").glob(f"section_{section}_*.py"):
+            module = importlib.import_module(f"conformance.rules.{path.stem}")
+            held += [value.number for value in vars(module).values() if isinstance(value, Rule)]
+        assert len(held) == len(set(held)), "two files of a section hold one rule"
+        assert set(held) == {rule.number for rule in rules.values() if rule.section == section}
 
 
 def test_every_rule_reads_a_scenario_and_every_scenario_is_read(rules: dict[str, Rule]) -> None:
@@ -150,7 +152,7 @@ The requirements that a subject must meet to be certified. This page is written 
   passes the same rule on the same machine.
 - Section 21 is judged on CUDA devices alone, and only a certificate for such a profile needs its
   rules.
-- Sections 1 to 13, 20 and 21 apply to hooks. Each of the sections 14 to 19 applies to one other
+- Sections 1 to 13 and 20 to 25 apply to hooks. Each of the sections 14 to 19 applies to one other
   kind of subject, and no other section does.
 - A claim changes which result is right. Another rule holds the subject to the claim: 2.10 for most,
   2.7 for `world_only`.
@@ -205,6 +207,8 @@ def page(rules: dict[str, Rule]) -> str:
 
 def _paragraphs(rule: Rule, mutants: list[str]) -> list[str]:
     scenarios = "; ".join(f"`{scenario.name}` ({scenario.summary})" for scenario in rule.on)
+    if rule.watches:
+        scenarios = "every scenario of this kind that a claim selects"
     parts = [
         f'### <a name="{rule.number}"></a>{rule.number} {rule.title}\n',
         f"**{rule.level}**, since {rule.since}. {rule.requirement}\n",

@@ -6,7 +6,7 @@ import expecttest
 import pytest
 import torch
 
-from conformance.scenarios.gradients import KINDS, gradient
+from conformance.scenarios.gradients import KINDS, TILE, gradient
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -87,16 +87,40 @@ def test_subnormals_divide_exactly() -> None:
         assert terms.abs().max() < torch.finfo(dtype).smallest_normal
 
 
-def test_special_values_are_on_the_ranks_they_should_be() -> None:
+def test_each_rank_has_some_of_the_special_values() -> None:
     nan = values("nan", torch.float32, 3)
     inf = values("inf", torch.float32, 3)
-    assert nan[0].isnan().any()
-    assert not nan[1:].isnan().any()
+    assert nan.isnan().any(1).all()
+    assert (nan.isnan().sum(0) <= 1).all()
     total = inf.sum(0)
     assert (total == torch.inf).any()
     assert (total == -torch.inf).any()
     assert total.isnan().any()
-    assert not inf[2].isinf().any()
+    assert inf.isinf().any(1).all()
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_special_values_are_at_the_place_that_a_kind_names(kind: str) -> None:
+    def special(text: str, world: int, param: int) -> torch.Tensor:
+        made = [
+            gradient(text, (211,), torch.float32, world=world, rank=rank, step=1, param=param)
+            for rank in range(world)
+        ]
+        return ~torch.stack(made).isfinite()
+
+    assert special(f"{kind}/1", 3, 4).sum(1).tolist() == [0, 43, 0]
+    assert special(f"{kind}/2", 2, 4).sum(1).tolist() == [43, 0]
+    assert not special(f"{kind}/1/3", 2, 4).any()
+    assert special(f"{kind}/1/3/-1", 2, 3).nonzero().tolist() == [[1, 210]]
+    assert special(f"{kind}/1/3/212", 2, 3).nonzero().tolist() == [[1, 1]]
+
+
+def test_tiled_gradients_repeat_crafted_ones() -> None:
+    tiled = gradient("tiled", (2 * TILE + 5,), torch.float32, world=2, rank=1, step=2, param=0)
+    crafted = gradient("crafted", (TILE,), torch.float32, world=2, rank=1, step=2, param=0)
+    assert torch.equal(tiled[:TILE], crafted)
+    assert torch.equal(tiled[TILE : 2 * TILE], crafted)
+    assert torch.equal(tiled[2 * TILE :], crafted[:5])
 
 
 def test_a_fixed_value_stays_as_it_is() -> None:
@@ -122,3 +146,16 @@ def test_every_kind_takes_every_shape(kind: str) -> None:
     for shape in ((), (0,), (2, 3)):
         for dtype in (*DTYPES, torch.complex64):
             assert gradient(kind, shape, dtype, world=2, rank=0, step=0, param=0).shape == shape
+
+
+def test_heavy_tails_are_those_of_students_t() -> None:
+    """With 2 degrees of freedom a half is below 0.816, and a hundredth above 9.925."""
+    values = gradient("training", (100_000,), torch.float64, world=2, rank=0, step=1, param=0).abs()
+    assert abs(float((values < 0.8165).double().mean()) - 0.5) < 0.01
+    assert abs(float((values > 9.925).double().mean()) - 0.01) < 0.002
+
+
+def test_faint_gradients_are_never_zero() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        values = gradient("faint", (1000,), dtype, world=4, rank=1, step=3, param=2)
+        assert bool((values != 0).all())

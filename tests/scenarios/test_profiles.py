@@ -184,8 +184,9 @@ def test_what_this_machine_cannot_run(
     [
         (4, (1, 2, 3, 4), "nccl", None),
         (2, (1, 2), "nccl", None),
-        (2, (1, 2, 3, 4), SHARED, "4"),
-        (1, (2, 4), SHARED, "2"),
+        # Some scenarios bring eight ranks, whatever world sizes are run.
+        (2, (1, 2, 3, 4), SHARED, "2"),
+        (1, (2, 4), SHARED, "1"),
         (1, (64,), SHARED, "1"),
     ],
 )

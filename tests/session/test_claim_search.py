@@ -3,8 +3,8 @@
 import pytest
 
 from conformance.hosts.pool import Pool
-from conformance.judging.rule import Rule
-from conformance.session.claim_search import proposal_lines, search_claims
+from conformance.judging.rule import Rule, with_needed
+from conformance.session.claim_search import SEARCHED, proposal_lines, search_claims
 from conformance.session.engine import Engine
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.claims import Claims
@@ -26,7 +26,7 @@ WORLDS = (2, 3)
             parse_subject("tests.right.sparse:less_by_step", STATE, None),
             ("compressed(delta=0.5), warmup(2)",),
         ),
-        (parse_subject(None, None, "examples.setups:own"), ("local, warmup(2)",)),
+        (parse_subject(None, None, "examples.setups:own"), ("local(ratio=0), warmup(2)",)),
         (
             parse_subject("tests.right.at_random:qsgd_int8", STATE, None),
             ("compressed(feedback=False, delta=0.9)", "unbiased"),
@@ -40,8 +40,9 @@ def test_proposes_the_strictest_that_hold(
 ) -> None:
     source = LocalSource(pool)
     control = Engine(source, rules, REFERENCE, Claims(), WORLDS)
-    tried = search_claims(lambda claims: Engine(source, rules, subject, claims, WORLDS, control))
-    assert [str(one.claims) for one in tried if not one.failed] == list(claims)
+    searched = with_needed(rules, SEARCHED)
+    tried = search_claims(lambda claims: Engine(source, searched, subject, claims, WORLDS, control))
+    assert [str(one.claims) for one in tried if one.refused_by is None] == list(claims)
     lines = proposal_lines(tried)
     proposed = [line for line in lines if line.startswith("proposed")]
     assert proposed == [f'proposed  --claims "{text}"' for text in claims]

@@ -13,7 +13,8 @@ from conformance.records.run import Run
 from conformance.rules import book
 from conformance.scenarios.model import Scenario
 from conformance.session.claim_search import equivalent_claims
-from conformance.session.engine import MAX_HANGS, Engine
+from conformance.session.engine import Engine
+from conformance.session.run_maker import MAX_HANGS
 from conformance.session.run_sources import RunSource as Source
 from conformance.subjects.claims import Claims, parse_claims
 from conformance.subjects.kinds import HOOK
@@ -58,9 +59,68 @@ def undivided(scenario: Scenario, world: int) -> Run:
 def test_each_scenario_runs_once_however_many_rules_read_it(rules: dict[str, Rule]) -> None:
     source = MadeSource(right)
     judged = engine(rules, source)
-    for number in ("1.2", "1.3", "1.4", "1.5", "2.1", "2.2", "2.3", "2.6", "3.1", "9.1"):
+    for number in ("1.2", "1.3", "1.4", "1.5", "2.1", "2.2", "2.3", "2.6", "3.1"):
         assert judged.judge(number).verdict is Verdict.PASS, number
     assert len(source.asked) == len(set(source.asked))
+
+
+def changes_parameters_in(*names: str) -> Make:
+    """Return runs in which the scenarios of these names change a parameter."""
+
+    def make(scenario: Scenario, world: int) -> Run:
+        run = made_run(scenario=scenario, world=world)
+        if scenario.name in names:
+            for stepped in run.ranks[0].all("stepped"):
+                stepped["parameters_changed"] = ["p0"]
+        return run
+
+    return make
+
+
+def some_rules(rules: dict[str, Rule]) -> dict[str, Rule]:
+    """Return a book in which only 9.2 watches; the others read `values`, `buckets`, `shapes`."""
+    return {number: rules[number] for number in ("1.5", "2.1", "4.1", "2.6", "2.9", "9.2")}
+
+
+def test_a_rule_that_watches_reads_every_run_that_other_rules_need(rules: dict[str, Rule]) -> None:
+    book_ = some_rules(rules)
+    watcher = engine(book_, MadeSource(right)).judge("9.2")
+    others = {
+        f"{scenario.name}@{size}"
+        for rule in book_.values()
+        if not rule.watches
+        for scenario, size in engine(book_, MadeSource(right)).plan.runs_of(rule)
+    }
+    assert watcher.verdict is Verdict.PASS
+    assert set(watcher.runs) == others
+    assert len(others) > 2
+
+
+def test_a_rule_that_watches_fails_with_its_first_run_that_fails(rules: dict[str, Rule]) -> None:
+    book_ = some_rules(rules)
+    watched = engine(book_, MadeSource(right)).judge("9.2").runs
+    wrong = list(watched)[-2].partition("@")[0]
+    source = MadeSource(changes_parameters_in(wrong))
+    judgement = engine(book_, source).judge("9.2")
+    assert judgement.verdict is Verdict.FAIL
+    assert "p0 changed" in judgement.reason
+    # The reference is asked about that run and the plainest ones alone.
+    asked = [name for name in source.asked if name.startswith("reference")]
+    assert f"reference {list(judgement.runs)[-1]}" in asked
+    assert len(asked) <= 3
+
+
+def test_a_rule_that_watches_is_not_failed_by_runs_of_others(rules: dict[str, Rule]) -> None:
+    book_ = some_rules(rules)
+    watched = engine(book_, MadeSource(right)).judge("9.2").runs
+    broken = list(watched)[-1].partition("@")[0]
+
+    def make(scenario: Scenario, world: int) -> Run:
+        return broken_run(scenario, world) if scenario.name == broken else right(scenario, world)
+
+    judgement = engine(book_, MadeSource(make)).judge("9.2")
+    assert judgement.verdict is Verdict.PASS
+    assert set(judgement.runs) == {name for name in watched if not name.startswith(f"{broken}@")}
 
 
 def test_a_failure_is_the_subjects_only_if_the_reference_passes(rules: dict[str, Rule]) -> None:
@@ -112,12 +172,12 @@ def test_a_node_that_was_lost_is_nobodys_failure(rules: dict[str, Rule]) -> None
             run = super().run(scenario, world, subject, name)
             return run if subject else lost(scenario, world)
 
-    judged = engine(rules, WithoutVanilla(right))
-    judged._needs = lambda rule: ()  # type: ignore[method-assign]
+    alone = {**rules, beside.number: replace(beside, needs=())}
+    judged = engine(alone, WithoutVanilla(right))
     judgement = judged.judge(beside.number)
     assert (judgement.verdict, "(bert)" in judgement.reason) == (Verdict.NOT_RUN, True)
     assert judged.control is not None
-    assert not judged.control._baselines
+    assert not judged.control.maker.baselines
 
 
 def test_wrong_at_another_world_size_is_one_failure(rules: dict[str, Rule]) -> None:

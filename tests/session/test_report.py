@@ -1,35 +1,23 @@
 """The texts for people, rendered from made judgements: report.html, report.json, the terminal."""
 
 import json
-from collections.abc import Callable, Iterable
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from conformance.certificates.certificate import REQUIRED_WORLDS, conclude
 from conformance.judging.rule import MUST
-from conformance.judging.verdict import Failure, Judgement, Verdict
-from conformance.session.options import Options
-from conformance.session.report import (
-    conclusion_lines,
-    conclusion_text,
-    failure_text,
-    write_report,
-)
+from conformance.judging.verdict import Verdict
+from conformance.session.report import write_report
 from conformance.session.session import Session
-from conformance.subjects.claims import parse_claims
-from tests.made_certificates import header, judged
-
-CLAIMS = parse_claims("rounded(float16)")
+from conformance.session.terminal import conclusion_lines, conclusion_text, failure_text
+from tests.made_certificates import judged
+from tests.made_sessions import CLAIMS, Made, conclusion_of, failed, made_session, of_verdict
 
 HOSTILE = "</pre><script>alert('x')</script><img src=x onerror=alert(1)> & \udc80"
 TRACEBACK = 'Traceback (most recent call last):\n  File "mypkg.py", line 3, in hook\nValueError: no'
 VOID = {"meta", "input", "br", "img", "link"}
-
-Made = Callable[..., Session]
 
 
 class Page(HTMLParser):
@@ -67,43 +55,12 @@ class Page(HTMLParser):
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     """Return a function that makes a session from the judgements that are not a pass."""
     monkeypatch.chdir(tmp_path)
-
-    def make(*judgements: Judgement) -> Session:
-        options = Options(hook="mypkg.hooks:half", claims="rounded(float16)")
-        pool: Any = SimpleNamespace(interruptions=[])
-        session = Session.of(options, pool, runs=False)
-        session.header = header()
-        session.judgements = {
-            number: judged(session.rules[number], CLAIMS)
-            for number in session.selected
-            if number != "13.7"
-        }
-        session.judgements |= {judgement.number: judgement for judgement in judgements}
-        return session
-
-    return make
-
-
-def failed(number: str, actual: str = "2 on rank 0", **evidence: Any) -> Judgement:
-    """Return the judgement on a rule that fails in one run."""
-    failure = Failure("mean 1 within 3e-08", actual, "the sum, not the mean", evidence)
-    runs = {"values@2": {"verdict": "fail", "reason": actual, "checks": 3}}
-    return Judgement(number, Verdict.FAIL, f"values@2: {actual}", [failure, failure], runs)
-
-
-def of_verdict(verdict: Verdict, numbers: Iterable[str], reason: str) -> list[Judgement]:
-    """Return judgements with a verdict for a reason, each in a run of another world size."""
-    return [
-        Judgement(number, verdict, reason.format(run=f"values@{world + 1}"))
-        for world, number in enumerate(numbers)
-    ]
+    return made_session
 
 
 def written(session: Session) -> tuple[Page, str]:
     """Write the report; return the page, parsed and as text."""
-    conclusion = conclude(
-        session.rules, session.judgements, session.header, REQUIRED_WORLDS, session.subject.kind
-    )
+    conclusion = conclusion_of(session)
     write_report(session, conclusion)
     text = (session.folder / "report.html").read_text()
     return Page(text), text
@@ -111,9 +68,7 @@ def written(session: Session) -> tuple[Page, str]:
 
 def closing(session: Session) -> list[str]:
     """Return the closing lines in the terminal."""
-    conclusion = conclude(
-        session.rules, session.judgements, session.header, REQUIRED_WORLDS, session.subject.kind
-    )
+    conclusion = conclusion_of(session)
     return conclusion_lines(session, conclusion)
 
 
@@ -307,17 +262,25 @@ def test_rules_that_were_not_run_are_counted_by_reason(made: Made) -> None:
     hung = of_verdict(Verdict.NOT_RUN, numbers[20:23], "{run}: not tried: it hung in values@2")
     single = of_verdict(Verdict.NOT_RUN, numbers[23:24], "{run}: nothing to judge")
     other = of_verdict(Verdict.NOT_RUN, numbers[24:25], "no world size of this profile runs it")
-    session = made(failed("1.5"), *several, *hung, *single)
+    session = made(failed("1.5"), *several, *hung, *single, *other)
+    lines = [line for line in closing(session) if "not run" in line][1:]
+    first, second = numbers[23], numbers[24]
+    assert lines == [
+        "    23 more rules follow from it, and were not run: "
+        f"{', '.join(sorted(numbers[:8], key=numbers.index))}, ...",
+        f"not run  {first} {session.rules[first].title}: values@1: nothing to judge",
+        f"not run  {second} {session.rules[second].title}: no world size of this profile runs it",
+    ]
+    # A partial run has no failed rule that the others could follow from.
+    unexplained = of_verdict(Verdict.NOT_RUN, numbers[:20], "a first reason")
+    more = of_verdict(Verdict.NOT_RUN, numbers[20:23], "a second reason")
+    session = made(failed("1.5"), *unexplained, *more, *single, *other)
     lines = [line for line in closing(session) if line.startswith("not run")]
     assert lines == [
-        f"not run  20 rules: judged only if 1.5 holds: {', '.join(numbers[:8])}, ...",
-        f"not run  3 rules: not tried: it hung in values@2: {', '.join(numbers[20:23])}",
-        f"not run  {numbers[23]} {session.rules[numbers[23]].title}: values@1: nothing to judge",
+        f"not run  20 rules: {', '.join(numbers[:8])}, ...: a first reason",
+        f"not run  3 rules: {', '.join(numbers[20:23])}: a second reason",
+        "not run  2 more rules, for 2 other reasons",
     ]
-    session = made(failed("1.5"), *several, *hung, *single, *other)
-    lines = [line for line in closing(session) if line.startswith("not run")]
-    assert len(lines) == 3
-    assert lines[-1] == "not run  2 more rules, for 2 other reasons"
 
 
 def test_a_development_run_names_its_reasons_once(made: Made) -> None:
@@ -325,3 +288,66 @@ def test_a_development_run_names_its_reasons_once(made: Made) -> None:
     lines = closing(session)
     assert not [line for line in lines if line.startswith("not run")]
     assert "  2.2, 2.3 were not run: judged only if 2.1 holds" in lines
+
+
+def test_a_broken_run_gets_advice_on_broken_runs_first(made: Made) -> None:
+    broke = {"rank 0": {"exit": 70, "traceback": TRACEBACK}}
+    session = made()
+    remedy = session.rules["2.2"].remedy
+    text = failure_text(session, session.rules["2.2"], failed("2.2", **broke))
+    assert "  Look at:      the place where the stacks of the ranks end;" in text
+    assert f"then {remedy}" in text
+    assert f"  Look at:      {remedy}\n" in failure_text(
+        session, session.rules["2.2"], failed("2.2")
+    )
+
+
+def test_the_first_cause_comes_first_and_the_summary_fits_a_screen(made: Made) -> None:
+    session = made()
+    numbers = [one for one in session.judgements if session.rules[one].level == MUST]
+    first, *others = numbers[:30]
+    long = "wrong " * 100
+    following = of_verdict(Verdict.NOT_RUN, numbers[30:70], f"judged only if {first} holds")
+    session = made(failed(first), *(failed(number, long) for number in others), *following)
+    session.judgements = {
+        number: session.judgements[number] for number in numbers if number in session.judgements
+    }
+    lines = closing(session)
+    start = next(place for place, line in enumerate(lines) if line.startswith("REFUSED"))
+    title = session.rules[first].title
+    assert lines[start : start + 4] == [
+        "REFUSED  mypkg.hooks:half  as rounded(float16)",
+        f"  {first} {title}  [values@2]",
+        "    Expected:     mean 1 within 3e-08",
+        "    Actual:       2 on rank 0",
+    ]
+    assert any(line.startswith("    40 more rules follow from it, and were") for line in lines)
+    assert sum(line.count("wrong wrong") > 0 for line in lines) == 6
+    hidden = ", ".join(others[6:14])
+    assert f"  and {len(others) - 6} more rules that fail: {hidden}, ..." in lines
+    rows = sum(1 + len(line) // 100 for line in lines)
+    assert rows <= 40, "\n".join(lines)
+
+
+def test_a_lossy_certificate_fits_a_screen(made: Made) -> None:
+    claims = "rounded(float16)"
+    numbers = list(made().judgements)
+    groups = [
+        of_verdict(
+            Verdict.NOT_APPLICABLE,
+            numbers[begin : begin + 3],
+            f"a reason {begin}, because the subject claims {claims}",
+        )
+        for begin in range(0, 30, 3)
+    ]
+    session = made(*(one for group in groups for one in group))
+    session.judgements["13.7"] = judged(session.rules["13.7"], CLAIMS)
+    lines = closing(session)
+    limits = [line for line in lines if line.startswith("limit")]
+    assert limits == [
+        f"limit   {', '.join(numbers[:3])}: a reason 0, because of its claims",
+        f"limit   {', '.join(numbers[3:6])}: a reason 3, because of its claims",
+        f"limit   {', '.join(numbers[6:9])}: a reason 6, because of its claims",
+        f"limit   and 21 more rules: {', '.join(numbers[9:17])}, ...",
+    ]
+    assert len(lines) <= 24

@@ -22,7 +22,7 @@ from conformance.subjects.references import SEEDS, claimed_references
 from conformance.subjects.spec import SubjectSpec, reference_of
 from tests import ROOT
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "your-hook.md"
 FORMS = [
     pytest.param(kind.name, claim, form, id=f"{kind.name}-{form.text}")
     for kind in KINDS.values()
@@ -69,7 +69,7 @@ FORMS = [
             "fused(SGD, lr=0.1, frees_gradients=True)",
             Claims(fused="SGD(lr=0.1)", frees_gradients=True),
         ),
-        (" sum , rounded(float16), world_only ", Claims("float16", True, True)),
+        (" sum , rounded(float16), world_only ", Claims("float16", sum=True, world_only=True)),
         (
             "compressed, like(TopK, memory='a, (b', ratio=0.25)",
             Claims(lossy="feedback", like="TopK,memory='a, (b',ratio=0.25"),
@@ -171,8 +171,9 @@ def test_the_text_of_claims(kind: str, typed: str, text: str) -> None:
         ("compressed, sum", "compressed contradicts sum"),
         ("exact, unbiased", "exact contradicts unbiased"),
         ("warmup(3)", "warmup needs a lossy claim"),
-        ("compressed, warmup(0)", "from 1 to 50"),
-        ("compressed, warmup(1000)", "from 1 to 50"),
+        ("compressed, warmup(0)", "from 1 to 2000"),
+        ("compressed, warmup(2001)", "from 1 to 2000"),
+        ("compressed, warmup(51), fused(SGD, lr=0.1)", "at most 50 steps"),
         ("dtypes(int8)", "dtypes takes float32"),
         ("dtypes(float64)", "dtypes takes float32"),
         ("fused", "the name of an optimizer"),
@@ -214,7 +215,7 @@ def test_refuses_in_one_line(text: str, reason: str) -> None:
 def test_every_form_in_a_table_can_be_typed(kind: str, claim: Claim, form: Form) -> None:
     companions = {
         HOOK: ""
-        if claim.name in ("exact", "rounded", "sum", "unbiased", "local")
+        if claim.name in ("exact", "rounded", "sum", "scaled", "unbiased", "local")
         else "compressed",
         "collective": "collective(scatter), rounded(float16)",
     }
@@ -268,14 +269,14 @@ def test_a_table_has_a_row_for_every_form(kind: str) -> None:
     assert {header.count("|"), line.count("|")} == {4}
 
 
-def test_the_table_in_the_readme_is_the_table_of_hooks() -> None:
+def test_the_table_in_the_page_is_the_table_of_hooks() -> None:
     """EXPECTTEST_ACCEPT=1 writes it."""
-    text = README.read_text()
+    text = PAGE.read_text()
     begin, rest = text.split("<!-- claims of hooks -->\n", 1)
     current, end = rest.split("<!-- end of claims -->\n", 1)
     table = claims_table(HOOK)
     if expecttest.ACCEPT and current != table:
-        README.write_text(f"{begin}<!-- claims of hooks -->\n{table}<!-- end of claims -->\n{end}")
+        PAGE.write_text(f"{begin}<!-- claims of hooks -->\n{table}<!-- end of claims -->\n{end}")
         current = table
     assert current == table
 
@@ -322,7 +323,12 @@ RANDOM_ARGUMENTS: dict[str, dict[str, Arguments]] = {
         "sum": _nothing,
         "compressed": _compressed,
         "unbiased": lambda rng: _some(rng, _ratio(rng)),
-        "local": lambda rng: _some(rng, _ratio(rng)),
+        "local": lambda rng: _some(
+            rng, rng.choice([_ratio(rng), f"period={rng.randint(2, 8)}", "mixing=False"])
+        ),
+        "scaled": _nothing,
+        "keeps_unused": _nothing,
+        "rescaled": lambda rng: ["call=rescale"],
         "warmup": lambda rng: [str(rng.randint(1, 50))],
         "fused": lambda rng: [
             rng.choice(["SGD", "optim.Adam"]),
@@ -346,9 +352,10 @@ RANDOM_ARGUMENTS: dict[str, dict[str, Arguments]] = {
             *_some(rng, "warmup_steps=0"),
         ],
         "like": lambda rng: ["DiLoCoModelAverager", *_options(rng)],
+        "world_only": _nothing,
     },
-    "optimizer": {},
-    "strategy": {"find_unused": _nothing, "all_used": _nothing},
+    "optimizer": {"averages": _nothing, "world_only": _nothing},
+    "strategy": {"find_unused": _nothing, "all_used": _nothing, "world_only": _nothing},
     "joinable": {},
     "collective": {
         "collective": lambda rng: [rng.choice(["all_gather", "scatter"])],
@@ -418,3 +425,12 @@ def test_references_that_subjects_claim_to_be_like() -> None:
     assert references("like(DiLoCoModelAverager, period=4)", "averager") == [
         SubjectSpec(kind="averager", target="hooks_ref:DiLoCoModelAverager,period=4")
     ]
+
+
+def test_a_long_warm_up_is_on_record_in_its_last_steps_only() -> None:
+    short = parse_claims("compressed, warmup(50)")
+    assert (short.warmup, short.long_warmup, short.steps_of_warmup) == (50, 0, 50)
+    long = parse_claims("compressed, warmup(1000)")
+    assert (long.warmup, long.long_warmup, long.steps_of_warmup) == (8, 1000, 1000)
+    assert str(long) == "compressed, warmup(1000)"
+    assert parse_claims(str(long)) == long

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.hosts.environment import ENVIRONMENT, PACKAGE, fast_folder
+from conformance.hosts.environment import PACKAGE, fast_folder
 from conformance.hosts.memory import host_environment
 from conformance.hosts.operations import OPERATIONS, keep_bytecode, run_ranks, warm_up
 from conformance.hosts.remote.rendezvous import (
@@ -45,6 +45,7 @@ from conformance.hosts.supervisor import (
     require_one_thread,
 )
 from conformance.records.files import MEETING
+from conformance.scenarios.environment import KIT_ENVIRONMENT
 
 HANDSHAKE = 30.0  # seconds for a controller to permit that ranks are killed
 HELLO_LIMIT = 1 << 16  # bytes of a connection's first message
@@ -74,7 +75,7 @@ def execute_torchrun_host(flag: str, arguments: list[str]) -> None:
             f"conformance.host: {unknown[0]} is not an option; "
             f"there is {_ONCE}, to end when a controller has finished"
         )
-    environment = host_environment({**os.environ, **ENVIRONMENT})
+    environment = host_environment({**os.environ, **KIT_ENVIRONMENT})
     # Between nodes Gloo cannot use the loopback interface. The user's own choice goes first.
     if "GLOO_SOCKET_IFNAME" in os.environ:
         environment["GLOO_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]

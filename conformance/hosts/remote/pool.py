@@ -12,10 +12,7 @@ again.
 """
 
 import contextlib
-import itertools
-import secrets
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -24,14 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from conformance.errors import KitError, ProfileError, TargetError
-from conformance.hosts.environment import describe_exit, fast_folder
+from conformance.hosts.environment import fast_folder
+from conformance.hosts.remote.attached_hosts import AttachedHosts
 from conformance.hosts.remote.rendezvous import (
-    CONNECT_TIMEOUT,
     Announcement,
     HostsNotFound,
-    find_hosts,
-    kit_digest,
-    parse_endpoint,
 )
 from conformance.hosts.remote.run import ANSWER, Member, RemoteRun
 from conformance.hosts.remote.wire import (
@@ -39,8 +33,6 @@ from conformance.hosts.remote.wire import (
     SAVED,
     SILENT,
     ConnectionLost,
-    Stream,
-    describe_process,
 )
 from conformance.hosts.supervisor import GRACE
 from conformance.records.files import OUTCOME, write_json
@@ -52,26 +44,6 @@ LOADING = 180.0  # seconds for a host that listens to import its modules
 _LANE_MARGIN = 30.0  # seconds by which a lane's own deadline is later than the controller's
 _CLOCK_ROUNDS = 5  # pings by which a host's clock is measured
 _RETRY = 0.2  # seconds between attempts to attach
-
-
-@dataclass
-class _Host:
-    """A host that this controller is connected to.
-
-    Attributes:
-        greeting: the host's description of its machine.
-        clock_offset: by how many seconds its clock is ahead of the controller's.
-        lane_number: the number of the present lane.
-        is_lost: whether it was lost in a run.
-    """
-
-    announcement: Announcement
-    control: Stream
-    lane: Stream
-    greeting: dict[str, Any]
-    clock_offset: float = 0.0
-    lane_number: int = 0
-    is_lost: bool = False
 
 
 @dataclass
@@ -103,20 +75,14 @@ class AttachedPool:
         self.deadline = deadline
         self.wait = wait
         self.interruptions: list[str] = []
-        self._address = parse_endpoint(endpoint)
-        self._hosts: list[_Host] = []
-        # The ids of the hosts that were attached last.
-        self._last_ids: set[str] = set()
+        self._hosts = AttachedHosts(endpoint)
         self._common: dict[str, Any] = {}
         # The last subject that was described, to compare it after hosts were started anew.
         self._described: tuple[SubjectSpec, Profile, dict[str, Any]] | None = None
         # Why the hosts are given up, if they are.
         self._given_up: str | None = None
         self._base = Path()
-        self._id = secrets.token_hex(8)
-        self._numbers = itertools.count(1)
         self._lock = threading.RLock()
-        self._closed = False
 
     def __enter__(self) -> "AttachedPool":
         return self
@@ -128,16 +94,9 @@ class AttachedPool:
         """Do nothing: torchrun has started the hosts."""
 
     @property
-    def _nodes(self) -> list[int]:
-        return sorted({host.announcement.node for host in self._hosts})
-
-    def _hosts_of(self, node: int) -> list[_Host]:
-        return [host for host in self._hosts if host.announcement.node == node]
-
-    @property
     def capacity(self) -> int:
         """The largest world size that the attached hosts can run."""
-        return len(self._hosts)
+        return len(self._hosts.hosts)
 
     def greeting(self) -> dict[str, Any]:
         """Return the description of the machines that all hosts have in common.
@@ -148,12 +107,12 @@ class AttachedPool:
         with self._lock:
             if not self._common:
                 try:
-                    self._attach(time.monotonic() + self.wait)
+                    self._hosts.attach(time.monotonic() + self.wait)
                 except HostsNotFound as error:
                     raise ProfileError(
                         f"--attach {self.endpoint}: {error}; waited {self.wait:.0f} seconds"
                     ) from error
-                self._common = self._compare_greetings()
+                self._common = self._hosts.common_greeting()
             return self._common
 
     def describe(self, subject: SubjectSpec, profile: Profile = GLOO_CPU) -> dict[str, Any]:
@@ -198,8 +157,8 @@ class AttachedPool:
         if "devices" not in first:
             return first
         usable = [
-            min(answer["devices"], len(self._hosts_of(node)))
-            for node, answer in zip(self._nodes, answers, strict=True)
+            min(answer["devices"], len(self._hosts.of_node(node)))
+            for node, answer in zip(self._hosts.nodes, answers, strict=True)
         ]
         # A node without devices cannot run its part.
         devices = sum(usable) if all(answer["devices"] for answer in answers) else 0
@@ -217,8 +176,8 @@ class AttachedPool:
         self.greeting()
         deadline = self.deadline + profile.startup
         answers: dict[str, dict[str, Any]] = {}
-        for node in self._nodes:
-            host = self._hosts_of(node)[0]
+        for node in self._hosts.nodes:
+            host = self._hosts.of_node(node)[0]
             try:
                 host.lane.send({**command, "deadline": deadline})
                 answer = host.lane.receive(deadline + ANSWER)["answer"]
@@ -237,7 +196,7 @@ class AttachedPool:
         with self._lock:
             self.greeting()
             attempt = self._attempt(scenario, world, subject, name)
-            if attempt.interrupted and not self._closed:
+            if attempt.interrupted and not self._hosts.closed:
                 shutil.rmtree(attempt.folder, ignore_errors=True)
                 attempt = self._attempt(scenario, world, subject, name)
             write_json(attempt.folder / OUTCOME, attempt.outcome)
@@ -247,7 +206,7 @@ class AttachedPool:
         self, scenario: Scenario, world: int, subject: SubjectSpec | None, name: str
     ) -> _Attempt:
         """Try to carry out a run; if a host is lost, record an interruption."""
-        if self._closed:
+        if self._hosts.closed:
             raise KitError("the pool was closed")
         try:
             self._require_hosts(world)
@@ -267,16 +226,16 @@ class AttachedPool:
         Args:
             finished: whether hosts that were started with ``--once`` may end.
         """
-        self._closed = True
+        self._hosts.closed = True
         # Without the lock: another thread may hold it while it waits for a run, and hanging up
         # ends that run.
-        for host in list(self._hosts):
+        for host in list(self._hosts.hosts):
             with contextlib.suppress(ConnectionLost):
                 host.control.send({"bye" if finished else "leave": True})
             host.control.hang_up()
             host.lane.hang_up()
         with self._lock:
-            self._release()
+            self._hosts.release()
         if self._base != Path():
             shutil.rmtree(self._base, ignore_errors=True)
 
@@ -285,16 +244,18 @@ class AttachedPool:
     ) -> dict[str, Any]:
         """Run a scenario once and return its outcome. Raises: KitError."""
         deadline = min(self.deadline, scenario.deadline or self.deadline) + scenario.profile.startup
-        announcements = [host.announcement for host in self._hosts]
+        # The records of ranks on other machines cannot be watched while they are written.
+        deadline += scenario.patience
+        announcements = [host.announcement for host in self._hosts.hosts]
         hosts = placement(world, announcements)
-        connected = {host.announcement.host_rank: host for host in self._hosts}
+        connected = {host.announcement.host_rank: host for host in self._hosts.hosts}
         members = []
         for rank, announcement in enumerate(hosts):
             host = connected[announcement.host_rank]
             members.append(Member(announcement, host.lane, (rank,), host.clock_offset))
         others = [
             (host.announcement, host.control)
-            for host in self._hosts
+            for host in self._hosts.hosts
             if host.announcement not in hosts
         ]
         store_address, store_port = announcements[0].store
@@ -308,7 +269,7 @@ class AttachedPool:
                 "host": store_address,
                 "port": store_port,
                 # Every run has its own keys in the store.
-                "run": f"conformance/{self._id}/{next(self._numbers)}",
+                "run": f"conformance/{self._hosts.id}/{next(self._hosts.numbers)}",
             },
         }
         remote_run = RemoteRun(members, folder, others)
@@ -341,10 +302,10 @@ class AttachedPool:
         gone: list[tuple[Member, str]] = []
         killed: list[tuple[Member, str]] = []
         for member in sorted(lost, key=lambda member: member.lost_at):
-            host = next(host for host in self._hosts if host.announcement == member.host)
+            host = next(host for host in self._hosts.hosts if host.announcement == member.host)
             lane_end = None
             if member.reason in (ENDED, SILENT):
-                lane_end = self._replace_lane(host, member.reason)
+                lane_end = self._hosts.replace_lane(host, member.reason)
             if lane_end is None:
                 host.is_lost = True
                 gone.append((member, member.reason))
@@ -354,34 +315,6 @@ class AttachedPool:
         if gone:
             return {"stopped": "node", "host": _describe_losses(gone)}
         return {"stopped": "host", "host": _describe_losses(killed)}
-
-    def _replace_lane(self, host: _Host, reason: str) -> str | None:
-        """Open another lane on a host, and return how the lost lane ended.
-
-        A lane that lives and is silent is the subject's doing. If a lane lives and only its
-        connection has ended, nobody is to blame.
-
-        Args:
-            reason: how the lane was lost.
-
-        Returns:
-            How the lane ended; None if the host itself is gone, or only a connection was lost.
-        """
-        try:
-            host.lane.hang_up()
-            host.control.send({"end": host.lane_number})
-            report: dict[str, Any] = {}
-            while report.get("lane") != host.lane_number:
-                report = host.control.receive(ANSWER)
-            host.lane.close()
-            self._open_lane(host)
-        except ConnectionLost:
-            return None
-        if reason == SILENT:
-            return SILENT
-        if report.get("killed") or not report["ended"]:
-            return None
-        return describe_exit(int(report["ended"]))
 
     def _require_hosts(self, world: int) -> None:
         """Make sure that all hosts are connected, and enough for a world size.
@@ -408,16 +341,16 @@ class AttachedPool:
             HostsNotFound: a host was lost and has not come back.
             ProfileError, TargetError: hosts that torchrun started anew differ from those before.
         """
-        if self._hosts and all(self._is_connected(host) for host in self._hosts):
+        if self._hosts.are_connected:
             return
         try:
-            self._attach(time.monotonic() + self.wait)
+            self._hosts.attach(time.monotonic() + self.wait)
         except HostsNotFound as error:
             lost = self.interruptions[-1] if self.interruptions else "a host was lost"
             raise HostsNotFound(
                 f"{lost}; it has not come back within {self.wait:.0f} seconds: {error}"
             ) from error
-        if self._compare_greetings() != self._common:
+        if self._hosts.common_greeting() != self._common:
             raise ProfileError(
                 "the hosts that torchrun started anew are on other machines, "
                 "or have other software, than before"
@@ -432,197 +365,6 @@ class AttachedPool:
                     "than before"
                 )
 
-    def _is_connected(self, host: _Host) -> bool:
-        with contextlib.suppress(ConnectionLost):
-            return not host.is_lost and bool(self._ping(host))
-        return False
-
-    def _ping(self, host: _Host) -> dict[str, Any]:
-        """Return a host's answer to a ping. Raises: ConnectionLost."""
-        number = next(self._numbers)
-        answer: dict[str, Any] = {}
-        host.control.send({"ping": number})
-        while answer.get("pong") != number:
-            answer = host.control.receive(ANSWER)
-        return answer
-
-    def _attach(self, until: float) -> None:
-        """Connect to all hosts.
-
-        Args:
-            until: when to give up, on the monotonic clock; there is at least one attempt.
-
-        Raises:
-            HostsNotFound: hosts are missing still.
-            ProfileError: a host serves another controller.
-            UsageError: there are hosts of several rendezvous.
-        """
-        while True:
-            self._release()
-            try:
-                self._connect_all()
-                return
-            except (HostsNotFound, ConnectionLost) as error:
-                self._release()
-                reason = str(error)
-            if self._closed or time.monotonic() >= until:
-                raise HostsNotFound(reason)
-            time.sleep(_RETRY)
-
-    def _connect_all(self) -> None:
-        """Connect to all hosts. Raises: HostsNotFound, ConnectionLost, ProfileError, UsageError."""
-        announcements = find_hosts(*self._address)
-        ids = {announcement.id for announcement in announcements}
-        # torchrun restarts all hosts together: if some are new, the others are about to end.
-        is_mixed = ids != self._last_ids and not ids.isdisjoint(self._last_ids)
-        if is_mixed:
-            raise HostsNotFound("torchrun has not started all of its hosts anew")
-        for announcement in announcements:
-            self._hosts.append(self._connect(announcement))
-        for host in self._hosts:
-            host.clock_offset = self._measure_clock_offset(host)
-        self._last_ids = ids
-
-    def _connect(self, announcement: Announcement) -> _Host:
-        """Open both connections to a host.
-
-        Raises:
-            HostsNotFound: it answers at none of its addresses.
-            ProfileError: it serves another controller.
-        """
-        reason: str | None = None
-        for address in announcement.addresses:
-            try:
-                host = self._connect_at(announcement, address)
-            except (OSError, ConnectionLost) as error:
-                place = f"{address}:{announcement.port}"
-                # The first address is the best one, so its error is reported.
-                reason = reason or f"{announcement.node_name} does not answer at {place} ({error})"
-                continue
-            if host is not None:
-                return host
-        raise HostsNotFound(reason or f"{announcement.node_name} does not answer")
-
-    def _connect_at(self, announcement: Announcement, address: str) -> _Host | None:
-        """Open both connections to a host at an address.
-
-        Returns:
-            The connected host; None if another host answers at the address.
-
-        Raises:
-            OSError, ConnectionLost: it does not answer.
-            ProfileError: it serves another controller.
-        """
-        control = self._open(announcement, address, "control")
-        try:
-            answer = control.receive(LOADING)
-            if "busy" in answer:
-                raise ProfileError(
-                    f"--attach {self.endpoint}: "
-                    f"another controller has these hosts already: {answer['busy']}"
-                )
-            greeting = answer.get("greeting", {})
-            if greeting.get("id") == announcement.id:
-                host = _Host(announcement, control, control, greeting)
-                self._open_lane(host)
-                return host
-        except BaseException:
-            control.close()
-            raise
-        control.close()
-        return None
-
-    def _open(
-        self, announcement: Announcement, address: str, purpose: str, **fields: Any
-    ) -> Stream:
-        """Connect to a host and send the first message. Raises: OSError, ConnectionLost."""
-        connection = socket.create_connection((address, announcement.port), timeout=CONNECT_TIMEOUT)
-        stream = Stream(connection)
-        message = {
-            "token": announcement.token,
-            "wants": purpose,
-            "id": self._id,
-            "name": describe_process(),
-            **fields,
-        }
-        try:
-            stream.send(message)
-        except ConnectionLost:
-            stream.close()
-            raise
-        return stream
-
-    def _open_lane(self, host: _Host) -> None:
-        """Make a host fork a lane, and connect to it. Raises: ConnectionLost."""
-        host.lane_number += 1
-        # The host answers at the address of its control connection.
-        address = host.control.peer_address
-        try:
-            lane = self._open(host.announcement, address, "lane", lane=host.lane_number)
-        except OSError as error:
-            raise ConnectionLost(str(error)) from error
-        try:
-            # The lane's first message is that it is ready.
-            lane.receive(ANSWER)
-        except ConnectionLost:
-            lane.close()
-            raise
-        host.lane = lane
-
-    def _measure_clock_offset(self, host: _Host) -> float:
-        """Return by how many seconds a host's clock is ahead. Raises: ConnectionLost.
-
-        The host's clock is compared with the middle between sending a ping and receiving the
-        answer. The quickest of some answers has the smallest error.
-        """
-        measured = []
-        for _ in range(_CLOCK_ROUNDS):
-            before = time.monotonic()
-            answer = self._ping(host)
-            after = time.monotonic()
-            offset = float(answer.get("clock", 0.0)) - (before + after) / 2
-            measured.append((after - before, offset))
-        return min(measured)[1]
-
-    def _compare_greetings(self) -> dict[str, Any]:
-        """Return the certificate's description of the machines.
-
-        Raises:
-            ProfileError: hosts differ in the kit or in torch, or torch differs from this machine's.
-        """
-        import torch
-
-        own_kit = kit_digest()
-        first = self._hosts[0]
-        first_torch = first.greeting["torch"]
-        for host in self._hosts:
-            prefix = f"--attach {self.endpoint}: {host.announcement.node_name}"
-            if host.greeting.get("kit") != own_kit:
-                raise ProfileError(
-                    f"{prefix} has another version of the kit than this machine; "
-                    "install the same on all"
-                )
-            if host.greeting["torch"] != first_torch:
-                raise ProfileError(
-                    f"{prefix} has torch {host.greeting['torch']}, "
-                    f"{first.announcement.node_name} has {first_torch}; install the same"
-                )
-        # The part after the plus sign is the build, such as cpu or cu126.
-        if first_torch.partition("+")[0] != torch.__version__.partition("+")[0]:
-            raise ProfileError(
-                f"--attach {self.endpoint}: the nodes have torch {first_torch}, "
-                f"this machine has {torch.__version__}, "
-                "which makes the inputs that results are compared with; install the same"
-            )
-        common = {key: value for key, value in first.greeting.items() if key not in ("kit", "id")}
-        return {**common, "nodes": [self._node_entry(node) for node in self._nodes]}
-
-    def _node_entry(self, node: int) -> dict[str, Any]:
-        """Return the certificate's entry for a node."""
-        hosts = self._hosts_of(node)
-        software = {key: hosts[0].greeting[key] for key in ("torch", "python", "platform")}
-        return {"host": hosts[0].announcement.hostname, "slots": len(hosts), **software}
-
     def _new_folder(self, name: str) -> Path:
         try:
             if self._base == Path():
@@ -630,19 +372,11 @@ class AttachedPool:
                 self._base = Path(made)
             folder = self._base / name
             if folder.exists():
-                folder = self._base / f"{name}-{next(self._numbers)}"
+                folder = self._base / f"{name}-{next(self._hosts.numbers)}"
             folder.mkdir()
         except OSError as error:
             raise KitError(f"cannot create a folder for {name}: {error.strerror}") from error
         return folder
-
-    def _release(self) -> None:
-        """Close the connections to all hosts."""
-        for host in self._hosts:
-            for stream in (host.lane, host.control):
-                stream.hang_up()
-                stream.close()
-        self._hosts = []
 
 
 def placement(world: int, hosts: list[Announcement]) -> list[Announcement]:

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from conformance.records.files import EVENTS, MODEL, STATE, TENSORS
+from conformance.records.files import COVERAGE, EVENTS, MODEL, STATE, TENSORS
 
-RECORDS = (EVENTS, TENSORS)  # files that a rank writes for rules
+RECORDS = (EVENTS, TENSORS, COVERAGE)  # files that a rank writes for rules
 SAVED = (STATE, MODEL)  # files that a rank writes for a process that resumes from them
 SILENCE = 12  # seconds until a peer that does not answer is given up
 STALLED = 60.0  # seconds for a peer that answers the kernel, but reads nothing

@@ -21,30 +21,33 @@ product with a rounded 1 / W: the bound is 0. With random values the sum takes W
 the division at most two operations, so that W + 1 roundings of half an epsilon each, relative to
 sum_q |x_q| / W, can add up. The bound is (W + 2) eps sum_q |x_q| / W, more than twice as much.
 
-With the claim like(...) the right values are those of the reference, which runs on the same inputs.
-An averager with an outer momentum of 0.9 carries the roundings of its last 10 or so steps: 30 steps
-leave some 10 * 30 roundings of 2**-24, which is less than ``REFERENCE_TOLERANCE``.
-"""
+A value that is not finite has to be the same: NaN if the mean is NaN, otherwise the same infinity.
 
-from collections.abc import Iterator
+With the claim like(...) the right values are those of the reference: ``averager_like``. With
+``world_only`` G is WORLD, whatever group the kit has made.
+"""
 
 import torch
 
-from conformance.judging.verdict import INSTEAD, Found
-from conformance.records.run import Run, fed
-from conformance.scenarios.gradients import uses
+from conformance.judging.oracles.averager_like import require_like
+from conformance.judging.oracles.averager_records import calls, fed_to, result, same
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.averager_training import is_given, turn
+from conformance.scenarios.averager_values import has_gradient
+from conformance.scenarios.averaging_schedule import QUIET
 from conformance.subjects.claims import Claims
 
-JUDGED_AS_REFERENCE = f"it claims to be like a reference: 14.12 {INSTEAD}"
-# The error that is allowed beside a reference, relative to the largest parameter on the rank.
-REFERENCE_TOLERANCE = 2.0**-10
 # Narrow tensors give known mistakes and right results the same values by chance.
 _FEW_ELEMENTS = 4
+SHIFTED = "the schedule is shifted, or a step was not counted or counted twice"
 
 
 def due(run: Run, rank: int, step: int, claims: Claims) -> tuple[int, ...]:
     """Return the global ranks that ``rank`` is averaged with at ``step``, or () if none are."""
-    group = run.group(rank)
+    group = tuple(range(run.world)) if claims.has("world_only") else run.group(rank)
+    # An averager counts its own calls.
+    step = turn(run.scenario, step)[1]
     if periodic := claims.options.get("periodic"):
         since_warmup = step - periodic["warmup_steps"]
         is_due = since_warmup >= 0 and since_warmup % periodic["period"] == 0
@@ -62,51 +65,54 @@ def due(run: Run, rank: int, step: int, claims: Claims) -> tuple[int, ...]:
     return ()
 
 
-def require_means(run: Run, claims: Claims, found: Found, must_change: bool = False) -> None:
-    """Require the mean of every parameter after every call that averages.
+def require_right(run: Run, claims: Claims, found: Found, must_change: bool = False) -> None:
+    """Require right parameters after every recorded call.
 
-    Without ``must_change`` calls at which the schedule was missed are left to 14.2: calls that
-    should average and changed nothing, and calls that should change nothing.
+    They are those of the reference under ``like``, and otherwise means. Without ``must_change``
+    calls at which the schedule was missed are left to 14.2: calls that should average and changed
+    nothing, and calls that should change nothing.
     """
     if claims.has("like"):
-        found.does_not_apply(JUDGED_AS_REFERENCE)
+        require_like(run, claims, found)
         return
-    averages = False
+    averages = 0
     for rank, step in calls(run):
         group = due(run, rank, step, claims)
-        averages |= bool(group)
+        averages += bool(group)
         has_averaged = bool(group) and (len(group) == 1 or bool(changed(run, rank, step)))
         if must_change or has_averaged:
             for index in range(len(run.scenario.params)):
                 _require_mean(run, found, rank, step, index, group)
+    if must_change:
+        require_quiet(run, claims, found)
     if not averages and not found.failures:
-        found.does_not_apply(never_averages(run))
+        found.lacks_evidence(never_averages(run))
 
 
-def require_same_agreement(run: Run, reference: Run, found: Found) -> None:
-    """Require that two ranks hold the same bits of a parameter whenever the reference's do."""
-    for first in run.ranks:
-        for other in run.ranks[first.rank + 1 :]:
-            for key, right in reference.ranks[first.rank].tensors.items():
-                if not torch.equal(right, reference.ranks[other.rank].tensors[key]):
-                    continue
-                found.require(
-                    torch.equal(first.tensors[key], other.tensors[key]),
-                    "replicas that agree whenever those of the reference agree",
-                    f"ranks {first.rank} and {other.rank} differ in {key} of {run.name}",
-                )
-
-
-def calls(run: Run) -> Iterator[tuple[int, int]]:
-    """Yield (rank, step) of every recorded call of the averager."""
+def require_quiet(run: Run, claims: Claims, found: Found) -> None:
+    """Require that no parameter changes in a quiet step without an average."""
+    if claims.has("like"):
+        _require_same_quiet_changes(run, found)
+        return
+    quiet = run.steps(QUIET)
+    if not quiet:
+        return
     for rank in run.ranks:
-        for event in rank.all("averaged"):
-            yield rank.rank, event["step"]
+        found.checked(1)
+        for event in rank.all("quiet_change"):
+            if not due(run, rank.rank, event["step"], claims):
+                names = ", ".join(f"p{index}" for index in event["parameters"])
+                actual = f"rank {rank.rank}, step {event['step']}: {names} changed"
+                found.require(False, "parameters as they were", actual, SHIFTED)
 
 
-def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
-    """Return a parameter after the call, flat in float64."""
-    return run.ranks[rank].tensors[f"{step}/parameter/p{index}"].reshape(-1).double()
+def _require_same_quiet_changes(run: Run, found: Found) -> None:
+    assert run.reference is not None
+    for rank, right in zip(run.ranks, run.reference.ranks, strict=True):
+        expected = [event["step"] for event in right.all("quiet_change")]
+        got = [event["step"] for event in rank.all("quiet_change")]
+        actual = f"rank {rank.rank}: steps {got[:5]} changed them"
+        found.require(got == expected, f"changes in the steps {expected[:5]}", actual, SHIFTED)
 
 
 def changed(run: Run, rank: int, step: int) -> list[str]:
@@ -114,26 +120,29 @@ def changed(run: Run, rank: int, step: int) -> list[str]:
     return [
         f"p{index}"
         for index in range(len(run.scenario.params))
-        if not torch.equal(result(run, rank, step, index), _fed(run, rank, step, index))
+        if not same(result(run, rank, step, index), fed_to(run, rank, step, index)).all()
     ]
 
 
 def never_averages(run: Run) -> str:
-    """Return the reason why rules on averages do not apply to a schedule without any."""
-    return f"none of its {len(run.scenario.steps)} steps averages"
+    """Return why a schedule without any average gives no evidence on averages."""
+    count = len(run.scenario.steps)
+    return f"none of its {count} steps averages: certify a shorter period or warm-up"
 
 
 def _require_mean(
     run: Run, found: Found, rank: int, step: int, index: int, group: tuple[int, ...]
 ) -> None:
-    fed_by = torch.stack([_fed(run, other, step, index) for other in group or (rank,)])
+    if not _is_given(run, rank, step, index):
+        group = ()
+    fed_by = torch.stack([fed_to(run, other, step, index) for other in group or (rank,)])
     mean = fed_by.mean(0)
     got = result(run, rank, step, index)
-    left_out = torch.equal(got, _fed(run, rank, step, index))
+    left_out = same(got, fed_to(run, rank, step, index)).all()
     if group and left_out and not _has_gradient(run, group, step, index):
         return
-    # NaN compares false with everything, so that it is wrong as well.
-    wrong = (~((got - mean).abs() <= _bound(run, step, index, fed_by, group))).nonzero()
+    is_close = (got - mean).abs() <= _bound(run, step, index, fed_by, group)
+    wrong = (~(same(got, mean) | (is_close & mean.isfinite()))).nonzero()
     if not len(wrong):
         found.checked(1)
         return
@@ -154,8 +163,8 @@ def _bound(
     run: Run, step: int, index: int, fed_by: torch.Tensor, group: tuple[int, ...]
 ) -> torch.Tensor:
     magnitude = fed_by.abs().mean(0)
-    if run.scenario.steps[step] == "crafted":
-        return 0.0 * magnitude
+    if run.scenario.steps[step] != "normal":
+        return torch.zeros_like(magnitude)
     eps = torch.finfo(getattr(torch, run.scenario.params[index].dtype)).eps
     return (len(group) + 2) * eps * magnitude
 
@@ -185,25 +194,16 @@ def _cause(
     return ""
 
 
-def _fed(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
-    """Return the values that a parameter was set to before the call, flat in float64."""
-    spec = run.scenario.params[index]
-    group = run.group(rank)
-    size = len(group)
-    is_used = run.scenario.variant != "unused" or any(
-        uses(size, place, step, index) for place in range(size)
-    )
-    # A parameter that may be left out of the average has the same values on all ranks.
-    source = rank if is_used and not spec.frozen else group[0]
-    values_of_step = 0 if spec.frozen else step
-    return fed(run.scenario.steps[step], spec, size, source, values_of_step, index)
+def _is_given(run: Run, rank: int, step: int, index: int) -> bool:
+    """Return whether the averager has the parameter."""
+    made = run.ranks[rank].first("made") or {}
+    return bool(made.get("takes_params")) or is_given(run.scenario, step, index)
 
 
 def _has_gradient(run: Run, ranks: tuple[int, ...], step: int, index: int) -> bool:
     """Return whether any of these ranks has a gradient for a parameter."""
-    if run.scenario.params[index].frozen:
-        return False
-    if run.scenario.variant != "unused":
-        return True
     groups = {rank: run.group(rank) for rank in ranks}
-    return any(uses(len(group), group.index(rank), step, index) for rank, group in groups.items())
+    return any(
+        has_gradient(run.scenario, len(group), group.index(rank), step, index)
+        for rank, group in groups.items()
+    )

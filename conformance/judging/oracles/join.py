@@ -222,13 +222,24 @@ def require_keywords(run: Run, member: Member, found: Found) -> None:
 def require_agreement(run: Run, found: Found) -> None:
     """Require the same collectives in the same order on all ranks."""
     differs = disagreement(run)
-    found.require(not differs, "the same collectives on all ranks", differs)
+    found.require(differs is None, "the same collectives on all ranks", differs or "")
 
 
 def raised(member: Member) -> str:
     """Return the error that came out of the context; empty if the context ended without one."""
     event = next(member.events("came_out"), None)
     return event["error"] if event else "it never came out"
+
+
+def require_raised(member: Member, name: str, found: Found) -> None:
+    """Require that the exception of the body or of a hook came out as it was.
+
+    Args:
+        name: of its type.
+    """
+    event = next(member.events("came_out"), None) or {"error": "", "same": False}
+    error = event["error"] or "nothing came out: it was swallowed"
+    found.require(bool(event["same"]), f"the {name} that was raised", f"{member}: {error}")
 
 
 def right_gradient(
@@ -377,7 +388,8 @@ def _require_values(
         return
     found.checked(1)
     values = got.reshape(-1).double()
-    wrong = ((values - right).abs() > bound).nonzero()
+    # Written so that NaN is wrong: every comparison with it is false.
+    wrong = (~((values - right).abs() <= bound)).nonzero()
     if not len(wrong):
         found.checked(1)
         return

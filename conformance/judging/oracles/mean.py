@@ -11,6 +11,8 @@ operations on the path of each x_r:
     exact      W - 1 additions in some order, and at most 2 for the division (a quotient, or a
                rounded reciprocal and a product)                                         k = W + 1
     rounded    the same and the rounding of the input                                    k = W + 2
+    scaled     W - 1 additions, and a factor before the sum and another after it, each rounded and
+               multiplied; one more if it is rounded, too                               k = W + 3
 
 By the standard error analysis of sums (Higham, Accuracy and Stability of Numerical Algorithms,
 section 4.2), whatever the order,
@@ -28,6 +30,21 @@ in a wider dtype and rounds once, less is lost. So NCCL needs no wider bound, no
 precision. Crafted values are exact there, too: they are exact for every order, and for a product
 with a rounded 1 / W.
 
+Scaled. The factors are at most 1, and no floats: 1 / sqrt(W) before the sum and after it. Crafted
+values are then right within the same bound, zeros give zeros, and values that are not finite are
+right to the bit.
+
+Subnormals. Multiples of W eta are fed, with the smallest subnormal eta of the dtype on the way. A
+hook that divides before the sum by W, or by a power of two that divides W, is exact, and so is one
+that divides after it. If a hook divides by a power of two f < W first, and by W / f afterwards,
+each of the W values errs by at most eta / 2 before the sum, which is exact; that error is divided
+by W / f, and the last quotient errs by eta / 2 again:
+
+    |computed - mean| <= W (eta / 2) / (W / f) + eta / 2 = (f + 1) / 2 eta
+
+For W = 2**n every f divides W, and the bound is 0. For other W, f is at most the largest power of
+two below W. Under ``scaled`` the factor after the sum may be 1: the bound is (W + 1) / 2 eta.
+
 Overflow. If the partial sums of one sign can exceed the largest value of the dtype, an infinity of
 that sign is right, and NaN if those of both signs can. A finite value is right only within the
 bound: a value that was clamped to the largest one is not.
@@ -40,11 +57,13 @@ import torch
 
 from conformance.records.run import Run, fed
 from conformance.scenarios.model import Param
+from conformance.scenarios.specials import base_kind
 from conformance.subjects.claims import Claims
 
 # The kinds of gradients with a bound of 0.
 EXACT_KINDS = (
     "crafted",
+    "tiled",
     "nan",
     "inf",
     "zero_one",
@@ -53,6 +72,14 @@ EXACT_KINDS = (
     "tiny_float16",
     "tiny_bfloat16",
 )
+
+
+# The sizes of groups for which these kinds are exact. If 1 / W has the relative error e, the
+# product W k (1 / W) is k (1 + e). It rounds to k if |e| is at most a quarter of the distance of 1
+# and the next larger number: below a power of two, numbers are twice as dense. That holds in every
+# dtype for the sizes up to 6 and for 8, and not for 7 in float32: a hook that multiplies by 1 / 7
+# is right within the bound of a sum.
+EXACT_SIZES = (1, 2, 3, 4, 5, 6, 8)
 
 
 @dataclass
@@ -109,17 +136,18 @@ def expected(
     spec = run.scenario.params[index]
     recorded = run.recorded(group, step, index)
     if recorded is not None:
-        right, bound = _bounded(recorded, spec.dtype, claims, exact=False)
+        right, bound = _bounded(recorded, spec.dtype, claims, "recorded")
         return right, bound + _flushed(spec.dtype) * len(group), recorded
     kind = run.scenario.steps[step]
     number = step + run.scenario.first_step
     feeding = tuple(run.feeds(other, step, index) for other in group)
     size = len(run.group(rank))
-    return _expected_of_inputs(kind, spec, group, feeding, size, number, index, claims)
+    period = run.scenario.period
+    return expected_of_inputs(kind, spec, group, feeding, size, number, index, claims, period)
 
 
 @functools.lru_cache(maxsize=4096)  # the ranks of a group expect the same
-def _expected_of_inputs(
+def expected_of_inputs(
     kind: str,
     spec: Param,
     group: tuple[int, ...],
@@ -128,6 +156,7 @@ def _expected_of_inputs(
     step: int,
     index: int,
     claims: Claims,
+    period: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the same for inputs that the kit has made.
 
@@ -140,27 +169,59 @@ def _expected_of_inputs(
         step: the number of the step.
         index: the number of the parameter.
         claims: the claims.
+        period: the length of the table that gradients repeat, or 0.
     """
-    inputs = [fed(kind, spec, size, rank, step, index) for rank in group]
+    inputs = [fed(kind, spec, size, rank, step, index, period) for rank in group]
     values = torch.stack([one * feeds for one, feeds in zip(inputs, feeding, strict=True)])
-    right, bound = _bounded(values, spec.dtype, claims, exact=kind in EXACT_KINDS)
+    right, bound = _bounded(values, spec.dtype, claims, base_kind(kind))
     return right, bound, values
 
 
 def _bounded(
-    values: torch.Tensor, dtype: str, claims: Claims, *, exact: bool
+    values: torch.Tensor, dtype: str, claims: Claims, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (right value, its bound) for the values of the ranks, ``[W, numel]``."""
     size = len(values)
     right = values.sum(0) / size
     bound = torch.zeros_like(right)
-    if not exact:
-        unit, eta, _ = precision(dtype, claims)
-        operations = size + (2 if claims.rounded else 1)
+    unit, eta, _ = precision(dtype, claims)
+    if kind.startswith("tiny"):
+        bound += _units_of_underflow(size, claims) * eta
+    elif kind not in EXACT_KINDS or size not in EXACT_SIZES or claims.scaled:
+        operations = size + 1 + bool(claims.rounded) + 2 * claims.scaled
         gamma = operations * unit / (1 - operations * unit)
         bound = gamma * values.abs().sum(0) / size + operations * eta
+    if kind in EXACT_KINDS:
+        is_bounded = values.isfinite().all(0) & values.any(0)
+        bound = torch.where(is_bounded, bound, torch.zeros_like(bound))
     factor = size if claims.sum else 1
     return right * factor, bound * factor
+
+
+def _units_of_underflow(size: int, claims: Claims) -> float:
+    """Return by how many smallest subnormals a right hook may err, see "Subnormals" above."""
+    if claims.sum:
+        return 0.0
+    if claims.scaled:
+        return (size + 1) / 2
+    divisor = 1 << (size - 1).bit_length() - 1 if size > 1 else 1
+    return 0.0 if divisor * 2 == size or size == 1 else (divisor + 1) / 2
+
+
+def judge_values(
+    got: torch.Tensor, values: torch.Tensor, dtype: str, claims: Claims, *, exact: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (right value, its bound, whether ``got`` is wrong) of each element, in float64.
+
+    Args:
+        got: the results.
+        values: the values of the ranks, ``[W, numel]``.
+        dtype: the dtype of the bucket.
+        claims: the claims.
+        exact: the kind of the values has a bound of 0.
+    """
+    right, bound = _bounded(values, dtype, claims, "crafted" if exact else "normal")
+    return right, bound, ~is_right(got, right, bound, values, precision(dtype, claims)[2])
 
 
 def _flushed(dtype: str) -> float:
@@ -219,7 +280,7 @@ def _compare_parameter(
             )
         return right.numel()
     largest = precision(run.scenario.params[index].dtype, claims)[2]
-    bad = ~_is_right(got, right, bound, values, largest)
+    bad = ~is_right(got, right, bound, values, largest)
     if bad.any():
         if result.mismatch is None:
             at = int(bad.nonzero()[0])
@@ -233,7 +294,7 @@ def _compare_parameter(
     return 0
 
 
-def _is_right(
+def is_right(
     got: torch.Tensor,
     right: torch.Tensor,
     bound: torch.Tensor,

@@ -1,99 +1,51 @@
 """Right parameters after every step of an optimizer wrapper, and how far off they may be.
 
-The optimizer of each rank is computed here in float64, on all parameters, from the gradients that
-the kit fed. A torch optimizer on the rank itself would be shorter, but a subject that patches
-torch's optimizers would then change its own measure. With x a parameter, g its gradient and lr the
-learning rate, a step is
+The optimizer of each rank is computed in ``local_optimizer``, on all parameters, from the gradients
+that the kit fed. A torch optimizer on the rank itself would be shorter, but a subject that patches
+torch's optimizers would then change its own measure.
 
-    SGD     g <- g + weight_decay x;  m <- momentum m + g;  x <- x - lr m
-    Adam    m <- 0.9 m + 0.1 g;  v <- 0.999 v + 0.001 g**2;
-            x <- x - lr (m / (1 - 0.9**t)) / (sqrt(v / (1 - 0.999**t)) + 1e-8)  in its t-th step
-            (Kingma, Ba, ICLR 2015, algorithm 1, with the defaults of torch.optim.Adam)
-
-Gradients. With an averager each rank steps with gradients of its own. Without one all ranks of a
-group are given the same gradients, those of its first rank. Under DDP a rank steps with the mean
-over its group; with an averager only during the warm-up, and with its own gradients afterwards.
-Under Join the mean is the sum over the ranks that still have inputs, divided by the number of all.
+Gradients. With an averager each rank steps with gradients of its own. A subject that claims
+``averages`` is given each rank's own gradients, and steps with their mean over the group; a rank
+without a gradient counts as zeros, and a parameter without a gradient on any rank is not stepped.
+Other subjects without an averager are given the same gradients on all ranks of a group, those of
+its first rank. Under DDP a rank steps with the mean over its group; with an averager only during
+the warm-up, and with its own gradients afterwards. Under Join the mean is the sum over the ranks
+that still have inputs, divided by the number of all.
 
 Averages. The averager counts its calls c = 0, 1, 2, ... If c >= warmup and period divides
 c - warmup, every parameter that is in a parameter group becomes the mean over the ranks of the
 process group, after the local step. Momentum is never averaged.
 
-Bounds. Learning rates, momenta, weight decays and fed gradients are powers of two, zeros or few
-digits long, so that SGD and its averages are exact in every order of operations: the bound is 0,
-and a right wrapper gives the same bits. An update of Adam is lr times a quotient, to which each of
-the two moments brings a few roundings: 32 epsilons of lr are generous for any way to compute the
-bias correction. Adding the update rounds relative to the parameter, which may have been larger
-before than it is now, by up to lr in each step. After n steps the bound is therefore
-
-    eps n (|x| + (32 + 2 n) lr)
+Bounds. In most scenarios learning rates, momenta, weight decays and fed gradients are powers of
+two, zeros or few digits long, so that SGD and its averages are exact in every order of operations:
+the bound is 0, and a right wrapper gives the same bits. Otherwise the bound is that of
+``local_optimizer``, twice for what a wrapper adds: the right result and the computed one are both
+rounded.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from conformance.judging.oracles.averager_records import same
+from conformance.judging.oracles.local_optimizer import LocalOptimizer, Values
 from conformance.judging.verdict import Found
 from conformance.records.run import Run, fed
+from conformance.scenarios.averager_training import special_source, turn
+from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.gradients import uses
-from conformance.scenarios.optimizer import START, setting
-
-Values = list[torch.Tensor]
-
-
-@dataclass
-class LocalOptimizer:
-    """The optimizer of one rank as it is defined: on all parameters, without other ranks.
-
-    No tensor is ever changed in place, so that a copy of a list is a copy of its values.
-    """
-
-    run: Run
-    rank: int
-    values: Values = field(default_factory=list)
-    momenta: Values = field(default_factory=list)
-    squares: Values = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        group = self.run.group(self.rank)
-        kind = "zero_all" if self.run.scenario.variant == "dtypes" else "crafted"
-        self.values = [
-            fed(kind, spec, len(group), group[0], START, index)
-            for index, spec in enumerate(self.run.scenario.params)
-        ]
-        self.momenta = [torch.zeros_like(value) for value in self.values]
-        self.squares = [torch.zeros_like(value) for value in self.values]
-        self._options = dict(construction(self.run)["options"])
-
-    def step(self, number: int) -> None:
-        """Step every parameter that is in a parameter group and has a gradient."""
-        rates = setting(self.run.scenario).rates
-        if rates and rates[number] is not None:
-            self._options["lr"] = rates[number]
-        for index in range(len(self.values)):
-            options = _options_of_parameter(self.run, self._options, index, number)
-            grad = _gradient(self.run, self.rank, number, index)
-            if options is None or grad is None:
-                continue
-            if self.run.scenario.variant == "adam":
-                self._adam(index, grad, options["lr"], number + 1)
-            else:
-                self._sgd(index, grad, options)
-
-    def _sgd(self, index: int, grad: torch.Tensor, options: Mapping[str, float]) -> None:
-        grad = grad + options.get("weight_decay", 0.0) * self.values[index]
-        self.momenta[index] = options.get("momentum", 0.0) * self.momenta[index] + grad
-        self.values[index] = self.values[index] - options["lr"] * self.momenta[index]
-
-    def _adam(self, index: int, grad: torch.Tensor, rate: float, count: int) -> None:
-        self.momenta[index] = 0.9 * self.momenta[index] + 0.1 * grad
-        self.squares[index] = 0.999 * self.squares[index] + 0.001 * grad**2
-        mean = self.momenta[index] / (1 - 0.9**count)
-        square = self.squares[index] / (1 - 0.999**count)
-        self.values[index] = self.values[index] - rate * mean / (square.sqrt() + 1e-8)
+from conformance.scenarios.optimizer import START
+from conformance.scenarios.optimizer_training import (
+    ADAM,
+    averages_gradients,
+    is_empty,
+    is_exact,
+    is_frozen,
+    plan_of,
+)
 
 
 @dataclass
@@ -105,12 +57,16 @@ class OptimizerStep:
         stepped: the parameters after the local optimizer's step.
         after: the parameters when the whole step is over.
         averaged: the global ranks that the averager averaged over; () if it did not average.
+        errors: the bounds of the errors of ``after``.
+        momenta: the momentum of the local optimizer.
     """
 
     before: Values
     stepped: Values
     after: Values
     averaged: tuple[int, ...]
+    errors: Values
+    momenta: Values
 
 
 Steps = Mapping[tuple[int, int], OptimizerStep]
@@ -128,14 +84,6 @@ def right_steps(run: Run) -> Steps:
     for rank in run.ranks:
         right[rank.rank, last] = right[rank.rank, last - 1]
     return right
-
-
-def local_optimizer_after(run: Run, rank: int, steps: int) -> LocalOptimizer:
-    """Return the optimizer of a rank after so many steps without an average."""
-    optimizer = LocalOptimizer(run, rank)
-    for number in range(steps):
-        optimizer.step(number)
-    return optimizer
 
 
 def require_right(run: Run, found: Found, until: int | None = None) -> None:
@@ -201,46 +149,115 @@ def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     return run.ranks[rank].tensors[f"{step}/parameter/p{index}"].reshape(-1).double()
 
 
+def _local_optimizer(run: Run, rank: int, model: int) -> LocalOptimizer:
+    """Return a rank's optimizer of a model before the first step."""
+    group = run.group(rank)
+    kind = "zero_all" if run.scenario.variant in ("dtypes", "special") else "crafted"
+    specs = run.scenario.params
+    values = [
+        fed(kind, spec, len(group), group[0], START + model, index)
+        for index, spec in enumerate(specs)
+    ]
+    dtypes = [getattr(torch, spec.dtype) for spec in specs]
+    return LocalOptimizer(values, dtypes, is_adam=run.scenario.variant in ADAM)
+
+
 def _steps_of_group(run: Run, group: tuple[int, ...]) -> dict[tuple[int, int], OptimizerStep]:
-    plan = setting(run.scenario)
-    optimizers = {rank: LocalOptimizer(run, rank) for rank in group}
+    plan = plan_of(run.scenario)
+    options = _Options(run)
+    models = {turn(run.scenario, step)[0] for step in range(len(run.scenario.steps))}
+    optimizers = {
+        model: {rank: _local_optimizer(run, rank, model) for rank in group} for model in models
+    }
     restored_before, saved_after = plan.back
-    count = 0
-    saved_count = count
-    saved = {rank: (list(o.values), list(o.momenta)) for rank, o in optimizers.items()}
+    counts = dict.fromkeys(models, 0)
+    saved: tuple[int, dict[int, Any]] = (0, {})
     right = {}
     for step in range(len(run.scenario.steps)):
+        model = turn(run.scenario, step)[0]
+        of_ranks = optimizers[model]
         if step == restored_before:
-            count = saved_count
-            for rank, optimizer in optimizers.items():
-                values, momenta = saved[rank]
-                optimizer.values = list(values)
-                optimizer.momenta = list(momenta)
-        before = {rank: list(optimizer.values) for rank, optimizer in optimizers.items()}
-        for optimizer in optimizers.values():
-            optimizer.step(step)
-        stepped = {rank: list(optimizer.values) for rank, optimizer in optimizers.items()}
-        averages = takes_averager(run) and is_due(count, plan.warmup, plan.period)
-        count += 1
+            counts[model] = saved[0]
+            for rank, state in saved[1].items():
+                of_ranks[rank].restore(state)
+        before = {rank: list(optimizer.values) for rank, optimizer in of_ranks.items()}
+        options.begin_step(step)
+        for rank, optimizer in of_ranks.items():
+            _step(run, optimizer, rank, step, options)
+        stepped = {rank: list(optimizer.values) for rank, optimizer in of_ranks.items()}
+        averages = takes_averager(run) and is_due(counts[model], plan.warmup, plan.period)
+        counts[model] += 1
         if averages:
-            _average(run, optimizers, step)
-        for rank, optimizer in optimizers.items():
-            after = list(optimizer.values)
-            averaged = group if averages else ()
-            right[rank, step] = OptimizerStep(before[rank], stepped[rank], after, averaged)
+            _average(run, list(of_ranks.values()), step)
+        for rank, optimizer in of_ranks.items():
+            right[rank, step] = OptimizerStep(
+                before[rank],
+                stepped[rank],
+                list(optimizer.values),
+                group if averages else (),
+                list(optimizer.errors),
+                list(optimizer.momenta),
+            )
         if step == saved_after:
-            saved_count = count
-            saved = {rank: (list(o.values), list(o.momenta)) for rank, o in optimizers.items()}
+            saved = (counts[model], {rank: o.saved() for rank, o in of_ranks.items()})
     return right
 
 
-def _average(run: Run, optimizers: Mapping[int, LocalOptimizer], step: int) -> None:
+class _Options:
+    """The options of each parameter, as they are rewritten from step to step."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._plan = plan_of(run.scenario)
+        self._of_all = dict(construction(run)["options"])
+        self._of_groups = [dict(options) for _, options in self._plan.groups]
+
+    def begin_step(self, step: int) -> None:
+        """Write the options of a step."""
+        rate = self._plan.rates[step] if self._plan.rates else None
+        if rate is not None:
+            self._of_all["lr"] = rate
+        for group, written in self._plan.changes.get(step, {}).items():
+            self._of_groups[group].update(written)
+
+    def of(self, index: int, step: int) -> Mapping[str, Any] | None:
+        """Return the options of a parameter's group, or None while it is in no group."""
+        if not self._plan.groups:
+            return self._of_all
+        if not _is_in_a_group(self._run, index, step):
+            return None
+        groups = zip(self._plan.groups, self._of_groups, strict=True)
+        return next(options for (indices, _), options in groups if index in indices)
+
+
+def _step(run: Run, optimizer: LocalOptimizer, rank: int, step: int, options: _Options) -> None:
+    """Step every parameter that is in a parameter group and has a gradient."""
+    for index in range(len(optimizer.values)):
+        chosen = options.of(index, step)
+        grad = _gradient(run, rank, step, index)
+        if chosen is not None and grad is not None:
+            optimizer.step(index, grad, _gradient_error(run, grad, rank, step, index), chosen)
+
+
+def _gradient_error(run: Run, grad: torch.Tensor, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return the bound of the error of a gradient that is a mean of random values."""
+    scenario = run.scenario
+    if scenario.steps[step] != "normal" or not averages_gradients(scenario):
+        return torch.zeros_like(grad)
+    group = run.group(rank)
+    spec = scenario.params[index]
+    parts = [fed("normal", spec, len(group), other, step, index).abs() for other in group]
+    eps = torch.finfo(getattr(torch, spec.dtype)).eps
+    return (len(group) + 2) * eps * torch.stack(parts).mean(0)
+
+
+def _average(run: Run, optimizers: list[LocalOptimizer], step: int) -> None:
     for index in range(len(run.scenario.params)):
         if _is_in_a_group(run, index, step):
-            values = [optimizer.values[index] for optimizer in optimizers.values()]
-            mean = torch.stack(values).sum(0) / len(values)
-            for optimizer in optimizers.values():
+            mean, error = optimizers[0].average_with(optimizers, index)
+            for optimizer in optimizers:
                 optimizer.values[index] = mean
+                optimizer.errors[index] = error
 
 
 def _require_parameter(
@@ -257,8 +274,11 @@ def _require_parameter(
     right_step = right[rank, step]
     expected = right_step.after[index]
     got = result(run, rank, step, index)
-    # NaN compares false with everything, so that it is wrong as well.
-    wrong = (~((got - expected).abs() <= _bound(run, expected, dtype, step))).nonzero()
+    is_right = same(got, expected)
+    if not is_exact(run.scenario):
+        is_close = (got - expected).abs() <= 2 * right_step.errors[index]
+        is_right |= is_close & expected.isfinite()
+    wrong = (~is_right).nonzero()
     if not len(wrong):
         return
     at = int(wrong[0])
@@ -272,15 +292,6 @@ def _require_parameter(
         f"({len(wrong)} of {len(got)} elements differ)",
         _cause(run, right, rank, step, index, got),
     )
-
-
-def _bound(run: Run, value: torch.Tensor, dtype: str, step: int) -> torch.Tensor:
-    if run.scenario.variant != "adam":
-        return torch.zeros_like(value)
-    eps = torch.finfo(getattr(torch, dtype)).eps
-    rate = construction(run)["options"]["lr"]
-    count = step + 1
-    return eps * count * (value.abs() + (32 + 2 * count) * rate)
 
 
 def _cause(run: Run, right: Steps, rank: int, step: int, index: int, got: torch.Tensor) -> str:
@@ -334,7 +345,9 @@ def _known_results(
 
 def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
     """Return known mistakes in a local step by their names."""
-    plan = setting(run.scenario)
+    plan = plan_of(run.scenario)
+    if not is_exact(run.scenario):
+        return {"it was not stepped": lambda right, _: right.before[index]}
     options = construction(run)["options"]
     rate = (plan.rates[step] if plan.rates else None) or options["lr"]
     momentum = options.get("momentum", 0.0)
@@ -380,34 +393,86 @@ def _gradient(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None
     spec = scenario.params[index]
     kind = scenario.steps[step]
     if scenario.uneven:
-        training = [other for other in group if step < scenario.inputs_of(other, run.world)]
+        training = [other for other in group if scenario.has_input(other, run.world, step)]
         values = [fed(kind, spec, size, other, step, index) for other in training]
         return torch.stack(values).sum(0) / run.world
     has_averager = takes_averager(run)
     is_under_ddp = scenario.variant == "ddp"
-    if is_under_ddp and not (has_averager and step >= setting(scenario).warmup):
+    if is_under_ddp and not (has_averager and step >= plan_of(scenario).warmup):
         return torch.stack([fed(kind, spec, size, other, step, index) for other in group]).mean(0)
     has_own = has_averager or is_under_ddp
-    if scenario.variant == "unused":
-        # Without an averager all ranks are given the same gradients: the union of the used ones.
-        places = (group.index(rank),) if has_own else range(size)
-        if not any(uses(size, place, step, index) for place in places):
-            return None
-    return fed(kind, spec, size, rank if has_own else group[0], step, index)
-
-
-def _options_of_parameter(
-    run: Run, options: dict[str, Any], index: int, step: int
-) -> Mapping[str, float] | None:
-    """Return the options of a parameter's group, or None while it is in no group."""
-    groups = setting(run.scenario).groups
-    if not groups:
-        return options
-    if not _is_in_a_group(run, index, step):
+    averages = averages_gradients(scenario) and not has_averager
+    # Without an averager all ranks are given the same gradients: the union of the used ones.
+    places = (group.index(rank),) if has_own else range(size)
+    users = [place for place in places if _uses(run, place, step, index)]
+    if not users:
         return None
-    return next(group_options for indices, group_options in groups if index in indices)
+    if averages:
+        parts = [_fed_gradient(run, group, place, step, index) for place in users]
+        return torch.stack(parts).sum(0) / size
+    if has_own:
+        return _fed_gradient(run, group, group.index(rank), step, index)
+    source = special_source(scenario, step, 0, 1)
+    return fed(_kind_of(run, step, index), spec, size, group[source], step, index)
+
+
+def _uses(run: Run, place: int, step: int, index: int) -> bool:
+    """Return whether the rank in a place has a gradient for a parameter."""
+    scenario = run.scenario
+    size = len(run.group(0))
+    if is_frozen(scenario, step, index) or is_empty(scenario, step, place, size):
+        return False
+    return scenario.variant != "unused" or uses(size, place, step, index)
+
+
+def _kind_of(run: Run, step: int, index: int) -> str:
+    """Return the kind of gradient of a parameter; only float16 has a limit."""
+    kind = run.scenario.steps[step]
+    is_half = run.scenario.params[index].dtype == "float16"
+    return "crafted" if kind == "limit" and not is_half else kind
+
+
+def _fed_gradient(
+    run: Run, group: tuple[int, ...], place: int, step: int, index: int
+) -> torch.Tensor:
+    """Return the gradient that the rank in a place is given, flat in float64."""
+    scenario = run.scenario
+    spec = scenario.params[index]
+    kind = _kind_of(run, step, index)
+    rank = group[special_source(scenario, step, place, len(group))]
+    if kind == "limit":
+        return values_of(Source(kind, rank, step), spec, len(group), index).reshape(-1).double()
+    return fed(kind, spec, len(group), rank, step, index)
+
+
+def require_steps_with_some_gradient(run: Run, found: Found) -> None:
+    """Require that each element is stepped with the gradient of one rank, and not with a mean.
+
+    The scenario has no momentum, so that a step is judged from the recorded parameters before it.
+    """
+    rate = construction(run)["options"]["lr"]
+    for rank, step in steps(run):
+        group = run.group(rank)
+        for index in range(len(run.scenario.params)):
+            if step == 0:
+                before = _local_optimizer(run, rank, 0).values[index]
+            else:
+                before = result(run, rank, step - 1, index)
+            grads = [_fed_gradient(run, group, place, step, index) for place in range(len(group))]
+            got = result(run, rank, step, index)
+            fits = torch.stack([same(got, before - rate * grad) for grad in grads]).any(0)
+            mean = torch.stack(grads).mean(0)
+            at = (~fits).nonzero()
+            averaged = bool(len(at)) and bool(same(got, before - rate * mean)[at[0]])
+            place = f"rank {rank}, step {step}: p{index}"
+            found.require(
+                not len(at),
+                "a step with the gradient of one rank; or the claim averages",
+                f"{place} has been stepped with another gradient",
+                "it averages gradients: claim averages" if averaged else "",
+            )
 
 
 def _is_in_a_group(run: Run, index: int, step: int) -> bool:
-    plan = setting(run.scenario)
+    plan = plan_of(run.scenario)
     return not plan.groups or step >= plan.added or index not in plan.groups[-1][0]

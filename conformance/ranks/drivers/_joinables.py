@@ -42,6 +42,9 @@ class Counter(OfGroup):
         index: of the joinable among those of its context, on all ranks.
         notify: the context's ``notify_join_context``.
         group: another group than the driver's.
+
+    Attributes:
+        hook_raises: the exceptions that the hooks raise, by ``main`` and ``post``.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Counter(OfGroup):
         self.driver = driver
         self.index = index
         self.notify = notify
+        self.hook_raises: dict[str, BaseException] = {}
 
     def step(self) -> None:
         """Take part in the collective of one step."""
@@ -87,9 +91,15 @@ class _CounterHook(JoinHook):
         would_notify = bool(config.enable and config.is_first_joinable)
         self.counter.note("main", would_notify=would_notify)
         self.counter.sum(JOINABLES + self.counter.index)
+        self._raise("main")
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self.counter.note("post", last=bool(is_last_joiner))
+        self._raise("post")
+
+    def _raise(self, hook: str) -> None:
+        if hook in self.counter.hook_raises:
+            raise self.counter.hook_raises[hook]
 
 
 class Setter(OfGroup):

@@ -1,6 +1,7 @@
 """The driver of averagers: sets parameters, has them averaged, and records them."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,46 +10,103 @@ from conformance.errors import TargetError
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.digest import digest
 from conformance.ranks.models.probe import Probe
-from conformance.scenarios.gradients import lay_out, uses
+from conformance.scenarios.averager_training import is_frozen, is_given, turn
+from conformance.scenarios.averager_values import (
+    Source,
+    first_source,
+    has_gradient,
+    source,
+    values_of,
+)
+from conformance.scenarios.averaging_schedule import HELD, QUIET
+from conformance.scenarios.gradients import lay_out
 
 Parameters = list[torch.nn.Parameter]
+
+
+@dataclass
+class Trainee:
+    """A model and its averager.
+
+    Attributes:
+        params: the parameters of the model.
+        averager: the subject.
+        takes_params: the averager was given the parameters when it was made.
+        kept: the values of the parameters after the last recorded call.
+    """
+
+    params: Parameters
+    averager: Any = None
+    takes_params: bool = False
+    kept: list[torch.Tensor] = field(default_factory=list)
+
+    def take_params(self) -> Parameters:
+        """Return the parameters for the averager to be made with."""
+        self.takes_params = True
+        return list(self.params)
 
 
 class AveragerDriver(RankDriver):
     """One rank that averages its parameters."""
 
     def run(self) -> None:
-        """Make the averager and run the scenario's steps."""
-        probe = Probe(self.scenario.params, 0.0, self.rank).to(self.device)
-        self.params: Parameters = probe.tensors
-        self.averager = self.make(params=lambda: list(self.params), averager=lambda: None)
-        if not callable(getattr(self.averager, "average_parameters", None)):
-            raise TargetError(
-                "an averager has a method average_parameters(params); "
-                f"{type(self.averager).__name__} has none"
-            )
-        resume = self.scenario.resume
+        """Make the averagers and run the scenario's steps."""
+        scenario = self.scenario
+        self.ranks = tuple(torch.distributed.get_process_group_ranks(self.group))
+        count = 2 if scenario.variant == "two" else 1
+        self.trainees = [self._make_trainee() for _ in range(count)]
+        first = self.trainees[0]
+        self.recorder.event("made", takes_params=first.takes_params)
+        if count == 2 and first.averager is self.trainees[1].averager:
+            self.recorder.event("one_object")
+            return
+        resume = scenario.resume
         # Parameters are set in every step: only the averager has a state to go on from.
         if self.saved:
             self._load_averager()
-        for step, kind in enumerate(self.scenario.steps):
+        for step, kind in enumerate(scenario.steps):
             if step < resume.saves_at and resume.resumes:
                 continue
-            self._step(step, kind)
+            self.trainee = self.trainees[turn(scenario, step)[0]]
+            if kind == QUIET:
+                self._quiet_step(step)
+            else:
+                self._step(step, kind)
             if step == resume.saves_at - 1 and not resume.resumes:
                 self._save_averager()
 
+    def _make_trainee(self) -> Trainee:
+        """Return a model and its averager; the model's first values are the same on all ranks."""
+        probe = Probe(self.scenario.params, 0.0, self.rank).to(self.device)
+        trainee = Trainee(probe.tensors)
+        with torch.no_grad():
+            for index, parameter in enumerate(trainee.params):
+                parameter.copy_(self._values(first_source(self.ranks), index))
+                parameter.requires_grad_(not is_frozen(self.scenario, 0, index))
+        trainee.averager = self.make(params=trainee.take_params, averager=lambda: None)
+        if not callable(getattr(trainee.averager, "average_parameters", None)):
+            raise TargetError(
+                "an averager has a method average_parameters(params); "
+                f"{type(trainee.averager).__name__} has none"
+            )
+        trainee.kept = _copies(trainee.params)
+        return trainee
+
+    @property
+    def params(self) -> Parameters:
+        """The parameters of the model whose turn it is."""
+        return self.trainee.params
+
     def _step(self, step: int, kind: str) -> None:
         self.begin_step(step, kind)
-        self._set_parameters(step, kind)
+        self._prepare(step, sets_values=kind != HELD)
         grads = self._gradient_digests()
         strides = [p.stride() for p in self.params]
         storages = [p.data_ptr() for p in self.params]
         with self.inside("average_parameters"):
-            self.averager.average_parameters(_in_form(self.scenario.variant, step, self.params))
+            self._average(step)
         for index, parameter in enumerate(self.params):
             self.keep(f"parameter/p{index}", lay_out(parameter, "contiguous"))
-        specs = self.scenario.params
         self.recorder.event(
             "averaged",
             grads_changed=[
@@ -57,44 +115,65 @@ class AveragerDriver(RankDriver):
             strides_changed=[i for i, p in enumerate(self.params) if p.stride() != strides[i]],
             moved=[i for i, p in enumerate(self.params) if p.data_ptr() != storages[i]],
             asks_for_gradients=[
-                i for i, p in enumerate(self.params) if p.requires_grad == specs[i].frozen
+                i
+                for i, p in enumerate(self.params)
+                if p.requires_grad == is_frozen(self.scenario, step, i)
             ],
         )
-        self._keep_evaluated()
+        self.trainee.kept = _copies(self.params)
+        # A parameter that was added has no average yet.
+        if self.scenario.variant != "changing":
+            self._keep_evaluated()
+
+    def _quiet_step(self, step: int) -> None:
+        """Call the averager with the parameters as they are; record it if they change."""
+        self.begin_step(step, QUIET)
+        with self.inside("average_parameters"):
+            self._average(step)
+        pairs = zip(self.params, self.trainee.kept, strict=True)
+        changed = [index for index, (now, kept) in enumerate(pairs) if not _same_values(now, kept)]
+        if changed:
+            self.recorder.event("quiet_change", parameters=changed)
+            self.trainee.kept = _copies(self.params)
+
+    def _average(self, step: int) -> None:
+        given = [p for i, p in enumerate(self.params) if self._is_given(step, i)]
+        form = _in_form(self.scenario.variant, step, given)
+        self.trainee.averager.average_parameters(form)
+
+    def _is_given(self, step: int, index: int) -> bool:
+        """Whether the averager is given a parameter; one that was made with all of them is."""
+        return self.trainee.takes_params or is_given(self.scenario, step, index)
 
     @torch.no_grad()
-    def _set_parameters(self, step: int, kind: str) -> None:
-        """Give the parameters this step's values, and those that have some, gradients.
-
-        A parameter without a gradient on any rank is the same on all ranks, and a frozen one is
-        the same at all steps.
-        """
-        ranks = torch.distributed.get_process_group_ranks(self.group)
+    def _prepare(self, step: int, *, sets_values: bool) -> None:
+        """Give the parameters this step's values, and those that have some, gradients."""
         for index, parameter in enumerate(self.params):
-            users = [
-                rank
-                for rank in range(self.size)
-                if has_gradient(self.scenario, self.size, rank, step, index)
-            ]
-            number = 0 if self.scenario.params[index].frozen else step
-            parameter.copy_(self.values(kind, number, index, None if users else ranks[0]))
-            has_one = self.group_rank in users
+            parameter.requires_grad_(not is_frozen(self.scenario, step, index))
+            if sets_values:
+                of = source(self.scenario, self.ranks, self.group_rank, step, index)
+                parameter.copy_(self._values(of, index))
+            has_one = has_gradient(self.scenario, self.size, self.group_rank, step, index)
             parameter.grad = torch.ones_like(parameter) if has_one else None
+
+    def _values(self, of: Source, index: int) -> torch.Tensor:
+        return values_of(of, self.scenario.params[index], self.size, index).to(self.device)
 
     def _gradient_digests(self) -> list[str | None]:
         return [None if p.grad is None else digest(p.grad) for p in self.params]
 
     def _keep_evaluated(self) -> None:
         """Record the parameters with which the averager would have a model evaluated."""
-        applied = getattr(self.averager, "applied", None)
-        if not callable(applied) or not getattr(self.averager, "average", None):
+        averager = self.trainee.averager
+        applied = getattr(averager, "applied", None)
+        if not callable(applied) or not getattr(averager, "average", None):
             return  # it evaluates with the parameters themselves
         with self.doing("applied"), applied(self.params):
             for index, parameter in enumerate(self.params):
                 self.keep(f"applied/p{index}", lay_out(parameter, "contiguous"))
 
     def _save_averager(self) -> None:
-        averager = self.averager
+        averager = self.trainee.averager
         with self.doing("state_dict"):
             if hasattr(averager, "state_dict"):
                 self.save(averager.state_dict())
@@ -107,20 +186,25 @@ class AveragerDriver(RankDriver):
         self.recorder.event("saved", nothing=not has_state)
 
     def _load_averager(self) -> None:
+        averager = self.trainees[0].averager
         with self.doing("load_state_dict"):
             saved = self.load()
             self.recorder.event("loaded", nothing=saved is None)
-            if hasattr(self.averager, "load_state_dict"):
-                self.averager.load_state_dict(saved)
+            if hasattr(averager, "load_state_dict"):
+                # One state may be loaded again, such as into the model of an evaluation.
+                for _ in range(2 if self.scenario.variant == "loaded_twice" else 1):
+                    averager.load_state_dict(saved)
             elif saved is not None:
-                self.averager.step = saved["step"]
+                averager.step = saved["step"]
 
 
-def has_gradient(scenario: Any, size: int, place: int, step: int, index: int) -> bool:
-    """Whether the rank in a place of its group has a gradient for a parameter."""
-    if scenario.params[index].frozen:
-        return False
-    return scenario.variant != "unused" or uses(size, place, step, index)
+def _copies(params: Parameters) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in params]
+
+
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same values; NaN is equal to NaN."""
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(0.5), other.nan_to_num(0.5))
 
 
 def _in_form(variant: str, step: int, params: Parameters) -> Iterable[Any]:

@@ -16,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.errors import TargetError
 from conformance.ranks.instruments import process_state
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
-from conformance.ranks.instruments.process_state import Patches
+from conformance.ranks.instruments.patches import Patches
+from conformance.ranks.instruments.process_settings import settings
 from conformance.ranks.instruments.schedule import Schedule
+from conformance.ranks.instruments.source_files import imported_modules, source_files
 from conformance.ranks.instruments.subject_calls import SubjectCalls
 from conformance.ranks.placement import dispatch_key, place_on_machine, take_place
 from conformance.ranks.process import scatter_heap
@@ -27,8 +29,12 @@ from conformance.records.files import STATE
 from conformance.records.recorder import Recorder
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.profiles import CUDA
 from conformance.subjects.kinds import KINDS
 from conformance.subjects.spec import SubjectSpec
+
+# Made when the host imports this module, and the host runs no code of the subject.
+_PATCHES = Patches()
 
 KIT = "kit"
 """The activity of the kit itself: an error during this activity is not the subject's."""
@@ -49,11 +55,13 @@ class RankDriver(ABC):
         device: the device of this rank's tensors.
         group, group_rank, size: the group that this rank works in, its rank there (not its global
             rank), and the number of ranks in the group.
+        twin_group: the group of the twin, if the scenario has one.
         activity: the current activity, see :meth:`doing`. The kit's own is ``kit``.
         without_subject: whether this rank runs without a subject, for rules to compare with.
         saved: the folder in which another process of this rank has saved a state to go on from.
         calls: the calls into the subject.
         collectives: the collectives that this rank has issued.
+        own_modules: the modules of the subject's objects, as far as the driver knows them.
     """
 
     # Calls of other kinds than hooks may run a whole backward, on threads of autograd.
@@ -88,6 +96,9 @@ class RankDriver(ABC):
         self._meetings = 0
         self._heap_is_scattered = False
         self._patches: Patches | None = None
+        self._is_imported = False
+        self._modules_before = imported_modules()
+        self.own_modules: set[str] = set()
         self._lasting: frozenset[str] = frozenset()
 
     # The life of a rank, in order.
@@ -106,6 +117,7 @@ class RankDriver(ABC):
         self.scatter_heap()
         self._lasting = frozenset(vars(self))
         self.run()
+        self.record_counts()
         self.close()
         self.record_end()
         # Last, since a peer that is still at work may need this process.
@@ -113,7 +125,7 @@ class RankDriver(ABC):
 
     def set_up(self) -> None:
         """Make the process groups."""
-        self.signals, self.group = make_groups(
+        self.signals, self.group, self.twin_group = make_groups(
             self.scenario, self.rank, self.world, self.folder, self.timeout, self.device
         )
         self.group_rank = dist.get_rank(self.group)
@@ -145,10 +157,29 @@ class RankDriver(ABC):
 
     def record_start(self) -> None:
         """Record the state of the process before the subject is imported."""
+        self._modules_before = imported_modules()
         self._threads = process_state.threads()
-        if self.scenario.watches_process:
-            self._patches = self.unpatched()
-            self.recorder.event("state", at="start", **self.start_state(), threads=self._threads)
+        # Without a subject there is nobody to blame, and the functions need not be touched.
+        if not self.without_subject:
+            self._patches = _PATCHES
+            # From here on: the kit and the backend's package have installed theirs.
+            self._patches.renew()
+            self.record_settings("start", threads=self._threads)
+
+    def record_settings(self, at: str, **more: Any) -> None:
+        """Record the settings of the process and the states of its generators.
+
+        Args:
+            at: the moment: ``start``, ``imported``, ``registered`` or ``end``.
+            more: what else is known of the process at that moment.
+        """
+        state = {"process": settings(), "rng": process_state.rng()}
+        self.recorder.event("state", at=at, **state, **more)
+
+    def record_counts(self) -> None:
+        """Record the resources in use at the end of the current step; before the first, as -1."""
+        if not self.without_subject:
+            self.recorder.event("counts", **process_state.counts())
 
     def scatter_heap(self) -> None:
         """Scatter this rank's heap, once, just before the first parameters are made.
@@ -177,9 +208,13 @@ class RankDriver(ABC):
         # Objects in cycles end their threads and remove their files only when they are collected.
         gc.collect()
         process_state.let_threads_end(self._threads)
+        if not self.without_subject:
+            self.recorder.event(
+                "sources", files=source_files(self._modules_before, self.own_modules)
+            )
         if self._patches:
-            found = self.patches_since(self._patches)
-            self.recorder.event("state", at="end", **process_state.left_behind(), patches=found)
+            found = self._patches.found()
+            self.record_settings("end", **process_state.left_behind(), patches=found)
 
     def end(self) -> None:
         """Wait for all ranks and end the groups."""
@@ -191,6 +226,7 @@ class RankDriver(ABC):
         self.recorder.event(
             "error",
             where=self.activity,
+            torch=torch.__version__,
             type="target" if isinstance(error, TargetError) else type(error).__name__,
             message=str(error)[:4000],
             traceback=traceback.format_exc()[-6000:],
@@ -203,21 +239,6 @@ class RankDriver(ABC):
         key = dispatch_key(self.scenario.profile)
         records = self.scenario.observe.collectives
         return CollectiveRecorder(self.recorder, self.calls, key, records=records)
-
-    def start_state(self) -> dict[str, Any]:
-        """Return the state of the process that is recorded at the start."""
-        return {"process": process_state.snapshot()}
-
-    def unpatched(self) -> Patches:
-        """Return the functions of torch and Python as they are before the subject's work.
-
-        They are taken in the rank, after the kit and the backend's package have installed theirs.
-        """
-        return Patches()
-
-    def patches_since(self, before: Patches) -> list[str]:
-        """Return the functions that were replaced."""
-        return before.found()
 
     # For the drivers' own code.
 
@@ -238,6 +259,10 @@ class RankDriver(ABC):
         with self.doing("load"):
             target = resolve(self.spec).target
         assert target is not None
+        if not self._is_imported:
+            # An import may set what the work of a subject must not: rules compare from here on.
+            self._is_imported = True
+            self.record_settings("imported")
         return target
 
     def make(
@@ -255,6 +280,8 @@ class RankDriver(ABC):
             context: values for the target's signature beside those of :attr:`context`.
         """
         target = prepare(self.target())
+        # What is made once for every object grows with the objects that the kit has made.
+        self.recorder.event("made", objects=1)
         with self.doing("make"):
             return self._made(target, {**self.context, **context})
 
@@ -288,11 +315,14 @@ class RankDriver(ABC):
 
     def begin_step(self, step: int, kind: str) -> None:
         """Record that a step begins; the events from here on belong to that step."""
+        # A long run takes its counts at checkpoints (``LongRunTrainer``).
+        if not self.scenario.long_run:
+            self.record_counts()
         self.recorder.step = step
         self.recorder.event("step", kind=kind)
 
     @contextmanager
-    def inside(self, call: str) -> Iterator[None]:
+    def inside(self, call: str, *, draws: bool = False) -> Iterator[None]:
         """Run a block in which the subject is at work, in this rank's turn.
 
         The subject is blamed for its errors. After an error the call stays open, so that the
@@ -300,23 +330,23 @@ class RankDriver(ABC):
 
         Args:
             call: the name of the call, for people: ``average_parameters``.
+            draws: the call runs a model of the kit's that draws from torch's generators.
         """
         number = self.calls.begin()
         # The wait for this rank's turn is not the subject's: its call has not begun.
         self.schedule.enter(number)
-        watches = self.scenario.watches_process
-        before = process_state.rng() if watches else {}
+        before = process_state.rng()
         with self.doing(call):
             self.calls.enter()
             self.recorder.event("enters", what=call)
             yield
         self.calls.leave()
-        changes = {}
-        if watches:
-            after = process_state.rng()
-            changed = [name for name, state in after.items() if before[name] != state]
-            changes = {"rng_changed": changed}
-        self.recorder.event("leaves", what=call, **changes)
+        after = process_state.rng()
+        # A generator that the call has brought along had no state before.
+        changed = [name for name, state in after.items() if before.get(name, state) != state]
+        if draws:
+            changed = [name for name in changed if name not in ("torch", CUDA)]
+        self.recorder.event("leaves", what=call, rng_changed=changed)
         self.schedule.left(number, is_last=True)
 
     def call(self, function: Callable[..., Any], context: Context, **kwargs: Any) -> Any:
@@ -342,6 +372,7 @@ class RankDriver(ABC):
             rank=self.rank if rank is None else rank,
             step=step,
             param=index,
+            exponent=spec.exponent,
         )
         return values.to(self.device)
 

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.errors import TargetError
+from conformance.ranks.drivers._buffers import Buffers
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.enum_arguments import with_enum_members
 from conformance.ranks.instruments.digest import digest
@@ -28,7 +30,7 @@ class CollectiveDriver(RankDriver):
         for step, kind in enumerate(self.scenario.steps):
             self.begin_step(step, kind)
             calls = [_Call(self, step, index) for index in messages.indices(self.scenario)]
-            if self.scenario.variant == "waited":
+            if self.scenario.variant in ("waited", "in_flight"):
                 self._prepare(step, calls)
                 self._make_calls(calls)
                 continue
@@ -52,7 +54,8 @@ class CollectiveDriver(RankDriver):
         """
         if "feedback" not in self.scenario.options:
             return (0, 0)
-        repeats = "constant" in self.scenario.steps
+        # The errors of a ``recovering`` object are followed from step to step.
+        repeats = "constant" in self.scenario.steps or self.scenario.variant == "recovering"
         return (0 if repeats else step, index)
 
     def _make_collective(self) -> Callable[..., Any]:
@@ -66,7 +69,10 @@ class CollectiveDriver(RankDriver):
         return made  # type: ignore[no-any-return]
 
     def _make_calls(self, calls: list["_Call"]) -> None:
-        """Begin calls, and then wait for them in the opposite order, if they are asynchronous.
+        """Begin calls, and then wait for them, if they are asynchronous.
+
+        They are waited for in the opposite order; calls of one shape also in their own order, in
+        every other step. These are all waited for twice.
 
         In the scenario in which rank 0 goes first, an error is an answer too. Its peers would wait
         for rank 0 in vain, so that they leave the call out.
@@ -79,7 +85,8 @@ class CollectiveDriver(RankDriver):
                     raise _NotCalled("rank 0 has refused it")
                 for call in calls:
                     call.begin()
-                for call in reversed(calls):
+                for call in self._in_order_of_waits(calls):
+                    call.is_waited_for = True
                     call.wait()
             except Exception as error:
                 # If ranks run freely, an error ends the run, as any other error of the subject.
@@ -93,6 +100,13 @@ class CollectiveDriver(RankDriver):
             for call in calls:
                 call.keep()
 
+    def _in_order_of_waits(self, calls: list["_Call"]) -> list["_Call"]:
+        backward = calls[::-1]
+        if self.scenario.variant != "in_flight":
+            return backward
+        first = backward if calls[0].step % 2 == 0 else calls
+        return [*first, *calls]
+
 
 class _NotCalled(Exception):
     """A rank has left out a call."""
@@ -105,6 +119,7 @@ class _Call:
         inputs, outputs: the tensors that are handed in; a call may replace outputs in its list.
         rows: for outputs and inputs, the number of rows of each rank's part.
         refused: the error with which the call was refused; '' if it was not.
+        is_waited_for: whether a wait() for the call has begun.
     """
 
     def __init__(self, driver: RankDriver, step: int, index: int) -> None:
@@ -139,15 +154,22 @@ class _Call:
             lay_out(torch.full(shape, self.fill, dtype=dtype, device=driver.device), spec.layout)
             for shape in shapes
         ]
+        self.buffers: Buffers | None = None
+        if scenario.variant == "views":
+            draw = random.Random(f"{scenario.session_seed}/views/{driver.rank}/{step}/{index}")
+            self.inputs = Buffers(self.inputs, draw).views
+            self.buffers = Buffers(self.outputs, draw)
+            self.outputs = list(self.buffers.views)
         self.handed = list(self.outputs)
         self.before = [digest(tensor) for tensor in self.inputs]
         self.positional, self.named = self._arguments()
         self.returned: Any = None
         self.refused = ""
+        self.is_waited_for = False
 
     @property
     def is_asynchronous(self) -> bool:
-        return self.driver.scenario.variant == "waited"
+        return self.driver.scenario.variant in ("waited", "in_flight")
 
     def begin(self) -> None:
         """Call the collective, as users do."""
@@ -166,6 +188,7 @@ class _Call:
             "called",
             index=self.index,
             refused=self.refused,
+            raised_in_wait=self.is_asynchronous and self.is_waited_for and bool(self.refused),
             waits=callable(getattr(self.returned, "wait", None)),
             returned=type(self.returned).__name__,
             inputs_changed=[
@@ -174,7 +197,11 @@ class _Call:
             replaced=[k for k, out in outputs if not _is_same(out, self.handed[k])],
             dtypes=[_dtype_name(out) for out in self.outputs],
             sent=self.driver.collectives.take_sent(),
+            **({"changed_around": self.buffers.changed_around()} if self.buffers else {}),
         )
+        if self.buffers:
+            # As the owner of the buffer sees them, whatever the views hold by now.
+            self.outputs = self.buffers.parts()
         parts = [out for out in self.outputs if isinstance(out, torch.Tensor)]
         if self.driver.scenario.options[0] == "all_to_all_single":
             parts = list(parts[0].split(self.rows[0]))

@@ -12,27 +12,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.cuda_graph import on, side_stream, train_captured
+from conformance.ranks.drivers.long_run import LongRunTrainer
 from conformance.ranks.drivers.simulated_ranks import CannotSimulate, simulate
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
-from conformance.ranks.instruments import process_state
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
 from conformance.ranks.instruments.faults import Faults
 from conformance.ranks.instruments.hook_observer import Observer
-from conformance.ranks.instruments.process_state import Patches
+from conformance.ranks.instruments.source_files import module_of, qualified_name
 from conformance.ranks.instruments.step_recorder import StepRecorder
 from conformance.ranks.instruments.stream_delays import Streams, record_device_wait
 from conformance.ranks.models.ddp_model import DDPModel
 from conformance.ranks.models.probe import scripted_gradients, training_loss
 from conformance.ranks.placement import dispatch_key
 from conformance.ranks.resolve import is_one_object, resolve
-from conformance.scenarios.gradients import at_scale
+from conformance.records.files import MODEL_MADE
+from conformance.scenarios.gradients import TWIN_FACTOR, TWIN_OFFSET, at_scale, lay_out
+from conformance.scenarios.model import DRAINING
+from conformance.torch_versions.private import (
+    check_hook,
+    empty_bucket,
+    logged_hook,
+    synchronise_buffers,
+)
 
-# Made when the host imports this module, and the host runs no code of the subject: ranks share it,
-# and need not touch some thousand functions at their start.
-_UNPATCHED = Patches()
-# The twin trains on the inputs of other steps, so that a hook that mixes the two models shows.
-_TWIN_OFFSET = 7
-_TWIN_FACTOR = -2
+_INPUTS_OF_WARM_UP = 5
+_STEPS_BETWEEN_EVENTS = 20  # events of a long warm-up show that it makes progress
 
 
 class HookDriver(RankDriver):
@@ -62,6 +66,7 @@ class HookDriver(RankDriver):
     def set_up(self) -> None:
         """Make the process groups and the models."""
         self._registered: list[Any] = []
+        self._warm_up_inputs: dict[int, list[torch.Tensor | None]] = {}
         # Under CUDA graphs, DDP has to be made on the stream that is captured, and the stream
         # before there is a group.
         self._side_stream = side_stream(self.scenario.captured)
@@ -69,10 +74,15 @@ class HookDriver(RankDriver):
             super().set_up()
             # The order of the model's parameters in memory must differ between ranks.
             self.scatter_heap()
-            self.model = DDPModel(self.scenario, self.group, self.device)
+            # A script that has models on several groups names all of them.
+            named = bool(self.scenario.groups or self.scenario.twin_groups)
+            # The subject has not been loaded: an error is torch's or the kit's.
+            with self.doing(MODEL_MADE):
+                self.model = DDPModel(self.scenario, self.group, self.device, names_group=named)
         self.twin: DDPModel | None = None
         if self.scenario.twin:
-            self.twin = DDPModel(self.scenario, self.group, self.device)
+            with self.doing(MODEL_MADE):
+                self.twin = DDPModel(self.scenario, self.twin_group, self.device, names_group=named)
 
     def install_instruments(self) -> None:
         """Install the instruments of a hook around those of all drivers."""
@@ -100,41 +110,47 @@ class HookDriver(RankDriver):
             self._faults,
             self.schedule,
             self._streams,
-            self.scenario.observe.other_gradients,
+            # On another device, to read a gradient is a wait that only one scenario is made for.
+            other_gradients=self.scenario.observe.other_gradients or self.device.type == "cpu",
+            are_views=self.scenario.ddp.gradient_as_bucket_view,
+            is_quiet=bool(self.scenario.long_run),
         )
+        if self.scenario.order == "slow":
+            self._observer.before_last = self.collectives.drain
         self._steps = StepRecorder(self.scenario, self.recorder, self.model, self._observer)
         if self._streams:
             self._streams.install()
-
-    def start_state(self) -> dict[str, Any]:
-        return {**super().start_state(), "rng": process_state.rng()}
-
-    def unpatched(self) -> Patches:
-        return _UNPATCHED
-
-    def patches_since(self, before: Patches) -> list[str]:
-        # Without a subject there is nobody to blame, and the functions need not be touched.
-        return [] if self.without_subject else super().patches_since(before)
+        self._watch_registrations()
 
     def run(self) -> None:
         """Register the subject and train for the scenario's steps."""
         # Simulated ranks call the hook themselves: it is registered on no model.
         if not self.scenario.simulated and not self.without_subject:
             self._register()
-        if self.scenario.watches_process:
-            process = process_state.snapshot()
-            self.recorder.event("state", at="registered", process=process, rng=process_state.rng())
+        if not self.without_subject:
+            self.record_settings("registered")
         inputs = self.scenario.inputs_of(self.rank, self.world)
         steps = list(enumerate(self.scenario.steps[:inputs]))
         if self.saved:
             # The steps before were made in another process, which has saved its state.
             steps = steps[self.scenario.resume.saves_at :]
+        elif not self.scenario.long_run:
+            self._warm_up(self.scenario.unrecorded_steps)
+        if self.scenario.idle:
+            # All ranks have registered the subject. From here on, the others are busy elsewhere.
+            group = self.scenario.group_of(self.rank, self.world)
+            self.collectives.taking_part = frozenset(group)
         if self.scenario.simulated:
             self._simulate()
         elif self.scenario.captured:
             self._train_captured(steps)
         elif self.scenario.uneven:
             self._train_unevenly(steps)
+            for step, kind in enumerate(self.scenario.steps):
+                if kind in DRAINING:
+                    self._step(step, kind)
+        elif self.scenario.long_run:
+            self._train_long()
         else:
             for step, kind in steps:
                 if not self._step(step, kind):
@@ -142,6 +158,9 @@ class HookDriver(RankDriver):
 
     def close(self) -> None:
         """Close the subject, and record the model's buffers."""
+        if self.scenario.idle:
+            self.barrier("trained")
+            self.collectives.taking_part = None
         with self.doing("close"):
             for model in filter(None, (self.model, self.twin)):
                 if model.case.close:
@@ -161,7 +180,6 @@ class HookDriver(RankDriver):
 
     def _register(self) -> None:
         """Load the subject and register it, with an observer unless it is to run as it is."""
-        self._watch_registrations()
         with self.doing("load"):
             resolved = resolve(self.spec)
         option = f"--hook {self.spec.hook}"
@@ -174,8 +192,20 @@ class HookDriver(RankDriver):
         if self.twin:
             self.recorder.event("twin", one_object=is_one_object(resolved))
             self.twin.register(resolved, option, self.doing)
-        name = self.model.ddp._get_ddp_logging_data().get("comm_hook", "")
-        self.recorder.event("registered", count=len(self._registered), logged=str(name))
+        name = logged_hook(self.model.ddp)
+        hooks = self._registered
+        state = self.model.case.state
+        # The state may be a process group, whose class in torch is no code of the subject.
+        own_state = () if isinstance(state, dist.ProcessGroup) else (state,)
+        made = (resolved.function, *own_state, *hooks)
+        self.own_modules.update(filter(None, map(module_of, made)))
+        self.recorder.event(
+            "registered",
+            count=len(hooks),
+            logged=name,
+            hooks=sorted({qualified_name(hook) for hook in hooks}),
+            modules=sorted(self.own_modules),
+        )
 
     def _watch_registrations(self) -> None:
         """Put the observer between DDP and every hook that is registered in this process."""
@@ -189,7 +219,7 @@ class HookDriver(RankDriver):
         ) -> None:
             # DDP checks the hook that it is given. The subject's own comes first, so that a refusal
             # is on record.
-            ddp._check_comm_hook(hook)
+            check_hook(ddp, hook)
             is_main = ddp is self.model.ddp
             wrapped = self._observer.wrap(hook) if is_observed and is_main else hook
             register(ddp, state, wrapped)
@@ -201,16 +231,62 @@ class HookDriver(RankDriver):
 
     # Training
 
+    def _warm_up(self, steps: int) -> None:
+        """Train for the first steps of a long warm-up, without a record of their results."""
+        if not steps:
+            return
+        self._observer.is_quiet = True
+        self.collectives.pause()
+        models = [model for model in (self.model, self.twin) if model]
+        for step in range(steps):
+            if step % _STEPS_BETWEEN_EVENTS == 0:
+                self.recorder.event("warms_up", unrecorded=step)
+            for model in models:
+                self._warm_up_model(model, step)
+            self._observer.forget_futures()
+        self._observer.is_quiet = False
+        self.collectives.resume()
+
+    def _warm_up_model(self, model: DDPModel, step: int) -> None:
+        case = model.case
+        if case.on_step:
+            with self.doing("on_step"):
+                case.on_step(step)
+        with self.doing("forward"):
+            # The same few inputs again and again, which are computed once.
+            number = step % _INPUTS_OF_WARM_UP
+            if self.scenario.params:
+                loss = model.ddp(self._inputs_of_warm_up(number))
+            else:
+                loss = training_loss(model.ddp, self.rank, number, self.device)
+        with self.doing("backward"):
+            loss.backward()
+        if case.after_backward:
+            with self.doing("after_backward"):
+                case.after_backward()
+        model.zero_grad(step)
+
+    def _inputs_of_warm_up(self, number: int) -> list[torch.Tensor | None]:
+        if number not in self._warm_up_inputs:
+            self._warm_up_inputs[number] = self._scripted(number, "crafted")
+        return self._warm_up_inputs[number]
+
     def _step(self, step: int, kind: str) -> bool:
         """Run one step; return False if an injected fault has ended the run as it should."""
         self.begin_step(step, kind)
-        if self.twin:
-            with self.doing("twin"):
-                self._step_twin(self.twin, step, kind)
+        # The twin's steps belong to the subject as well.
         self._steps.before_step()
+        # A hook may keep what it sees in its first call: on two groups, that of the larger one.
+        twin_is_last = bool(self.scenario.twin_groups)
+        if self.twin and not twin_is_last:
+            self._step_twin(self.twin, step, kind)
         if self.model.case.on_step:
             with self.doing("on_step"):
-                self.model.case.on_step(step)
+                self.model.case.on_step(step + self.scenario.unrecorded_steps)
+        factor = self.scenario.loss_scale(step) / self.scenario.loss_scale(step - 1)
+        if self.model.rescale and factor != 1:
+            with self.doing("rescale"):
+                self.model.rescale(factor)
         with self.doing("forward"):
             *local, last = self.scenario.microbatch_weights
             for weight in local:
@@ -232,8 +308,12 @@ class HookDriver(RankDriver):
             with self.doing("optimizer"):
                 self.model.step()
             self._steps.record_model(step)
+        if not self.scenario.params:
+            self.recorder.event("trained", loss=loss.item())
         # A probe is not stepped: its parameters stay as they are, unless the hook steps them.
         self.model.zero_grad(step)
+        if self.twin and twin_is_last:
+            self._step_twin(self.twin, step, kind)
         if self.scenario.order != "free":
             # The step's collectives end here, on all ranks: none is counted in the next step.
             self.collectives.drain()
@@ -265,11 +345,11 @@ class HookDriver(RankDriver):
         if call is None:
             return
         with self.doing(KIT):
-            early = self._steps.gradient_digests()
+            early = self._steps.gradient_checksums()
         with self.doing("after_backward"):
             call()
         with self.doing(KIT):
-            late = self._steps.gradient_digests()
+            late = self._steps.gradient_checksums()
             changed = [name for name, bits in late.items() if bits != early[name]]
             self.recorder.event("called", changed=changed)
 
@@ -280,15 +360,22 @@ class HookDriver(RankDriver):
             self._call_after_backward()
 
     def _step_twin(self, twin: DDPModel, step: int, kind: str) -> None:
-        """Train the other model in between, on other inputs."""
-        if twin.case.on_step:
-            twin.case.on_step(step)
+        """Train the other model, on other inputs; record its gradients if its groups differ."""
+        size = dist.get_world_size(self.twin_group)
         grads = scripted_gradients(
-            self.scenario.params, kind, self.size, self.rank, step + _TWIN_OFFSET, self.device
+            self.scenario.params, kind, size, self.rank, step + TWIN_OFFSET, self.device
         )
-        twin.ddp([grad * _TWIN_FACTOR for grad in grads if grad is not None]).backward()
-        if twin.case.after_backward:
-            twin.case.after_backward()
+        with self.doing("twin"):
+            if twin.case.on_step:
+                twin.case.on_step(step + self.scenario.unrecorded_steps)
+            twin.ddp([grad * TWIN_FACTOR for grad in grads if grad is not None]).backward()
+            if twin.case.after_backward:
+                twin.case.after_backward()
+        if self.scenario.twin_groups:
+            for name, parameter in twin.parameters.items():
+                if parameter.grad is not None:
+                    gradient = lay_out(parameter.grad, "contiguous")
+                    self.recorder.tensor(f"{step}/twin/{name}", gradient)
         twin.zero_grad(step)
 
     def _loss(self, step: int, kind: str, weight: int) -> torch.Tensor:
@@ -302,7 +389,7 @@ class HookDriver(RankDriver):
         return loss
 
     def _scripted(self, step: int, kind: str) -> list[torch.Tensor | None]:
-        return scripted_gradients(
+        grads = scripted_gradients(
             self.scenario.params,
             kind,
             self.size,
@@ -310,7 +397,10 @@ class HookDriver(RankDriver):
             step,
             self.device,
             leaves_out=self.scenario.ddp.find_unused_parameters,
+            period=self.scenario.period,
         )
+        scale = self.scenario.loss_scale(step)
+        return [grad if grad is None or scale == 1 else grad * scale for grad in grads]
 
     # Other ways to train
 
@@ -339,8 +429,29 @@ class HookDriver(RankDriver):
                 self._side_stream, self.model.ddp, forget, self._scripted, steps, begin, keep
             )
 
+    def _train_long(self) -> None:
+        """Train for more than a thousand steps."""
+        trainer = LongRunTrainer(
+            self.scenario,
+            self.rank,
+            self.size,
+            self.device,
+            self.model,
+            self.recorder,
+            self._observer,
+            self.doing,
+            self.begin_step,
+            self._end_long_step,
+        )
+        trainer.train()
+
+    def _end_long_step(self) -> None:
+        if self.scenario.intercepts:
+            # The sizes of all collectives would add up.
+            self.collectives.take_sent()
+
     def _train_unevenly(self, steps: list[tuple[int, str]]) -> None:
-        """Train under ``Join``, in which ranks run out of inputs."""
+        """Train an epoch under ``Join``, in which ranks run out of inputs."""
         call = self._call_when_joined if self.scenario.poststep else None
         with self.doing(KIT):
             train_unevenly(
@@ -391,7 +502,7 @@ class HookDriver(RankDriver):
             self.recorder.tensor(f"at scale/{size}", results[0])
 
     def _bucket(self) -> dist.GradBucket:
-        return self.model.ddp.reducer._get_zeros_like_grad_buckets()[0]
+        return empty_bucket(self.model.ddp)
 
     # The end
 
@@ -412,5 +523,5 @@ class HookDriver(RankDriver):
             return {}
         # DDP does so only in its next forward, which does not come.
         with torch.no_grad():
-            self.model.ddp._sync_buffers()
+            synchronise_buffers(self.model.ddp)
         return dict(self.model.model.named_buffers())

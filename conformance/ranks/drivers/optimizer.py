@@ -3,43 +3,69 @@
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
+from conformance.ranks.drivers._kit_averager import Averager
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.models.probe import Probe
+from conformance.scenarios.averager_training import special_source, turn
+from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.gradients import lay_out, uses
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.optimizer import PLAIN, START, setting
+from conformance.scenarios.optimizer import PLAIN, START, Setting
+from conformance.scenarios.optimizer_training import (
+    ADAM,
+    averages_gradients,
+    is_closed,
+    is_empty,
+    is_frozen,
+    plan_of,
+)
 
 # The kit chooses these options, since the right values of parameters depend on them.
 _CHOSEN_BY_KIT = ("lr", "momentum", "weight_decay")
+# Options that a consolidated state has to keep, beside the numbers of parameters.
+_KEPT_OPTIONS = ("lr", "momentum", "betas", "weight_decay", "dampening", "nesterov", "maximize")
 
 
 class OptimizerDriver(RankDriver):
-    """One rank that trains with the subject's optimizer.
+    """One rank that trains with the subject's optimizer, or with two optimizers in turns.
 
     Attributes:
         setting: the options, groups and events of the scenario.
-        model, params: the model and its parameters.
+        model, params: the model whose turn it is, and its parameters.
         ddp: the model under DDP, if the scenario has DDP.
         averager: the kit's own averager, if the target takes one.
         optimizer: the subject's.
         consolidates: whether its state has to be collected on one rank before it is saved.
     """
 
+    setting: Setting
+    model: Probe
+    params: list[torch.nn.Parameter]
+    ddp: DistributedDataParallel | None
+    averager: Averager | None
+    optimizer: Any
+
     def run(self) -> None:
-        """Make the optimizer and run the scenario's steps."""
-        self._set_up_training()
+        """Make the optimizers and run the scenario's steps."""
         scenario = self.scenario
+        self._trainings = []
+        for number in range(2 if scenario.variant == "two" else 1):
+            self._set_up_training(number)
+            self._trainings.append(
+                {name: getattr(self, name) for name in ("model", "params", "averager", "optimizer")}
+            )
+        if self._trainings[0]["optimizer"] is not self.optimizer:
+            self.recorder.event("two")
         steps = list(enumerate(scenario.steps))
         if scenario.resume.resumes:
             steps = steps[scenario.resume.saves_at :]
@@ -51,15 +77,20 @@ class OptimizerDriver(RankDriver):
         if scenario.name == PLAIN.name:
             self._use_as_optimizer()
 
-    def _set_up_training(self) -> None:
-        """Make the model and the optimizer, and load their state if there is one."""
-        self.setting = setting(self.scenario)
+    def _set_up_training(self, number: int) -> None:
+        """Make a model and its optimizer, and load their state if there is one.
+
+        Args:
+            number: of the model.
+        """
+        self.setting = plan_of(self.scenario)
         self._ranks = dist.get_process_group_ranks(self.group)
         self.model = Probe(self.scenario.params, 0.0, self.rank).to(self.device)
-        self.params: list[torch.nn.Parameter] = self.model.tensors
+        self.params = self.model.tensors
         restored = self.load() if self.saved else None
-        self._fill(restored["parameters"] if restored else self._first_values())
-        self.ddp: DistributedDataParallel | None = None
+        self._fill(restored["parameters"] if restored else self._first_values(number))
+        self._set_frozen(self.scenario.resume.saves_at if restored else 0)
+        self.ddp = None
         if self.scenario.uneven or self.scenario.variant == "ddp":
             self.ddp = self.data_parallel(
                 self.model,
@@ -67,7 +98,7 @@ class OptimizerDriver(RankDriver):
                 gradient_as_bucket_view=self.scenario.ddp.gradient_as_bucket_view,
             )
         names = self._names_in_signature()
-        self.averager: Averager | None = None
+        self.averager = None
         if "averager" in names:
             warmup = self.setting.warmup
             self.averager = Averager(self, self.params, warmup, self.setting.period)
@@ -81,16 +112,19 @@ class OptimizerDriver(RankDriver):
 
     def _step(self, number: int, kind: str) -> None:
         """Train one step."""
+        for name, value in self._trainings[turn(self.scenario, number)[0]].items():
+            setattr(self, name, value)
         self.begin_step(number, kind)
+        self._set_frozen(number)
         if number == self.setting.back[0]:
             self._go_back()
         if number == self.setting.added:
             with self.doing("add_param_group"):
                 self.optimizer.add_param_group(self._group(-1))
-        self._write_rate(number)
+        self._write_options(number)
         if self.averager:
             self.averager.before_step()
-        if self.scenario.variant == "closure":
+        if is_closed(self.scenario, number):
             self._step_with_closure(number, kind)
         else:
             self._backward(number, kind)
@@ -184,7 +218,7 @@ class OptimizerDriver(RankDriver):
     def _make_optimizer(self, names: set[str]) -> Any:
         """Return the subject's optimizer, and record the options that it has taken."""
         options = dict(self.setting.options)
-        inner = torch.optim.Adam if self.scenario.variant == "adam" else torch.optim.SGD
+        inner = torch.optim.Adam if self.scenario.variant in ADAM else torch.optim.SGD
         # With optimizer_class, ``**`` passes the options of the inner optimizer.
         passed_on = options if "optimizer_class" in names and "**" in names else {}
         taken = options
@@ -226,13 +260,20 @@ class OptimizerDriver(RankDriver):
 
     # Parts of a step
 
-    def _write_rate(self, number: int) -> None:
-        """Write this step's learning rate to the parameter groups, as schedulers do."""
+    def _write_options(self, number: int) -> None:
+        """Write this step's options to the parameter groups, as schedulers do."""
         rate = self.setting.rates[number] if self.setting.rates else None
-        if rate is not None:
-            with self.doing("param_groups"):
-                for group in self.optimizer.param_groups:
-                    group["lr"] = rate
+        changes = self.setting.changes.get(number, {})
+        with self.doing("param_groups"):
+            groups = self.optimizer.param_groups if rate is not None or changes else []
+            for group in groups if rate is not None else ():
+                group["lr"] = rate
+            for place, written in changes.items():
+                groups[place].update(written)
+
+    def _set_frozen(self, number: int) -> None:
+        for index, parameter in enumerate(self.params):
+            parameter.requires_grad_(not is_frozen(self.scenario, number, index))
 
     def _backward(self, number: int, kind: str) -> None:
         """Leave this step's gradients on the parameters."""
@@ -244,6 +285,11 @@ class OptimizerDriver(RankDriver):
             with self.ddp.no_sync() if is_local else contextlib.nullcontext():
                 self.ddp(grads).backward()
             return
+        if averages_gradients(self.scenario):
+            # The subject may average in hooks of the backward.
+            if any(grad is not None for grad in grads):
+                self.model(grads).backward()
+            return
         for parameter, grad in zip(self.params, grads, strict=True):
             if parameter.grad is None or grad is None:
                 parameter.grad = grad
@@ -253,18 +299,25 @@ class OptimizerDriver(RankDriver):
     def _gradients(self, number: int, kind: str) -> list[torch.Tensor | None]:
         return [self._gradient(number, kind, index) for index in range(len(self.params))]
 
-    def _gradient(self, number: int, kind: str, index: int) -> torch.Tensor | None:
-        """Return this rank's gradient.
+    @property
+    def _is_own(self) -> bool:
+        """Whether ranks have gradients of their own: somebody averages these, or parameters."""
+        scenario = self.scenario
+        is_averaged = self.averager is not None or self.ddp is not None
+        return is_averaged or averages_gradients(scenario) or scenario.variant == "own"
 
-        It is the rank's own if ranks are averaged later, by the averager or DDP; else the same on
-        all ranks.
-        """
-        is_own = self.averager is not None or self.ddp is not None
-        place = self.group_rank if is_own else None
+    def _gradient(self, number: int, kind: str, index: int) -> torch.Tensor | None:
+        """Return this rank's gradient; the same on all ranks unless ranks have their own."""
+        place = self.group_rank if self._is_own else None
         if not has_gradient(self.scenario, self.size, place, number, index):
             return None
-        rank = None if is_own else self._ranks[0]
-        return self._laid_out(index, self.values(kind, number, index, rank))
+        source_place = special_source(self.scenario, number, place or 0, self.size)
+        rank = self._ranks[source_place if self._is_own else 0]
+        spec = self.scenario.params[index]
+        if kind == "limit" and spec.dtype != "float16":
+            kind = "crafted"
+        values = values_of(Source(kind, rank, number), spec, self.size, index).to(self.device)
+        return self._laid_out(index, values)
 
     def _step_with_closure(self, number: int, kind: str) -> None:
         calls: list[bool] = []
@@ -274,7 +327,8 @@ class OptimizerDriver(RankDriver):
             with torch.enable_grad():
                 self._forget_gradients()
                 # The loss differs between steps, to be recognised in the result.
-                loss: torch.Tensor = self.model(self._gradients(number, kind)) + (number + 1)
+                grads = self._gradients(number, kind)
+                loss: torch.Tensor = self.model(grads) + (number + 1)
                 loss.backward()
             return loss
 
@@ -308,14 +362,16 @@ class OptimizerDriver(RankDriver):
         for parameter, value in zip(self.params, values, strict=True):
             parameter.copy_(value)
 
-    def _first_values(self) -> list[torch.Tensor]:
-        """Return the first values of the parameters, on all ranks.
+    def _first_values(self, number: int) -> list[torch.Tensor]:
+        """Return the first values of a model's parameters, on all ranks.
 
         They are zeros if dtypes differ, so that steps are exact in all of them.
         """
-        kind = "zero_all" if self.scenario.variant == "dtypes" else "crafted"
-        count = len(self.scenario.params)
-        return [self.values(kind, START, index, self._ranks[0]) for index in range(count)]
+        kind = "zero_all" if self.scenario.variant in ("dtypes", "special") else "crafted"
+        return [
+            self.values(kind, START + number, index, self._ranks[0])
+            for index in range(len(self.scenario.params))
+        ]
 
     # States
 
@@ -349,7 +405,9 @@ class OptimizerDriver(RankDriver):
 
     def _load_state(self, state: Any) -> None:
         with self.doing("load_state_dict"):
-            self.optimizer.load_state_dict(state)
+            # One state may be loaded again.
+            for _ in range(2 if self.scenario.variant == "saved_groups" else 1):
+                self.optimizer.load_state_dict(state)
 
     def _keep_consolidated(self, state: Any) -> None:
         """Record a consolidated state: its tensors by parameter, and its parameter groups."""
@@ -365,65 +423,9 @@ class OptimizerDriver(RankDriver):
             for name, value in entries.items():
                 if isinstance(value, torch.Tensor):
                     self.keep(f"state/{index}/{name}", value)
-        names = ("lr", "momentum", "params")
+        names = (*_KEPT_OPTIONS, "params")
         options = [{name: group.get(name) for name in names} for group in groups]
         self.recorder.event("consolidated", form=True, groups=options)
-
-
-class Averager(ModelAverager):
-    """The kit's own averager: the mean over the group, every ``period`` steps after ``warmup``.
-
-    The first average is at step ``warmup``. Each call is recorded. Means are taken in float64, in
-    the order of ranks, so that they are the same on all ranks.
-    """
-
-    def __init__(
-        self, driver: RankDriver, params: list[torch.nn.Parameter], warmup: int, period: int
-    ) -> None:
-        super().__init__(driver.group)
-        self._driver = driver
-        self._params = params
-        self._before = [parameter.detach().clone() for parameter in params]
-        self.warmup_steps = warmup
-        self.period = period
-
-    def before_step(self) -> None:
-        """Remember the values of the parameters before a step."""
-        self._before = [parameter.detach().clone() for parameter in self._params]
-
-    def average_parameters(self, params: Iterable[Any]) -> None:
-        """Average the parameters if an average is due, and record the call."""
-        given = list(dict.fromkeys(_flat(params)))
-        later = self.step - self.warmup_steps
-        averages = later >= 0 and later % self.period == 0
-        indices = {parameter: index for index, parameter in enumerate(self._params)}
-        known = {indices[parameter] for parameter in given if parameter in indices}
-        values = zip(self._params, self._before, strict=True)
-        self._driver.recorder.event(
-            "asked",
-            count=self.step,
-            averages=averages,
-            stepped=any(not torch.equal(now, before) for now, before in values),
-            missing=sorted(set(indices.values()) - known),
-            others=sum(parameter not in indices for parameter in given),
-        )
-        self.step += 1
-        if averages:
-            for parameter in given:
-                self._average(parameter)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self.step = saved["step"]
-
-    @torch.no_grad()
-    def _average(self, parameter: torch.Tensor) -> None:
-        own = parameter.detach().double().contiguous()
-        parts = [torch.empty_like(own) for _ in range(self._driver.size)]
-        dist.all_gather(parts, own, group=self._driver.group)
-        parameter.copy_(sum(parts[1:], parts[0]) / self._driver.size)
 
 
 def has_gradient(scenario: Scenario, size: int, place: int | None, step: int, index: int) -> bool:
@@ -432,10 +434,14 @@ def has_gradient(scenario: Scenario, size: int, place: int | None, step: int, in
     Args:
         place: of the rank in its group; None for any rank of the group.
     """
-    if scenario.variant != "unused":
-        return True
+    if is_frozen(scenario, step, index):
+        return False
     places = range(size) if place is None else (place,)
-    return any(uses(size, other, step, index) for other in places)
+    return any(
+        not is_empty(scenario, step, other, size)
+        and (scenario.variant != "unused" or uses(size, other, step, index))
+        for other in places
+    )
 
 
 def mean_of_inputs(driver: RankDriver, step: int, index: int) -> torch.Tensor:
@@ -445,15 +451,9 @@ def mean_of_inputs(driver: RankDriver, step: int, index: int) -> torch.Tensor:
     values = [
         driver.values(kind, step, index, rank)
         for rank in range(driver.world)
-        if step < scenario.inputs_of(rank, driver.world)
+        if scenario.has_input(rank, driver.world, step)
     ]
     return sum(values[1:], values[0]) / driver.world
-
-
-def _flat(params: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the parameters of parameters or parameter groups."""
-    for entry in params:
-        yield from entry["params"] if isinstance(entry, Mapping) else [entry]
 
 
 @contextlib.contextmanager

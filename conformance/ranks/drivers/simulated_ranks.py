@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from conformance.torch_versions.private import (
+    ALLGATHER_BASE,
+    REDUCE_SCATTER_BASE,
+    known_groups,
+    set_default_group,
+)
 
 GATHERED = 128  # with more ranks than this, nothing is gathered
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
@@ -160,10 +166,6 @@ class DeferredGroup(dist.ProcessGroup):
         parts = list(given.view(self.size(), *into.shape))
         return self._issue("reduce_scatter", parts, [into], opts)
 
-    # Their names before torch 2.13.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
         return self._issue("broadcast", tensors, tensors, root=opts.rootRank if opts else 0)
 
@@ -182,6 +184,11 @@ class DeferredGroup(dist.ProcessGroup):
         if opts is not None and hasattr(opts.reduceOp, "op"):
             op = opts.reduceOp.op
         return self._exchange.issue(self._rank, _Call(name, op, given, into, root))
+
+
+# The names of two methods before torch 2.13.
+setattr(DeferredGroup, ALLGATHER_BASE, DeferredGroup.all_gather_single)
+setattr(DeferredGroup, REDUCE_SCATTER_BASE, DeferredGroup.reduce_scatter_single)
 
 
 def simulate(
@@ -207,7 +214,7 @@ def simulate(
     with _registered(groups), _threads_started() as started:
         futures = []
         for group, row in zip(groups, fed, strict=True):
-            distributed_c10d._update_default_pg(group)
+            set_default_group(group)
             hook, state = make(group)
             one = bucket()
             one.buffer().copy_(row)
@@ -224,7 +231,7 @@ def simulate(
 def _registered(groups: list[DeferredGroup]) -> Iterator[None]:
     """Register the groups with torch.distributed, and restore the default group at the end."""
     default = dist.group.WORLD
-    world = distributed_c10d._world
+    world = known_groups()
     ranks = {rank: rank for rank in range(len(groups))}
     for group in groups:
         world.pg_map[group] = ("gloo", None)
@@ -236,7 +243,7 @@ def _registered(groups: list[DeferredGroup]) -> Iterator[None]:
         for group in groups:
             for known in (world.pg_map, world.pg_group_ranks, world.pg_names):
                 del known[group]
-        distributed_c10d._update_default_pg(default)
+        set_default_group(default)
 
 
 @contextmanager

@@ -8,9 +8,24 @@ import torch
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers.base import RankDriver
-from conformance.ranks.models.probe import Probe, scripted_gradients
+from conformance.ranks.models.probe import BufferedProbe, Probe, scripted_gradients
 from conformance.ranks.resolve import Context, missing_arguments
-from conformance.scenarios.strategy import batches, by_itself, clears, multiple, raises_in, uses
+from conformance.records.files import MODEL_MADE
+from conformance.scenarios.averager_training import special_source
+from conformance.scenarios.averager_values import Source, values_of
+from conformance.scenarios.strategy import (
+    abandoned_after,
+    batches,
+    by_itself,
+    clears,
+    fails_and_goes_on,
+    is_empty,
+    multiple,
+    order_of_two,
+    raises_in,
+    statistic,
+    uses,
+)
 
 Grads = list[torch.Tensor | None]
 
@@ -29,6 +44,10 @@ class StrategyDriver(RankDriver):
         optimizers: the optimizers that the strategy may be given.
     """
 
+    model: torch.nn.Module
+    params: list[torch.nn.Parameter]
+    optimizers: list[torch.optim.Optimizer]
+
     def run(self) -> None:
         """Make the strategy and run the scenario's steps."""
         self.strategy: Callable[..., Any] = self.make()
@@ -38,25 +57,52 @@ class StrategyDriver(RankDriver):
                 f"this is {_named(self.strategy)}"
             )
         self._make_model()
+        if self.scenario.variant == "two_models":
+            self._run_two()
+            return
         self.collectives.take_sent()  # of DDP, as it was made
         for step, kind in enumerate(self.scenario.steps):
             self.begin_step(step, kind)
             self._step(step, kind)
             self._keep_gradients()
 
+    def _run_two(self) -> None:
+        """Train two models whose micro-batches alternate; even steps are those of the first."""
+        models = []
+        for _ in range(2):
+            models.append((self.model, self.params, self.optimizers))
+            self._make_model()
+        for step in range(0, len(self.scenario.steps), 2):
+            self.begin_step(step, self.scenario.steps[step])
+            for model, *_ in models:
+                model.zero_grad()
+            for number, batch in order_of_two(self.scenario, step):
+                self.model, self.params, self.optimizers = models[number]
+                count = batches(self.scenario, step + number)
+                kind = self.scenario.steps[step + number]
+                grads = self._grads(step + number, kind, batch, count)
+                with self.inside("the context"):
+                    self._train(grads, batch == count - 1)
+            for number in range(2):
+                self.model, self.params, self.optimizers = models[number]
+                self.begin_step(step + number, self.scenario.steps[step + number])
+                self._keep_gradients()
+
     def _make_model(self) -> None:
         scenario = self.scenario
-        probe = Probe(scenario.params, scenario.initial_value, self.rank).to(self.device)
-        self.params: list[torch.nn.Parameter] = probe.tensors
-        self.model: torch.nn.Module = probe
+        make = BufferedProbe if scenario.variant == "buffers" else Probe
+        probe = make(scenario.params, scenario.initial_value, self.rank).to(self.device)
+        self.params = probe.tensors
+        self.model = probe
         if scenario.variant != "no_ddp":
-            self.model = self.data_parallel(
-                probe,
-                process_group=self.group if scenario.groups else None,
-                bucket_cap_mb=scenario.ddp.bucket_cap_mb,
-                gradient_as_bucket_view=scenario.ddp.gradient_as_bucket_view,
-                find_unused_parameters=scenario.ddp.find_unused_parameters,
-            )
+            with self.doing(MODEL_MADE):
+                self.model = self.data_parallel(
+                    probe,
+                    process_group=self.group if scenario.groups else None,
+                    bucket_cap_mb=scenario.ddp.bucket_cap_mb,
+                    gradient_as_bucket_view=scenario.ddp.gradient_as_bucket_view,
+                    find_unused_parameters=scenario.ddp.find_unused_parameters,
+                )
         self.optimizers = self._make_optimizers()
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -74,16 +120,25 @@ class StrategyDriver(RankDriver):
         if clears(self.scenario, step):
             self.model.zero_grad()
         for batch in range(number):
+            if batch == abandoned_after(self.scenario, step):
+                self.model.zero_grad()
+                break
+            self._statistic = statistic(self.group_rank, step, batch)
             grads = self._grads(step, kind, batch, number)
             # Outside of the context DDP averages as ever, whatever the strategy has left behind.
             if by_itself(self.scenario, step):
                 self.model(grads).backward()
                 continue
             fails = raises_in(self.scenario, step) == batch
+            goes_on = fails_and_goes_on(self.scenario, step) == batch
             is_final = batch == number - 1
             with self.inside("the context"):
-                if fails:
+                if fails or goes_on:
                     self._fail(grads, is_final)
+                elif is_empty(self.scenario, self.size, self.group_rank, step, batch):
+                    with self._context_of(is_final):
+                        # There is no input, and so neither a forward nor a backward.
+                        self.let_peers_in()
                 else:
                     self._train(grads, is_final)
             if fails:
@@ -96,6 +151,9 @@ class StrategyDriver(RankDriver):
         for index, parameter in enumerate(self.params):
             if parameter.grad is not None:
                 self.keep(f"grad/p{index}", parameter.grad)
+        if self.scenario.variant == "buffers":
+            for name, buffer in self.model.named_buffers():
+                self.keep(f"buffer/{name.removeprefix('module.')}", buffer)
         self.recorder.event(
             "synchronised",
             without=[index for index, p in enumerate(self.params) if p.grad is None],
@@ -107,12 +165,18 @@ class StrategyDriver(RankDriver):
 
     def _train(self, grads: Grads, is_final: bool) -> None:
         with self._context_of(is_final):
-            loss = self.model(grads)
-            # DDP that synchronises by itself waits for peers in its backward, where no schedule
-            # sees the wait.
-            if getattr(self.model, "require_backward_grad_sync", False):
-                self.let_peers_in()
-            loss.backward()
+            for _ in range(2 if self.scenario.variant == "second" else 1):
+                loss = self._forward(grads)
+                # DDP that synchronises by itself waits for peers in its backward, where no
+                # schedule sees the wait.
+                if getattr(self.model, "require_backward_grad_sync", False):
+                    self.let_peers_in()
+                loss.backward()
+
+    def _forward(self, grads: Grads) -> torch.Tensor:
+        arguments = (self._statistic,) if self.scenario.variant == "buffers" else ()
+        loss: torch.Tensor = self.model(grads, *arguments)
+        return loss
 
     def _fail(self, grads: Grads, is_final: bool) -> None:
         """Raise inside the context, before the backward; in the last micro-batch, after it."""
@@ -151,15 +215,31 @@ class StrategyDriver(RankDriver):
 
     def _grads(self, step: int, kind: str, batch: int, number: int) -> Grads:
         """Return the gradients of a micro-batch; None for the parameters that it does not use."""
+        scenario = self.scenario
         factor = multiple(self.size, number, batch)
+        ranks = torch.distributed.get_process_group_ranks(self.group)
         every = scripted_gradients(
-            self.scenario.params, kind, self.size, self.rank, step, self.device
+            scenario.params,
+            "crafted" if kind == "limit" else kind,
+            self.size,
+            ranks[special_source(scenario, step, self.group_rank, self.size)],
+            step,
+            self.device,
         )
+        fails = fails_and_goes_on(scenario, step) == batch
         grads: Grads = []
         for index, grad in enumerate(every):
-            is_used = uses(self.scenario, self.size, self.group_rank, step, batch, index)
+            is_used = fails or uses(scenario, self.size, self.group_rank, step, batch, index)
+            if kind == "limit" and scenario.params[index].dtype == "float16":
+                grad = self._near_limit(step, index)
             grads.append(grad * factor if grad is not None and is_used else None)
         return grads
+
+    def _near_limit(self, step: int, index: int) -> torch.Tensor:
+        ranks = torch.distributed.get_process_group_ranks(self.group)
+        place = special_source(self.scenario, step, self.group_rank, self.size)
+        source = Source("limit", ranks[place], step)
+        return values_of(source, self.scenario.params[index], self.size, index).to(self.device)
 
 
 def _named(value: Any) -> str:

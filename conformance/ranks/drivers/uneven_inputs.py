@@ -1,5 +1,6 @@
 """Training on uneven inputs under torch's ``Join``, with a record of joined ranks too."""
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -34,12 +35,28 @@ def train_unevenly(
     """
     counter = _Counter(group, ddp.device, shadow_step)
     last = [_After(group, ddp.device, after)] if after else []
+    had_filter = _FILTER_OF_JOIN in warnings.filters
     with Join([counter, ddp, *more, *last]):
         for number, kind in steps:
             Join.notify_join_context(counter)
             step(number, kind)
             # A rank that joins goes on counting from here.
             counter.steps = number + 1
+    if not had_filter:
+        _forget_filter_of_join()
+
+
+# Join sets this filter for the rest of the process (torch 2.13), which the subject must not answer
+# for.
+_FILTER_OF_JOIN = ("once", None, Warning, None, 0)
+
+
+def _forget_filter_of_join() -> None:
+    filters: list[Any] = list(warnings.filters)
+    if _FILTER_OF_JOIN in filters:
+        filters.remove(_FILTER_OF_JOIN)
+        warnings.filters[:] = filters  # type: ignore[index]
+        warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
 class _Joinable(Joinable):

@@ -27,13 +27,15 @@ from conformance.ranks.drivers._blocks import (
     filled,
     network,
 )
+from conformance.ranks.drivers._module_hooks import Hooks, generators
+from conformance.ranks.drivers._wrapper_training import WrapperTraining
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.enum_arguments import with_enum_members
-from conformance.ranks.instruments import process_state
 from conformance.ranks.resolve import Factory
 from conformance.scenarios.gradients import gradient, uses
-from conformance.scenarios.profiles import CUDA
 from conformance.scenarios.wrapper import LIMITED
+from conformance.scenarios.wrapper_training import NAMES as IN_TRAINING
+from conformance.torch_versions.private import saved_tensors_are_packed
 
 LR = 0.05
 # The numbers of the first micro-batch's inputs and targets, which no parameter has.
@@ -49,6 +51,9 @@ class WrapperDriver(RankDriver):
         if self.scenario.variant == "module":
             _ModuleComparison(self, self._make_wrap()).run()
             return
+        if self.scenario.name in IN_TRAINING:
+            WrapperTraining(self, self._make_wrap()).run()
+            return
         self._make_network()
         for step, kind in enumerate(self.scenario.steps):
             self.begin_step(step, kind)
@@ -62,7 +67,7 @@ class WrapperDriver(RankDriver):
         # Wrapping may rename parameters and buffers: their names are taken before.
         self._parameters = dict(net.named_parameters())
         self._buffers = dict(net.named_buffers())
-        self._hooks = _Hooks(net) if self.scenario.variant == "hooked" else None
+        self._hooks = Hooks(net) if self.scenario.variant == "hooked" else None
         net.wrap(self._make_wrap())
         if self._hooks:
             self._hooks.register("wrapper", net.blocks[0])
@@ -90,7 +95,7 @@ class WrapperDriver(RankDriver):
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             self.recorder.event("refused", error=text, lacks=[])
             return False
-        self.recorder.event("stepped", generator=_generators(), packs=_packs())
+        self.recorder.event("stepped", generator=generators(), packs=saved_tensors_are_packed())
         lacking = []
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
@@ -131,13 +136,15 @@ class WrapperDriver(RankDriver):
         if scenario.variant == "unused":
             used = tuple(uses(self.size, self.group_rank, step, index) for index in range(5))
         WATCH.phase = "forward"
-        with self.inside("the forward"), self._autocast():
+        # Another rule compares the draws with those of the network without the wrapper.
+        draws = scenario.variant == "random"
+        with self.inside("the forward", draws=draws), self._autocast():
             output = self._ddp(x, used)
         # The wrapper exists to keep fewer activations between forward and backward.
         kept = WATCH.alive()
         loss = ((output.to(target.dtype) - target) ** 2).mean() * weight
         WATCH.phase = "backward"
-        with self.inside("the backward"):
+        with self.inside("the backward", draws=draws):
             loss.backward()
         WATCH.phase = ""
         self.keep(f"output/{number}", output)
@@ -410,35 +417,6 @@ class _ModuleComparison:
         )
 
 
-class _Hooks:
-    """Counting hooks on the first block, on a layer in it, and on its wrapper."""
-
-    def __init__(self, net: Any) -> None:
-        self._fired: dict[str, int] = {}
-        self.register("block", net.blocks[0])
-        self.register("layer", net.blocks[0].inner)
-
-    def register(self, name: str, module: torch.nn.Module) -> None:
-        """Put one hook of each kind on a module."""
-        module.register_forward_pre_hook(self._counts(f"{name}: forward pre-hook"))
-        module.register_forward_hook(self._counts(f"{name}: forward hook"))
-        module.register_full_backward_hook(self._counts(f"{name}: full backward hook"))
-
-    def _counts(self, name: str) -> Callable[..., None]:
-        def count(*_: Any) -> None:
-            key = f"{name} in the {WATCH.phase}"
-            self._fired[key] = self._fired.get(key, 0) + 1
-
-        return count
-
-    def record(self, driver: RankDriver) -> None:
-        """Record the counts, without forward hooks that fire again in a repeated forward."""
-        again = ("forward pre-hook in the backward", "forward hook in the backward")
-        fired = {name: count for name, count in self._fired.items() if not name.endswith(again)}
-        driver.recorder.event("fired", hooks=fired)
-        self._fired.clear()
-
-
 def _left() -> dict[str, int]:
     """Return the activations that are left after the backward; cycles are no fault."""
     if not WATCH.alive():
@@ -454,24 +432,6 @@ def _descend(parameters: Iterable[torch.nn.Parameter]) -> None:
         if parameter.grad is not None:
             parameter -= LR * parameter.grad
             parameter.grad = None
-
-
-def _generators() -> str:
-    """Return the states of the generators that dropout draws from."""
-    states = process_state.rng()
-    return " ".join(states[name] for name in ("torch", CUDA) if name in states)
-
-
-def _packs() -> bool:
-    """Whether hooks on saved tensors are in force: a tensor that has hooks takes no others."""
-    saved = torch.ones(1, requires_grad=True).exp().grad_fn
-    try:
-        saved._raw_saved_result.register_hooks(  # type: ignore[union-attr]
-            lambda tensor: tensor, lambda tensor: tensor
-        )
-    except RuntimeError:
-        return True
-    return False
 
 
 def _mean_in_order(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -5,7 +5,9 @@
     collective_recorder  records collectives and their sizes; can make one raise
     schedule             forces the order in which ranks enter calls and callbacks run
     step_recorder        records gradients, parameters, generators and memory of each step
-    process_state        reads the state that all libraries of a process share
+    process_state        reads the generators and the resources that a process shares
+    process_settings     reads the settings that a process shares
+    patches              finds functions of torch and Python that were replaced
     faults               causes failures: a rank dies, stays silent, a collective raises
     peer_death           ends a rank at the last collective of a step
     stream_delays        puts slow kernels on CUDA streams

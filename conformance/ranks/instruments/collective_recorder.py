@@ -2,14 +2,16 @@
 
 The recorder overrides the kernels of ``c10d::*`` in this process, for the CPU's key and the key of
 the run's device. So it sees direct calls of a process group, callbacks on other threads, and C++
-alike. The override dies with the rank.
+alike. Groups that are written in Python never reach these kernels: their methods are wrapped
+(``python_groups.py``). Both die with the rank.
 """
 
 import contextlib
+import functools
 import itertools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +19,19 @@ import torch
 import torch.distributed as dist
 
 from conformance.ranks.instruments.peer_death import PeerDeath
+from conformance.ranks.instruments.python_groups import Method, root_of, wrap_python_groups
 from conformance.ranks.instruments.schedule import Schedule
 from conformance.ranks.instruments.subject_calls import SubjectCalls
 from conformance.records.recorder import Recorder
+from conformance.torch_versions.private import (
+    ALLGATHER_BASE,
+    REDUCE_SCATTER_BASE,
+    AnyFuture,
+    Kernel,
+    known_groups,
+    override_kernel,
+    type_of_script_object,
+)
 
 
 @dataclass(frozen=True)
@@ -39,9 +51,9 @@ _COLLECTIVES = {
     "allreduce_": _Kernel(0),
     "allreduce_coalesced_": _Kernel(0),
     "allgather_": _Kernel(1),
-    "_allgather_base_": _Kernel(1),
+    f"{ALLGATHER_BASE}_": _Kernel(1),
     "reduce_scatter_": _Kernel(1),
-    "_reduce_scatter_base_": _Kernel(1),
+    f"{REDUCE_SCATTER_BASE}_": _Kernel(1),
     "alltoall_": _Kernel(1),
     "alltoall_base_": _Kernel(1),
     "broadcast_": _Kernel(0, root=2),
@@ -50,7 +62,8 @@ _COLLECTIVES = {
     "scatter_": _Kernel(1, root=3),
     "barrier": _Kernel(-1),
 }
-# These are kept, but never drained: on Gloo a second wait for a receive does not end.
+# These are counted and never kept: a Work that its owner has dropped is a send that never ends, and
+# would end well if the kit held it.
 _POINT_TO_POINT = {"send": _Kernel(0), "recv_": _Kernel(-1)}
 # All ranks contribute the same size and dtype to these collectives. They may differ in the others.
 _ALIKE = _COLLECTIVES.keys() - {"alltoall_", "alltoall_base_", "gather_", "scatter_", "barrier"}
@@ -60,8 +73,12 @@ _REDUCING = (
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
-    "_reduce_scatter_base",
+    REDUCE_SCATTER_BASE,
 )
+
+
+class OutsideGroup(RuntimeError):
+    """A collective would wait for ranks that do not take part in this step."""
 
 
 class CollectiveRecorder:
@@ -78,6 +95,8 @@ class CollectiveRecorder:
     Attributes:
         peer_death: receives the collectives instead of the recorder.
         raise_next: makes the exception that the next collective raises.
+        taking_part: the ranks that take part in the present step; None if all do. A collective of
+            a group with other ranks would never end: it is recorded and refused.
     """
 
     def __init__(
@@ -102,45 +121,48 @@ class CollectiveRecorder:
         # callbacks, for which it needs the GIL; an overridden kernel enqueues with the GIL held.
         # If this list did not hold the last reference, the two would wait for each other.
         self._works: list[Any] = []
-        self._kept: list[Any] = []
         self._drained = 0
+        self._paused = False
         self._library: Any = None
         self._sent: list[tuple[str, int]] = []
         self._reducing = threading.local()
+        # The depth of calls of groups written in Python, which may call others inside.
+        self._inside_group = threading.local()
         self._callbacks = threading.local()
         self.peer_death: PeerDeath | None = None
         self.raise_next: Callable[[], Exception] | None = None
+        self.taking_part: frozenset[int] | None = None
 
     def install(self, schedule: Schedule) -> None:
-        """Override the kernels. Needs ``torch.library.get_kernel``.
+        """Override the kernels.
 
         Args:
             schedule: lets peers in before this rank waits for a serialised collective.
-
-        Raises:
-            RuntimeError: this torch has no such function.
         """
-        if not hasattr(torch.library, "get_kernel"):
-            raise RuntimeError(
-                f"torch {torch.__version__} has no torch.library.get_kernel; "
-                "recording collectives needs torch 2.10 or later"
-            )
         self._schedule = schedule
         self._library = torch.library.Library("c10d", "IMPL")
         kernels = {**_COLLECTIVES, **_POINT_TO_POINT}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for (name, positions), key in itertools.product(kernels.items(), self._keys):
-                try:
-                    kernel = torch.library.get_kernel(f"c10d::{name}", key)
-                except (RuntimeError, ValueError):
-                    continue
-                recorded = self._recording(kernel, name, positions)
-                self._library.impl(name, recorded, key, with_keyset=True, allow_override=True)
+                wrap = functools.partial(self._recording, name, positions)
+                override_kernel(self._library, name, key, wrap)
+        wrap_python_groups(self._around_method)
         if self._records or self.peer_death:
             self._note_reduce_ops()
         if self._notes_callbacks:
             self._note_callbacks()
+
+    def pause(self) -> None:
+        """Write no events of collectives until :meth:`resume`."""
+        self._paused = self._records
+        self._records = False
+
+    def resume(self) -> None:
+        """Write events again; collectives since :meth:`pause` are over and forgotten."""
+        self.drain()
+        self.take_sent()
+        self._records = self._paused
 
     def drain(self) -> None:
         """Wait until every collective issued so far is over, whether it succeeded or not."""
@@ -156,7 +178,7 @@ class CollectiveRecorder:
         """
         for work in self._not_drained():
             with contextlib.suppress(RuntimeError):
-                dist.Work.unbox(work).get_future().wait()
+                _unboxed(work).get_future().wait()
 
     def _not_drained(self) -> list[Any]:
         with self._lock:
@@ -171,30 +193,86 @@ class CollectiveRecorder:
             self._sent = []
         return sent
 
-    def _recording(self, kernel: Any, name: str, positions: _Kernel) -> Callable[..., Any]:
-        is_collective = name in _COLLECTIVES
-        works = self._works if is_collective else self._kept
+    def _recording(self, name: str, positions: _Kernel, kernel: Kernel) -> Kernel:
         given = positions.given
 
         def recorded(keyset: Any, *args: Any) -> Any:
-            with self._lock:
-                self._sent.append((name.strip("_"), _bytes(args[given]) if given >= 0 else 0))
-                failure = self.raise_next
-                self.raise_next = None
-            if failure is not None:
-                raise failure()
-            if is_collective and (self._records or self.peer_death):
+            if getattr(self._inside_group, "depth", 0):
+                return kernel(keyset, *args)
+
+            def fingerprint() -> dict[str, Any]:
                 op = getattr(self._reducing, "op", "")
-                self._record(_fingerprint(name, positions, args, op))
-            result = kernel.call_boxed(keyset, *args)
-            work = result[-1] if isinstance(result, (tuple, list)) else result
-            with self._lock:
-                works.append(work)
-            if is_collective and self._serialises:
-                self._wait_for(work)
-            return result
+                root = args[positions.root] if positions.root >= 0 else None
+                tensors = args[given] if given >= 0 else None
+                return _fingerprint(name, _group_among(args), tensors, root, op)
+
+            size = _bytes(args[given]) if given >= 0 else 0
+            return self._issue(name, size, fingerprint, lambda: kernel(keyset, *args))
 
         return recorded
+
+    def _around_method(
+        self,
+        method: Method,
+        group: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Callable[[], Any],
+    ) -> Any:
+        """Record a call of a group that is written in Python."""
+        if getattr(self._inside_group, "depth", 0):
+            return call()
+        values = (*args, *kwargs.values())
+        tensors = values[method.given] if method.given >= 0 else None
+
+        def fingerprint() -> dict[str, Any]:
+            root = root_of(args, kwargs) if method.rooted else None
+            return _fingerprint(method.kernel, group, tensors, root, _reduce_op_among(values))
+
+        def inside() -> Any:
+            self._inside_group.depth = 1
+            try:
+                return call()
+            finally:
+                self._inside_group.depth = 0
+
+        size = 0 if tensors is None else _bytes(tensors)
+        return self._issue(method.kernel, size, fingerprint, inside)
+
+    def _issue(
+        self,
+        name: str,
+        size: int,
+        fingerprint: Callable[[], dict[str, Any]],
+        call: Callable[[], Any],
+    ) -> Any:
+        """Record a collective, make the call, and keep its Work.
+
+        Args:
+            name: the name of the kernel.
+            size: the bytes that this rank contributes.
+            fingerprint: returns the properties on which ranks have to agree.
+            call: makes the call.
+        """
+        is_collective = name in _COLLECTIVES
+        with self._lock:
+            self._sent.append((name.strip("_"), size))
+            failure = self.raise_next
+            self.raise_next = None
+        if failure is not None:
+            raise failure()
+        if is_collective and (self._records or self.peer_death):
+            properties = fingerprint()
+            self._record(properties)
+            self._require_taking_part(properties)
+        result = call()
+        work = result[-1] if isinstance(result, (tuple, list)) else result
+        if is_collective and work is not None:
+            with self._lock:
+                self._works.append(work)
+            if self._serialises:
+                self._wait_for(work)
+        return result
 
     def _record(self, fingerprint: dict[str, Any]) -> None:
         """Record a collective before it begins, since it may never end."""
@@ -209,6 +287,22 @@ class CollectiveRecorder:
             **fingerprint,
         )
 
+    def _require_taking_part(self, fingerprint: dict[str, Any]) -> None:
+        """Refuse a collective that waits for a rank that takes no part.
+
+        Raises:
+            OutsideGroup: there is such a rank.
+        """
+        if self.taking_part is None or self.taking_part >= set(fingerprint["group"]):
+            return
+        missing = sorted(set(fingerprint["group"]) - self.taking_part)
+        self._recorder.event("foreign", missing=missing, **fingerprint)
+        raise OutsideGroup(
+            f"{fingerprint['what']} on ranks {_listed(fingerprint['group'])}, but the model is on "
+            f"ranks {_listed(sorted(self.taking_part))} alone: rank {_listed(missing)} takes no "
+            "part, and the collective would never end"
+        )
+
     def _wait_for(self, work: Any) -> None:
         """Wait until a collective is over, for a hook that is judged with one at a time."""
         assert self._schedule is not None
@@ -220,14 +314,14 @@ class CollectiveRecorder:
     def _note_callbacks(self) -> None:
         """Remember which threads run a callback that was attached to a future."""
         for name in ("then", "add_done_callback"):
-            original = getattr(torch._C.Future, name)
+            original = getattr(AnyFuture, name)
 
             def attaching(
                 future: Any, callback: Callable[[Any], Any], _original: Any = original
             ) -> Any:
                 return _original(future, lambda done: self._within(callback, done))
 
-            setattr(torch._C.Future, name, attaching)
+            setattr(AnyFuture, name, attaching)
 
     def _within(self, callback: Callable[[Any], Any], done: Any) -> Any:
         self._callbacks.depth = getattr(self._callbacks, "depth", 0) + 1
@@ -242,11 +336,7 @@ class CollectiveRecorder:
             original = getattr(dist.ProcessGroup, name, None)
 
             def noting(group: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                reducing = filter(_is_reduce_op, (*args, *kwargs.values()))
-                options = next(reducing, None)
-                reduce_op = getattr(options, "reduceOp", options)
-                op = getattr(reduce_op, "op", reduce_op)
-                self._reducing.op = "" if op is None else str(op).rpartition(".")[2]
+                self._reducing.op = _reduce_op_among((*args, *kwargs.values()))
                 try:
                     return _original(group, *args, **kwargs)
                 finally:
@@ -256,39 +346,66 @@ class CollectiveRecorder:
                 setattr(dist.ProcessGroup, name, noting)
 
 
+def _reduce_op_among(arguments: Iterable[Any]) -> str:
+    """Return the name of the reduce operation among the arguments of a call; '' without one."""
+    options = next(filter(_is_reduce_op, arguments), None)
+    reduce_op = getattr(options, "reduceOp", options)
+    op = getattr(reduce_op, "op", reduce_op)
+    return "" if op is None else str(op).rpartition(".")[2]
+
+
 def _is_reduce_op(argument: Any) -> bool:
     reduce_op = getattr(argument, "reduceOp", argument)
     return isinstance(reduce_op, (dist.ReduceOp, dist.ReduceOp.RedOpType))
 
 
+def _group_among(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """Return the process group among the arguments of a kernel."""
+    boxed = next(
+        arg
+        for arg in args
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in type_of_script_object(arg)
+    )
+    return dist.ProcessGroup.unbox(boxed)
+
+
 def _fingerprint(
-    name: str, positions: _Kernel, args: tuple[Any, ...], reducing: str
+    name: str, group: Any, given: Any, root: int | None, reducing: str
 ) -> dict[str, Any]:
     """Return the properties of a collective on which all ranks of its group have to agree.
+
+    Args:
+        name: the name of the kernel.
+        group: the process group.
+        given: the tensors that this rank contributes; None if there are none.
+        root: the root; None if there is none.
+        reducing: the name of the reduce operation; '' if there is none.
 
     Returns:
         ``what``: the collective, its reduce operation, size, dtype and root; ``group``: the ranks
         of the group; ``named``: the group's name, since several groups may have the same ranks.
     """
-    boxed = next(
-        arg
-        for arg in args
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
-    )
-    group = dist.ProcessGroup.unbox(boxed)
     parts = [name.strip("_").removesuffix("_base"), reducing]
-    if name in _ALIKE:
-        given = args[positions.given]
+    if name in _ALIKE and given is not None:
         parts.append(str(_count(given)))
         parts.append(str(_first(given).dtype).removeprefix("torch."))
-    if positions.root >= 0:
-        parts.append(f"root {args[positions.root]}")
-    ranks = dist.distributed_c10d._pg_group_ranks.get(group) or dict.fromkeys(range(group.size()))
+    if root is not None:
+        parts.append(f"root {root}")
+    ranks = known_groups().pg_group_ranks.get(group) or dict.fromkeys(range(group.size()))
     return {
         "what": " ".join(filter(None, parts)),
         "group": sorted(ranks),
         "named": group.group_name,
     }
+
+
+def _unboxed(work: Any) -> Any:
+    """Return the Work itself; a kernel returns it in a box, and a Python group without one."""
+    return dist.Work.unbox(work) if isinstance(work, torch.ScriptObject) else work
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _first(given: Any) -> torch.Tensor:

@@ -95,7 +95,12 @@ class Faults:
         try:
             backward()
         except BaseException as error:
-            outcome = {"raised": True, "type": type(error).__name__, "message": str(error)[:2000]}
+            outcome = {
+                "raised": True,
+                "type": type(error).__name__,
+                "message": str(error)[:2000],
+                "chain": _chained(error),
+            }
         # A hook that issues no collective cannot be failed by one.
         unused = self._collectives.raise_next is not None
         started = len(self._collectives.take_sent())
@@ -110,6 +115,16 @@ class Faults:
                     self._recorder.tensor(f"{self._recorder.step}/grad/{name}", parameter.grad)
         # A silent rank may go on now.
         self._signals.set(f"fault over/{self._rank}", "1")
+
+
+def _chained(error: BaseException) -> list[str]:
+    """Return the texts of the errors that an error was raised from."""
+    texts: list[str] = []
+    cause = error.__cause__ or error.__context__
+    while cause is not None and len(texts) < 8:
+        texts.append(f"{type(cause).__name__}: {cause}"[:2000])
+        cause = cause.__cause__ or cause.__context__
+    return texts
 
 
 def _collective_failed() -> Exception:

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from conformance.ranks.instruments.digest import LARGEST, digest
+from conformance.ranks.instruments.digest import digest, sampled_checksum
 from conformance.ranks.instruments.faults import Faults
 from conformance.ranks.instruments.schedule import Schedule
 from conformance.ranks.instruments.stream_delays import Streams
 from conformance.ranks.instruments.subject_calls import SubjectCalls
 from conformance.records.recorder import Recorder
+from conformance.torch_versions.private import AnyFuture, another_object
 
-# ``then()`` returns the C++ class, which torch.futures.Future extends.
-AnyFuture = torch._C.Future
+_LOOKED_AT = 16  # gradients outside the bucket, at most, per call
 
 
 class ContractBreach(Exception):
@@ -39,7 +39,15 @@ class Observer:
         faults: may end the rank, or keep it out of the hook.
         schedule: holds this rank until its turn, and lets the peers in.
         streams: delays kernels around the hook, on CUDA.
-        other_gradients: compare the gradients outside the bucket before and after each call.
+        other_gradients: compare the gradients outside the bucket before and after each call. Of
+            buckets whose gradients are views of them, only those that have not been reduced yet.
+        are_views: gradients are views of the buckets.
+        is_quiet: keep the futures of a step and record nothing, since a thousand steps of events
+            would take longer than the steps.
+
+    Attributes:
+        is_quiet: as above; it may change between steps.
+        before_last: called before the step's last call of the hook.
     """
 
     def __init__(
@@ -51,7 +59,11 @@ class Observer:
         schedule: Schedule,
         streams: Streams | None,
         other_gradients: bool = False,
+        are_views: bool = False,
+        *,
+        is_quiet: bool = False,
     ) -> None:
+        self.is_quiet = is_quiet
         self._recorder = recorder
         self._calls = calls
         self._names = {id(p): name for name, p in parameters.items()}
@@ -60,24 +72,49 @@ class Observer:
         self._schedule = schedule
         self._streams = streams
         self._other_gradients = other_gradients
+        self._are_views = are_views
+        # The parameters whose buckets may be in a collective.
+        self._in_flight: set[str] = set()
+        # Of each future another Python object than the hook's own. DDP takes the C++ future and
+        # drops the Python object at once, with everything that the hook has attached to it. A hook
+        # may rely on such an attribute to keep a ``Work`` alive: it hangs in training, and would
+        # not hang here if the observer kept the object.
         self._futures: list[tuple[dict[str, Any], Any, Any]] = []
+        self.before_last: Callable[[], None] = _do_nothing
 
     def wrap(self, hook: Any) -> Callable[[Any, dist.GradBucket], Any]:
         """Return the hook to register instead of ``hook``."""
 
         def observed(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            if self.is_quiet:
+                return self._call_quietly(hook, state, bucket)
             return self._call(hook, state, bucket)
 
         return observed
+
+    def _call_quietly(self, hook: Any, state: Any, bucket: dist.GradBucket) -> Any:
+        self._calls.begin()
+        buffer = bucket.buffer()
+        self._calls.enter(buffer.device)
+        try:
+            result = hook(state, bucket)
+        finally:
+            self._calls.leave()
+        _require_future(result)
+        names = [self._names.get(id(parameter), "?") for parameter in bucket.parameters()]
+        self._futures.append(({"parameters": names}, result, buffer))
+        return result
 
     def _call(self, hook: Any, state: Any, bucket: dist.GradBucket) -> Any:
         number = self._calls.begin()
         buffer = bucket.buffer()
         call = self._describe_bucket(number, bucket, buffer)
         self._recorder.event("call", **call)
+        if call["is_last"]:
+            self.before_last()
         self._before_hook(number)
         inside = call["parameters"]
-        before = self._gradients_outside(inside) if self._other_gradients else {}
+        before = self._gradients_outside(number, inside) if self._other_gradients else {}
         self._calls.enter(buffer.device)
         try:
             result = hook(state, bucket)
@@ -96,14 +133,13 @@ class Observer:
             self._after_hook(number, call["is_last"])
         self._record_returned(number, result, buffer.device)
         if self._other_gradients:
-            after = self._gradients_outside(inside)
+            after = self._gradients_outside(number, inside)
+            self._in_flight.update(inside)
             written = [name for name, bits in after.items() if before.get(name) != bits]
             self._recorder.event("outside", call=number, written=written)
         # Only now: the breach is on record before DDP sees the error.
-        if not isinstance(result, AnyFuture):
-            returned = _type_name(result)
-            raise ContractBreach(f"the hook returned {returned}, not a torch.futures.Future")
-        self._futures.append((call, result, buffer))
+        _require_future(result)
+        self._futures.append((call, another_object(result), buffer))
         return result
 
     def _before_hook(self, number: int) -> None:
@@ -157,6 +193,10 @@ class Observer:
                 return part.as_strided(size, members[index].stride(), part.storage_offset())
         return None
 
+    def buckets(self) -> dict[int, list[str]]:
+        """Return the names of the parameters in each bucket of this step, by its index."""
+        return {call["index"]: call["parameters"] for call, _, _ in self._futures}
+
     def forget_futures(self) -> None:
         """Forget the step's futures, whose values cannot be read."""
         self._futures.clear()
@@ -168,6 +208,7 @@ class Observer:
                 "rest", call=call["call"], index=call["index"], digest=_value_digest(future)
             )
         self._futures.clear()
+        self._in_flight.clear()
 
     def _describe_bucket(
         self, number: int, bucket: dist.GradBucket, buffer: torch.Tensor
@@ -186,12 +227,40 @@ class Observer:
             "gradient_views": views,
         }
 
-    def _gradients_outside(self, inside: list[str]) -> dict[str, str]:
+    def _gradients_outside(self, number: int, inside: list[str]) -> dict[str, str]:
+        """Return a checksum of each gradient outside the bucket, by parameter name.
+
+        A model of many parameters has many buckets: then each call looks at some of the gradients,
+        and the next call at others.
+        """
+        outside = [name for name in self._parameters if name not in inside]
+        apart = -(-len(outside) // _LOOKED_AT)
+        chosen = outside[number % apart :: apart] if apart else []
+        grads = {name: self._parameters[name].grad for name in chosen}
         return {
-            name: digest(parameter.grad)
-            for name, parameter in self._parameters.items()
-            if name not in inside and parameter.grad is not None and parameter.numel() < LARGEST
+            name: sampled_checksum(grad)
+            for name, grad in grads.items()
+            if grad is not None and not self._may_be_written(name, grad)
         }
+
+    def _may_be_written(self, name: str, grad: torch.Tensor) -> bool:
+        """Whether a collective of an earlier call writes a gradient meanwhile.
+
+        That is so if the gradient is the bucket's own memory, as a view or as a sparse tensor.
+        """
+        is_in_bucket = self._are_views or grad.layout != torch.strided
+        return is_in_bucket and name in self._in_flight
+
+
+def _require_future(result: Any) -> None:
+    """Raise ContractBreach unless DDP can take the object that a hook has returned."""
+    if not isinstance(result, AnyFuture):
+        returned = _type_name(result)
+        raise ContractBreach(f"the hook returned {returned}, not a torch.futures.Future")
+
+
+def _do_nothing() -> None:
+    """Let the last call begin at once."""
 
 
 def _describe_value(future: Any, buffer: torch.Tensor) -> dict[str, Any]:
@@ -202,6 +271,9 @@ def _describe_value(future: Any, buffer: torch.Tensor) -> dict[str, Any]:
         value = future.value()
     except Exception as error:
         return {"state": "error", "type": type(error).__name__, "message": str(error)[:2000]}
+    if isinstance(value, BaseException):
+        # set_exception() leaves it to the hook's own Future object to raise the error.
+        return {"state": "error", "type": type(value).__name__, "message": str(value)[:2000]}
     if not isinstance(value, torch.Tensor):
         return {"state": "value", "type": _type_name(value), "tensor": False}
     is_dense = value.layout == torch.strided

@@ -1,38 +1,29 @@
 """The state that all libraries of a process share, in a form that two readings can be compared.
 
-``snapshot`` maps a name to a short text, and a rule compares the texts. ``rng`` does the same for
-the global random generators, which change with every number that is drawn.
+``rng`` returns digests of the global random generators, which change with every number that is
+drawn. ``counts`` returns the resources in use. Settings are read in ``process_settings.py``, and
+replaced functions are found in ``patches.py``.
 """
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import gc
-import hashlib
 import os
 import random
-import signal
 import sys
 import threading
 import time
-import warnings
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from conformance.ranks.instruments.digest import digest_of_bytes
 from conformance.scenarios.profiles import CUDA
-
-_WATCHED_MODULES = (
-    "torch",
-    "torch.Tensor",
-    "torch.distributed",
-    "torch.nn.functional",
-    "torch.futures.Future",
-    "builtins",
-    "os",
-    "time",
-)
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGSEGV, signal.SIGCHLD)
+from conformance.torch_versions.private import global_hooks, known_groups
 
 
 def rng() -> dict[str, str]:
@@ -53,91 +44,53 @@ def rng() -> dict[str, str]:
             str(part).encode() if isinstance(part, (str, int, float)) else part.tobytes()
             for part in parts
         )
-    return {name: _digest(state) for name, state in states.items()}
-
-
-def snapshot() -> dict[str, str]:
-    """Return the settings of the process that a hook has no business to change, as text."""
-    on_cuda = {}
-    if torch.cuda.is_initialized():
-        on_cuda = {"current device": str(torch.cuda.current_device())}
-    handlers = {number.name: signal.getsignal(number) for number in _SIGNALS}
-    environment = sorted(os.environ.items())
-    return {
-        "torch default dtype": str(torch.get_default_dtype()),
-        "torch default device": str(torch.get_default_device()),
-        "grad mode": str(torch.is_grad_enabled()),
-        "inference mode": str(torch.is_inference_mode_enabled()),
-        "anomaly mode": str(torch.is_anomaly_enabled()),
-        "intra-op threads": str(torch.get_num_threads()),
-        "deterministic algorithms": str(torch.get_deterministic_debug_mode()),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
-        "flush denormals": str(_denormals_flushed()),
-        **on_cuda,
-        "default process group": str(id(dist.group.WORLD)) if dist.is_initialized() else "none",
-        "warnings filters": repr(warnings.filters),
-        "signal handlers": repr(handlers),
-        "sys.excepthook": repr(sys.excepthook),
-        "working directory": os.getcwd(),
-        # Values may be secrets: records keep their digests only.
-        "environment": " ".join(f"{key}={_digest(value.encode())}" for key, value in environment),
-    }
+    return {name: digest_of_bytes(state) for name, state in states.items()}
 
 
 def left_behind() -> dict[str, Any]:
-    """Return the settings, threads, processes and files at the end of a run."""
+    """Return the threads, processes and files at the end of a run."""
     return {
-        "process": snapshot(),
         "threads": threads(),
         "children": children(),
         "files": files_left(),
     }
 
 
-class Patches:
-    """The functions of torch and Python that have been replaced since this object was made.
+def counts() -> dict[str, int]:
+    """Return how much of the process's resources is in use, in about a tenth of a millisecond.
 
-    There are some thousand of them, and a forked process copies each page of memory in which one
-    lies as soon as it touches the function. So they are compared only if a rule needs them, see
-    ``Scenario.watches_process``.
+    A step that opens what it never closes makes one of these numbers grow:
+
+    - ``descriptors``: open files, sockets and pipes;
+    - ``tasks``: threads of any language. All workers of an executor count as one thread, since an
+      executor starts workers when it needs them, up to a number that it knows;
+    - ``groups``: process groups that torch.distributed has registered;
+    - ``children``: processes that this one has started and not reaped;
+    - ``exit handlers``: functions that ``atexit`` calls;
+    - ``global hooks``: hooks on all modules or on all optimizers;
+    - ``blocks``: small objects of Python's;
+    - ``memory``: bytes in blocks of the C library.
     """
+    workers, executors = _workers_of_executors()
+    tasks = os.listdir("/proc/self/task")
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")) - 1,  # one is the listing's own
+        "tasks": len(tasks) - workers + executors,
+        "groups": len(known_groups().pg_map) if dist.is_available() else 0,
+        "children": len(_child_ids(tasks)),
+        "exit handlers": atexit._ncallbacks(),
+        "global hooks": sum(len(hooks) for hooks in global_hooks().values()),
+        "blocks": sys.getallocatedblocks(),
+        "memory": _allocated(),
+    }
 
-    def __init__(self) -> None:
-        self._before = {name: self._members(owner) for name, owner in self._owners()}
 
-    def found(self) -> list[str]:
-        """Return the name and the new module of each function replaced; additions do not count."""
-        found = []
-        for name, owner in self._owners():
-            for key, before in self._before[name].items():
-                value = getattr(owner, key, before)
-                if value is not before and value != before and self._is_function(value):
-                    source = getattr(value, "__module__", None) or type(value).__name__
-                    found.append(f"{name}.{key} (now from {source})")
-        return found
-
-    @staticmethod
-    def _members(owner: Any) -> dict[str, Any]:
-        """Return the functions of a module, or of a class with those that it inherits."""
-        everything = dict(vars(owner))
-        if isinstance(owner, type):
-            everything = {key: getattr(owner, key, None) for key in dir(owner)}
-        return {key: value for key, value in everything.items() if Patches._is_function(value)}
-
-    @staticmethod
-    def _is_function(value: Any) -> bool:
-        return callable(value) and not isinstance(value, type)  # torch rebinds some classes itself
-
-    @staticmethod
-    def _owners() -> list[tuple[str, Any]]:
-        owners = []
-        for name in _WATCHED_MODULES:
-            if name in sys.modules:
-                owners.append((name, sys.modules[name]))
-            else:
-                module, _, attribute = name.rpartition(".")
-                owners.append((name, getattr(sys.modules[module], attribute)))
-        return owners
+def _workers_of_executors() -> tuple[int, int]:
+    """Return the number of live workers of executors, and the number of their executors."""
+    executor = sys.modules.get("concurrent.futures.thread")
+    queues = getattr(executor, "_threads_queues", {})
+    alive = [queue for thread, queue in list(queues.items()) if thread.is_alive()]
+    return len(alive), len(set(map(id, alive)))
 
 
 def threads() -> list[str]:
@@ -170,15 +123,19 @@ def _is_python_thread(thread: threading.Thread) -> bool:
 
 def children() -> list[str]:
     """Return the command lines of the processes that this one has started and not reaped."""
+    return [_command_line(pid) for pid in _child_ids(os.listdir("/proc/self/task"))]
+
+
+def _child_ids(tasks: Iterable[str]) -> list[str]:
     found = []
-    for task in os.listdir("/proc/self/task"):
+    for task in tasks:
         # A thread may end between the listing and the reading; its children then pass to another.
         with (
             contextlib.suppress(FileNotFoundError, ProcessLookupError),
             open(f"/proc/self/task/{task}/children") as file,
         ):
             found += file.read().split()
-    return [_command_line(pid) for pid in found]
+    return found
 
 
 def files_left() -> list[str]:
@@ -233,24 +190,24 @@ class _Mallinfo2(ctypes.Structure):
     ]
 
 
+@functools.cache
+def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
+    """Return glibc's function, or None for another C library."""
+    try:
+        function = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return None
+    function.restype = _Mallinfo2
+    return cast("Callable[[], _Mallinfo2]", function)
+
+
 def _allocated() -> int:
     """Return the bytes in use of glibc's allocator; 0 for another C library."""
-    try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except AttributeError:
+    function = _mallinfo2()
+    if function is None:
         return 0
-    mallinfo2.restype = _Mallinfo2
-    info = mallinfo2()
+    info = function()
     return int(info.uordblks + info.hblkhd)
-
-
-def _denormals_flushed() -> bool:
-    smallest = torch.full((1,), 2.0**-149)
-    return bool((smallest * torch.ones(1)).item() == 0.0)
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _command_line(pid: str) -> str:

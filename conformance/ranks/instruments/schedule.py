@@ -6,6 +6,8 @@ The order is forced through the store, never by time:
 ``seeded``       at each call, ranks enter one after another in an order drawn from the seed;
                  callbacks that the hook has attached to futures run after the step's last call has
                  returned, in an order drawn from the seed too, which differs between ranks
+``slow``         ranks enter freely, but the step's last call begins when all collectives that the
+                 rank has issued are over, as in a backward that takes longer than communication
 
 A rank that is about to wait counts as having left, and its callbacks run. Some waits cannot be
 seen, such as a loop that polls; the schedule is then given up after a while. So a schedule never
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from conformance.ranks.instruments.subject_calls import SubjectCalls, line_of_subject
 from conformance.records.recorder import Recorder
 from conformance.scenarios.model import Scenario
+from conformance.torch_versions.private import AnyFuture, on_new_group
 
 # Paid once, and only by a hook whose wait cannot be seen.
 PATIENCE = datetime.timedelta(seconds=3)
@@ -109,7 +112,7 @@ class Schedule:
         """Return the rank that enters before this one, if there is one."""
         if self._order == "rank0_first":
             return None if self._rank == 0 else 0
-        if self._order == "free":
+        if self._order in ("free", "slow"):
             return None
         turns = list(range(self._world))
         random.Random(f"{self._seed} {call}").shuffle(turns)
@@ -132,7 +135,7 @@ class Schedule:
         """
         for owner, name in (
             (dist.Work, "wait"),
-            (torch._C.Future, "wait"),
+            (AnyFuture, "wait"),
             (torch.futures.Future, "wait"),
             (dist.Work, "synchronize"),
         ):
@@ -145,13 +148,7 @@ class Schedule:
                 return _original(this, *args, **kwargs)
 
             setattr(owner, name, waiting)
-        make_group = dist.distributed_c10d._new_process_group_helper
-
-        def making_group(*args: Any, **kwargs: Any) -> Any:
-            self._announce(self._call)
-            return make_group(*args, **kwargs)
-
-        dist.distributed_c10d._new_process_group_helper = making_group
+        on_new_group(lambda: self._announce(self._call))
 
     def _record_wait(self) -> None:
         # A wait on a stream of the hook's own delays neither backward nor the peers.
@@ -195,7 +192,7 @@ class _Callbacks:
 
     def install(self, calls: SubjectCalls) -> None:
         """Hold each callback that is attached inside the subject."""
-        then = torch._C.Future.then
+        then = AnyFuture.then
         get_future = dist.Work.get_future
 
         def noted_future(work: Any) -> Any:
@@ -214,7 +211,7 @@ class _Callbacks:
             then(this, lambda future: self._ready(held, future))
             return held.late
 
-        torch._C.Future.then = held_then  # type: ignore[method-assign, assignment]
+        AnyFuture.then = held_then
         dist.Work.get_future = noted_future  # type: ignore[method-assign]
         threading.Thread(target=self._run, name="conformance-schedule", daemon=True).start()
 

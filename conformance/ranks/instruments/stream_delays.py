@@ -28,6 +28,7 @@ import torch
 
 from conformance.ranks.instruments.subject_calls import SubjectCalls, line_of_subject
 from conformance.records.recorder import Recorder
+from conformance.torch_versions.private import busy_device
 
 # About 0.3 s of a GPU's clock: far more than a host takes from a hook's call to the read of its
 # result.
@@ -94,7 +95,7 @@ class Streams:
         def entering(context: torch.cuda.StreamContext) -> Any:
             entered = enter(context)
             if self._pool_is_late and context.stream is not None:
-                torch.cuda._sleep(CYCLES)
+                busy_device(CYCLES)
             return entered
 
         torch.cuda.StreamContext.__enter__ = entering  # type: ignore[method-assign]
@@ -104,7 +105,7 @@ class Streams:
         self._late = late(self._rank, step)
         self._pool_is_late = False
         if self._late == "compute":
-            torch.cuda._sleep(CYCLES)
+            busy_device(CYCLES)
 
     def after_backward(self) -> None:
         """Delay nothing more: the step is over."""
@@ -116,7 +117,7 @@ class Streams:
         if self._late == "communication" and not self._pool_is_late:
             for stream in self._pool:
                 with torch.cuda.stream(stream):
-                    torch.cuda._sleep(CYCLES)
+                    busy_device(CYCLES)
             # Only now: the kit's own streams must not be delayed twice.
             self._pool_is_late = True
         self._watching = _watching(self._waited)

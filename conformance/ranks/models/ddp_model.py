@@ -25,19 +25,35 @@ from conformance.subjects.spec import Case
 class DDPModel:
     """One model of a scenario.
 
+    Args:
+        scenario: the scenario.
+        group: the group that the model trains in.
+        device: the device of the model.
+        names_group: pass the group to DDP, and to hooks as their state. As scripts do, the default
+            group is not named.
+
     Attributes:
         model, ddp, optimizer: the module, the same under DDP, and its optimizer.
         parameters: the module's parameters by name.
         training_loop: steps the model instead of ``optimizer``, if the scenario has one.
         case: the result of the subject's set-up, or the hook and state that were named.
+        rescale: the trainer's call after a change of the loss scale, if the subject claims one.
         nameless: the type of a hook that has no name of its own; '' if it has a name.
         not_weights_only: why a saved state could not be loaded with ``weights_only=True``; '' if
             it could.
     """
 
-    def __init__(self, scenario: Scenario, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        names_group: bool,
+    ) -> None:
         self._scenario = scenario
         self._group = group
+        self._names_group = names_group
         self._device = device
         is_probe = bool(scenario.params)
         if is_probe:
@@ -47,8 +63,7 @@ class DDPModel:
             self.model = training_network().to(device)
         self.ddp = DistributedDataParallel(
             self.model,
-            # As scripts do: the default group is not named.
-            process_group=group if scenario.groups else None,
+            process_group=group if names_group else None,
             bucket_cap_mb=scenario.ddp.bucket_cap_mb,
             gradient_as_bucket_view=scenario.ddp.gradient_as_bucket_view,
             find_unused_parameters=scenario.ddp.find_unused_parameters,
@@ -63,6 +78,7 @@ class DDPModel:
         if scenario.training_loop:
             self.training_loop = TrainingLoop(parameters, device.type)
         self.case = Case()
+        self.rescale: Callable[[float], object] | None = None
         self.nameless = ""
         self.not_weights_only = ""
 
@@ -104,6 +120,8 @@ class DDPModel:
             self._register_hook()
             if self._scenario.poststep:
                 self.case.after_backward = self._poststep(resolved, context)
+            if self._scenario.rescale_call:
+                self.rescale = self._rescale(resolved)
 
     def _register_hook(self) -> None:
         hook = self.case.hook
@@ -129,14 +147,28 @@ class DDPModel:
                     "or give the set-up's Case an after_backward"
                 )
             return own
+        function = self._function(name, resolved, f"poststep(call={name})")
+        names = {**context, "state": lambda: self.case.state}
+        return lambda: (call_with_names(function, {}, names), own and own())
+
+    def _rescale(self, resolved: Resolved) -> Callable[[float], object]:
+        """Return the trainer's call after a change of the loss scale, which takes the new scale as
+        a multiple of the old one.
+        """
+        name = self._scenario.rescale_call
+        return self._function(name, resolved, f"rescaled(call={name})")
+
+    def _function(self, name: str, resolved: Resolved, claim: str) -> Callable[..., object]:
+        """Return a function of the state, of what the set-up saves, of the hook or its module."""
         hook = self.case.hook
         module = sys.modules.get(getattr(resolved.setup or hook, "__module__", None) or "")
-        for owner in (self.case.state, getattr(hook, "__self__", None), hook, module):
-            if callable(function := getattr(owner, name, None)):
-                names = {**context, "state": lambda: self.case.state}
-                return lambda: (call_with_names(function, {}, names), own and own())
+        owners = (self.case.state, self.case.saved, getattr(hook, "__self__", None), hook, module)
+        for owner in owners:
+            function: Callable[..., object] | None = getattr(owner, name, None)
+            if callable(function):
+                return function
         raise TargetError(
-            f"--claims poststep(call={name}): "
+            f"--claims {claim}: "
             f"neither the state, the hook's object nor its module has a function {name}"
         )
 
@@ -196,11 +228,13 @@ class DDPModel:
 
     def _context(self, resolved: Resolved) -> Context:
         """Return the values that factories and set-ups can name, each made when it is needed."""
+        # A subject that always uses WORLD counts the ranks of WORLD, whatever group its model has.
+        counted = dist.group.WORLD if self._scenario.world_only else self._group
         context: Context = {
             "process_group": lambda: self._group,
             "model": lambda: self.ddp,
-            "rank": lambda: dist.get_rank(self._group),
-            "world_size": lambda: dist.get_world_size(self._group),
+            "rank": lambda: dist.get_rank(counted),
+            "world_size": lambda: dist.get_world_size(counted),
             "device": lambda: self._device,
             "optimizer": lambda: self.optimizer,
         }
@@ -214,7 +248,7 @@ class DDPModel:
 
     def _default_state(self) -> Any:
         """Return the state if none is given, as torch's default hooks take it."""
-        return self._group if self._scenario.groups else None
+        return self._group if self._names_group else None
 
 
 def _case_of(made: Any) -> Case:

@@ -70,6 +70,25 @@ class Probe(nn.Module):
         return torch.stack(losses).sum()
 
 
+class BufferedProbe(Probe):
+    """A probe with running statistics, which each forward updates as a BatchNorm does."""
+
+    running: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self, params: tuple[Param, ...], level: float, rank: int) -> None:
+        super().__init__(params, level, rank)
+        self.register_buffer("running", torch.zeros(4))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, grads: list[torch.Tensor | None], statistic: float = 0.0) -> torch.Tensor:
+        """Return the loss, and move the statistics half of the way to ``statistic``."""
+        with torch.no_grad():
+            self.running.lerp_(torch.full_like(self.running, statistic), 0.5)
+            self.seen.add_(1)
+        return super().forward(grads)
+
+
 def scripted_gradients(
     params: tuple[Param, ...],
     kind: str,
@@ -79,19 +98,31 @@ def scripted_gradients(
     device: torch.device,
     *,
     leaves_out: bool = False,
+    period: int = 0,
 ) -> list[torch.Tensor | None]:
     """Return the gradients that ``rank`` feeds at ``step``, each in its parameter's layout.
 
     Args:
         leaves_out: return None for each parameter that the rank leaves out of its forward.
+        period: the length of the table that gradients repeat, or 0.
     """
     grads: list[torch.Tensor | None] = []
     for index, spec in enumerate(params):
-        if leaves_out and not uses(world, rank, step, index):
+        if leaves_out and not uses(world, rank, step, index, kind):
             grads.append(None)
             continue
         dtype = getattr(torch, spec.dtype)
-        grad = gradient(kind, spec.shape, dtype, world=world, rank=rank, step=step, param=index)
+        grad = gradient(
+            kind,
+            spec.shape,
+            dtype,
+            world=world,
+            rank=rank,
+            step=step,
+            param=index,
+            exponent=spec.exponent,
+            period=period,
+        )
         if spec.layout == "sparse":
             rows = sparse_rows(spec.shape[0], rank, step)
             sparse = torch.sparse_coo_tensor(rows.unsqueeze(0), grad[rows], spec.shape)
@@ -146,7 +177,7 @@ def parameters_apart(count: int, rank: int) -> list[torch.nn.Parameter]:
     draw = random.Random(rank)
     is_odd = rank % 2 == 1
     made = [torch.nn.Parameter(torch.empty(0)) for _ in range(count + _SPARE)]
-    for _ in range(_TRIES):
+    for _ in range(min(_MOST_TRIES, _PARAMETERS_DRAWN // max(count, 1) + 1)):
         chosen = sorted(draw.sample(made, count), key=id, reverse=is_odd)
         if count < 3 or all(_is_turned(some) == is_odd for some in (chosen, chosen[::-1])):
             break
@@ -160,4 +191,7 @@ def _is_turned(parameters: list[torch.nn.Parameter]) -> bool:
 
 
 _SPARE = 64
-_TRIES = 1000  # of four parameters, one draw in 25 fits
+# Of four parameters one draw in 25 fits, of 400 parameters none may. A draw takes the longer the
+# more parameters there are.
+_PARAMETERS_DRAWN = 20_000
+_MOST_TRIES = 1000

@@ -18,13 +18,17 @@ from conformance.scenarios.averager import (
     SUBGROUPS,
     UNUSED,
 )
+from conformance.scenarios.averager_training import ALL as TRAINING
+from conformance.scenarios.averaging_schedule import too_long
 from conformance.subjects.arguments import write_call, write_named
+from conformance.subjects.kinds._averager_schedule import adapt, schedule_of
 from conformance.subjects.kinds._claim import (
     Claim,
     Form,
     Reference,
     min_world_size,
     option_claim,
+    option_flag,
     read_reference,
     table,
     whole_number,
@@ -92,6 +96,7 @@ _NAMES = (
     "PeriodicModelAverager",
     "HierarchicalModelAverager",
     "DiLoCoModelAverager",
+    "OuterStepModelAverager",
     "EMAModelAverager",
     "GossipModelAverager",
 )
@@ -114,12 +119,17 @@ LIKE = Claim(
             "like(DiLoCoModelAverager, period=4)",
             "Every step makes the same of the parameters as that averager of hooks_ref, made with "
             "these options.",
-            "14.12",
+            "14.1 to 14.7, 14.10, 14.11, 14.12, 14.20",
         ),
     ),
     _read_like,
     _write_like,
 )
+
+
+def _contradiction(claimed: Mapping[str, Mapping[str, Any]]) -> str | None:
+    schedule = schedule_of(claimed)
+    return too_long(schedule) if schedule else None
 
 
 def _default(arguments: Mapping[str, Any]) -> str:
@@ -146,8 +156,23 @@ AVERAGER = Kind(
     "an averager of parameters, with average_parameters(params)",
     ("14",),
     reference="hooks_ref:PeriodicModelAverager,period=4,warmup_steps=10",
-    scenarios=(PLAIN, RANDOM, FORMS, DTYPES, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
-    claims=table(PERIODIC, HIERARCHICAL, LIKE, min_world_size("14.13")),
+    scenarios=(
+        *(PLAIN, RANDOM, FORMS, DTYPES, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
+        *TRAINING,
+    ),
+    claims=table(
+        PERIODIC,
+        HIERARCHICAL,
+        LIKE,
+        option_flag(
+            "world_only",
+            "The averager takes no process group and always uses WORLD.",
+            "14.6",
+        ),
+        min_world_size("14.13"),
+    ),
     default_claims=_default,
+    contradiction=_contradiction,
+    adapt=adapt,
     references=REFERENCES,
 )

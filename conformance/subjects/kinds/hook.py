@@ -14,7 +14,12 @@ number of steps of a run. It is 0.1 unless it is given.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from conformance.scenarios import evidence, process, training_sizes
+from conformance.scenarios.clusters import CLUSTERS
 from conformance.scenarios.hook import ALL
+from conformance.scenarios.long_runs import ENDURANCE
+from conformance.scenarios.probes import PROBE
+from conformance.scenarios.values import VALUES_IN_TRAINING
 from conformance.subjects.arguments import write_call, write_named
 from conformance.subjects.kinds._claim import (
     Claim,
@@ -23,7 +28,6 @@ from conformance.subjects.kinds._claim import (
     Reference,
     Writer,
     field_flag,
-    is_number,
     min_world_size,
     no_arguments,
     read_reference,
@@ -31,6 +35,15 @@ from conformance.subjects.kinds._claim import (
     write_reference,
 )
 from conformance.subjects.kinds._kind import Kind
+from conformance.subjects.kinds._lossy import (
+    COMPRESSED,
+    LOCAL_RESULT,
+    RECORDED_WARMUP,
+    UNBIASED_RESULT,
+    WARMUP,
+    read_ratio,
+    write_ratio,
+)
 
 if TYPE_CHECKING:
     from conformance.subjects.claims import Claims
@@ -49,21 +62,14 @@ OPTIMIZERS = (
     "NAdam",
     "RAdam",
 )
-DEFAULT_DELTA = 0.1
-# The ways in which a result can differ from the mean: the values of Claims.lossy.
-FEEDBACK = "feedback"
-DIFFERENCE = "difference"
-CONTRACTION = "contraction"
-UNBIASED = "unbiased"
-LOCAL = "local"
-_COMPRESSED = {FEEDBACK: "", DIFFERENCE: "feedback=ef21", CONTRACTION: "feedback=False"}
 
 
 # ---- exact, rounded, sum
 
 
 def _write_exact(claims: "Claims") -> str | None:
-    return None if claims.rounded or claims.sum or claims.lossy else "exact"
+    is_less = claims.rounded or claims.sum or claims.scaled or claims.lossy
+    return None if is_less else "exact"
 
 
 EXACT = Claim(
@@ -82,7 +88,7 @@ EXACT = Claim(
 
 
 def _read_rounded(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    ratio = _read_ratio(options)
+    ratio = read_ratio(options)
     if len(args) != 1 or args[0] not in ROUNDED_DTYPES or options:
         raise ValueError(
             "takes one dtype, and ratio= if bytes are limited: "
@@ -94,7 +100,7 @@ def _read_rounded(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
 def _write_rounded(claims: "Claims") -> str | None:
     if not claims.rounded:
         return None
-    return write_call("rounded", claims.rounded, _write_ratio(claims))
+    return write_call("rounded", claims.rounded, write_ratio(claims))
 
 
 ROUNDED = Claim(
@@ -127,154 +133,11 @@ SUM = field_flag(
 )
 
 
-# ---- Lossy claims
-
-
-def _read_ratio(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the largest share of the gradients' bytes that a rank sends out of the options."""
-    ratio = options.pop("ratio", None)
-    if ratio is None:
-        return {}
-    if not is_number(ratio) or not 0 <= ratio <= 1:
-        raise ValueError(f"takes ratio=, a number from 0 to 1; got {ratio!r}")
-    return {"ratio": float(ratio)}
-
-
-def _write_ratio(claims: "Claims") -> str:
-    return "" if claims.ratio is None else f"ratio={_write_number(claims.ratio)}"
-
-
-def _write_number(value: float) -> str:
-    """Return a number in the shortest text that parses to it."""
-    # Certificates hold the short form, so it is kept for every number that it can hold.
-    short = f"{value:g}"
-    return short if float(short) == value else repr(value)
-
-
-def _read_compressed(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    feedback = options.pop("feedback", True)
-    delta = options.pop("delta", None)
-    ratio = _read_ratio(options)
-    # Compared one by one, since a value such as a list cannot be looked up in a dict.
-    kinds = ((True, FEEDBACK), ("ef21", DIFFERENCE), (False, CONTRACTION))
-    lossy = next((kind for value, kind in kinds if feedback == value), None)
-    if args or options or lossy is None:
-        raise ValueError("takes feedback=True, ef21 or False, delta= and ratio=")
-    if delta is None and lossy == CONTRACTION:
-        raise ValueError(
-            "needs delta= with feedback=False: ||C(x) - x||**2 <= (1 - delta) ||x||**2"
-        )
-    values = {"lossy": lossy, **ratio}
-    if delta is not None:
-        if not is_number(delta) or not 0.01 <= delta <= 1:
-            raise ValueError(
-                f"takes delta=, a number from 0.01 to 1; got {delta!r}; "
-                "try a stronger setting of the same hook"
-            )
-        values["delta"] = float(delta)
-    return values
-
-
-def _write_compressed(claims: "Claims") -> str | None:
-    if claims.lossy not in _COMPRESSED:
-        return None
-    delta = "" if claims.delta == DEFAULT_DELTA else f"delta={_write_number(claims.delta)}"
-    return write_call("compressed", _COMPRESSED[claims.lossy], delta, _write_ratio(claims))
-
-
-COMPRESSED = Claim(
-    "compressed",
-    (
-        Form(
-            "compressed",
-            "The result is a lossy mean with error feedback: later steps add the values that a "
-            "step leaves out.",
-            "13.1, 13.10; it loses something: 2.10",
-        ),
-        Form(
-            "compressed(feedback=ef21)",
-            "The result is a lossy mean that converges to the mean when all steps feed the same "
-            "gradients.",
-            "13.1, 13.10; it loses something: 2.10",
-        ),
-        Form(
-            "compressed(feedback=False, delta=0.99)",
-            "The result is a lossy mean without feedback: its distance from the mean is at most "
-            "sqrt(1 - delta) times the mean norm of the ranks' gradients.",
-            "13.2, 13.10; it loses something: 2.10",
-        ),
-        Form(
-            "compressed(delta=0.25)",
-            "In each step the compressor delivers at least the share delta of its input, 0.1 "
-            "unless it is given; the number of steps follows from it.",
-            "13.1, 13.2",
-        ),
-        Form(
-            "compressed(ratio=0.3)",
-            "A rank also sends at most that share of its gradients' bytes; every lossy claim "
-            "takes ratio=.",
-            "13.7",
-        ),
-    ),
-    _read_compressed,
-    _write_compressed,
-    sets_fields=True,
-)
-
-
-def _other_lossy(name: str, meaning: str, judged_by: str) -> Claim:
-    """Return a lossy claim that takes ratio= alone."""
-
-    def read(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
-        values = {"lossy": name, **_read_ratio(options)}
-        if args or options:
-            raise ValueError("takes ratio=, or nothing")
-        return values
-
-    def write(claims: "Claims") -> str | None:
-        return write_call(name, _write_ratio(claims)) if claims.lossy == name else None
-
-    return Claim(name, (Form(name, meaning, judged_by),), read, write, sets_fields=True)
-
-
-UNBIASED_RESULT = _other_lossy(
-    UNBIASED,
-    "The result is random, and its expectation is the mean.",
-    "13.3, 13.10; it varies: 2.10",
-)
-LOCAL_RESULT = _other_lossy(
-    LOCAL,
-    "The result is a weighted mean of some ranks' gradients, so replicas drift apart.",
-    "13.5, 13.10; replicas differ: 2.10",
-)
-
-
-def _read_warmup(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    # Runs are longer by the warm-up, so a long one would make them slow.
-    if len(args) != 1 or options or not args[0].isdigit() or not 1 <= int(args[0]) <= 50:
-        raise ValueError(
-            "takes a number of steps from 1 to 50; "
-            "certify a hook that has a longer warm-up with a shorter one"
-        )
-    return {"warmup": int(args[0])}
-
-
-def _write_warmup(claims: "Claims") -> str | None:
-    return f"warmup({claims.warmup})" if claims.warmup else None
-
-
-WARMUP = Claim(
-    "warmup",
-    (
-        Form(
-            "warmup(2)",
-            "The result is exact in the first two steps; combines with a lossy claim.",
-            "13.4",
-        ),
-    ),
-    _read_warmup,
-    _write_warmup,
-    sets_fields=True,
+SCALED = field_flag(
+    "scaled",
+    "Factors that no float holds, such as 1 / sqrt(world_size), come before and after the sum: the "
+    "result is the mean within the bound of a sum, and not bit for bit.",
+    "2.1, 2.2; it is not exact: 2.10",
 )
 
 
@@ -314,7 +177,7 @@ FUSED = Claim(
         Form(
             "fused(SGD, lr=0.1)",
             "The hook steps the parameters as torch.optim.SGD would; combines with any result.",
-            "13.6 in place of 9.2; it moves parameters: 2.10",
+            "13.6, 23.6 in place of 9.2; it moves parameters: 2.10",
         ),
         Form(
             "fused(SGD, lr=0.1, after=2)",
@@ -450,7 +313,8 @@ DEVICES = _restriction(
 )
 WORLD_ONLY = field_flag(
     "world_only",
-    "The hook takes no process group and always uses WORLD.",
+    "The hook takes no process group and always uses WORLD; a factory's world_size and rank "
+    "are those of WORLD.",
     "2.7",
 )
 
@@ -507,18 +371,61 @@ CHECKPOINTABLE = field_flag(
 )
 
 
+KEEPS_UNUSED = field_flag(
+    "keeps_unused",
+    "With compressed: what is held back of a parameter that no rank has used in a step is kept, "
+    "since DDP drops its result.",
+    "11.5",
+)
+
+
+def _read_rescaled(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    call = options.pop("call", "")
+    if args or options or not isinstance(call, str) or not call.isidentifier():
+        raise ValueError("takes call=, the name of a function or method: rescaled(call=rescale)")
+    return {"rescaled": call}
+
+
+def _write_rescaled(claims: "Claims") -> str | None:
+    return f"rescaled(call={claims.rescaled})" if claims.rescaled else None
+
+
+RESCALED = Claim(
+    "rescaled",
+    (
+        Form(
+            "rescaled(call=rescale)",
+            "With compressed: the trainer calls this function with the new loss scale as a "
+            "multiple of the old one, whenever it changes; it belongs to the state, to the hook's "
+            "object or to its module.",
+            "11.6",
+        ),
+    ),
+    _read_rescaled,
+    _write_rescaled,
+    sets_fields=True,
+)
+
+
 def _contradiction(claimed: Mapping[str, Any]) -> str | None:
     lossy = sorted(claimed.keys() & {"compressed", "unbiased", "local"})
-    inexact = sorted(claimed.keys() & {"rounded", "sum"})
+    inexact = sorted(claimed.keys() & {"rounded", "sum", "scaled"})
     if "exact" in claimed and (lossy or inexact):
         others = ", ".join([*lossy, *inexact])
         return f"exact contradicts {others}: it is the mean without rounding"
+    if "sum" in claimed and "scaled" in claimed:
+        return "scaled contradicts sum: a sum has no factors"
     if len(lossy) > 1 or (lossy and inexact):
         return f"{' contradicts '.join([*lossy, *inexact])}: claim one of them"
     if "like" in claimed and not lossy:
         return "like needs a lossy claim beside it: compressed, unbiased or local"
+    of_feedback = sorted(claimed.keys() & {"keeps_unused", "rescaled"})
+    if of_feedback and "compressed" not in claimed:
+        return f"{of_feedback[0]} needs compressed beside it: nothing else is held back"
     if "warmup" in claimed and not lossy:
         return "warmup needs a lossy claim beside it: compressed, unbiased or local"
+    if "fused" in claimed and claimed.get("warmup", {}).get("long_warmup"):
+        return f"fused needs a warmup of at most {RECORDED_WARMUP} steps, which are all followed"
     if "poststep" in claimed and "fused" in claimed:
         return "poststep contradicts fused: a fused hook steps parameters before backward is over"
     return None
@@ -531,13 +438,23 @@ def _default(arguments: Mapping[str, Any]) -> str:
 HOOK = Kind(
     "hook",
     "a communication hook",
-    (*map(str, range(1, 14)), "20", "21"),
+    (*map(str, range(1, 14)), *map(str, range(20, 26))),
     reference="hooks_ref:allreduce_hook",
-    scenarios=ALL,
+    scenarios=(
+        *ALL,
+        *evidence.SCENARIOS,
+        *VALUES_IN_TRAINING,
+        *process.ALL,
+        *training_sizes.ALL,
+        ENDURANCE,
+        *CLUSTERS,
+        PROBE,
+    ),
     claims=table(
         EXACT,
         ROUNDED,
         SUM,
+        SCALED,
         COMPRESSED,
         UNBIASED_RESULT,
         LOCAL_RESULT,
@@ -552,6 +469,8 @@ HOOK = Kind(
         CHAINED,
         WORLD_ONLY,
         CHECKPOINTABLE,
+        KEEPS_UNUSED,
+        RESCALED,
     ),
     default_claims=_default,
     contradiction=_contradiction,

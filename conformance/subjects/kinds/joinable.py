@@ -15,6 +15,7 @@ A run is a sequence of contexts; a step of its record is a context.
 from collections.abc import Mapping
 from typing import Any
 
+from conformance.scenarios import joins_in_training
 from conformance.scenarios.joinable import SCENARIOS
 from conformance.subjects.kinds._claim import min_world_size, table
 from conformance.subjects.kinds._kind import Kind
@@ -29,7 +30,7 @@ JOINABLE = Kind(
     "a join context, as torch's Join, or a joinable",
     ("17",),
     reference="hooks_ref:Join",
-    scenarios=SCENARIOS,
+    scenarios=(*SCENARIOS, *joins_in_training.ALL),
     claims=table(min_world_size()),
     default_claims=_default,
     bound=True,

@@ -1,17 +1,22 @@
 """Optimizer wrappers: all ranks call ``step()``, which steps parameters together with other ranks.
 
-There are two families. A wrapper that takes an ``averager`` wraps a local optimizer and calls that
-averager after each step: ranks have different gradients, and drift apart until they are averaged.
-Any other wrapper stands for one optimizer of all ranks, such as a sharded one: all ranks receive
-the same gradients, which are averaged already, and hold the parameters of a local optimizer.
+There are three families. A wrapper that takes an ``averager`` wraps a local optimizer and calls
+that averager after each step: ranks have different gradients, and drift apart until they are
+averaged. Any other wrapper stands for one optimizer of all ranks. If it claims ``averages``, ranks
+have different gradients, and it steps with their mean. Otherwise, as a sharded optimizer under DDP,
+all ranks receive the same gradients, which are averaged already; the certificate names that limit.
 
 The optimizer inside is torch's SGD, or Adam. The averager belongs to the kit, so that every
 difference comes from the wrapper.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from conformance.scenarios.averager_training import LONG_STEPS, many_params, with_option
+from conformance.scenarios.draws import generator
+from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import (
     ADAM,
     CLOSURE,
@@ -31,12 +36,58 @@ from conformance.scenarios.optimizer import (
     UNUSED,
     ZEROED,
 )
-from conformance.subjects.kinds._claim import min_world_size, table
+from conformance.scenarios.optimizer_training import (
+    ALL,
+    LARGE,
+    LONG,
+    SAVED_GROUPS,
+    SPECIAL,
+    TWO,
+    plan_of,
+    with_dtypes,
+)
+from conformance.subjects.kinds._claim import min_world_size, option_flag, table
 from conformance.subjects.kinds._kind import Kind
 
 
 def _default(arguments: Mapping[str, Any]) -> None:
     return None
+
+
+def _adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
+    """Return a scenario with its drawn numbers, as it is run for these claims."""
+    if "averages" in options:
+        scenario = with_option(scenario, "averages", "gradients")
+    if "world_only" in options and scenario.groups:
+        scenario = replace(scenario, groups=(), world_sizes=(2,))
+    match scenario.variant:
+        case LARGE.variant:
+            # A parameter of 2**20 to 2**21 elements is the largest.
+            return replace(scenario, params=many_params(generator(scenario), 2**20))
+        case LONG.variant:
+            number = generator(scenario).randint(*LONG_STEPS)
+            return replace(scenario, steps=scenario.steps[:1] * number)
+        case SPECIAL.variant:
+            kinds = list(scenario.steps)
+            generator(scenario).shuffle(kinds)
+            first = kinds.index("nan")
+            second = kinds.index("inf")
+            if first < second:
+                # NaN would hide the infinities that follow at the same elements.
+                kinds[first] = "inf"
+                kinds[second] = "nan"
+            scenario = replace(scenario, steps=(*kinds, "crafted"))
+            return with_dtypes(scenario) if "averages" in options else scenario
+        case TWO.variant:
+            # Each model has half of the steps, in a drawn order.
+            half = len(scenario.steps) // 2
+            order = ["0"] * half + ["1"] * half
+            generator(scenario).shuffle(order)
+            return with_option(scenario, "turns", "".join(order))
+        case SAVED_GROUPS.variant:
+            saves_at = plan_of(scenario).saves_at
+            return replace(scenario, resume=replace(scenario.resume, saves_at=saves_at))
+    return scenario
 
 
 OPTIMIZER = Kind(
@@ -47,7 +98,21 @@ OPTIMIZER = Kind(
     scenarios=(
         *(PLAIN, ADAM, RANDOM, GROUPS, SCHEDULED, CLOSURE, ZEROED, UNUSED, DTYPES, SUBGROUPS),
         *(ORDERED, SAVED, RESUMED, RELOADED, DDP, DDP_VIEWS, UNEVEN),
+        *ALL,
     ),
-    claims=table(min_world_size("15.20")),
+    claims=table(
+        option_flag(
+            "averages",
+            "The optimizer averages gradients over the group; every rank feeds its own.",
+            "15.1, 15.21",
+        ),
+        option_flag(
+            "world_only",
+            "The optimizer takes no process group and always uses WORLD; subgroups are not judged.",
+            "15.10, 15.28",
+        ),
+        min_world_size("15.20"),
+    ),
     default_claims=_default,
+    adapt=_adapt,
 )

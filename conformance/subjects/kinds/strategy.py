@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from conformance.scenarios.averager_training import many_params
+from conformance.scenarios.draws import generator
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.strategy import (
     _DIFFERENT,
@@ -34,6 +36,7 @@ from conformance.scenarios.strategy import (
     VIEWS,
     WITHOUT,
 )
+from conformance.scenarios.strategy_training import ALL, EMPTY, LARGE, LONG, LONG_STEPS, SPECIAL
 from conformance.subjects.kinds._claim import min_world_size, option_flag, table
 from conformance.subjects.kinds._kind import Kind
 
@@ -50,6 +53,20 @@ def _adapt(scenario: Scenario, claimed: Collection[str]) -> Scenario:
     """Return the scenario as it is run for a subject that makes these claims."""
     if scenario.variant == "claim":
         return scenario  # it shows that the claims are needed, so it makes no allowance for them
+    if scenario.name == LARGE.name:
+        # A parameter of 2**20 to 2**21 elements is the largest.
+        scenario = replace(scenario, params=many_params(generator(scenario), 2**20))
+    if scenario.name == LONG.name:
+        number = generator(scenario).randint(*LONG_STEPS)
+        scenario = replace(scenario, steps=scenario.steps[:1] * number)
+    if scenario.name == SPECIAL.name:
+        *kinds, last = scenario.steps
+        generator(scenario).shuffle(kinds)
+        scenario = replace(scenario, steps=(*kinds, last))
+    if scenario.variant == EMPTY.variant and ("all_used" in claimed or "find_unused" in claimed):
+        scenario = replace(scenario, variant="two")
+    if "world_only" in claimed and scenario.groups:
+        scenario = replace(scenario, groups=(), world_sizes=(2,))
     if "all_used" in claimed and scenario.variant in _DIFFERENT:
         # The variants with as many micro-batches in which all parameters are used.
         variant = "four" if scenario.variant == "microbatches" else "two"
@@ -72,6 +89,7 @@ STRATEGY = Kind(
     scenarios=(
         *(PLAIN, ACCUMULATED, RANDOM, MICROBATCHES, RANKS, VIEWS, COMBINED, SHARED, KEPT, FORMS),
         *(SPARSE, SUBGROUPS, ORDERED, RAISES, WITHOUT, NO_DDP, COUNTED, CLAIM),
+        *ALL,
     ),
     claims=table(
         option_flag(
@@ -84,6 +102,11 @@ STRATEGY = Kind(
             "The strategy is right if every micro-batch of every rank uses every parameter; other "
             "cases are not judged.",
             "16.16",
+        ),
+        option_flag(
+            "world_only",
+            "The strategy takes no process group and always uses WORLD; subgroups are not judged.",
+            "16.9",
         ),
         min_world_size("16.17"),
     ),

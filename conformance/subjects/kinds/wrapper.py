@@ -26,6 +26,7 @@ from conformance.scenarios.wrapper import (
     TWICE,
     UNUSED,
 )
+from conformance.scenarios.wrapper_training import SCENARIOS as IN_TRAINING
 from conformance.subjects.kinds._claim import min_world_size, option_flag, table
 from conformance.subjects.kinds._kind import Kind
 
@@ -52,6 +53,7 @@ WRAPPER = Kind(
     scenarios=(
         *(PLAIN, RANDOM, CALLS, CONTAINERS, FIRST, STATIC, ACCUMULATED, SUBGROUPS, TWICE, UNUSED),
         *(MODES, AUTOCAST, RAISES, HOOKED, MODULE),
+        *IN_TRAINING,
     ),
     claims=table(
         option_flag(

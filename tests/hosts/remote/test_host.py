@@ -96,7 +96,7 @@ def until(happened: Callable[[], bool]) -> None:
 def test_a_connection_without_the_token_is_closed(host: Host) -> None:
     with host.pool() as pool:
         pool.greeting()
-        [announcement] = find_hosts(*pool._address)
+        [announcement] = find_hosts(*pool._hosts._address)
         for hello in (
             {"token": "guessed", "wants": "control"},
             {"token": "\u00e9\ud800", "wants": "control"},
@@ -144,10 +144,10 @@ def test_a_broken_connection_is_replaced(host: Host) -> None:
     with host.pool() as pool:
         source = LocalSource(pool)
         assert source.run(VALUES, 1, REFERENCE, "values@1").finished
-        pool._hosts[0].control.hang_up()
+        pool._hosts.hosts[0].control.hang_up()
         assert source.run(VALUES, 1, REFERENCE, "values@1").finished
         assert pool.interruptions == []
-        pool._hosts[0].lane.hang_up()  # noticed only during the run
+        pool._hosts.hosts[0].lane.hang_up()  # noticed only during the run
         assert source.run(VALUES, 1, REFERENCE, "values@1").finished
         assert len(pool.interruptions) == 1
         pool.close(finished=False)

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from conformance.errors import ProfileError, UsageError
-from conformance.hosts.remote import pool as remote_pool
-from conformance.hosts.remote import rendezvous
-from conformance.hosts.remote.pool import AttachedPool, _Host, placement, rank_environments
+from conformance.hosts.remote import attached_hosts, rendezvous
+from conformance.hosts.remote.attached_hosts import AttachedHost, AttachedHosts
+from conformance.hosts.remote.pool import AttachedPool, placement, rank_environments
 from conformance.hosts.remote.rendezvous import Announcement, HostsNotFound, kit_digest
 from conformance.hosts.remote.wire import Stream
 from conformance.judging.run_failures import failed_run
@@ -213,7 +213,11 @@ def test_a_dead_host_is_named_and_the_run_is_repeated_after_the_restart(
     with torchrun.pool() as pool:
         pool.greeting()
         killing = torchrun.once_inside(
-            next(host.announcement.pid for host in pool._hosts if host.announcement.host_rank == 3)
+            next(
+                host.announcement.pid
+                for host in pool._hosts.hosts
+                if host.announcement.host_rank == 3
+            )
         )
         source = LocalSource(pool)
         held = SubjectSpec(hook="held:hook")
@@ -277,23 +281,23 @@ def test_placement_and_environment_of_ranks() -> None:
 
 
 def test_different_hosts_are_refused() -> None:
-    def attached(*greetings: dict[str, Any]) -> AttachedPool:
-        pool = AttachedPool("anna:1", 1.0, 0.0)
+    def attached(*greetings: dict[str, Any]) -> AttachedHosts:
+        hosts = AttachedHosts("anna:1")
         like = {"kit": kit_digest(), "torch": torch.__version__, "python": "3", "platform": "p"}
         no_stream: Any = None
-        pool._hosts = [
-            _Host(host_of(2 * node), no_stream, no_stream, {**like, **greeting})
+        hosts.hosts = [
+            AttachedHost(host_of(2 * node), no_stream, no_stream, {**like, **greeting})
             for node, greeting in enumerate(greetings)
         ]
-        return pool
+        return hosts
 
-    assert [node["host"] for node in attached({}, {})._compare_greetings()["nodes"]] == ["a", "b"]
+    assert [node["host"] for node in attached({}, {}).common_greeting()["nodes"]] == ["a", "b"]
     with pytest.raises(ProfileError, match=r"node 1 \(b\) has another version of the kit"):
-        attached({}, {"kit": "other"})._compare_greetings()
+        attached({}, {"kit": "other"}).common_greeting()
     with pytest.raises(ProfileError, match=r"node 1 \(b\) has torch 1\.0"):
-        attached({}, {"torch": "1.0"})._compare_greetings()
+        attached({}, {"torch": "1.0"}).common_greeting()
     with pytest.raises(ProfileError, match=r"the nodes have torch 1\.0, this machine has"):
-        attached({"torch": "1.0"}, {"torch": "1.0"})._compare_greetings()
+        attached({"torch": "1.0"}, {"torch": "1.0"}).common_greeting()
 
 
 def test_a_subject_that_differs_between_nodes_is_refused() -> None:
@@ -302,7 +306,7 @@ def test_a_subject_that_differs_between_nodes_is_refused() -> None:
     for node, digest in enumerate("xxy"):
         ours, theirs = (Stream(end) for end in socket.socketpair())
         theirs.send({"answer": {"sha256": {"mypkg": digest}}})
-        pool._hosts.append(_Host(host_of(2 * node), ours, ours, {}))
+        pool._hosts.hosts.append(AttachedHost(host_of(2 * node), ours, ours, {}))
         ends += [ours, theirs]
     pool._common = {"torch": "any"}
     assert pool.describe(SubjectSpec(hook="mypkg:hook"))["error"].startswith(
@@ -314,28 +318,28 @@ def test_a_subject_that_differs_between_nodes_is_refused() -> None:
 
 def test_old_and_new_hosts_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun restarts all hosts together: the old ones are about to end."""
-    pool = AttachedPool("anna:1", 1.0, 0.0)
-    pool._last_ids = {"host 0", "host 1"}
+    hosts = AttachedHosts("anna:1")
+    hosts._last_ids = {"host 0", "host 1"}
     tried: list[str] = []
 
-    def connect(host: Announcement) -> _Host:
+    def connect(host: Announcement) -> AttachedHost:
         tried.append(host.id)
         raise HostsNotFound("this is but a test")
 
-    monkeypatch.setattr(pool, "_connect", connect)
+    monkeypatch.setattr(hosts, "_connect", connect)
     for ids, tries in (
         ({"host 0", "host 7"}, 0),
         ({"host 0", "host 1"}, 1),
         ({"host 7", "host 8"}, 2),
     ):
         monkeypatch.setattr(
-            remote_pool,
+            attached_hosts,
             "find_hosts",
             lambda *_, ids=ids: [host_of(0, id=identity) for identity in sorted(ids)],
         )
         reason = "this is but a test" if tries else "torchrun has not started all of its hosts anew"
         with pytest.raises(HostsNotFound, match=f"^{reason}$"):
-            pool._attach(0.0)
+            hosts.attach(0.0)
         assert len(tried) == tries
 
 

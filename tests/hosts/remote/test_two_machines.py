@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from conformance.certificates.flaws import flaws
+from conformance.certificates.reader import read_certificate
 from tests import ROOT
 from tests.machines import Machine, machines, reason_for_none
 
@@ -129,6 +131,7 @@ def test_certified_across_two_machines_until_one_of_them_is_killed(tmp_path: Pat
         assert whole.returncode == 0, output + there.outputs()
         assert "on 2 nodes, world sizes 1, 2, 3, 4" in output
         certificate = json.loads((tmp_path / "c.json").read_text())
+        assert flaws(read_certificate(tmp_path / "c.json")) == []
         assert [(node["host"], node["slots"]) for node in certificate["profile"]["nodes"]] == [
             ("anna", 2),
             ("bert", 2),

@@ -1,8 +1,20 @@
 """Section 13 solves for the weights of local results, here on made values."""
 
+from dataclasses import replace
+
 import torch
 
-from conformance.judging.oracles.lossy import ROUNDINGS, _solve
+from conformance.judging.oracles import lossy
+from conformance.judging.oracles.lossy.common import ROUNDINGS
+from conformance.judging.oracles.lossy.local import connected, solve
+from conformance.judging.oracles.mean import mean
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.draws import drawn
+from conformance.scenarios.hook import VALUES
+from conformance.scenarios.values import LAYERS
+from conformance.subjects.claims import parse_claims
+from tests.made_runs import Result, made_run
 
 
 def test_weights_are_solved_to_the_last_bits_of_float64() -> None:
@@ -17,7 +29,7 @@ def test_weights_are_solved_to_the_last_bits_of_float64() -> None:
             weights = torch.rand(world, generator=generator, dtype=torch.float64)
             got = fed @ (weights / weights.sum())
             units = 2.0**-53 * fed.abs().sum(1)
-            off = (got - fed @ _solve(fed, got)).abs() / units
+            off = (got - fed @ solve(fed, got)).abs() / units
             assert float(off.max()) <= ROUNDINGS / 4
 
 
@@ -27,3 +39,64 @@ def _crafted(size: int, world: int, generator: torch.Generator) -> torch.Tensor:
     exponents = torch.randint(-3, 4, (size, 1), generator=generator)
     signs = torch.randint(0, 2, (size, world), generator=generator) * 2 - 1
     return (integers * 2.0**exponents).double() * signs
+
+
+def test_layers_cover_the_scales_of_training_for_any_seed() -> None:
+    for seed in range(20):
+        exponents = [spec.exponent for spec in drawn(LAYERS, seed).params]
+        assert max(exponents) - min(exponents) >= 36
+        assert min(exponents) >= -25
+        # Both parameters of a pattern have scales from different ranges.
+        assert all(abs(exponents[i] - exponents[i + 5]) > 5 for i in range(5))
+
+
+def test_ranks_that_never_meet_are_apart() -> None:
+    pairs = torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)) / 2
+    assert connected(pairs, (0, 1, 2, 3)) == [[0, 1], [2, 3]]
+    ring = torch.eye(4).roll(1, 1)
+    assert connected(ring, (0, 1, 2, 3)) == [[0, 1, 2, 3]]
+
+
+def test_noise_that_repeats_is_no_fresh_draw() -> None:
+    scenario = replace(VALUES, steps=("constant",) * 160)
+    claims = parse_claims("unbiased")
+    for period, holds in ((1000, True), (80, False), (31, False), (8, False)):
+        run = made_run(_noisy(period), scenario)
+        found = Found()
+        lossy.require_fresh_draws(run, claims, found)
+        assert bool(found.failures) is not holds, period
+
+
+def _noisy(period: int) -> Result:
+    """Return a function of right results with noise that is drawn again after a period."""
+
+    def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+        right = mean(run, rank, step, index)
+        generator = torch.Generator().manual_seed(1000 * (step % period) + index)
+        return right + torch.randn(right.shape, generator=generator)
+
+    return result
+
+
+def test_other_bits_on_one_rank_are_found() -> None:
+    claims = parse_claims("compressed(feedback=False, delta=0.5)")
+    found = Found()
+    assert lossy.require_same_bits(made_run(), claims, found)
+    run = made_run(lambda run, rank, step, index: mean(run, rank, step, index) * (1 + rank * 1e-6))
+    assert not lossy.require_same_bits(run, claims, found)
+
+
+def test_a_value_that_is_lost_does_not_come_out_slowly() -> None:
+    """A sum that is off may be explained by a slow compressor, and not by a clamp."""
+    claims = parse_claims("compressed(delta=0.25)")
+    scenario = drawn(LAYERS, 0)
+    scenario = replace(scenario, steps=scenario.steps + ("faint",) * 49)
+
+    def clamped(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+        scale = 2.0 ** run.scenario.params[index].exponent
+        return mean(run, rank, step, index).clamp(-5 * scale, 5 * scale)
+
+    for result, holds in ((mean, True), (clamped, False)):
+        found = Found()
+        lossy.require(made_run(result, scenario), claims, found)
+        assert bool(found.failures) is not holds

@@ -175,11 +175,11 @@ def _average(buffer: torch.Tensor) -> Result:
 @pytest.mark.parametrize(
     ("hook", "verdict", "text"),
     [
-        ("hooks_ref:allreduce_hook", Verdict.PASS, "among 1024 ranks"),
+        ("hooks_ref:allreduce_hook", Verdict.PASS, "among 5 to 1024 ranks"),
         (
             "tests.ranks.drivers.test_simulated_ranks:gathers_from_all",
             Verdict.PASS,
-            "among 64 ranks; no more ranks: it gathers",
+            " ranks; no more ranks: it gathers",
         ),
         (
             "tests.right.exact:another_thread",

@@ -34,25 +34,28 @@ def test_the_peer_dies_at_the_last_collective(pool: Pool, given: dict[str, str])
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "verdict"),
     [
-        # It has no collective.
-        {"hook": "tests.right.exact:point_to_point"},
-        {"hook": "hooks_ref:noop_hook"},
+        ({"hook": "tests.right.exact:point_to_point"}, Verdict.NOT_APPLICABLE),
+        # It has no collective: nothing could fail.
+        ({"hook": "hooks_ref:noop_hook"}, Verdict.NOT_RUN),
         # The number of its collectives changes with every step.
-        {"hook": "tests.right.local:random_pairs", "state": "tests.right._common:State"},
+        (
+            {"hook": "tests.right.local:random_pairs", "state": "tests.right._common:State"},
+            Verdict.NOT_APPLICABLE,
+        ),
     ],
     ids=str,
 )
 def test_the_peer_lives_if_no_collective_is_the_last(
-    pool: Pool, rules: dict[str, Rule], given: dict[str, str]
+    pool: Pool, rules: dict[str, Rule], given: dict[str, str], verdict: Verdict
 ) -> None:
     run = try_hook(pool, PEER_DIES_LATER, **given)
     (fault,) = run.ranks[0].all("fault")
     assert (run.ranks[1].exit, fault["raised"], fault["unused"]) == (0, False, True), fault
     found = Found()
     rules["12.4"].check(run, parse_claims("exact"), found)
-    assert found.verdict() is Verdict.NOT_APPLICABLE
+    assert found.verdict() is verdict
 
 
 @pytest.mark.parametrize(
@@ -72,6 +75,8 @@ def test_the_verdict(
     run = made_run(scenario=PEER_DIES_LATER)
     run.ranks[1].exit = exit_of_rank_1
     outcome = {"fault": "peer_dies_later", "unused": unused, "started": 2, "raised": raised}
+    if raised:
+        outcome |= {"type": "RuntimeError", "message": "Connection closed by peer"}
     run.ranks[0].events.append(event("fault", 3, **outcome))
     found = Found()
     rules["12.4"].check(run, parse_claims("exact"), found)

@@ -8,8 +8,8 @@ from conformance.errors import TargetError, UsageError
 from conformance.hosts.pool import Pool
 from conformance.judging.oracles.averager import due
 from conformance.judging.rule import MUST, Rule
-from conformance.ranks.drivers.averager import has_gradient
 from conformance.scenarios.averager import PLAIN, UNUSED
+from conformance.scenarios.averager_values import has_gradient
 from conformance.session.options import Options
 from conformance.session.request import named_subject
 from conformance.session.session import Session

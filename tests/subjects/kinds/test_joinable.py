@@ -34,7 +34,7 @@ def test_torchs_context(
     refused = {number: j for number, j in judgements_of(case).items() if not j.verdict.holds}
     assert [number for number in refused if rules[number].level == MUST] == ["17.15"], refused
     assert {number: j.failures[0].actual for number, j in refused.items()} == {
-        "17.15": "rank 0: warnings filters changed",
+        "17.15": "rank 0: warnings filters changed; added: once",
         "17.16": "rank 0, a step of two counters after a context: 3",
         "17.17": (
             "rank 1, context 0 with inputs (3, 2): joinable 0 is enabled and first in its main hook"

@@ -14,7 +14,8 @@ from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.optimizer import ADAM, RELOADED, START, setting
+from conformance.scenarios.optimizer import ADAM, RELOADED, START
+from conformance.scenarios.optimizer_training import is_exact, plan_of
 from conformance.subjects.claims import parse_claims
 from conformance.subjects.kinds.optimizer import OPTIMIZER
 from tests.cases import Case, Judgements, own_judge
@@ -37,7 +38,7 @@ FAILURES = {
         )
     },
 }
-SGD = [scenario for scenario in OPTIMIZER.scenarios if "normal" not in scenario.steps]
+EXACT = [scenario for scenario in OPTIMIZER.scenarios if is_exact(scenario)]
 
 
 @pytest.mark.parametrize("case", FAILURES, ids=str)
@@ -56,13 +57,13 @@ def test_torchs_own_are_refused_by_these_rules_alone(
 
 def run_of(scenario: Scenario, world: int, averager: bool) -> Run:
     """Return a run whose records hold nothing but the construction of the subject."""
-    options = dict(setting(scenario).options)
+    options = dict(plan_of(scenario).options)
     made = event("made", -1, averager=averager, options=options, takes_any=True)
     return Run(scenario, world, [RankRecord(rank, [made]) for rank in range(world)])
 
 
 @pytest.mark.parametrize("averager", [False, True])
-@pytest.mark.parametrize("scenario", SGD, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("scenario", EXACT, ids=lambda scenario: scenario.name)
 def test_sgd_is_exact(scenario: Scenario, averager: bool) -> None:
     """The dtype represents every step and average, so that right wrappers give the same bits."""
     for world in scenario.fits((1, 2, 3, 4)):
@@ -129,7 +130,7 @@ def nothing(optim: torch.optim.Optimizer) -> None:
     [
         (
             "exact",
-            "'exact' is not a claim of an optimizer; known: min_world_size",
+            "'exact' is not a claim of an optimizer; known: averages",
         ),
         ("min_world_size(0)", "min_world_size"),
     ],

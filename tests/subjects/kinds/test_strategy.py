@@ -35,7 +35,8 @@ MULTI = Case(f"{OURS}multi_auto_sync", worlds=(2,), rules=("16.16", "16.18"), ki
 DENSE = [
     scenario
     for scenario in STRATEGY.scenarios
-    if scenario.variant != "no_ddp" and scenario.name != "strategy_sparse"
+    if scenario.variant not in ("no_ddp", "special")
+    and scenario.name not in ("strategy_sparse", "strategy_complex")
 ]
 
 
@@ -173,7 +174,7 @@ def test_other_targets_are_refused_in_one_line(
         ("all_used(2)", "all_used takes no arguments"),
         (
             "rounded(float16)",
-            "is not a claim of a strategy; known: find_unused, all_used, min_world_size",
+            "is not a claim of a strategy; known: find_unused, all_used, world_only",
         ),
         ("find_unused, find_unused", "'find_unused' is given twice"),
     ],

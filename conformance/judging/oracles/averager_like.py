@@ -1,0 +1,240 @@
+"""How far an averager may be from the reference that it claims to be like.
+
+The reference runs on the same inputs. Both compute, for each element, a recurrence in means over
+the group; W is the size of the group, n the number of averages so far, A the largest magnitude that
+the element has had so far on any rank, among fed values and results of the reference. With eps the
+epsilon of the parameter's dtype, and e that of the dtype in which references keep their state
+(float32, or the parameter's own if it is wider), a result may be off by three errors:
+
+    means       (W + 2) eps A if values are random, as in ``oracles/averager.py``; crafted values
+                have exact means. The mean's error enters the result with a factor I.
+    state       each average takes at most R = 8 operations of half an e each, relative to A. These
+                errors stay in the state, and add up to S times one error.
+    result      eps A, if a state is rounded to the parameter's dtype.
+
+Two right computations are both off by that much, so that the bound is twice the sum:
+
+    2 (I (W + 2) eps A + R S e A + eps A)
+
+The factors follow from the reference's recurrence.
+
+    means of the parameters alone (periodic, hierarchical, gossip)
+        There is no state: I = 1, S = 0, and nothing is rounded again.
+    EMA     s <- d s + (1 - d) m
+        Errors of means have weights that sum to at most 1: I = 1. State errors shrink by d: S = n.
+    outer steps with Nesterov's momentum: d = a - mean; v <- m v + d; a <- a - lr (d + m v)
+        An error (x, y) of (a, v) becomes T (x, y) one average later, with
+        T = ((1 - lr (1 + m), -lr m**2), (1, m)). With P and Q the sums of |T**k|, k < n, at the
+        places (a, a) and (a, v): a mean's error enters a with lr (1 + m) and v with 1, so that
+        I = P lr (1 + m) + Q. |v| is at most n times 2 A, and so is its rounding: S = P + 2 n Q.
+
+After special values nothing is known of a state: a result has to be finite whenever the reference's
+is, and the bound holds where it is.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from conformance.judging.oracles.averager_records import calls, fed_to, same
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.averager_training import ADDED, turn
+from conformance.scenarios.averaging_schedule import HELD, QUIET
+from conformance.subjects.claims import Claims
+from conformance.subjects.kinds._averager_schedule import is_stateful, schedule_of
+from conformance.subjects.target import parse_target
+
+# Operations of one average on the state of a reference, at most.
+OPERATIONS = 8
+
+
+@dataclass(frozen=True)
+class Gains:
+    """The factors of the bound, for errors of means and for errors of the state."""
+
+    means: float
+    state: float
+    is_rounded: bool
+
+
+def gains(claims: Claims, averages: int) -> Gains:
+    """Return the factors after a number of averages.
+
+    Args:
+        claims: with the claim ``like``.
+        averages: the number n of averages so far.
+    """
+    if not is_stateful(claims.options):
+        return Gains(1.0, 0.0, is_rounded=False)
+    if claims.reference.startswith("EMA"):
+        return Gains(1.0, float(averages), is_rounded=True)
+    options = parse_target(f"hooks_ref:{claims.reference}", "--claims like").kwargs
+    rate = float(options.get("lr", 0.7))
+    momentum = float(options.get("momentum", 0.9))
+    transition = torch.tensor(
+        [[1 - rate * (1 + momentum), -rate * momentum**2], [1.0, momentum]], dtype=torch.float64
+    )
+    power = torch.eye(2, dtype=torch.float64)
+    of_value = 0.0
+    of_velocity = 0.0
+    for _ in range(averages):
+        of_value += abs(power[0, 0].item())
+        of_velocity += abs(power[0, 1].item())
+        power = power @ transition
+    means = of_value * rate * (1 + momentum) + of_velocity
+    return Gains(means, of_value + 2 * averages * of_velocity, is_rounded=True)
+
+
+def require_like(
+    run: Run, claims: Claims, found: Found, names: tuple[str, ...] = ("parameter",)
+) -> None:
+    """Require the results of the claimed reference after every recorded call.
+
+    Args:
+        run: the run, with its reference.
+        claims: with the claim ``like``.
+        found: receives the findings.
+        names: of the recorded tensors; ``applied`` are those to evaluate with.
+
+    If ranks lack gradients, the averager may leave out other parameters than the reference: ranks
+    that agree under the reference have to agree here, too.
+    """
+    reference = run.reference
+    assert reference is not None
+    if run.scenario.variant in ("unused", "empty"):
+        require_same_agreement(run, found)
+        return
+    magnitudes = _Magnitudes(run, reference)
+    for step in sorted({step for _, step in calls(run)}):
+        for index in range(len(run.scenario.params)):
+            largest = magnitudes.after(step, index)
+            if _may_differ(run, reference, index):
+                continue
+            bound = _bound(run, claims, step, index, largest)
+            for rank in run.ranks:
+                for name in names:
+                    _require_close(run, found, rank.rank, f"{step}/{name}/p{index}", bound, claims)
+
+
+def require_same_agreement(run: Run, found: Found) -> None:
+    """Require that two ranks hold the same bits of a parameter whenever the reference's do.
+
+    The rule does not apply to a run in which they never do, as with gossip among three ranks.
+    """
+    reference = run.reference
+    assert reference is not None
+    has_agreed = False
+    for first in run.ranks:
+        for other in run.ranks[first.rank + 1 :]:
+            for key, right in reference.ranks[first.rank].tensors.items():
+                agree = same(right, reference.ranks[other.rank].tensors[key]).all()
+                if not agree:
+                    continue
+                has_agreed = True
+                if key not in first.tensors:
+                    continue
+                found.require(
+                    bool(same(first.tensors[key], other.tensors[key]).all()),
+                    "replicas that agree whenever those of the reference agree",
+                    f"ranks {first.rank} and {other.rank} differ in {key} of {run.name}",
+                )
+    if not has_agreed:
+        found.does_not_apply("ranks of the reference hold the same values in no step")
+
+
+class _Magnitudes:
+    """The largest magnitude of each element so far, over ranks, fed values and right results.
+
+    Results from before a state was saved are not on record. Outer steps may have gone beyond the
+    fed values, so that a resumed run counts them twice.
+    """
+
+    def __init__(self, run: Run, reference: Run) -> None:
+        self._run = run
+        self._reference = reference
+        self._largest: dict[tuple[int, int], torch.Tensor] = {}
+        self._seen: dict[tuple[int, int], int] = {}
+
+    def after(self, step: int, index: int) -> torch.Tensor:
+        """Return the magnitudes after a step; steps come in their order."""
+        scenario = self._run.scenario
+        key = turn(scenario, step)[0], index
+        for earlier in range(self._seen.get(key, 0), step + 1):
+            is_ordinary = scenario.steps[earlier] not in (QUIET, HELD)
+            if is_ordinary and turn(scenario, earlier)[0] == key[0]:
+                for rank in self._reference.ranks:
+                    fed = fed_to(self._run, rank.rank, earlier, index)
+                    self._add(key, (1 + scenario.resume.resumes) * fed)
+        self._seen[key] = step + 1
+        for rank in self._reference.ranks:
+            for name in ("parameter", "applied"):
+                right = rank.tensors.get(f"{step}/{name}/p{index}")
+                if right is not None:
+                    self._add(key, right.reshape(-1).double())
+        return self._largest[key]
+
+    def _add(self, key: tuple[int, int], values: torch.Tensor) -> None:
+        finite = values.abs().nan_to_num(0.0, 0.0, 0.0)
+        before = self._largest.get(key)
+        self._largest[key] = finite if before is None else torch.maximum(before, finite)
+
+
+def _may_differ(run: Run, reference: Run, index: int) -> bool:
+    """Return whether the averager knew an added parameter earlier than the reference."""
+    if run.scenario.variant != "changing" or index != ADDED:
+        return False
+    made = [one.ranks[0].first("made") or {} for one in (run, reference)]
+    return made[0].get("takes_params") != made[1].get("takes_params")
+
+
+def _bound(run: Run, claims: Claims, step: int, index: int, largest: torch.Tensor) -> torch.Tensor:
+    scenario = run.scenario
+    schedule = schedule_of(claims.options)
+    assert schedule is not None
+    model, count = turn(scenario, step)
+    averages = sum(schedule.is_due(earlier) for earlier in range(count + 1))
+    factors = gains(claims, max(averages, 1))
+    dtype = getattr(torch, scenario.params[index].dtype)
+    eps = torch.finfo(dtype).eps
+    eps_of_state = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    earlier_kinds = {
+        kind
+        for earlier, kind in enumerate(scenario.steps[: step + 1])
+        if turn(scenario, earlier)[0] == model
+    }
+    is_random = "normal" in earlier_kinds
+    size = len(run.group(0))
+    error = factors.means * (size + 2) * eps * is_random
+    error += OPERATIONS * factors.state * eps_of_state + factors.is_rounded * eps
+    return 2 * error * largest
+
+
+def _require_close(
+    run: Run, found: Found, rank: int, key: str, bound: torch.Tensor, claims: Claims
+) -> None:
+    assert run.reference is not None
+    expected = run.reference.ranks[rank].tensors.get(key)
+    if expected is None:
+        return
+    got = run.ranks[rank].tensors.get(key)
+    if got is None:
+        found.require(False, f"{key} of the reference", f"rank {rank}: none")
+        return
+    right = expected.reshape(-1).double()
+    values = got.reshape(-1).double()
+    is_fine = same(values, right)
+    is_fine |= ((values - right).abs() <= bound) & right.isfinite()
+    # An infinity minus an infinity depends on the formula.
+    is_fine |= ~values.isfinite() & ~right.isfinite()
+    wrong = (~is_fine).nonzero()
+    if not len(wrong):
+        found.checked(1)
+        return
+    at = int(wrong[0])
+    found.require(
+        False,
+        f"the result of {claims}: {right[at].item():.9g}, up to {bound[at].item():.3g}",
+        f"rank {rank}, {key} of {run.name}, index {at}: {values[at].item():.9g} "
+        f"({len(wrong)} of {len(values)} elements differ)",
+    )

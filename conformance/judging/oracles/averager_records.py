@@ -1,0 +1,38 @@
+"""The records of an averager's run: the calls, the fed values, and the results."""
+
+from collections.abc import Iterator
+
+import torch
+
+from conformance.records.run import Run, fed
+from conformance.scenarios.averager_values import source, values_of
+from conformance.scenarios.averaging_schedule import HELD
+
+
+def calls(run: Run) -> Iterator[tuple[int, int]]:
+    """Yield (rank, step) of every recorded call of the averager."""
+    for rank in run.ranks:
+        for event in rank.all("averaged"):
+            yield rank.rank, event["step"]
+
+
+def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return a parameter after the call, flat in float64."""
+    return run.ranks[rank].tensors[f"{step}/parameter/p{index}"].reshape(-1).double()
+
+
+def fed_to(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return the values that a parameter was set to before the call, flat in float64."""
+    while run.scenario.steps[step] == HELD:
+        step = max(earlier for _, earlier in calls(run) if earlier < step)
+    group = run.group(rank)
+    spec = run.scenario.params[index]
+    of = source(run.scenario, group, group.index(rank), step, index)
+    if of.kind == "limit":
+        return values_of(of, spec, len(group), index).reshape(-1).double()
+    return fed(of.kind, spec, len(group), of.rank, of.number, index)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return for each element whether two values are equal; NaN is equal to NaN."""
+    return (one == other) | (one.isnan() & other.isnan())

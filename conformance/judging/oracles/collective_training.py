@@ -1,0 +1,256 @@
+"""Messages of zeros, constants and tiny values; and calls after a NaN or an infinity, in float64.
+
+``oracles.collective`` has the bound b(x) of one call without error feedback. It holds for zeros,
+constants and tiny values as it is: a block of zeros has the bound 0, so that zeros arrive, and the
+bound of a tiny block is in proportion to its own largest element.
+
+Poison. The largest magnitude M of a block that has a NaN or an infinity is not a number, so that
+blocks(...) and bounded(..., block=n) promise nothing about the other elements of that block, and
+bounded(...) without ``block=`` nothing about the other elements that the rank sends in that call;
+rounded(...) promises all other elements. Everything else keeps its bound. The NaN or infinity
+itself must not arrive as a finite number: nobody would see that it is lost. Under rounded(float16)
+an infinity may be the largest float16, with its sign (see 18.14).
+
+Error feedback. Let e' be the error that a rank keeps before a call, and e the one after it. It
+sends f = x + e', and l y = x + e' - e arrives, so that
+
+    |l y - x| <= |e'| + |e|,    |e| <= b(f) <= b(|x| + E'),    E' the largest |e'|,
+
+because b grows with magnitudes. Here b of rounded(float16) is 2**-11 |f| + 2**-25, and b of
+rounded(bfloat16) is 2**-7 |f| + 2**-133, since one of two neighbours may arrive. The sum f, and
+the difference that gives e, are rounded in float32: 2**-22 |f| covers four such roundings. E is
+followed from the first call of the object on, with E = 0 before it. In the poisoned elements
+nothing is promised, and at most everything is kept: E = |x| + E', without what is not finite. An
+error that is itself not finite breaks the next call's bound.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from conformance.judging.oracles.collective import (
+    LARGEST_HALF,
+    SLACK,
+    Arrival,
+    Call,
+    arrivals,
+    calls,
+    claimed_bound,
+    loss_factor,
+    require_arrival,
+    require_zero_signs,
+)
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios import collective_messages as messages
+from conformance.scenarios.model import Scenario
+from conformance.subjects.claims import Claims
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """The promise of a claim about one message.
+
+    Attributes:
+        sent: the message, flat in float64.
+        deviation: the largest error of each element.
+        is_free: the elements about which nothing is promised.
+    """
+
+    sent: torch.Tensor
+    deviation: torch.Tensor
+    is_free: torch.Tensor
+
+
+def require_recovery(run: Run, claims: Claims, found: Found) -> None:
+    """Require every message of every call, as far as the claims promise it."""
+    for call in calls(run):
+        for arrival in arrivals(run, claims, call):
+            _require_promised(run, claims, found, arrival)
+
+
+def require_no_error_in_wait(found: Found, call: Call) -> None:
+    """Require that a call that was not made, or broke off, was refused when it was made.
+
+    A refusal of async_op=True comes from the call itself: it is too late in wait().
+    """
+    found.require(
+        not call.event["raised_in_wait"],
+        "a wait() that returns, or an error of the call itself",
+        f"{call}: wait() raised {call.refused}",
+        "a wait() that raises",
+    )
+
+
+def promises(
+    scenario: Scenario, claims: Claims, size: int, source: int, index: int, step: int
+) -> dict[Pair, Promise]:
+    """Return the promises about the messages that a rank sends in a call.
+
+    Args:
+        scenario: the scenario, whose steps before this one decide the errors that are kept.
+        claims: the subject's claims.
+        size: the size of the group.
+        source: the place of the rank.
+        index, step: the number of the call's parameter, and its step.
+    """
+    pairs = messages.sent(scenario, size, source, step, index)
+    kept: dict[Pair, torch.Tensor] = {}
+    found: dict[Pair, Promise] = {}
+    has_feedback = claims.has("feedback")
+    for earlier in range(step + 1) if has_feedback else (step,):
+        sent = {
+            pair: messages.message(scenario, size, earlier, index, *pair).double().reshape(-1)
+            for pair in pairs
+        }
+        magnitude = {
+            pair: values.nan_to_num(0.0, 0.0, 0.0).abs() + kept.get(pair, 0.0)
+            for pair, values in sent.items()
+        }
+        for pair, is_free in _poisoned(claims, sent).items():
+            loss = _loss(claims, magnitude[pair], magnitude)
+            if has_feedback:
+                loss = loss * SLACK + 2.0**-22 * magnitude[pair]
+            deviation = loss + kept.get(pair, 0.0)
+            found[pair] = Promise(sent[pair], deviation, is_free)
+            if has_feedback:
+                kept[pair] = torch.where(is_free, magnitude[pair], loss)
+    return found
+
+
+def _poisoned(claims: Claims, sent: Mapping[Pair, torch.Tensor]) -> dict[Pair, torch.Tensor]:
+    """Return the elements of each message about which nothing is promised."""
+    poison = {pair: ~values.isfinite() for pair, values in sent.items()}
+    if claims.has("rounded"):
+        return poison
+    block = 0
+    if claims.has("blocks"):
+        block = int(claims.options["blocks"]["size"])
+    elif "block" in claims.options["bounded"]:
+        block = int(claims.options["bounded"]["block"])
+    if block:
+        return {pair: _in_block(is_poison, block) for pair, is_poison in poison.items()}
+    is_anywhere = any(bool(is_poison.any()) for is_poison in poison.values())
+    return {pair: torch.full_like(is_poison, is_anywhere) for pair, is_poison in poison.items()}
+
+
+def _in_block(flags: torch.Tensor, block: int) -> torch.Tensor:
+    """Return for each element whether a flag is set in its block."""
+    padded = torch.nn.functional.pad(flags, (0, -len(flags) % block)).view(-1, block)
+    return padded.any(1).repeat_interleave(block)[: len(flags)]
+
+
+def _loss(
+    claims: Claims, fed: torch.Tensor, fed_in_call: Mapping[Pair, torch.Tensor]
+) -> torch.Tensor:
+    """Return the bound of one call for values of these magnitudes."""
+    if claims.has("rounded"):
+        if claims.options["rounded"]["name"] == "float16":
+            return fed * 2.0**-11 + 2.0**-25
+        return fed * 2.0**-7 + 2.0**-133
+    largest = max(float(values.max()) for values in fed_in_call.values())
+    return SLACK * claimed_bound(claims, fed, torch.full_like(fed, largest))
+
+
+def _require_promised(run: Run, claims: Claims, found: Found, arrival: Arrival) -> None:
+    """Require one message, as far as the claims promise it."""
+    got = arrival.got
+    call = arrival.call
+    if got is None or len(got) != len(arrival.allowed.exact):
+        require_arrival(run, claims, found, arrival)
+        return
+    if claims.has("rounded") and not claims.has("feedback"):
+        # Each element has one or two right values, also NaN and infinities.
+        if require_arrival(run, claims, found, arrival):
+            require_zero_signs(found, arrival)
+        return
+    group = run.group(call.rank)
+    source = group.index(arrival.source)
+    size = len(group)
+    to = next(
+        pair[1]
+        for pair in messages.received(run.scenario, size, arrival.place, call.step, call.index)
+        if pair[0] == source
+    )
+    of_call = promises(run.scenario, claims, size, source, call.index, call.step)
+    promise = of_call[source, to]
+    if not _require_nothing_hidden(claims, found, arrival, promise.sent):
+        return
+    if not _require_finite(run, found, arrival, promise):
+        return
+    loss = loss_factor(run, claims)
+    zero = torch.zeros_like(got)
+    exact = torch.where(promise.is_free, zero, promise.sent / loss)
+    bound = torch.where(promise.is_free, zero, promise.deviation / abs(loss))
+    allowed = replace(
+        arrival.allowed,
+        exact=exact,
+        low=exact - bound,
+        high=exact + bound,
+        bound=bound,
+        two_values=False,
+    )
+    got = torch.where(promise.is_free, zero, got)
+    lost = ((got == 0) & allowed.wrong(got) & (exact != 0)).nonzero().reshape(-1)
+    if len(lost) and run.scenario.steps[call.step] in ("tiny", "patches"):
+        at = int(lost[0])
+        found.require(
+            False,
+            f"{allowed.low[at].item():.9g} to {allowed.high[at].item():.9g}",
+            f"{arrival}, index {at}: 0 ({len(lost)} of {len(got)} elements)",
+            "tiny values are lost: a scale has a least value, or is sent in too few bits",
+        )
+        return
+    require_arrival(run, claims, found, replace(arrival, got=got, allowed=allowed))
+
+
+def _require_nothing_hidden(
+    claims: Claims, found: Found, arrival: Arrival, sent: torch.Tensor
+) -> bool:
+    """Require that no NaN or infinity arrives as a finite number."""
+    assert arrival.got is not None
+    is_hidden = arrival.got.isfinite() & ~sent.isfinite()
+    if claims.options.get("rounded", {}).get("name") == "float16":
+        # Divided by a loss factor, the largest float16 is smaller.
+        loss = float(claims.options["divided"]["loss"]) if claims.has("divided") else 1.0
+        largest = sent.sign() * LARGEST_HALF / loss
+        is_hidden &= sent.isnan() | ((arrival.got - largest).abs() > largest.abs() * 2.0**-10)
+    hidden = is_hidden.nonzero().reshape(-1)
+    if not len(hidden):
+        found.checked(int((~sent.isfinite()).any()))
+        return True
+    at = int(hidden[0])
+    return found.require(
+        False,
+        f"NaN or an infinity, for {sent[at].item()}",
+        f"{arrival}, index {at}: {arrival.got[at].item():.9g}",
+        "a NaN or an infinity is lost",
+    )
+
+
+def _require_finite(run: Run, found: Found, arrival: Arrival, promise: Promise) -> bool:
+    """Require that promised elements are finite."""
+    assert arrival.got is not None
+    stray = (~arrival.got.isfinite() & ~promise.is_free).nonzero().reshape(-1)
+    if not len(stray):
+        return True
+    at = int(stray[0])
+    step = arrival.call.step
+    earlier = [kind for kind in run.scenario.steps[:step] if kind in ("nan", "infinite")]
+    cause = ""
+    if promise.is_free.any():
+        cause = "a NaN or an infinity spreads beyond its block"
+    elif earlier:
+        cause = "a NaN or an infinity of an earlier call is kept, in an error or in a scale"
+    elif not promise.sent[at]:
+        cause = "zeros are divided by their scale, which is 0"
+    return found.require(
+        False,
+        f"a finite number, for {promise.sent[at].item():.9g}",
+        f"{arrival}, index {at}: {arrival.got[at].item()} "
+        f"({len(stray)} of {len(arrival.got)} elements)",
+        cause,
+    )

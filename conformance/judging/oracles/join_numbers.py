@@ -1,0 +1,272 @@
+"""The numbers that a joinable computes while some ranks have joined.
+
+Gradients. Let x_q be the gradient that autograd computes on rank q in a step, T the ranks that
+train in the step, and W the number of ranks of the group. A rank that has joined has no gradient:
+its shadow adds zeros. The right gradient on the ranks of T is therefore
+
+    sum_{q in T} x_q / D
+
+with D = W, or D = |T| under divide_by_initial_world_size=False. The kit cannot know the meaning of
+the gradients of any joinable. The first context shows it, in which all ranks train: if they are the
+means or the sums of the x_q there, within the bound, they have to be in the other contexts. Sums
+have D = 1 everywhere. A joinable whose join_hook does not name the argument has one D of its own,
+W or |T|, in all steps of all contexts.
+
+Bound. The sum of n = |T| values has n - 1 roundings in any order, n + 1 with the zeros of shadows
+and the division, and one more if each rank multiplies by a rounded reciprocal; and m - 1 if a rank
+computes its gradient in m backwards. Each rounding is at most eps / 2 of a partial sum, and these
+are at most sum |x_q| / D. So the error of an element is below (W + m + 2) eps sum |x_q| / D, where
+half of it covers products of roundings. An underflow adds less than one smallest subnormal for each
+rounding.
+
+State. The driver records digests of all tensors of the state at the end of the body, and after the
+join. The first context shows here too the replicated tensors: those that are the same on all
+ranks after the join. They have to be so after uneven inputs. If they are also those that a rank
+held at the end of its body, the join hands out a state and computes none. After uneven inputs it
+has to be that of a rank that joined last: all others have missed steps. Digests are compared bit
+for bit: copies round nothing.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from conformance.judging.oracles.join import Member, members
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.join_draws import divides_by_all
+
+NO_GRADIENTS = "it leaves no gradients in parameters that autograd trains"
+OTHER_GRADIENTS = "after even inputs its gradients are neither means nor sums over ranks"
+NO_STATE = "it has no parameters, buffers or state_dict() that ranks replicate after even inputs"
+COMPUTED_STATE = "its join computes a state: after even inputs it is not what a rank held before"
+
+
+def require_gradients_of_trainers(run: Run, found: Found) -> None:
+    """Require gradients that hold nothing of ranks that have joined, with the right divisor."""
+    places = {member.context: list(_places(run, member.context)) for member in members(run)}
+    if not places[0]:
+        found.does_not_apply(NO_GRADIENTS)
+        return
+    size = len(run.group(0))
+    for member, at, index in places[0]:
+        got = _grad(member, at, index)
+        is_finite = bool(_local_sum(run, member, at, index)[1].isfinite().all())
+        if got is not None and is_finite and not got.isfinite().all():
+            place = f"{member}, step {at}, gradient of parameter {index}"
+            found.require(False, "finite values", f"{place}: a value that is not finite")
+            return
+    even = [d for d in (size, 1) if all(_fits(run, place, d) for place in places[0])]
+    if not even:
+        found.does_not_apply(OTHER_GRADIENTS)
+        return
+    own: set[bool] = set()
+    for context in sorted(places)[1:]:
+        for fed in places[context]:
+            _require_gradient(run, fed, found, even[0] > 1, own)
+
+
+def require_replicas(run: Run, found: Found) -> None:
+    """Require the same state on all ranks after uneven inputs."""
+    names = _replicated(run)
+    if not names:
+        found.does_not_apply(NO_STATE)
+        return
+    for context in _contexts(run)[1:]:
+        for name in names:
+            held = {m.rank.rank: _state(m, "left").get(name, "none") for m in _of(run, context)}
+            first = next(_of(run, context))
+            differing = [rank for rank, digest in held.items() if digest != held[first.rank.rank]]
+            found.require(
+                not differing,
+                f"the same {name} on all ranks",
+                f"{first}: {name} differs on ranks {differing}",
+                "ranks that joined early keep values of their own",
+            )
+
+
+def require_last_state(run: Run, found: Found) -> None:
+    """Require the state that a rank with the most inputs held at the end of its body."""
+    replicated = _replicated(run)
+    if not replicated:
+        found.does_not_apply(NO_STATE)
+        return
+    names = [name for name in replicated if _is_handed_out(run, name)]
+    if not names:
+        found.does_not_apply(COMPUTED_STATE)
+        return
+    for context in _contexts(run)[1:]:
+        group = list(_of(run, context))
+        last = [member for member in group if member.own_inputs == member.most_inputs]
+        for name in names:
+            right = {_state(member, "leaving").get(name, "none") for member in last}
+            early = {
+                _state(member, "leaving").get(name, "none"): member.rank.rank
+                for member in group
+                if member not in last
+            }
+            for member in group:
+                got = _state(member, "left").get(name, "none")
+                cause = ""
+                if got in early:
+                    cause = f"these are the values of rank {early[got]}, which joined early"
+                found.require(
+                    got in right,
+                    f"{name} as on ranks {[m.rank.rank for m in last]} at the end of their bodies",
+                    f"{member}: {name} has other values",
+                    cause,
+                )
+
+
+Place = tuple[Member, int, int]
+"""A rank in a context, a step, and the number of a parameter."""
+
+
+def _contexts(run: Run) -> list[int]:
+    return sorted({member.context for member in members(run)})
+
+
+def _of(run: Run, context: int) -> Iterator[Member]:
+    return (member for member in members(run) if member.context == context)
+
+
+def _places(run: Run, context: int) -> Iterator[Place]:
+    for member in _of(run, context):
+        for event in member.events("gradients"):
+            for index in range(event["parameters"]):
+                place = member, event["at"], index
+                if _grad(*place) is not None and _local_sum(run, *place)[0]:
+                    yield place
+
+
+def _tensor(member: Member, rank: int, at: int, name: str, run: Run) -> torch.Tensor | None:
+    return run.ranks[rank].tensors.get(f"{member.context}/{at}/{name}")
+
+
+def _grad(member: Member, at: int, index: int) -> torch.Tensor | None:
+    return member.rank.tensors.get(f"{member.context}/{at}/grad/p{index}")
+
+
+def _local_sum(
+    run: Run, member: Member, at: int, index: int
+) -> tuple[bool, torch.Tensor, torch.Tensor]:
+    """Return whether any rank computed a gradient, the sum over ranks, and that of magnitudes."""
+    got = _grad(member, at, index)
+    assert got is not None
+    total = torch.zeros_like(got, dtype=torch.float64)
+    magnitude = torch.zeros_like(total)
+    is_known = False
+    for rank in member.training(at):
+        local = _tensor(member, rank, at, f"local/p{index}", run)
+        if local is not None:
+            is_known = True
+            total += local.double()
+            magnitude += local.double().abs()
+    return is_known, total, magnitude
+
+
+def _bound(run: Run, place: Place, magnitude: torch.Tensor, divisor: int) -> torch.Tensor:
+    member, at, _ = place
+    got = _grad(*place)
+    assert got is not None
+    calls = [
+        event["calls"]
+        for rank in run.ranks
+        for event in rank.all("gradients", step=member.context, at=at)
+    ]
+    roundings = len(member.group) + max(calls) + 2
+    info = torch.finfo(got.dtype)
+    return roundings * (info.eps * magnitude / divisor + info.tiny * info.eps)
+
+
+def _fits(run: Run, place: Place, divisor: int) -> bool:
+    got = _grad(*place)
+    assert got is not None
+    _, total, magnitude = _local_sum(run, *place)
+    error = (got.double() - total / divisor).abs()
+    return bool((error <= _bound(run, place, magnitude, divisor)).all())
+
+
+def _require_gradient(run: Run, place: Place, found: Found, is_mean: bool, own: set[bool]) -> None:
+    """Require a gradient of an uneven context.
+
+    Args:
+        own: for a joinable with a divisor of its own, whether that is the number of all ranks;
+            receives the divisor of the first step that shows it.
+    """
+    member, at, index = place
+    training = len(member.training(at))
+    size = len(member.group)
+    by_all = divides_by_all(run.scenario, member.context)
+    allowed = {by_all: size if by_all else training}
+    if not is_mean:
+        allowed = {True: 1}
+    elif not _knows_divisor(member):
+        allowed = {way: size if way else training for way in own or (True, False)}
+    fitting = {way for way, divisor in allowed.items() if _fits(run, place, divisor)}
+    if len(fitting) == 1 and training < size:
+        own |= fitting
+    divisors = " or ".join(map(str, sorted(set(allowed.values()))))
+    found.require(
+        bool(fitting),
+        f"the sum of the gradients of ranks {member.training(at)}, divided by {divisors}",
+        f"{member}, step {at}, parameter {index}: another gradient",
+        _cause(run, place),
+    )
+
+
+def _cause(run: Run, place: Place) -> str:
+    """Return the mistake that gives this gradient, if it is a known one."""
+    member, at, index = place
+    got = _grad(*place)
+    assert got is not None
+    _, total, _ = _local_sum(run, *place)
+    size = len(member.group)
+    training = member.training(at)
+    mistakes = {
+        f"divided by {size}, the number of all ranks": (total, size),
+        f"divided by {len(training)}, the number of training ranks": (total, len(training)),
+        "the sum, not divided": (total, 1),
+    }
+    joined = [rank for rank in member.group if rank not in training]
+    lengths = dict(zip(member.group, member.inputs, strict=True))
+    for name, said in (("local", "its last gradient"), ("grad", "the last mean gradient")):
+        stale = total.clone()
+        for rank in joined:
+            last = _tensor(member, rank, lengths[rank] - 1, f"{name}/p{index}", run)
+            if last is not None:
+                stale += last.double()
+        for divisor in (size, len(training), 1):
+            mistakes.setdefault(
+                f"a rank that has joined goes on adding {said} (/ {divisor})", (stale, divisor)
+            )
+    for name, (right, divisor) in mistakes.items():
+        if torch.allclose(got.double(), right / divisor, rtol=1e-5, atol=0.0):
+            return name
+    return "the main hook has to add zeros"
+
+
+def _knows_divisor(member: Member) -> bool:
+    return any(event["divides"] for event in member.events("state_of_joinable"))
+
+
+def _state(member: Member, when: str) -> dict[str, str]:
+    for event in member.events("state_of_joinable"):
+        if event["when"] == when:
+            digests: dict[str, str] = event["digests"]
+            return digests
+    return {}
+
+
+def _replicated(run: Run) -> list[str]:
+    """Return the names of the state that all ranks hold alike after even inputs."""
+    held = [_state(member, "left") for member in _of(run, 0)]
+    if not held:
+        return []
+    return [name for name in held[0] if len({state.get(name, "none") for state in held}) == 1]
+
+
+def _is_handed_out(run: Run, name: str) -> bool:
+    group = list(_of(run, 0))
+    after = _state(group[0], "left")[name]
+    return after in [_state(member, "leaving").get(name, "none") for member in group]

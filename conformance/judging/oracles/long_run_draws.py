@@ -1,0 +1,172 @@
+"""Judge the errors of random results over a long run; ``long_runs.py`` has the derivations."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from conformance.judging.oracles.long_runs import LongRecord
+from conformance.judging.verdict import Found
+
+# See "Unbiased" in ``oracles/lossy.py``.
+SIGMAS = 6.0
+PEAKS = 12.0
+MANY = 256
+FINE = 1 / 4
+SMALL = 1 / 20
+ROUNDINGS = 16
+
+LAG_SIGMAS = 7.0
+FEWEST_PAIRS = 100  # rounds that a lag must have between them
+
+
+def require_unbiased(record: LongRecord, found: Found) -> bool:
+    """Require the errors of all rounds after the warm-up to cancel out on every rank."""
+    means = [table[record.places[record.warm_up :]] for table in record.means]
+    whole_means = torch.cat(means, dim=1)
+    for rank in _different_ranks(record):
+        errors = _errors(record, rank)
+        whole = torch.cat(errors, dim=1)
+        if not bool(whole.isfinite().all()):
+            return found.require(
+                False, "finite values for finite gradients", f"rank {rank}: some are not"
+            )
+        is_fine = float(whole.norm()) <= FINE * float(whole_means.norm())
+        typical = float(whole_means.norm()) / math.sqrt(whole_means.numel())
+        slack = ROUNDINGS * record.unit() * typical
+        place = f"rank {rank}, all parameters"
+        if not _require_cancelling(record, whole, whole_means, place, slack, found):
+            return False
+        for index in record.indices:
+            numel = errors[index].size(1)
+            if numel < MANY and not is_fine:
+                continue
+            allowed = slack + SMALL * typical * (numel < MANY)
+            place = f"rank {rank}, parameter {record.run.parameter_name(index)}"
+            if not _require_cancelling(record, errors[index], means[index], place, allowed, found):
+                return False
+    return True
+
+
+def _different_ranks(record: LongRecord) -> list[int]:
+    """Return the ranks whose results differ from those of rank 0, and rank 0."""
+    different = {rank for index in record.indices for rank, _ in record.different_ranks(index)}
+    return sorted(different)
+
+
+def _errors(record: LongRecord, rank: int) -> list[torch.Tensor]:
+    """Return a rank's errors after the warm-up, ``[rounds, numel]`` by parameter."""
+    errors = []
+    for index in record.indices:
+        rows = record.results(rank, index)
+        assert rows is not None
+        right = record.means[index][record.places] * record.counts.unsqueeze(1)
+        errors.append((rows - right)[record.warm_up :])
+    return errors
+
+
+def _require_cancelling(
+    record: LongRecord,
+    errors: torch.Tensor,
+    means: torch.Tensor,
+    place: str,
+    slack: float,
+    found: Found,
+) -> bool:
+    """Require errors ``[rounds, n]`` to cancel out along six directions of each round."""
+    draws = int(record.counts[record.warm_up :].sum())
+    for directions in _directions(means):
+        along = (errors * directions).sum(1)
+        total = abs(float(along.sum()))
+        spread = math.sqrt(float(along.square().sum()))
+        peak = float(along.abs().max())
+        bound = SIGMAS * spread + PEAKS * peak + draws * slack * math.sqrt(errors.size(1))
+        holds = found.require(
+            total <= bound,
+            f"errors of {draws} draws that cancel out: a sum of at most {bound:.3g}",
+            f"{place}: {total:.3g}",
+            _bias(along, means, directions) if total > bound else "",
+        )
+        if not holds:
+            return False
+        found.checked(len(errors), total / bound if bound else None)
+    return True
+
+
+def _bias(along: torch.Tensor, means: torch.Tensor, directions: torch.Tensor) -> str:
+    """Return the bias of the two halves of a run, in words."""
+    lengths = (means * directions).sum(1).abs().sum()
+    if not float(lengths):
+        return ""
+    halves = along.tensor_split(2)
+    whole = float(along.sum() / lengths)
+    parts = [float(half.sum() / (lengths / 2)) for half in halves]
+    return (
+        f"on average results are off by {whole:.3g} of the mean along a direction: by "
+        f"{parts[0]:.3g} in the first half of the run and {parts[1]:.3g} in the second"
+    )
+
+
+def _directions(means: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield directions of length 1 for each round: the mean, its signs, ones, three hashes."""
+    numbers = torch.arange(1, means.size(1) + 1)
+    hashes = [((numbers * odd) % 127 < 63).double() * 2 - 1 for odd in (37, 59, 83)]
+    rows = [means, means.sign(), torch.ones_like(means)]
+    rows += [row.expand_as(means) for row in hashes]
+    for row in rows:
+        yield row / row.norm(dim=1, keepdim=True).clamp(min=1e-300)
+
+
+def require_independent(record: LongRecord, found: Found) -> bool:
+    """Require errors that are not correlated with those of any number of rounds before."""
+    typical = float(record.norms[record.places[record.warm_up :]].square().mean())
+    rounding = typical * (ROUNDINGS * record.unit()) ** 2
+    for rank in _different_ranks(record):
+        errors = torch.cat(_errors(record, rank), dim=1)
+        products = errors @ errors.t()
+        lags = range(1, len(errors) - FEWEST_PAIRS)
+        shares = []
+        for lag in lags:
+            along = products.diagonal(lag)
+            spread = math.sqrt(float(along.square().sum()))
+            bound = LAG_SIGMAS * spread + PEAKS * float(along.abs().max()) + len(along) * rounding
+            shares.append(abs(float(along.sum())) / bound if bound else 0.0)
+        worst = max(shares)
+        found.checked(len(shares), worst)
+        if worst > 1:
+            # Errors that repeat after k steps repeat after 2k and 3k steps about as much: of these
+            # lags the first one is named.
+            place = next(place for place, share in enumerate(shares) if share > 0.9 * worst)
+            lag = lags[place]
+            alike = float(products.diagonal(lag).mean() / products.diagonal().mean())
+            return found.require(
+                False,
+                "errors that have nothing to do with those of earlier steps",
+                f"rank {rank}: errors {lag} steps apart are alike: on average their product is "
+                f"{alike:.2g} of their square, {shares[place]:.3g} times the limit",
+                f"the random numbers repeat after {lag} steps: a seed that comes again",
+            )
+    return True
+
+
+def require_own_noise(record: LongRecord, found: Found) -> None:
+    """Require ranks to draw different numbers, which shows in the variance of the mean."""
+    size = record.run.world
+    errors = torch.cat(_errors(record, 0), dim=1)
+    kinds = [record.feed.keys[place][0] for place in record.feed.places[record.warm_up :]]
+    squares = {}
+    for kind in ("same", "same_one"):
+        selected = torch.tensor([one == kind for one in kinds])
+        if not selected.any():
+            return
+        squares[kind] = float(errors[selected].square().sum(1).mean())
+    if not squares["same_one"]:
+        return
+    ratio = squares["same"] / squares["same_one"]
+    found.require(
+        ratio <= size**1.5,
+        f"the variance of independent draws: {size} times that of one rank's, and below "
+        f"{size**1.5:.3g} times",
+        f"{ratio:.3g} times",
+        "all ranks draw the same numbers, so that their errors do not average out",
+    )

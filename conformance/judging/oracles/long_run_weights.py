@@ -1,0 +1,181 @@
+"""Judge the weighted means of a long run; ``long_runs.py`` has the derivations."""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from conformance.judging.oracles.long_runs import LongRecord, pattern
+from conformance.judging.verdict import Found
+
+ROUNDINGS = 16
+WEIGHT_SLACK = 1e-3  # of a weight of a local result, which is exact up to rounding
+FEWEST_ELEMENTS = 4  # for each rank, of a parameter whose weights are solved
+# A rank that is heard in the first steps is heard again within so many.
+SILENT = 200
+
+
+def require_weights(record: LongRecord, found: Found) -> torch.Tensor | None:
+    """Require weighted means in each round after the warm-up.
+
+    Returns:
+        The largest weight of each source over all parameters, ``[rank, rounds, source]``; None if
+        a requirement does not hold.
+    """
+    size = record.run.world
+    heard = torch.zeros(size, record.feed.rounds, size, dtype=torch.float64)
+    for index in record.indices:
+        tables = torch.stack([record.inputs(rank, index) for rank in range(size)], dim=2)
+        is_solved = tables.size(1) >= FEWEST_ELEMENTS * size
+        for rank in range(size):
+            rows = record.results(rank, index)
+            assert rows is not None
+            if not _require_between(record, rank, index, rows, tables, found):
+                return None
+            if is_solved:
+                weights = _require_solved(record, rank, index, rows, tables, found)
+                if weights is None:
+                    return None
+                heard[rank] = torch.maximum(heard[rank], weights)
+        if is_solved and not _require_equal_influence(record, index, heard, found):
+            return None
+    return heard
+
+
+def _fail(
+    record: LongRecord,
+    wrong: torch.Tensor,
+    rank: int,
+    index: int,
+    expected: str,
+    actual: Callable[[int], str],
+    found: Found,
+) -> bool:
+    """Require that no round after the warm-up is wrong, and return whether that holds.
+
+    Args:
+        wrong: a mask of rounds.
+        actual: returns the words for a wrong round.
+    """
+    wrong = wrong.clone()
+    wrong[: record.warm_up] = False
+    found.checked(len(wrong) - record.warm_up)
+    if not wrong.any():
+        return True
+    number = int(wrong.nonzero()[0])
+    place = record.place(rank, number, index)
+    cause = pattern(wrong, record.feed)
+    return found.require(False, expected, f"{place}: {actual(number)}", cause)
+
+
+def _require_between(
+    record: LongRecord,
+    rank: int,
+    index: int,
+    rows: torch.Tensor,
+    tables: torch.Tensor,
+    found: Found,
+) -> bool:
+    """Require results between the smallest and the largest gradient of the ranks."""
+    slack = ROUNDINGS * record.unit() * tables.abs().sum(2)
+    high = (tables.amax(2) + slack)[record.places]
+    low = (tables.amin(2) - slack)[record.places]
+    each = rows / record.counts.unsqueeze(1)
+    outside = ~((each >= low) & (each <= high))
+    return _fail(
+        record,
+        outside.any(1),
+        rank,
+        index,
+        "between the smallest and the largest gradient of the ranks",
+        lambda number: f"{int(outside[number].sum())} of {rows.size(1)} elements lie outside",
+        found,
+    )
+
+
+def _require_solved(
+    record: LongRecord,
+    rank: int,
+    index: int,
+    rows: torch.Tensor,
+    tables: torch.Tensor,
+    found: Found,
+) -> torch.Tensor | None:
+    """Require one weighted mean for all elements in each round; return the weights."""
+    size = tables.size(2)
+    each = rows / record.counts.unsqueeze(1)
+    weights = torch.zeros(len(rows), size, dtype=torch.float64)
+    away = torch.zeros(len(rows), dtype=torch.bool)
+    slack = ROUNDINGS * record.unit() * tables.abs().sum(2)
+    for place, gradients in enumerate(tables):
+        at = (record.places == place).nonzero().reshape(-1)
+        solver = torch.linalg.pinv(gradients)
+        solved = each[at] @ solver.t()
+        # Solved once more for the rest: the first solution may be off by some roundings.
+        solved += (each[at] - solved @ gradients.t()) @ solver.t()
+        weights[at] = solved
+        away[at] = ((each[at] - solved @ gradients.t()).abs() > slack[place]).any(1)
+
+    def words(number: int) -> str:
+        return ", ".join(f"{float(w):.3g} of rank {r}" for r, w in enumerate(weights[number]))
+
+    expected = "one weighted mean of ranks' gradients for all elements"
+    nearest = "it is none; nearest is "
+    if not _fail(record, away, rank, index, expected, lambda n: nearest + words(n), found):
+        return None
+    is_wrong = (weights < -WEIGHT_SLACK).any(1)
+    is_wrong |= (weights.sum(1) - 1).abs() > WEIGHT_SLACK
+    is_wrong |= weights[:, rank] <= WEIGHT_SLACK
+    expected = "weights of at least 0 that sum to 1, this rank's own among them"
+    if not _fail(record, is_wrong, rank, index, expected, words, found):
+        return None
+    return weights
+
+
+def _require_equal_influence(
+    record: LongRecord, index: int, weights: torch.Tensor, found: Found
+) -> bool:
+    """Require each rank's weights to sum to 1 over all ranks."""
+    sums = weights.sum(0)
+    return _fail(
+        record,
+        ((sums - 1).abs() > WEIGHT_SLACK).any(1),
+        0,
+        index,
+        "every rank's gradient counts once over all ranks",
+        lambda number: (
+            "they count " + ", ".join(f"{float(w):.3g}" for w in sums[number]) + " times"
+        ),
+        found,
+    )
+
+
+def require_mixing(record: LongRecord, heard: torch.Tensor, found: Found) -> None:
+    """Require every rank that is heard in the first steps to be heard again and again.
+
+    The longest silence that is allowed is SILENT steps, or twice the longest between the first
+    three times that the rank is heard, for schedules with a longer period.
+
+    Args:
+        record: the run.
+        heard: the weights, ``[rank, rounds, source]``.
+        found: the findings of the rule.
+    """
+    begin = record.feed.first_steps[record.warm_up]
+    for rank in range(record.run.world):
+        for source in range(record.run.world):
+            rounds = (heard[rank, record.warm_up :, source] > WEIGHT_SLACK).nonzero().reshape(-1)
+            steps = [record.feed.first_steps[int(n) + record.warm_up] for n in rounds]
+            if rank == source or not steps or steps[0] >= begin + SILENT:
+                continue
+            steps.append(record.feed.steps)
+            silences = [after - before for before, after in itertools.pairwise(steps)]
+            allowed = max([SILENT, *(2 * silence for silence in silences[:2][: len(silences) - 1])])
+            longest = max(silences)
+            since = steps[silences.index(longest)]
+            found.require(
+                longest <= allowed,
+                f"a rank that is heard in the first steps and then at least every {allowed} steps",
+                f"rank {rank} hears rank {source} in step {since}, then not for {longest} steps",
+                "ranks no longer communicate, or the partners of a schedule no longer change",
+            )

@@ -1,0 +1,368 @@
+"""Judge lossy results, which are compressed, random or local: no single step is right or wrong.
+
+Let x_r be the gradient that rank r feeds, m the mean over the group and y the result. The following
+must hold for each parameter, in float64, over the steps after the warm-up:
+
+    compressed          sum(y) = sum(m) once faint gradients have been fed long enough: the residual
+                        is empty
+    compressed(ef21)    y = m once the same gradient has been fed long enough
+    compressed(False)   ||y - m|| <= sqrt(1 - delta) mean_r ||x_r||, per bucket and step
+    unbiased            the same gradient is fed N = 96 times; for six directions u, with
+                        d_t = <y_t - m, u>,
+                        |sum_t d_t| <= 6 sqrt(sum_t d_t**2) + 12 max_t |d_t|
+    local               y = sum_q w_q x_q with w >= 0, the same w for every element of a bucket,
+                        each rank's own w above zero; w sums to 1 on each rank, and over the ranks
+                        of a group to 1 for each q
+    all but local       y has the same bits on all ranks of a group, in every step
+
+Long enough. A compressor with ``delta`` keeps at most (1 - delta)**(1/2) of its input. After n
+steps without new gradients at most (1 - delta)**(n/2) of the residual is left; n makes that 1/1024,
+or 1/128 in scenarios that repeat the requirement under an option of DDP. A residual is seldom
+larger than a few gradients. The rest is therefore below 1/256 (1/32) of the gradients, or a few
+times that if the rest becomes uneven and signs keep less of it than they claim. The limit is 1/16.
+A wrong divisor, group or residual is off by a quarter or more.
+
+Faint gradients. A hook may send nothing of a parameter whose gradient is zero on all ranks, and
+keep the residual until an expert is used again. Residuals are therefore emptied by gradients of
+2**-20 of the others, and not by zeros. With them e <- (1 - delta)**(1/2) (e + x) ends at a residual
+of at most 2/delta 2**-20 gradients: 2**-15 for the default delta. They are part of the means.
+
+Slow compressors. No compressor of signs has a delta that is much above 1/n for n elements with
+heavy tails or an outlier: it sends s sign(e) with s = ||e||_1 / n, and so at least the n-th part of
+each element in each step. With such values (``layers``) a sum may therefore be off, if all elements
+of at least half the largest missing value still come out: by a 4n-th part of it a step, on average
+over the last half of the faint steps. The factor 4 is for ranks whose residuals have the other
+sign. A value that was lost does not come out at all, or as slowly as the faint gradients.
+
+Dropped results. With find_unused_parameters, DDP drops the result of a parameter that no rank has
+used in a step. A hook without a collective of its own cannot know that, and sends its residual
+there. Its results are therefore judged as the hook returned them, dropped ones included. A hook
+that returns nothing for such a parameter, and keeps its residual, has the same sum.
+
+Unbiased. sum_t d_t / sqrt(sum_t d_t**2) is self-normalized: for errors that are symmetric given the
+past it exceeds 6 with probability at most 2 exp(-6**2 / 2) < 4e-8 (Efron, JASA 1969). Errors that
+are seldom and large are not symmetric: if L of them are expected and K of size R come, then
+|K - L| R is to be at most 6 sqrt(K) R + 12 R. For L from 18 on this fails with probability below
+1e-7 (Poisson). Directions are therefore taken over many random elements: over all parameters
+together, and over each parameter of at least 256 elements. Smaller parameters are judged only if
+the results are near the mean in each draw (a relative error of at most 1/4); a bias of up to a
+twentieth of a typical element is then left to the larger ones. With at most 60 directions in a run
+the probability of a false failure is below 1e-5 before any run is seen. A hook draws the same
+numbers in every run (rule 3.3), so that a verdict does not vary. A bias of twice the errors'
+deviation along a direction is found, and so is a bias without any deviation.
+
+A parameter, however small, that has the same values in all draws, not all zero, must be the mean up
+to a quarter, if elements change from draw to draw in at least 2 * 1/5 * 4/5 of all cases. That is
+the rate of elements one of whose two values has a probability of 1/5. A value that would compensate
+for the constant ones, if it is drawn as often, stays out of 96 draws with a probability below
+(4/5)**96 < 1e-9. If draws change less often this is not required: a correction may be seldom.
+
+Outliers. If one element is nine tenths of a parameter's norm or more, a hook with few levels sends
+the other elements so seldom that L is below 18. Only the outlier itself is then judged, and only if
+results change from draw to draw as often as required above: its average is right up to the bound
+above, and off by at most a quarter if it varies by less than a quarter. Both may be a twentieth
+more: another rank's element at that place is a ten-thousandth of it.
+
+Draws. Let e_t be the error of draw t. Given the draws before it has the expectation zero, so that
+<e_t, e_(t+k)> has it too, for every lag k. The bound above holds for their sum over t. Noise that
+repeats after k steps has positive products only: N of about the same size exceed 6 sqrt(N) + 12
+from N = 58 on. ``values`` feeds 160 draws, so that lags up to 80 are judged, and so that noise that
+is used twice, with 80 products, is found. If a share s of the squares is in common and n
+elements are independent, each product is s +- 1/sqrt(n) of the square, and s = 1/10 is found in
+parameters of a thousand elements. Products that are negative (antithetic draws) do no harm.
+
+Scales. ``delta`` is a property of a compressor and of its input, which is the bucket. A scale or a
+selection that a bucket shares is therefore no mistake, although layers whose gradients are 1e6
+times smaller than those of others in their bucket then come out late, and without feedback never.
+Layers of different scales are fed in buckets of their own, where only absolute numbers, and state
+that buckets share, can lose them. In the first step DDP has one bucket for all layers: it is fed
+zeros.
+
+Small gradients. All bounds are relative to the gradients, so that they hold for gradients a
+thousandth as large, too. Most gradients of a model are below 1; a threshold or an epsilon that is
+an absolute number shows only there (13.10).
+
+Local. A bucket has far more elements than there are ranks, and they are independent: the weights
+are the solution of least squares, and exact up to rounding. A bucket of fewer than 4 elements a
+rank that are not zero on all ranks proves only that each element lies between the smallest and the
+largest gradient, and so does a bucket of which a rank feeds no parameter.
+
+Mixing. A link joins two ranks if one has a weight in a result of the other. Over a run of 24 steps,
+without the first, the links of each parameter must connect all ranks of a group. Partners that are
+drawn at random in every step leave four ranks apart in 23 steps with probability 3**-22.
+"""
+
+import math
+from itertools import product
+
+import torch
+
+from conformance.judging.oracles.lossy import compression, local
+from conformance.judging.oracles.lossy import unbiased as random_results
+from conformance.judging.oracles.lossy.common import (
+    LIMIT,
+    ROUNDINGS,
+    JudgedRun,
+    joined,
+    unit_roundoff,
+)
+from conformance.judging.oracles.mean import mean
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.subjects.claims import (
+    CONTRACTION,
+    DIFFERENCE,
+    FEEDBACK,
+    LOCAL,
+    UNBIASED,
+    Claims,
+)
+
+LEFT = 1 / 1024  # of a residual, once faint gradients have been fed long enough
+LEFT_UNDER_OPTIONS = 1 / 128  # the same in the scenarios of DDP's options
+TRIALS = 96  # draws on the same gradients
+TRIALS_OF_VALUES = 160  # the same in ``values``, see "Draws"
+MIXING_STEPS = 24  # of a local result, see "Mixing"
+
+# Scenarios that repeat the requirement under an option of DDP, or in another model.
+OPTION_SCENARIOS = (
+    "accumulated",
+    "combined",
+    "frozen",
+    "sizes",
+    "static",
+    "two_models",
+    "uneven",
+    "unused",
+)
+
+# The scenarios in which lossy results are judged over many steps; the others stay short.
+LONG_SCENARIOS = (
+    "values",
+    "small",
+    "layers",
+    "buckets",
+    "dtypes",
+    "shapes",
+    "subgroups",
+    "unequal_nodes",
+    "equal_nodes",
+    "uneven_groups",
+    "two_groups",
+    "complex",
+    "sparse",
+    "saved",
+    "resumed",
+    "network",
+    *OPTION_SCENARIOS,
+)
+
+# Scenarios of many buckets, which take long: lossy subjects run them at one world size, while exact
+# results are cheap to judge at several.
+ONE_WORLD_SCENARIOS = ("dtypes", "shapes", "layers")
+
+__all__ = [
+    "LEFT",
+    "LEFT_UNDER_OPTIONS",
+    "LIMIT",
+    "LONG_SCENARIOS",
+    "MIXING_STEPS",
+    "ONE_WORLD_SCENARIOS",
+    "OPTION_SCENARIOS",
+    "ROUNDINGS",
+    "TRIALS",
+    "TRIALS_OF_VALUES",
+    "connects_all",
+    "differs",
+    "require",
+    "require_finite",
+    "require_fresh_draws",
+    "require_mixing",
+    "require_noise",
+    "require_period",
+    "require_same_bits",
+    "require_seen",
+    "variance",
+    "whole_result",
+]
+
+
+def require(run: Run, claims: Claims, found: Found) -> None:
+    """Require the claim of all steps after the warm-up; report the first violation.
+
+    Of the scenario ``values``, rule 3.1 compares the ranks.
+    """
+    judged = JudgedRun(run, claims, found)
+    steps = range(claims.warmup, len(run.scenario.steps))
+    if claims.lossy == LOCAL:
+        local.require_weights(judged, steps)
+    elif run.scenario.name == "values" or require_same_bits(run, claims, found):
+        _require_values(judged, steps)
+
+
+def _require_values(judged: JudgedRun, steps: range) -> None:
+    lossy = judged.claims.lossy
+    if lossy == CONTRACTION:
+        compression.require_contraction(judged, steps)
+    elif judged.run.scenario.name not in LONG_SCENARIOS:
+        compression.require_size(judged, steps)
+    elif lossy == FEEDBACK:
+        compression.require_sum_of_means(judged, steps)
+    elif lossy == DIFFERENCE:
+        compression.require_convergence(judged, steps[-1])
+    elif lossy == UNBIASED:
+        random_results.require_expectation(judged, steps)
+
+
+def require_same_bits(run: Run, claims: Claims, found: Found) -> bool:
+    """Require the same bits on all ranks of a group that get a gradient; return whether it holds.
+
+    Non-finite values are compared as bits, too.
+    """
+    judged = JudgedRun(run, claims, found)
+    for step, index in product(range(len(run.scenario.steps)), range(len(run.scenario.params))):
+        name = f"{step}/grad/{run.parameter_name(index)}"
+        for group in {judged.group(rank) for rank in range(run.world)}:
+            having = [rank for rank in group if name in run.ranks[rank].tensors]
+            for rank in having[1:]:
+                one = run.ranks[having[0]].tensors[name]
+                other = run.ranks[rank].tensors[name]
+                place = f"step {step}, parameter {run.parameter_name(index)}"
+                if not found.require(
+                    _same_bits(one, other),
+                    "the same bits on all ranks of a group",
+                    f"ranks {having[0]} and {rank} differ in {place}",
+                ):
+                    return False
+    return True
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    views = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*views)
+
+
+def require_fresh_draws(run: Run, claims: Claims, found: Found) -> None:
+    """Require that no draw has anything in common with a later one, see "Draws" above."""
+    steps = range(claims.warmup, len(run.scenario.steps))
+    random_results.require_fresh_draws(JudgedRun(run, claims, found), steps)
+
+
+def require_mixing(run: Run, claims: Claims, found: Found) -> None:
+    """Require the gradients of all ranks to meet, see "Mixing" above.
+
+    In the first step a single bucket holds all parameters: it does not count.
+    """
+    steps = range(max(1, claims.warmup), len(run.scenario.steps))
+    local.require_mixing(JudgedRun(run, claims, found), steps)
+
+
+def connects_all(run: Run, claims: Claims) -> bool:
+    """Return whether the gradients of all ranks of a local run meet, as rule 13.11 requires."""
+    found = Found()
+    require_mixing(run, claims, found)
+    return not found.failures
+
+
+def require_period(run: Run, claims: Claims, found: Found) -> None:
+    """Require the mean over all ranks once in every period."""
+    steps = range(claims.warmup, len(run.scenario.steps))
+    local.require_period(JudgedRun(run, claims, found), steps, claims.period)
+
+
+def require_finite(run: Run, found: Found, steps: list[int]) -> None:
+    """Require finite results of ``steps``; report the first violation."""
+    for step, rank, index in product(steps, range(run.world), range(len(run.scenario.params))):
+        bad = _not_finite(run.got(rank, step, index))
+        place = f"rank {rank}, step {step}, parameter {run.parameter_name(index)}"
+        cause = ""
+        if bad and step:
+            cause = (
+                "a division by zero, or state that keeps a NaN or an infinity of an earlier step"
+            )
+        expected = "finite values for finite gradients"
+        if not found.require(not bad, expected, f"{place}: {bad}", cause):
+            return
+
+
+def _not_finite(got: torch.Tensor | None) -> str:
+    """Return the flaw of a result that is to be finite, or an empty text."""
+    if got is None:
+        return "no gradient"
+    count = int((~got.isfinite()).sum())
+    return f"{count} elements are not" if count else ""
+
+
+def require_noise(run: Run, claims: Claims, found: Found, steps: list[int]) -> None:
+    """Require the claimed noise as the result of zeros.
+
+    The noise of W ranks may be independent, or drawn once for all of them.
+    """
+    most = 1.5 * claims.noise
+    for step, rank in product(steps, range(run.world)):
+        least = claims.noise / math.sqrt(len(run.group(rank))) / 1.5
+        got = whole_result(run, rank, step)
+        size = -1.0 if got is None else float(got.norm()) / math.sqrt(len(got))
+        holds = found.require(
+            least <= size <= most,
+            f"noise with a root mean square of {least:.3g} to {most:.3g} if zeros are fed",
+            f"rank {rank}, step {step}: {'no gradient' if got is None else f'{size:.3g}'}",
+        )
+        if not holds:
+            return
+
+
+def require_seen(run: Run, claims: Claims, found: Found, steps: list[int]) -> None:
+    """Require non-finite gradients in ``steps`` to show on every rank.
+
+    A rank of a ``local`` subject may miss those of others, but not its own.
+    """
+    indices = range(len(run.scenario.params))
+    for step, rank in product(steps, range(run.world)):
+        own = (run.fed(rank, step, index) for index in indices)
+        if claims.lossy == LOCAL and all(fed.isfinite().all() for fed in own):
+            continue
+        results = [run.got(rank, step, index) for index in indices]
+        seen = any(got is not None and not got.isfinite().all() for got in results)
+        feeding = [
+            other
+            for other in run.group(rank)
+            if not all(run.fed(other, step, index).isfinite().all() for index in indices)
+        ]
+        found.require(
+            seen,
+            "a result that is not finite if a gradient is not",
+            f"rank {rank}, step {step}: all are finite",
+            f"NaN or infinities of rank {', '.join(map(str, feeding))} are lost",
+        )
+
+
+def whole_result(run: Run, rank: int, step: int) -> torch.Tensor | None:
+    """Return the results of all parameters in one vector, or None if one is missing."""
+    return joined([run.got(rank, step, index) for index in range(len(run.scenario.params))])
+
+
+def differs(run: Run, step: int, claims: Claims) -> bool:
+    """Return whether a result of ``step`` is further from the mean than rounding explains."""
+    judged = JudgedRun(run, claims, Found())
+    for rank, index in product(range(run.world), range(len(run.scenario.params))):
+        # State may keep roundings of earlier steps, relative to the gradients of those steps.
+        fed = max(judged.fed_norm(rank, [earlier], [index]) for earlier in range(step + 1))
+        got = run.got(rank, step, index)
+        right = judged.mean(rank, step, index)
+        if got is None or (got - right).norm() > ROUNDINGS * unit_roundoff(run, index) * fed:
+            return True
+    return False
+
+
+def variance(run: Run, begin: int) -> float:
+    """Return the mean square of rank 0's errors from step ``begin`` on."""
+    total = 0.0
+    for step in range(begin, len(run.scenario.steps)):
+        for index in range(len(run.scenario.params)):
+            got = run.got(0, step, index)
+            right = mean(run, 0, step, index)
+            total += float(((torch.zeros_like(right) if got is None else got) - right).norm() ** 2)
+    return total

@@ -1,0 +1,156 @@
+"""Judge compressed results: with feedback, by differences (EF21), and without feedback.
+
+The derivations stand in the package's docstring.
+"""
+
+import math
+from itertools import product
+
+import torch
+
+from conformance.judging.oracles.lossy.common import (
+    LIMIT,
+    ROUNDINGS,
+    JudgedRun,
+    likely_cause,
+    unit_roundoff,
+)
+from conformance.scenarios.values import LAYERS
+
+SLOWER = 4  # times slower than signs with one scale, see "Slow compressors"
+
+
+def require_sum_of_means(judged: JudgedRun, steps: range) -> None:
+    """Require the results of all steps to sum to the means, for compression with feedback.
+
+    A rank that runs out of inputs leaves before residuals are empty. It gets the same bits as a
+    rank that stays (``same_bits``), and is judged by those.
+    """
+    kinds = judged.run.scenario.steps
+    fed = sum(not kinds[step].endswith("faint") for step in steps)
+    for rank, index, place in judged.parameters():
+        if not judged.trains_throughout(rank):
+            continue
+        got = judged.results(rank, index, steps)
+        if got is None:
+            return
+        total = got.sum(0)
+        means = torch.stack([judged.mean(rank, step, index) for step in steps]).sum(0)
+        off = float((total - means).norm()) / judged.fed_norm(rank, steps, [index])
+        cause = ""
+        if off > LIMIT and _may_be_slow(judged) and _still_comes_out(means - total, got, fed):
+            judged.found.checked(total.numel())
+            continue
+        if off > LIMIT:
+            own = torch.stack([judged.run.fed(rank, step, index) for step in steps]).sum(0)
+            cause = likely_cause(total, means, own, len(judged.group(rank)), feedback=True)
+        holds = judged.found.require(
+            off <= LIMIT,
+            f"results of {fed} steps, and of {len(steps) - fed} steps of faint gradients after "
+            f"them, that sum to the means, within {LIMIT:g}",
+            f"{place}: their sum is off by {off:.3g} of the gradients",
+            cause,
+        )
+        if not holds:
+            return
+        judged.found.checked(total.numel(), off / LIMIT)
+
+
+def _may_be_slow(judged: JudgedRun) -> bool:
+    return judged.run.scenario.name == LAYERS.name
+
+
+def _still_comes_out(missing: torch.Tensor, got: torch.Tensor, fed: int) -> bool:
+    """Whether the largest missing elements come out at the pace of signs with one scale.
+
+    Args:
+        missing: the sum of the means, less that of the results.
+        got: the results, ``[steps, numel]``.
+        fed: the number of steps before those of faint gradients.
+    """
+    last = got[fed + (len(got) - fed) // 2 :]
+    large = missing.abs() >= missing.abs().max() / 2
+    came_out = last[:, large].sum(0) * missing[large].sign()
+    slowest = len(last) * missing[large].abs() / (SLOWER * missing.numel())
+    return bool((came_out >= slowest).all())
+
+
+def require_convergence(judged: JudgedRun, last: int) -> None:
+    """Require the mean in the last step, after the same gradients again and again."""
+    for rank, index, place in judged.parameters():
+        if not judged.trains_throughout(rank):
+            continue
+        got = judged.results(rank, index, range(last, last + 1))
+        if got is None:
+            return
+        right = judged.mean(rank, last, index)
+        off = float((got[0] - right).norm()) / judged.fed_norm(rank, [last], [index])
+        cause = ""
+        if off > LIMIT:
+            own = judged.run.fed(rank, last, index)
+            cause = likely_cause(got[0], right, own, len(judged.group(rank)))
+        holds = judged.found.require(
+            off <= LIMIT,
+            f"the mean, within {LIMIT:g}, of gradients that were fed again and again",
+            f"{place}: off by {off:.3g}",
+            cause,
+        )
+        if not holds:
+            return
+        judged.found.checked(right.numel(), off / LIMIT)
+
+
+def require_contraction(judged: JudgedRun, steps: range) -> None:
+    """Require the bound of compression without feedback, of each bucket in each step."""
+    for step, rank in product(steps, range(judged.run.world)):
+        for call in judged.run.ranks[rank].all("call", step=step):
+            members = judged.receiving(rank, step, call)
+            if members and not _require_contracted(judged, rank, step, call["index"], members):
+                return
+
+
+def _require_contracted(
+    judged: JudgedRun, rank: int, step: int, bucket: int, members: list[int]
+) -> bool:
+    run = judged.run
+    place = f"rank {rank}, step {step}, bucket {bucket}"
+    total = judged.bucket_result(rank, step, members, place)
+    if total is None:
+        return False
+    right = torch.cat([judged.mean(rank, step, i) for i in members])
+    off = float((total - right).norm())
+    share = math.sqrt(1 - judged.claims.delta)
+    rounding = ROUNDINGS * max(unit_roundoff(run, i) for i in members)
+    bound = (share + rounding) * judged.fed_norm(rank, [step], members)
+    holds = off <= bound
+    cause = ""
+    if not holds:
+        own = torch.cat([run.fed(rank, step, i) for i in members])
+        cause = likely_cause(total, right, own, len(judged.group(rank)))
+    limit = f"sqrt(1 - {judged.claims.delta:g}) ||gradient|| = {bound:.3g}"
+    judged.found.require(holds, f"||result - mean|| <= {limit}", f"{place}: {off:.3g}", cause)
+    if holds:
+        judged.found.checked(total.numel(), off / bound if bound else None)
+    return holds
+
+
+def require_size(judged: JudgedRun, steps: range) -> None:
+    """Require results that are finite and no larger than compression explains.
+
+    A few steps prove no more. An element may get the norm of its whole bucket if that is the scale.
+    """
+    for rank, index, place in judged.parameters():
+        got = judged.results(rank, index, steps)
+        if got is None:
+            return
+        norms = (
+            judged.fed_norm(rank, [step], judged.bucket_members(rank, step, index))
+            for step in steps
+        )
+        size = float(got.sum(0).norm())
+        numel = got.size(1)
+        bound = max(2.0, math.sqrt(numel)) * sum(norms)
+        expected = f"results of a norm of at most {bound:.3g}"
+        if not judged.found.require(size <= bound, expected, f"{place}: {size:.3g}"):
+            return
+        judged.found.checked(numel)

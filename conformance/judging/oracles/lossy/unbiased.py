@@ -1,0 +1,224 @@
+"""Judge random results whose expectation is the mean.
+
+The derivations stand in the package's docstring, under "Unbiased" and "Draws".
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from conformance.judging.oracles.lossy.common import (
+    ROUNDINGS,
+    JudgedRun,
+    likely_cause,
+    unit_roundoff,
+)
+
+SIGMAS = 6.0
+PEAKS = 12.0
+MANY = 256  # elements that a parameter must have for directions of its own
+FINE = 1 / 4  # the relative error of a draw that is near the mean
+SMALL = 1 / 20  # of a typical element: the bias that is not found in small parameters
+OFTEN = 2 * 1 / 5 * 4 / 5  # the share of elements that change from draw to draw
+LONGEST_LAG = 80  # steps after which noise may repeat, and is still found in 160 draws
+ALONE = 0.9  # of a parameter's norm: one element that is so large is an outlier
+
+
+@dataclass
+class Draws:
+    """The draws of one rank; every parameter is divided by the scale of its gradients.
+
+    Attributes:
+        errors: result minus mean, ``[draws, numel]`` by parameter.
+        means: the means, likewise.
+    """
+
+    errors: dict[int, torch.Tensor]
+    means: dict[int, torch.Tensor]
+
+
+def draws_of(judged: JudgedRun, rank: int, steps: range) -> Draws | None:
+    """Return the draws of a rank; record the failure and return None if a result is missing.
+
+    Steps of zeros are no draws.
+    """
+    kinds = judged.run.scenario.steps
+    drawn = [step for step in steps if kinds[step] != "zero_all"]
+    draws = Draws({}, {})
+    for _, index, _ in judged.parameters(rank):
+        got = judged.results(rank, index, drawn)
+        if got is None:
+            return None
+        scale = 2.0 ** judged.run.scenario.params[index].exponent
+        means = torch.stack([judged.mean(rank, step, index) for step in drawn])
+        draws.means[index] = means / scale
+        draws.errors[index] = (got - means) / scale
+    return draws
+
+
+def require_expectation(judged: JudgedRun, steps: range) -> None:
+    """Require the errors of random results to cancel out."""
+    for rank in range(judged.run.world):
+        if not judged.trains_throughout(rank):
+            continue
+        draws = draws_of(judged, rank, steps)
+        if draws is None or not _require_unbiased(judged, rank, draws):
+            return
+
+
+def _require_unbiased(judged: JudgedRun, rank: int, draws: Draws) -> bool:
+    """Judge one rank's draws."""
+    errors = draws.errors
+    # An outlier would hide all other elements of the model, and be a seldom draw of them.
+    size = len(judged.group(rank))
+    usual = [index for index in errors if not _has_outlier(draws.means[index][0], size)]
+    whole = torch.cat([errors[index] for index in usual], dim=1)
+    right = torch.cat([draws.means[index] for index in usual], dim=1)
+    is_fine = float(whole.norm()) <= FINE * float(right.norm())
+    typical = float(right.norm()) / math.sqrt(right.numel())
+    varies_often = float((whole[1:] != whole[:-1]).double().mean()) >= OFTEN
+    slack = ROUNDINGS * max(unit_roundoff(judged.run, index) for index in errors) * typical
+    if not _require_cancelling(judged, whole, right[0], f"rank {rank}, all parameters", slack):
+        return False
+    for index in errors:
+        place = f"rank {rank}, parameter {judged.run.parameter_name(index)}"
+        means = draws.means[index]
+        if index not in usual:
+            if varies_often and not _require_outliers(judged, errors[index], means, place, size):
+                return False
+            continue
+        if varies_often and not _require_constant_is_mean(judged, errors[index], means, place):
+            return False
+        numel = errors[index].size(1)
+        if not is_fine and numel < MANY:
+            continue
+        slack = ROUNDINGS * unit_roundoff(judged.run, index) * typical
+        if numel < MANY:
+            slack += SMALL * typical
+        if not _require_cancelling(judged, errors[index], means[0], place, slack):
+            return False
+    return True
+
+
+def _has_outlier(means: torch.Tensor, count: int) -> bool:
+    """Whether ``count`` of many elements are nearly all of a parameter: one of each rank."""
+    largest = means.abs().topk(min(count, means.numel())).values
+    return means.numel() >= MANY and float(largest.norm()) >= ALONE * float(means.norm()) > 0
+
+
+def _require_outliers(
+    judged: JudgedRun, errors: torch.Tensor, means: torch.Tensor, place: str, count: int
+) -> bool:
+    """Require the elements that are nearly all of a parameter to be right on average."""
+    draws = len(errors)
+    for at in means[0].abs().topk(count).indices.tolist():
+        right = float(means[0, at])
+        average = float(errors[:, at].mean())
+        spread = float(errors[:, at].square().sum().sqrt())
+        peak = float(errors[:, at].abs().max())
+        bound = (SIGMAS * spread + PEAKS * peak) / draws
+        if float((errors[:, at] - average).abs().max()) <= FINE * abs(right):
+            bound = min(bound, FINE * abs(right))
+        bound += SMALL * abs(right)
+        holds = judged.found.require(
+            abs(average) <= bound,
+            f"an element of {right:.4g} beside small ones, on average, within {bound:.3g}",
+            f"{place}, element {at}: {right + average:.4g} on average of {draws} draws",
+            "a range that is cut, or values that are clamped" if abs(average) > bound else "",
+        )
+        if not holds:
+            return False
+    judged.found.checked(count)
+    return True
+
+
+def _require_constant_is_mean(
+    judged: JudgedRun, errors: torch.Tensor, means: torch.Tensor, place: str
+) -> bool:
+    """Require a parameter with the same values in all draws, not all zero, to be the mean."""
+    got = errors + means
+    same_inputs = bool((means == means[0]).all())
+    same_results = bool((got == got[0]).all())
+    if not same_inputs or not same_results or not got[0].any():
+        return True
+    off = float(errors[0].norm()) / float(means[0].norm())
+    return judged.found.require(
+        off <= FINE,
+        "the mean, if results do not vary",
+        f"{place}: the same {off:.3g} off in each of {len(got)} draws",
+    )
+
+
+def _require_cancelling(
+    judged: JudgedRun, errors: torch.Tensor, right: torch.Tensor, place: str, slack: float
+) -> bool:
+    """Require errors ``[draws, n]`` to cancel out, up to ``slack`` for each element."""
+    draws = len(errors)
+    for u in _directions(right):
+        along = errors @ u
+        total = abs(float(along.sum()))
+        peak = float(along.abs().max())
+        spread = math.sqrt(float(along.square().sum()))
+        bound = SIGMAS * spread + PEAKS * peak + draws * slack * math.sqrt(len(u))
+        off = total / draws / max(float(right.norm()), 1e-300)
+        cause = ""
+        if total > bound:
+            sums = (errors + right).sum(0)
+            cause = likely_cause(sums, right * draws, torch.zeros_like(right), 1)
+        holds = judged.found.require(
+            total <= bound,
+            f"errors of {draws} draws that cancel out: a sum of at most {bound:.3g}",
+            f"{place}: {total:.3g}; on average the result is off by {off:.3g} of the mean",
+            cause,
+        )
+        if not holds:
+            return False
+        judged.found.checked(draws, total / bound if bound else None)
+    return True
+
+
+def _directions(right: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield six directions of length 1: the mean, its signs, all ones, and three from a hash."""
+    rows = [right, right.sign(), torch.ones_like(right)]
+    numbers = torch.arange(1, right.numel() + 1)
+    rows += [((numbers * odd) % 127 < 63).double() * 2 - 1 for odd in (37, 59, 83)]
+    for row in rows:
+        yield row / max(float(row.norm()), 1e-300)
+
+
+def require_fresh_draws(judged: JudgedRun, steps: range) -> None:
+    """Require the errors of one draw to have nothing in common with those of a later draw."""
+    for rank in range(judged.run.world):
+        draws = draws_of(judged, rank, steps)
+        if draws is None:
+            return
+        together = torch.cat(list(draws.errors.values()), dim=1)
+        parts = [(f"rank {rank}, all parameters", together)]
+        for index, errors in draws.errors.items():
+            if errors.size(1) >= MANY:
+                name = judged.run.parameter_name(index)
+                parts.append((f"rank {rank}, parameter {name}", errors))
+        if not all(_require_fresh(judged, place, errors) for place, errors in parts):
+            return
+
+
+def _require_fresh(judged: JudgedRun, place: str, errors: torch.Tensor) -> bool:
+    products = errors @ errors.t()
+    for lag in range(1, min(LONGEST_LAG, len(errors) // 2) + 1):
+        pairs = products.diagonal(lag)
+        total = float(pairs.sum())
+        spread = math.sqrt(float(pairs.square().sum()))
+        bound = SIGMAS * spread + PEAKS * float(pairs.abs().max())
+        share = total / max(float(products.diagonal().sum()), 1e-300)
+        holds = judged.found.require(
+            total <= bound,
+            f"errors that have nothing in common with those of {lag} steps later",
+            f"{place}: {share:.3g} of their squares in common",
+            f"a seed that repeats after {lag} steps" if share > FINE else "",
+        )
+        if not holds:
+            return False
+        judged.found.checked(len(pairs), max(0.0, total) / bound if bound else None)
+    return True

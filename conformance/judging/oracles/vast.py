@@ -1,0 +1,199 @@
+"""Judge large lossy results by their moments (``ranks/instruments/moments.py``).
+
+Let x_r be the gradient of rank r, m the mean and s = sqrt(1 - delta). One step feeds x_r.
+
+    compressed          n - 1 steps of zeros follow. A residual is at most s ||x_r|| after the step
+                        that feeds, and s times as long after each step of zeros. The results sum to
+                        m minus the mean of the residuals, so that
+                        ||sum(y) - m|| <= s**n mean_r ||x_r||
+    compressed(ef21)    the same gradient is fed in n steps. Each step shortens what is left of it
+                        by s: ||y_n - m|| <= s**n mean_r ||x_r||
+    compressed(False)   ||y - m|| <= s mean_r ||x_r|| in each step
+
+A compressor may select elements at random, and keep the share delta on average. By Hoeffding's
+inequality, which holds for draws without replacement too, the share of n elements of nearly one
+size that a step leaves exceeds 1 - delta by 3 / sqrt(n) with probability below 2e-8. That much is
+added to the square of the bound for each step of the two claims with feedback.
+
+If a faint step, 2**-20 of the gradients, precedes, then its residual and its mean are added to the
+bound. These hold for the whole model, since they hold for each part that is compressed by itself
+(for compressed(False), by Minkowski's inequality over the ranks).
+
+The distance is computed from ||y - m||**2 = ||y||**2 - 2 <y, m> + ||m||**2, in float64. The sum of
+a few results is rounded to float32, relative to each partial sum. The square is then off by less
+than 1e-6 of (||y|| + ||m||)**2: that much is allowed.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.gradients import table
+from conformance.scenarios.tables import rows
+from conformance.subjects.claims import CONTRACTION, FEEDBACK, Claims
+
+ROUNDING = 1e-6
+FAINT = 2.0**-18  # of the gradients: more than a faint step feeds, and leaves in a residual
+
+
+@dataclass(frozen=True)
+class _Fed:
+    """The gradients.
+
+    Attributes:
+        step: the first step that feeds them.
+        means: the squares of the mean, by row of the table.
+        norms: the norms of each rank's gradients, by parameter.
+        parameters: the parameter of each row.
+    """
+
+    step: int
+    means: torch.Tensor
+    norms: torch.Tensor
+    parameters: torch.Tensor
+
+
+def require_finite(run: Run, claims: Claims, found: Found) -> None:
+    """Require finite results of all lossy steps."""
+    for rank in range(run.world):
+        for step in range(claims.warmup, len(run.scenario.steps)):
+            moments = _moments(run, rank, step, "result", found)
+            if moments is None:
+                return
+            found.checked(sum(math.prod(spec.shape) for spec in run.scenario.params))
+
+
+def require_contracted(run: Run, claims: Claims, found: Found) -> None:
+    """Require the bound of the claimed delta; report the first violation.
+
+    It is required of each parameter if each has a bucket of its own, and else of all together.
+    """
+    scenario = run.scenario
+    fed = _fed(run)
+    first = fed.step
+    steps = range(first, len(scenario.steps))
+    share = math.sqrt(1 - claims.delta)
+    apart = first > claims.warmup
+    for rank in range(run.world):
+        if claims.lossy == CONTRACTION:
+            holds = all(
+                _within(run, rank, step, "result", share, fed, claims, found, apart=apart)
+                for step in steps
+            )
+        else:
+            name = "sum" if claims.lossy == FEEDBACK else "result"
+            left = share ** len(steps)
+            holds = _within(run, rank, steps[-1], name, left, fed, claims, found, apart=apart)
+        if not holds:
+            return
+
+
+def _within(
+    run: Run,
+    rank: int,
+    step: int,
+    name: str,
+    share: float,
+    fed: _Fed,
+    claims: Claims,
+    found: Found,
+    *,
+    apart: bool,
+) -> bool:
+    """Require ||y - m|| <= share * mean_r ||x_r|| of one rank, up to rounding."""
+    moments = _moments(run, rank, step, name, found)
+    if moments is None:
+        return False
+    count = len(run.scenario.params)
+    by_row = {
+        "along": moments[:, :-1].mean(1),
+        "squares": moments[:, -1],
+        "means": fed.means,
+    }
+    sums = {key: _by_parameter(values, fed, count) for key, values in by_row.items()}
+    numels = torch.tensor([math.prod(spec.shape) for spec in run.scenario.params]).double()
+    if not apart:
+        numels = numels.sum().expand(count)
+    draws = 0 if claims.lossy == CONTRACTION else step + 1 - fed.step
+    chance = 3 * draws / numels.sqrt()
+    norms = fed.norms
+    faint = FAINT * float(norms.square().sum(1).sqrt().mean()) if apart else 0.0
+    offs = sums["squares"] - 2 * sums["along"] + sums["means"]
+    slack = ROUNDING * (sums["squares"].sqrt() + sums["means"].sqrt()).square()
+    if not apart:
+        offs = offs.sum().expand(count)
+        slack = slack.sum().expand(count)
+        norms = norms.square().sum(1, keepdim=True).sqrt().expand(-1, count)
+    of_gradients = norms.mean(0)
+    offs = (offs - slack).clamp(min=0).sqrt()
+    bounds = (share**2 + chance).sqrt() * of_gradients + faint
+    worst = int((offs / bounds).argmax()) if apart else int(sums["means"].argmax())
+    away = float(offs[worst] / of_gradients[worst])
+    ratio = float(sums["along"][worst] / sums["means"][worst])
+    place = f"parameter {run.parameter_name(worst)} of {list(run.scenario.params[worst].shape)}"
+    result = "the sum of all results" if name == "sum" else "the result"
+    holds = found.require(
+        bool((offs <= bounds).all()),
+        f"{result} within {share:.3g} of the gradients from the mean",
+        f"rank {rank}, step {step}: {away:.3g} of the gradients away, in {place}",
+        f"in that parameter it is {ratio:.3g} times the mean, along the mean",
+    )
+    if holds:
+        numel = sum(math.prod(spec.shape) for spec in run.scenario.params)
+        found.checked(numel, float((offs / bounds).max()))
+    return holds
+
+
+def _by_parameter(values: torch.Tensor, fed: _Fed, count: int) -> torch.Tensor:
+    """Return the sums over each parameter's rows."""
+    return torch.zeros(count, dtype=torch.float64).index_add_(0, fed.parameters, values)
+
+
+def _moments(run: Run, rank: int, step: int, name: str, found: Found) -> torch.Tensor | None:
+    """Return the moments of a step; if a result is missing or not finite, record it."""
+    event = run.ranks[rank].first("folded", step=step)
+    missing = event["missing"] if event else ["all"]
+    place = f"rank {rank}, step {step}"
+    if not found.require(not missing, "a gradient", f"{place}: none of {missing[:3]}"):
+        return None
+    moments = run.ranks[rank].tensors[f"{step}/moments/{name}"]
+    finite = bool(moments.isfinite().all())
+    if not found.require(finite, "finite values for finite gradients", f"{place}: some are not"):
+        return None
+    return moments
+
+
+def _fed(run: Run) -> _Fed:
+    """Return the heavy gradients that ranks feed."""
+    scenario = run.scenario
+    step = next(at for at, kind in enumerate(scenario.steps) if kind.startswith("heavy"))
+    tables = torch.stack(
+        [
+            table(
+                scenario.steps[step],
+                torch.float32,
+                world=run.world,
+                rank=rank,
+                step=0,
+                period=scenario.period,
+            )
+            for rank in range(run.world)
+        ]
+    ).double()
+    squares = torch.cat([tables.square(), tables.mean(0, keepdim=True).square()])
+    # Sums over any part of the table are differences of these.
+    before = torch.cat([torch.zeros(len(squares), 1, dtype=torch.float64), squares.cumsum(1)], 1)
+    sums = []
+    parameters = []
+    for index, spec in enumerate(scenario.params):
+        for row in rows(math.prod(spec.shape), scenario.period, index, spec.exponent):
+            end = row.column + row.end - row.begin
+            sums.append((before[:, end] - before[:, row.column]) * row.sign**2)
+            parameters.append(index)
+    by_row = torch.stack(sums)
+    norms = torch.zeros(run.world, len(scenario.params), dtype=torch.float64)
+    norms.index_add_(1, torch.tensor(parameters), by_row[:, :-1].t())
+    return _Fed(step, by_row[:, -1], norms.sqrt(), torch.tensor(parameters))

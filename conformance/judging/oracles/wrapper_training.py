@@ -1,0 +1,124 @@
+"""Right results and memory of wrapped modules in float32 training.
+
+Results are those of the same network without the wrapper, which another process has computed by the
+same operations. A tensor may differ by a share of the right tensor's largest magnitude, since a
+right wrapper may run kernels that add in another order, for example after saved tensors come back
+with other strides. The unit roundoff u of float32 is 2**-24.
+
+    2**-20    ``wrapper_large``: every element is computed for itself, by fewer than 16 operations
+              from the input to its gradient. Another kernel rounds each of them once: 16 u.
+    2**-14    The other networks: a sum has at most 16 terms. Two orders of it differ by at most
+              2 * 15 u of the sum of magnitudes, which is about twice the largest magnitude of the
+              result or less: 60 u, below 2**-18. From output to input there are ten such sums in
+              three blocks. None of them cancels, since there is no softmax, and residual
+              connections keep the factor of a block near 1: ten times 2**-18 is below 2**-14. A
+              saved tensor in float16 costs 2**-11 of each element, and one in bfloat16 2**-8.
+    2**-12    With a gradient penalty, which differentiates these twice: the first derivative has
+              errors of 2**-14, the second has as many again, and the square doubles them.
+    2**-6     In float16 by autocast another order changes a result by one unit in its last place,
+              2**-10 of the element, and ten operations follow each other.
+
+Memory is that in use by the C library's allocator. It is compared with the memory of the run
+without the wrapper, so that gradients and results count nothing. A quarter of the smallest large
+activation, 2**17 bytes or more, is allowed for objects of Python and for states of generators
+(5,056 bytes each). The first step is small, so that libraries are loaded by then.
+"""
+
+from conformance.judging.oracles.wrapper import (
+    Runs,
+    forwards,
+    pairs,
+    require_same_results,
+    subject_runs,
+)
+from conformance.judging.verdict import Found
+from conformance.records.rank_record import RankRecord
+from conformance.scenarios.wrapper_training import HALF, LARGE, PENALTY
+from conformance.subjects.claims import Claims
+
+SHORT_SUMS = 2.0**-14
+TOLERANCES = {LARGE.name: 2.0**-20, PENALTY.name: 2.0**-12, HALF.name: 2.0**-6}
+# The bytes of a number in float32.
+_BYTES = 4
+
+
+def require_same_training(runs: Runs, found: Found, steps: int | None = None) -> None:
+    """Require the results of the network without the wrapper, up to the bounds of this module."""
+    for name, run, plain in pairs(runs):
+        tolerance = TOLERANCES.get(run.scenario.name, SHORT_SUMS)
+        both = {name: run, f"vanilla-{name}": plain}
+        require_same_results(both, found, steps=steps, tolerance=tolerance)
+
+
+def require_same_or_refused(runs: Runs, found: Found) -> None:
+    """Require the same results unless the wrapper raises an error, which a note then quotes."""
+    for name in subject_runs(runs):
+        for rank in runs[name].ranks:
+            refused = rank.first("refused")
+            if refused:
+                found.does_not_apply(f"the wrapper refuses it: {refused['error']}")
+                found.note(f"{name}: the wrapper raises {refused['error']}")
+                return
+    require_same_training(runs, found)
+
+
+def require_memory_back(runs: Runs, claims: Claims, found: Found) -> None:
+    """Require that steps keep no memory, and recomputation less than no wrapper at all."""
+    for name, run, plain in pairs(runs):
+        sizes = [param.shape[0] for param in run.scenario.params]
+        slack = min(sizes) * _BYTES // 4
+        repeats = {rank for rank, event in forwards(run) if event.get("backward")}
+        for rank, other in zip(run.ranks, plain.ranks, strict=True):
+            if not _measured(rank) or not _measured(other):
+                found.lacks_evidence("this C library does not tell its memory in use")
+                return
+            place = f"rank {rank.rank} of {name}"
+            _require_no_growth(rank, other, slack, claims.has("recomputes"), place, found)
+            if rank.rank in repeats:
+                _require_less(rank, other, claims.has("recomputes"), place, found)
+
+
+def _require_no_growth(
+    rank: RankRecord, other: RankRecord, slack: int, at_once: bool, place: str, found: Found
+) -> None:
+    """Require that memory after each step is that before it.
+
+    A wrapper that moves tensors may keep a pool of memory, which it fills in the first large step
+    and uses again. One that claims to recompute has nothing to keep (``at_once``).
+    """
+    for event, right in zip(rank.all("memory"), other.all("memory"), strict=True):
+        if event["step"] < (1 if at_once else 2):
+            continue
+        grown = event["after"] - event["before"] - (right["after"] - right["before"])
+        found.require(
+            grown <= slack,
+            f"{slack} bytes more after a step than without the wrapper at most",
+            f"{place}, step {event['step']}: {grown} bytes more",
+            "copies of activations are kept after the backward",
+        )
+
+
+def _require_less(
+    rank: RankRecord, other: RankRecord, claimed: bool, place: str, found: Found
+) -> None:
+    """Require less memory between forward and backward than without the wrapper.
+
+    Without it a block keeps an output and four activations of its size. One that recomputes needs
+    the output, and at most a copy of the input: two of five.
+    """
+    for event, right in zip(rank.all("memory"), other.all("memory"), strict=True):
+        if not event["step"]:
+            continue
+        kept = event["between"] - event["before"]
+        without = right["between"] - right["before"]
+        share = "half of " if claimed else ""
+        found.require(
+            kept < (without // 2 if claimed else without),
+            f"less than {share}the {without} bytes that are kept without the wrapper",
+            f"{place}, step {event['step']}: {kept} bytes between forward and backward",
+            "copies of activations are kept beside the recomputed ones",
+        )
+
+
+def _measured(rank: RankRecord) -> bool:
+    return all(event["after"] for event in rank.all("memory"))

@@ -1,0 +1,207 @@
+"""The numbers that a joinable computes: gradients of each step, and its state after the join."""
+
+import hashlib
+import numbers
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from conformance.ranks.drivers.base import RankDriver
+from conformance.scenarios.join_draws import DIVISOR
+
+MANY = 4096  # elements of a parameter on record
+LEARNING_RATE = 2.0**-6
+
+
+class Numbers:
+    """Trains a joinable in one context, and records its gradients and digests of its state.
+
+    Args:
+        driver: of this rank.
+        subject: the joinable.
+        take_step: takes one of its steps.
+    """
+
+    def __init__(self, driver: RankDriver, subject: Any, take_step: Callable[[], None]) -> None:
+        self.driver = driver
+        self.subject = subject
+        self.take_step = take_step
+        self.parameters = _trained(subject)
+        self.local: dict[int, torch.Tensor] = {}
+        self.calls = 0
+        self.at = 0
+        self.context = 0
+        self._may_ask = False
+
+    @contextmanager
+    def watched(self, context: int) -> Iterator[None]:
+        """Watch the gradients that autograd computes for the parameters on this rank.
+
+        A hook of a leaf sees its gradient before it is accumulated, and so before any exchange.
+        """
+        self.context = context
+        self.driver.recorder.step = context
+        self._may_ask = self._state_is_local()
+        handles = [
+            parameter.register_hook(self._receiver(index))
+            for index, parameter in enumerate(self.parameters)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def step(self) -> None:
+        """Take a step with inputs of its own, and step the parameters that it leaves unchanged."""
+        name = f"{self.driver.scenario.session_seed}/{self.driver.rank}/{self.context}/{self.at}"
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
+        torch.manual_seed(seed)
+        random.seed(seed)
+        self.local = {}
+        self.calls = 0
+        for parameter in self.parameters:
+            parameter.grad = None
+        before = [parameter.detach().clone() for parameter in self.parameters]
+        self.take_step()
+        self._keep_gradients()
+        for parameter, value in zip(self.parameters, before, strict=True):
+            if parameter.grad is not None and torch.equal(parameter.detach(), value):
+                parameter.data.sub_(parameter.grad, alpha=LEARNING_RATE)
+        self.at += 1
+
+    def leaving(self) -> None:
+        """Record the state at the end of the body, before the join."""
+        self._note_state("leaving", asks=self._may_ask)
+
+    def left(self) -> None:
+        """Record the state after the join."""
+        self._note_state("left", asks=True)
+
+    def _receiver(self, index: int) -> Callable[[torch.Tensor], None]:
+        def receive(gradient: torch.Tensor) -> None:
+            known = self.local.get(index)
+            gradient = gradient.detach()
+            self.local[index] = gradient.clone() if known is None else known + gradient
+            self.calls += 1
+
+        return receive
+
+    def _keep_gradients(self) -> None:
+        named = self.driver.recorder.event
+        named("gradients", at=self.at, parameters=len(self.parameters), calls=self.calls)
+        for index, parameter in enumerate(self.parameters):
+            stride = -(-parameter.numel() // MANY) or 1
+            gradients = {"local": self.local.get(index), "grad": parameter.grad}
+            for name, gradient in gradients.items():
+                if gradient is not None and not gradient.is_sparse:
+                    kept = gradient.detach().reshape(-1)[::stride].clone()
+                    self.driver.keep(f"{self.at}/{name}/p{index}", kept)
+
+    def _state_is_local(self) -> bool:
+        """Whether ``state_dict()`` issues no collective, so that a rank may call it alone."""
+        self.driver.collectives.take_sent()
+        self._state(asks=True)
+        return not self.driver.collectives.take_sent()
+
+    def _note_state(self, when: str, asks: bool) -> None:
+        self.driver.recorder.event(
+            "state_of_joinable",
+            when=when,
+            digests=self._state(asks),
+            divides=_knows_divisor(self.subject),
+        )
+
+    def _state(self, asks: bool) -> dict[str, str]:
+        """Return digests of the values of its state, by name."""
+        digests = {f"parameter {at}": _digest(value) for at, value in enumerate(self.parameters)}
+        parts = {"": self.subject, **_parts(self.subject)}
+        for name, part in parts.items():
+            if isinstance(part, torch.nn.Module):
+                tensors = [*part.named_parameters(), *part.named_buffers()]
+                digests |= {f"{name}{key}": _digest(value) for key, value in tensors}
+            if isinstance(part, torch.optim.Optimizer):
+                digests |= _optimizer_state(name, part)
+        if asks and hasattr(self.subject, "state_dict"):
+            try:
+                state = self.subject.state_dict()
+            except RuntimeError:
+                # ZeroRedundancyOptimizer has none before it is consolidated.
+                return digests
+            digests |= _flat("state_dict", state)
+        return digests
+
+
+def _parts(subject: Any) -> dict[str, Any]:
+    if isinstance(subject, torch.nn.Module):
+        return {}
+    return {f"{name}.": value for name, value in getattr(subject, "__dict__", {}).items()}
+
+
+def _trained(subject: Any) -> list[torch.Tensor]:
+    """Return the parameters that a joinable or one of its attributes trains, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for part in (subject, *_parts(subject).values()):
+        tensors: list[Any] = []
+        if isinstance(part, torch.nn.Module):
+            tensors = list(part.parameters())
+        elif isinstance(part, torch.optim.Optimizer):
+            tensors = [tensor for group in part.param_groups for tensor in group["params"]]
+        elif isinstance(part, (list, tuple)):
+            tensors = [tensor for tensor in part if isinstance(tensor, torch.Tensor)]
+        elif isinstance(part, torch.Tensor):
+            tensors = [part]
+        for tensor in tensors:
+            if tensor.requires_grad and tensor.is_leaf:
+                found.setdefault(id(tensor), tensor)
+    return list(found.values())
+
+
+def _optimizer_state(name: str, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    digests: dict[str, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            key = f"{name}group {number}, parameter {place}"
+            digests[key] = _digest(parameter)
+            for field, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, (torch.Tensor, numbers.Number)):
+                    digests[f"{key}, {field}"] = _digest(value)
+    return digests
+
+
+def _flat(name: str, value: Any) -> dict[str, str]:
+    """Return digests of the tensors in nested dictionaries and lists."""
+    if isinstance(value, torch.Tensor):
+        return {name: _digest(value)}
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    digests: dict[str, str] = {}
+    for at, inner in items:
+        digests |= _flat(f"{name}/{at}", inner)
+    return digests
+
+
+def _digest(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    if value.is_sparse:
+        value = value.coalesce().to_dense()
+    flat = value.detach().cpu().reshape(-1).contiguous()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def _knows_divisor(subject: Any) -> bool:
+    """Whether ``join_hook`` names the keyword argument that decides the divisor."""
+    if isinstance(subject, DistributedDataParallel):
+        return True
+    code = getattr(getattr(type(subject), "join_hook", None), "__code__", None)
+    if code is None:
+        return False
+    return DIVISOR in (*code.co_varnames, *code.co_names, *code.co_consts)

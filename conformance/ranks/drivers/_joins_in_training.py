@@ -1,0 +1,97 @@
+"""The variants for a context that is judged, as in training: long epochs, many, and interrupts."""
+
+import builtins
+from typing import Any
+
+import torch
+
+from conformance.ranks.drivers._contexts import JudgedContext, Steps
+from conformance.ranks.drivers._joinables import Model
+from conformance.scenarios.join_draws import (
+    DIVISOR,
+    INTERRUPTS,
+    divides_by_all,
+    place_of_ddp,
+)
+from conformance.scenarios.joinable import order
+
+
+class HookFailed(Exception):
+    """A hook of the kit's joinables fails."""
+
+
+class ContextInTraining(JudgedContext):
+    """A context that is judged; each public method is a variant of the scenarios."""
+
+    def long(self) -> None:
+        """Shadow hundreds of steps of the same joinables, in one epoch after another."""
+        self.again()
+
+    def interrupts(self) -> None:
+        """Raise an interrupt in each context; then run one in which no rank raises.
+
+        Rank 0's exception leaves the context before its peers raise theirs.
+        """
+        counters = self.counters()
+        steps: Steps = [counter.step for counter in counters]
+        for number, name in enumerate(INTERRUPTS):
+            error = getattr(builtins, name)(f"rank {self.driver.rank} raises this")
+            self._interrupted(counters, self.own(self.lengths[number]), steps, error, number)
+        self.count(counters, self.own(self.lengths[len(INTERRUPTS)]))
+
+    def _interrupted(
+        self, counters: list[Any], inputs: int, steps: Steps, error: BaseException, number: int
+    ) -> None:
+        meeting = f"rank 0 is out of context {number}"
+
+        def raising() -> None:
+            if self.driver.group_rank:
+                self.driver.barrier(meeting)
+            raise error
+
+        self.run_to_its_error(counters, inputs, steps, raising, error)
+        if not self.driver.group_rank:
+            self.driver.barrier(meeting)
+
+    def hooks_raise(self) -> None:
+        """Raise in a main hook, and later in a post hook; run a context without it after each.
+
+        The rank that trains raises in its body, as its peer is about to leave: it would wait for
+        the peer otherwise. The last joinable raises, so that no other waits for its peer either.
+        """
+        counters = self.counters()
+        steps: Steps = [counter.step for counter in counters]
+        error = HookFailed(f"a hook of rank {self.driver.rank} fails")
+
+        def raising() -> None:
+            if self.own(self.lengths[0]):
+                raise error
+
+        counters[-1].hook_raises = {"main": error}
+        self.run_to_its_error(counters, self.own(self.lengths[0]), steps, raising, error)
+        counters[-1].hook_raises = {}
+        self.count(counters, self.own(self.lengths[1]))
+        counters[-1].hook_raises = {"post": error}
+        self.run_to_its_error(counters, self.own(self.lengths[2]), steps, raised=error)
+        counters[-1].hook_raises = {}
+        self.count(counters, self.own(self.lengths[3]))
+
+    def epochs(self) -> None:
+        """Train one DDP beside the kit's joinables, from zeros in each context."""
+        model = Model(self.driver)
+        ddp = self._ddp(model)
+        counters = self.counters()
+        for number, inputs in enumerate(self.lengths):
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    tensor.zero_()
+            joinables: list[Any] = [
+                counters[index] for index in order(self.driver.scenario, number)
+            ]
+            steps: list[Any] = [counter.step for counter in joinables]
+            place = place_of_ddp(self.driver.scenario, number)
+            joinables.insert(place, ddp)
+            steps.insert(place, self._trains(ddp, steps_too=True))
+            options: dict[str, Any] = {DIVISOR: divides_by_all(self.driver.scenario, number)}
+            self.run(joinables, self.own(inputs), steps, **options)
+            self._keep(model)

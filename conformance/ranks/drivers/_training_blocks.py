@@ -1,0 +1,153 @@
+"""Networks in float32 for the scenarios of ``scenarios/wrapper_training.py``. Runs in ranks only.
+
+The sums in them are short, and :class:`Wide` has none: ``judging/oracles/wrapper_training.py``
+derives from this how far results may differ from those without a wrapper.
+"""
+
+import torch
+from torch import nn
+
+from conformance.ranks.drivers._blocks import WATCH, WIDTH, Block, Wrap
+from conformance.scenarios.model import Scenario
+
+RANK = 3
+COLUMNS = 4
+LOOKS = 5
+
+
+class Attends(nn.Module):
+    """Linear attention of the rows of a batch to each other.
+
+    It has no softmax, whose gradient cancels: a bound by the largest magnitude would not hold.
+    """
+
+    def __init__(self, called: str) -> None:
+        super().__init__()
+        self.called = called
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key = nn.Linear(WIDTH, WIDTH)
+        self.value = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        WATCH.enters(self.called, x.device.type)
+        weights = WATCH.sees(self.called, self.query(x) @ self.key(x).T / WIDTH)
+        return x + weights @ self.value(x) / WIDTH
+
+
+class Wide(nn.Module):
+    """A block of many elements, in which every element is computed for itself."""
+
+    def __init__(self, called: str, size: int) -> None:
+        super().__init__()
+        self.called = called
+        self.scale = nn.Parameter(torch.empty(size))
+        self.shift = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        WATCH.enters(self.called, x.device.type)
+        inside = WATCH.sees(self.called, x * self.scale)
+        soft = WATCH.sees(self.called, inside / (1 + inside.abs()))
+        return x + WATCH.sees(self.called, soft * soft) * self.shift
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained one of low rank beside it, as LoRA has it."""
+
+    def __init__(self, called: str) -> None:
+        super().__init__()
+        self.called = called
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, RANK, bias=False)
+        self.up = nn.Linear(RANK, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        WATCH.enters(self.called, x.device.type)
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Looks(nn.Module):
+    """A block that saves integers and masks: it looks up rows, selects and drops elements."""
+
+    def __init__(self, called: str, rows: int) -> None:
+        super().__init__()
+        self.called = called
+        self.table = nn.Embedding(rows, COLUMNS)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x: torch.Tensor, indices: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        WATCH.enters(self.called, x.device.type)
+        found = self.table(indices)
+        picked = torch.gather(found * x[:, None, :COLUMNS], 1, order)
+        largest = picked.max(1).values
+        rest = x[:, COLUMNS:].masked_fill(x[:, COLUMNS:] > 0.5, 0.25) * found[:, 0]
+        return x + self.dropout(torch.cat([largest, torch.where(rest > 0, rest, -2 * rest)], 1))
+
+
+class Chain(nn.Module):
+    """Blocks in a row."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        # Whether the output of each block requires a gradient.
+        self.asks: list[float] = []
+
+    def wrap(self, wrap: Wrap) -> None:
+        """Replace each block by its wrapper."""
+        for index, block in enumerate(self.blocks):
+            self.blocks[index] = wrap(block)
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        self.asks = []
+        for block in self.blocks:
+            x = block(x, *more)
+            self.asks.append(float(x.requires_grad))
+        return x
+
+
+def training_network(scenario: Scenario, numbers: torch.Generator) -> Chain:
+    """Return the network of a scenario, with weights that a generator draws."""
+    made = Chain(_blocks(scenario))
+    _fill(made, numbers)
+    if scenario.variant == "training_large":
+        _scale(made, scenario)
+    return made
+
+
+def _blocks(scenario: Scenario) -> list[nn.Module]:
+    if scenario.variant == "training_large":
+        sizes = [param.shape[0] for param in scenario.params]
+        return [
+            *(Wide(f"block {index}", size) for index, size in enumerate(sizes)),
+            Wide("small", 64),
+        ]
+    if scenario.variant == "training_indices":
+        (rows, _) = scenario.params[0].shape
+        return [Looks("block 0", rows), Looks("block 1", rows // 2)]
+    if scenario.variant == "training_frozen":
+        return [
+            Block("block 0").requires_grad_(False),
+            LowRank("block 1"),
+            Block("block 2").requires_grad_(False),
+            LowRank("block 3"),
+        ]
+    return [Block("block 0"), Attends("block 1"), Block("block 2")]
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, numbers: torch.Generator) -> None:
+    for parameter in module.parameters():
+        values = torch.randn(parameter.shape, generator=numbers)
+        # Scales of a norm are around one, as those of a trained network.
+        offset = 1.0 if parameter.dim() == 1 else 0.0
+        parameter.copy_(values / WIDTH**0.5 + offset)
+
+
+@torch.no_grad()
+def _scale(net: Chain, scenario: Scenario) -> None:
+    """Make the inside of wide blocks about one for inputs of the scenario's scale."""
+    factor = 2.0 ** scenario.params[0].exponent
+    for parameters in (block.parameters() for block in net.blocks):
+        scale, shift = parameters
+        scale /= factor
+        shift *= factor

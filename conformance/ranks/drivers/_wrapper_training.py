@@ -1,0 +1,264 @@
+"""The steps of the scenarios of ``scenarios/wrapper_training.py``, with wrapped blocks.
+
+The same steps without the wrapper run in other processes. All values are drawn by generators of
+the kit's own, from the session's seed.
+"""
+
+import gc
+import random
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+
+from conformance.ranks.drivers._blocks import BATCH, WATCH, WIDTH, Wrap
+from conformance.ranks.drivers._module_hooks import generators
+from conformance.ranks.drivers._training_blocks import (
+    COLUMNS,
+    LOOKS,
+    training_network,
+)
+from conformance.ranks.drivers.base import KIT, RankDriver
+from conformance.ranks.instruments import process_state
+from conformance.scenarios.wrapper_training import FROZEN, HALF, INDICES, PENALTY, RETAINED
+from conformance.torch_versions.private import saved_tensors_are_packed
+
+# Here a wrapper may raise an error: rules tell an error from a wrong result.
+MAY_REFUSE = (RETAINED.name, PENALTY.name, FROZEN.name)
+
+
+class WrapperTraining:
+    """Runs a network with wrapped blocks on one rank; its parameters stay the same.
+
+    Args:
+        driver: of this rank.
+        wrap: wraps a module; returns the module itself if there is no subject.
+    """
+
+    def __init__(self, driver: RankDriver, wrap: Wrap) -> None:
+        self._driver = driver
+        self._scenario = driver.scenario
+        weights = self._generator("weights")
+        self._net = training_network(self._scenario, weights).to(driver.device)
+        # Wrapping may rename parameters and modules.
+        self._parameters = dict(self._net.named_parameters())
+        self._inside = list(self._net.blocks)
+        self._net.wrap(wrap)
+        self._work = {
+            "training_single": self._plain,
+            "training_large": self._large,
+            "training_graphs": self._graphs,
+            "training_retained": self._retained,
+            "training_penalty": self._penalty,
+            "training_frozen": self._frozen,
+            "training_indices": self._indices,
+            "training_half": self._plain,
+        }[self._scenario.variant]
+
+    def run(self) -> None:
+        """Run all steps, or those before the wrapper refuses one."""
+        for step, kind in enumerate(self._scenario.steps):
+            self._driver.begin_step(step, kind)
+            # Dropout draws the same numbers with and without the wrapper.
+            torch.manual_seed(1000 * step + self._driver.rank)
+            self._values = self._generator(f"values/{step}/{self._driver.rank}")
+            WATCH.begin()
+            if not self._step():
+                return
+
+    def _step(self) -> bool:
+        driver = self._driver
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        draws = self._scenario.name == INDICES.name
+        try:
+            with driver.inside("forward and backward", draws=draws):
+                self._work()
+        except Exception as error:
+            if driver.without_subject or self._scenario.name not in MAY_REFUSE:
+                raise
+            driver.activity = KIT
+            text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            driver.recorder.event("refused", error=text, lacks=[])
+            return False
+        finally:
+            WATCH.phase = ""
+        driver.recorder.event("stepped", generator=generators(), packs=saved_tensors_are_packed())
+        driver.recorder.event("ran", autocast=WATCH.autocast, **WATCH.runs)
+        if not self._is_unrecorded():
+            self._keep_gradients("")
+        return True
+
+    # The work of a step, by the scenario's variant.
+
+    def _plain(self) -> None:
+        """Run one forward and its backward; the forward in float16 if the scenario has autocast."""
+        x = self._input()
+        casts: torch.autocast | nullcontext[None] = nullcontext()
+        if self._scenario.name == HALF.name:
+            casts = torch.autocast(self._driver.device.type, dtype=torch.float16)
+        WATCH.phase = "forward"
+        with casts:
+            output = self._net(x)
+        WATCH.phase = "backward"
+        output.backward(self._drawn(output.shape).to(output.dtype))
+        self._keep("output/0", output)
+        self._keep("input/0", x.grad)
+
+    def _large(self) -> None:
+        """Run each wide block on an input of its own, and measure memory; the first step is
+        small."""
+        is_small = self._driver.recorder.step == 0
+        blocks = list(zip(self._net.blocks, self._inside, strict=True))
+        blocks = blocks[-1:] if is_small else blocks[:-1]
+        scale = 2.0 ** self._scenario.params[0].exponent
+        inputs = [
+            (self._drawn(inside.scale.shape) * scale).requires_grad_() for _, inside in blocks
+        ]
+        grads = [self._drawn(x.shape) for x in inputs]
+        before = _memory()
+        WATCH.phase = "forward"
+        outputs = [block(x) for (block, _), x in zip(blocks, inputs, strict=True)]
+        between = _memory()
+        WATCH.phase = "backward"
+        torch.autograd.backward(outputs, grads)
+        WATCH.phase = ""
+        results = [output.detach() for output in outputs]
+        # They hold the graph.
+        del outputs
+        after = _memory()
+        self._driver.recorder.event("memory", before=before, between=between, after=after)
+        if not self._is_unrecorded():
+            for index, (x, result) in enumerate(zip(inputs, results, strict=True)):
+                self._keep(f"output/{index}", result)
+                self._keep(f"input/{index}", x.grad)
+
+    def _graphs(self) -> None:
+        """Run several forwards, and then their backwards in another order."""
+        step = self._driver.recorder.step
+        rows = self._scenario.params[step].shape
+        inputs = [self._input(count) for count in rows]
+        WATCH.phase = "forward"
+        outputs = []
+        for place, x in enumerate(inputs):
+            outputs.append(self._net(x))
+            if place == 0:
+                # Nobody runs the backward of this one.
+                self._net(self._input(3))
+        with torch.no_grad():
+            self._net(self._input(2))
+        grads = [self._drawn(output.shape) for output in outputs]
+        WATCH.phase = "backward"
+        for place in self._order(step, len(inputs)):
+            outputs[place].backward(grads[place])
+        for place, (x, output) in enumerate(zip(inputs, outputs, strict=True)):
+            self._keep(f"output/{place}", output)
+            self._keep(f"input/{place}", x.grad)
+
+    def _order(self, step: int, count: int) -> Sequence[int]:
+        """Return the order of backwards: that of forwards, the reverse, or a drawn one."""
+        if step == 0:
+            return range(count)
+        if step == 1:
+            return range(count)[::-1]
+        key = f"{self._scenario.session_seed}/order/{step}"
+        return random.Random(key).sample(range(count), count)
+
+    def _retained(self) -> None:
+        """Run the backward of one graph twice, with other gradients of the output."""
+        x = self._input()
+        WATCH.phase = "forward"
+        output = self._net(x)
+        WATCH.phase = "backward"
+        output.backward(self._drawn(output.shape), retain_graph=True)
+        self._keep("output/0", output)
+        self._keep("input/after the first backward", x.grad)
+        self._keep_gradients(" after the first backward")
+        output.backward(self._drawn(output.shape))
+        self._keep("input/0", x.grad)
+
+    def _penalty(self) -> None:
+        """Add the norm of the input's gradient to the loss."""
+        x = self._input()
+        WATCH.phase = "forward"
+        output = self._net(x)
+        self._keep("output/0", output)
+        WATCH.phase = "backward"
+        # The gradient of the output depends on the output: a once_differentiable function sees that
+        # its backward is differentiated, and can say so.
+        first = output.square().mean()
+        (slope,) = torch.autograd.grad(first, x, create_graph=True)
+        loss = first + slope.square().sum()
+        loss.backward()
+        self._keep("input/in the loss", slope)
+        self._keep("loss/0", loss)
+        self._keep("input/0", x.grad)
+
+    def _frozen(self) -> None:
+        """Train layers of low rank; the input requires a gradient in every other step, and before
+        the third step the first block is unfrozen and the second one frozen."""
+        step = self._driver.recorder.step
+        if step == 2:
+            self._inside[0].requires_grad_(True)
+            self._inside[1].requires_grad_(False)
+        x = self._input().requires_grad_(step % 2 == 1)
+        WATCH.phase = "forward"
+        output = self._net(x)
+        WATCH.phase = "backward"
+        output.backward(self._drawn(output.shape))
+        self._keep("output/whether gradients are required", torch.tensor(self._net.asks))
+        self._keep("output/0", output)
+        if x.grad is not None:
+            self._keep("input/0", x.grad)
+
+    def _indices(self) -> None:
+        """Look up rows; the last one and the first one of a half are among them."""
+        self._net.train(self._driver.recorder.step > 0)
+        (rows, _) = self._scenario.params[0].shape
+        x = self._input()
+        outputs = x
+        WATCH.phase = "forward"
+        for block, size in zip(self._net.blocks, (rows, rows // 2), strict=True):
+            indices = torch.randint(size, (BATCH, LOOKS), generator=self._values)
+            indices[0, 0] = size - 1
+            order = torch.randint(LOOKS, (BATCH, LOOKS, COLUMNS), generator=self._values)
+            device = self._driver.device
+            outputs = block(outputs, indices.to(device), order.to(device))
+        WATCH.phase = "backward"
+        outputs.backward(self._drawn(outputs.shape))
+        self._keep("output/0", outputs)
+        self._keep("input/0", x.grad)
+
+    # Values and records.
+
+    def _generator(self, purpose: str) -> torch.Generator:
+        """Return a generator of the kit's own: the subject may use torch's."""
+        key = f"{self._scenario.session_seed}/{self._scenario.name}/{purpose}"
+        return torch.Generator().manual_seed(random.Random(key).getrandbits(60))
+
+    def _drawn(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.randn(tuple(shape), generator=self._values).to(self._driver.device)
+
+    def _input(self, rows: int = BATCH) -> torch.Tensor:
+        return self._drawn((rows, WIDTH)).requires_grad_()
+
+    def _is_unrecorded(self) -> bool:
+        """Whether only the memory of this step is recorded: large tensors are kept once."""
+        step = self._driver.recorder.step
+        is_last = step == len(self._scenario.steps) - 1
+        return self._scenario.variant == "training_large" and step > 0 and not is_last
+
+    def _keep(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Record a tensor; what is missing is found by comparison."""
+        if tensor is not None:
+            self._driver.keep(name, tensor)
+
+    def _keep_gradients(self, moment: str) -> None:
+        for name, parameter in self._parameters.items():
+            self._keep(f"gradient/{name}{moment}", parameter.grad)
+
+
+def _memory() -> int:
+    """Return the bytes in use of the C library's allocator, without garbage; 0 if unknown."""
+    gc.collect()
+    return process_state.counts()["memory"]

@@ -1,0 +1,169 @@
+"""Training for more than a thousand steps (``scenarios/long_runs.py``), recorded compactly.
+
+The steps are ordinary steps of DDP. On the model of that scenario one takes two to three
+milliseconds of a core, so that nothing else has to stand in for it. What would take longer than the
+steps is left out: the observer records no events, gradients are computed once and fed again, and
+the results of all steps go into one tensor for each parameter.
+"""
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from conformance.ranks.instruments import process_state
+from conformance.ranks.instruments.counts import counts
+from conformance.ranks.instruments.hook_observer import Observer
+from conformance.ranks.instruments.process_settings import FrozenObjects
+from conformance.ranks.models.ddp_model import DDPModel
+from conformance.ranks.models.probe import scripted_gradients
+from conformance.records.recorder import Recorder
+from conformance.scenarios.feed import Key, feed_of
+from conformance.scenarios.gradients import lay_out
+from conformance.scenarios.model import Scenario
+
+# The counts of the process are taken at so many places after the warm-up, evenly spaced.
+CHECKPOINTS = 13
+
+Gradients = list[torch.Tensor | None]
+
+
+class LongRunTrainer:
+    """Trains one model for the steps of a long run.
+
+    Args:
+        scenario: the long run.
+        rank: the rank in the group that trains.
+        size: the number of ranks in that group.
+        device: the device of gradients.
+        model: the model, on which the subject is registered.
+        recorder: receives the events, and the tensors at the end.
+        observer: has the results of the hook, for hooks that free the gradients.
+        doing: attributes errors to activities.
+        begin_step: records that a step begins.
+        end_step: called at the end of each step.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        rank: int,
+        size: int,
+        device: torch.device,
+        model: DDPModel,
+        recorder: Recorder,
+        observer: Observer,
+        doing: Callable[[str], AbstractContextManager[None]],
+        begin_step: Callable[[int, str], None],
+        end_step: Callable[[], None],
+    ) -> None:
+        self._scenario = scenario
+        self._rank = rank
+        self._size = size
+        self._device = device
+        self._model = model
+        self._parameters = model.parameters
+        self._recorder = recorder
+        self._observer = observer
+        self._doing = doing
+        self._begin_step = begin_step
+        self._end_step = end_step
+        self._feed = feed_of(scenario)
+        self._gradients: dict[Key, Gradients] = {}
+        # Sums of several steps are exact in float64 if the results are.
+        is_sum = scenario.long_run.steps_per_round > 1
+        self._results = {
+            name: self._rows(parameter, torch.float64 if is_sum else parameter.dtype)
+            for name, parameter in self._parameters.items()
+        }
+        self._followed = {}
+        if scenario.fused:
+            self._followed = {
+                name: self._rows(parameter, parameter.dtype)
+                for name, parameter in self._parameters.items()
+            }
+        self._before = [parameter.detach().clone() for parameter in self._parameters.values()]
+        self._changed: set[str] = set()
+
+    def _rows(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(self._feed.rounds, parameter.numel(), dtype=dtype)
+
+    def train(self) -> None:
+        """Train for all rounds, and record them."""
+        for key in self._feed.keys:
+            self._gradients[key] = self._computed(key)
+        warm_up = self._scenario.long_run.warm_up
+        rounds = self._feed.rounds
+        checkpoints = {
+            warm_up + place * (rounds - 1 - warm_up) // (CHECKPOINTS - 1)
+            for place in range(CHECKPOINTS)
+        }
+        # Nothing of what exists is garbage: the collections at checkpoints need not look at it.
+        gc.collect()
+        FrozenObjects.freeze()
+        for number, place in enumerate(self._feed.places):
+            key = self._feed.keys[place]
+            for step in self._feed.steps_of(number):
+                self._step(step, key)
+                self._keep(number)
+            if number in checkpoints:
+                self._take_counts()
+        self._record()
+
+    def _computed(self, key: Key) -> Gradients:
+        kind, number = key
+        return scripted_gradients(
+            self._scenario.params, kind, self._size, self._rank, number, self._device
+        )
+
+    def _step(self, step: int, key: Key) -> None:
+        self._begin_step(step, key[0])
+        case = self._model.case
+        if case.on_step:
+            with self._doing("on_step"):
+                case.on_step(step)
+        with self._doing("forward"):
+            loss = self._model.ddp(self._gradients[key])
+        with self._doing("backward"):
+            loss.backward()
+        if case.after_backward:
+            with self._doing("after_backward"):
+                case.after_backward()
+
+    def _keep(self, number: int) -> None:
+        """Keep the results of a step in the row of its round, and forget the gradients."""
+        for name, parameter in self._parameters.items():
+            row = self._results[name][number]
+            gradient = parameter.grad
+            if gradient is None and self._scenario.fused:
+                gradient = self._observer.result_of(name)
+            if gradient is None:
+                row.fill_(torch.nan)
+            else:
+                row.add_(lay_out(gradient.detach(), "contiguous").reshape(-1).to(row.device))
+        if self._followed:
+            for name, parameter in self._parameters.items():
+                self._followed[name][number].copy_(parameter.detach().reshape(-1))
+        else:
+            self._note_changes()
+        self._model.zero_grad(self._recorder.step)
+        self._observer.forget_futures()
+        self._end_step()
+
+    def _note_changes(self) -> None:
+        """Record the first step in which each parameter has changed; nobody is to step them."""
+        pairs = zip(self._parameters.items(), self._before, strict=True)
+        for (name, parameter), before in pairs:
+            if name not in self._changed and not torch.equal(parameter.detach(), before):
+                self._changed.add(name)
+                self._recorder.event("parameter_changed", parameter=name)
+
+    def _take_counts(self) -> None:
+        self._recorder.event("checkpoint", rng=process_state.rng(), **counts())
+
+    def _record(self) -> None:
+        for name, rows in self._results.items():
+            self._recorder.tensor(f"long/{name}", rows)
+        for name, rows in self._followed.items():
+            self._recorder.tensor(f"long/parameter/{name}", rows)

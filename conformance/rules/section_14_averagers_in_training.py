@@ -1,0 +1,171 @@
+"""Section 14, continued: averagers of parameters as training uses them."""
+
+from conformance.judging.oracles.averager import require_right
+from conformance.judging.oracles.averager_like import require_like
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.averager_training import (
+    CHANGING,
+    DRIFTING,
+    LARGE,
+    LONG,
+    RESUMED_EARLY,
+    SAVED_EARLY,
+    SPECIAL,
+    TWO,
+)
+from conformance.subjects.claims import Claims
+
+
+@rule(
+    "14.15",
+    "Models are as large as in training",
+    on=(LARGE,),
+    owns=(LARGE,),
+    needs=("14.1", "14.2"),
+    baseline="like",
+    since="1.2",
+    source="flat buffers and chunks, as in hooks_ref.model_averaging and torch.nn.utils.vector",
+    remedy="chunks of a fixed size, of which the last or all but the first are left out; limits on "
+    "the number of parameters",
+)
+def large(run: Run, claims: Claims, found: Found) -> None:
+    """Every element of a model of some hundred parameters is averaged: 170 to 400 small ones, one
+    of 2**17 to 2**18 elements and one of 2**20 to 2**21, with crafted and with random values.
+
+    The numbers are drawn from the session's seed.
+    """
+    require_right(run, claims, found, must_change=True)
+
+
+@rule(
+    "14.16",
+    "Values that are not finite, or nearly not, give their mean",
+    on=(SPECIAL,),
+    owns=(SPECIAL,),
+    needs=("14.7",),
+    baseline="like",
+    since="1.2",
+    source="IEEE 754; float16 ends at 65,504; torch's averagers divide before they sum",
+    remedy="a sum in float16 before the division; code that replaces NaN or infinities; a decision "
+    "that one rank takes alone",
+)
+def special_values(run: Run, claims: Claims, found: Found) -> None:
+    """NaN and infinities of any rank reach all ranks at their elements alone, the mean of float16
+    values near 40,000 is finite, and ordinary values are averaged as before afterwards.
+
+    The order of these values, and the rank that has them, are drawn from the session's seed.
+    """
+    require_right(run, claims, found, must_change=True)
+
+
+@rule(
+    "14.17",
+    "Two averagers do not mix",
+    on=(TWO,),
+    owns=(TWO,),
+    needs=("14.1", "14.2"),
+    baseline="like",
+    since="1.2",
+    source="training of two models in one process, such as a GAN, or a student and its teacher",
+    remedy="counts, buffers or states in the class or the module instead of the object",
+)
+def two(run: Run, claims: Claims, found: Found) -> None:
+    """Two averagers of two models that take turns in a drawn order each keep their own schedule and
+    state."""
+    if run.ranks[0].first("one_object"):
+        found.does_not_apply("the target is one existing object, which cannot be made twice")
+        return
+    require_right(run, claims, found, must_change=True)
+
+
+@rule(
+    "14.18",
+    "The model may change",
+    on=(CHANGING,),
+    owns=(CHANGING,),
+    needs=("14.4",),
+    baseline="like",
+    since="1.2",
+    source="fine-tuning: layers are frozen, unfrozen and added; torch documentation, "
+    "average_parameters(params), which takes the parameters in every call",
+    remedy="a list of parameters, or of buffers, that is made in the first call and kept",
+)
+def changing(run: Run, claims: Claims, found: Found) -> None:
+    """After a drawn step at which one parameter is unfrozen, another one frozen and a third one
+    added, the averages are those of the parameters that are given.
+
+    A subject that is made with the parameters keeps these; none is added then.
+    """
+    require_right(run, claims, found, must_change=True)
+
+
+@rule(
+    "14.19",
+    "A state is saved at any step, and loaded again",
+    on=(SAVED_EARLY, RESUMED_EARLY),
+    owns=(SAVED_EARLY, RESUMED_EARLY),
+    needs=("14.11",),
+    baseline="like",
+    since="1.2",
+    source="torch documentation, PostLocalSGDOptimizer: unless the averager's step is restored, "
+    "its warm-up begins again",
+    remedy="a state that exists from the first average on only; load_state_dict that takes its "
+    "argument apart",
+)
+def saved_early(run: Run, claims: Claims, found: Found) -> None:
+    """Saved at a drawn step of the warm-up, and loaded twice in new processes, the averager
+    continues its schedule.
+
+    A schedule without a warm-up is saved between the first two averages.
+    """
+    event = run.ranks[0].first("saved") or run.ranks[0].first("loaded")
+    if event and event["nothing"]:
+        found.does_not_apply(
+            "it has neither state_dict() nor step: its schedule begins anew after a checkpoint"
+        )
+        return
+    require_right(run, claims, found, must_change=True)
+
+
+@rule(
+    "14.20",
+    "A moving average keeps moving",
+    on=(DRIFTING,),
+    owns=(DRIFTING,),
+    needs=("14.12",),
+    claimed="like",
+    baseline="like",
+    since="1.2",
+    source="bfloat16 has 8 bits: with a decay of 0.999 the change of one step is lost",
+    remedy="the dtype in which the average is kept: float32 for half precision",
+)
+def drifting(run: Run, claims: Claims, found: Found) -> None:
+    """If parameters stay after one change, the moving average approaches them in up to 200 averages
+    as that of the reference does, in every dtype.
+
+    The reference keeps it in float32 or wider, so that the bound beside the roundings of a result
+    is small: a hundred changes that are each lost in bfloat16 exceed it.
+    """
+    if not claims.reference.startswith("EMAModelAverager"):
+        found.does_not_apply("the reference keeps no moving average")
+        return
+    require_like(run, claims, found, ("parameter", "applied"))
+
+
+@rule(
+    "14.21",
+    "Long runs average as short ones do",
+    on=(LONG,),
+    owns=(LONG,),
+    needs=("14.1", "14.2"),
+    baseline="like",
+    since="1.2",
+    source="runs of training have many thousand steps",
+    remedy="a warm-up, a count or a buffer that ends after some number of steps or averages",
+)
+def long_run(run: Run, claims: Claims, found: Found) -> None:
+    """In each of 400 to 700 steps, by the session's seed, parameters are the means that are due, or
+    stay as they are."""
+    require_right(run, claims, found, must_change=True)

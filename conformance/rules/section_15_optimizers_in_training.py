@@ -1,0 +1,225 @@
+"""Section 15, continued: optimizer wrappers as training uses them."""
+
+from conformance.judging.oracles.optimizer import (
+    construction,
+    require_right,
+    require_steps_with_some_gradient,
+    takes_averager,
+)
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.optimizer_training import (
+    ADAM_OPTIONS,
+    EMPTY,
+    LARGE,
+    LONG,
+    OPTIONS,
+    OWN,
+    RANDOM_DTYPES,
+    RESUMED_GROUPS,
+    SAVED_GROUPS,
+    SPECIAL,
+    TWO,
+    averages_gradients,
+)
+from conformance.subjects.claims import Claims
+
+BASIC = ("15.1", "15.2", "15.3")
+NO_OPTIMIZER = "it takes neither an optimizer nor a class of optimizers"
+LIMIT = (
+    "it was given equal gradients on all ranks, and averages none: the certificate covers its use "
+    "with gradients that DDP, or another subject, has averaged"
+)
+
+
+@rule(
+    "15.21",
+    "Gradients are averaged if it claims to average them",
+    on=(OWN,),
+    owns=(OWN,),
+    needs=BASIC,
+    since="1.2",
+    source="Horovod's DistributedOptimizer averages gradients; torch's ZeroRedundancyOptimizer and "
+    "PostLocalSGDOptimizer leave that to DDP",
+    remedy="the claim averages; or an average of gradients of which some are left out",
+)
+def who_averages(run: Run, claims: Claims, found: Found) -> None:
+    """Given gradients of each rank's own, a subject that claims ``averages`` steps with their mean.
+    Without the claim, and without an averager, every element is stepped with the gradient of one
+    rank.
+
+    The certificate of a subject without the claim covers gradients that are averaged already.
+    """
+    if takes_averager(run):
+        found.does_not_apply("it takes an averager: 15.3")
+        return
+    if averages_gradients(run.scenario):
+        require_right(run, found)
+        return
+    require_steps_with_some_gradient(run, found)
+    found.does_not_apply(LIMIT)
+
+
+@rule(
+    "15.22",
+    "Random gradients of any dtype are stepped precisely",
+    on=(RANDOM_DTYPES,),
+    owns=(RANDOM_DTYPES,),
+    may_refuse=True,
+    needs=("15.11",),
+    since="1.2",
+    source="torch documentation, ZeroRedundancyOptimizer; float64 models and half precision",
+    remedy="copies, shares or buffers in another dtype than the parameter's",
+)
+def random_dtypes(run: Run, claims: Claims, found: Found) -> None:
+    """On random gradients of float32, float64, float16 and bfloat16 parameters, six steps with
+    momentum and weight decay differ by roundings in the parameter's own dtype at most.
+
+    Rate, momentum and weight decay are drawn from the session's seed.
+    """
+    require_right(run, found)
+
+
+@rule(
+    "15.23",
+    "Every option of every group takes effect",
+    on=(OPTIONS, ADAM_OPTIONS),
+    owns=(OPTIONS, ADAM_OPTIONS),
+    needs=("15.5", "15.6", "15.7"),
+    since="1.2",
+    source="torch documentation, torch.optim.SGD and Adam; OneCycleLR, which writes momentum and "
+    "betas",
+    remedy="options other than lr that are copied once; options of a closure's step; an added "
+    "group with the options of the first",
+)
+def every_option(run: Run, claims: Claims, found: Found) -> None:
+    """Momentum, dampening, weight decay, nesterov, maximize, betas, eps and amsgrad of each group
+    count, also after they are rewritten, with closures, and in a group that is added.
+
+    All numbers, and the step at which the group is added, are drawn from the session's seed.
+    """
+    if not construction(run)["takes_any"]:
+        found.does_not_apply(NO_OPTIMIZER)
+        return
+    require_right(run, found)
+
+
+@rule(
+    "15.24",
+    "A rank may have no gradient",
+    on=(EMPTY,),
+    owns=(EMPTY,),
+    needs=("15.9",),
+    since="1.2",
+    source="empty batches on one rank; fine-tuning, which freezes and unfreezes layers",
+    remedy="a step that returns early without gradients; a list of parameters that is made once",
+)
+def empty(run: Run, claims: Claims, found: Found) -> None:
+    """In some steps one rank has no gradient at all, and steps nothing of its own, but takes part
+    in averages; a frozen parameter is not stepped, and an unfrozen one is.
+
+    Without an averager and without the claim ``averages`` all ranks have the same gradients.
+    """
+    require_right(run, found)
+
+
+@rule(
+    "15.25",
+    "Models are as large as in training",
+    on=(LARGE,),
+    owns=(LARGE,),
+    needs=BASIC,
+    since="1.2",
+    source="shares of large models, as of torch's ZeroRedundancyOptimizer",
+    remedy="a share of a fixed size; limits on the number of parameters or elements",
+)
+def large(run: Run, claims: Claims, found: Found) -> None:
+    """Every element of a model of some hundred parameters is stepped: 170 to 400 small ones, one of
+    2**17 to 2**18 elements and one of 2**20 to 2**21.
+
+    The numbers are drawn from the session's seed.
+    """
+    require_right(run, found)
+
+
+@rule(
+    "15.26",
+    "Values that are not finite stay at their elements",
+    on=(SPECIAL,),
+    owns=(SPECIAL,),
+    may_refuse=True,
+    needs=("15.9",),
+    since="1.2",
+    source="IEEE 754; float16 ends at 65,504; GradScaler decides about overflows, and not the "
+    "optimizer",
+    remedy="code that replaces NaN or infinities; a step that one rank leaves out alone; a sum in "
+    "float16 before the division",
+)
+def special_values(run: Run, claims: Claims, found: Found) -> None:
+    """NaN and infinities in gradients, of any rank, reach the parameters that they belong to as by
+    the local optimizer and the averages, and the other elements are stepped as ever.
+
+    A subject that averages gradients is given float16 gradients near 40,000, too: their sum
+    overflows, and their mean does not.
+    """
+    require_right(run, found)
+
+
+@rule(
+    "15.27",
+    "Two optimizers do not mix",
+    on=(TWO,),
+    owns=(TWO,),
+    needs=BASIC,
+    since="1.2",
+    source="training of two models in one process, such as a GAN",
+    remedy="counts, buffers or states in the class or the module instead of the object",
+)
+def two(run: Run, claims: Claims, found: Found) -> None:
+    """Two optimizers of two models that take turns in a drawn order each step their own model."""
+    if run.ranks[0].first("two") is None:
+        found.does_not_apply("the target is one existing object, which cannot be made twice")
+        return
+    require_right(run, found)
+
+
+@rule(
+    "15.28",
+    "A state is saved at any step, of any groups",
+    on=(SAVED_GROUPS, RESUMED_GROUPS),
+    owns=(SAVED_GROUPS, RESUMED_GROUPS),
+    needs=("15.10", "15.13"),
+    since="1.2",
+    source="torch documentation, ZeroRedundancyOptimizer.consolidate_state_dict(to), "
+    "PostLocalSGDOptimizer.load_state_dict; pytorch #63340, #78988",
+    remedy="numbers of parameters across interleaved groups; global ranks in place of ranks in the "
+    "group; load_state_dict that takes its argument apart; options that are not saved",
+)
+def saved_groups(run: Run, claims: Claims, found: Found) -> None:
+    """On a subgroup, Adam with interleaved parameter groups, whose rates were rewritten, is saved
+    at a drawn step of the warm-up; new processes load the state twice, and continue.
+    """
+    if claims.has("world_only"):
+        found.does_not_apply("it claims world_only")
+        return
+    if not construction(run)["takes_any"]:
+        found.does_not_apply(NO_OPTIMIZER)
+        return
+    require_right(run, found)
+
+
+@rule(
+    "15.29",
+    "Long runs step as short ones do",
+    on=(LONG,),
+    owns=(LONG,),
+    needs=BASIC,
+    since="1.2",
+    source="runs of training have many thousand steps",
+    remedy="a warm-up, a count or a buffer that ends after some number of steps",
+)
+def long_run(run: Run, claims: Claims, found: Found) -> None:
+    """In each of 400 to 700 steps, by the session's seed, parameters are those of the local steps
+    and of the averages."""
+    require_right(run, found)

@@ -1,0 +1,214 @@
+"""Section 16, continued: sync strategies as training uses them."""
+
+from conformance.judging.oracles.strategy import require_buffers, require_means
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.strategy_training import (
+    ABANDONED,
+    BUFFERS,
+    COMPLEX,
+    EMPTY,
+    LARGE,
+    LONG,
+    RECOVERED,
+    SECOND,
+    SPECIAL,
+    TWO,
+)
+from conformance.subjects.claims import Claims
+
+COMPOSER = "MosaicML Composer, composer.distributed.ddp_sync_context"
+TORCH = "torch documentation, DistributedDataParallel"
+
+
+@rule(
+    "16.20",
+    "Models are as large as in training",
+    on=(LARGE,),
+    owns=(LARGE,),
+    needs=("16.2",),
+    since="1.2",
+    source=f"{TORCH} (bucket_cap_mb); flat buffers and chunks of strategies",
+    remedy="chunks of a fixed size, of which the last is left out; limits on the number of "
+    "parameters",
+)
+def large(run: Run, claims: Claims, found: Found) -> None:
+    """Every element of the gradients of a model of some hundred parameters is averaged: 170 to 400
+    small ones, one of 2**17 to 2**18 elements and one of 2**20 to 2**21.
+
+    The numbers are drawn from the session's seed.
+    """
+    require_means(run, found)
+
+
+@rule(
+    "16.21",
+    "Values that are not finite, or nearly not, give their mean",
+    on=(SPECIAL,),
+    owns=(SPECIAL,),
+    needs=("16.10",),
+    since="1.2",
+    source="IEEE 754; float16 ends at 65,504; torch.amp.GradScaler, which looks for infinities in "
+    "the synchronised gradients of every rank",
+    remedy="a sum in float16 before the division; code that replaces NaN or infinities, or leaves "
+    "out ranks that have some; clipping",
+)
+def special_values(run: Run, claims: Claims, found: Found) -> None:
+    """NaN and infinities of any rank reach all ranks at their elements alone, the mean of float16
+    gradients near 40,000 is finite, and so are scaled ones, by 2**16 and 2**-24.
+
+    The order of these values, and the rank that has them, are drawn from the session's seed.
+    """
+    require_means(run, found)
+
+
+@rule(
+    "16.22",
+    "A rank may have nothing to do in a micro-batch",
+    on=(EMPTY,),
+    owns=(EMPTY,),
+    needs=("16.4",),
+    since="1.2",
+    source="empty batches on one rank: its context is entered, and nothing happens in it",
+    remedy="collectives that begin in the backward, and wait for one on every rank",
+)
+def empty(run: Run, claims: Claims, found: Found) -> None:
+    """If a rank has neither a forward nor a backward in some micro-batches, the last one among
+    them, it counts with zeros, and ends with the same gradients as the others.
+
+    DDP needs a backward on every rank: with the claims ``find_unused`` and ``all_used`` the rule
+    does not apply.
+    """
+    if claims.has("all_used") or claims.has("find_unused"):
+        found.does_not_apply(f"under {claims} every rank has a backward")
+        return
+    require_means(run, found)
+
+
+@rule(
+    "16.23",
+    "Two models do not mix",
+    on=(TWO,),
+    owns=(TWO,),
+    needs=("16.2",),
+    since="1.2",
+    source="training of two models in one process, such as a GAN",
+    remedy="counts, gradients or handles that are kept in the module or in the strategy, and not "
+    "by model",
+)
+def two(run: Run, claims: Claims, found: Found) -> None:
+    """If the micro-batches of two models come in a drawn order, each model gets its own means."""
+    require_means(run, found)
+
+
+@rule(
+    "16.24",
+    "Buffers stay those of the first rank",
+    on=(BUFFERS,),
+    owns=(BUFFERS,),
+    needs=("16.2",),
+    since="1.2",
+    source=f"{TORCH} (broadcast_buffers): buffers are sent from rank 0 in every iteration; under "
+    "no_sync they are not",
+    remedy="model.require_forward_param_sync, which a forward under no_sync leaves False: set it "
+    "to True when the step ends, or broadcast buffers",
+)
+def buffers(run: Run, claims: Claims, found: Found) -> None:
+    """Each step begins with the running statistics of the first rank on all ranks, as under DDP, so
+    that those of a BatchNorm do not drift apart; gradients are the means.
+
+    A strategy may send buffers in every micro-batch too, or when the step ends.
+    """
+    require_means(run, found)
+    require_buffers(run, found)
+
+
+@rule(
+    "16.25",
+    "A step may be given up",
+    on=(ABANDONED,),
+    owns=(ABANDONED,),
+    needs=("16.2",),
+    since="1.2",
+    source="training loops that skip the rest of a step, after a loss of NaN or at the end of an "
+    "epoch",
+    remedy="counts of micro-batches, or gradients set aside, that only a last micro-batch resets",
+)
+def abandoned(run: Run, claims: Claims, found: Found) -> None:
+    """If a step is given up before its last micro-batch, and gradients are cleared, the next step
+    gives the means."""
+    require_means(run, found)
+
+
+@rule(
+    "16.26",
+    "A step may go on after an exception",
+    on=(RECOVERED,),
+    owns=(RECOVERED,),
+    needs=("16.14",),
+    since="1.2",
+    source="training loops that skip a micro-batch that runs out of memory",
+    remedy="state that is changed when a context begins, and restored only if it ends well",
+)
+def recovered(run: Run, claims: Claims, found: Found) -> None:
+    """If a micro-batch raises an exception on all ranks before its backward, and the step goes on
+    with the next one, gradients are the means of the others."""
+    for rank in run.ranks:
+        for event in rank.all("failed"):
+            found.require(
+                event["same"],
+                "the exception that was raised inside",
+                f"rank {rank.rank}, step {event['step']}: {event['came']} came out",
+            )
+    require_means(run, found)
+
+
+@rule(
+    "16.27",
+    "A context may hold two backwards, or refuses them",
+    on=(SECOND,),
+    owns=(SECOND,),
+    may_refuse=True,
+    needs=("16.2",),
+    since="1.2",
+    source="two losses of one micro-batch, each with a forward and a backward",
+    remedy="gradients that are averaged when they arrive, and added to afterwards",
+)
+def second(run: Run, claims: Claims, found: Found) -> None:
+    """With two forwards and backwards in each context gradients are the means of all of them; or an
+    error on every rank refuses the second one."""
+    require_means(run, found)
+
+
+@rule(
+    "16.28",
+    "Complex gradients work, or are refused",
+    on=(COMPLEX,),
+    owns=(COMPLEX,),
+    may_refuse=True,
+    needs=("16.2",),
+    since="1.2",
+    source="torch documentation, Complex Numbers, autograd; DDP averages complex gradients",
+    remedy="flat buffers of a real dtype; view_as_real before a collective",
+)
+def complex_gradients(run: Run, claims: Claims, found: Found) -> None:
+    """Complex gradients beside real ones are means in both parts; or an error on every rank refuses
+    them."""
+    require_means(run, found)
+
+
+@rule(
+    "16.29",
+    "Long runs average as short ones do",
+    on=(LONG,),
+    owns=(LONG,),
+    needs=("16.2",),
+    since="1.2",
+    source="runs of training have many thousand steps",
+    remedy="a count or a buffer that ends after some number of micro-batches",
+)
+def long_run(run: Run, claims: Claims, found: Found) -> None:
+    """In each of 120 to 240 steps of two micro-batches, by the session's seed, gradients are the
+    means."""
+    require_means(run, found)

@@ -1,0 +1,205 @@
+"""Section 17: joins, as in training: numbers of joinables; long epochs, many epochs, interrupts."""
+
+from conformance.judging.oracles.join import (
+    NOT_A_JOINABLE,
+    applies_to_context,
+    is_context,
+    members,
+    require_agreement,
+    require_gradients,
+    require_no_hooks,
+    require_parameters,
+    require_post_hooks,
+    require_raised,
+    require_step_count,
+    require_steps,
+)
+from conformance.judging.oracles.join_numbers import (
+    require_gradients_of_trainers,
+    require_last_state,
+    require_replicas,
+)
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.join_draws import INTERRUPTS, divides_by_all
+from conformance.scenarios.joins_in_training import (
+    EPOCHS,
+    HOOKS_RAISE,
+    LONG,
+    NUMBERS,
+)
+from conformance.scenarios.joins_in_training import INTERRUPTS as INTERRUPTED
+from conformance.subjects.claims import Claims
+
+TUTORIAL = (
+    "torch documentation, Distributed Training with Uneven Inputs Using the Join Context Manager"
+)
+GENERIC = "torch documentation, Generic Join Context Manager"
+
+
+@rule(
+    "17.18",
+    "Joined ranks add nothing to gradients",
+    on=(NUMBERS,),
+    owns=(NUMBERS,),
+    needs=("17.3",),
+    source=f"{TUTORIAL}; DistributedDataParallel.join, divide_by_initial_world_size; "
+    "pytorch #42577, #44798",
+    remedy="the main hook adds zeros, and never the rank's last gradient; the divisor is the "
+    "number of all ranks, or of the training ranks with divide_by_initial_world_size=False",
+)
+def gradients(run: Run, claims: Claims, found: Found) -> None:
+    """A gradient of a joinable is the mean or the sum over the ranks that still have inputs, and a
+    mean is divided by the number of all ranks or, with divide_by_initial_world_size=False, by the
+    number of these ranks.
+
+    The numbers of inputs are drawn, and some ranks have none. Even inputs show whether gradients
+    are means or sums; the rule does not apply if they are neither, or if the joinable leaves none.
+    A joinable whose join_hook does not name that argument has one of the two divisors throughout.
+    The bound is (W + m + 2) eps times the mean of magnitudes, for m backwards in a step.
+    """
+    if is_context(run):
+        found.does_not_apply(NOT_A_JOINABLE)
+        return
+    require_gradients_of_trainers(run, found)
+
+
+@rule(
+    "17.19",
+    "All ranks hold the same model after the join",
+    on=(NUMBERS,),
+    needs=("17.3",),
+    source=f"{GENERIC}, JoinHook.post_hook: DDP's synchronises the final model across processes",
+    remedy="a post_hook that hands out the parameters, the buffers and the optimizer's state, on "
+    "every rank",
+)
+def replicas(run: Run, claims: Claims, found: Found) -> None:
+    """Parameters, buffers, state_dict() and an optimizer's state are the same on all ranks after
+    uneven inputs, to the bit, as far as they are after even inputs."""
+    if is_context(run):
+        found.does_not_apply(NOT_A_JOINABLE)
+        return
+    require_replicas(run, found)
+
+
+@rule(
+    "17.20",
+    "The model after the join is the last joiner's",
+    on=(NUMBERS,),
+    needs=("17.19",),
+    source=f"{GENERIC}, JoinHook.post_hook, is_last_joiner; horovod #2958",
+    remedy="hand out from a rank for which is_last_joiner is true: all others have missed steps",
+)
+def last_state(run: Run, claims: Claims, found: Found) -> None:
+    """The state that all ranks hold after uneven inputs is the one that a rank with the most inputs
+    held at the end of its body, to the bit.
+
+    It does not apply to a state that the join computes, which even inputs show.
+    """
+    if is_context(run):
+        found.does_not_apply(NOT_A_JOINABLE)
+        return
+    require_last_state(run, found)
+
+
+@rule(
+    "17.21",
+    "Any number of steps is shadowed",
+    on=(LONG,),
+    owns=(LONG,),
+    needs=("17.3", "17.4"),
+    source=f"{TUTORIAL}; torch.distributed.algorithms.join, Join.__exit__, WARN_THRESHOLD: it "
+    "warns of 1,000 shadowed steps, and goes on",
+    remedy="a limit to the number of shadowed steps, or a count that an epoch leaves behind",
+)
+def long(run: Run, claims: Claims, found: Found) -> None:
+    """A rank without inputs shadows all steps of an epoch: 100 to 300 in two epochs of the same
+    joinables, and 1,001 to 1,400 in a third. The numbers are drawn."""
+    if not applies_to_context(run, found):
+        return
+    for member in members(run):
+        require_steps(run, member, found)
+        require_post_hooks(run, member, found)
+
+
+@rule(
+    "17.22",
+    "Interrupts leave the context at once",
+    on=(INTERRUPTED,),
+    owns=(INTERRUPTED,),
+    needs=("17.10",),
+    source="Python documentation, With Statement Context Managers, and BaseException",
+    remedy="__exit__ asks whether there is an exception, not whether it is an Exception; it "
+    "returns nothing",
+)
+def interrupts(run: Run, claims: Claims, found: Found) -> None:
+    """KeyboardInterrupt, SystemExit, StopIteration and GeneratorExit come out of the body
+    unchanged, without a wait for other ranks and without a hook; the joinables can be used
+    again."""
+    if not applies_to_context(run, found):
+        return
+    for member in members(run):
+        if member.context < len(INTERRUPTS):
+            require_raised(member, INTERRUPTS[member.context], found)
+            require_no_hooks(member, found)
+        else:
+            require_steps(run, member, found)
+            require_post_hooks(run, member, found)
+
+
+@rule(
+    "17.23",
+    "Exceptions of hooks come out",
+    on=(HOOKS_RAISE,),
+    owns=(HOOKS_RAISE,),
+    needs=("17.10",),
+    source="Python documentation, With Statement Context Managers; pytorch #160602",
+    remedy="an except clause around the calls of hooks: the peers of a rank whose hook has failed "
+    "wait for it",
+)
+def hooks_raise(run: Run, claims: Claims, found: Found) -> None:
+    """An exception of a main hook or of a post hook comes out of the context unchanged, and a main
+    hook that has failed is followed by no post hook; the joinables can be used again."""
+    if not applies_to_context(run, found):
+        return
+    for member in members(run):
+        if member.context % 2:
+            require_steps(run, member, found)
+            require_post_hooks(run, member, found)
+            continue
+        require_raised(member, "HookFailed", found)
+        if member.context == 0:
+            posts = [event["joinable"] for event in member.events("post")]
+            actual = f"{member}: post hooks of joinables {posts} after the exception"
+            found.require(not posts, "no post hook", actual)
+
+
+@rule(
+    "17.24",
+    "DDP trains in one context after another",
+    on=(EPOCHS,),
+    owns=(EPOCHS,),
+    needs=("17.7", "17.12"),
+    source=f"{TUTORIAL}: one context per epoch, several joinables; "
+    "DistributedDataParallel.join, divide_by_initial_world_size",
+    remedy="state that an epoch leaves behind: hooks, the first joinable, the number of shadowed "
+    "steps, the keyword arguments",
+)
+def epochs(run: Run, claims: Claims, found: Found) -> None:
+    """One DDP beside other joinables, in any order and in 5 to 8 contexts, has the right gradients,
+    parameters and buffers in each of them, and all hooks are called as in the first.
+
+    The orders and the numbers of inputs are drawn; in some contexts a rank has no input, and in
+    some divide_by_initial_world_size is False. The bounds are those of 17.12.
+    """
+    if not applies_to_context(run, found):
+        return
+    for member in members(run):
+        by_all = divides_by_all(run.scenario, member.context)
+        require_steps(run, member, found)
+        require_post_hooks(run, member, found)
+        require_gradients(run, member, found, by_all)
+        require_parameters(run, member, found, by_all)
+        require_step_count(member, found)
+    require_agreement(run, found)

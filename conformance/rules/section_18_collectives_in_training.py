@@ -1,0 +1,130 @@
+"""Section 18, continued: quantized collectives as training uses them."""
+
+from conformance.judging.oracles.collective import calls, require_call, require_calls
+from conformance.judging.oracles.collective_training import (
+    require_no_error_in_wait,
+    require_recovery,
+)
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.collective_training import (
+    IN_FLIGHT,
+    LARGE,
+    RECOVERING,
+    UNEVEN,
+    VIEWS,
+)
+from conformance.subjects.claims import Claims
+
+
+@rule(
+    "18.21",
+    "Large messages arrive",
+    on=(LARGE,),
+    owns=(LARGE,),
+    needs=("18.1", "18.2", "18.3"),
+    since="1.2",
+    source="torch documentation, torch.distributed.all_gather: tensors of any size; grids of "
+    "kernels and indices of 16 bits",
+    remedy="chunks of a fixed size, of which the last or all but the first are left out; a scale "
+    "for more than a block; another format for large messages",
+)
+def large(run: Run, claims: Claims, found: Found) -> None:
+    """Every element of a message of 2**17 to 2**21 elements, and of one above 2**21, arrives within
+    the bound of rule 18.2; so does a small message between them or after them.
+
+    The sizes and the order are drawn from the session's seed. Values are random, in runs of 128
+    that differ by powers of two.
+    """
+    require_calls(run, claims, found)
+
+
+@rule(
+    "18.22",
+    "Calls after special values are right",
+    on=(RECOVERING,),
+    owns=(RECOVERING,),
+    needs=("18.1", "18.2", "18.3", "18.14"),
+    since="1.2",
+    source="the definition of the claimed format; IEEE 754; Karimireddy et al., ICML 2019: error "
+    "feedback",
+    remedy="a scale of 0, or one that is kept above a fixed number; a NaN in an error or a scale "
+    "that is kept for the next call; nan_to_num, or a conversion to integers, which loses NaN",
+)
+def recovery(run: Run, claims: Claims, found: Found) -> None:
+    """Zeros arrive as zeros, constants and tiny values within the claimed bound; NaN and infinities
+    spoil their own block at most, and do not arrive as finite numbers; ordinary values arrive as
+    before in the next calls.
+
+    A claim without blocks lets a NaN spoil all that the rank sends in that call. With error
+    feedback, bounds are those of the call and of the errors that earlier calls have kept.
+    """
+    require_recovery(run, claims, found)
+
+
+@rule(
+    "18.23",
+    "Tensors may be parts of larger buffers",
+    on=(VIEWS,),
+    owns=(VIEWS,),
+    needs=("18.7", "18.9"),
+    since="1.2",
+    source="torch documentation, torch.distributed.all_gather: outputs are written to tensor_list; "
+    "torch.Tensor.storage_offset",
+    remedy="output.copy_(result) in place of output.data = result or output.set_(result); the "
+    "storage read or written from its beginning; padding that is written too",
+)
+def views(run: Run, claims: Claims, found: Found) -> None:
+    """Inputs and outputs may be contiguous views of one buffer, at any offset: the messages are in
+    the buffer, and the elements around them keep their values.
+
+    The gaps, of 1 to 200 elements, are drawn from the session's seed.
+    """
+    for call in calls(run):
+        require_call(run, claims, found, call)
+        changed = call.event["changed_around"]
+        actual = f"{call}: {changed} elements of the buffer around the outputs have changed"
+        cause = "more is written than the message has"
+        found.require(not changed, "elements around the outputs as they were", actual, cause)
+
+
+@rule(
+    "18.24",
+    "Lists of uneven tensors work, or are refused",
+    on=(UNEVEN,),
+    owns=(UNEVEN,),
+    needs=("18.9",),
+    since="1.2",
+    source="torch documentation, torch.distributed.all_to_all: tensors of different sizes in a "
+    "list",
+    remedy="the sizes of the first tensor, taken for those of all",
+)
+def uneven(run: Run, claims: Claims, found: Found) -> None:
+    """If the tensors of an all_to_all have different numbers of rows, each rank gets those that are
+    meant for it, or an error refuses them."""
+    collective = run.scenario.options[0]
+    if collective != "all_to_all":
+        found.does_not_apply(f"torch's {collective} takes tensors of one size in a list")
+        return
+    require_calls(run, claims, found, may_refuse=True)
+
+
+@rule(
+    "18.25",
+    "Calls of one shape are apart while they are under way",
+    on=(IN_FLIGHT,),
+    owns=(IN_FLIGHT,),
+    needs=("18.10",),
+    since="1.2",
+    source="torch documentation, async_op; torch.distributed.Work.wait, which may be called again",
+    remedy="buffers that are kept by shape; a wait() that decodes, or divides, a second time",
+)
+def in_flight(run: Run, claims: Claims, found: Found) -> None:
+    """Two to four calls of one shape, made by one object, may be under way at once; they are waited
+    for in either order, and twice. Or an error refuses async_op=True."""
+    for call in calls(run):
+        if call.refused:
+            require_no_error_in_wait(found, call)
+            continue
+        require_call(run, claims, found, call)

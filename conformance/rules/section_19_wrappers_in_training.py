@@ -1,0 +1,194 @@
+"""Section 19, continued: wrappers of modules as training uses them."""
+
+from functools import partial
+
+from conformance.judging.oracles.wrapper import (
+    require_same_modes,
+)
+from conformance.judging.oracles.wrapper_training import (
+    require_memory_back,
+    require_same_or_refused,
+    require_same_training,
+)
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.wrapper_training import (
+    FROZEN,
+    GRAPHS,
+    HALF,
+    INDICES,
+    LARGE,
+    PENALTY,
+    RETAINED,
+    SINGLE,
+)
+from conformance.subjects.claims import Claims
+
+parity_rule = partial(rule, reads_all_runs=True, baseline="vanilla", since="1.3")
+
+
+@parity_rule(
+    "19.23",
+    "Float32 training is as precise as without the wrapper",
+    on=(SINGLE,),
+    owns=(SINGLE,),
+    needs=("19.1",),
+    source="Chen et al., 2016: recomputed values are the same; torch documentation, "
+    "torch.autograd.graph.saved_tensors_hooks",
+    remedy="activations that are kept in bfloat16, float16 or fewer bits; a dtype that is chosen "
+    "because the network computes in float32",
+)
+def single(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """In float32, on random values, outputs and gradients of linear layers, norms and attention are
+    those without the wrapper up to 2**-14 of the largest magnitude.
+
+    This is the loss by another order of summation; activations in float16 or bfloat16 lose more.
+    """
+    require_same_training(runs, found)
+
+
+@parity_rule(
+    "19.24",
+    "Large activations are as precise as small ones",
+    on=(LARGE,),
+    owns=(LARGE,),
+    needs=("19.23",),
+    source="torch documentation, torch.autograd.graph.saved_tensors_hooks; activations of training "
+    "have millions of elements",
+    remedy="a threshold in elements or bytes, beyond which tensors are kept in another way, in "
+    "parts or in fewer bits; values outside the range of float16",
+)
+def large(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """Blocks of 2**17 to 2**21 elements, three sizes that are drawn evenly over their logarithms,
+    give the outputs and gradients without the wrapper up to 2**-20 of the largest magnitude.
+
+    Values are random, times a drawn power of two from 2**-20 to 2**20.
+    """
+    require_same_training(runs, found)
+
+
+@parity_rule(
+    "19.25",
+    "Several graphs at once are kept apart",
+    on=(GRAPHS,),
+    owns=(GRAPHS,),
+    needs=("19.23",),
+    source="torch documentation, torch.autograd.backward; pipeline parallel schedules run several "
+    "forwards before the first backward",
+    remedy="inputs, generator states or saved tensors that are kept on the wrapper, as those of "
+    "the last forward, or in a queue",
+)
+def graphs(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """Two to six forwards of batches of other sizes come before their backwards, which run in the
+    order of forwards, in reverse, or in a drawn order; a graph without a backward, and a forward
+    under no_grad, come between them. All gradients are those without the wrapper."""
+    require_same_training(runs, found)
+
+
+@parity_rule(
+    "19.26",
+    "A second backward of one graph is right, or refused",
+    on=(RETAINED,),
+    owns=(RETAINED,),
+    needs=("19.23",),
+    source="torch documentation, torch.Tensor.backward: retain_graph",
+    remedy="saved tensors that the first backward frees, clears or overwrites",
+)
+def retained(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """With retain_graph=True, another backward of the same graph adds the gradients that it adds
+    without the wrapper, or the wrapper raises an error."""
+    require_same_or_refused(runs, found)
+
+
+@parity_rule(
+    "19.27",
+    "A gradient penalty is right, or refused",
+    on=(PENALTY,),
+    owns=(PENALTY,),
+    needs=("19.23",),
+    source="Gulrajani et al., Improved Training of Wasserstein GANs, 2017; torch documentation, "
+    "torch.autograd.grad: create_graph; torch.autograd.function.once_differentiable",
+    remedy="a backward whose own graph is lost: a custom Function without once_differentiable, "
+    "saved tensors that are detached when they come back",
+)
+def penalty(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """With create_graph=True, a loss that contains the gradient of the input has the gradients that
+    it has without the wrapper, or the wrapper raises an error."""
+    require_same_or_refused(runs, found)
+
+
+@parity_rule(
+    "19.28",
+    "Frozen parameters and inputs work",
+    on=(FROZEN,),
+    owns=(FROZEN,),
+    needs=("19.23",),
+    unless="reentrant",
+    source="Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021; torch "
+    "documentation, torch.Tensor.requires_grad",
+    remedy="a decision on the first parameter, the first input or the first step alone; a custom "
+    "Function whose output always requires a gradient",
+)
+def frozen(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """Frozen blocks, frozen layers beside trained ones of low rank, an input with and without
+    requires_grad, and blocks that are frozen and unfrozen between steps have the outputs, the
+    gradients and the requires_grad that they have without the wrapper.
+
+    With the claim reentrant a block has no gradients if no input requires one: 19.18.
+    """
+    require_same_training(runs, found)
+
+
+@parity_rule(
+    "19.29",
+    "Saved indices and masks come back unchanged",
+    on=(INDICES,),
+    owns=(INDICES,),
+    needs=("19.2", "19.23"),
+    source="torch documentation, torch.nn.Embedding, torch.gather, torch.nn.Dropout; "
+    "torch.autograd.graph.saved_tensors_hooks packs tensors of any dtype",
+    remedy="integers and masks that are packed as numbers, in 16 bits or in float16; a second "
+    "forward with another dropout mask",
+)
+def indices(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """Tables of 70,000 to 200,000 rows, gathered and largest elements, masks and dropout have the
+    outputs and gradients without the wrapper. With the claim draws_anew this is required of the
+    step without dropout."""
+    require_same_training(runs, found, steps=1 if claims.has("draws_anew") else None)
+
+
+@parity_rule(
+    "19.30",
+    "Autocast to float16 works",
+    on=(HALF,),
+    owns=(HALF,),
+    needs=("19.9",),
+    source="torch documentation, torch.amp: float16 beside bfloat16",
+    remedy="bfloat16 as a constant; the dtype of autocast belongs to the thread, as its state does",
+)
+def half(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """A recomputation in a backward outside of autocast runs in float16 if the forward did, and
+    gives the same gradients."""
+    require_same_training(runs, found)
+    require_same_modes(runs, found)
+
+
+@parity_rule(
+    "19.31",
+    "No copies are kept after the backward",
+    on=(LARGE,),
+    needs=("19.19", "19.24"),
+    source="Chen et al., 2016; torch documentation, torch.autograd.graph.save_on_cpu: packed "
+    "tensors are freed with the graph",
+    remedy="copies of saved tensors in a list, a dict or a cache that outlives the graph; clones "
+    "that are kept beside the recomputed activations",
+)
+def copies_go(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """After each step as much memory is in use as before it, apart from a pool that a wrapper fills
+    once. If blocks run again, less is in use between forward and backward than without the
+    wrapper: less than half with the claim recomputes, which also has no pool.
+
+    19.19 sees the activations themselves; this rule also sees copies of them.
+    """
+    require_memory_back(runs, claims, found)

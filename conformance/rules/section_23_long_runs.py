@@ -1,0 +1,233 @@
+"""Section 23: runs as long as training's schedules."""
+
+from conformance.judging.oracles import (
+    long_run_draws,
+    long_run_parameters,
+    long_run_weights,
+    long_runs,
+    slopes,
+)
+from conformance.judging.oracles.long_runs import LongRecord
+from conformance.judging.rule import SHOULD, rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.long_runs import ENDURANCE
+from conformance.scenarios.profiles import CUDA
+from conformance.subjects.claims import LOCAL, UNBIASED, Claims
+
+_NEEDS = ("1.1", "1.2", "1.5", "2.1")
+_COUNTS = "a count of steps or calls: a warm-up, a schedule, a restart, a counter that overflows"
+
+
+@rule(
+    "23.1",
+    "Gives the right result in every step of a long run",
+    on=(ENDURANCE,),
+    owns=(ENDURANCE,),
+    needs=_NEEDS,
+    since="1.6",
+    source="Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, lemma 3: residuals are "
+    "bounded, however long a run is; torch documentation, PowerSGDState: start_powerSGD_iter",
+    remedy=f"{_COUNTS}, a collective that one rank starts at every so many steps; residuals that "
+    "are dropped, scaled or forgotten now and then",
+)
+def every_step(run: Run, claims: Claims, found: Found) -> None:
+    """In a run of 1,200 to 1,500 steps after the warm-up, and of more under ``--steps``, every
+    step's result is right: the mean, or a result that the claim allows.
+
+    The number of steps, the period of the gradients and the places of special steps are drawn from
+    the seed. Exact results are compared as in 2.1 and 2.2. Under ``compressed`` the sum of all
+    results so far is the sum of all means but for the residuals, whose limit follows from
+    ``delta`` and does not grow with the run; under ``compressed(feedback=ef21)`` and
+    ``compressed(feedback=False)`` each result is as near to the mean as ``delta`` demands; under
+    ``unbiased`` the errors of all steps cancel out in six directions; under ``local`` each result
+    is a weighted mean (see ``judging/oracles/long_runs.py``). A run that ends early or hangs fails
+    this rule.
+    """
+    record = LongRecord(run, claims)
+    if not record.complete(found):
+        return
+    if not claims.lossy:
+        long_runs.require_exact(record, range(record.feed.rounds), found)
+        return
+    exact = LongRecord(run, Claims(world_only=claims.world_only))
+    if claims.warmup and not long_runs.require_exact(exact, range(record.warm_up), found):
+        return
+    if claims.lossy == UNBIASED:
+        long_run_draws.require_unbiased(record, found)
+    elif claims.lossy == LOCAL:
+        long_run_weights.require_weights(record, found)
+    else:
+        long_runs.require_lossy(record, found)
+
+
+@rule(
+    "23.2",
+    "Gives all ranks the same bits in every step of a long run",
+    on=(ENDURANCE,),
+    needs=(*_NEEDS, "23.1"),
+    since="1.6",
+    source="torch documentation, DistributedDataParallel: all replicas begin and stay the same",
+    remedy="a rank that decides alone, by its own values or its own count, when it sends",
+)
+def same_bits(run: Run, claims: Claims, found: Found) -> None:
+    """Results are the same on all ranks, bit for bit, in every step of a long run."""
+    if claims.lossy == LOCAL:
+        found.does_not_apply(f"replicas differ, because the subject claims {claims}")
+        return
+    record = LongRecord(run, claims)
+    if record.complete(found):
+        long_runs.require_same_bits(record, found)
+
+
+@rule(
+    "23.3",
+    "Draws other numbers in every step of a long run",
+    on=(ENDURANCE,),
+    needs=(*_NEEDS, "23.1"),
+    since="1.6",
+    source="Alistarh et al., QSGD, NeurIPS 2017: the draws of all steps are independent",
+    remedy="a generator that is seeded in each step, or with the step modulo a number; a pool of "
+    "masks or noise",
+)
+def independent_in_time(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``unbiased`` the errors of a step are not correlated with those of any number of steps
+    before.
+
+    Noise that comes again does not average out. The limit for each lag is 7 times the root sum of
+    squares of the products, plus 12 times the largest; by chance one of all lags exceeds it with
+    probability below 1e-7 (see ``judging/oracles/long_runs.py``).
+    """
+    if claims.lossy != UNBIASED:
+        found.does_not_apply()
+        return
+    record = LongRecord(run, claims)
+    if record.complete(found):
+        long_run_draws.require_independent(record, found)
+
+
+@rule(
+    "23.4",
+    "Draws other numbers on every rank",
+    on=(ENDURANCE,),
+    needs=(*_NEEDS, "23.1"),
+    level=SHOULD,
+    since="1.6",
+    source="Alistarh et al., QSGD, NeurIPS 2017: the variance falls with the number of ranks",
+    remedy="a generator that all ranks seed alike",
+)
+def independent_among_ranks(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``unbiased``, if all W ranks feed the same gradients, the variance of the mean is W
+    times that of a step in which one rank feeds them, and not W squared times."""
+    if claims.lossy != UNBIASED:
+        found.does_not_apply()
+        return
+    record = LongRecord(run, claims)
+    if record.complete(found):
+        long_run_draws.require_own_noise(record, found)
+
+
+@rule(
+    "23.5",
+    "Goes on to hear the ranks that it has heard",
+    on=(ENDURANCE,),
+    needs=(*_NEEDS, "23.1"),
+    since="1.6",
+    source="Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS "
+    "2017: the graph is connected over any window of steps",
+    remedy="a rotation that comes to its end, a topology that is drawn once, a period that grows",
+)
+def mixing(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``local`` a rank whose gradient has weight in the first 200 steps after the warm-up has
+    weight again at least every 200 steps, or twice as long as between its first three times."""
+    if claims.lossy != LOCAL:
+        found.does_not_apply()
+        return
+    record = LongRecord(run, claims)
+    if not record.complete(found):
+        return
+    heard = long_run_weights.require_weights(record, found)
+    if heard is not None:
+        long_run_weights.require_mixing(record, heard, found)
+
+
+@rule(
+    "23.6",
+    "Steps the parameters as its fused optimizer does in a long run",
+    on=(ENDURANCE,),
+    claimed="fused",
+    needs=(*_NEEDS, "13.6", "23.1"),
+    since="1.6",
+    source="torch documentation, torch.optim; Kingma and Ba, Adam, ICLR 2015: bias corrections",
+    remedy="counts in the optimizer's state: bias corrections, schedules; state that is reset",
+)
+def fused(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``fused(...)`` every step of a long run changes the parameters as the named optimizer
+    of torch.optim does, from their values before it and the gradients so far.
+
+    The bound is 64 units in the last place of the sum of all changes, and two of the value.
+    """
+    record = LongRecord(run, claims)
+    if run.scenario.long_run.steps_per_round > 1 and claims.lossy:
+        found.note("parameters are not followed: a record has no gradient of each step")
+        return
+    if record.complete(found):
+        long_run_parameters.require_optimized(record, found)
+
+
+@rule(
+    "23.7",
+    "Leaves parameters and generators untouched in a long run",
+    on=(ENDURANCE,),
+    needs=(*_NEEDS, "23.1"),
+    since="1.6",
+    source="torch documentation, DDP Communication Hooks: a hook handles gradients",
+    remedy="parameters that are averaged or decayed at every so many steps; draws without "
+    "generator= after a number of steps",
+)
+def untouched(run: Run, claims: Claims, found: Found) -> None:
+    """No step of a long run changes a parameter, unless ``fused`` is claimed, or the state of a
+    global random generator."""
+    for rank in run.ranks:
+        changed = rank.first("parameter_changed")
+        if not claims.fused:
+            actual = f"rank {rank.rank}: "
+            if changed:
+                actual += f"{changed['parameter']} changed in step {changed['step']}"
+            found.require(changed is None, "unchanged parameters", actual)
+        before = None
+        for event in rank.all("checkpoint"):
+            states = {name: state for name, state in event["rng"].items() if name != CUDA}
+            if before is not None:
+                names = [name for name, state in states.items() if before[1].get(name) != state]
+                actual = (
+                    f"rank {rank.rank}: {', '.join(names)} changed between steps {before[0]} and "
+                    f"{event['step']}"
+                )
+                found.require(not names, "untouched generators", actual)
+            before = event["step"], states
+
+
+@rule(
+    "23.8",
+    "Needs no more of the process with every step",
+    on=(ENDURANCE,),
+    needs=(*_NEEDS, "23.1"),
+    since="1.6",
+    source="pytorch#63162, pytorch#45968",
+    remedy="lists and dicts that collect values, futures or Work objects; files, sockets, threads "
+    "and process groups that are made in a step and not closed",
+)
+def no_growth(run: Run, claims: Claims, found: Found) -> None:
+    """Open descriptors, threads, process groups, child processes, temporary files, Python's objects
+    and the C library's memory do not grow with the steps.
+
+    Counts at thirteen places of a long run are compared. Caches have a third of the run to fill;
+    growth counts if it goes on in the eight intervals after that (``judging/oracles/slopes.py``).
+    """
+    names = ["descriptors", "tasks", "groups", "children", "files"]
+    # The kit keeps each collective that it waits for, so that memory grows by its own doing.
+    if not run.scenario.intercepts:
+        names += ["blocks", "memory"]
+    for rank in run.ranks:
+        slopes.require_no_growth(rank, names, found)

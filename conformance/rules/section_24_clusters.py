@@ -1,0 +1,181 @@
+"""Section 24: world sizes, nodes and groups as a cluster has them.
+
+All scenarios bring their own ranks. Numbers of ranks, nodes and groups are drawn from the session's
+seed; the requirements name the ranges (``scenarios/draws.py``). All ranks are on one machine: a
+node is what the variables of torchrun describe.
+"""
+
+from conformance.judging.oracles.clusters import cause_in_nodes, twins_of
+from conformance.judging.requirements import require_optimizer, require_same, require_steps
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.clusters import (
+    BYSTANDERS,
+    EQUAL_NODES,
+    TWO_GROUPS,
+    UNEQUAL_NODES,
+    UNEVEN_GROUPS,
+)
+from conformance.subjects.claims import LOCAL, Claims
+
+_TORCHRUN = "torch documentation, torchrun, Environment Variables"
+_GROUPS = "torch documentation, torch.distributed, Groups"
+
+
+def _require_results(run: Run, claims: Claims, found: Found) -> None:
+    """Require every step of a run to be right, and the parameters of a fused hook."""
+    steps = run.steps("crafted", "normal")
+    if not require_steps(run, claims, found, steps):
+        if not claims.lossy:
+            causes = (cause_in_nodes(run, step) for step in steps)
+            found.failures[-1].cause = next(filter(None, causes), found.failures[-1].cause)
+    elif claims.fused:
+        require_optimizer(run, claims, found)
+
+
+@rule(
+    "24.1",
+    "Gives the mean on nodes of unequal size",
+    on=(UNEQUAL_NODES,),
+    owns=(UNEQUAL_NODES,),
+    needs=("2.6", "1.8"),
+    since="1.6",
+    source=f"{_TORCHRUN}; Thakur, Rabenseifner and Gropp, Optimization of Collective Communication "
+    "Operations in MPICH, section 4.5: what a number of ranks that is no power of two needs",
+    remedy="means of the nodes' means; LOCAL_WORLD_SIZE of this node for all nodes; recursive "
+    "halving or doubling without the ranks that are left over; a ring or a tail at odd sizes",
+)
+def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
+    """Five or seven ranks on two or three nodes, not all of the same size, get the right result
+    under the subject's claims.
+
+    torchrun's variables describe the nodes: ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``
+    and ``GROUP_WORLD_SIZE``. One of the parameters has a prime number of elements from 257 to 1019.
+    """
+    _require_results(run, claims, found)
+
+
+@rule(
+    "24.2",
+    "Gives the mean on six and eight ranks",
+    on=(EQUAL_NODES,),
+    owns=(EQUAL_NODES,),
+    needs=("24.1",),
+    since="1.6",
+    source=f"{_TORCHRUN}; fairscale#132, hivemind#440: equal on two ranks, different on more",
+    remedy="the first rank of a node that keeps the result; trees of a fixed depth; tables, "
+    "buffers and tags for four ranks",
+)
+def equal_nodes(run: Run, claims: Claims, found: Found) -> None:
+    """Six or eight ranks on two nodes or more, all of the same size, get the right result under the
+    subject's claims."""
+    _require_results(run, claims, found)
+
+
+@rule(
+    "24.3",
+    "Gives bit-identical results on all nodes",
+    on=(UNEQUAL_NODES, EQUAL_NODES),
+    needs=("24.1", "3.1"),
+    since="1.6",
+    source="DDP's contract: replicas start equal and receive equal gradients",
+    remedy="a sum in the order of the rank's own node first; a rank that keeps values which it has "
+    "not sent over the wire",
+)
+def identical_results(run: Run, claims: Claims, found: Found) -> None:
+    """On five to eight ranks the gradients of every step have the same bits on all ranks of all
+    nodes."""
+    if claims.lossy == LOCAL:
+        found.does_not_apply("replicas drift apart under local: 13.5 bounds it")
+        return
+    first = run.ranks[0]
+    for rank in run.ranks[1:]:
+        pair = f"ranks 0 and {rank.rank}"
+        require_same(first.tensors, rank.tensors, pair, found, run.element)
+
+
+@rule(
+    "24.4",
+    "Averages over groups without a constant distance",
+    on=(UNEVEN_GROUPS,),
+    owns=(UNEVEN_GROUPS,),
+    unless="world_only",
+    needs=("2.7",),
+    since="1.6",
+    source=f"{_GROUPS}: new_group takes any list of ranks",
+    remedy="neighbours that are computed from a first rank and a stride: "
+    "dist.get_global_rank(group, rank) and dist.get_process_group_ranks(group) know them; numbers "
+    "of ranks that all groups are taken to share",
+)
+def uneven_groups(run: Run, claims: Claims, found: Found) -> None:
+    """Two models on two groups of three and two ranks get the means over their groups. The ranks of
+    the larger group have two different distances, such as 0, 1 and 3."""
+    require_steps(run, claims, found, run.steps("crafted", "normal"))
+
+
+@rule(
+    "24.5",
+    "Trains two models on two groups in one process",
+    on=(TWO_GROUPS,),
+    owns=(TWO_GROUPS,),
+    unless="world_only",
+    needs=("2.7", "11.1"),
+    since="1.6",
+    source=f"{_GROUPS}; experts beside dense layers: the dense layers train on WORLD, the experts "
+    "on the ranks that have the same expert",
+    remedy="a group, its size or this rank's number in it that a module keeps from the first call, "
+    "or from the first model; state that models share",
+)
+def two_groups(run: Run, claims: Claims, found: Found) -> None:
+    """Every rank trains two models in turns. One is on WORLD, and one is on a group with some of
+    the ranks. Each gets the mean over its own group.
+
+    A subject given as one object, instead of its class or factory, is shared by both models on
+    purpose: the rule does not apply to it.
+    """
+    if any(rank.first("twin", one_object=True) for rank in run.ranks):
+        found.does_not_apply(
+            "the subject is one object, which both models would share; pass its class, or a "
+            "function that makes it"
+        )
+        return
+    steps = run.steps("crafted", "normal")
+    if not require_steps(run, claims, found, steps) or claims.frees_gradients:
+        return
+    for twins in twins_of(run):
+        if not require_steps(twins, claims, found, steps):
+            ranks = ", ".join(map(str, twins.members))
+            found.failures[-1].actual += f" [of the model on the group of ranks {ranks}]"
+            return
+
+
+@rule(
+    "24.6",
+    "Leaves ranks outside of the model's group alone",
+    on=(BYSTANDERS,),
+    owns=(BYSTANDERS,),
+    unless="world_only",
+    needs=("2.7",),
+    since="1.6",
+    source=f"{_GROUPS}: a collective of a group waits for all of its ranks, and new_group for all "
+    "ranks of WORLD unless use_local_synchronization is set",
+    remedy="dist.barrier() or another collective without group=; process groups that the hook "
+    "itself makes: make them in the state's factory or the set-up, or pass "
+    "use_local_synchronization=True; if WORLD is meant, claim world_only",
+)
+def bystanders(run: Run, claims: Claims, found: Found) -> None:
+    """A model trains on two of three ranks for 33 to 80 steps. The third rank has registered the
+    subject as well, and then takes part in nothing: no collective of the hook waits for it.
+
+    The set-up and the factory of a state may use WORLD, and make process groups, because all ranks
+    call them. In a step, only the ranks of the model's group are there.
+    """
+    for rank in run.ranks:
+        foreign = rank.first("foreign")
+        if foreign:
+            ranks = ", ".join(map(str, foreign["group"]))
+            actual = f"rank {rank.rank}, step {foreign['step']}: {foreign['what']} on ranks {ranks}"
+            found.require(False, "collectives of the model's own group alone", actual)
+            return
+    require_steps(run, claims, found, run.steps("crafted"))

@@ -1,0 +1,39 @@
+"""Section 25: the numbers in the subject's own code."""
+
+from dataclasses import replace
+
+from conformance.judging.requirements import require_optimizer, require_steps
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.probes import PROBE, judged_as
+from conformance.subjects.claims import Claims
+
+
+@rule(
+    "25.1",
+    "Is right on both sides of the numbers in its own code",
+    on=(PROBE,),
+    owns=(PROBE,),
+    needs=("2.1", "2.2"),
+    probes=True,
+    since="1.2",
+    source="hooks in the wild that take another path for large buckets, after some steps or on "
+    "more ranks than their tests have",
+    remedy="the branch that begins at the number: it is right on one side of it only",
+)
+def both_sides(run: Run, claims: Claims, found: Found) -> None:
+    """If no other run took a branch that compares with a number, runs made for that number give
+    right results too.
+
+    The number is evaluated from the code (``judging/oracles/code_numbers.py``). The runs have
+    buckets, tensors, steps or ranks below and above it (``scenarios/probes.py``), and are judged as
+    the plainest run is under the subject's claims. At most eight numbers are tried, up to 2**25
+    elements, 2,048 tensors, 4,096 steps and 8 ranks. The certificate names them.
+    """
+    judged = replace(run, scenario=replace(run.scenario, name=judged_as(run.scenario).name))
+    require_steps(judged, claims, found, list(range(len(judged.scenario.steps))))
+    if claims.fused and not found.failures:
+        require_optimizer(judged, claims, found)
+    for failure in found.failures:
+        failure.actual = f"{failure.actual} ({run.scenario.summary})"

@@ -1,0 +1,189 @@
+"""The scenarios for averagers as training uses them: sizes, values, models and changes.
+
+Their numbers are drawn from the session's seed, and their lengths follow the claimed schedule (see
+``subjects/kinds/_averager_schedule.py``). ``Scenario.options`` holds the drawn numbers that both
+the ranks and the rules need, as ``name=value``.
+"""
+
+import random
+from dataclasses import replace
+from functools import lru_cache
+
+from conformance.scenarios.averager import _PARAMS, PLAIN, RANDOM, SAVED
+from conformance.scenarios.draws import prime_from
+from conformance.scenarios.model import Param, Scenario
+
+# The first parameters are made like the values of this step, the same on all ranks.
+START = 100_003
+
+LARGE = replace(
+    PLAIN,
+    name="averager_large",
+    summary="some hundred parameters, one of them of a million elements and more; drawn sizes",
+    steps=("crafted", "normal"),
+    world_sizes=(2,),
+    variant="large",
+)
+
+SPECIAL = replace(
+    PLAIN,
+    name="averager_special",
+    summary="NaN, infinities, and values of float16 whose sum overflows; on a rank alone, and on "
+    "several",
+    params=(
+        *_PARAMS,
+        Param((13,), "float64"),
+        Param((31,), "float16"),
+        Param((17,), "bfloat16"),
+    ),
+    steps=("limit", "nan", "inf", "crafted"),
+    world_sizes=(2, 3),
+    variant="special",
+)
+
+EMPTY = replace(
+    RANDOM,
+    name="averager_empty",
+    summary="in some steps one rank has no gradient at all",
+    world_sizes=(2, 3),
+    variant="empty",
+)
+
+TWO = replace(
+    PLAIN,
+    name="averager_two",
+    summary="two averagers of two models take turns in a drawn order",
+    world_sizes=(2,),
+    variant="two",
+)
+
+CHANGING = replace(
+    PLAIN,
+    name="averager_changing",
+    summary="between the first two averages one parameter is unfrozen, one frozen and one added",
+    params=(*_PARAMS, Param((9,))),
+    world_sizes=(2,),
+    variant="changing",
+)
+UNFROZEN = 0
+FROZEN = 1
+ADDED = len(CHANGING.params) - 1
+
+SAVED_EARLY = replace(
+    SAVED,
+    name="averager_saved_early",
+    summary="the state is saved within the warm-up",
+    world_sizes=(2,),
+)
+
+RESUMED_EARLY = replace(
+    SAVED_EARLY,
+    name="averager_resumed_early",
+    summary="new processes load that state twice, and continue",
+    prerequisite="averager_saved_early",
+    variant="loaded_twice",
+    resume=replace(SAVED_EARLY.resume, resumes=True),
+)
+
+DRIFTING = replace(
+    PLAIN,
+    name="averager_drifting",
+    summary="parameters move once, and then stay for up to 200 averages",
+    params=(Param((5, 3)), Param((11,), "float16"), Param((13,), "bfloat16")),
+    world_sizes=(2,),
+    variant="drifting",
+)
+
+# The least and the largest number of steps of a long run.
+LONG_STEPS = (400, 700)
+
+LONG = replace(
+    PLAIN,
+    name="averager_long",
+    summary=f"a small model in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps",
+    params=(Param((3,)), Param((2, 2))),
+    world_sizes=(2,),
+    variant="long",
+)
+
+ALL = (LARGE, SPECIAL, EMPTY, TWO, CHANGING, SAVED_EARLY, RESUMED_EARLY, DRIFTING, LONG)
+
+
+def with_option(scenario: Scenario, name: str, value: object) -> Scenario:
+    """Return the scenario with a drawn number, or text, for ranks and rules."""
+    return replace(scenario, options=(*scenario.options, f"{name}={value}"))
+
+
+def option(scenario: Scenario, name: str) -> str:
+    """Return a drawn number, or text, of a scenario; '' if it has none of this name."""
+    options = (text.partition("=") for text in scenario.options)
+    return next((value for key, _, value in options if key == name), "")
+
+
+def turn(scenario: Scenario, step: int) -> tuple[int, int]:
+    """Return the model whose turn a step is, and the number of the model's earlier steps."""
+    turns = option(scenario, "turns")
+    if not turns:
+        return 0, step
+    return int(turns[step]), _counts(turns)[step]
+
+
+@lru_cache(maxsize=8)
+def _counts(turns: str) -> tuple[int, ...]:
+    counts = {"0": 0, "1": 0}
+    found = []
+    for model in turns:
+        found.append(counts[model])
+        counts[model] += 1
+    return tuple(found)
+
+
+def is_frozen(scenario: Scenario, step: int, index: int) -> bool:
+    """Whether a parameter requires no gradient at a step."""
+    if scenario.variant == "changing":
+        changed = step >= int(option(scenario, "change") or 0)
+        return (index == UNFROZEN and not changed) or (index == FROZEN and changed)
+    return scenario.params[index].frozen
+
+
+def is_given(scenario: Scenario, step: int, index: int) -> bool:
+    """Whether a parameter is among those that the averager is given at a step."""
+    if scenario.variant != "changing" or index != ADDED:
+        return True
+    return step >= int(option(scenario, "change") or 0)
+
+
+def is_empty(scenario: Scenario, step: int, place: int, size: int) -> bool:
+    """Whether a rank has no gradient at all at a step.
+
+    Args:
+        place: the rank's number within its group.
+        size: the size of the group.
+    """
+    if scenario.variant != "empty":
+        return False
+    draw = random.Random(f"{scenario.session_seed}/empty/{step}")
+    # On average in two of three steps. The draw is of a rank, so that one rank is left at least.
+    return place == draw.randrange(3 * size) % (2 * size)
+
+
+def special_source(scenario: Scenario, step: int, place: int, size: int) -> int:
+    """Return the place whose values a rank is given, so that any rank may have the special ones."""
+    if scenario.variant != "special":
+        return place
+    shift = random.Random(f"{scenario.session_seed}/special/{step}").randrange(size)
+    return (place + shift) % size
+
+
+def many_params(draw: random.Random, largest: int) -> tuple[Param, ...]:
+    """Return a large model's parameters, with drawn sizes.
+
+    There are 170 to 400 small parameters of 1 to 40 elements. Among them lie one parameter of 2**17
+    to 2**18 elements, and one of ``largest`` to twice as many.
+    """
+    small = [Param((draw.randint(1, 40),)) for _ in range(draw.randint(170, 400))]
+    medium = Param((prime_from(draw.randint(2**17, 2**18)),))
+    large = Param((prime_from(draw.randint(largest, 2 * largest)),))
+    for param in (medium, large):
+        small.insert(draw.randrange(len(small)), param)
+    return tuple(small)

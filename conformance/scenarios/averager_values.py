@@ -1,0 +1,87 @@
+"""The values that parameters are set to before a call of an averager.
+
+The ranks that set them and the rules that judge the averages both call this module. ``place`` is a
+rank's number within its group.
+
+A parameter without a gradient on any rank may be left out of an average. It has the same values on
+all ranks, those of the group's first rank, so that both ways give the same mean. A frozen parameter
+has the same values at all steps as well.
+
+The kind ``limit`` has values of float16 near 40,000: the sum over two ranks overflows, and the mean
+does not. They are 32 (1248 + W j) with small integers j, so that quotients by W = 2, 3 or 4, and
+their sums, are multiples of 32 below 65,504 / W and exact in float16. Odd elements are negative.
+Other dtypes get crafted values.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from conformance.scenarios.averager_training import START, is_empty, is_frozen, special_source
+from conformance.scenarios.gradients import gradient, uses
+from conformance.scenarios.model import Param, Scenario
+
+_LIMIT = 1248  # divisible by 2, 3 and 4; 32 times this is 39,936
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source of a parameter's values.
+
+    Attributes:
+        kind: the kind of gradient that the values are like.
+        rank: the global rank whose values they are.
+        number: the number of the step.
+    """
+
+    kind: str
+    rank: int
+    number: int
+
+
+def source(scenario: Scenario, group: tuple[int, ...], place: int, step: int, index: int) -> Source:
+    """Return the source of a parameter's values at an ordinary step."""
+    kind = scenario.steps[step]
+    if scenario.params[index].dtype != "float16" and kind == "limit":
+        kind = "crafted"
+    if is_frozen(scenario, step, index):
+        return Source(kind, group[0], 0)
+    size = len(group)
+    if not any(has_gradient(scenario, size, other, step, index) for other in range(size)):
+        return Source(kind, group[0], step)
+    return Source(kind, group[special_source(scenario, step, place, size)], step)
+
+
+def first_source(group: tuple[int, ...]) -> Source:
+    """Return the source of the first values, which are the same on all ranks."""
+    return Source("crafted", group[0], START)
+
+
+def has_gradient(scenario: Scenario, size: int, place: int, step: int, index: int) -> bool:
+    """Whether the rank in a place of its group has a gradient for a parameter."""
+    if is_frozen(scenario, step, index) or is_empty(scenario, step, place, size):
+        return False
+    return scenario.variant != "unused" or uses(size, place, step, index)
+
+
+def values_of(source: Source, spec: Param, size: int, index: int) -> torch.Tensor:
+    """Return the values of a source."""
+    dtype = getattr(torch, spec.dtype)
+    kind = "normal" if source.kind == "limit" else source.kind
+    made = gradient(
+        kind,
+        spec.shape,
+        torch.float64 if source.kind == "limit" else dtype,
+        world=size,
+        rank=source.rank,
+        step=source.number,
+        param=index,
+        exponent=spec.exponent,
+    )
+    if source.kind != "limit":
+        return made
+    signs = 1 - 2 * (torch.arange(math.prod(spec.shape)) % 2).reshape(spec.shape)
+    # The draws are below 6, so that j is below 96.
+    integers = (made.abs() * 16).floor()
+    return (signs * 32 * (_LIMIT + size * integers)).to(dtype)

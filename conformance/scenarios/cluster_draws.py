@@ -1,0 +1,103 @@
+"""The numbers of clusters that are drawn: world sizes, nodes, groups, steps and sizes."""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.tables import prime_from
+
+
+def _sizes_of_clusters(scenario: Scenario) -> tuple[int, int]:
+    """Return the world sizes of the two scenarios with nodes: 5 or 7, and 6 or 8.
+
+    So there is an odd size above 3, and one with several ranks beyond a power of two: some
+    algorithms fold the first of these ranks alone. Half of all sessions have six ranks, and half
+    have eight.
+    """
+    both = random.Random(f"{scenario.session_seed}/sizes of clusters")
+    return both.choice(((5, 6), (7, 6), (7, 8), (7, 8)))
+
+
+def _draw_size(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw a prime number of elements from 257 to 1009, for the parameter of that shape."""
+    return replace(
+        scenario,
+        params=tuple(
+            replace(spec, shape=(prime_from(numbers.randint(257, 1009)),))
+            if spec.shape == (307,)
+            else spec
+            for spec in scenario.params
+        ),
+    )
+
+
+def _draw_unequal_nodes(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw five or seven ranks on two or three nodes, not all of one size."""
+    size = _sizes_of_clusters(scenario)[0]
+    while len(set(nodes := _split(size, numbers.choice((2, 2, 3)), numbers))) == 1:
+        pass
+    return _draw_size(replace(scenario, size=size, nodes=nodes), numbers)
+
+
+def _draw_equal_nodes(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw six or eight ranks on two nodes or more, with two ranks or more each."""
+    size = _sizes_of_clusters(scenario)[1]
+    on_node = numbers.choice([count for count in range(2, size) if size % count == 0])
+    nodes = (on_node,) * (size // on_node)
+    return _draw_size(replace(scenario, size=size, nodes=nodes), numbers)
+
+
+def _draw_uneven_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw three of five ranks with two different distances, and one or two nodes."""
+    while True:
+        first = tuple(sorted(numbers.sample(range(5), 3)))
+        if first[1] - first[0] != first[2] - first[1]:
+            break
+    others = tuple(rank for rank in range(5) if rank not in first)
+    nodes = _split(5, 2, numbers)
+    return replace(scenario, groups=(first, others), nodes=nodes)
+
+
+def _draw_two_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the ranks of the smaller groups: two of three, or two times two of four."""
+    size = numbers.choice((3, 4))
+    first = tuple(sorted(numbers.sample(range(size), 2)))
+    others = tuple(rank for rank in range(size) if rank not in first)
+    return replace(scenario, size=size, twin_groups=(first, others))
+
+
+def _draw_bystanders(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the two of three ranks that train, and 33 to 80 steps."""
+    idle = numbers.randrange(3)
+    training = tuple(rank for rank in range(3) if rank != idle)
+    steps = ("crafted",) * numbers.randint(33, 80)
+    return replace(scenario, groups=(training, (idle,)), idle=(idle,), steps=steps)
+
+
+def _draw_simulated(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw numbers of ranks to simulate: 5 to 8, 12, 24, 64, 72 and 1024 are always there, and four
+    others are drawn: from 9 to 31, 33 to 83, 129 to 511, and 513 to 1023.
+    """
+    ranges = ((9, 31), (33, 83), (129, 511), (513, 1023))
+    between = [numbers.randint(*bounds) for bounds in ranges]
+    guards = scenario.simulated[:3]
+    larger = sorted({*scenario.simulated[3:], *between})
+    return replace(scenario, simulated=(*guards, *larger))
+
+
+def _split(count: int, parts: int, numbers: random.Random) -> tuple[int, ...]:
+    """Return ``parts`` positive numbers that sum to ``count``."""
+    cuts = [0, *sorted(numbers.sample(range(1, count), parts - 1)), count]
+    return tuple(after - before for before, after in pairwise(cuts))
+
+
+DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
+    "unequal_nodes": _draw_unequal_nodes,
+    "equal_nodes": _draw_equal_nodes,
+    "uneven_groups": _draw_uneven_groups,
+    "two_groups": _draw_two_groups,
+    "bystanders": _draw_bystanders,
+    "at_scale": _draw_simulated,
+}

@@ -1,0 +1,110 @@
+"""The scenarios of section 24: world sizes, nodes and groups as a cluster has them.
+
+These scenarios bring their own ranks, whatever world sizes the profile has. The sizes, the nodes
+and the groups are drawn (``draws.py``): the values here are examples. The parameters are few, since
+eight ranks share the cores of one machine.
+"""
+
+from dataclasses import replace
+
+from conformance.scenarios.hook import VALUES
+from conformance.scenarios.model import DDPOptions, Param, Scenario
+
+# 64 bytes: after the first step there are three buckets. The last one, which has the first
+# parameter, has fewer elements than there are ranks, so that some ranks have an empty shard.
+_CAP = 64 / 2**20
+
+# The second shape is drawn.
+_PARAMS = (
+    Param((3,)),
+    Param((307,)),
+    Param((5, 3)),
+    Param((1,)),
+)
+
+UNEQUAL_NODES = Scenario(
+    name="unequal_nodes",
+    summary="five or seven ranks on nodes of unequal size; all of it is drawn",
+    params=_PARAMS,
+    steps=("crafted", "crafted", "normal", "crafted"),
+    ddp=DDPOptions(bucket_cap_mb=_CAP),
+    size=5,
+    nodes=(3, 2),
+    prerequisite="buckets",
+)
+
+EQUAL_NODES = replace(
+    UNEQUAL_NODES,
+    name="equal_nodes",
+    summary="six or eight ranks on nodes of equal size; all of it is drawn",
+    size=8,
+    nodes=(4, 4),
+)
+
+UNEVEN_GROUPS = replace(
+    VALUES,
+    name="uneven_groups",
+    summary="two models on two disjoint groups, whose ranks have no constant distance; the groups "
+    "are drawn",
+    steps=("crafted", "crafted", "normal"),
+    groups=((0, 1, 3), (2, 4)),
+    nodes=(2, 3),
+    prerequisite="subgroups",
+)
+
+TWO_GROUPS = replace(
+    VALUES,
+    name="two_groups",
+    summary="every rank trains two models in turns, one on WORLD and one on a group of its own; "
+    "the groups are drawn",
+    steps=("crafted", "crafted", "normal", "crafted"),
+    size=3,
+    twin=True,
+    twin_groups=((0, 2), (1,)),
+    prerequisite="two_models",
+)
+
+# The idle ranks register the subject on a model of their own, as all ranks may have to: a state
+# that makes process groups needs all of them, by the documentation of torch.
+BYSTANDERS = replace(
+    VALUES,
+    name="bystanders",
+    summary="a model trains on some ranks, while the others wait and take part in nothing; the "
+    "ranks and the number of steps are drawn",
+    steps=("crafted",) * 40,
+    groups=((0, 2), (1,)),
+    idle=(1,),
+    observe=replace(VALUES.observe, collectives=True),
+    prerequisite="subgroups",
+)
+
+CLUSTERS = (UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS, TWO_GROUPS, BYSTANDERS)
+
+
+def with_groups_of(scenario: Scenario, least: int) -> Scenario:
+    """Return a scenario of this module in which every group has at least ``least`` ranks.
+
+    Nodes and groups stay uneven where they were.
+    """
+    if scenario.groups:
+        sizes = [max(len(group), least) for group in scenario.groups]
+        groups = _interleaved(sizes)
+        nodes = (1, sum(sizes) - 1) if scenario.nodes else ()
+        return replace(
+            scenario, groups=groups, nodes=nodes, idle=groups[1] if scenario.idle else ()
+        )
+    if scenario.twin_groups:
+        sizes = [max(len(group), least) for group in scenario.twin_groups]
+        return replace(scenario, size=sum(sizes), twin_groups=_interleaved(sizes))
+    size = max(scenario.size, least)
+    if len(set(scenario.nodes)) > 1:
+        return replace(scenario, size=size, nodes=(size - 1, 1))
+    size += size % 2
+    return replace(scenario, size=size, nodes=(size // 2, size // 2))
+
+
+def _interleaved(sizes: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return two groups of these sizes; the first has ranks 0 and 2, and ends with the last."""
+    first = (0, *range(sum(sizes) - sizes[0] + 1, sum(sizes)))
+    others = tuple(rank for rank in range(sum(sizes)) if rank not in first)
+    return first, others

@@ -1,0 +1,127 @@
+"""The scenarios for quantized collectives as training uses them: sizes, values, buffers and waits.
+
+Their numbers are drawn from the session's seed, by the functions in ``DRAWS``.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from conformance.scenarios.collective import ORDERED, PLAIN, WAITED
+from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.tables import prime_from
+
+SMALLEST_LARGE = 2**17
+LARGEST = 2**21  # a message of more elements is always among the large ones
+
+# Drawn exponents of the ``tiny`` messages. The scale of a block is its largest element divided by
+# the largest value of the format, at most 57344: here it is above 2**-105, a normal float32.
+TINY = (-88, -20)
+
+_LARGE = replace(
+    PLAIN,
+    name="collective_large",
+    summary="messages of 2**17 to 2.6 million elements, and a small one, in a drawn order; sizes "
+    "are drawn",
+    steps=("uneven",),
+    world_sizes=(2,),
+)
+
+# All calls of one shape are made by the same object. Zeros and tiny values come first: error
+# feedback adds the errors of earlier calls to them.
+_RECOVERING = replace(
+    PLAIN,
+    name="collective_recovering",
+    summary="blocks of zeros, tiny values, constants and all of them together; then NaN and "
+    "infinities in one message, and ordinary values after each",
+    steps=("zeros", "tiny", "equal", "patches", "nan", "normal", "infinite", "normal"),
+    world_sizes=(2,),
+    variant="recovering",
+)
+
+_VIEWS = replace(
+    ORDERED,
+    name="collective_views",
+    summary="inputs and outputs are parts of larger buffers, at drawn offsets",
+    steps=("crafted", "normal"),
+    variant="views",
+)
+
+_UNEVEN = replace(
+    ORDERED,
+    name="collective_uneven",
+    summary="an all_to_all of tensors of different sizes",
+    steps=("crafted", "normal"),
+    variant="uneven",
+)
+
+_IN_FLIGHT = replace(
+    WAITED,
+    name="collective_in_flight",
+    summary="async_op=True, two to four calls of one shape at a time; wait() is called twice",
+    steps=("normal", "uneven"),
+    world_sizes=(2,),
+    variant="in_flight",
+)
+
+
+def _log_uniform(first: int, last: int, numbers: random.Random) -> int:
+    return round(first * (last / first) ** numbers.random())
+
+
+def _matrix(numel: int, numbers: random.Random) -> Param:
+    """Return a matrix of at least so many elements, with 3 to 64 columns."""
+    columns = numbers.randint(3, 64)
+    return Param((-(-numel // columns), columns))
+
+
+def draw_large(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw three messages, their order, and the length of the table that their values repeat.
+
+    One has 2**17 to 2**21 elements, evenly over their logarithms; one has more than 2**21 and up to
+    2**19 more, so that a subject that is wrong beyond any number in that range is refused. The
+    third has 300 to 900. The table has a prime length from 100,000 to 160,000.
+    """
+    sizes = [
+        _log_uniform(SMALLEST_LARGE, LARGEST, numbers),
+        LARGEST + numbers.randint(1, 2**19),
+        numbers.randint(300, 900),
+    ]
+    numbers.shuffle(sizes)
+    params = tuple(_matrix(size, numbers) for size in sizes)
+    return replace(scenario, params=params, period=prime_from(numbers.randint(100_000, 160_000)))
+
+
+def draw_recovering(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw a matrix of 700 to 1,200 elements: more than five blocks of 128."""
+    return replace(scenario, params=(_matrix(numbers.randint(700, 1200), numbers),))
+
+
+def draw_views(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw matrices of 10 to 40 and of 300 to 900 elements; the offsets are drawn by the driver."""
+    sizes = (numbers.randint(10, 40), numbers.randint(300, 900))
+    return replace(scenario, params=tuple(_matrix(size, numbers) for size in sizes))
+
+
+def draw_in_flight(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw two to four calls of one shape, of 100 to 900 elements."""
+    param = _matrix(numbers.randint(100, 900), numbers)
+    return replace(scenario, params=(param,) * numbers.randint(2, 4))
+
+
+DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
+    _LARGE.name: draw_large,
+    _RECOVERING.name: draw_recovering,
+    _VIEWS.name: draw_views,
+    _UNEVEN.name: draw_views,
+    _IN_FLIGHT.name: draw_in_flight,
+}
+
+# As they are drawn for seed 0.
+LARGE = draw_large(_LARGE, random.Random(0))
+RECOVERING = draw_recovering(_RECOVERING, random.Random(0))
+VIEWS = draw_views(_VIEWS, random.Random(0))
+UNEVEN = draw_views(_UNEVEN, random.Random(0))
+IN_FLIGHT = draw_in_flight(_IN_FLIGHT, random.Random(0))
+
+ALL = (LARGE, RECOVERING, VIEWS, UNEVEN, IN_FLIGHT)

@@ -1,0 +1,58 @@
+"""Sizes, counts, step numbers and scales that are drawn from the session's seed.
+
+A subject can be wrong beyond any threshold: a number of elements, of buckets or of steps. A fixed
+scenario has fixed numbers, and a threshold can lie beyond all of them. The scenarios named here are
+therefore drawn, from the session's seed (``--seed``) and the scenario's name alone: the same seed
+gives the same scenario on every machine. The docstring of each function names the ranges that it
+draws from, and so do the rules that read the scenario.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from conformance.scenarios import (
+    cluster_draws,
+    collective_training,
+    evidence,
+    training_sizes,
+    wrapper_training,
+)
+from conformance.scenarios.long_runs import ENDURANCE, draw_endurance
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.tables import prime_from
+from conformance.scenarios.values import LAYERS, draw_layers
+
+Draw = Callable[[Scenario, random.Random], Scenario]
+
+DRAWS: Mapping[str, Draw] = {
+    **cluster_draws.DRAWS,
+    **collective_training.DRAWS,
+    **evidence.DRAWS,
+    **training_sizes.DRAWS,
+    **wrapper_training.DRAWS,
+    ENDURANCE.name: draw_endurance,
+    LAYERS.name: draw_layers,
+}
+
+LARGEST_SEED = 2**32 - 1
+
+
+def drawn(scenario: Scenario, seed: int) -> Scenario:
+    """Return a scenario with the numbers that a session's seed gives it."""
+    scenario = replace(scenario, session_seed=seed)
+    draw = DRAWS.get(scenario.name)
+    return draw(scenario, generator(scenario)) if draw else scenario
+
+
+def generator(scenario: Scenario, purpose: str = "") -> random.Random:
+    """Return the generator of a scenario's numbers.
+
+    Args:
+        scenario: the scenario, with its ``session_seed``.
+        purpose: distinguishes several draws for one scenario.
+    """
+    return random.Random(f"{scenario.session_seed}/{scenario.name}/{purpose}")
+
+
+__all__ = ["DRAWS", "LARGEST_SEED", "Draw", "drawn", "generator", "prime_from"]

@@ -1,0 +1,250 @@
+"""Scenarios for hooks that lose evidence: a NaN, an infinity or a failure, in buckets of any size.
+
+Their sizes, steps and places are drawn from the session's seed, in these ranges:
+
+special         three steps with NaN and three with an infinity, each on one rank of 0, 1 and 2
+                (modulo the world size), in one drawn parameter, at its first, its last or a drawn
+                element
+special_large   a matrix of 2**14 to 2**22 elements, every size as likely as its double; NaN on each
+                of two ranks and an infinity on one, at its first, its last or a drawn element; NaN
+                in a bucket of one element
+fails_large, dies_large
+                one parameter of 2**12 to 2**22 elements; the failure happens in step 1 to 5
+feedback_unused the order of 10 to 14 steps, and the sizes of the matrices
+feedback_rescaled
+                four loss scales of 2**0 to 2**16, each for three to six steps; the second is
+                lower than the first by 2**7 to 2**10, the third higher than the second by 2**3 or
+                more
+fails_late      a small bucket; the failure happens in step 4 to 255, every step as likely as the
+                one of twice its number
+"""
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from conformance.scenarios.hook import SPECIAL, VALUES
+from conformance.scenarios.model import DDPOptions, Param, Scenario
+
+# The names of all ranks of the largest world that `special` runs at.
+_RANKS = (0, 1, 2)
+_SMALLEST_MATRIX = 14  # exponents of two
+_SMALLEST_FAILURE = 12
+_LARGEST = 22
+_LATEST_FAILURE = 5
+_FIRST_LATE_FAILURE = 4
+_LAST_LATE_FAILURE = 255
+
+# DDP closes a bucket at 64 bytes, so that each parameter has a bucket of its own.
+_CAP = 64 / 2**20
+
+SPECIAL_LARGE = Scenario(
+    name="special_large",
+    summary="a lone NaN or infinity in a large bucket, and NaN in a bucket of one element, at "
+    "drawn places",
+    params=(Param((17,)), Param((137, 131)), Param((1,))),
+    steps=("tiled", "nan/0/1/0", "nan/1/1/-1", "inf/1/1/9", "nan/1/2/0", "tiled"),
+    world_sizes=(2,),
+    ddp=DDPOptions(bucket_cap_mb=_CAP),
+    prerequisite="special",
+)
+
+_OTHER_DTYPES = ("float16", "bfloat16", "float64")
+SPECIAL_DEEP = Scenario(
+    name="special_deep",
+    summary="a lone NaN or infinity in one of 65 to 140 buckets of four dtypes, at drawn places",
+    params=(Param((17,)),) * 65,
+    steps=("tiled", "tiled", "nan/0/64/0", "inf/1/64/-1", "nan/1/3/9", "tiled"),
+    world_sizes=(2,),
+    ddp=DDPOptions(bucket_cap_mb=_CAP),
+    prerequisite="special",
+)
+
+_LARGE_FAULT = replace(
+    VALUES,
+    name="fails_large",
+    summary="the first collective of a drawn step raises on rank 1; one bucket of a drawn size",
+    params=(Param((4099,)),),
+    steps=("tiled",) * (_LATEST_FAILURE + 1),
+    world_sizes=(2,),
+    prerequisite="collective_raises",
+)
+
+COLLECTIVE_RAISES_LARGE = replace(
+    _LARGE_FAULT, fault=replace(VALUES.fault, kind="collective_raises")
+)
+
+PEER_DIES_LARGE = replace(
+    _LARGE_FAULT,
+    name="dies_large",
+    summary="rank 1 dies as it enters the hook at a drawn step; one bucket of a drawn size",
+    fault=replace(VALUES.fault, kind="peer_dies"),
+    prerequisite="peer_dies",
+)
+
+COLLECTIVE_RAISES_LATE = replace(
+    _LARGE_FAULT,
+    name="fails_late",
+    summary="the first collective of a drawn step, up to the 256th, raises on rank 1",
+    params=(Param((5, 3)), Param((7,))),
+    fault=replace(VALUES.fault, kind="collective_raises"),
+)
+
+# Each parameter has a bucket of its own after the first step.
+_MATRICES = (Param((24, 32)), Param((32, 24)), Param((28, 28)), Param((300,)), Param((24, 24)))
+
+FEEDBACK_UNUSED = Scenario(
+    name="feedback_unused",
+    summary="find_unused_parameters, for hooks that hold back parts of gradients: in each step no "
+    "rank uses one parameter of five",
+    params=_MATRICES,
+    steps=("normal",) * 12,
+    world_sizes=(2,),
+    ddp=DDPOptions(bucket_cap_mb=_CAP, find_unused_parameters=True),
+    prerequisite="unused",
+)
+
+FEEDBACK_RESCALED = Scenario(
+    name="feedback_rescaled",
+    summary="the loss scale changes, for hooks that hold back parts of gradients",
+    params=_MATRICES[1:4],
+    steps=("normal",) * 16,
+    world_sizes=(2,),
+    ddp=DDPOptions(bucket_cap_mb=_CAP),
+    loss_scales=(16,) * 4 + (10,) * 4 + (13,) * 4 + (12,) * 4,
+    prerequisite="buckets",
+)
+
+SCENARIOS = (
+    SPECIAL_LARGE,
+    SPECIAL_DEEP,
+    COLLECTIVE_RAISES_LARGE,
+    PEER_DIES_LARGE,
+    COLLECTIVE_RAISES_LATE,
+    FEEDBACK_UNUSED,
+    FEEDBACK_RESCALED,
+)
+
+
+def _draw_element(draw: random.Random) -> int:
+    """Return the first element, the last one, or any."""
+    return draw.choice((0, -1, draw.randrange(2**30)))
+
+
+def _draw_size(draw: random.Random, smallest: int) -> int:
+    """Return a number of elements whose logarithm is uniform."""
+    return int(2.0 ** draw.uniform(smallest, _LARGEST))
+
+
+def _draw_special(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Insert the steps with special values on one rank, before the last step."""
+    places = [
+        f"{kind}/{rank}/{draw.randrange(len(scenario.params))}/{_draw_element(draw)}"
+        for kind in ("nan", "inf")
+        for rank in draw.sample(_RANKS, len(_RANKS))
+    ]
+    *steps, last = scenario.steps
+    return replace(scenario, steps=(*steps, *places, last))
+
+
+def _draw_special_large(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Draw the matrix, and the places in it."""
+    small, _, one = scenario.params
+    columns = draw.randrange(97, 211)
+    rows = max(2, _draw_size(draw, _SMALLEST_MATRIX) // columns)
+    first, second = draw.sample((0, 1), 2)
+    steps = (
+        "tiled",
+        f"nan/{first}/1/{_draw_element(draw)}",
+        f"nan/{second}/1/{_draw_element(draw)}",
+        f"inf/{draw.choice((0, 1))}/1/{_draw_element(draw)}",
+        f"nan/{draw.choice((0, 1))}/2/0",
+        "tiled",
+    )
+    return replace(scenario, params=(small, Param((rows, columns)), one), steps=steps)
+
+
+def _draw_special_deep(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Draw the number of buckets, their sizes and dtypes, and the places.
+
+    One place is in the last parameter, which has the first bucket, one in the first parameter,
+    which has the last bucket, one anywhere between them, and one in a parameter of each other
+    dtype.
+    """
+    count = draw.randint(65, 140)
+    between, *others = draw.sample(range(1, count - 1), 1 + len(_OTHER_DTYPES))
+    dtypes = dict(zip(others, _OTHER_DTYPES, strict=True))
+    params = tuple(
+        Param((draw.randint(17, 64),), dtypes.get(place, "float32")) for place in range(count)
+    )
+    # Both kinds at each place: a defect of one kind must not depend on the drawn place.
+    special = [
+        f"{kind}/{draw.choice((0, 1))}/{place}/{_draw_element(draw)}"
+        for place in (0, count - 1, between, *others)
+        for kind in ("nan", "inf")
+    ]
+    draw.shuffle(special)
+    before = ("tiled",) * draw.randint(2, 6)
+    return replace(scenario, params=params, steps=(*before, *special, "tiled"))
+
+
+def _draw_failure(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Draw the size of the bucket and the step of the failure, which is the last one."""
+    step = draw.randint(1, _LATEST_FAILURE)
+    return replace(
+        scenario,
+        params=(Param((_draw_size(draw, _SMALLEST_FAILURE),)),),
+        steps=("tiled",) * (step + 1),
+        fault=replace(scenario.fault, step=step),
+    )
+
+
+def _draw_late_failure(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Draw the step of the failure, which is the last one."""
+    exponents = (math.log2(_FIRST_LATE_FAILURE), math.log2(_LAST_LATE_FAILURE + 1))
+    step = int(2.0 ** draw.uniform(*exponents))
+    return replace(
+        scenario, steps=("tiled",) * (step + 1), fault=replace(scenario.fault, step=step)
+    )
+
+
+def _draw_matrices(params: tuple[Param, ...], draw: random.Random) -> tuple[Param, ...]:
+    return tuple(
+        replace(spec, shape=tuple(draw.randint(side, side + side // 4) for side in spec.shape))
+        for spec in params
+    )
+
+
+def _draw_unused(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Draw the sizes and the number of steps."""
+    params = _draw_matrices(scenario.params, draw)
+    return replace(scenario, params=params, steps=("normal",) * draw.randint(10, 14))
+
+
+def _draw_rescaled(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Draw the sizes, the loss scales and their numbers of steps."""
+    first = draw.randint(12, 16)
+    low = first - draw.randint(7, 10)
+    scales = [first, low, draw.randint(low + 3, 16), draw.randint(0, 16)]
+    lengths = [draw.randint(3, 6) for _ in scales]
+    pairs = zip(scales, lengths, strict=True)
+    exponents = [scale for scale, length in pairs for _ in range(length)]
+    return replace(
+        scenario,
+        params=_draw_matrices(scenario.params, draw),
+        steps=("normal",) * len(exponents),
+        loss_scales=tuple(exponents),
+    )
+
+
+DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
+    SPECIAL.name: _draw_special,
+    SPECIAL_LARGE.name: _draw_special_large,
+    SPECIAL_DEEP.name: _draw_special_deep,
+    COLLECTIVE_RAISES_LARGE.name: _draw_failure,
+    PEER_DIES_LARGE.name: _draw_failure,
+    COLLECTIVE_RAISES_LATE.name: _draw_late_failure,
+    FEEDBACK_UNUSED.name: _draw_unused,
+    FEEDBACK_RESCALED.name: _draw_rescaled,
+}

@@ -1,0 +1,111 @@
+"""Numbers of inputs that are drawn from the session's seed, for scenarios of joins as in training.
+
+A subject can be wrong beyond any number of shadowed steps or of epochs, so no fixed number will do.
+The seed and the scenario's name alone decide the numbers.
+"""
+
+import random
+
+from conformance.scenarios.model import Scenario
+
+Lengths = tuple[int, ...]  # numbers of inputs, by group rank
+
+DIVISOR = "divide_by_initial_world_size"
+
+INTERRUPTS = ("KeyboardInterrupt", "SystemExit", "StopIteration", "GeneratorExit")
+
+JOINABLES_OF_EPOCHS = 3
+
+DDP_IS_FIRST = 3  # from this context of ``epochs`` on
+
+
+def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
+    """Return the numbers of inputs of a group's ranks, one row for each context; [] if none are
+    drawn for the scenario.
+
+    - ``numbers``: 2 to 4 on all ranks; then four rows of uneven inputs.
+    - ``long``: 100 to 300 on one rank and none on the others, then the same for another rank, then
+      1,001 to 1,400 on one rank.
+    - ``interrupts``: 1 to 3 on all ranks for each kind of exception; then uneven inputs.
+    - ``hooks_raise``: none on one rank and one on the others; then uneven inputs three times.
+    - ``epochs``: 5 to 8 rows of uneven inputs.
+
+    In rows of uneven inputs one rank has 3 to 6 inputs, one has 1 or 2, and one more has none.
+    Ranks take turns, beginning with a drawn one.
+    """
+    numbers = _generator(scenario, "lengths")
+    first = numbers.randrange(size)
+    if scenario.variant == "numbers":
+        even = (numbers.randint(2, 4),) * size
+        return [even, *(_uneven(numbers, size, first + row) for row in range(4))]
+    if scenario.variant == "long":
+        counts = (numbers.randint(100, 300), numbers.randint(100, 300), numbers.randint(1001, 1400))
+        return [
+            tuple(count * (place == (first + row) % size) for place in range(size))
+            for row, count in enumerate(counts)
+        ]
+    if scenario.variant == "interrupts":
+        even_rows = [(numbers.randint(1, 3),) * size for _ in INTERRUPTS]
+        return [*even_rows, _uneven(numbers, size, first)]
+    if scenario.variant == "hooks_raise":
+        row = tuple(int(place != first) for place in range(size))
+        return [row, *(_uneven(numbers, size, first + at) for at in range(3))]
+    if scenario.variant == "epochs":
+        return [_uneven(numbers, size, first + row) for row in range(numbers.randint(5, 8))]
+    return []
+
+
+def drawn_order(scenario: Scenario, context: int) -> tuple[int, ...]:
+    """Return the numbers of the kit's joinables in a context of ``long`` or ``epochs``.
+
+    The two contexts with hundreds of shadows have two joinables, and the one with more than a
+    thousand has one. The contexts of ``epochs`` have all of them, in any order.
+    """
+    if scenario.variant == "long":
+        return (0, 1) if context < 2 else (0,)
+    places = list(range(JOINABLES_OF_EPOCHS))
+    _generator(scenario, f"order/{context}").shuffle(places)
+    return tuple(places)
+
+
+def place_of_ddp(scenario: Scenario, context: int) -> int:
+    """Return how many of the kit's joinables come before DDP in a context of ``epochs``.
+
+    DDP is anywhere in the first three contexts, and first in the others.
+    """
+    if context >= DDP_IS_FIRST:
+        return 0
+    return _generator(scenario, f"place/{context}").randint(0, JOINABLES_OF_EPOCHS)
+
+
+def divides_by_all(scenario: Scenario, context: int) -> bool:
+    """Return the value of ``divide_by_initial_world_size`` in a context.
+
+    The contexts of ``numbers`` take turns. In ``epochs`` it is True in the first three contexts,
+    and drawn in the others, with at least one False. torch's DDP counts the training ranks by its
+    own notification, and a rank keeps that count until it notifies again: DDP has to be first from
+    the first False on.
+    """
+    if scenario.variant == "numbers":
+        return context % 2 == 1 or context == 0
+    if scenario.variant != "epochs" or context < DDP_IS_FIRST:
+        return True
+    is_true = _generator(scenario, f"divisor/{context}").random() < 0.5
+    return is_true and context > DDP_IS_FIRST
+
+
+def _uneven(numbers: random.Random, size: int, turn: int) -> Lengths:
+    """Return the numbers of inputs of ranks of which one has the most and, of three, one has none.
+
+    Of two ranks the other one has 1 or 2 inputs in three rows of four, and none in the fourth.
+    """
+    most = numbers.randint(3, 6)
+    fewer = numbers.randint(1, 2)
+    if size == 2 and turn % 4 == 3:
+        fewer = 0
+    by_turn = [most, fewer, *(0,) * (size - 2)]
+    return tuple(by_turn[(place - turn) % size] for place in range(size))
+
+
+def _generator(scenario: Scenario, purpose: str) -> random.Random:
+    return random.Random(f"{scenario.session_seed}/{scenario.name}/{purpose}")

@@ -1,0 +1,55 @@
+"""The scenarios for joins as in training: numbers, long epochs, many epochs, and interrupts.
+
+The numbers of inputs are drawn (``join_draws.py``).
+"""
+
+from dataclasses import replace
+
+from conformance.scenarios.joinable import DDP, PLAIN
+from conformance.scenarios.model import Observation
+
+NUMBERS = replace(
+    PLAIN,
+    name="joinable_numbers",
+    summary="a joinable that trains on drawn numbers of inputs; its gradients and its state",
+    variant="numbers",
+    world_sizes=(2, 3),
+)
+
+LONG = replace(
+    PLAIN,
+    name="joinable_long",
+    summary="hundreds of inputs on one rank and none on the others, then more than a thousand; "
+    "their numbers are drawn",
+    variant="long",
+    world_sizes=(2,),
+    observe=Observation(),  # sums show the order; 3,000 records of collectives would take seconds
+    deadline=30.0,
+)
+
+INTERRUPTS = replace(
+    PLAIN,
+    name="joinable_interrupts",
+    summary="KeyboardInterrupt, SystemExit, StopIteration and GeneratorExit in the body",
+    variant="interrupts",
+    world_sizes=(2,),
+)
+
+HOOKS_RAISE = replace(
+    PLAIN,
+    name="joinable_hooks_raise",
+    summary="a main hook that raises on a rank without inputs, and a post hook that raises",
+    variant="hooks_raise",
+    world_sizes=(2,),
+)
+
+EPOCHS = replace(
+    DDP,
+    name="joinable_epochs",
+    summary="the same DDP and the kit's joinables in 5 to 8 contexts, in drawn orders, with drawn "
+    "numbers of inputs",
+    variant="epochs",
+    world_sizes=(2, 3),
+)
+
+ALL = (NUMBERS, LONG, INTERRUPTS, HOOKS_RAISE, EPOCHS)

@@ -1,0 +1,274 @@
+"""The scenarios for optimizer wrappers as training uses them: sizes, options, values and models.
+
+Their numbers are drawn from the session's seed (``drawn_setting``, and
+``subjects/kinds/optimizer.py``). Functions below decide which rank has a gradient; the ranks that
+run a scenario and the rules that judge it both call them. ``place`` is a rank's number within its
+group.
+"""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from conformance.scenarios.averager_training import LONG_STEPS, option
+from conformance.scenarios.draws import generator
+from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
+
+OWN = replace(
+    PLAIN,
+    name="optimizer_own",
+    summary="every rank has gradients of its own, and nothing of the kit averages them",
+    steps=("crafted",) * 6,
+    world_sizes=(2, 3),
+    variant="own",
+)
+
+LARGE = replace(
+    PLAIN,
+    name="optimizer_large",
+    summary="some hundred parameters, one of them of a million elements and more; drawn sizes",
+    steps=("crafted",) * 3,
+    world_sizes=(2,),
+    variant="large",
+)
+
+SPECIAL = replace(
+    PLAIN,
+    name="optimizer_special",
+    summary="NaN and infinities in the gradients of one rank, or of several; gradients of float16 "
+    "whose sum overflows, if the subject averages gradients",
+    steps=("limit", "nan", "inf", "crafted"),
+    world_sizes=(2, 3),
+    variant="special",
+)
+
+RANDOM_DTYPES = replace(
+    DTYPES,
+    name="optimizer_random_dtypes",
+    summary="random gradients of four dtypes in one model; momentum and weight decay",
+    steps=("normal",) * 6,
+    variant="random_dtypes",
+)
+
+OPTIONS = replace(
+    PLAIN,
+    name="optimizer_options",
+    summary="every option of SGD, with other values in each group; rate, momentum, dampening and "
+    "weight decay are rewritten before some steps, and some steps have a closure",
+    steps=("normal",) * 8,
+    world_sizes=(3,),
+    variant="options",
+)
+
+ADAM_OPTIONS = replace(
+    OPTIONS,
+    name="optimizer_adam_options",
+    summary="the same with every option of Adam",
+    world_sizes=(2,),
+    variant="adam_options",
+)
+
+EMPTY = replace(
+    PLAIN,
+    name="optimizer_empty",
+    summary="in some steps one rank has no gradient at all; one parameter is frozen, and one "
+    "unfrozen, at a drawn step",
+    steps=("crafted",) * 12,
+    world_sizes=(2, 3),
+    variant="empty",
+)
+FROZEN = 0
+UNFROZEN = 1
+
+TWO = replace(
+    PLAIN,
+    name="optimizer_two",
+    summary="two optimizers of two models take turns in a drawn order",
+    steps=("crafted",) * 16,
+    world_sizes=(2,),
+    variant="two",
+)
+
+SAVED_GROUPS = replace(
+    SAVED,
+    name="optimizer_saved_groups",
+    summary="on subgroups, Adam with interleaved parameter groups and rewritten rates is saved "
+    "within the warm-up",
+    steps=("normal",) * 14,
+    world_sizes=(),
+    groups=((1, 3), (0, 2)),
+    variant="saved_groups",
+)
+
+RESUMED_GROUPS = replace(
+    SAVED_GROUPS,
+    name="optimizer_resumed_groups",
+    summary="new processes load that state twice, and continue",
+    prerequisite="optimizer_saved_groups",
+    resume=replace(SAVED_GROUPS.resume, resumes=True),
+)
+
+LONG = replace(
+    PLAIN,
+    name="optimizer_long",
+    summary=f"a small model in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps",
+    params=(Param((3,)), Param((2, 2))),
+    world_sizes=(2,),
+    variant="long",
+)
+
+ALL = (
+    *(OWN, LARGE, SPECIAL, RANDOM_DTYPES, OPTIONS, ADAM_OPTIONS, EMPTY, TWO),
+    *(SAVED_GROUPS, RESUMED_GROUPS, LONG),
+)
+
+# The first parameter group, the second, and the group that is added, if one is.
+_GROUPS = ((0, 3), (1, 2), (4,))
+ADAM = ("adam", "adam_options", "saved_groups")
+_RANDOM = ("random", "random_dtypes", "options", *ADAM)
+
+
+def averages_gradients(scenario: Scenario) -> bool:
+    """Whether the subject claims to average gradients."""
+    return bool(option(scenario, "averages"))
+
+
+def is_exact(scenario: Scenario) -> bool:
+    """Whether every right computation gives the same bits."""
+    return scenario.variant not in (*_RANDOM, "special")
+
+
+def is_closed(scenario: Scenario, step: int) -> bool:
+    """Whether a step is given a closure."""
+    return scenario.variant == "closure" or (
+        scenario.variant in ("options", "adam_options") and step % 3 == 1
+    )
+
+
+def is_frozen(scenario: Scenario, step: int, index: int) -> bool:
+    """Whether a parameter requires no gradient at a step."""
+    if scenario.variant != "empty":
+        return False
+    changed = step >= random.Random(f"{scenario.session_seed}/frozen").randint(2, 8)
+    return (index == FROZEN and changed) or (index == UNFROZEN and not changed)
+
+
+def is_empty(scenario: Scenario, step: int, place: int, size: int) -> bool:
+    """Whether a rank has no gradient at all at a step; in about two of three steps one has none."""
+    if scenario.variant != "empty":
+        return False
+    draw = random.Random(f"{scenario.session_seed}/empty/{step}")
+    return place == draw.randrange(3 * size) % (2 * size)
+
+
+def plan_of(scenario: Scenario) -> Setting:
+    """Return the arguments of a scenario's optimizer and averager, drawn if they are."""
+    match scenario.variant:
+        case "own":
+            return Setting(options={"lr": 2.0**-3, "momentum": 0.0})
+        case "long":
+            # Without momentum the sums of hundreds of gradients are exact.
+            return Setting(warmup=2, period=3, options={"lr": 2.0**-3, "momentum": 0.0})
+        case "special":
+            return Setting(options={"lr": 1.0, "momentum": 0.0})
+        case "random_dtypes":
+            draw = generator(scenario)
+            return Setting(
+                options={
+                    "lr": draw.uniform(0.05, 0.2),
+                    "momentum": draw.uniform(0.5, 0.95),
+                    "weight_decay": draw.uniform(0.01, 0.1),
+                }
+            )
+        case "options":
+            return _sgd_options(generator(scenario))
+        case "adam_options":
+            return _adam_options(generator(scenario))
+        case "saved_groups":
+            # The two scenarios of a saved state have one plan.
+            return _saved_groups(random.Random(f"{scenario.session_seed}/saved groups"))
+    return setting(scenario)
+
+
+def _sgd_options(draw: random.Random) -> Setting:
+    def options(nesterov: bool) -> dict[str, Any]:
+        return {
+            "lr": draw.uniform(0.01, 0.2),
+            "momentum": draw.uniform(0.5, 0.95),
+            "dampening": 0.0 if nesterov else draw.uniform(0.1, 0.5),
+            "weight_decay": draw.uniform(0.01, 0.2),
+            "nesterov": nesterov,
+            "maximize": draw.random() < 0.5,
+        }
+
+    groups = tuple((indices, options(bool(n % 2))) for n, indices in enumerate(_GROUPS))
+    changes = {}
+    for step in range(1, 8):
+        # As OneCycleLR: the momentum falls while the rate rises.
+        written: dict[str, Any] = {
+            "lr": draw.uniform(0.01, 0.2),
+            "momentum": draw.uniform(0.5, 0.95),
+            "weight_decay": draw.uniform(0.01, 0.2),
+        }
+        number = draw.randrange(2)
+        if not groups[number][1]["nesterov"]:
+            written["dampening"] = draw.uniform(0.1, 0.5)
+        changes[step] = {number: written}
+    return Setting(groups=groups, added=draw.randint(2, 5), changes=changes)
+
+
+def _adam_options(draw: random.Random) -> Setting:
+    def betas() -> tuple[float, float]:
+        return draw.uniform(0.5, 0.95), draw.uniform(0.8, 0.999)
+
+    def options(amsgrad: bool) -> dict[str, Any]:
+        return {
+            "lr": draw.uniform(0.01, 0.1),
+            "betas": betas(),
+            "eps": draw.uniform(1e-6, 1e-2),
+            "weight_decay": draw.uniform(0.01, 0.2),
+            "amsgrad": amsgrad,
+            "maximize": draw.random() < 0.5,
+        }
+
+    groups = tuple((indices, options(bool(n % 2))) for n, indices in enumerate(_GROUPS))
+    changes = {
+        step: {
+            draw.randrange(2): {
+                "lr": draw.uniform(0.01, 0.1),
+                "betas": betas(),
+                "eps": draw.uniform(1e-6, 1e-2),
+                "weight_decay": draw.uniform(0.01, 0.2),
+            }
+        }
+        for step in range(1, 8)
+    }
+    return Setting(
+        options={"lr": 2.0**-7}, groups=groups, added=draw.randint(2, 5), changes=changes
+    )
+
+
+def _saved_groups(draw: random.Random) -> Setting:
+    warmup = draw.randint(4, 8)
+    groups = (
+        ((0, 2, 4), {"lr": draw.uniform(0.01, 0.1), "betas": (0.8, 0.95)}),
+        ((1, 3), {"lr": draw.uniform(0.01, 0.1), "weight_decay": draw.uniform(0.01, 0.2)}),
+    )
+    changes = {
+        1: {0: {"lr": draw.uniform(0.01, 0.1)}, 1: {"lr": draw.uniform(0.01, 0.1)}},
+    }
+    return Setting(
+        warmup=warmup,
+        period=3,
+        options={"lr": 2.0**-7},
+        groups=groups,
+        changes=changes,
+        saves_at=draw.randint(2, warmup - 1),
+    )
+
+
+def with_dtypes(scenario: Scenario) -> Scenario:
+    """Return the scenario of special values with half precision beside float32."""
+    params = (*_PARAMS, Param((31,), "float16"), Param((17,), "bfloat16"))
+    return replace(scenario, params=params)

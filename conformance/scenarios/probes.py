@@ -1,0 +1,167 @@
+"""Scenarios made for a number that the subject's own code compares with.
+
+A branch such as ``if numel > 65_536`` may be taken by no scenario of the book. If the number can be
+found in the code, these scenarios reach both sides of the comparison, for each quantity that the
+number may count. They are made from the plainest scenario of hooks, and judged as it is:
+
+sizes     buckets of one parameter each, of N - 1, N, N + 1 and 2 N + 1 elements; beyond 262,144
+          of N + 1 and 2 N + 1, and beyond 4,194,304 of N + 1; up to 2**20, N + 1 also in half and
+          double precision
+counts    a bucket of N + 2 tensors, and N + 2 buckets
+steps     N + 3 steps, with a parameter of each size that is tried, up to 4,099 elements
+worlds    N and N + 1 ranks, up to 8
+values    gradients near 16 times the number, and others near a 256th of it
+dtypes    parameters of 3 to 70,001 elements of that dtype
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from conformance.scenarios.hook import LARGE, VALUES
+from conformance.scenarios.model import DDPOptions, Param, Scenario
+
+# Other scenarios have buckets, tensors and steps on both sides of smaller numbers.
+LEAST_TRIED = 16
+_LEAST_COUNT = 4
+LARGEST_SIZE = 2**25
+LARGEST_COUNT = 2048
+LARGEST_BUCKET_COUNT = 256
+LARGEST_STEP = 4096
+LARGEST_WORLD = 8
+
+# Above it, random values would take longer to make than a run may last.
+_LARGEST_RANDOM = 2**22
+_LARGEST_WITH_NEIGHBOURS = 2**18
+_LARGEST_IN_EACH_DTYPE = 2**20
+_LARGEST_BESIDE_STEPS = 4096
+_LARGEST_LONG = 2**17
+_EACH_BUCKET_ALONE = DDPOptions(bucket_cap_mb=1 / 2**20)
+
+PROBE = replace(
+    VALUES,
+    name="probe",
+    summary="made for a number in the subject's own code, in a branch that no other scenario "
+    "reaches",
+    steps=("crafted", "normal", "crafted"),
+    world_sizes=(2,),
+)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A scenario for a number.
+
+    Attributes:
+        scenario: the scenario.
+        world: the world size; 0 for that of the plainest run.
+    """
+
+    scenario: Scenario
+    world: int = 0
+
+
+def judged_as(probe: Scenario) -> Scenario:
+    """Return the scenario as which a probe is adapted to claims and judged.
+
+    It is the plainest one. A lossy result is judged there over a hundred steps and more, which
+    would take too long for large parameters; they are judged as in the scenario `large`.
+    """
+    largest = max(math.prod(param.shape) for param in probe.params)
+    return VALUES if largest <= _LARGEST_LONG else LARGE
+
+
+def probes_of_number(
+    value: float, quantities: Collection[str], place: str, others: Sequence[float]
+) -> Iterator[Probe]:
+    """Yield the scenarios that reach both sides of a number.
+
+    Args:
+        value: the number.
+        quantities: the quantities that it may be: ``sizes``, ``counts``, ``steps``, ``worlds``,
+            ``values``.
+        place: where the code compares with it.
+        others: all numbers that are tried.
+    """
+    made = replace(PROBE, summary=f"made for the number {value} in {place}")
+    if "values" in quantities:
+        yield _values(made, value)
+    if value != int(value):
+        return
+    value = int(value)
+    if "sizes" in quantities and LEAST_TRIED <= value <= LARGEST_SIZE:
+        yield _sizes(made, value)
+    if "counts" in quantities and _LEAST_COUNT <= value <= LARGEST_COUNT:
+        yield from _counts(made, value)
+    if "steps" in quantities and _LEAST_COUNT <= value <= LARGEST_STEP:
+        yield _steps(made, value, others)
+    if "worlds" in quantities or value <= LARGEST_WORLD:
+        for world in (value, value + 1):
+            if 2 < world <= LARGEST_WORLD:
+                scenario = replace(made, name=f"probe_{value}_ranks", world_sizes=(world,))
+                yield Probe(scenario, world)
+
+
+def is_in_range(value: float, quantities: Collection[str]) -> bool:
+    """Whether any scenario can be made for a number."""
+    return next(iter(probes_of_number(value, quantities, "", ())), None) is not None
+
+
+def probe_of_dtype(dtype: str, place: str) -> Probe:
+    """Return the scenario that has parameters of a dtype only."""
+    params = tuple(Param((size,), dtype) for size in (3, 1031, 70_001))
+    summary = f"made for the dtype {dtype} in {place}"
+    return Probe(replace(PROBE, name=f"probe_{dtype}", summary=summary, params=params))
+
+
+def _values(made: Scenario, value: float) -> Probe:
+    """Feed gradients far above a number and far below it, by parameter."""
+    exponent = math.ceil(math.log2(value))
+    params = tuple(
+        replace(param, exponent=exponent + shift) for shift in (4, -8) for param in VALUES.params
+    )
+    name = f"probe_values_near_two_to_{exponent}".replace("-", "minus_")
+    # Crafted values are exact in half precision only near 1.
+    steps = ("normal",) * 3
+    return Probe(replace(made, name=name, params=params, steps=steps, ddp=_EACH_BUCKET_ALONE))
+
+
+def _sizes(made: Scenario, value: int) -> Probe:
+    if value <= _LARGEST_WITH_NEIGHBOURS:
+        sizes = [size for size in (value - 1, value, value + 1, 2 * value + 1) if size]
+    elif value <= _LARGEST_RANDOM:
+        sizes = [value + 1, 2 * value + 1]
+    else:
+        sizes = [value + 1]
+    params = [Param((size,)) for size in sizes]
+    if value <= _LARGEST_IN_EACH_DTYPE:
+        for dtype in ("float64", "float16", "bfloat16"):
+            params.append(Param((value + 1,), dtype))
+    steps = ("crafted", "normal") if value <= _LARGEST_RANDOM else ("crafted",)
+    scenario = replace(
+        made,
+        name=f"probe_{value}_elements",
+        params=tuple(params),
+        steps=steps,
+        ddp=_EACH_BUCKET_ALONE,
+    )
+    return Probe(scenario)
+
+
+def _counts(made: Scenario, value: int) -> Iterator[Probe]:
+    tensors = tuple(Param((1 + index % 7,)) for index in range(value + 2))
+    yield Probe(replace(made, name=f"probe_{value}_tensors", params=tensors))
+    if value <= LARGEST_BUCKET_COUNT:
+        name = f"probe_{value}_buckets"
+        yield Probe(replace(made, name=name, params=tensors, ddp=_EACH_BUCKET_ALONE))
+
+
+def _steps(made: Scenario, value: int, others: Sequence[float]) -> Probe:
+    sizes = [int(size) + 1 for size in others if 1 < size <= _LARGEST_BESIDE_STEPS]
+    params = (*VALUES.params, *(Param((size,)) for size in dict.fromkeys(sizes)))
+    kinds = ("crafted", "normal", "crafted")
+    steps = tuple(kinds[step % 3] for step in range(value + 3))
+    scenario = replace(
+        made, name=f"probe_{value}_steps", params=params, steps=steps, ddp=_EACH_BUCKET_ALONE
+    )
+    return Probe(scenario)

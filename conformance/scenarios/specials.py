@@ -1,0 +1,91 @@
+"""Kinds of gradients with NaN or infinities, and the places of these values.
+
+The kind of a step may name a place: ``nan/1`` has NaN on rank 1 alone, ``nan/1/3`` in parameter 3
+of rank 1 alone, and ``nan/1/3/-1`` in the last element of that parameter alone. Ranks are counted
+modulo the number of ranks, and elements modulo the number of elements, so that one kind fits every
+world size and every shape. ``inf`` has the same forms.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+# Every fifth element of a nan or inf step is special. Most elements still show the mean.
+SPECIAL_EVERY = 5
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of the special values of one step.
+
+    Attributes:
+        rank: the one rank that has them.
+        param: the one parameter that has them; None for all.
+        element: the one element; None for every fifth.
+    """
+
+    rank: int
+    param: int | None = None
+    element: int | None = None
+
+
+def base_kind(kind: str) -> str:
+    """Return a kind of gradients without its place."""
+    return kind.partition("/")[0]
+
+
+def place_of(kind: str) -> Place | None:
+    """Return the place that a kind names, or None if it names none."""
+    _, *numbers = kind.split("/")
+    return Place(*map(int, numbers)) if numbers else None
+
+
+def without_element(kind: str) -> str:
+    """Return a kind whose place names no element."""
+    return "/".join(kind.split("/")[:3])
+
+
+def put_at_place(
+    kind: str, values: torch.Tensor, place: Place, world: int, rank: int, param: int
+) -> torch.Tensor:
+    """Put NaN or infinities into the values of one parameter of one rank, at a place.
+
+    Infinities have alternating signs; a lone one has a sign that depends on its element.
+    """
+    if place.rank % world != rank or place.param not in (None, param) or not len(values):
+        return values
+    at = torch.arange(0, len(values), SPECIAL_EVERY)
+    if place.element is not None:
+        at = torch.tensor([place.element % len(values)])
+    if base_kind(kind) == "nan":
+        values[at] = math.nan
+    else:
+        values[at] = torch.where(at % 2 == 0, math.inf, -math.inf).double()
+    return values
+
+
+def spread(kind: str, values: torch.Tensor, owners: torch.Tensor, world: int, rank: int) -> None:
+    """Put NaN or infinities at every fifth element, on the rank that owns the element.
+
+    Infinities are on the owner, on the rank after it, or on both with opposite signs, so that the
+    mean is NaN.
+
+    Args:
+        kind: ``nan`` or ``inf``.
+        values: the values of ``rank``, which are changed.
+        owners: the rank that owns each fifth element.
+        world: the number of ranks.
+        rank: the rank.
+    """
+    at = torch.arange(0, len(values), SPECIAL_EVERY)
+    is_owner = owners == rank
+    if kind == "nan":
+        values[at[is_owner]] = math.nan
+        return
+    is_next = ((owners + 1) % world == rank) & ~is_owner
+    case = (at // SPECIAL_EVERY) % 4
+    values[at[is_owner & ((case == 0) | (case == 3))]] = math.inf
+    values[at[is_owner & (case == 1)]] = -math.inf
+    values[at[is_next & (case == 2)]] = math.inf
+    values[at[is_next & (case == 3)]] = -math.inf

@@ -1,0 +1,132 @@
+"""The scenarios for sync strategies as training uses them: sizes, values, models and breaks.
+
+Their numbers are drawn from the session's seed, in ``scenarios/strategy.py`` and in
+``subjects/kinds/strategy.py``.
+"""
+
+from dataclasses import replace
+
+from conformance.scenarios.model import DDPOptions, Param
+from conformance.scenarios.strategy import _PARAMS, PLAIN
+
+LARGE = replace(
+    PLAIN,
+    name="strategy_large",
+    summary="two micro-batches of some hundred parameters, one of them of a million elements and "
+    "more; drawn sizes, and DDP's default buckets",
+    steps=("crafted", "normal"),
+    ddp=DDPOptions(),
+    world_sizes=(2,),
+    variant="two",
+    prerequisite="strategy_accumulated",
+)
+
+# As a GradScaler does, two parameters have gradients that are scaled by powers of two.
+SPECIAL = replace(
+    PLAIN,
+    name="strategy_special",
+    summary="NaN and infinities on any rank, gradients of float16 whose sum overflows, and scaled "
+    "ones, in a drawn order",
+    params=(
+        *_PARAMS,
+        Param((13,), "float64"),
+        Param((31,), "float16"),
+        Param((17,), "bfloat16"),
+        Param((19,), exponent=16),
+        Param((23,), exponent=-24),
+    ),
+    steps=("limit", "nan", "inf", "crafted"),
+    world_sizes=(2, 3),
+    variant="special",
+    prerequisite="strategy_accumulated",
+)
+
+EMPTY = replace(
+    PLAIN,
+    name="strategy_empty",
+    summary="some ranks have nothing to do in some micro-batches: empty batches",
+    steps=("crafted",) * 4,
+    world_sizes=(2, 3),
+    variant="empty",
+    prerequisite="strategy_ranks",
+)
+
+TWO = replace(
+    PLAIN,
+    name="strategy_two",
+    summary="two models, whose micro-batches come in a drawn order",
+    steps=("crafted",) * 8,
+    world_sizes=(2,),
+    variant="two_models",
+    prerequisite="strategy_accumulated",
+)
+
+BUFFERS = replace(
+    PLAIN,
+    name="strategy_buffers",
+    summary="a model with running statistics, such as those of a BatchNorm, in steps of 2, 4, 1 "
+    "and 2 micro-batches",
+    steps=("crafted",) * 4,
+    world_sizes=(2, 3),
+    variant="buffers",
+    prerequisite="strategy_accumulated",
+)
+
+ABANDONED = replace(
+    PLAIN,
+    name="strategy_abandoned",
+    summary="two drawn steps of three micro-batches are given up before their last one",
+    steps=("crafted",) * 5,
+    world_sizes=(2,),
+    variant="abandoned",
+    prerequisite="strategy_accumulated",
+)
+
+RECOVERED = replace(
+    PLAIN,
+    name="strategy_recovered",
+    summary="in each step an exception is raised in a drawn micro-batch, and the step goes on with "
+    "the next one",
+    steps=("crafted",) * 3,
+    world_sizes=(2,),
+    variant="recovered",
+    prerequisite="strategy_raises",
+)
+
+SECOND = replace(
+    PLAIN,
+    name="strategy_second",
+    summary="each micro-batch has two forwards and backwards in one context",
+    world_sizes=(2,),
+    variant="second",
+    prerequisite="strategy_accumulated",
+)
+
+COMPLEX = replace(
+    PLAIN,
+    name="strategy_complex",
+    summary="complex gradients beside real ones",
+    params=(
+        Param((5, 3), "complex64"),
+        Param((7,)),
+        Param((11,), "complex128"),
+    ),
+    world_sizes=(2,),
+    variant="two",
+    prerequisite="strategy_accumulated",
+)
+
+# The least and the largest number of steps of a long run.
+LONG_STEPS = (120, 240)
+
+LONG = replace(
+    PLAIN,
+    name="strategy_long",
+    summary=f"a small model in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps of two micro-batches",
+    params=(Param((3,)), Param((2, 2))),
+    world_sizes=(2,),
+    variant="two",
+    prerequisite="strategy_accumulated",
+)
+
+ALL = (LARGE, SPECIAL, EMPTY, TWO, BUFFERS, ABANDONED, RECOVERED, SECOND, COMPLEX, LONG)

@@ -1,0 +1,131 @@
+"""Scenarios for wrappers of modules as training uses them (section 19, continued).
+
+Networks compute in float32 on random values, in one process each: nothing averages gradients.
+``variant`` selects the work of a step (``ranks/drivers/_wrapper_training.py``). These numbers are
+drawn from the session's seed:
+
+wrapper_large    three blocks of 2**17 to 2**21 elements, one in each third of the range of
+                 logarithms, and a power of two from 2**-20 to 2**20 that multiplies the inputs
+wrapper_graphs   in each step 2 to 6 graphs at once, with batches of 2 to 12 rows
+wrapper_indices  a table of 70,000 to 200,000 rows, of which the last ones are read too
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.training_sizes import sizes_between
+from conformance.scenarios.wrapper import PLAIN
+
+SMALLEST = 2**17
+LARGEST = 2**21
+
+SINGLE = replace(
+    PLAIN,
+    name="wrapper_single",
+    summary="a residual network in float32, with linear attention, on random values",
+    world_sizes=(2,),
+    variant="training_single",
+)
+
+# The first step is small: a library that is loaded in it takes no memory in the others.
+LARGE = replace(
+    PLAIN,
+    name="wrapper_large",
+    summary="activations of 2**17 to 2**21 elements in float32",
+    steps=("normal",) * 5,
+    world_sizes=(2,),
+    variant="training_large",
+)
+
+GRAPHS = replace(
+    PLAIN,
+    name="wrapper_graphs",
+    summary="several forwards before their backwards, which run in the same order, in reverse, and "
+    "in a drawn one; one graph is dropped",
+    steps=("normal",) * 4,
+    world_sizes=(2,),
+    variant="training_graphs",
+)
+
+RETAINED = replace(
+    PLAIN,
+    name="wrapper_retained",
+    summary="two backwards of one graph, with retain_graph=True",
+    steps=("normal",) * 2,
+    world_sizes=(2,),
+    variant="training_retained",
+)
+
+PENALTY = replace(
+    PLAIN,
+    name="wrapper_penalty",
+    summary="the loss has the norm of the input's gradient, which is differentiated again",
+    steps=("normal",) * 2,
+    world_sizes=(2,),
+    variant="training_penalty",
+)
+
+FROZEN = replace(
+    PLAIN,
+    name="wrapper_frozen",
+    summary="frozen blocks, and frozen layers beside trained ones of low rank; blocks are frozen "
+    "and unfrozen between steps",
+    steps=("normal",) * 4,
+    world_sizes=(2,),
+    variant="training_frozen",
+)
+
+INDICES = replace(
+    PLAIN,
+    name="wrapper_indices",
+    summary="embedding, gather, maximum, masks and dropout; the first step has no dropout",
+    world_sizes=(2,),
+    variant="training_indices",
+)
+
+HALF = replace(
+    PLAIN,
+    name="wrapper_half",
+    summary="the forward runs in float16 by autocast, the backward outside of autocast",
+    world_sizes=(2,),
+    variant="training_half",
+)
+
+SCENARIOS = (SINGLE, LARGE, GRAPHS, RETAINED, PENALTY, FROZEN, INDICES, HALF)
+NAMES = frozenset(scenario.name for scenario in SCENARIOS)
+
+
+def draw_large(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the sizes of three blocks, and the scale of the inputs."""
+    exponent = numbers.randint(-20, 20)
+    sizes = sizes_between(SMALLEST, LARGEST, 3, 3, numbers)
+    numbers.shuffle(sizes)
+    return replace(scenario, params=tuple(Param((size,), exponent=exponent) for size in sizes))
+
+
+def draw_graphs(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the graphs of each step.
+
+    A parameter stands for a step. Its shape has the rows of each batch in the order of forwards.
+    """
+    return replace(
+        scenario,
+        params=tuple(
+            Param(tuple(numbers.randint(2, 12) for _ in range(numbers.randint(2, 6))))
+            for _ in scenario.steps
+        ),
+    )
+
+
+def draw_indices(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the number of rows of the table."""
+    return replace(scenario, params=(Param((numbers.randint(70_000, 200_000), 4)),))
+
+
+DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
+    LARGE.name: draw_large,
+    GRAPHS.name: draw_graphs,
+    INDICES.name: draw_indices,
+}

@@ -1,0 +1,124 @@
+"""The schedule of a long run: which kind of gradient each round feeds, by the subject's claims.
+
+The kinds of most rounds decide which claim can be judged; special rounds lie at drawn places.
+
+    exact, rounded, sum     crafted values, and random ones in a quarter of the period; zeros, NaN,
+                            infinities, wide, small and large values in special rounds
+    compressed              a constant plus random values, so that losses add up; rounds with four
+                            times as much, small ones, zeros; zeros until residuals are empty, once
+                            on the way and at the end
+    compressed(ef21)        random values, held until the estimates have converged to them
+    compressed(False)       random values
+    unbiased                the same values in five of eight rounds, random ones in two, and in one
+                            the same values on all ranks, or on rank 0 alone
+    local                   random values
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from conformance.scenarios.draws import generator
+from conformance.scenarios.model import Scenario
+from conformance.subjects.claims import (
+    CONTRACTION,
+    DIFFERENCE,
+    FEEDBACK,
+    LOCAL,
+    UNBIASED,
+    Claims,
+)
+
+# Part of a residual, or of the distance to a held gradient, that is left when it counts as gone.
+LEFT = 1 / 1024
+SETTLED = 1 / 4096
+REPEATS = 2  # special rounds of each kind
+SPIKES = 8  # rounds with four times as much as usual, and small ones
+_RARE = ("nan", "inf", "tiny", "wide")  # kinds that some claims do not take
+
+
+def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
+    """Return a long run with the kinds of its rounds, for a subject with these claims."""
+    draws = generator(scenario, "schedule")
+    period = scenario.long_run.period
+    exact = draws.sample(
+        ("normal",) * (period // 4) + ("crafted",) * (period - period // 4), period
+    )
+    warm_up = [exact[number % period] for number in range(claims.steps_of_warmup)]
+    hold = 1
+    drawn = scenario.long_run.drawn
+    if not claims.lossy:
+        after = [exact[number % period] for number in range(drawn)]
+        _put(after, _special_kinds(claims), REPEATS, draws)
+    elif claims.lossy == FEEDBACK:
+        after = _with_feedback(drawn, claims.delta, draws)
+    elif claims.lossy == DIFFERENCE:
+        hold = steps_until(claims.delta, SETTLED)
+        segments = max(3, -(-drawn // hold))
+        after = ["normal"] * (segments * hold)
+    elif claims.lossy == CONTRACTION:
+        after = draws.choices(("normal", "drift"), (3, 1), k=drawn)
+        _put(after, ("small", "large", "spike", "zero_all"), REPEATS, draws)
+    elif claims.lossy == UNBIASED:
+        after = draws.choices(("constant", "normal", "same", "same_one"), (10, 4, 1, 1), k=drawn)
+    else:
+        assert claims.lossy == LOCAL
+        after = ["normal"] * drawn
+        _put(after, ("small", "large"), REPEATS, draws)
+    long_run = replace(scenario.long_run, hold=hold, warm_up=claims.steps_of_warmup)
+    return replace(scenario, steps=(*warm_up, *after), long_run=long_run)
+
+
+def steps_until(delta: float, left: float) -> int:
+    """Return the number n of steps after which (1 - delta)**(n / 2) <= ``left``."""
+    return math.ceil(2 * math.log(left) / math.log(1 - delta)) if delta < 1 else 2
+
+
+def _special_kinds(claims: Claims) -> Sequence[str]:
+    """Return the kinds of special rounds that an exact result must get right."""
+    kinds = ("zero_all", "zero_one", "minus_zero", "small", "nan", "inf", "wide", "tiny", "large")
+    if claims.fused:
+        # Parameters are followed: they would not be finite again, or lose later steps.
+        return [kind for kind in kinds if kind not in (*_RARE, "large")]
+    if claims.rounded:
+        return [kind for kind in kinds if kind != "tiny"]
+    return kinds
+
+
+def _with_feedback(drawn: int, delta: float, draws: random.Random) -> list[str]:
+    """Return the kinds for compression with feedback, with faint gradients at the end."""
+    drain = steps_until(delta, LEFT)
+    after = ["drift"] * drawn
+    begin = drawn
+    if drain <= drawn // 8:
+        begin = draws.randrange(drawn // 4, drawn // 2)
+        after[begin : begin + drain] = ["faint"] * drain
+    # The residual that a spike leaves is uneven: it has time to even out before the drain.
+    even = min(drain, drawn // 8)
+    places = [
+        place for place in range(1, drawn - even) if not begin - even <= place < begin + drain
+    ]
+    _put(after, ("spike", "small"), SPIKES, draws, places)
+    return after + ["faint"] * drain
+
+
+def _put(
+    rounds: list[str],
+    kinds: Sequence[str],
+    times: int,
+    draws: random.Random,
+    places: Sequence[int] = (),
+) -> None:
+    """Put special kinds at drawn places, but not into the first round.
+
+    Args:
+        rounds: the kinds of rounds.
+        kinds: the special kinds.
+        times: the number of rounds of each kind.
+        draws: the generator.
+        places: the places to choose from; () for all.
+    """
+    chosen = draws.sample(places or range(1, len(rounds)), times * len(kinds))
+    for place, kind in zip(chosen, [*kinds] * times, strict=True):
+        rounds[place] = kind

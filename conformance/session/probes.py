@@ -1,0 +1,155 @@
+"""The search for numbers in the subject's own code, and the runs that reach them (rule 25.1).
+
+Coverage of the runs so far names the branches that none took. The numbers in their conditions are
+tried; their runs may reach branches with further numbers, which are tried next.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from conformance.judging.oracles.code_numbers import Dtype, Number, dtypes_in, numbers_in
+from conformance.judging.verdict import NOTHING_TO_TRY
+from conformance.scenarios.hook import VALUES
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.probes import (
+    LEAST_TRIED,
+    Probe,
+    is_in_range,
+    judged_as,
+    probe_of_dtype,
+    probes_of_number,
+)
+from conformance.session.coverage import Measured, Tried
+from conformance.session.plan import Plan
+from conformance.subjects.claims import Claims
+from conformance.subjects.spec import CONTEXT_NAMES, SubjectSpec
+from conformance.subjects.target import parse_target
+
+MOST_NUMBERS = 8
+_KEPT_DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run that is to be made.
+
+    Attributes:
+        scenario: the scenario, adapted to the claims.
+        world: its world size.
+        entry: the entry of the number on the certificate, which lists its runs.
+    """
+
+    scenario: Scenario
+    world: int
+    entry: dict[str, Any]
+
+
+class Probes:
+    """The probes of one subject.
+
+    Args:
+        subject: the subject, whose targets have arguments.
+        claims: its claims.
+        plan: adapts scenarios.
+        capacity: the largest world size that can be run; None if there is no limit.
+
+    Attributes:
+        tried: the numbers that were tried.
+    """
+
+    def __init__(
+        self, subject: SubjectSpec, claims: Claims, plan: Plan, capacity: int | None
+    ) -> None:
+        self._arguments = _arguments(subject)
+        self._claims = claims
+        self._plan = plan
+        self._capacity = capacity
+        self._seen: set[float | str] = set()
+        self._made: set[str] = set()
+        self.tried = Tried()
+
+    def next(self, measured: Measured) -> list[Wanted]:
+        """Return the runs for the numbers that have not been tried yet."""
+        coverage = measured.coverage
+        if coverage is None:
+            return []
+        numbers = numbers_in(coverage, self._arguments)
+        values = [number.value for number in numbers]
+        wanted: list[Wanted] = []
+        for number in numbers:
+            if number.value in self._seen:
+                continue
+            self._seen.add(number.value)
+            quantities = set(number.quantities)
+            if self._claims.fused:
+                # The parameters that the hook steps would overflow.
+                quantities.discard("values")
+            if not is_in_range(number.value, quantities) or self._is_full():
+                if number.value >= LEAST_TRIED:
+                    self.tried.out_of_reach.append(_entry(number))
+                continue
+            probes = probes_of_number(number.value, quantities, number.place, values)
+            wanted += self._wanted(list(probes), _entry(number))
+        for dtype in dtypes_in(coverage):
+            if dtype.value not in self._seen and self._takes(dtype.value) and not self._is_full():
+                self._seen.add(dtype.value)
+                probe = probe_of_dtype(dtype.value, dtype.place)
+                wanted += self._wanted([probe], _entry(dtype))
+        return wanted
+
+    def reason(self, measured: Measured) -> str:
+        """Return why there was nothing to run."""
+        if measured.coverage is None:
+            return f"coverage was not measured: {measured.reason}"
+        if self.tried.out_of_reach:
+            numbers = ", ".join(
+                f"{one['value']} ({one['file']}:{one['line']})" for one in self.tried.out_of_reach
+            )
+            return f"no scenario reaches these numbers: {numbers}"
+        return f"no branch that no run took {NOTHING_TO_TRY}"
+
+    def _is_full(self) -> bool:
+        return len(self.tried.numbers) >= MOST_NUMBERS
+
+    def _takes(self, dtype: str) -> bool:
+        return dtype in self._claims.dtypes if self._claims.dtypes else dtype in _KEPT_DTYPES
+
+    def _wanted(self, probes: list[Probe], entry: dict[str, Any]) -> list[Wanted]:
+        found = []
+        for probe in probes:
+            world = probe.world or self._plan.primary
+            too_large = self._capacity is not None and world > self._capacity
+            if too_large or world < self._claims.min_world_size:
+                continue
+            if f"{probe.scenario.name}@{world}" not in self._made:
+                self._made.add(f"{probe.scenario.name}@{world}")
+                found.append(Wanted(self._adapted(probe), world, entry))
+        if found:
+            self.tried.numbers.append(entry)
+        return found
+
+    def _adapted(self, probe: Probe) -> Scenario:
+        """Return a probe as the plainest scenario would run under the claims."""
+        return adapted_probe(probe.scenario, self._plan, self._claims)
+
+
+def adapted_probe(scenario: Scenario, plan: Plan, claims: Claims) -> Scenario:
+    """Return a probe as it runs under the claims of a plan."""
+    if claims.lossy:
+        # A few crafted elements are so large that the rest could be lost unnoticed.
+        scenario = replace(scenario, steps=("normal",) * len(scenario.steps))
+    adapted = plan.adapted(replace(scenario, name=judged_as(scenario).name))
+    return replace(adapted, name=scenario.name, prerequisite=VALUES.name)
+
+
+def _arguments(subject: SubjectSpec) -> dict[str, Any]:
+    """Return the arguments in all targets of a subject, those of its state too."""
+    given: dict[str, Any] = {}
+    for text in (subject.state, subject.setup, subject.hook, subject.target):
+        if text and text not in CONTEXT_NAMES:
+            given |= parse_target(text, "").kwargs
+    return given
+
+
+def _entry(found: Number | Dtype) -> dict[str, Any]:
+    return {"value": found.value, "file": found.file, "line": found.line, "runs": []}

@@ -1,0 +1,194 @@
+"""The schedules that averagers claim, and their scenarios as long as these schedules need."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from conformance.scenarios.averager import DTYPES, RESUMED, SAVED
+from conformance.scenarios.averager_training import (
+    CHANGING,
+    DRIFTING,
+    LARGE,
+    LONG,
+    LONG_STEPS,
+    RESUMED_EARLY,
+    SAVED_EARLY,
+    SPECIAL,
+    TWO,
+    many_params,
+    with_option,
+)
+from conformance.scenarios.averaging_schedule import HELD, MAX_STEPS, QUIET, Schedule, lengthened
+from conformance.scenarios.draws import generator
+from conformance.scenarios.model import Scenario
+from conformance.subjects.target import parse_target
+
+_STATEFUL = ("DiLoCoModelAverager", "OuterStepModelAverager", "EMAModelAverager")
+
+
+def schedule_of(options: Mapping[str, Any]) -> Schedule | None:
+    """Return the schedule that the claims of an averager name, or None if they name none.
+
+    Args:
+        options: the values of the claims by name.
+    """
+    if options.get("periodic"):
+        return _periodic(options["periodic"])
+    if options.get("hierarchical"):
+        return _hierarchical(options["hierarchical"])
+    if not options.get("like"):
+        return None
+    reference = str(options["like"]["reference"])
+    arguments = parse_target(f"hooks_ref:{reference}", "--claims like").kwargs
+    if "period_group_size_dict" in arguments:
+        return _hierarchical(arguments)
+    if reference.startswith("OuterStepModelAverager"):
+        # Its first round begins when it is made, so that its first average ends a round.
+        period = _number(arguments.get("period"), 1)
+        return Schedule((period,), period - 1, period - 1)
+    return _periodic(arguments)
+
+
+def _periodic(arguments: Mapping[str, Any]) -> Schedule:
+    warmup = _number(arguments.get("warmup_steps"), 0)
+    return Schedule((_number(arguments.get("period"), 1),), warmup, warmup)
+
+
+def _hierarchical(arguments: Mapping[str, Any]) -> Schedule:
+    sizes = arguments["period_group_size_dict"]
+    periods = sizes if isinstance(sizes, Mapping) else {}
+    numbers = tuple(_number(period, 1) for period in periods)
+    return Schedule(numbers or (1,), _number(arguments.get("warmup_steps"), 0), 0)
+
+
+def _number(value: Any, default: int) -> int:
+    """Return a number of steps; the subject itself refuses a wrong one."""
+    return value if isinstance(value, int) and value >= default else default
+
+
+def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
+    """Return a scenario of an averager with its drawn numbers, as long as its schedule needs."""
+    schedule = schedule_of(options)
+    if schedule is None:
+        return scenario
+    draw = generator(scenario)
+    match scenario.name:
+        case LARGE.name:
+            # A parameter of 2**20 to 2**21 elements is the largest.
+            scenario = replace(scenario, params=many_params(draw, 2**20))
+            steps = lengthened(scenario.steps, schedule, averages=scenario.steps, alone=True)
+            return replace(scenario, steps=steps)
+        case SPECIAL.name:
+            return _meet_special_values(scenario, schedule, draw, is_stateful(options))
+        case TWO.name:
+            return _take_turns(scenario, schedule, draw)
+        case CHANGING.name:
+            return _change(scenario, schedule, draw)
+        case LONG.name:
+            kinds = scenario.steps[:1] * draw.randint(*LONG_STEPS)
+            return replace(scenario, steps=lengthened(kinds, schedule))
+        case DRIFTING.name:
+            return _drift(scenario, schedule)
+        case SAVED.name | RESUMED.name:
+            draw = random.Random(f"{scenario.session_seed}/saved")
+            return _save(scenario, schedule, draw.choice(_between_averages(schedule)))
+        case SAVED_EARLY.name | RESUMED_EARLY.name:
+            draw = random.Random(f"{scenario.session_seed}/saved early")
+            return _save(scenario, schedule, draw.choice(_before_averages(schedule)))
+    averages = ("crafted", "normal") if scenario.name == DTYPES.name else ()
+    return replace(scenario, steps=lengthened(scenario.steps, schedule, averages=averages))
+
+
+def is_stateful(options: Mapping[str, Any]) -> bool:
+    """Whether the averager claims to be like a reference that remembers earlier averages."""
+    return "like" in options and str(options["like"]["reference"]).startswith(_STATEFUL)
+
+
+def _meet_special_values(
+    scenario: Scenario, schedule: Schedule, draw: random.Random, stateful: bool
+) -> Scenario:
+    """Feed special values in a drawn order, and ordinary ones after them."""
+    *kinds, last = scenario.steps
+    draw.shuffle(kinds)
+    if stateful:
+        # An outer step may leave the range of float16 although the mean does not.
+        kinds = ["crafted" if kind == "limit" else kind for kind in kinds]
+    period = min(schedule.periods)
+    dues = [schedule.first(period)]
+    while len(dues) <= len(kinds):
+        dues.append(schedule.next(period, dues[-1] + 1))
+    averages = (*kinds, last)
+    steps = lengthened(scenario.steps, schedule, averages=averages, alone=True, also=dues)
+    return replace(scenario, steps=steps)
+
+
+def _take_turns(scenario: Scenario, schedule: Schedule, draw: random.Random) -> Scenario:
+    """Let two averagers take turns in a drawn order, until both have averaged twice."""
+    steps = lengthened((scenario.steps[0],) * 2, schedule)
+    # The second model begins later, so that a count that both share shows.
+    left = {"0": len(steps), "1": len(steps)}
+    order = ["0"] * draw.randint(1, max(1, min(*schedule.periods, 7, len(steps) - 1)))
+    left["0"] -= len(order)
+    while any(left.values()):
+        model = draw.choice("01")
+        model = model if left[model] else "10"[int(model)]
+        left[model] -= 1
+        order.append(model)
+    counts = {"0": 0, "1": 0}
+    kinds = []
+    for model in order:
+        kinds.append(steps[counts[model]])
+        counts[model] += 1
+    return with_option(replace(scenario, steps=tuple(kinds)), "turns", "".join(order))
+
+
+def _change(scenario: Scenario, schedule: Schedule, draw: random.Random) -> Scenario:
+    """Change the model at a drawn step between the first two averages."""
+    period = max(schedule.periods)
+    first = schedule.first(period)
+    change = draw.randint(first + 1, first + period)
+    also = (change - 1, change, first + 2 * period)
+    steps = lengthened(scenario.steps, schedule, also=also)
+    return with_option(replace(scenario, steps=steps), "change", change)
+
+
+def _drift(scenario: Scenario, schedule: Schedule) -> Scenario:
+    """Move the parameters after the first average, and call the averager for up to 200 more."""
+    period = min(schedule.periods)
+    first = schedule.first(period)
+    number = max(1, min(200, (MAX_STEPS // 2 - first) // period))
+    last = first + number * period
+    kinds = {first: "crafted", first + 1: "crafted", last: HELD}
+    return replace(scenario, steps=tuple(kinds.get(step, QUIET) for step in range(last + 1)))
+
+
+def _save(scenario: Scenario, schedule: Schedule, saves_at: int) -> Scenario:
+    """Save after so many steps, and continue until an average of every period is due."""
+    also = [saves_at - 1, saves_at]
+    for period in schedule.periods:
+        due = schedule.next(period, saves_at)
+        also += [due, due + period]
+    return replace(
+        scenario,
+        steps=lengthened(scenario.steps, schedule, also=also),
+        resume=replace(scenario.resume, saves_at=saves_at),
+    )
+
+
+def _between_averages(schedule: Schedule) -> list[int]:
+    """Return numbers of steps after which a lost count of steps shows.
+
+    A count that begins again gives the same schedule if the number of lost steps is a multiple of
+    the period.
+    """
+    period = min(schedule.periods)
+    first = schedule.first(period)
+    numbers = range(first + 1, first + max(2, 2 * period))
+    return [number for number in numbers if number % period] or [first + 1]
+
+
+def _before_averages(schedule: Schedule) -> list[int]:
+    """Return numbers of steps within the warm-up, or before the second average if it has none."""
+    within = list(range(1, schedule.first(min(schedule.periods))))
+    return within or _between_averages(schedule)

@@ -1,0 +1,261 @@
+"""Every step of a long run is judged: thresholds on steps, leaks and biases are found."""
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.judging.rule import Rule
+from conformance.judging.verdict import Found
+from conformance.rules import section_23_long_runs as section_23
+from tests.made_long_runs import Simulated, long_run
+
+FEEDBACK = "compressed(delta=0.25)"
+CHANGE = "compressed(feedback=ef21, delta=0.25)"
+
+
+def judged(rule: Rule, claims: str, hook: Simulated, **options: Any) -> Found:
+    run, parsed = long_run(claims, hook, **options)
+    found = Found()
+    rule.check(run, parsed, found)
+    assert found.checks or found.not_applicable
+    return found
+
+
+def mean(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+    return gradients.mean(0).expand_as(gradients)
+
+
+def largest(part: torch.Tensor) -> torch.Tensor:
+    """Keep a quarter of the elements of each rank."""
+    count = math.ceil(part.size(1) / 4)
+    places = part.abs().topk(count, dim=1).indices
+    return torch.zeros_like(part).scatter_(1, places, part.gather(1, places))
+
+
+def signs(part: torch.Tensor) -> torch.Tensor:
+    return part.sign() * part.abs().mean(1, keepdim=True)
+
+
+class Feedback:
+    """Compression with feedback; ``left`` returns the part of the residual that is kept."""
+
+    def __init__(
+        self,
+        compress: Callable[[torch.Tensor], torch.Tensor] = largest,
+        left: Callable[[int], float] = lambda step: 1.0,
+        factor: float = 1.0,
+    ) -> None:
+        self.residuals: dict[int, torch.Tensor] = {}
+        self.compress = compress
+        self.left = left
+        self.factor = factor
+
+    def __call__(self, step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        total = gradients + self.residuals.get(index, 0)
+        sent = self.compress(total)
+        self.residuals[index] = (total - sent) * self.left(step)
+        return mean(step, index, sent) * self.factor
+
+
+class Estimates:
+    """EF21; the estimates shrink by ``left`` in every step."""
+
+    def __init__(self, left: float = 1.0, until: float = math.inf) -> None:
+        self.estimates: dict[int, torch.Tensor] = {}
+        self.left = left
+        self.until = until
+
+    def __call__(self, step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        own = self.estimates.get(index, torch.zeros_like(gradients)) * self.left
+        new = own + largest(gradients - own)
+        if step < self.until:
+            self.estimates[index] = new
+        return mean(step, index, new)
+
+
+class RandomRounding:
+    """Random rounding to multiples of a quarter of the mean magnitude, on each rank."""
+
+    def __init__(
+        self,
+        seed: Callable[[int, int, int], Any] = lambda step, index, rank: (step, index, rank),
+        factor: Callable[[int], float] = lambda step: 1.0,
+    ) -> None:
+        self.seed = seed
+        self.factor = factor
+
+    def __call__(self, step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for rank, row in enumerate(gradients):
+            unit = row.abs().mean() / 4
+            draws = torch.rand(row.shape, generator=self.generator(step, index, rank))
+            rounded = (row / unit + draws).floor() * unit if float(unit) else row
+            rows.append(rounded * self.factor(step))
+        return mean(step, index, torch.stack(rows))
+
+    def generator(self, step: int, index: int, rank: int) -> torch.Generator:
+        return torch.Generator().manual_seed(hash(self.seed(step, index, rank)) % 2**31)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("claims", ["exact", "rounded(float16)"])
+def test_the_mean_is_right(claims: str, seed: int) -> None:
+    def rounded(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        return (
+            mean(step, index, gradients.half()).float()
+            if "float16" in claims
+            else mean(step, index, gradients)
+        )
+
+    assert not judged(section_23.every_step, claims, rounded, seed=seed).failures
+
+
+def test_a_threshold_on_steps_is_found_wherever_it_lies() -> None:
+    draws = random.Random(1)
+    for seed in range(5):
+        run, claims = long_run("exact", mean, seed=seed)
+        right = [dict(rank.tensors) for rank in run.ranks]
+        for _ in range(10):
+            first = draws.randint(1, 1000)
+            for rank, tensors in zip(run.ranks, right, strict=True):
+                for name, rows in tensors.items():
+                    rank.tensors[name] = rows.clone()
+                    rank.tensors[name][first + 1 :] *= 1.0001
+            found = Found()
+            section_23.every_step.check(run, claims, found)
+            assert found.failures, first
+            # Zeros are right, whatever they are multiplied by.
+            assert (
+                f"step {first + 1}," in found.failures[0].actual
+                or "zero" in (run.scenario.steps[first + 1])
+            )
+
+
+def test_one_wrong_step_is_named() -> None:
+    def hook(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        return gradients if step == 731 else mean(step, index, gradients)
+
+    (failure,) = judged(section_23.every_step, "exact", hook).failures
+    assert "rank 0, step 731" in failure.actual
+    assert "this step alone" in failure.cause
+
+
+def test_a_period_is_named() -> None:
+    def hook(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        return gradients if step % 97 == 50 else mean(step, index, gradients)
+
+    (failure,) = judged(section_23.every_step, "exact", hook).failures
+    assert "every 97th from step 50 on" in failure.cause
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("compress", [largest, signs])
+def test_feedback_is_right(compress: Callable[[torch.Tensor], torch.Tensor], seed: int) -> None:
+    found = judged(section_23.every_step, FEEDBACK, Feedback(compress), seed=seed)
+    assert not found.failures, found.failures
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        Feedback(left=lambda step: 0.99),
+        Feedback(left=lambda step: 0.0 if step % 100 == 99 else 1.0),
+        Feedback(left=lambda step: 0.0 if step == 1013 else 1.0),
+        Feedback(left=lambda step: 1.0 if step < 900 else 0.9),
+        Feedback(factor=0.97),
+        Feedback(factor=0.997),
+    ],
+)
+def test_feedback_that_loses_something_is_found(hook: Simulated) -> None:
+    assert judged(section_23.every_step, FEEDBACK, hook).failures
+
+
+def test_estimates_converge() -> None:
+    assert not judged(section_23.every_step, CHANGE, Estimates()).failures
+    assert judged(section_23.every_step, CHANGE, Estimates(left=0.99)).failures
+    assert judged(section_23.every_step, CHANGE, Estimates(until=1000)).failures
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_rounding_is_unbiased(seed: int) -> None:
+    hook = RandomRounding()
+    for rule in (
+        section_23.every_step,
+        section_23.independent_in_time,
+        section_23.independent_among_ranks,
+    ):
+        assert not judged(rule, "unbiased", hook, seed=seed).failures
+
+
+def test_a_bias_is_found() -> None:
+    for factor in (lambda step: 0.98, lambda step: 1.0 if step < 1000 else 0.9):
+        hook = RandomRounding(factor=factor)
+        assert judged(section_23.every_step, "unbiased", hook).failures
+
+
+@pytest.mark.parametrize("after", [1, 7, 100, 256, 613, 900])
+def test_noise_that_repeats_is_found(after: int) -> None:
+    hook = RandomRounding(seed=lambda step, index, rank: (step % after, index, rank))
+    (failure,) = judged(section_23.independent_in_time, "unbiased", hook).failures
+    assert f"after {after} steps" in failure.cause
+
+
+def test_ranks_with_the_same_noise_are_found() -> None:
+    hook = RandomRounding(seed=lambda step, index, rank: (step, index))
+    assert judged(section_23.independent_among_ranks, "unbiased", hook).failures
+
+
+def partners(until: float = math.inf) -> Simulated:
+    """Return a hook that averages each rank with the next one, in turns with the one before."""
+
+    def hook(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        if step >= until:
+            return gradients
+        return (gradients + gradients.roll(1 if step % 2 else -1, 0)) / 2
+
+    return hook
+
+
+def test_local_means_are_right() -> None:
+    for rule in (section_23.every_step, section_23.mixing):
+        assert not judged(rule, "local", partners()).failures
+
+
+def test_the_end_of_mixing_is_found_wherever_it_lies() -> None:
+    draws = random.Random(2)
+    for until in draws.sample(range(2, 1000), 4):
+        assert judged(section_23.mixing, "local", partners(until), seed=until).failures
+
+
+def test_wrong_weights_are_found() -> None:
+    def hook(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        return gradients.roll(1, 0) if step == 900 else partners()(step, index, gradients)
+
+    (failure,) = judged(section_23.every_step, "local", hook).failures
+    assert "step 900" in failure.actual
+
+
+def test_other_bits_on_a_rank_are_found() -> None:
+    def hook(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        results = mean(step, index, gradients).clone()
+        if step == 77:
+            results[1] *= 1 + 2**-20
+        return results
+
+    (failure,) = judged(section_23.same_bits, FEEDBACK, hook).failures
+    assert "step 77" in failure.actual
+
+
+def test_a_longer_run_has_rounds_of_several_steps() -> None:
+    steps = 5000
+
+    def hook(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        return gradients if step == 4321 else mean(step, index, gradients)
+
+    assert not judged(section_23.every_step, "exact", mean, steps=steps).failures
+    (failure,) = judged(section_23.every_step, "exact", hook, steps=steps).failures
+    assert "steps 4320 to 4322" in failure.actual

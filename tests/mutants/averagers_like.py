@@ -1,0 +1,216 @@
+"""Mutants of section 14 that claim to be like a reference, and differ from it."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants.averagers import Averager
+
+
+class Ema(Averager):
+    """The right moving average: in float32 or wider, of the means."""
+
+    dtype: torch.dtype | None = torch.float32
+
+    def __init__(self, decay=0.999, period=1, warmup_steps=0, process_group=None):
+        super().__init__(period, warmup_steps, process_group)
+        self.decay = decay
+        self.average: list[torch.Tensor] = []
+
+    def _update(self, params):
+        means = []
+        for parameter in params:
+            mean = parameter.detach().to(self._dtype(parameter), copy=True).contiguous()
+            dist.all_reduce(mean.div_(self.group.size()), group=self.group)
+            means.append(mean)
+        self.keep(means)
+
+    def average_parameters(self, params):
+        if self.is_due():
+            with torch.no_grad():
+                self._update(self.chosen(params))
+        self.step += 1
+
+    def _dtype(self, parameter):
+        return torch.promote_types(parameter.dtype, torch.float32)
+
+    def keep(self, means):
+        if not self.average:
+            self.average = means
+            return
+        for place, mean in enumerate(means[: len(self.average)]):
+            self.average[place] = self.moved(self.average[place], mean)
+        self.average += means[len(self.average) :]
+
+    def moved(self, average, mean):
+        return average * self.decay + mean * (1 - self.decay)
+
+    def applied(self, params):
+        return _Applied(self.chosen(params), self.average)
+
+    def state_dict(self):
+        return {"step": self.step, "average": [kept.clone() for kept in self.average]}
+
+    def load_state_dict(self, saved):
+        self.step = saved["step"]
+        self.average = [kept.clone() for kept in saved["average"]]
+
+
+class _Applied:
+    """Parameters are the averages inside the context."""
+
+    def __init__(self, params, averages):
+        self.params = params
+        self.averages = averages
+
+    def __enter__(self):
+        self.kept = [parameter.detach().clone() for parameter in self.params]
+        self._set(self.averages)
+
+    def __exit__(self, *_):
+        self._set(self.kept)
+
+    @torch.no_grad()
+    def _set(self, values):
+        for parameter, value in zip(self.params, values, strict=True):
+            parameter.copy_(value)
+
+
+class EmaInHalf(Ema):
+    """Keep the average in bfloat16, in which a small change is lost."""
+
+    def moved(self, average, mean):
+        return super().moved(average, mean).bfloat16().to(average.dtype)
+
+
+class EmaInOwnDtype(Ema):
+    """Keep the average in the dtype of the parameter."""
+
+    def _dtype(self, parameter):
+        return parameter.dtype
+
+
+class EmaSlightlySlow(Ema):
+    """Use a decay that is closer to 1 by a ten-thousandth."""
+
+    def moved(self, average, mean):
+        decay = self.decay + 1e-4
+        return average * decay + mean * (1 - decay)
+
+
+class EmaStops(Ema):
+    """Stop moving after 100 averages of four parameters."""
+
+    moves = 0
+
+    def moved(self, average, mean):
+        self.moves += 1
+        return average if self.moves > 400 else super().moved(average, mean)
+
+
+class EmaRestarts(Ema):
+    """Take the mean itself after 150 averages of a parameter, or of three."""
+
+    moves = 0
+
+    def moved(self, average, mean):
+        self.moves += 1
+        return mean if self.moves == 450 else super().moved(average, mean)
+
+
+class EmaSlowsDown(Ema):
+    """Let the decay approach 1 with the number of averages."""
+
+    moves = 0
+
+    def moved(self, average, mean):
+        self.moves += 1
+        decay = max(self.decay, 1 - 1 / (1 + self.moves))
+        return average * decay + mean * (1 - decay)
+
+
+class DiLoCo(Averager):
+    """The right outer steps, in float64."""
+
+    rate = 0.7
+
+    def __init__(self, period=4, warmup_steps=0, process_group=None):
+        super().__init__(period, warmup_steps, process_group)
+        self.begun: dict[int, torch.Tensor] = {}
+        self.velocity: dict[int, torch.Tensor] = {}
+
+    def average(self, params):
+        for place, parameter in enumerate(params):
+            mean = self.mean(parameter)
+            if place not in self.begun:
+                self.begun[place] = mean
+                self.velocity[place] = torch.zeros_like(mean)
+            else:
+                difference = self.begun[place] - mean
+                self.velocity[place] = self.velocity[place] * 0.9 + difference
+                step = difference + 0.9 * self.velocity[place]
+                self.begun[place] = self.begun[place] - self.rate * step
+            parameter.copy_(self.begun[place])
+
+    def mean(self, parameter):
+        mean = (parameter.detach().double() / self.group.size()).contiguous()
+        dist.all_reduce(mean, group=self.group)
+        return mean
+
+    def state_dict(self):
+        return {"step": self.step, "begun": self.begun, "velocity": self.velocity}
+
+    def load_state_dict(self, saved):
+        self.step = saved["step"]
+        self.begun = dict(saved["begun"])
+        self.velocity = dict(saved["velocity"])
+
+
+class DiLoCoRateRounded(DiLoCo):
+    """Use an outer rate that is off by a ten-thousandth."""
+
+    rate = 0.7001
+
+
+class DiLoCoInFloat32(DiLoCo):
+    """Compute float64 parameters in float32."""
+
+    def mean(self, parameter):
+        return super().mean(parameter).float().double()
+
+
+class DiLoCoGathersLate(DiLoCo):
+    """Wait for the mean of the first parameter for one second at most."""
+
+    def average(self, params):
+        self.is_first = bool(self.begun)
+        super().average(params)
+
+    def mean(self, parameter):
+        mean = (parameter.detach().double() / self.group.size()).contiguous()
+        work = dist.all_reduce(mean, group=self.group, async_op=True)
+        self.works = [*getattr(self, "works", []), work]
+        if not self.is_first:
+            work.wait()
+        self.is_first = False
+        until = time.monotonic() + 1
+        while not work.is_completed() and time.monotonic() < until:
+            pass
+        return mean.clone()
+
+
+OF = {"kind": "averager"}
+EMA = {"claims": "like(EMAModelAverager, decay=0.999)", **OF}
+DILOCO = {"claims": "like(DiLoCoModelAverager, period=4)", **OF}
+MUTANTS = [
+    Mutant("EmaInHalf", ("14.12",), **EMA),
+    Mutant("EmaInOwnDtype", ("14.20",), **EMA),
+    Mutant("EmaSlightlySlow", ("14.12",), **EMA),
+    *(Mutant(name, ("14.20",), **EMA) for name in ("EmaStops", "EmaRestarts")),
+    Mutant("EmaSlowsDown,decay=0.99", ("14.12",), "like(EMAModelAverager, decay=0.99)", **OF),
+    Mutant("DiLoCoRateRounded", ("14.1",), **DILOCO),
+    Mutant("DiLoCoInFloat32", ("14.7",), **DILOCO),
+    Mutant("DiLoCoGathersLate", ("14.10",), **DILOCO),
+]

@@ -1,0 +1,239 @@
+"""Mutants whose residuals are lost with DDP's unused parameters, or keep an old loss scale."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import Bucket, Result, average, finite, group_of, is_dense, sum_of
+
+CLAIMS = "compressed(delta=0.25), keeps_unused, rescaled(call=rescale)"
+
+
+class Residuals:
+    """Half of the elements, the largest, with feedback by parameter; right but for its subclass.
+
+    Args:
+        process_group: the group to average over.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self.group = group_of(process_group)
+        self.kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals by the factor of the loss scale."""
+        for residual in self.kept.values():
+            residual.mul_(factor)
+
+    def is_unused(self, parts: list[torch.Tensor]) -> list[bool]:
+        """Return for each part whether no rank has used its parameter."""
+        used = torch.tensor([float(part.any()) for part in parts])
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
+        return [not flag for flag in used.tolist()]
+
+    def keep(self, parameter: torch.nn.Parameter, residual: torch.Tensor) -> None:
+        """Keep a parameter's residual for the next step."""
+        self.kept[parameter] = finite(residual)
+
+
+def _hook(state: Residuals, bucket: Bucket) -> Result:
+    if not is_dense(bucket) or bucket.parameters()[0].is_complex():
+        return average(bucket, state.group)
+    parts = list(bucket.buffer().split([p.numel() for p in bucket.parameters()]))
+    unused = state.is_unused(parts)
+    for parameter, part, is_unused in zip(bucket.parameters(), parts, unused, strict=True):
+        value = part + state.kept[parameter] if parameter in state.kept else part.clone()
+        if is_unused:
+            part.zero_()
+            continue
+        sent = torch.zeros_like(value)
+        largest = value.abs().topk((value.numel() + 1) // 2).indices
+        sent[largest] = value[largest]
+        state.keep(parameter, value - sent)
+        part.copy_(sent)
+    return sum_of(bucket.buffer().div_(state.group.size()), state.group)
+
+
+# 11.5 Unused parameters
+
+
+class NeverUnused(Residuals):
+    """Takes every parameter for a used one, as most published hooks do."""
+
+    def is_unused(self, parts: list[torch.Tensor]) -> list[bool]:
+        return [False] * len(parts)
+
+
+def loses_unused(state: Any, bucket: Bucket) -> Result:
+    """Send the residual of a parameter that no rank has used, which DDP drops."""
+    return _hook(state, bucket)
+
+
+class UnusedBuckets(Residuals):
+    """Looks at whole buckets only, which one bucket for all parameters hides."""
+
+    def is_unused(self, parts: list[torch.Tensor]) -> list[bool]:
+        used = torch.tensor([float(any(bool(part.any()) for part in parts))])
+        dist.all_reduce(used, op=dist.ReduceOp.MIN, group=self.group)
+        return [not used.item()] * len(parts)
+
+
+def keeps_if_one_rank_did_not(state: Any, bucket: Bucket) -> Result:
+    """Drop the gradients of a bucket that a single rank has not used."""
+    return _hook(state, bucket)
+
+
+class ForgetsUnused(Residuals):
+    """Forgets the residual of a parameter that no rank has used: it is taken for stale."""
+
+    def is_unused(self, parts: list[torch.Tensor]) -> list[bool]:
+        unused = super().is_unused(parts)
+        self.stale = unused
+        return unused
+
+
+def forgets_unused(state: Any, bucket: Bucket) -> Result:
+    """Drop the residual of an expert that rests for a step."""
+    result = _hook(state, bucket)
+    if is_dense(bucket) and not bucket.parameters()[0].is_complex():
+        for parameter, is_stale in zip(bucket.parameters(), state.stale, strict=True):
+            if is_stale:
+                state.kept.pop(parameter, None)
+    return result
+
+
+# 11.6 The loss scale
+
+
+class IgnoresScale(Residuals):
+    """Has the call, and does nothing in it."""
+
+    def rescale(self, factor: float) -> None:
+        self.factor = factor
+
+
+def ignores_scale(state: Any, bucket: Bucket) -> Result:
+    """Keep residuals in units of the old loss scale, as most published hooks do."""
+    return _hook(state, bucket)
+
+
+class Divides(Residuals):
+    """Divides by the factor."""
+
+    def rescale(self, factor: float) -> None:
+        super().rescale(1 / factor)
+
+
+def rescales_the_wrong_way(state: Any, bucket: Bucket) -> Result:
+    """Divide residuals by the factor of the loss scale."""
+    return _hook(state, bucket)
+
+
+class OnlyGrows(Residuals):
+    """Rescales when the loss scale grows only."""
+
+    def rescale(self, factor: float) -> None:
+        if factor > 1:
+            super().rescale(factor)
+
+
+def ignores_overflows(state: Any, bucket: Bucket) -> Result:
+    """Rescale residuals when the loss scale grows, and not when an overflow lowers it."""
+    return _hook(state, bucket)
+
+
+class FirstOnly(Residuals):
+    """Rescales the residual that it has kept first."""
+
+    def rescale(self, factor: float) -> None:
+        for residual in list(self.kept.values())[:1]:
+            residual.mul_(factor)
+
+
+def rescales_one(state: Any, bucket: Bucket) -> Result:
+    """Rescale the residual of one parameter."""
+    return _hook(state, bucket)
+
+
+class Clamps(Residuals):
+    """Clamps the factor to a quarter and four."""
+
+    def rescale(self, factor: float) -> None:
+        super().rescale(min(max(factor, 0.25), 4.0))
+
+
+def clamps_factor(state: Any, bucket: Bucket) -> Result:
+    """Take a factor beyond four for an error of the caller."""
+    return _hook(state, bucket)
+
+
+class RescalesACopy(Residuals):
+    """Rescales copies of the residuals."""
+
+    def rescale(self, factor: float) -> None:
+        for residual in self.kept.values():
+            residual = residual * factor
+
+
+def rescales_a_copy(state: Any, bucket: Bucket) -> Result:
+    """Rescale copies of the residuals, and keep the old ones."""
+    return _hook(state, bucket)
+
+
+class Estimates(Residuals):
+    """EF21 that rescales its own estimate, and not that of the mean."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        super().__init__(process_group)
+        self.mean: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+
+def estimate_of_mean_stays(state: Any, bucket: Bucket) -> Result:
+    """Keep the estimate of the mean in units of the old loss scale."""
+    if not is_dense(bucket) or bucket.parameters()[0].is_complex():
+        return average(bucket, state.group)
+    parts = list(bucket.buffer().split([p.numel() for p in bucket.parameters()]))
+    for parameter, part in zip(bucket.parameters(), parts, strict=True):
+        estimate = state.kept.setdefault(parameter, torch.zeros_like(part))
+        change = part - estimate
+        sent = torch.zeros_like(change)
+        largest = change.abs().topk((change.numel() + 1) // 2).indices
+        sent[largest] = change[largest]
+        estimate.add_(sent).nan_to_num_(0, 0, 0)
+        part.copy_(sent)
+    result = sum_of(bucket.buffer().div_(state.group.size()), state.group)
+
+    def add(future: torch.futures.Future) -> torch.Tensor:
+        future.value()
+        for parameter, part in zip(bucket.parameters(), parts, strict=True):
+            mean = state.mean.setdefault(parameter, torch.zeros_like(part)).add_(part)
+            part.copy_(mean)
+            mean.nan_to_num_(0, 0, 0)
+        return bucket.buffer()
+
+    return result.then(add)
+
+
+def _mutant(name: str, rule: str, state: str, claims: str = CLAIMS) -> Mutant:
+    return Mutant(name, (rule,), claims, state=f"{__name__}:{state}")
+
+
+MUTANTS = [
+    _mutant("loses_unused", "11.5", "NeverUnused"),
+    _mutant("keeps_if_one_rank_did_not", "11.5", "UnusedBuckets"),
+    _mutant("forgets_unused", "11.5", "ForgetsUnused"),
+    _mutant("ignores_scale", "11.6", "IgnoresScale"),
+    _mutant("rescales_the_wrong_way", "11.6", "Divides"),
+    _mutant("ignores_overflows", "11.6", "OnlyGrows"),
+    _mutant("rescales_one", "11.6", "FirstOnly"),
+    _mutant("clamps_factor", "11.6", "Clamps"),
+    _mutant("rescales_a_copy", "11.6", "RescalesACopy"),
+    _mutant(
+        "estimate_of_mean_stays",
+        "11.6",
+        "Estimates",
+        "compressed(feedback=ef21, delta=0.25), rescaled(call=rescale)",
+    ),
+]

@@ -1,0 +1,67 @@
+"""Ranks note the lines and branches of the subject's own files, also on threads of Gloo's."""
+
+from dataclasses import replace
+
+import pytest
+
+from conformance.hosts.pool import Pool
+from conformance.records.run import Run
+from conformance.scenarios.hook import VALUES
+from conformance.session.coverage import measure
+from tests.hooks_ref.algorithms import try_hook
+
+NOTING = replace(VALUES, steps=("crafted",), observe=replace(VALUES.observe, coverage=True))
+HERE = "tests.ranks.instruments.coverage_subjects"
+
+
+def noted(pool: Pool, hook: str) -> Run:
+    return try_hook(pool, NOTING, hook=hook)
+
+
+def test_a_branch_in_a_callback_is_seen(pool: Pool) -> None:
+    """Gloo's own thread runs the callback; no trace function of Python ever sees it."""
+    run = noted(pool, f"{HERE}:decides_in_a_callback")
+    coverage = measure([run]).coverage
+    assert coverage is not None
+    lines = [(one.source, one.side) for one in coverage.untaken]
+    assert lines == [
+        ("if total.numel() > 123_456:", "never true"),
+        ("return total if total.dim() == 1 else total.flatten()", "never false"),
+    ]
+    assert [file.file.name for file in coverage.files] == [f"{HERE.replace('.', '/')}.py"]
+
+
+def test_the_subject_runs_as_without_marks(pool: Pool) -> None:
+    """A rank that also checks its own function: signature, pickle, closure, source and name."""
+    run = noted(pool, f"{HERE}:checks_itself")
+    assert run.finished
+
+
+@pytest.mark.parametrize(
+    ("hook", "reason"),
+    [
+        (f"{HERE}:executed", "no source file"),
+        (f"{HERE}:builtin", "no function of Python"),
+        (
+            "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook",
+            "is not its own",
+        ),
+    ],
+)
+def test_code_without_a_source_is_not_measured(pool: Pool, hook: str, reason: str) -> None:
+    measured = measure([noted(pool, hook)])
+    assert measured.coverage is None
+    assert reason in measured.reason
+
+
+@pytest.mark.parametrize("hook", ["partial", "Callable()", "bound"])
+def test_other_callables_are_measured(pool: Pool, hook: str) -> None:
+    measured = measure([noted(pool, f"{HERE}:{hook}")])
+    assert measured.coverage is not None, measured.reason
+    assert measured.coverage.files
+
+
+def test_nothing_is_noted_unless_the_scenario_observes_it(pool: Pool) -> None:
+    run = try_hook(pool, replace(NOTING, observe=VALUES.observe), hook=f"{HERE}:partial")
+    assert [rank.coverage for rank in run.ranks] == [None, None]
+    assert measure([run]).reason == "no rank noted which lines ran"

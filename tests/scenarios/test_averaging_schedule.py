@@ -1,0 +1,88 @@
+"""Tests of schedules, and of runs that are as long as they need."""
+
+import json
+
+import pytest
+
+from conformance.errors import UsageError
+from conformance.scenarios.averager import DTYPES, PLAIN
+from conformance.scenarios.averager_training import ALL, CHANGING, TWO, option, turn
+from conformance.scenarios.averaging_schedule import MAX_STEPS, QUIET, Schedule
+from conformance.scenarios.draws import drawn
+from conformance.scenarios.model import Scenario, scenario_from_json
+from conformance.subjects.claims import parse_claims
+from conformance.subjects.kinds._averager_schedule import adapt, schedule_of
+
+
+def schedule(text: str) -> Schedule:
+    found = schedule_of(parse_claims(text, "averager").options)
+    assert found is not None
+    return found
+
+
+def adapted(scenario: Scenario, text: str, seed: int = 0) -> Scenario:
+    return adapt(drawn(scenario, seed), parse_claims(text, "averager").options)
+
+
+def test_steps_with_averages() -> None:
+    assert schedule("periodic(period=4, warmup_steps=10)").looked_at == [10, 14]
+    hierarchical = schedule("hierarchical(period_group_size_dict={3: 2, 7: 4}, warmup_steps=5)")
+    assert hierarchical.looked_at == [6, 7, 9, 14]
+    assert [step for step in range(13) if hierarchical.is_due(step)] == [6, 7, 9, 12]
+    assert schedule("like(OuterStepModelAverager, period=4)").looked_at == [3, 7]
+    assert schedule("like(EMAModelAverager, decay=0.5)").looked_at == [0, 1]
+
+
+def test_a_short_schedule_keeps_the_run() -> None:
+    assert adapted(PLAIN, "periodic(period=4, warmup_steps=10)").steps == PLAIN.steps
+
+
+@pytest.mark.parametrize("scenario", [PLAIN, *ALL], ids=lambda scenario: scenario.name)
+def test_a_long_schedule_has_two_averages_in_ordinary_steps(scenario: Scenario) -> None:
+    text = "periodic(period=200, warmup_steps=700)"
+    found = adapted(scenario, text)
+    due = [
+        step
+        for step in range(len(found.steps))
+        if schedule(text).is_due(turn(found, step)[1]) and found.steps[step] != QUIET
+    ]
+    assert len(due) >= 2
+    assert len(found.steps) < MAX_STEPS
+    assert found.steps.count(QUIET) > 600
+
+
+def test_averages_of_dtypes_are_crafted_and_random() -> None:
+    steps = adapted(DTYPES, "periodic(period=100)").steps
+    assert (steps[0], steps[100]) == ("crafted", "normal")
+
+
+def test_a_schedule_that_is_too_long_is_refused_in_one_line() -> None:
+    with pytest.raises(UsageError, match=r"second average is due at step 9000, .* 5000 steps"):
+        parse_claims("periodic(period=9000)", "averager")
+
+
+@pytest.mark.parametrize("scenario", ALL, ids=lambda scenario: scenario.name)
+def test_a_seed_gives_the_same_scenario_again(scenario: Scenario) -> None:
+    text = "periodic(period=4, warmup_steps=10)"
+    found = adapted(scenario, text, 5)
+    assert found == adapted(scenario, text, 5)
+    assert scenario_from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_two_averagers_both_average_twice_in_any_order() -> None:
+    for seed in range(10):
+        found = adapted(TWO, "periodic(period=3, warmup_steps=1)", seed)
+        counts = {model: [] for model in (0, 1)}  # type: dict[int, list[int]]
+        for step in range(len(found.steps)):
+            model, count = turn(found, step)
+            counts[model].append(count)
+        assert all(of_model == list(range(len(of_model))) for of_model in counts.values())
+        assert min(map(len, counts.values())) > 4
+
+
+def test_the_model_changes_between_the_first_two_averages() -> None:
+    text = "periodic(period=50, warmup_steps=20)"
+    changes = {int(option(adapted(CHANGING, text, seed), "change")) for seed in range(20)}
+    assert min(changes) > 20
+    assert max(changes) <= 70
+    assert len(changes) > 10

@@ -1,0 +1,83 @@
+"""Tests of the drawn ranks, nodes and groups of section 24."""
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from conformance.scenarios.clusters import (
+    BYSTANDERS,
+    CLUSTERS,
+    EQUAL_NODES,
+    TWO_GROUPS,
+    UNEQUAL_NODES,
+    UNEVEN_GROUPS,
+    with_groups_of,
+)
+from conformance.scenarios.draws import drawn
+from conformance.scenarios.hook import AT_SCALE
+from conformance.scenarios.model import Scenario
+from conformance.session.plan import adapt_scenario
+from conformance.subjects.claims import Claims
+
+SEEDS = range(200)
+
+
+def groups_of(scenario: Scenario) -> tuple[tuple[int, ...], ...]:
+    return scenario.groups or scenario.twin_groups
+
+
+def test_each_session_has_an_odd_size_and_one_that_is_far_from_a_power_of_two() -> None:
+    sizes = Counter(
+        (drawn(UNEQUAL_NODES, seed).size, drawn(EQUAL_NODES, seed).size) for seed in SEEDS
+    )
+    assert set(sizes) == {(5, 6), (7, 6), (7, 8)}
+    assert min(sizes.values()) > 25
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nodes_and_groups_have_the_ranks_of_the_run(seed: int) -> None:
+    unequal = drawn(UNEQUAL_NODES, seed)
+    equal = drawn(EQUAL_NODES, seed)
+    assert (sum(unequal.nodes), sum(equal.nodes)) == (unequal.size, equal.size)
+    assert len(set(unequal.nodes)) > 1
+    assert len(set(equal.nodes)) == 1
+    assert len(equal.nodes) > 1
+    for scenario in (UNEVEN_GROUPS, TWO_GROUPS, BYSTANDERS):
+        one = drawn(scenario, seed)
+        ranks = sorted(rank for group in groups_of(one) for rank in group)
+        assert ranks == list(range(one.own_size))
+    uneven = drawn(UNEVEN_GROUPS, seed).groups[0]
+    assert uneven[1] - uneven[0] != uneven[2] - uneven[1]
+
+
+def test_idle_ranks_have_no_inputs() -> None:
+    scenario = drawn(BYSTANDERS, 1)
+    inputs = [scenario.inputs_of(rank, 3) for rank in range(3)]
+    assert [count == 0 for count in inputs] == [rank in scenario.idle for rank in range(3)]
+
+
+@pytest.mark.parametrize("least", [2, 3, 4, 6, 9])
+@pytest.mark.parametrize("scenario", CLUSTERS, ids=lambda scenario: scenario.name)
+def test_groups_are_as_large_as_the_subject_claims_to_need(scenario: Scenario, least: int) -> None:
+    adapted = adapt_scenario(scenario, Claims(min_world_size=least))
+    groups = groups_of(adapted)
+    assert min(map(len, groups or (range(adapted.size),))) >= least
+    assert sorted(rank for group in groups for rank in group) in ([], [*range(adapted.own_size)])
+    if adapted.nodes:
+        assert sum(adapted.nodes) == adapted.own_size
+
+
+def test_a_group_without_a_constant_distance_stays_one() -> None:
+    first = with_groups_of(UNEVEN_GROUPS, 4).groups[0]
+    assert len({after - before for before, after in pairwise(first)}) > 1
+
+
+def test_a_simulation_begins_with_sizes_that_real_ranks_have() -> None:
+    simulated = drawn(AT_SCALE, 3).simulated
+    assert simulated[:3] == (3, 2, 4)
+    assert {5, 6, 7, 8, 12, 24, 64, 72, 1024} < set(simulated)
+    assert len(simulated) >= 14
+    least = adapt_scenario(AT_SCALE, Claims(min_world_size=3)).simulated
+    assert least[:3] == (4, 3, 5)
+    assert len(set(least)) == len(least)

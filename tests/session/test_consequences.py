@@ -1,0 +1,36 @@
+"""Rules that were not run follow from a rule that fails."""
+
+from conformance.judging.verdict import Judgement, Verdict
+from conformance.session.consequences import consequences
+
+
+def not_run(number: str, reason: str) -> Judgement:
+    return Judgement(number, Verdict.NOT_RUN, reason)
+
+
+def test_each_rule_follows_from_the_first_cause() -> None:
+    failed = {"values@2": {"verdict": "fail", "reason": ""}}
+    judgements = [
+        Judgement("1.5", Verdict.FAIL, "values@2: hung", runs=failed),
+        not_run("1.1", "judged only if 1.5 holds"),
+        not_run("2.1", "judged only if 1.1 holds"),
+        not_run("2.2", "values@3: not tried: it hung in values@2"),
+        not_run("2.3", "values@3: values@3: not tried: values@2 broke"),
+        not_run("2.4", "values@3: 2.1 does not hold at world size 3"),
+        Judgement("9.1", Verdict.FAIL, "a descriptor"),
+        not_run("9.2", "judged only if 9.1 holds"),
+        not_run("9.3", "no world size of this profile runs it"),
+        Judgement("9.4", Verdict.PASS),
+    ]
+    assert consequences({one.number: one for one in judgements}) == {
+        "1.5": ["1.1", "2.1", "2.2", "2.3", "2.4"],
+        "9.1": ["9.2"],
+    }
+
+
+def test_rules_that_wait_for_each_other_follow_from_none() -> None:
+    judgements = [
+        not_run("1.1", "judged only if 1.2 holds"),
+        not_run("1.2", "judged only if 1.1 holds"),
+    ]
+    assert consequences({one.number: one for one in judgements}) == {}

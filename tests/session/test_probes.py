@@ -1,0 +1,100 @@
+"""The search for numbers in a subject's own code."""
+
+import textwrap
+
+from conformance.judging.oracles.coverage import SourceFile, analyse
+from conformance.records.source_marks import marks_of
+from conformance.scenarios.profiles import GLOO_CPU
+from conformance.session.coverage import Measured
+from conformance.session.plan import Plan
+from conformance.session.probes import MOST_NUMBERS, Probes
+from conformance.subjects.claims import Claims, parse_claims
+from conformance.subjects.spec import SubjectSpec
+
+
+def measured(source: str) -> Measured:
+    """Return the coverage of a source whose last function was entered, and took no branch."""
+    text = textwrap.dedent(source).encode()
+    marks = marks_of(text)
+    decides = {arm.reached for arm in marks.arms if arm.reached is not None}
+    ran = frozenset({marks.functions[-1].entry} | decides)
+    return Measured(analyse([SourceFile("pkg.a", "/x/pkg/a.py", "", text, ran)]))
+
+
+def probes(claims: Claims = Claims(), capacity: int | None = None, **named: str) -> Probes:  # noqa: B008
+    subject = SubjectSpec(hook="pkg.a:hook", **named)
+    return Probes(subject, claims, Plan("hook", claims, GLOO_CPU, (1, 2, 3, 4)), capacity)
+
+
+LIMITS = """
+    def hook(step, limit=None):
+        if step > limit:
+            return 1
+    """
+
+
+def names(found: Probes, source: str) -> list[str]:
+    return [f"{one.scenario.name}@{one.world}" for one in found.next(measured(source))]
+
+
+def test_an_argument_of_the_state_is_a_number() -> None:
+    found = probes(state="pkg.a:State,limit=55")
+    assert names(found, LIMITS) == ["probe_55_steps@2"]
+    assert found.tried.numbers[0]["file"] == "pkg/a.py"
+
+
+def test_a_number_is_tried_once() -> None:
+    found = probes(state="pkg.a:State,limit=55")
+    assert names(found, LIMITS)
+    assert names(found, LIMITS) == []
+
+
+def test_numbers_out_of_reach_are_listed() -> None:
+    found = probes(state="pkg.a:State,limit=500000")
+    assert names(found, LIMITS) == []
+    assert [one["value"] for one in found.tried.out_of_reach] == [500_000]
+    reason = found.reason(measured(LIMITS))
+    assert reason == "no scenario reaches these numbers: 500000 (pkg/a.py:3)"
+
+
+def test_no_more_than_some_numbers_are_tried() -> None:
+    lines = "\n".join(f"    if step == {100 + i}:\n        return {i}" for i in range(12))
+    found = probes()
+    names(found, f"def hook(step):\n{lines}\n")
+    assert len(found.tried.numbers) == MOST_NUMBERS
+    assert len(found.tried.out_of_reach) == 12 - MOST_NUMBERS
+
+
+def test_larger_worlds_than_there_are_ranks_for_are_left_out() -> None:
+    source = """
+        def hook(world):
+            if world > 5:
+                return 1
+        """
+    steps = "probe_5_steps@2"
+    assert names(probes(), source) == [steps, "probe_5_ranks@5", "probe_5_ranks@6"]
+    assert names(probes(capacity=5), source) == [steps, "probe_5_ranks@5"]
+
+
+def test_lossy_probes_feed_random_gradients_and_then_faint_ones() -> None:
+    source = """
+        def hook(numel):
+            if numel > 5_000:
+                return 1
+        """
+    found = probes(parse_claims("compressed(delta=0.25)"))
+    (wanted,) = found.next(measured(source))
+    assert wanted.scenario.steps[:2] == ("normal", "normal")
+    assert set(wanted.scenario.steps[2:]) == {"faint"}
+
+
+def test_the_reason_without_numbers() -> None:
+    source = """
+        def hook(flag):
+            if flag:
+                return 1
+        """
+    found = probes()
+    assert names(found, source) == []
+    assert found.reason(measured(source)) == "no branch that no run took compares with a number"
+    assert found.reason(Measured(None, "no source")) == "coverage was not measured: no source"

@@ -1,0 +1,94 @@
+"""The flow of ci/first_gpu_run.py, with a device that is not there."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "ci" / "first_gpu_run.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("first_gpu_run", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def codes(chosen: Callable[[str], int]) -> tuple[list[str], Callable[[str, Any], int]]:
+    """Return a list of the commands that were run, and a function that pretends to run them."""
+    commands: list[str] = []
+
+    def run(command: str, log: Any) -> int:
+        commands.append(command)
+        log.write("the output\n")
+        return chosen(command)
+
+    return commands, run
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    return {
+        path.stem: json.loads(path.read_text())["status"] for path in sorted(folder.glob("*.json"))
+    }
+
+
+def test_without_a_device_no_stage_is_run(script: Any, tmp_path: Path) -> None:
+    commands, run = codes(lambda _: 0)
+    assert script.main(["--folder", str(tmp_path)], lambda: 0, run) == 8
+    assert commands == []
+    assert set(statuses(tmp_path).values()) == {"not run"}
+    assert len(statuses(tmp_path)) == len(script.STAGES)
+
+
+def test_a_stage_that_passed_is_not_run_again(script: Any, tmp_path: Path) -> None:
+    failing = "gloo-cuda"
+    commands, run = codes(lambda command: 3 if failing in command else 7)
+    options = ["--folder", str(tmp_path)]
+    assert script.main(options, lambda: 1, run) == 1
+    found = statuses(tmp_path)
+    assert found["06-tox-gloo-cuda"] == "failed"
+    assert found["05-tox-nccl"] == "passed"
+    assert (tmp_path / "05-tox-nccl.txt").read_text() == "the output\n"
+    before = len(commands)
+    again, run = codes(lambda _: 0)
+    script.main(options, lambda: 1, run)
+    assert 0 < len(again) < before
+    assert not any("tox -e nccl" in command for command in again)
+
+
+def test_a_profile_that_this_machine_lacks_is_no_failure(script: Any, tmp_path: Path) -> None:
+    _, run = codes(lambda _: 8)
+    assert script.main(["--folder", str(tmp_path), "--stages", "5"], lambda: 1, run) == 8
+    assert statuses(tmp_path) == {"05-tox-nccl": "not run"}
+
+
+def test_chosen_stages_are_run_again(script: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        commands, run = codes(lambda _: 0)
+        assert script.main(["--folder", str(tmp_path), "--stages", "5"], lambda: 4, run) == 0
+        [command] = commands
+        assert command.endswith("-m tox -e nccl -- --world-size 1,2,3,4")
+    with pytest.raises(SystemExit):
+        script.main(["--folder", str(tmp_path), "--stages", "99"], lambda: 1, run)
+
+
+def test_ranks_share_one_gpu(script: Any) -> None:
+    assert script.world_sizes(1) == "1,2"
+    assert script.world_sizes(3) == "1,2,3"
+
+
+def test_the_commands_name_files_that_exist(script: Any) -> None:
+    root = SCRIPT.parent.parent
+    words = {
+        word for stage in script.STAGES for command in stage.commands for word in command.split()
+    }
+    files = {word for word in words if word.startswith("tests/")}
+    assert files
+    assert all((root / file).exists() for file in files)
