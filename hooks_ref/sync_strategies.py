@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hooks_ref.model_averaging import average_parameters
 
 
-class DDPSyncStrategy(enum.StrEnum):
+class DDPSyncStrategy(str, enum.Enum):
     """The strategies; a member equals its name in lower case."""
 
     SINGLE_AUTO_SYNC = "single_auto_sync"

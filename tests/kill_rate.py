@@ -26,12 +26,13 @@ import shutil
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+
+import tomllib
 
 from conformance.errors import ConformanceError
 from conformance.hosts.supervisor import die_with_parent

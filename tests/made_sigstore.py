@@ -29,7 +29,7 @@ ORIGIN = "log.example.org"
 
 _OIDC_ISSUER = ObjectIdentifier("1.3.6.1.4.1.57264.1.1")
 _TIMESTAMPS = ObjectIdentifier("1.3.6.1.4.1.11129.2.4.2")
-_BEGIN = datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC)
+_BEGIN = datetime.datetime(2026, 11, 22, tzinfo=datetime.timezone.utc)
 _DAY = datetime.timedelta(days=1)
 
 

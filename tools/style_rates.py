@@ -49,11 +49,12 @@ import re
 import subprocess
 import sys
 import tokenize
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 HABITS = ("headless", "where", "says", "opening", "of_which")
 CODE = (

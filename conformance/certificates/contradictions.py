@@ -24,7 +24,7 @@ from conformance.subjects.kinds import HOOK, KINDS
 from conformance.torch_versions.tested import OLDEST
 
 # The day of the kit's first version.
-FIRST_DAY = datetime.datetime(2026, 11, 21, tzinfo=datetime.UTC)
+FIRST_DAY = datetime.datetime(2026, 11, 21, tzinfo=datetime.timezone.utc)
 # The clocks of two machines may differ by less than this.
 CLOCK_SLACK = datetime.timedelta(days=1)
 
@@ -218,7 +218,7 @@ def _date(certificate: CertificateFile) -> Iterator[str]:
     date = _read_date(text)
     if date is None:
         yield f"has a date that cannot be read: {text!r}"
-    elif date > datetime.datetime.now(datetime.UTC) + CLOCK_SLACK:
+    elif date > datetime.datetime.now(datetime.timezone.utc) + CLOCK_SLACK:
         yield f"has a date in the future: {text}"
     elif date < FIRST_DAY:
         yield f"has a date before the first version of this kit: {text}"

@@ -21,6 +21,7 @@ from typing import Any
 from conformance.errors import CertificateError, UsageError
 from conformance.judging.rule import MUST
 from conformance.judging.verdict import Verdict
+from conformance.records.digests import sha256_of_file
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://in-toto.io/attestation/test-result/v0.1"
@@ -142,7 +143,6 @@ def _names(body: Mapping[str, Any], selects: Callable[[Mapping[str, Any]], bool]
 
 def _sha256(path: Path) -> str:
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of_file(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error

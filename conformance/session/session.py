@@ -1,7 +1,7 @@
 """One session: from a request to a conclusion and the files that hold it."""
 
 import datetime
-import tomllib
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +44,11 @@ from conformance.subjects.claims import Claims, default_claims, parse_claims
 from conformance.subjects.kinds import HOOK, KINDS
 from conformance.torch_versions.faults import lines_of
 from conformance.torch_versions.tested import LACKS, note_untested, reason_unsupported
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 # Keys of a recorded profile that describe the request; the others describe the machine.
 _PROFILE_KEYS = ("name", "backend", "device", "world_sizes")
@@ -296,7 +301,7 @@ class Session:
             # Ranks keep variables that are set already.
             "environment": {**dict(profile.environment), **machine.get("variables", {})},
             "seed": self.request.seed,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }
         if self.engine and (steps := self.engine.plan.steps_of_long_run):
             header["steps"] = steps

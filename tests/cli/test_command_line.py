@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 
 from conformance.__main__ import main
 from conformance.certificates.canonical import digest

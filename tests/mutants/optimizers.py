@@ -117,7 +117,7 @@ def momentum_by_slot(state: Any, bucket: Bucket) -> Result:
 
     def step(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         momentum = kept.get((*key, parameter), torch.zeros(())).mul(0.9) + gradient
-        kept[*key, parameter] = momentum
+        kept[(*key, parameter)] = momentum
         _sgd(parameter, momentum)
 
     return _fused(state, bucket, step)

@@ -1,9 +1,9 @@
 """Versions of torch: the supported range, messages for others, and faults of versions."""
 
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from conformance import plugin
 from conformance.judging.rule import Rule

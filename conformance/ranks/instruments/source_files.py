@@ -7,11 +7,12 @@ subject (``session/subject_files.py``).
 """
 
 import functools
-import hashlib
 import inspect
 import sys
 from collections.abc import Iterable
 from typing import Any
+
+from conformance.records.digests import sha256_of_file
 
 # The kit and torch have versions of their own in the certificate.
 _NOT_OF_SUBJECT = frozenset({"conformance", "torch", "__main__", *sys.stdlib_module_names})
@@ -65,7 +66,6 @@ def _innermost(function: Any) -> Any:
 
 def _digest(file: str) -> str | None:
     try:
-        with open(file, "rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+        return sha256_of_file(file)
     except OSError:
         return None  # a module in an archive has no file of its own
