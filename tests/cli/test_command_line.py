@@ -634,15 +634,15 @@ def test_records_can_be_judged_again(project: Path) -> None:
         "--records",
         "kept",
         "--rule",
-        "2.1,2.2,9.1",
+        "2.1,2.2",
         "--world-size",
         "1,2",
     )
     assert done.returncode == 7, done.stdout + done.stderr
     (project / "mypkg.py").unlink()  # nothing is imported or run any more
-    again = certify(project, "--replay", "kept", "--rule", "2.1,2.2,9.1")
+    again = certify(project, "--replay", "kept", "--rule", "2.1,2.2")
     assert again.returncode == 7, again.stdout + again.stderr
-    assert "3 passed" in again.stdout
+    assert "2 passed" in again.stdout
     # Claims of the command line belong to the records: results go into the folder of these
     # settings.
     assert {path.name for path in (project / "conformance-results").iterdir()} == {
@@ -684,7 +684,7 @@ def test_certify_in_a_suite_of_ones_own(project: Path) -> None:
 def test_a_hostile_hook_costs_nothing_but_its_certificate(
     project: Path, hook: str, rule: str, deadline: float
 ) -> None:
-    options = ["--rule", "1,2,9,12", "--world-size", "2", "--deadline", str(deadline)]
+    options = ["--rule", f"2.1,{rule}", "--world-size", "2", "--deadline", str(deadline)]
     done = certify(project, "--hook", f"tests.mutants.{hook}", *options, PYTHONPATH=str(ROOT))
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"\n{rule} " in done.stdout

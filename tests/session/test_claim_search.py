@@ -22,14 +22,20 @@ WORLDS = (2, 3)
             parse_subject("tests.right.few_bits:fp8", "process_group", None),
             ("compressed(feedback=False, delta=0.999)",),
         ),
-        (
+        pytest.param(
             parse_subject("tests.right.sparse:less_by_step", STATE, None),
             ("compressed(delta=0.5), warmup(2)",),
+            marks=pytest.mark.rarely,
         ),
-        (parse_subject(None, None, "examples.setups:own"), ("local(ratio=0), warmup(2)",)),
-        (
+        pytest.param(
+            parse_subject(None, None, "examples.setups:own"),
+            ("local(ratio=0), warmup(2)",),
+            marks=pytest.mark.rarely,
+        ),
+        pytest.param(
             parse_subject("tests.right.at_random:qsgd_int8", STATE, None),
             ("compressed(feedback=False, delta=0.9)", "unbiased"),
+            marks=pytest.mark.rarely,
         ),
         (parse_subject("tests.mutants.feedback:residual_lost", None, None), ()),
     ],
