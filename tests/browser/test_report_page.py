@@ -44,6 +44,7 @@ return location.href === arguments[0] && entry.loadEventEnd > 0;
 """
 
 pytestmark = [
+    pytest.mark.ranks,  # it starts other processes
     pytest.mark.browser,
     pytest.mark.skipif(
         not (CHROMIUM and DRIVER),

@@ -91,6 +91,7 @@ def test_the_error_names_the_missing_hosts() -> None:
             find_hosts("localhost", port)
 
 
+@pytest.mark.ranks  # it waits for hosts that do not come
 def test_hosts_of_several_torchruns_are_not_mixed() -> None:
     endpoint = new_store()
     one = new_store()

@@ -13,6 +13,8 @@ from conformance.judging.verdict import Found
 from conformance.rules import section_23_long_runs as section_23
 from tests.made_long_runs import Simulated, long_run
 
+pytestmark = pytest.mark.ranks  # ranks are simulated, over thousands of steps
+
 FEEDBACK = "compressed(delta=0.25)"
 CHANGE = "compressed(feedback=ef21, delta=0.25)"
 
