@@ -102,8 +102,7 @@ def mutants() -> list[tuple[Case, tuple[str, ...], set[str]]]:
             partly=True,
         )
         entry = (case, mutant.breaks, set(mutant.because))
-        if all(known not in chosen for known in (module, rule.section)):
-            chosen[module] = entry
+        chosen.setdefault(module, entry)
         chosen.setdefault(rule.section, entry)
     return list({str(case): (case, breaks, may) for case, breaks, may in chosen.values()}.values())
 
