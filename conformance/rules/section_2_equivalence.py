@@ -164,7 +164,9 @@ def world_sizes(run: Run, claims: Claims, found: Found) -> None:
 
 def _add_norm_ratios(run: Run, found: Found) -> None:
     ratios = norm_ratios(run, run.steps("crafted"))
-    found.failures[-1].cause += f" [norm of result / norm of mean, per step: {ratios}]"
+    failure = found.failures[-1]
+    text = f"norm of result / norm of mean, per step: {ratios}"
+    failure.cause = f"{failure.cause} [{text}]" if failure.cause else text
 
 
 @rule(

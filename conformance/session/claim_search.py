@@ -93,10 +93,12 @@ def search_claims(engine_for: Callable[[Claims], Engine]) -> list[Tried]:
 
 def equivalent_claims(engine: Engine) -> list[Claims]:
     """Return the claims of the exact family under which the runs made so far would pass the rules
-    of equivalence.
+    of equivalence; none if they pass them as they are claimed.
     """
     current = engine.claims
     if current.lossy or not KINDS[engine.subject.kind].searches_claims:
+        return []
+    if engine.would_hold(current, EXACT):
         return []
     candidates = [
         replace(current, rounded=rounded, sum=total, scaled=scaled, world_only=world_only)

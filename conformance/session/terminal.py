@@ -29,6 +29,7 @@ from conformance.session.report_parts import (
     remedy_of,
 )
 from conformance.session.session import Session
+from conformance.subjects.kinds import HOOK, KINDS
 
 # Of each piece of evidence the terminal shows so many lines; report.json holds all of them.
 _SHOWN_LINES = 8
@@ -289,10 +290,22 @@ def proposal_lines(session: Session, conclusion: Conclusion) -> list[str]:
     if conclusion.verdict != "refused" or not session.engine:
         return []
     others = equivalent_claims(session.engine)
+    if not others and _may_compress(session):
+        return [
+            "a hook that compresses has to claim it: --claims auto tries the claims, and proposes "
+            "one that holds"
+        ]
     if not others:
         return []
     proposals = ", or as ".join(f'--claims "{claims}"' for claims in others)
     return [f"it would hold the rules of equivalence as {proposals}"]
+
+
+def _may_compress(session: Session) -> bool:
+    """Whether a hook that nobody made a claim for gives something other than the mean."""
+    judgement = session.judgements.get("2.1")
+    unclaimed = session.header["claims"]["declared_by"] == KINDS[HOOK].default_reason
+    return unclaimed and judgement is not None and judgement.verdict is Verdict.FAIL
 
 
 def certificate_lines(session: Session) -> list[str]:
