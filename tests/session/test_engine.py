@@ -366,6 +366,15 @@ def test_says_which_claims_would_hold(rules: dict[str, Rule]) -> None:
     assert Claims() not in equivalent_claims(judged)
 
 
+def test_no_other_claim_is_named_to_a_hook_that_holds_as_it_is_claimed(
+    rules: dict[str, Rule],
+) -> None:
+    judged = engine(rules, MadeSource(right))
+    for number in ("2.1", "2.2", "2.3"):
+        judged.judge(number)
+    assert equivalent_claims(judged) == []
+
+
 def test_not_run_is_no_pass_for_an_empty_profile(rules: dict[str, Rule]) -> None:
     judged = engine(rules, MadeSource(right), worlds=(2,))
     assert judged.judge("2.6").verdict is Verdict.NOT_RUN
