@@ -134,13 +134,17 @@ RACES = re.compile(r"gloo|SIGABRT|Connection|Timed out|timed out")
 HANGS = re.compile("did not return|was never completed|did not come to its end|ranks disagree")
 
 
+# The norms of all steps, which follow a cause or stand alone.
+NORMS = re.compile(r"(^| \[)norm of result / norm of mean.*", re.DOTALL)
+
+
 def unlike_on_file(case: Case, rule: str, first: Failure) -> dict[str, str]:
     """Compare a failure with the line on file for this mutant; EXPECTTEST_ACCEPT=1 stores the line.
 
     The stored line is null if ranks race to fail first. Return both lines if they differ.
     """
     races = RACES.search(first.actual) is not None
-    line = f"{rule} {normal(first.cause.partition(' [norm')[0] or first.actual)}"
+    line = f"{rule} {normal(NORMS.sub('', first.cause) or first.actual)}"
     said = json.loads(SAID.read_text()) if SAID.exists() else {}
     if expecttest.ACCEPT:
         said[str(case)] = None if races else line
