@@ -111,15 +111,8 @@ REAL = {
 
 
 # test_command_line.py holds the certificate of a hook to the schema in every run.
-_IN_EVERY_RUN = "averager"
-
-
 @pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=() if name == _IN_EVERY_RUN else pytest.mark.rarely)
-        for name in REAL
-    ],
+    scope="module", params=[pytest.param(name, marks=pytest.mark.rarely) for name in REAL]
 )
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The certificate of a subject, from a whole run."""

@@ -284,6 +284,9 @@ def test_torchs_batched_raises(pool: Pool, size: tuple[int, int], said: str) -> 
     ).finished
 
 
+# Chance decides whether torch's hook comes to its end. docs/stories.md has the commands that show
+# both defects, and test_stories.py runs the second one.
+@pytest.mark.rarely
 def test_torchs_aborts_or_hangs_with_several_buckets(impatient: Pool) -> None:
     """It waits in one callback for a collective that another starts; seldom it gets through."""
     runs = (
@@ -300,6 +303,7 @@ def test_torchs_aborts_or_hangs_with_several_buckets(impatient: Pool) -> None:
     )
 
 
+@pytest.mark.rarely
 def test_torchs_resumes_wrongly(pool: Pool, impatient: Pool, tmp_path: Path) -> None:
     """Saved as documented, torch's state does not load with weights_only.
 

@@ -37,7 +37,11 @@ WORLDS = (2, 3)
             ("compressed(feedback=False, delta=0.9)", "unbiased"),
             marks=pytest.mark.rarely,
         ),
-        (parse_subject("tests.mutants.feedback:residual_lost", None, None), ()),
+        pytest.param(
+            parse_subject("tests.mutants.feedback:residual_lost", None, None),
+            (),
+            marks=pytest.mark.rarely,
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, SubjectSpec) else "",
 )

@@ -124,6 +124,8 @@ def cluster(folder: Path, *more: str) -> Iterator[Cluster]:
                 torchrun.wait(timeout=60)
 
 
+# A whole certification takes a minute here. The other test and test_pool.py attach hosts too.
+@pytest.mark.rarely
 def test_certified_across_two_machines_until_one_of_them_is_killed(tmp_path: Path) -> None:
     with cluster(tmp_path) as there:
         whole = there.controller(there.carl, THIRD_PARTY, "--certificate", "c.json")
