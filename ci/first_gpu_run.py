@@ -69,7 +69,8 @@ class Stage:
 
     Attributes:
         name: also of its files.
-        commands: with ``{python}`` and ``{worlds}``, the world sizes of this machine.
+        commands: with ``{python}``, ``{worlds}``, the world sizes of this machine, and ``{gpus}``,
+            the number of its devices.
         passes: the exit codes with which a command passes.
     """
 
@@ -125,6 +126,9 @@ STAGES = (
         ),
         (7,),
     ),
+    # On one GPU, ranks that share it would time each other.
+    Stage("hooks-beside-torchs", ("{python} benchmarks/on_cuda.py hooks --ranks {gpus}",)),
+    Stage("cost-of-watch", ("{python} benchmarks/on_cuda.py watch --ranks {gpus}",)),
 )
 
 
@@ -189,7 +193,8 @@ def run_stage(
         with open(path.with_suffix(".txt"), "w", encoding="utf-8") as log:
             for template in stage.commands:
                 command = template.replace("{python}", sys.executable)
-                codes.append(run(command.replace("{worlds}", world_sizes(devices)), log))
+                command = command.replace("{worlds}", world_sizes(devices))
+                codes.append(run(command.replace("{gpus}", str(devices)), log))
         wrong = [
             command
             for command, code in zip(stage.commands, codes, strict=True)

@@ -79,6 +79,16 @@ def test_chosen_stages_are_run_again(script: Any, tmp_path: Path) -> None:
         script.main(["--folder", str(tmp_path), "--stages", "99"], lambda: 1, run)
 
 
+def test_benchmarks_take_one_rank_for_each_gpu(script: Any, tmp_path: Path) -> None:
+    commands, run = codes(lambda _: 0)
+    script.main(["--folder", str(tmp_path)], lambda: 2, run)
+    timed = [command for command in commands if "on_cuda.py" in command]
+    assert [command.split()[-3:] for command in timed] == [
+        ["hooks", "--ranks", "2"],
+        ["watch", "--ranks", "2"],
+    ]
+
+
 def test_ranks_share_one_gpu(script: Any) -> None:
     assert script.world_sizes(1) == "1,2"
     assert script.world_sizes(3) == "1,2,3"
@@ -89,6 +99,6 @@ def test_the_commands_name_files_that_exist(script: Any) -> None:
     words = {
         word for stage in script.STAGES for command in stage.commands for word in command.split()
     }
-    files = {word for word in words if word.startswith("tests/")}
+    files = {word for word in words if word.startswith(("tests/", "benchmarks/"))}
     assert files
     assert all((root / file).exists() for file in files)
