@@ -40,7 +40,7 @@ from conformance.scenarios.process import HEAVY, with_warmup
 from conformance.scenarios.profiles import GLOO_CPU, Profile, SizeLimit
 from conformance.scenarios.specials import base_kind, without_element
 from conformance.scenarios.training_sizes import MANY_BUCKETS, NETWORK, VAST
-from conformance.scenarios.values import LAYERS
+from conformance.scenarios.values import LAYERS, RANGES, within_float16
 from conformance.session.long_schedule import schedule_long_run
 from conformance.session.lossy_sizes import (
     draw_smaller_sizes,
@@ -364,6 +364,11 @@ ADAPTATIONS = (
         lambda scenario, claims: bool(claims.dtypes) and scenario.name != DTYPES.name,
         _keep_claimed_dtypes,
         "the subject refuses other dtypes; the scenario of that name shows it",
+    ),
+    Adaptation(
+        lambda scenario, claims: scenario.name == RANGES.name and claims.rounded == "float16",
+        lambda scenario, claims: within_float16(scenario),
+        "float16 holds no larger values, and the subject claims to round to it",
     ),
     Adaptation(
         lambda scenario, claims: bool(scenario.simulated and (claims.lossy or claims.fused)),

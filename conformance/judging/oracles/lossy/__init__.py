@@ -149,6 +149,8 @@ LONG_SCENARIOS = (
     "equal_nodes",
     "uneven_groups",
     "two_groups",
+    "default_dtypes",
+    "joint",
     "complex",
     "sparse",
     "saved",
