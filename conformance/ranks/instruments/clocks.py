@@ -35,11 +35,14 @@ class Clocks:
     Args:
         seed: the session's seed.
         rank: the rank, which has draws of its own.
+
+    Attributes:
+        passed: the seconds that the subject's clocks are ahead.
     """
 
     def __init__(self, seed: int, rank: int) -> None:
         self._numbers = random.Random(f"{seed}/clocks/{rank}")
-        self._passed = 0.0
+        self.passed = 0.0
 
     def install(self) -> None:
         """Replace the clocks."""
@@ -50,12 +53,12 @@ class Clocks:
 
     def go_forward(self) -> None:
         """Let time pass."""
-        self._passed += SHORTEST * (LONGEST / SHORTEST) ** self._numbers.random()
+        self.passed += SHORTEST * (LONGEST / SHORTEST) ** self._numbers.random()
 
     def _clock(self, real: Any, unit: float) -> Any:
         def clock() -> Any:
             now = real()
-            return now if _is_library(sys._getframe(1)) else now + type(now)(self._passed * unit)
+            return now if _is_library(sys._getframe(1)) else now + type(now)(self.passed * unit)
 
         clock.__name__ = real.__name__
         return clock
