@@ -56,6 +56,11 @@ JOINT = replace(
 ALL = (DEFAULT_DTYPES, CLOCKS, JOINT)
 
 
+def with_ranks(scenario: Scenario, count: int) -> Scenario:
+    """Return the scenario ``joint`` with a number of ranks."""
+    return replace(scenario, size=count, twin_groups=(tuple(range(count)),))
+
+
 def draw_default_dtypes(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the order of the three dtypes."""
     order = numbers.sample(_OTHER_DTYPES, len(_OTHER_DTYPES))

@@ -105,11 +105,12 @@ def draw_ranges(scenario: Scenario, draw: random.Random) -> Scenario:
     return replace(scenario, params=tuple(params))
 
 
-def within_float16(scenario: Scenario) -> Scenario:
-    """Return the scenario ``ranges`` with values that float16 holds, whatever their dtype."""
-    ranges = _OF_DTYPES["float16"]
+def within_range(scenario: Scenario, dtype: str) -> Scenario:
+    """Return the scenario ``ranges`` with values that a half dtype holds, whatever their own."""
+    ranges = _OF_DTYPES[dtype]
+    narrower = ("float16",) if dtype == "bfloat16" else ()
     params = tuple(
-        replace(spec, exponent=ranges[number % len(ranges)][0])
+        spec if spec.dtype in narrower else replace(spec, exponent=ranges[number % len(ranges)][0])
         for number, spec in enumerate(scenario.params)
     )
     return replace(scenario, params=params)

@@ -39,8 +39,9 @@ from conformance.scenarios.model import Scenario
 from conformance.scenarios.process import HEAVY, with_warmup
 from conformance.scenarios.profiles import GLOO_CPU, Profile, SizeLimit
 from conformance.scenarios.specials import base_kind, without_element
+from conformance.scenarios.surroundings import JOINT, with_ranks
 from conformance.scenarios.training_sizes import MANY_BUCKETS, NETWORK, VAST
-from conformance.scenarios.values import LAYERS, RANGES, within_float16
+from conformance.scenarios.values import LAYERS, RANGES, within_range
 from conformance.session.long_schedule import schedule_long_run
 from conformance.session.lossy_sizes import (
     draw_smaller_sizes,
@@ -157,6 +158,8 @@ def _simulate_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def _bring_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
+    if scenario.name == JOINT.name:
+        return with_ranks(scenario, claims.min_world_size)
     return with_groups_of(scenario, claims.min_world_size)
 
 
@@ -171,7 +174,8 @@ def _count_ranks_of_world(scenario: Scenario, claims: Claims) -> Scenario:
 def _has_fewer_ranks(scenario: Scenario, claims: Claims) -> bool:
     groups = (*scenario.groups, *scenario.twin_groups)
     smallest = min((len(group) for group in groups), default=scenario.size)
-    return scenario.name in _NAMES_OF_CLUSTERS and smallest < claims.min_world_size
+    brings_ranks = scenario.name in (*_NAMES_OF_CLUSTERS, JOINT.name)
+    return brings_ranks and smallest < claims.min_world_size
 
 
 def _follow_parameters(scenario: Scenario, claims: Claims) -> Scenario:
@@ -366,9 +370,9 @@ ADAPTATIONS = (
         "the subject refuses other dtypes; the scenario of that name shows it",
     ),
     Adaptation(
-        lambda scenario, claims: scenario.name == RANGES.name and claims.rounded == "float16",
-        lambda scenario, claims: within_float16(scenario),
-        "float16 holds no larger values, and the subject claims to round to it",
+        lambda scenario, claims: scenario.name == RANGES.name and bool(claims.rounded),
+        lambda scenario, claims: within_range(scenario, claims.rounded or ""),
+        "the dtype that the subject claims to round to holds no larger values",
     ),
     Adaptation(
         lambda scenario, claims: bool(scenario.simulated and (claims.lossy or claims.fused)),

@@ -54,6 +54,16 @@ class _Call:
     into: list[torch.Tensor]
     root: int = 0
     future: torch.futures.Future[list[torch.Tensor]] = field(default_factory=torch.futures.Future)
+    _is_done: bool = False
+
+    def is_done(self) -> bool:
+        """Whether the collective was carried out; the future itself would end the rank's turn."""
+        return self._is_done
+
+    def complete(self) -> None:
+        """Complete the future; callbacks run now."""
+        self._is_done = True
+        self.future.set_result(self.into)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -78,7 +88,7 @@ class _Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._call.future.done()
+        return self._exchange.is_completed(self._call)
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._call.future
@@ -108,10 +118,14 @@ class _Exchange:
         Raises:
             CannotSimulate: the caller is a callback, which has no turn of its own.
         """
-        if not self._turns.wait_until(call.future.done):
+        if not self._turns.wait_until(call.is_done):
             # A future would turn this exception into an error of the hook's.
             self._waits_elsewhere = True
             raise CannotSimulate(_WAITS_ELSEWHERE)
+
+    def is_completed(self, call: _Call) -> bool:
+        """Return whether a collective was carried out, after the others had their turns."""
+        return self._turns.poll(call.is_done)
 
     def complete_one(self) -> bool:
         """Carry out the next collective, and return whether there was one.
@@ -148,7 +162,7 @@ class _Exchange:
                 into.copy_(part)
         # Callbacks run now: all ranks have their results before any of them goes on.
         for call in calls:
-            call.future.set_result(call.into)
+            call.complete()
 
     def _results(self, calls: list[_Call]) -> list[list[torch.Tensor]]:
         """Return the result of each rank."""
@@ -162,6 +176,11 @@ class _Exchange:
                 copies = f"{self.size} times {self.size} copies"
                 raise CannotSimulate(f"it gathers, which takes {copies}")
             return [[call.given[0] for call in calls]] * len(calls)
+        if first.name == "reduce":
+            # The others keep what they have: their tensors are undefined afterwards.
+            given = [call.given for call in calls]
+            given[first.root] = _reduced_over(calls)
+            return given
         if first.name == "alltoall":
             return [[call.given[rank] for call in calls] for rank in range(self.size)]
         return [calls[first.root].given] * len(calls)
@@ -221,6 +240,9 @@ class DeferredGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
         return self._issue("broadcast", tensors, tensors, root=opts.rootRank if opts else 0)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
+        return self._issue("reduce", tensors, tensors, opts, root=opts.rootRank if opts else 0)
 
     def getBackendName(self) -> str:
         return "gloo"

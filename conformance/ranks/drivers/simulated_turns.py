@@ -90,6 +90,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
+        self._changes = 0  # collectives that were carried out, and ranks that ended
 
     @property
     def threads(self) -> frozenset[int]:
@@ -124,10 +125,13 @@ class Turns:
                     able = [rank for rank in ranks if rank.can_go_on]
                     for rank in able:
                         rank.take_turn()
+                        self._changes += rank.is_over
                         if rank.error is not None:
                             raise rank.error
-                    if not able and not go_on():
-                        raise TimeoutError("ranks wait for a collective that no rank issues")
+                    if not able:
+                        if not go_on():
+                            raise TimeoutError("ranks wait for a collective that no rank issues")
+                        self._changes += 1
         finally:
             for rank in ranks:
                 rank.stop()
@@ -144,6 +148,15 @@ class Turns:
             rank.wait_until(is_ready)
         return is_ready()
 
+    def poll(self, is_ready: Callable[[], bool]) -> bool:
+        """Return whether a condition holds, after others had their turns if it does not.
+
+        A rank may ask again and again: it goes on once something has changed.
+        """
+        seen = self._changes
+        self.wait_until(lambda: is_ready() or self._changes > seen)
+        return is_ready()
+
 
 def _always() -> bool:
     return True
@@ -151,21 +164,30 @@ def _always() -> bool:
 
 @contextmanager
 def _waits_end_turns(turns: Turns) -> Iterator[None]:
-    """Let ranks that wait for a future end their turn: it completes in the turn of another."""
+    """Let ranks that wait for a future, or poll it, end their turn: it completes in another."""
     kinds: tuple[Any, ...] = (AnyFuture, torch.futures.Future)
-    originals = [(kind, vars(kind)["wait"]) for kind in kinds if "wait" in vars(kind)]
+    methods = [(kind, name) for kind in kinds for name in ("wait", "done") if name in vars(kind)]
+    originals = [(kind, name, vars(kind)[name]) for kind, name in methods]
+    is_done = vars(AnyFuture)["done"]
 
     def waiting(original: Any) -> Any:
         def wait(future: Any) -> Any:
-            turns.wait_until(future.done)
+            turns.wait_until(lambda: is_done(future))
             return original(future)
 
         return wait
 
-    for kind, original in originals:
-        kind.wait = waiting(original)
+    def polling(original: Any) -> Any:
+        def done(future: Any) -> bool:
+            turns.poll(lambda: is_done(future))
+            return bool(original(future))
+
+        return done
+
+    for kind, name, original in originals:
+        setattr(kind, name, waiting(original) if name == "wait" else polling(original))
     try:
         yield
     finally:
-        for kind, original in originals:
-            kind.wait = original
+        for kind, name, original in originals:
+            setattr(kind, name, original)

@@ -71,6 +71,13 @@ def scatters_and_gathers(group: DeferredGroup, bucket: dist.GradBucket) -> Resul
     return result
 
 
+def reduces_and_broadcasts(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    total = bucket.buffer()
+    dist.reduce(total, group=group, group_dst=2, async_op=True)
+    work = dist.broadcast(total, group=group, group_src=2, async_op=True)
+    return work.get_future().then(lambda fut: fut.value()[0] / group.size())
+
+
 def reduces_to_root(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
     """Sums, and takes the mean of rank 3; the others have a wrong one."""
     total = bucket.buffer()
@@ -95,6 +102,7 @@ def reduces_to_root(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
         gathers,
         gathers_into_one,
         scatters_and_gathers,
+        reduces_and_broadcasts,
         reduces_to_root,
     ],
 )
@@ -136,6 +144,16 @@ def waits_twice(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
     return done_with(bucket.buffer() * largest / group.size())
 
 
+def polls(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    while not work.is_completed():
+        pass
+    again = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    while not again.done():
+        pass
+    return done_with(bucket.buffer() / group.size() ** 2)
+
+
 def exchanges(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
     """Each rank averages a part, and all gather the parts."""
     parts = torch.empty(NUMEL)
@@ -147,7 +165,7 @@ def exchanges(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.parametrize("hook", [waits_for_a_work, waits_twice, exchanges])
+@pytest.mark.parametrize("hook", [waits_for_a_work, waits_twice, polls, exchanges])
 def test_hooks_that_wait(hook: Any, bucket: Callable[[], dist.GradBucket]) -> None:
     before = threading.active_count()
     assert torch.allclose(results(hook, bucket), MEAN.expand(SIZE, NUMEL))
