@@ -65,7 +65,7 @@ RANGES = Scenario(
     steps=("crafted", "crafted", "normal"),
     world_sizes=(2, 3),
     ddp=DDPOptions(bucket_cap_mb=16 / 2**20),
-    prerequisite="dtypes",
+    prerequisite="buckets",
 )
 
 VALUES_IN_TRAINING = (LAYERS, ALIKE, RANGES)

@@ -145,6 +145,16 @@ def _keep_claimed_dtypes(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(scenario, params=params or scenario.params)
 
 
+def _take_ranges_of_claimed_dtypes(scenario: Scenario, claims: Claims) -> Scenario:
+    # float32 has the range of bfloat16.
+    narrower = within_range(scenario, "bfloat16")
+    params = tuple(
+        spec if spec.dtype in claims.dtypes else replace(other, dtype=claims.dtypes[0])
+        for spec, other in zip(scenario.params, narrower.params, strict=True)
+    )
+    return replace(scenario, params=params)
+
+
 def _simulate_nothing(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(scenario, simulated=())
 
@@ -365,9 +375,16 @@ ADAPTATIONS = (
         "without the order of a stream, callbacks on two ranks may start collectives in two orders",
     ),
     Adaptation(
-        lambda scenario, claims: bool(claims.dtypes) and scenario.name != DTYPES.name,
+        lambda scenario, claims: (
+            bool(claims.dtypes) and scenario.name not in (DTYPES.name, RANGES.name)
+        ),
         _keep_claimed_dtypes,
         "the subject refuses other dtypes; the scenario of that name shows it",
+    ),
+    Adaptation(
+        lambda scenario, claims: scenario.name == RANGES.name and bool(claims.dtypes),
+        _take_ranges_of_claimed_dtypes,
+        "float32 has ends of its range, too, and the subject always takes it",
     ),
     Adaptation(
         lambda scenario, claims: scenario.name == RANGES.name and bool(claims.rounded),

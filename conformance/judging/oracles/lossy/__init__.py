@@ -150,7 +150,6 @@ LONG_SCENARIOS = (
     "uneven_groups",
     "two_groups",
     "default_dtypes",
-    "joint",
     "complex",
     "sparse",
     "saved",
