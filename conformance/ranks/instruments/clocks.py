@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 
-import conformance
-
 _SECONDS = ("time", "monotonic", "perf_counter")
 _NANOSECONDS = ("time_ns", "monotonic_ns", "perf_counter_ns")
 _LIBRARY = sysconfig.get_path("stdlib")
-_OWN = tuple(str(Path(module.__file__ or "").parent) for module in (conformance, torch))
+_OWN = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 _INSTALLED = ("site-packages", "dist-packages")
 
 # The time that passes between two steps, drawn evenly from its logarithms. A period of any length
