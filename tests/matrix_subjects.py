@@ -83,12 +83,12 @@ TORCHS = (
     Subject(
         "quantization_pertensor_hook",
         f"--hook {_HOOKS}.quantization_hooks:quantization_pertensor_hook "
-        '--claims "compressed(feedback=False)"',
+        '--claims "compressed(feedback=False, delta=0.99)"',
     ),
     Subject(
         "quantization_perchannel_hook",
         f"--hook {_HOOKS}.quantization_hooks:quantization_perchannel_hook "
-        '--claims "compressed(feedback=False)"',
+        '--claims "compressed(feedback=False, delta=0.99)"',
     ),
     Subject(
         "post_localSGD_hook",

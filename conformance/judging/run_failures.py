@@ -218,7 +218,7 @@ def _rank_failure(rank: RankRecord) -> _RankFailure | None:
     """Return the failure of a rank, or None if it was well or only waited."""
     error = rank.first("error")
     if error:
-        text = f"{error['type']}: {error['message']}".strip()
+        text = f"{error['type']}: {error['message']}".strip().removesuffix(":")
         kind, line = _kind_and_line_of_error(rank, error, text)
         return _RankFailure(_is_secondary(text), error["time"], kind, line)
     if rank.exit is not None and not rank.evidence.get("killed") and not rank.finished:
