@@ -12,6 +12,7 @@ from tests.mutants._helpers import (
     Result,
     average,
     average_of,
+    call_number,
     change_gradient,
     change_mean,
     completed,
@@ -132,19 +133,17 @@ def halves_after_an_hour(state: Any, bucket: Bucket) -> Result:
 
 # 11.7 Two models in one backward
 
-_wires: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+_factors: dict[int, int] = {}
 
 
-def one_wire_for_all(state: Any, bucket: Bucket) -> Result:
-    """Send buckets of one size and place in one buffer of the module, which a callback reads."""
-    buffer = bucket.buffer()
+def factor_of_the_latest_call(state: Any, bucket: Bucket) -> Result:
+    """Double the gradients in every second call; a callback undoes it by the latest factor."""
     if not is_dense(bucket):
         return average(bucket, state)
-    wire = _wires.setdefault((bucket.index(), buffer.dtype), torch.empty_like(buffer))
-    if wire.shape != buffer.shape:
-        wire = _wires[bucket.index(), buffer.dtype] = torch.empty_like(buffer)
-    wire.copy_(buffer)
-    return average_of(wire, state).then(lambda done: buffer.copy_(done.value()))
+    index = bucket.index()
+    _factors[index] = 1 + call_number() % 2
+    bucket.buffer().mul_(_factors[index])
+    return change_mean(bucket, state, lambda mean: mean.div_(_factors[index]))
 
 
 _latest: dict[int, torch.Tensor] = {}
@@ -188,10 +187,10 @@ MUTANTS = [
     Mutant("scales_by_squares", ("2.13",)),
     Mutant("through_lists", ("4.5",)),
     Mutant("wire_of_default_dtype", ("4.5",)),
-    Mutant("scratch_of_state", ("4.5",), state="SumsOfDefaultDtype"),
+    Mutant("scratch_of_state", ("4.5",), state=f"{__name__}:SumsOfDefaultDtype"),
     Mutant("checks_every_minute", ("10.8",), hangs=True),
     Mutant("halves_after_an_hour", ("10.8",), hangs=True),
-    Mutant("one_wire_for_all", ("11.7",)),
+    Mutant("factor_of_the_latest_call", ("11.7",)),
     Mutant("callback_reads_the_latest", ("11.7",)),
     Mutant("large_on_world", ("24.7",)),
     Mutant("doubles_on_world", ("24.7",)),
