@@ -70,8 +70,8 @@ _POWER_SGD_STATE = (
 )
 # The test of each command; a form of a command is tested with the test's own hook.
 ELSEWHERE = {
-    "pytest conformance/ --hook mypkg:compressed": f"{_LINE}::test_a_refusal_says_why_and_what_"
-    "would_hold",
+    "pytest --pyargs conformance --hook mypkg:compressed": f"{_LINE}::test_a_refusal_says_"
+    "why_and_what_would_hold",
     "pytest conformance/ --averager torch.distributed.algorithms.model_averaging.averagers:"
     "PeriodicModelAverager,period=4,warmup_steps=10": "tests/subjects/kinds/test_averager.py::"
     "test_torchs_own_are_refused_by_these_rules_alone",

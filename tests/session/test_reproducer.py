@@ -95,14 +95,17 @@ def test_a_script_shows_a_wrong_hook_and_no_right_one(
     (tmp_path / "wrong.py").write_text(WRONG)
     world = sum(map(len, scenario.groups)) or 2
     subject = parse_subject(hook, None, None)
-    script = script_of(tmp_path, rules, subject, scenario, world=world)
+    # As a user types it: in the folder of the package, which is not on Python's path.
+    results = tmp_path / "results"
+    results.mkdir()
+    script = script_of(results, rules, subject, scenario, world=world)
     assert script is not None
-    write_reproducers(tmp_path, [script])
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", script.path.name]
+    write_reproducers(results, [script])
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", str(script.path)]
     done = subprocess.run(
         [sys.executable, *torchrun],
         cwd=tmp_path,
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "", "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
