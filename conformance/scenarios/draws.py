@@ -15,6 +15,7 @@ from conformance.scenarios import (
     cluster_draws,
     collective_training,
     evidence,
+    failing_collectives,
     training_sizes,
     wrapper_training,
 )
@@ -29,6 +30,7 @@ DRAWS: Mapping[str, Draw] = {
     **cluster_draws.DRAWS,
     **collective_training.DRAWS,
     **evidence.DRAWS,
+    **failing_collectives.DRAWS,
     **training_sizes.DRAWS,
     **wrapper_training.DRAWS,
     ENDURANCE.name: draw_endurance,
