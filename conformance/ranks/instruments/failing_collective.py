@@ -151,6 +151,9 @@ class _FailingWork(dist.Work):
     def is_success(self) -> bool:
         return False
 
+    def exception(self) -> Exception:
+        return collective_failed()
+
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future with the error, for C++ too: set_exception would set a value there."""
         future: torch.futures.Future[None] = torch.futures.Future()
