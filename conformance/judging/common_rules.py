@@ -8,7 +8,7 @@ from conformance.judging.rule import Rule, WorldSizes, rule
 from conformance.judging.side_effects import require_no_side_effects
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.model import FAULTY_RANK, Scenario
+from conformance.scenarios.model import CALL_FAILS, FAULTY_RANK, WORK_FAILS, Scenario
 from conformance.subjects.claims import Claims
 
 
@@ -155,10 +155,13 @@ def raises_if_collective_fails(
     return enter(raises)
 
 
-_SWALLOWED = (
-    "an except clause around the collective, or a context that ends errors, swallows the failure; "
-    "a wait() that is never called hides it"
-)
+# The likely causes, by the failure that the kit has caused.
+_SWALLOWED = {
+    CALL_FAILS: "an except clause around the collective, or a context that ends errors, swallows "
+    "the failure",
+    WORK_FAILS: "wait() of an asynchronous collective is never called, or its error is swallowed; "
+    "so is that of a future whose value is never read",
+}
 
 
 def _require_raised(run: Run, call: str, found: Found) -> None:
@@ -170,4 +173,5 @@ def _require_raised(run: Run, call: str, found: Found) -> None:
             found.lacks_evidence("no collective came that the kit could fail")
         else:
             event = f"{fault['collective']} had failed"
-            require_raised(found, fault, rank.rank, call, event, _SWALLOWED, "call wait()")
+            cause = _SWALLOWED[run.scenario.fault.kind]
+            require_raised(found, fault, rank.rank, call, event, cause, "call wait()")
