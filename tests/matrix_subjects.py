@@ -83,12 +83,12 @@ TORCHS = (
     Subject(
         "quantization_pertensor_hook",
         f"--hook {_HOOKS}.quantization_hooks:quantization_pertensor_hook "
-        '--claims "compressed(feedback=False)"',
+        '--claims "compressed(feedback=False, delta=0.99)"',
     ),
     Subject(
         "quantization_perchannel_hook",
         f"--hook {_HOOKS}.quantization_hooks:quantization_perchannel_hook "
-        '--claims "compressed(feedback=False)"',
+        '--claims "compressed(feedback=False, delta=0.99)"',
     ),
     Subject(
         "post_localSGD_hook",
@@ -129,8 +129,71 @@ TORCHS = (
     Subject("offload_wrapper", f"--wrapper {_CHECKPOINT}:offload_wrapper"),
 )
 
+_IN_THE_LIST = (
+    "The given output tensors are not written: other tensors take their places in the list, so "
+    "that views of one buffer keep their old values. float64, float16 and bfloat16 come back as "
+    "float32."
+)
+_MATRICES = (
+    "Only matrices are accepted. A transposed matrix arrives in the order of its memory, and some "
+    "NaN arrive as -0."
+)
+_SPLITS = (
+    "Split sizes are only read from arguments named out_splits and in_splits, and a group only "
+    "from a keyword: given otherwise they are ignored, and rows arrive at other places."
+)
+
 # For each refused subject of torch's, by name: the consequence for a training that uses it.
-MEANINGS: dict[str, str] = {}
+MEANINGS: dict[str, str] = {
+    "powerSGD_hook": (
+        "With several buckets chance decides in which order a rank starts its collectives. Ranks "
+        "may wait for each other for ever, or add up numbers of different buckets. "
+        "[The first story](stories.md#ranks-that-wait-for-each-other) has it."
+    ),
+    "batched_powerSGD_hook": (
+        "In torch 2.13 it cannot be used: its first step after the warm-up raises AssertionError, "
+        "because its matrices have two dimensions and torch's _orthogonalize requires three."
+    ),
+    "quantization_pertensor_hook": (
+        "On Gloo it cannot be used: its first call raises IndexError, because the future of an "
+        "all_gather holds a list there, and the hook expects a list in a list."
+    ),
+    "quantization_perchannel_hook": (
+        "On Gloo it cannot be used, for the same reason as quantization_pertensor_hook."
+    ),
+    "_hook_then_optimizer": (
+        "If a collective fails, the optimizer steps with gradients that were not reduced, and "
+        "nothing is raised. Parameters that are not contiguous, such as those of channels_last "
+        "models, are stepped with the elements of their gradients in another order."
+    ),
+    "noop_hook": "It sends nothing, on purpose: with it each rank trains a model of its own.",
+    "PeriodicModelAverager": (
+        "Only parameters with a gradient are averaged. If ranks differ in these, for example in a "
+        "mixture of experts, their collectives do not match, and the run aborts. Each average "
+        "makes channels_last parameters contiguous, and moves all parameters to other memory: "
+        "views, flat buffers and CUDA graphs keep the old values."
+    ),
+    "HierarchicalModelAverager": "The same as PeriodicModelAverager.",
+    "PostLocalSGDOptimizer": (
+        "step() takes no closure. After load_state_dict() a learning-rate schedule writes to the "
+        "old param_groups, and has no effect."
+    ),
+    "Join": (
+        "At the end of the context, the process's filter of warnings is changed for good. The "
+        "advice weighs more: joinables stay enabled, so that each later step issues additional "
+        "collectives, and a step on one rank alone waits for ever; and a ZeroRedundancyOptimizer "
+        "that is first in the list hangs."
+    ),
+    **{f"auto_quantize, {func}, FP16": _IN_THE_LIST for func in ("all_gather", "all_to_all")},
+    **{
+        f"auto_quantize, {func}, BFP16": f"{_MATRICES} {_IN_THE_LIST.partition('. ')[0]}."
+        for func in ("all_gather", "all_to_all")
+    },
+    "auto_quantize, all_to_all_single, FP16": (
+        f"Integers beyond 65504 are clamped to it, without an error. {_SPLITS}"
+    ),
+    "auto_quantize, all_to_all_single, BFP16": f"{_MATRICES} {_SPLITS}",
+}
 
 
 def ours() -> tuple[Subject, ...]:

@@ -134,8 +134,13 @@ def require_same(
         if torch.equal(_bits(first), _bits(second)):
             found.checked(first.numel())
             continue
-        at = int((first.reshape(-1) != second.reshape(-1)).nonzero()[:1].sum())
         step, _, rest = name.partition("/")
+        if first.shape != second.shape:
+            shapes = f"{list(first.shape)} and {list(second.shape)}"
+            place = f"step {step}, {rest}"
+            found.require(False, "the same shape", f"{pair} differ at {place}: {shapes}")
+            return
+        at = int((first.reshape(-1) != second.reshape(-1)).nonzero()[:1].sum())
         place = f"step {step}, {rest}, {element(name, at) if element else f'element {at}'}"
         values = f"{first.reshape(-1)[at].item():.9g} and {second.reshape(-1)[at].item():.9g}"
         found.require(False, "the same bits", f"{pair} differ at {place}: {values}")

@@ -218,7 +218,7 @@ def _rank_failure(rank: RankRecord) -> _RankFailure | None:
     """Return the failure of a rank, or None if it was well or only waited."""
     error = rank.first("error")
     if error:
-        text = f"{error['type']}: {error['message']}".strip()
+        text = f"{error['type']}: {error['message']}".strip().removesuffix(":")
         kind, line = _kind_and_line_of_error(rank, error, text)
         return _RankFailure(_is_secondary(text), error["time"], kind, line)
     if rank.exit is not None and not rank.evidence.get("killed") and not rank.finished:
@@ -232,11 +232,12 @@ def _rank_failure(rank: RankRecord) -> _RankFailure | None:
 
 def _kind_and_line_of_error(rank: RankRecord, error: dict[str, Any], text: str) -> tuple[str, str]:
     line = text.splitlines()[0][:300]
-    message = error["message"].splitlines()[:1]
+    # An exception may have no text, such as the SystemExit of a module that ends on import.
+    message = next(filter(str.strip, error["message"].splitlines()), error["type"])
     if error["where"] == "load" or error["type"] == "target":
-        return "target", message[0]
+        return "target", message
     if error["type"] == "ContractBreach":
-        return "contract", message[0]
+        return "contract", message
     if error["where"] == "register":
         return "register", line
     if breach := _breach(rank, error["step"]):

@@ -5,7 +5,7 @@ it is complete, and unpickles nothing: no code of the subject is executed.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,44 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from conformance.records.files import COVERAGE, DONE, EVENTS, TENSORS
+
+
+class IncompleteRecord(Exception):
+    """A rule reads a part of a record that is not there, although the rank came to its end.
+
+    A subject can keep the kit from recording: it patches a function, swallows an exception, or
+    changes the shape of a parameter. The rule then fails, with these sentences.
+
+    Attributes:
+        expected: the part of the record.
+        actual: its state, and the rank.
+    """
+
+    def __init__(self, expected: str, actual: str) -> None:
+        super().__init__(f"{expected}: {actual}")
+        self.expected = expected
+        self.actual = actual
+
+
+class Event(dict[str, Any]):
+    """One event. A field that is not in it raises IncompleteRecord."""
+
+    def __missing__(self, field: str) -> Any:
+        raise IncompleteRecord(
+            f"{field!r} of the event {self['event']!r} on record",
+            f"it is missing in step {self['step']}",
+        )
+
+
+class Tensors(dict[str, torch.Tensor]):
+    """The tensors of one rank by name. One that is not there raises IncompleteRecord."""
+
+    def __init__(self, rank: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().__init__(tensors or {})
+        self._rank = rank
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        raise IncompleteRecord(f"{name} on record", f"rank {self._rank} has recorded none")
 
 
 @dataclass
@@ -48,6 +86,20 @@ class RankRecord:
         """Return the first of these events, or None."""
         return next(self.all(name, **fields), None)
 
+    def one(self, name: str, /, **fields: Any) -> dict[str, Any]:
+        """Return the first of these events.
+
+        Raises:
+            IncompleteRecord: there is none.
+        """
+        found = self.first(name, **fields)
+        if found is None:
+            which = "".join(f", {key} {value}" for key, value in fields.items())
+            raise IncompleteRecord(
+                f"an event {name!r} on record{which}", f"rank {self.rank} has recorded none"
+            )
+        return found
+
     @property
     def finished(self) -> bool:
         """Whether the rank wrote its whole record and the kit then ended the process."""
@@ -72,7 +124,7 @@ def read_rank(folder: Path, rank: int, outcome: dict[str, Any]) -> RankRecord:
     except FileNotFoundError:
         return record
     try:
-        record.tensors = load_file(folder / TENSORS)
+        record.tensors = Tensors(rank, load_file(folder / TENSORS))
     except FileNotFoundError:
         pass
     except (SafetensorError, OSError) as error:
@@ -111,4 +163,4 @@ def _read_events(lines: Iterator[str], clock_offset: float) -> Iterator[dict[str
             continue
         if clock_offset and isinstance(event["time"], float):
             event["time"] -= clock_offset
-        yield event
+        yield Event(event)

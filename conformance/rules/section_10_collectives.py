@@ -6,6 +6,7 @@ from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.hook import BUCKETS, ORDERED, RAW, SCHEDULES
+from conformance.scenarios.surroundings import CLOCKS
 from conformance.subjects.claims import LOCAL, Claims
 
 
@@ -221,3 +222,25 @@ def however_strings_hash(runs: dict[str, Run], claims: Claims, found: Found) -> 
         expected = "the same collectives whatever PYTHONHASHSEED is"
         found.require(difference is None, expected, difference or "")
         found.checked(_number_of_collectives(plain))
+
+
+@rule(
+    "10.8",
+    "Issues the same collectives whatever its clock says",
+    on=(CLOCKS,),
+    owns=(CLOCKS,),
+    needs=("2.1", "1.8", "1.7"),
+    since="1.6",
+    source="Python documentation, time.monotonic: the reference point is undefined, so that ranks "
+    "have nothing in common; clocks of machines differ, and so do the times at which ranks start",
+    remedy="work that is due after some seconds, such as a broadcast once a minute: let one rank "
+    "decide and tell the others, or count steps",
+)
+def whatever_clocks_say(run: Run, claims: Claims, found: Found) -> None:
+    """The result is right if the clocks of the ranks differ: between two steps, from a second to
+    two hours pass on a rank, drawn for each rank.
+
+    A rank that issues a collective by its own clock waits for ranks that issue none. The functions
+    of `time` are replaced for the subject and for installed packages; `datetime.now()` is not.
+    """
+    require_steps(run, claims, found, run.steps("crafted"))

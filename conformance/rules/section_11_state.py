@@ -5,11 +5,13 @@ from dataclasses import replace
 from conformance.judging.oracles.feedback import require_all_delivered, require_near_estimates
 from conformance.judging.requirements import require_optimizer, require_same, require_steps
 from conformance.judging.rule import SHOULD, WorldSizes, rule
+from conformance.judging.twins import is_shared, require_models_and_twins
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
 from conformance.scenarios.hook import RESUMED, RESUMED_ONE, SAVED, SAVED_ONE, TWO_MODELS, VALUES
+from conformance.scenarios.surroundings import JOINT
 from conformance.subjects.claims import DIFFERENCE, Claims
 
 
@@ -35,11 +37,7 @@ def two_models(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     purpose: the rule does not apply to it.
     """
     alone, beside = runs.values()
-    if any(rank.first("twin", one_object=True) for rank in beside.ranks):
-        found.does_not_apply(
-            "the subject is one object, which both models would share; pass its class, or a "
-            "function that makes it"
-        )
+    if is_shared(beside, found):
         return
     for one, other in zip(alone.ranks, beside.ranks, strict=True):
         # The run with two models may be shorter.
@@ -219,3 +217,27 @@ def rescaled(run: Run, claims: Claims, found: Found) -> None:
 
 
 _OLD_UNITS = "residuals, velocities or estimates are still in units of the old loss scale"
+
+
+@rule(
+    "11.7",
+    "Keeps two models apart in one backward",
+    on=(JOINT,),
+    owns=(JOINT,),
+    unless="world_only",
+    needs=("11.1", "1.8", "2.7"),
+    since="1.6",
+    source="generators and discriminators, actors and critics, distillation: one loss, and one "
+    "backward through several models under DDP",
+    remedy="buffers, lists of pending work and counters that a module or a class keeps between two "
+    "calls: the next call may be for a bucket of the other model",
+)
+def joint(run: Run, claims: Claims, found: Found) -> None:
+    """The losses of two models are added, and one backward goes through both. Each model has a hook
+    and a state of its own, and gets its own mean, while calls for buckets of both follow one
+    another.
+
+    A subject given as one object, instead of its class or factory, is shared by both models on
+    purpose: the rule does not apply to it.
+    """
+    require_models_and_twins(run, claims, found)

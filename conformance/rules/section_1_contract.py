@@ -110,7 +110,7 @@ def dtype_and_device(run: Run, claims: Claims, found: Found) -> None:
     Under ``rounded(d)`` the dtype d is accepted, too, because copying widens it exactly.
     """
     for rank, value in _tensors(run):
-        dtype = next(run.ranks[rank].all("call", call=value["call"]))["dtype"]
+        dtype = run.ranks[rank].one("call", call=value["call"])["dtype"]
         bucket_device = value["bucket_device"]
         right_dtype = value["dtype"] in (dtype, claims.rounded)
         found.require(
@@ -163,7 +163,7 @@ def final_when_complete(run: Run, claims: Claims, found: Found) -> None:
             values = list(rank.all("value", step=step, state="value", tensor=True))
             for value in values:
                 place = _place(rank.rank, value)
-                returned = next(rank.all("returned", call=value["call"]))
+                returned = rank.one("returned", call=value["call"])
                 changed = returned["digest"] != value["digest"]
                 is_early = value["bucket_device"] == "cpu" and returned["done"] and changed
                 found.require(

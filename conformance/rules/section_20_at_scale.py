@@ -125,7 +125,6 @@ def _error(run: Run, claims: Claims, kind: str, size: int) -> float:
     "Gives the mean among any number of ranks, simulated",
     on=(AT_SCALE,),
     needs=("2.1",),
-    presumes=("10.1",),
     since="1.3",
     source="fairscale#132, pytorch#197890: right on two ranks, wrong on more",
     remedy="values that are computed from the number of ranks: shifts, tables, chunks, tails, "
@@ -137,8 +136,8 @@ def random(run: Run, claims: Claims, found: Found) -> None:
     ranks get the same bits.
 
     The bound is derived in ``judging/oracles/clusters.py``. It decides nothing for half precision
-    among hundreds of ranks. A hook that waits for its peers cannot be simulated, and neither can
-    one that is registered by a set-up.
+    among hundreds of ranks. A hook that gathers is simulated up to 128 ranks, and one that is
+    registered by a set-up is not simulated.
     """
     events = _simulated(run, claims, found)
     errors = {event["size"]: _errors(run, claims, "random", event["size"]) for event in events}

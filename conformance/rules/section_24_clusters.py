@@ -5,9 +5,10 @@ seed; the requirements name the ranges (``scenarios/draws.py``). All ranks are o
 node is what the variables of torchrun describe.
 """
 
-from conformance.judging.oracles.clusters import cause_in_nodes, twins_of
+from conformance.judging.oracles.clusters import cause_in_nodes
 from conformance.judging.requirements import require_optimizer, require_same, require_steps
 from conformance.judging.rule import rule
+from conformance.judging.twins import require_models_and_twins
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.clusters import (
@@ -16,8 +17,9 @@ from conformance.scenarios.clusters import (
     TWO_GROUPS,
     UNEQUAL_NODES,
     UNEVEN_GROUPS,
+    WIDE_GROUPS,
 )
-from conformance.subjects.claims import LOCAL, Claims
+from conformance.subjects.claims import LOCAL, UNBIASED, Claims
 
 _TORCHRUN = "torch documentation, torchrun, Environment Variables"
 _GROUPS = "torch documentation, torch.distributed, Groups"
@@ -134,20 +136,7 @@ def two_groups(run: Run, claims: Claims, found: Found) -> None:
     A subject given as one object, instead of its class or factory, is shared by both models on
     purpose: the rule does not apply to it.
     """
-    if any(rank.first("twin", one_object=True) for rank in run.ranks):
-        found.does_not_apply(
-            "the subject is one object, which both models would share; pass its class, or a "
-            "function that makes it"
-        )
-        return
-    steps = run.steps("crafted", "normal")
-    if not require_steps(run, claims, found, steps) or claims.frees_gradients:
-        return
-    for twins in twins_of(run):
-        if not require_steps(twins, claims, found, steps):
-            ranks = ", ".join(map(str, twins.members))
-            found.failures[-1].actual += f" [of the model on the group of ranks {ranks}]"
-            return
+    require_models_and_twins(run, claims, found)
 
 
 @rule(
@@ -179,3 +168,26 @@ def bystanders(run: Run, claims: Claims, found: Found) -> None:
             found.require(False, "collectives of the model's own group alone", actual)
             return
     require_steps(run, claims, found, run.steps("crafted"))
+
+
+@rule(
+    "24.7",
+    "Averages large buckets and other dtypes over the model's group",
+    on=(WIDE_GROUPS,),
+    owns=(WIDE_GROUPS,),
+    unless="world_only",
+    needs=("2.4", "24.4"),
+    since="1.6",
+    source=f"{_GROUPS}; hooks in the wild that send large buckets, or those of one dtype, by "
+    "another function, without its group",
+    remedy="a collective without group= in a path that only some buckets take: large ones, "
+    "float64, half precision",
+)
+def wide_groups(run: Run, claims: Claims, found: Found) -> None:
+    """Two models on two groups of two ranks and one get the means over their groups, also for
+    parameters of float64, float16 and bfloat16, and for large ones: 200,000 to 4,000,000 elements
+    of float32, and 20,000 to 200,000 of bfloat16. Each has a bucket of its own."""
+    if claims.lossy == UNBIASED:
+        found.does_not_apply("an expectation shows over more steps than large buckets are worth")
+        return
+    require_steps(run, claims, found, run.steps("tiled"))

@@ -26,7 +26,7 @@ from conformance.scenarios.hook import (
     SUBGROUPS,
     VALUES,
 )
-from conformance.scenarios.values import LAYERS
+from conformance.scenarios.values import LAYERS, RANGES
 from conformance.subjects.claims import LOCAL, Claims
 
 DOC = "torch documentation, DDP Communication Hooks"
@@ -383,6 +383,34 @@ def values_in_training(run: Run, claims: Claims, found: Found) -> None:
     elements. An exact result is within the bound of 2.2, a lossy one is held to its claim.
     """
     require_steps(run, claims, found, run.steps("zero_all", "training"))
+
+
+@rule(
+    "2.13",
+    "Takes gradients from the whole range of their dtype",
+    on=(RANGES,),
+    owns=(RANGES,),
+    needs=("2.4", "2.12"),
+    since="1.6",
+    source="IEEE 754-2019, table 3.5; Kalamkar et al., A Study of BFLOAT16 for Deep Learning "
+    "Training, 2019: bfloat16 has the range of float32, and float16 has not",
+    remedy="bfloat16 that is sent as float16, float64 that is sent as float32; a clamp or a scale "
+    "for one half precision that the other one shares; squares, norms and products in half "
+    "precision",
+)
+def ranges(run: Run, claims: Claims, found: Found) -> None:
+    """Parameters of float16, bfloat16 and float64 get the mean, each in a bucket of its own with
+    gradients at another end of its dtype's range.
+
+    The exponents are drawn, as powers of two, for float16: 6 to 7, -13 to -10, -21 to -19; for
+    bfloat16: 100 to 115, 20 to 40, -45 to -35, -110 to -100; for float64: 200 to 900, -900 to -200.
+    Under ``rounded`` wider dtypes have the exponents of the dtype that values are rounded to.
+    Values that overflow in a partial sum may become infinite, as in 2.3.
+    """
+    if claims.fused:
+        found.does_not_apply("it would overflow the parameters that a fused hook steps")
+    elif not skip_if_lossy(claims, found, "values at the ends of a range may be lost"):
+        require_steps(run, claims, found, run.steps("crafted", "normal"))
 
 
 refuses_fewer = refuses_fewer_ranks(

@@ -7,6 +7,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.hook import COMBINED, FROZEN, STATIC, UNUSED
+from conformance.scenarios.surroundings import DEFAULT_DTYPES
 from conformance.subjects.claims import Claims
 
 
@@ -95,3 +96,24 @@ def together(run: Run, claims: Claims, found: Found) -> None:
     no_sync at once, the result is the same as with each of them alone. Or the subject refuses such
     a model with an error on every rank."""
     require_steps(run, claims, found, run.steps("crafted"))
+
+
+@rule(
+    "4.5",
+    "Works under any default dtype of torch",
+    on=(DEFAULT_DTYPES,),
+    owns=(DEFAULT_DTYPES,),
+    needs=("2.2", "1.8"),
+    since="1.6",
+    source="torch documentation, torch.set_default_dtype: torch.zeros(n) and torch.tensor(0.5) "
+    "have that dtype; scripts set it to bfloat16 to make a large model",
+    remedy="tensors that are made without a dtype, in the state or in the hook: torch.zeros(n), "
+    "torch.tensor(x), torch.rand(n); take the dtype of the bucket",
+)
+def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
+    """The result is right if torch's default dtype is float64, float16 or bfloat16, and if it
+    changes between steps. The state is made under the first of them.
+
+    The order of the three is drawn. The parameters are float32.
+    """
+    require_steps(run, claims, found, run.steps("crafted", "normal"))

@@ -1,5 +1,6 @@
 """The numbers of clusters that are drawn: world sizes, nodes, groups, steps and sizes."""
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -60,6 +61,23 @@ def _draw_uneven_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(scenario, groups=(first, others), nodes=nodes)
 
 
+def _draw_wide_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the two of three ranks in one group, 200,000 to 4,000,000 elements for the parameter
+    above a million, and 20,000 to 200,000 for the other large one. Both are spread evenly over
+    their logarithms.
+    """
+    alone = numbers.randrange(3)
+    others = tuple(rank for rank in range(3) if rank != alone)
+    params = []
+    for spec in scenario.params:
+        if math.prod(spec.shape) > 20_000:
+            least = 200_000 if spec.dtype == "float32" else 20_000
+            size = round(least * (20 if spec.dtype == "float32" else 10) ** numbers.random())
+            spec = replace(spec, shape=(size,))
+        params.append(spec)
+    return replace(scenario, groups=(others, (alone,)), params=tuple(params))
+
+
 def _draw_two_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the ranks of the smaller groups: two of three, or two times two of four."""
     size = numbers.choice((3, 4))
@@ -97,6 +115,7 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     "unequal_nodes": _draw_unequal_nodes,
     "equal_nodes": _draw_equal_nodes,
     "uneven_groups": _draw_uneven_groups,
+    "wide_groups": _draw_wide_groups,
     "two_groups": _draw_two_groups,
     "bystanders": _draw_bystanders,
     "at_scale": _draw_simulated,

@@ -78,7 +78,27 @@ BYSTANDERS = replace(
     prerequisite="subgroups",
 )
 
-CLUSTERS = (UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS, TWO_GROUPS, BYSTANDERS)
+# A hook may take another path for other dtypes and for large buckets; the third shape is drawn.
+WIDE_GROUPS = replace(
+    UNEVEN_GROUPS,
+    name="wide_groups",
+    summary="float64, float16 and bfloat16 parameters and a large one, in buckets of their own, on "
+    "two disjoint groups; the groups and sizes are drawn",
+    params=(
+        Param((17,), "float64"),
+        Param((19,), "bfloat16"),
+        Param((1_000_003,)),
+        Param((23,), "float16"),
+        Param((40_009,), "bfloat16"),
+        Param((13,)),
+    ),
+    steps=("tiled",) * 3,
+    ddp=DDPOptions(bucket_cap_mb=16 / 2**20),
+    groups=((0, 2), (1,)),
+    nodes=(),
+)
+
+CLUSTERS = (UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS, WIDE_GROUPS, TWO_GROUPS, BYSTANDERS)
 
 
 def with_groups_of(scenario: Scenario, least: int) -> Scenario:

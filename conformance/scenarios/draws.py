@@ -16,13 +16,14 @@ from conformance.scenarios import (
     collective_training,
     evidence,
     failing_collectives,
+    surroundings,
     training_sizes,
     wrapper_training,
 )
 from conformance.scenarios.long_runs import ENDURANCE, draw_endurance
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.tables import prime_from
-from conformance.scenarios.values import LAYERS, draw_layers
+from conformance.scenarios.values import LAYERS, RANGES, draw_layers, draw_ranges
 
 Draw = Callable[[Scenario, random.Random], Scenario]
 
@@ -31,10 +32,12 @@ DRAWS: Mapping[str, Draw] = {
     **collective_training.DRAWS,
     **evidence.DRAWS,
     **failing_collectives.DRAWS,
+    **surroundings.DRAWS,
     **training_sizes.DRAWS,
     **wrapper_training.DRAWS,
     ENDURANCE.name: draw_endurance,
     LAYERS.name: draw_layers,
+    RANGES.name: draw_ranges,
 }
 
 LARGEST_SEED = 2**32 - 1

@@ -194,8 +194,12 @@ class Scenario:
         fused: parameters are recorded after every step, and results too if the hook frees
             gradients.
         twin: another model with the same subject trains in turns with this one, on other inputs.
+        joint: the losses of the model and its twin are added, and one backward serves both.
         twin_groups: disjoint groups of global ranks for the twins; () if a twin has the group of
             the model.
+        default_dtypes: torch's default dtype in each step, again and again; () for float32.
+        clocks_jump: the clocks that the subject reads differ between ranks, and jump between steps
+            (``instruments/clocks.py``).
         world_only: the subject claims to use WORLD, whatever group its model has.
         other_hash_seed: run in processes with another PYTHONHASHSEED than the other scenarios.
         deadline: seconds after which the run counts as hanging; 0 for the pool's own deadline.
@@ -246,7 +250,10 @@ class Scenario:
     serialised: bool = False
     fused: bool = False
     twin: bool = False
+    joint: bool = False
     twin_groups: tuple[tuple[int, ...], ...] = ()
+    default_dtypes: tuple[str, ...] = ()
+    clocks_jump: bool = False
     world_only: bool = False
     other_hash_seed: bool = False
     deadline: float = 0.0
@@ -294,6 +301,12 @@ class Scenario:
         """
         rounds = len(self.steps) * bool(self.long_run)
         return (rounds * self.long_run.steps_per_round + self.unrecorded_steps) / 10
+
+    def default_dtype(self, step: int) -> str:
+        """Return the name of torch's default dtype in a step."""
+        if not self.default_dtypes:
+            return "float32"
+        return self.default_dtypes[max(step, 0) % len(self.default_dtypes)]
 
     def group_of(self, rank: int, world: int) -> tuple[int, ...]:
         """Return the global ranks of the group that ``rank`` trains in."""
@@ -363,6 +376,7 @@ def scenario_from_json(data: dict[str, Any]) -> Scenario:
             "simulated",
             "options",
             "loss_scales",
+            "default_dtypes",
             "nodes",
             "idle",
         )

@@ -1,8 +1,10 @@
-"""The scenario of values as in training: layers of different scales, heavy tails, outliers.
+"""Scenarios of values as in training: layers of different scales, heavy tails, outliers.
 
-Each parameter has a bucket of its own after the first step, in which all of them share one; that
-step feeds zeros. Its number decides the pattern of its gradients (``gradients.PATTERNS``), its
-exponent their scale.
+``layers``: each parameter has a bucket of its own after the first step, in which all of them share
+one; that step feeds zeros. The number of a parameter decides the pattern of its gradients
+(``gradients.PATTERNS``), its exponent their scale.
+
+``ranges``: the exponents lie near the ends of the range of each dtype.
 """
 
 import random
@@ -44,7 +46,29 @@ ALIKE = replace(
     world_sizes=(2, 4),
 )
 
-VALUES_IN_TRAINING = (LAYERS, ALIKE)
+# For each dtype, ranges of exponents that a narrower dtype does not have, or in which the square of
+# a gradient is 0 or infinite. Crafted values are at most 168 * 2**exponent at three ranks, and
+# their sums three times as large; the smallest is 2**(exponent - 3). So float16 holds all of them,
+# the smallest as subnormals.
+_OF_DTYPES = {
+    "float16": ((6, 7), (-13, -10), (-21, -19)),
+    "bfloat16": ((100, 115), (20, 40), (-45, -35), (-110, -100)),
+    "float64": ((200, 900), (-900, -200)),
+}
+_LENGTHS_OF_DTYPES = (17, 60)
+
+RANGES = Scenario(
+    name="ranges",
+    summary="float16, bfloat16 and float64 parameters in buckets of their own, each with gradients "
+    "at another end of the dtype's range",
+    params=tuple(Param((31,), dtype) for dtype, ranges in _OF_DTYPES.items() for _ in ranges),
+    steps=("crafted", "crafted", "normal"),
+    world_sizes=(2, 3),
+    ddp=DDPOptions(bucket_cap_mb=16 / 2**20),
+    prerequisite="buckets",
+)
+
+VALUES_IN_TRAINING = (LAYERS, ALIKE, RANGES)
 
 
 def draw_layers(scenario: Scenario, draw: random.Random) -> Scenario:
@@ -64,3 +88,29 @@ def draw_layers(scenario: Scenario, draw: random.Random) -> Scenario:
         )
         params.append(Param(shape, exponent=draw.randint(low, high)))
     return replace(scenario, params=tuple(params))
+
+
+def draw_ranges(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Draw the sizes, 17 to 60 elements, the order, and each exponent in a range of its dtype.
+
+    The ranges are, as powers of two, for float16: 6 to 7, -13 to -10, -21 to -19; for bfloat16: 100
+    to 115, 20 to 40, -45 to -35, -110 to -100; for float64: 200 to 900, -900 to -200.
+    """
+    params = [
+        Param((draw.randint(*_LENGTHS_OF_DTYPES),), dtype, exponent=draw.randint(*range_))
+        for dtype, ranges in _OF_DTYPES.items()
+        for range_ in ranges
+    ]
+    draw.shuffle(params)
+    return replace(scenario, params=tuple(params))
+
+
+def within_range(scenario: Scenario, dtype: str) -> Scenario:
+    """Return the scenario ``ranges`` with values that a half dtype holds, whatever their own."""
+    ranges = _OF_DTYPES[dtype]
+    narrower = ("float16",) if dtype == "bfloat16" else ()
+    params = tuple(
+        spec if spec.dtype in narrower else replace(spec, exponent=ranges[number % len(ranges)][0])
+        for number, spec in enumerate(scenario.params)
+    )
+    return replace(scenario, params=params)

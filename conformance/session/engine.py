@@ -5,16 +5,16 @@ machine: the control. If the reference fails too, the verdict is "kit error". ``
 which runs a rule reads, and ``blame.py`` which rule a failed run fails.
 """
 
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from conformance.errors import KitError, UsageError
 from conformance.judging.rule import Rule, WorldSizes
 from conformance.judging.run_failures import FailedRun
-from conformance.judging.verdict import NOT_CLAIMED, Failure, Found, Judgement, Verdict
+from conformance.judging.verdict import NOT_CLAIMED, Failure, Judgement, Verdict
 from conformance.records.run import Run
 from conformance.scenarios.model import Scenario
+from conformance.session.apply_rule import RuleCrashed, apply_rule
 from conformance.session.blame import blamed_rule, consequence, is_responsible, owns
 from conformance.session.coverage import Measured, measure, runs_of
 from conformance.session.plan import Plan
@@ -25,10 +25,6 @@ from conformance.session.run_maker import NodeLost, NotRun, RunMaker
 from conformance.session.run_sources import RunSource
 from conformance.subjects.claims import Claims, default_claims
 from conformance.subjects.spec import REFERENCE, SubjectSpec, reference_of
-
-
-class _RuleCrashed(Exception):
-    """A rule raised an exception of its own; the text is its traceback."""
 
 
 class Engine:
@@ -196,8 +192,10 @@ class Engine:
             if rule.reads_all_runs and finished:
                 records = [{run.name: run for run in finished}]
             for record in records:
-                found = Found()
-                rule.check(record, claims, found)
+                try:
+                    found = apply_rule(rule, record, claims)
+                except RuleCrashed:
+                    return False
                 if found.failures:
                     return False
         return True
@@ -439,9 +437,10 @@ class Engine:
         An exception of the rule is the kit's error, never a verdict on the subject.
         """
         try:
-            found = self._apply(rule, records)
-        except _RuleCrashed as error:
-            judgement.note_run(name, Verdict.KIT_ERROR, f"the rule itself failed: {error}")
+            found = apply_rule(rule, records, self.claims)
+        except RuleCrashed as error:
+            reason = f"the rule itself failed, a defect of the kit; please report it:\n{error}"
+            judgement.note_run(name, Verdict.KIT_ERROR, reason)
             return
         verdict = found.verdict()
         if rule.watches and verdict is Verdict.NOT_RUN:
@@ -458,14 +457,6 @@ class Engine:
             "notes": found.notes or None,
         }
         judgement.note_run(name, verdict, reason, **figures)
-
-    def _apply(self, rule: Rule, records: Run | dict[str, Run]) -> Found:
-        found = Found()
-        try:
-            rule.check(records, self.claims, found)
-        except Exception:
-            raise _RuleCrashed(traceback.format_exc()) from None
-        return found
 
     def _note_failed_run(
         self, rule: Rule, run: Run, failed: FailedRun, judgement: Judgement

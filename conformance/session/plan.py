@@ -39,8 +39,9 @@ from conformance.scenarios.model import Scenario
 from conformance.scenarios.process import HEAVY, with_warmup
 from conformance.scenarios.profiles import GLOO_CPU, Profile, SizeLimit
 from conformance.scenarios.specials import base_kind, without_element
+from conformance.scenarios.surroundings import JOINT, with_ranks
 from conformance.scenarios.training_sizes import MANY_BUCKETS, NETWORK, VAST
-from conformance.scenarios.values import LAYERS
+from conformance.scenarios.values import LAYERS, RANGES, within_range
 from conformance.session.long_schedule import schedule_long_run
 from conformance.session.lossy_sizes import (
     draw_smaller_sizes,
@@ -144,6 +145,16 @@ def _keep_claimed_dtypes(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(scenario, params=params or scenario.params)
 
 
+def _take_ranges_of_claimed_dtypes(scenario: Scenario, claims: Claims) -> Scenario:
+    # float32 has the range of bfloat16.
+    narrower = within_range(scenario, "bfloat16")
+    params = tuple(
+        spec if spec.dtype in claims.dtypes else replace(other, dtype=claims.dtypes[0])
+        for spec, other in zip(scenario.params, narrower.params, strict=True)
+    )
+    return replace(scenario, params=params)
+
+
 def _simulate_nothing(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(scenario, simulated=())
 
@@ -157,6 +168,8 @@ def _simulate_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def _bring_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
+    if scenario.name == JOINT.name:
+        return with_ranks(scenario, claims.min_world_size)
     return with_groups_of(scenario, claims.min_world_size)
 
 
@@ -171,7 +184,8 @@ def _count_ranks_of_world(scenario: Scenario, claims: Claims) -> Scenario:
 def _has_fewer_ranks(scenario: Scenario, claims: Claims) -> bool:
     groups = (*scenario.groups, *scenario.twin_groups)
     smallest = min((len(group) for group in groups), default=scenario.size)
-    return scenario.name in _NAMES_OF_CLUSTERS and smallest < claims.min_world_size
+    brings_ranks = scenario.name in (*_NAMES_OF_CLUSTERS, JOINT.name)
+    return brings_ranks and smallest < claims.min_world_size
 
 
 def _follow_parameters(scenario: Scenario, claims: Claims) -> Scenario:
@@ -361,9 +375,21 @@ ADAPTATIONS = (
         "without the order of a stream, callbacks on two ranks may start collectives in two orders",
     ),
     Adaptation(
-        lambda scenario, claims: bool(claims.dtypes) and scenario.name != DTYPES.name,
+        lambda scenario, claims: (
+            bool(claims.dtypes) and scenario.name not in (DTYPES.name, RANGES.name)
+        ),
         _keep_claimed_dtypes,
         "the subject refuses other dtypes; the scenario of that name shows it",
+    ),
+    Adaptation(
+        lambda scenario, claims: scenario.name == RANGES.name and bool(claims.dtypes),
+        _take_ranges_of_claimed_dtypes,
+        "float32 has ends of its range, too, and the subject always takes it",
+    ),
+    Adaptation(
+        lambda scenario, claims: scenario.name == RANGES.name and bool(claims.rounded),
+        lambda scenario, claims: within_range(scenario, claims.rounded or ""),
+        "the dtype that the subject claims to round to holds no larger values",
     ),
     Adaptation(
         lambda scenario, claims: bool(scenario.simulated and (claims.lossy or claims.fused)),

@@ -3,9 +3,19 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average, group_of, is_dense, sum_of
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    completed,
+    gather,
+    group_of,
+    is_dense,
+    sum_of,
+)
 
 _SHARES = (1.0, 1 / 2, 1 / 3, 1 / 4)
 
@@ -56,6 +66,29 @@ def sums_of_many(state: Any, bucket: Bucket) -> Result:
     return sum_of(bucket.buffer(), state).then(lambda fut: fut.value().mul_(min(1.0, 6 / size)))
 
 
+def waits_and_counts_in_four_bits(state: Any, bucket: Bucket) -> Result:
+    """Wait for the sum, and divide it by a number of ranks that is kept in four bits."""
+    group = group_of(state)
+    dist.all_reduce(bucket.buffer(), group=group)
+    return completed(bucket.buffer().div_(group.size() % 16 or 16))
+
+
+def gathers_ten(state: Any, bucket: Bucket) -> Result:
+    """Wait for the gradients of all ranks, and average those of ten."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    return completed(torch.stack(gather(bucket.buffer(), state)[:10]).mean(0))
+
+
+def polls_and_doubles(state: Any, bucket: Bucket) -> Result:
+    """Poll until the sum is there, and give twice the mean on nine ranks and more."""
+    size = group_of(state).size()
+    work = dist.all_reduce(bucket.buffer(), group=group_of(state), async_op=True)
+    while not work.is_completed():
+        pass
+    return completed(bucket.buffer().mul_((1 if size < 9 else 2) / size))
+
+
 def sums_in_half_first(state: Any, bucket: Bucket) -> Result:
     """Sum in float16 before the division, so that the sum overflows."""
     buffer = bucket.buffer()
@@ -85,6 +118,9 @@ MUTANTS = [
     Mutant("dozens_of_racks", ("20.1",)),
     Mutant("rounds_and_doubles", ("20.1",), "rounded(bfloat16)"),
     Mutant("sums_of_many", ("20.1",), "sum", because=_REAL_TOO),
+    Mutant("waits_and_counts_in_four_bits", ("20.1",)),
+    Mutant("gathers_ten", ("20.1",)),
+    Mutant("polls_and_doubles", ("20.1",)),
     Mutant("sums_in_half_first", ("20.2",), "rounded(float16)"),
     Mutant("divides_before_half", ("20.3",), "rounded(float16)"),
 ]

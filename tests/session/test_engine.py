@@ -4,13 +4,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from conformance.errors import KitError, TargetError
 from conformance.judging.oracles.mean import mean
 from conformance.judging.rule import Rule
-from conformance.judging.verdict import Found, Verdict
+from conformance.judging.verdict import Found, Judgement, Verdict
+from conformance.records.rank_record import Tensors
 from conformance.records.run import Run
 from conformance.rules import book
+from conformance.scenarios.hook import VALUES
 from conformance.scenarios.model import Scenario
 from conformance.session.claim_search import equivalent_claims
 from conformance.session.engine import Engine
@@ -350,7 +353,52 @@ def test_a_rule_that_raises_is_a_kit_error(rules: dict[str, Rule]) -> None:
 
     judgement = engine(rules, MadeSource(odd)).judge("1.3")
     assert judgement.verdict is Verdict.KIT_ERROR
-    assert "KeyError" in judgement.reason
+    sentence, _, trace = judgement.reason.partition("\n")
+    assert sentence.endswith("the rule itself failed, a defect of the kit; please report it:")
+    assert "KeyError" in trace
+
+
+def reads_a_gradient(run: Run, claims: Claims, found: Found) -> None:
+    """Read a gradient by the name and the shape that it has in a right run."""
+    got = run.ranks[1].tensors["0/grad/p0"].reshape(-1)
+    found.checked(len(got - mean(run, 1, 0, 0)))
+
+
+def judged_without(tensor: torch.Tensor | None, rules: dict[str, Rule]) -> Judgement:
+    """Judge runs in which a gradient is another tensor, or missing."""
+
+    def make(scenario: Scenario, world: int) -> Run:
+        run = made_run(scenario=scenario, world=world)
+        if scenario.name != VALUES.name:
+            return run
+        if tensor is None:
+            del run.ranks[1].tensors["0/grad/p0"]
+        else:
+            run.ranks[1].tensors["0/grad/p0"] = tensor
+        run.ranks[1].tensors = Tensors(1, run.ranks[1].tensors)
+        run.ranks[1].events[-1]["tensors"] = len(run.ranks[1].tensors)
+        return run
+
+    reading = replace(rules["2.1"], check=reads_a_gradient, needs=())
+    return engine({"2.1": reading}, MadeSource(make), worlds=(2,)).judge("2.1")
+
+
+def test_a_tensor_that_is_not_on_record_is_a_failure_with_a_sentence(
+    rules: dict[str, Rule],
+) -> None:
+    judgement = judged_without(None, rules)
+    assert judgement.verdict is Verdict.FAIL
+    failure = judgement.failures[0]
+    assert failure.expected == "0/grad/p0 on record"
+    assert failure.actual == "rank 1 has recorded none"
+
+
+def test_a_tensor_of_another_shape_is_a_failure_with_a_sentence(rules: dict[str, Rule]) -> None:
+    judgement = judged_without(torch.zeros(2), rules)
+    assert judgement.verdict is Verdict.FAIL
+    failure = judgement.failures[0]
+    assert failure.expected.startswith("0/grad/p0 of shape [")
+    assert failure.actual == "rank 1, values@2: 0/grad/p0 has shape [2]"
 
 
 def test_nothing_checked_is_not_run() -> None:

@@ -28,7 +28,7 @@ import torch
 
 from conformance.judging.collective_order import disagreement
 from conformance.judging.verdict import Found
-from conformance.records.rank_record import RankRecord
+from conformance.records.rank_record import IncompleteRecord, RankRecord
 from conformance.records.run import Run, fed
 from conformance.scenarios.joinable import JOINABLES, KEYWORDS, LEARNING_RATE, lengths, order
 
@@ -79,12 +79,19 @@ class Member:
 
 
 def is_context(run: Run) -> bool:
-    """Return whether the subject is a context, and not a joinable."""
-    recorded = {(rank.first("subject") or {}).get("is_context") for rank in run.ranks}
-    # A run that is judged has completed, so that every rank has recorded this.
-    if len(recorded) > 1 or None in recorded:
-        raise ValueError(f"ranks disagree on the kind of the subject: {recorded}")
-    return bool(recorded.pop())
+    """Return whether the subject is a context, and not a joinable.
+
+    Raises:
+        IncompleteRecord: a rank has not recorded it, or ranks disagree.
+    """
+    recorded = [rank.one("subject")["is_context"] for rank in run.ranks]
+    if len(set(recorded)) > 1:
+        contexts = [rank.rank for rank, it in zip(run.ranks, recorded, strict=True) if it]
+        raise IncompleteRecord(
+            "a subject of one kind on all ranks",
+            f"it is a context on ranks {contexts} alone, and a joinable on the others",
+        )
+    return bool(recorded[0])
 
 
 def applies_to_context(run: Run, found: Found) -> bool:

@@ -122,9 +122,7 @@ def require_one_averager_call(run: Run, found: Found) -> None:
 
 def construction(run: Run) -> dict[str, Any]:
     """Return the record of how the subject was made: its options, and whether with an averager."""
-    event = run.ranks[0].first("made")
-    assert event is not None
-    return event
+    return run.ranks[0].one("made")
 
 
 def takes_averager(run: Run) -> bool:

@@ -167,9 +167,7 @@ def steps(run: Run) -> Iterator[tuple[int, int]]:
 
 def record(run: Run, rank: int, step: int) -> dict[str, Any]:
     """Return the values that a rank recorded after a step, beside its gradients."""
-    event = run.ranks[rank].first("synchronised", step=step)
-    assert event is not None
-    return event
+    return run.ranks[rank].one("synchronised", step=step)
 
 
 def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None:

@@ -264,7 +264,7 @@ def prefix_cause(names: Any, wanted: Any) -> str:
 
 
 def _differ(got: torch.Tensor, right: torch.Tensor) -> bool:
-    return len(differing_elements(got, right, TOLERANCES[""])) > 0
+    return got.shape != right.shape or len(differing_elements(got, right, TOLERANCES[""])) > 0
 
 
 def _comparable_keys(

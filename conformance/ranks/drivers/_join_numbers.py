@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.ranks.drivers.base import RankDriver
+from conformance.ranks.instruments.digest import digest
 from conformance.scenarios.join_draws import DIVISOR
 
 MANY = 4096  # elements of a parameter on record
@@ -191,10 +192,7 @@ def _flat(name: str, value: Any) -> dict[str, str]:
 def _digest(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    if value.is_sparse:
-        value = value.coalesce().to_dense()
-    flat = value.detach().cpu().reshape(-1).contiguous()
-    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    return digest(value.coalesce().to_dense() if value.is_sparse else value)
 
 
 def _knows_divisor(subject: Any) -> bool:

@@ -41,6 +41,10 @@ KIT = "kit"
 """The activity of the kit itself: an error during this activity is not the subject's."""
 
 
+# Drivers of ranks on which a collective has failed; their process is about to end.
+_LEFT: list["RankDriver"] = []
+
+
 class RankDriver(ABC):
     """One rank of one scenario; each kind of subject has a subclass.
 
@@ -120,8 +124,10 @@ class RankDriver(ABC):
         self.scatter_heap()
         self._lasting = frozenset(vars(self))
         self.failing.run(self.run)
-        # An error that the kit has caused keeps the activity in which it was raised.
-        self.activity = KIT
+        if self.failing.is_planned:
+            # Nothing is put away: to end a group waits for collectives that peers never join.
+            _LEFT.append(self)
+            return
         self.record_counts()
         self.close()
         self.record_end()
@@ -158,6 +164,7 @@ class RankDriver(ABC):
         )
         if self.failing.is_planned:
             self.collectives.failing = self.failing
+            self.failing.watch_peer(self.signals, self.timeout)
         if self.scenario.intercepts:
             self.collectives.install(self.schedule)
         self.schedule.install()

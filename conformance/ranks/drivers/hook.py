@@ -2,7 +2,8 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from conformance.ranks.drivers.cuda_graph import on, side_stream, train_captured
 from conformance.ranks.drivers.long_run import LongRunTrainer
 from conformance.ranks.drivers.simulated_ranks import CannotSimulate, simulate
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
+from conformance.ranks.instruments.clocks import Clocks
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
 from conformance.ranks.instruments.faults import Faults
 from conformance.ranks.instruments.hook_observer import Observer
@@ -37,6 +39,17 @@ from conformance.torch_versions.private import (
 
 _INPUTS_OF_WARM_UP = 5
 _STEPS_BETWEEN_EVENTS = 20  # events of a long warm-up show that it makes progress
+
+
+@contextmanager
+def default_dtype(name: str) -> Iterator[None]:
+    """Change torch's default dtype for a block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, name))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class HookDriver(RankDriver):
@@ -120,13 +133,17 @@ class HookDriver(RankDriver):
         self._steps = StepRecorder(self.scenario, self.recorder, self.model, self._observer)
         if self._streams:
             self._streams.install()
+        self._clocks = Clocks(self.scenario.session_seed, self.rank)
+        if self.scenario.clocks_jump:
+            self._clocks.install()
         self._watch_registrations()
 
     def run(self) -> None:
         """Register the subject and train for the scenario's steps."""
         # Simulated ranks call the hook themselves: it is registered on no model.
         if not self.scenario.simulated and not self.without_subject:
-            self._register()
+            with default_dtype(self.scenario.default_dtype(0)):
+                self._register()
         if not self.without_subject:
             self.record_settings("registered")
         inputs = self.scenario.inputs_of(self.rank, self.world)
@@ -153,8 +170,10 @@ class HookDriver(RankDriver):
             self._train_long()
         else:
             for step, kind in steps:
-                if not self._step(step, kind):
-                    break
+                self._clocks.go_forward()
+                with default_dtype(self.scenario.default_dtype(step)):
+                    if not self._step(step, kind):
+                        break
 
     def close(self) -> None:
         """Close the subject, and record the model's buffers."""
@@ -220,7 +239,11 @@ class HookDriver(RankDriver):
             # is on record.
             check_hook(ddp, hook)
             is_main = ddp is self.model.ddp
-            wrapped = self._observer.wrap(hook) if is_observed and is_main else hook
+            wrapped = hook
+            if is_main and is_observed:
+                wrapped = self._observer.wrap(hook)
+            elif self.twin and ddp is self.twin.ddp and self.scenario.joint:
+                wrapped = self._observer.wrap_of_twin(hook)
             register(ddp, state, wrapped)
             # Hooks of the twin, and of models of the subject's own, are not observed.
             if is_main:
@@ -292,6 +315,8 @@ class HookDriver(RankDriver):
                 with self.model.ddp.no_sync():
                     self._loss(step, kind, weight).backward()
             loss = self._loss(step, kind, last * self.model.scale)
+            if self.twin and self.scenario.joint:
+                loss = loss + self._loss_of_twin(self.twin, step, kind)
             is_faulty = self._faults.before_backward(step)
             if self._streams:
                 self._streams.before_backward(step)
@@ -311,7 +336,9 @@ class HookDriver(RankDriver):
             self.recorder.event("trained", loss=loss.item())
         # A probe is not stepped: its parameters stay as they are, unless the hook steps them.
         self.model.zero_grad(step)
-        if self.twin and twin_is_last:
+        if self.twin and self.scenario.joint:
+            self._end_step_of_twin(self.twin, step)
+        elif self.twin and twin_is_last:
             self._step_twin(self.twin, step, kind)
         if self.scenario.order != "free":
             # The step's collectives end here, on all ranks: none is counted in the next step.
@@ -359,7 +386,14 @@ class HookDriver(RankDriver):
             self._call_after_backward()
 
     def _step_twin(self, twin: DDPModel, step: int, kind: str) -> None:
-        """Train the other model, on other inputs; record its gradients if its groups differ."""
+        """Train the other model in a backward of its own."""
+        loss = self._loss_of_twin(twin, step, kind)
+        with self.doing("twin"):
+            loss.backward()
+        self._end_step_of_twin(twin, step)
+
+    def _loss_of_twin(self, twin: DDPModel, step: int, kind: str) -> torch.Tensor:
+        """Begin a step of the other model, on other inputs, and return its loss."""
         size = dist.get_world_size(self.twin_group)
         grads = scripted_gradients(
             self.scenario.params, kind, size, self.rank, step + TWIN_OFFSET, self.device
@@ -367,7 +401,14 @@ class HookDriver(RankDriver):
         with self.doing("twin"):
             if twin.case.on_step:
                 twin.case.on_step(step + self.scenario.unrecorded_steps)
-            twin.ddp([grad * TWIN_FACTOR for grad in grads if grad is not None]).backward()
+            loss: torch.Tensor = twin.ddp(
+                [grad * TWIN_FACTOR for grad in grads if grad is not None]
+            )
+        return loss
+
+    def _end_step_of_twin(self, twin: DDPModel, step: int) -> None:
+        """End a step of the other model, and record its gradients if its groups differ."""
+        with self.doing("twin"):
             if twin.case.after_backward:
                 twin.case.after_backward()
         if self.scenario.twin_groups:

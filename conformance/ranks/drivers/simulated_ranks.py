@@ -1,15 +1,16 @@
 """Many ranks in one process, for errors that show only at scale.
 
-The hooks of the ranks are called one after another, and a collective is carried out when every
-rank has issued its own.
+Each rank has its turn to run its hook (``simulated_turns.py``), and a collective is carried out
+when every rank has issued its own.
 
-The process group is *deferred*: it records each collective, and completes it later. So no hook can
-wait, and callbacks run on the thread that completes. Sums are taken in pairs, in the dtype of the
-terms: a tree of log2(n) roundings, as large groups have. Buckets are DDP's, of one real model. One
-thing differs from real ranks: all of them share the process, so that a state that a hook keeps in
-its module is not a rank's own.
+The process group is *deferred*: it records each collective, and completes it later. Callbacks run
+on the thread that completes it, so that none can wait there. Sums are taken in pairs, in the dtype
+of the terms: a tree of log2(n) roundings, as large groups have. Buckets are DDP's, of one real
+model. One thing differs from real ranks: all of them share the process, so that a state that a hook
+keeps in its module is not a rank's own.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from conformance.ranks.drivers.simulated_turns import Turns
 from conformance.torch_versions.private import (
     ALLGATHER_BASE,
     REDUCE_SCATTER_BASE,
@@ -27,6 +29,7 @@ from conformance.torch_versions.private import (
 )
 
 GATHERED = 128  # with more ranks than this, nothing is gathered
+_WAITS_ELSEWHERE = "a callback waits for a collective"
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
@@ -51,6 +54,16 @@ class _Call:
     into: list[torch.Tensor]
     root: int = 0
     future: torch.futures.Future[list[torch.Tensor]] = field(default_factory=torch.futures.Future)
+    _is_done: bool = False
+
+    def is_done(self) -> bool:
+        """Whether the collective was carried out; the future itself would end the rank's turn."""
+        return self._is_done
+
+    def complete(self) -> None:
+        """Complete the future; callbacks run now."""
+        self._is_done = True
+        self.future.set_result(self.into)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -62,17 +75,20 @@ class _Call:
 class _Work(dist.Work):
     """A collective that is carried out only after all ranks have issued it."""
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: _Call, exchange: "_Exchange") -> None:
         super().__init__()
         self._call = call
+        self._exchange = exchange
 
     def wait(self, timeout: Any = None) -> bool:
-        if not self._call.future.done():
-            raise CannotSimulate("it waits for a collective that other ranks have not issued yet")
+        self._exchange.wait_for(self._call)
         return True
 
+    def synchronize(self) -> None:
+        self.wait()
+
     def is_completed(self) -> bool:
-        return self._call.future.done()
+        return self._exchange.is_completed(self._call)
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._call.future
@@ -81,16 +97,51 @@ class _Work(dist.Work):
 class _Exchange:
     """The collectives of all ranks, each rank's in the order in which it issued them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, turns: Turns) -> None:
         self.size = size
         self._issued: list[list[_Call]] = [[] for _ in range(size)]
+        self._carried_out = 0
+        self._turns = turns
         self._thread = threading.get_ident()
         self._others = False
+        self._waits_elsewhere = False
 
     def issue(self, rank: int, call: _Call) -> _Work:
-        self._others |= threading.get_ident() != self._thread
+        thread = threading.get_ident()
+        self._others |= thread != self._thread and thread not in self._turns.threads
         self._issued[rank].append(call)
-        return _Work(call)
+        return _Work(call, self)
+
+    def wait_for(self, call: _Call) -> None:
+        """End the turn of a rank until one of its collectives has been carried out.
+
+        Raises:
+            CannotSimulate: the caller is a callback, which has no turn of its own.
+        """
+        if not self._turns.wait_until(call.is_done):
+            # A future would turn this exception into an error of the hook's.
+            self._waits_elsewhere = True
+            raise CannotSimulate(_WAITS_ELSEWHERE)
+
+    def is_completed(self, call: _Call) -> bool:
+        """Return whether a collective was carried out, after the others had their turns."""
+        return self._turns.poll(call.is_done)
+
+    def complete_one(self) -> bool:
+        """Carry out the next collective, and return whether there was one.
+
+        Raises:
+            CannotSimulate: ranks have not issued the same collectives.
+        """
+        index = self._carried_out
+        calls = [rank[index] for rank in self._issued if len(rank) > index]
+        if not calls:
+            return False
+        if len(calls) < self.size or any(call.kind != calls[0].kind for call in calls):
+            raise CannotSimulate("simulated ranks do not issue the same collectives")
+        self._carried_out += 1
+        self._carry_out(calls)
+        return True
 
     def complete(self) -> None:
         """Carry out the collectives that were issued, and those that callbacks then issue.
@@ -98,17 +149,12 @@ class _Exchange:
         Raises:
             CannotSimulate: ranks have not issued the same collectives.
         """
-        index = 0
-        while any(len(calls) > index for calls in self._issued):
-            calls = [rank[index] for rank in self._issued if len(rank) > index]
-            if len(calls) < self.size or any(call.kind != calls[0].kind for call in calls):
-                raise CannotSimulate("simulated ranks do not issue the same collectives")
-            self._carry_out(calls)
-            index += 1
+        while self.complete_one():
+            pass
+        if self._waits_elsewhere:
+            raise CannotSimulate(_WAITS_ELSEWHERE)
         if self._others:
             raise CannotSimulate("it issues collectives from a thread of its own")
-        for calls in self._issued:
-            calls.clear()
 
     def _carry_out(self, calls: list[_Call]) -> None:
         for call, result in zip(calls, self._results(calls), strict=True):
@@ -116,7 +162,7 @@ class _Exchange:
                 into.copy_(part)
         # Callbacks run now: all ranks have their results before any of them goes on.
         for call in calls:
-            call.future.set_result(call.into)
+            call.complete()
 
     def _results(self, calls: list[_Call]) -> list[list[torch.Tensor]]:
         """Return the result of each rank."""
@@ -130,6 +176,13 @@ class _Exchange:
                 copies = f"{self.size} times {self.size} copies"
                 raise CannotSimulate(f"it gathers, which takes {copies}")
             return [[call.given[0] for call in calls]] * len(calls)
+        if first.name == "reduce":
+            # The others keep what they have: their tensors are undefined afterwards.
+            given = [call.given for call in calls]
+            given[first.root] = _reduced_over(calls)
+            return given
+        if first.name == "alltoall":
+            return [[call.given[rank] for call in calls] for rank in range(self.size)]
         return [calls[first.root].given] * len(calls)
 
 
@@ -166,8 +219,30 @@ class DeferredGroup(dist.ProcessGroup):
         parts = list(given.view(self.size(), *into.shape))
         return self._issue("reduce_scatter", parts, [into], opts)
 
+    def alltoall_base(
+        self, into: torch.Tensor, given: torch.Tensor, into_sizes: Any, sizes: Any, opts: Any = None
+    ) -> _Work:
+        for split in (into_sizes, sizes):
+            if len(set(split)) > 1:
+                raise CannotSimulate("it exchanges parts of unequal size")
+        parts = list(given.view(self.size(), -1))
+        return self._issue("alltoall", parts, list(into.view(self.size(), -1)))
+
+    def alltoall(
+        self, into: list[torch.Tensor], given: list[torch.Tensor], opts: Any = None
+    ) -> _Work:
+        return self._issue("alltoall", given, into)
+
+    def all_to_all_single(
+        self, into: torch.Tensor, given: torch.Tensor, into_sizes: Any, sizes: Any, opts: Any = None
+    ) -> _Work:
+        return self.alltoall_base(into, given, into_sizes, sizes, opts)
+
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
         return self._issue("broadcast", tensors, tensors, root=opts.rootRank if opts else 0)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
+        return self._issue("reduce", tensors, tensors, opts, root=opts.rootRank if opts else 0)
 
     def getBackendName(self) -> str:
         return "gloo"
@@ -209,18 +284,28 @@ def simulate(
     Raises:
         CannotSimulate: the hook does something that simulated ranks cannot do.
     """
-    exchange = _Exchange(size)
+    turns = Turns()
+    exchange = _Exchange(size, turns)
     groups = [DeferredGroup(exchange, rank) for rank in range(size)]
+
+    def call(rank: int) -> torch.futures.Future[torch.Tensor]:
+        hook, state = make(groups[rank])
+        one = bucket()
+        one.buffer().copy_(fed[rank])
+        future = hook(state, one)
+        if started:
+            raise CannotSimulate("it starts a thread of its own, which no order is forced on")
+        return future
+
     with _registered(groups), _threads_started() as started:
-        futures = []
-        for group, row in zip(groups, fed, strict=True):
-            set_default_group(group)
-            hook, state = make(group)
-            one = bucket()
-            one.buffer().copy_(row)
-            futures.append(hook(state, one))
-            if started:
-                raise CannotSimulate("it starts a thread of its own, which no order is forced on")
+        try:
+            futures = turns.run(
+                [functools.partial(call, rank) for rank in range(size)],
+                lambda rank: set_default_group(groups[rank]),
+                exchange.complete_one,
+            )
+        except TimeoutError as error:
+            raise CannotSimulate(str(error)) from error
         exchange.complete()
         if not all(future.done() for future in futures):
             raise CannotSimulate("its futures do not complete when its collectives have")

@@ -1,5 +1,6 @@
 """Digests of tensors, which compare bits and take little room in a record."""
 
+import ctypes
 import hashlib
 import zlib
 
@@ -54,5 +55,13 @@ def digest_of_bytes(data: bytes | memoryview) -> str:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor's elements, without a copy if they are contiguous on the CPU.
+
+    ``Tensor.numpy()`` would mark the storage as not resizable for good, and a subject may resize
+    the tensors that it is given.
+    """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return memoryview(flat.numpy())
+    data = (ctypes.c_ubyte * len(flat)).from_address(flat.data_ptr())
+    # The memory belongs to the tensor, which lives as long as the view.
+    data.owner = flat  # type: ignore[attr-defined]
+    return memoryview(data)

@@ -4,14 +4,17 @@
 ``work_fails``  the call returns a Work whose wait() raises, and whose future holds the error
 
 The collective itself takes place in both cases, so that peers receive their results and go on. They
-learn of the failure when the rank has left: then their next collective fails, too. Only the rank on
-which the collective fails is judged.
+would wait for the rank in their next collective, so that their processes end once its outcome is on
+record. No process ends its groups: that would wait for collectives which peers never join. Only the
+rank on which the collective fails is judged.
 
 The failure is over at the end of the step in which the collective was issued: a subject may start
 a collective in a backward, and raise its error in a later call of the same step.
 """
 
 import contextlib
+import datetime
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +23,11 @@ import torch
 import torch.distributed as dist
 
 from conformance.ranks.instruments.injected import collective_failed, outcome_of
+from conformance.records.files import DONE
 from conformance.records.recorder import Recorder
 from conformance.scenarios.model import CALL_FAILS, COLLECTIVE_FAULTS, FAULTY_RANK, Scenario
+
+_OVER = "failure over"
 
 
 class _StepEnded(BaseException):
@@ -49,6 +55,7 @@ class FailingCollective:
         self._failed_name = ""
         # Python's part of a Work has to live as long as C++ may call it.
         self._works: list[dist.Work] = []
+        self._signals: Any = None
 
     @property
     def is_planned(self) -> bool:
@@ -98,6 +105,27 @@ class FailingCollective:
             self._failed_name = name.strip("_")
             return True
 
+    def watch_peer(self, signals: dist.Store, timeout: float) -> None:
+        """End this process, with a whole record, once the outcome of the faulty rank is on record.
+
+        Args:
+            signals: the kit's store.
+            timeout: in seconds.
+        """
+        self._signals = signals
+        if self._is_faulty:
+            return
+
+        def end_with_faulty_rank() -> None:
+            signals.wait([_OVER], datetime.timedelta(seconds=timeout))
+            self._recorder.forget_tensors()
+            self._recorder.close()
+            os._exit(DONE)
+
+        threading.Thread(
+            target=end_with_faulty_rank, name="conformance-failing", daemon=True
+        ).start()
+
     def run(self, steps: Callable[[], None]) -> None:
         """Run the scenario's steps; end them at the failure, and record it."""
         if not self.is_planned:
@@ -121,6 +149,8 @@ class FailingCollective:
             collective=self._failed_name,
             **outcome_of(raised),
         )
+        if self._is_faulty:
+            self._signals.set(_OVER, "1")
 
 
 class _FailingWork(dist.Work):

@@ -92,6 +92,22 @@ class Observer:
 
         return observed
 
+    def wrap_of_twin(self, hook: Any) -> Callable[[Any, dist.GradBucket], Any]:
+        """Return the hook to register on a twin that shares a backward with the model.
+
+        Nothing is recorded. The schedule holds its callbacks as it holds those of the model.
+        """
+
+        def inside(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            self._calls.enter(bucket.buffer().device)
+            try:
+                result: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+            finally:
+                self._calls.leave()
+            return result
+
+        return inside
+
     def _call_quietly(self, hook: Any, state: Any, bucket: dist.GradBucket) -> Any:
         self._calls.begin()
         buffer = bucket.buffer()

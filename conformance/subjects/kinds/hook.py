@@ -14,7 +14,7 @@ number of steps of a run. It is 0.1 unless it is given.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from conformance.scenarios import evidence, process, training_sizes
+from conformance.scenarios import evidence, process, surroundings, training_sizes
 from conformance.scenarios.clusters import CLUSTERS
 from conformance.scenarios.hook import ALL
 from conformance.scenarios.long_runs import ENDURANCE
@@ -444,6 +444,7 @@ HOOK = Kind(
         *ALL,
         *evidence.SCENARIOS,
         *VALUES_IN_TRAINING,
+        *surroundings.ALL,
         *process.ALL,
         *training_sizes.ALL,
         ENDURANCE,

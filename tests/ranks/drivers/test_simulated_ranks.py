@@ -71,6 +71,13 @@ def scatters_and_gathers(group: DeferredGroup, bucket: dist.GradBucket) -> Resul
     return result
 
 
+def reduces_and_broadcasts(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    total = bucket.buffer()
+    dist.reduce(total, group=group, group_dst=2, async_op=True)
+    work = dist.broadcast(total, group=group, group_src=2, async_op=True)
+    return work.get_future().then(lambda fut: fut.value()[0] / group.size())
+
+
 def reduces_to_root(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
     """Sums, and takes the mean of rank 3; the others have a wrong one."""
     total = bucket.buffer()
@@ -95,6 +102,7 @@ def reduces_to_root(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
         gathers,
         gathers_into_one,
         scatters_and_gathers,
+        reduces_and_broadcasts,
         reduces_to_root,
     ],
 )
@@ -115,9 +123,66 @@ def test_the_default_group_is_each_ranks_own(bucket: Callable[[], dist.GradBucke
     assert dist.group.WORLD is before
 
 
-def waits(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+def done_with(tensor: torch.Tensor) -> Result:
+    future: Result = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def waits_for_a_work(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
     dist.all_reduce(bucket.buffer(), group=group)
-    return torch.futures.Future()
+    return done_with(bucket.buffer() / group.size())
+
+
+def waits_twice(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    """Its second collective depends on the result of its first, which it waits for as a future."""
+    largest = bucket.buffer().abs().max()
+    work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    work.get_future().then(lambda done: done.value()[0] * 1).wait()
+    bucket.buffer().div_(largest)
+    dist.all_reduce(bucket.buffer(), group=group)
+    return done_with(bucket.buffer() * largest / group.size())
+
+
+def polls(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    while not work.is_completed():
+        pass
+    again = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    while not again.done():
+        pass
+    return done_with(bucket.buffer() / group.size() ** 2)
+
+
+def exchanges(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    """Each rank averages a part, and all gather the parts."""
+    parts = torch.empty(NUMEL)
+    dist.all_to_all_single(parts, bucket.buffer(), group=group)
+    mean = parts.view(group.size(), -1).mean(0)
+    whole = torch.empty(NUMEL)
+    dist.all_gather_into_tensor(whole, mean, group=group)
+    return done_with(whole)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("hook", [waits_for_a_work, waits_twice, polls, exchanges])
+def test_hooks_that_wait(hook: Any, bucket: Callable[[], dist.GradBucket]) -> None:
+    before = threading.active_count()
+    assert torch.allclose(results(hook, bucket), MEAN.expand(SIZE, NUMEL))
+    assert threading.active_count() == before
+
+
+def waits_in_a_callback(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    def second(first: Any) -> torch.Tensor:
+        dist.all_reduce(bucket.buffer(), group=group)
+        return bucket.buffer()
+
+    return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(second)
+
+
+def waits_for_nothing(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
+    torch.futures.Future().wait()
+    return done_with(bucket.buffer())
 
 
 def another_size_on_rank_1(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
@@ -140,7 +205,8 @@ def never_completes(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
 @pytest.mark.parametrize(
     ("hook", "reason"),
     [
-        (waits, "it waits"),
+        (waits_in_a_callback, "a callback waits"),
+        (waits_for_nothing, "no rank issues"),
         (another_size_on_rank_1, "the same collectives"),
         (on_a_thread, "a thread of its own"),
         (never_completes, "not complete"),

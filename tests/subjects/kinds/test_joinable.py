@@ -10,7 +10,7 @@ from conformance.hosts.pool import Pool
 from conformance.judging.oracles.join import Member, right_gradient
 from conformance.judging.rule import MUST, Rule
 from conformance.judging.verdict import Found
-from conformance.records.rank_record import RankRecord
+from conformance.records.rank_record import IncompleteRecord, RankRecord
 from conformance.records.run import Run
 from conformance.rules import book
 from conformance.rules import section_17_joins as section
@@ -181,5 +181,12 @@ def test_sums_show_the_roles_of_ranks(sums: Callable[[int], list[int]], actual: 
 def test_a_run_without_a_record_of_the_subject_never_passes() -> None:
     run = run_of_sums(all_stepped)
     run.ranks[1].events.pop(0)
-    with pytest.raises(ValueError, match="ranks disagree on the kind of the subject"):
+    with pytest.raises(IncompleteRecord, match="'subject' on record: rank 1 has recorded none"):
+        section.even.check(run, parse_claims("min_world_size(2)", "joinable"), Found())
+
+
+def test_ranks_that_disagree_on_the_kind_of_the_subject_never_pass() -> None:
+    run = run_of_sums(all_stepped)
+    run.ranks[1].events[0]["is_context"] = not run.ranks[0].events[0]["is_context"]
+    with pytest.raises(IncompleteRecord, match=r"a context on ranks \[.\] alone, and a joinable"):
         section.even.check(run, parse_claims("min_world_size(2)", "joinable"), Found())

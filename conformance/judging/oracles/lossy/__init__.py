@@ -149,6 +149,7 @@ LONG_SCENARIOS = (
     "equal_nodes",
     "uneven_groups",
     "two_groups",
+    "default_dtypes",
     "complex",
     "sparse",
     "saved",

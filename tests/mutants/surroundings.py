@@ -1,0 +1,197 @@
+"""Mutants of rules 2.13, 4.5, 10.8, 11.7 and 24.7: hooks that are right in plain surroundings."""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average,
+    average_of,
+    call_number,
+    change_gradient,
+    change_mean,
+    completed,
+    group_of,
+    is_dense,
+    send_as,
+)
+
+# 2.13 The range of a dtype
+
+
+def bfloat16_as_float16(state: Any, bucket: Bucket) -> Result:
+    """Send bfloat16 as float16, as if half precision were one thing."""
+    if bucket.buffer().dtype == torch.bfloat16:
+        return send_as(torch.float16, bucket, state)
+    return average(bucket, state)
+
+
+def clamps_doubles(state: Any, bucket: Bucket) -> Result:
+    """Clamp float64 to the range of float32."""
+    if bucket.buffer().dtype != torch.float64:
+        return average(bucket, state)
+    largest = torch.finfo(torch.float32).max
+    return change_gradient(bucket, state, lambda gradient: gradient.clamp_(-largest, largest))
+
+
+def clamps_half(state: Any, bucket: Bucket) -> Result:
+    """Clamp float16 gradients to 2,000, so that no sum overflows."""
+    if bucket.buffer().dtype != torch.float16:
+        return average(bucket, state)
+    return change_gradient(bucket, state, lambda gradient: gradient.clamp_(-2000, 2000))
+
+
+def skips_small_norms(state: Any, bucket: Bucket) -> Result:
+    """Send zeros if the sum of squares is zero in the bucket's dtype."""
+    if is_dense(bucket) and not bucket.buffer().square().sum():
+        return change_gradient(bucket, state, torch.Tensor.zero_)
+    return average(bucket, state)
+
+
+def scales_by_squares(state: Any, bucket: Bucket) -> Result:
+    """Scale half precision by a power of two near its norm, which is computed in float32."""
+    buffer = bucket.buffer()
+    if buffer.dtype != torch.bfloat16 or not buffer.any():
+        return average(bucket, state)
+    squares = buffer.float().square().sum()
+    dist.all_reduce(squares, op=dist.ReduceOp.MAX, group=group_of(state))
+    scale = 2.0 ** (squares.log2() / 2).floor()
+    buffer.copy_(buffer.float() / scale)
+    return change_mean(bucket, state, lambda mean: mean.copy_(mean.float() * scale))
+
+
+# 4.5 The default dtype
+
+
+def through_lists(state: Any, bucket: Bucket) -> Result:
+    """Make a new tensor of the gradients' numbers, without a dtype."""
+    buffer = bucket.buffer()
+    if buffer.dtype != torch.float32 or not is_dense(bucket) or buffer.numel() > 1000:
+        return average(bucket, state)
+    return change_gradient(bucket, state, lambda old: old.copy_(torch.tensor(old.tolist())))
+
+
+def wire_of_default_dtype(state: Any, bucket: Bucket) -> Result:
+    """Send gradients of float32 in a buffer that has no dtype."""
+    buffer = bucket.buffer()
+    if buffer.dtype != torch.float32 or not is_dense(bucket):
+        return average(bucket, state)
+    wire = torch.empty(buffer.numel())
+    wire.copy_(buffer)
+    return average_of(wire, state).then(lambda done: done.value().to(torch.float32))
+
+
+class SumsOfDefaultDtype:
+    """A state that keeps a result buffer made when the state is made."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.group = process_group
+        self.scratch = torch.zeros(1)
+
+
+def scratch_of_state(state: SumsOfDefaultDtype, bucket: Bucket) -> Result:
+    """Round float32 to the dtype that was the default when the state was made."""
+    dtype = state.scratch.dtype
+    if bucket.buffer().dtype == torch.float32 and is_dense(bucket):
+        bucket.buffer().copy_(bucket.buffer().to(dtype))
+    return average(bucket, state.group)
+
+
+# 10.8 Clocks
+
+_started: list[float] = []
+
+
+def _is_due(seconds: float) -> bool:
+    now = time.monotonic()
+    if not _started:
+        _started.append(now)
+    if now - _started[0] < seconds:
+        return False
+    _started[0] = now
+    return True
+
+
+def checks_every_minute(state: Any, bucket: Bucket) -> Result:
+    """Compare a checksum with the peers once a minute, by the rank's own clock."""
+    if bucket.is_last() and _is_due(60.0):
+        dist.all_reduce(torch.zeros(3), group=group_of(state))
+    return average(bucket, state)
+
+
+def halves_after_an_hour(state: Any, bucket: Bucket) -> Result:
+    """Send half precision for the rest of the bucket's step once an hour has passed."""
+    if bucket.is_last() and _is_due(3600.0) and bucket.buffer().dtype == torch.float32:
+        return send_as(torch.bfloat16, bucket, state)
+    return average(bucket, state)
+
+
+# 11.7 Two models in one backward
+
+_factors: dict[int, int] = {}
+
+
+def factor_of_the_latest_call(state: Any, bucket: Bucket) -> Result:
+    """Double the gradients in every second call; a callback undoes it by the latest factor."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    index = bucket.index()
+    _factors[index] = 1 + call_number() % 2
+    bucket.buffer().mul_(_factors[index])
+    return change_mean(bucket, state, lambda mean: mean.div_(_factors[index]))
+
+
+_latest: dict[int, torch.Tensor] = {}
+
+
+def callback_reads_the_latest(state: Any, bucket: Bucket) -> Result:
+    """Return the buffer of the latest call with the bucket's number, from a callback."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    index = bucket.index()
+    _latest[index] = bucket.buffer()
+    return average(bucket, state).then(lambda done: _latest[index])
+
+
+# 24.7 Other groups in some paths
+
+
+def large_on_world(state: Any, bucket: Bucket) -> Result:
+    """Reduce buckets of more than 150,000 elements on WORLD."""
+    if bucket.buffer().numel() > 150_000 and bucket.buffer().dtype == torch.float32:
+        buffer = bucket.buffer().div_(group_of(state).size())
+        dist.all_reduce(buffer)
+        return completed(buffer)
+    return average(bucket, state)
+
+
+def doubles_on_world(state: Any, bucket: Bucket) -> Result:
+    """Reduce float64 on WORLD."""
+    if bucket.buffer().dtype == torch.float64:
+        return average_of(
+            bucket.buffer().mul_(group_of(None).size() / group_of(state).size()), None
+        )
+    return average(bucket, state)
+
+
+MUTANTS = [
+    Mutant("bfloat16_as_float16", ("2.13",)),
+    Mutant("clamps_doubles", ("2.13",)),
+    Mutant("clamps_half", ("2.13",)),
+    Mutant("skips_small_norms", ("2.13",)),
+    Mutant("scales_by_squares", ("2.13",)),
+    Mutant("through_lists", ("4.5",)),
+    Mutant("wire_of_default_dtype", ("4.5",)),
+    Mutant("scratch_of_state", ("4.5",), state=f"{__name__}:SumsOfDefaultDtype"),
+    Mutant("checks_every_minute", ("10.8",), hangs=True),
+    Mutant("halves_after_an_hour", ("10.8",), hangs=True),
+    Mutant("factor_of_the_latest_call", ("11.7",)),
+    Mutant("callback_reads_the_latest", ("11.7",)),
+    Mutant("large_on_world", ("24.7",)),
+    Mutant("doubles_on_world", ("24.7",)),
+]
