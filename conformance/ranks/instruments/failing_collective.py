@@ -149,7 +149,7 @@ class FailingCollective:
             collective=self._failed_name,
             **outcome_of(raised),
         )
-        if self._is_faulty:
+        if self._is_faulty and self._signals:
             self._signals.set(_OVER, "1")
 
 
