@@ -75,7 +75,7 @@ def run(groups: Iterable[str], file: Path, *, small: bool = False) -> dict[str, 
     }
     cases = {group: every[group] for group in GROUPS if group in groups}
     found = begun(file, {group: len(members) for group, members in cases.items()}, small)
-    with judges() as judged:
+    with judges(nice=0) as judged:
         futures = {
             (group, str(case)): judged(case) for group, members in cases.items() for case in members
         }
