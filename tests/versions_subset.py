@@ -8,7 +8,7 @@ to three minutes.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from conformance.judging.rule import with_needed
+from conformance.judging.rule import MUST, with_needed
 from conformance.rules import book
 from conformance.subjects.kinds import HOOK, KINDS
 from tests.cases import Case, is_costly
@@ -134,8 +134,10 @@ def _fewest_scenarios() -> Iterator[tuple[str, Mutant]]:
 
 
 def _fitting() -> Iterator[tuple[str, Mutant]]:
-    """Yield modules and mutants that neither hang nor take long, and need no device."""
+    """Yield modules and mutants that are refused, do not take long, and need no device."""
     for module, mutant in catalogue():
+        if any(RULES[number].level != MUST for number in mutant.breaks):
+            continue
         lasts = mutant.hangs or is_costly(RULES[mutant.breaks[0]]) or module.endswith("process")
         if not lasts and not mutant.device and set(WORLDS) <= set(mutant.worlds):
             yield module, mutant

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from conformance.judging.rule import MUST
 from conformance.subjects.kinds import KINDS
 from tests.cases import COSTLY_SECTIONS
 from tests.versions import begun, is_cut_off
@@ -20,6 +21,8 @@ def test_the_small_subset_has_mutants_of_all_sections() -> None:
     assert set(sections) == every - of_devices - set(COSTLY_SECTIONS)
     assert max(sections.values()) == OF_A_SECTION
     assert len({str(one.case) for one in small}) == len(small) <= 40
+    # A rule that is a SHOULD refuses no subject.
+    assert {RULES[number].level for one in small for number in one.breaks} == {MUST}
 
 
 def test_the_small_subset_has_a_subject_of_each_kind() -> None:
