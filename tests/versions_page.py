@@ -48,7 +48,7 @@ def page(results: Sequence[Result] | None = None) -> str:
         "do not take long.",
         "",
         *_by_version(results, "torch's own"),
-        *_titles(results),
+        *_refusals(results),
         "",
         "## References",
         "",
@@ -155,17 +155,29 @@ def _short(entry: Result | None) -> str:
     return cell(entry).removeprefix("refused by ") if entry is not None else _NOT_RUN
 
 
-def _titles(results: Iterable[Result]) -> list[str]:
+def _refusals(results: Iterable[Result]) -> list[str]:
     """Return a table of the rules that refuse one of torch's own subjects on some version."""
-    numbers = {
-        number
-        for result in results
-        for entry in result.get("torch's own", {}).values()
-        for number in entry.get("refused by", ())
-    }
-    rules = sorted((RULES[number] for number in numbers), key=lambda rule: rule.order)
-    lines = [f"| {rule.number} | {rule.title} |" for rule in rules]
-    return ["", "| rule | |", "|---|---|", *lines] if lines else []
+    versions: dict[tuple[str, str], list[str]] = {}
+    actual = {}
+    for result in results:
+        for name, entry in result.get("torch's own", {}).items():
+            for number, text in entry.get("refused by", {}).items():
+                versions.setdefault((name, number), []).append(_column(result))
+                actual[name, number] = text.partition("\n")[0].replace("|", "\\|")
+    if not versions:
+        return []
+    return [
+        "",
+        "What was seen, on the newest of the versions:",
+        "",
+        "| subject | rule | torch | seen |",
+        "|---|---|---|---|",
+        *(
+            f"| `{_subject(name)}` | {number} {RULES[number].title} | {', '.join(on)} "
+            f"| {actual[name, number]} |"
+            for (name, number), on in versions.items()
+        ),
+    ]
 
 
 def _mutants(results: Sequence[Result]) -> list[str]:
