@@ -8,7 +8,7 @@ to three minutes.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from conformance.judging.rule import MUST, with_needed
+from conformance.judging.rule import MUST, Rule, with_needed
 from conformance.rules import book
 from conformance.subjects.kinds import HOOK, KINDS
 from tests.cases import Case, is_costly
@@ -134,32 +134,46 @@ def _fewest_scenarios() -> Iterator[tuple[str, Mutant]]:
 
 
 def _fitting() -> Iterator[tuple[str, Mutant]]:
-    """Yield modules and mutants that are refused, do not take long, and need no device."""
+    """Yield modules and mutants that fit."""
     for module, mutant in catalogue():
-        if any(RULES[number].level != MUST for number in mutant.breaks):
-            continue
-        lasts = mutant.hangs or is_costly(RULES[mutant.breaks[0]]) or module.endswith("process")
-        if not lasts and not mutant.device and set(WORLDS) <= set(mutant.worlds):
+        if not module.endswith("process") and _fits(mutant):
             yield module, mutant
+
+
+def _fits(mutant: Mutant) -> bool:
+    """Whether a mutant is refused on two ranks of a CPU, by rules whose runs do not take long."""
+    rule = RULES[mutant.breaks[0]]
+    # A rule that watches the runs of others has none to watch if it builds on no rule.
+    has_runs = not rule.watches or bool(rule.needs)
+    is_refused = all(RULES[number].level == MUST for number in mutant.breaks)
+    takes_long = mutant.hangs or is_costly(rule)
+    return (
+        has_runs and is_refused and not takes_long and not mutant.device and mutant.worlds == WORLDS
+    )
 
 
 def _number_of_scenarios(of: tuple[str, Mutant]) -> int:
     _, mutant = of
-    rules = with_needed(RULES, mutant.breaks)
-    return len({scenario.name for rule in rules.values() for scenario in rule.on})
+    return len({scenario.name for rule in _rules(mutant) for scenario in rule.on})
+
+
+def _rules(mutant: Mutant) -> list[Rule]:
+    """Return the rules that must refuse a mutant, and those that they build on.
+
+    If one of the others refuses it first, the result shows which one.
+    """
+    needed = with_needed(RULES, mutant.breaks)
+    return [rule for rule in needed.values() if rule.kind == mutant.kind]
 
 
 def _broken(module: str, mutant: Mutant) -> Broken:
-    # The rules that they build on show which one refuses the mutant instead.
-    needed = with_needed(RULES, mutant.breaks)
-    rules = tuple(number for number, rule in needed.items() if rule.kind == mutant.kind)
     case = Case(
         f"{module}:{mutant.name}",
         mutant.claims,
         mutant.state,
         mutant.setup,
         WORLDS,
-        rules=rules,
+        rules=tuple(rule.number for rule in _rules(mutant)),
         kind=mutant.kind,
         partly=True,
     )
