@@ -24,13 +24,14 @@ from conformance.judging.verdict import Verdict
 from conformance.torch_versions.faults import FAULTS
 from conformance.torch_versions.startup import missing_parts
 from conformance.torch_versions.tested import release
-from tests.cases import Case, Judgements, judges
+from tests.cases import WORKERS, Case, Judgements, judges
 from tests.versions_subset import GROUPS, RULES, WORLDS, mutants, references, torchs_own
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tests" / "torch_versions" / "results"
 PAGE = ROOT / "docs" / "torch-versions.md"
-# The first of torch's own subjects waits for peers, and the others are judged meanwhile.
+# One judge more than elsewhere: the first of torch's own subjects hangs, and others are judged
+# meanwhile.
 START = ("torch's own", "references", "mutants")
 
 
@@ -77,7 +78,7 @@ def run(groups: Iterable[str], file: Path, *, small: bool = False) -> dict[str, 
     }
     cases = {group: every[group] for group in GROUPS if group in groups}
     found = begun(file, {group: len(members) for group, members in cases.items()}, small)
-    with judges(nice=0) as judged:
+    with judges(WORKERS + 1, nice=0) as judged:
         futures = {
             (group, str(case)): judged(case) for group, members in cases.items() for case in members
         }
