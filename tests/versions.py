@@ -80,7 +80,9 @@ def run(groups: Iterable[str], file: Path, *, small: bool = False) -> dict[str, 
     found = begun(file, {group: len(members) for group, members in cases.items()}, small)
     with judges(WORKERS + 1, nice=0) as judged:
         futures = {
-            (group, str(case)): judged(case) for group, members in cases.items() for case in members
+            (group, str(case)): judged(case)
+            for group in sorted(cases, key=START.index)
+            for case in cases[group]
         }
         for (group, name), future in futures.items():
             try:
