@@ -14,6 +14,7 @@ import json
 import platform
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,12 @@ def run(groups: Iterable[str], file: Path, *, small: bool = False) -> dict[str, 
     found = begun(file, {group: len(members) for group, members in cases.items()}, small)
     with judges(WORKERS + 1, nice=0) as judged:
         futures = {
-            (group, str(case)): judged(case)
+            judged(case): (group, str(case))
             for group in sorted(cases, key=START.index)
             for case in cases[group]
         }
-        for (group, name), future in futures.items():
+        for future in as_completed(futures):
+            group, name = futures[future]
             try:
                 entry = result_of(future.result())
             except Exception as error:
@@ -93,7 +95,9 @@ def run(groups: Iterable[str], file: Path, *, small: bool = False) -> dict[str, 
                 breaks = set(chosen[name].breaks)
                 by = set(entry.get("refused by", ()))
                 entry["as elsewhere"] = breaks <= by <= breaks | chosen[name].may
-            found[group][name] = entry
+            ready = found[group] | {name: entry}
+            order = [str(case) for case in cases[group]]
+            found[group] = {name: ready[name] for name in order if name in ready}
             found["seconds"] = round(time.monotonic() - began)
             write(file, found)
             print(f"{found['seconds']} s: {group}: {name}: {cell(entry)}", flush=True)
