@@ -6,7 +6,8 @@ It judges a reference of each kind, mutants of all sections, and torch's own sub
 them, which takes two to three minutes. The page docs/torch-versions.md is made of these files:
 ``python -m tests.versions --page``.
 
-The exit code is 1 if there is a kit error, a refused reference, or a mutant that is not refused.
+The exit code is 1 if there is a kit error, a refused reference, or a mutant that is not refused, or
+if this torch lacks a private name that the kit counts on.
 """
 
 import argparse
@@ -146,7 +147,7 @@ def is_cut_off(result: Mapping[str, Any], group: str) -> bool:
 
 def wrong_in(result: Mapping[str, Any]) -> list[str]:
     """Return what is wrong in the results of a version."""
-    wrong = []
+    wrong = [f"torch lacks {name}" for name in result["missing private names"]]
     for group in GROUPS:
         for name, entry in result.get(group, {}).items():
             refused = bool(entry.get("refused by"))
