@@ -143,7 +143,7 @@ def _by_version(results: Iterable[Result], group: str) -> list[str]:
 def _column(result: Result) -> str:
     version: str = result["torch"].partition("+")[0]
     python = ".".join(result["python"].split(".")[:2])
-    return version if python == "3.11" else f"{version}, Python {python}"
+    return version if python == "3.11" else f"{version} (Python {python})"
 
 
 def _subject(name: str) -> str:

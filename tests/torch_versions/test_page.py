@@ -41,7 +41,7 @@ def test_each_version_has_a_column_of_torchs_own_subjects() -> None:
     newer = made_result(**{"torch's own": {name: made_entry(limits=("2.8",))}})
     newer |= {"torch": "2.10.0+cpu", "python": "3.12.1"}
     text = page([older, newer])
-    assert "| subject | 2.6.0 | 2.10.0, Python 3.12 |" in text
+    assert "| subject | 2.6.0 | 2.10.0 (Python 3.12) |" in text
     assert "| `a_hook` | 1.8, 2.2 | holds, without 2.8 |" in text
     assert "| `a_hook` | 1.8 " in text
     assert text.count("| 2.6.0 | a reason |") == 2
