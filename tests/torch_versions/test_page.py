@@ -45,6 +45,9 @@ def test_each_version_has_a_column_of_torchs_own_subjects() -> None:
     assert "| `a_hook` | 1.8, 2.2 | holds, without 2.8 |" in text
     assert "| `a_hook` | 1.8 " in text
     assert text.count("| 2.6.0 | a reason |") == 2
+    assert "| a reason | pytorch#184018 |" in page(
+        [made_result(**{"torch's own": {name: made_entry("19.15")}})]
+    )
 
 
 def test_mutants_that_other_rules_refuse_are_listed() -> None:
