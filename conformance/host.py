@@ -32,7 +32,11 @@ from pathlib import Path
 # This file is run by path. It starts without any folder of the user's on the import path, so that
 # none can shadow the kit's imports; only the folder of the package itself is added.
 if __name__ == "__main__":
-    package = str(Path(__file__).resolve().parent.parent)
+    folder = Path(__file__).resolve().parent
+    # Python 3.10 puts the folder of this file first; later versions have the option -P.
+    if sys.path[:1] == [str(folder)]:
+        del sys.path[0]
+    package = str(folder.parent)
     if package not in sys.path:
         sys.path.insert(0, package)
 

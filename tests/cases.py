@@ -205,16 +205,21 @@ def _start(nice: int) -> None:
 
 
 @contextmanager
-def judges(workers: int = WORKERS) -> Iterator[Callable[[Case], "Future[Judgements]"]]:
+def judges(
+    workers: int = WORKERS, nice: int = 10
+) -> Iterator[Callable[[Case], "Future[Judgements]"]]:
     """Yield a function that judges cases in the background, in their order.
 
     Judges are processes: threads would hold the interpreter lock that the tests need.
+
+    Args:
+        workers: the number of judges of cases that do not hang.
+        nice: by which these judges give way to the tests that run meanwhile.
     """
-    # Judges of cases with a long deadline give way to the tests that run meanwhile.
     spawn = multiprocessing.get_context("spawn")
     executors = {
         True: ProcessPoolExecutor(max(1, workers // WORKERS), spawn, _start, (0,)),
-        False: ProcessPoolExecutor(workers, spawn, _start, (10,)),
+        False: ProcessPoolExecutor(workers, spawn, _start, (nice,)),
     }
     try:
         yield lambda case: executors[case.hangs].submit(_judge, case)

@@ -137,7 +137,8 @@ NOT_RUN = {
     "python -m tests.thresholds": "takes hours",
     "python -m tests.soak --runs 20 --judges 6": "takes hours",
     "python -m tests.kill_rate": "takes hours",
-    "python -m tests.versions": "takes minutes; tox -e torch2.13 runs it",
+    "python -m tests.versions": "takes half an hour; tox -e torch2.13 runs it",
+    "tox -e torch2.6 -- --small": "installs another torch",
     "python benchmarks/hooks_beside_torch.py": "a benchmark, which takes minutes",
     "python benchmarks/others_beside_torch.py": "a benchmark, which takes minutes",
 }

@@ -1,11 +1,13 @@
 """A subset of the tests for one version of torch: ``python -m tests.versions``.
 
-It judges a reference of each kind, a mutant of each section, and torch's own subjects, on two
-ranks, and writes the results to ``tests/torch_versions/results/VERSION.json`` as they come. The
-page docs/torch-versions.md is made of these files: ``python -m tests.versions --page``. Rules whose
-runs take long are left out (``tests/cases.py``).
+It judges a reference of each kind, mutants of all sections, and torch's own subjects, on two ranks
+(``tests/versions_subset.py``), and writes the results to
+``tests/torch_versions/results/VERSION.json`` as they come. With ``--small`` it judges a part of
+them, which takes two to three minutes. The page docs/torch-versions.md is made of these files:
+``python -m tests.versions --page``.
 
-The exit code is 1 if there is a kit error, a refused reference, or a mutant that is not refused.
+The exit code is 1 if there is a kit error, a refused reference, or a mutant that is not refused, or
+if this torch lacks a private name that the kit counts on.
 """
 
 import argparse
@@ -13,7 +15,7 @@ import json
 import platform
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
@@ -21,99 +23,18 @@ import torch
 
 from conformance.judging.rule import MUST
 from conformance.judging.verdict import Verdict
-from conformance.rules import book
-from conformance.subjects.kinds import KINDS
 from conformance.torch_versions.faults import FAULTS
 from conformance.torch_versions.startup import missing_parts
 from conformance.torch_versions.tested import release
-from tests.cases import Case, Judgements, is_costly, judges
-from tests.mutants import catalogue
+from tests.cases import WORKERS, Case, Judgements, judges
+from tests.versions_subset import GROUPS, RULES, WORLDS, mutants, references, torchs_own
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tests" / "torch_versions" / "results"
 PAGE = ROOT / "docs" / "torch-versions.md"
-WORLDS = (2,)
-GROUPS = ("references", "torch's own", "mutants")
-RULES = book()
-_DDP = "torch.distributed.algorithms.ddp_comm_hooks"
-_AVERAGERS = "torch.distributed.algorithms.model_averaging"
-
-REFERENCES = (
-    Case("hooks_ref:allreduce_hook"),
-    Case("hooks_ref:fp16_compress_hook", "rounded(float16)"),
-    *(
-        Case(str(kind.reference), kind=name, claims="exact")
-        for name, kind in KINDS.items()
-        if name != "hook"
-    ),
-)
-TORCHS = (
-    Case(f"{_DDP}.default_hooks:allreduce_hook"),
-    Case(f"{_DDP}.default_hooks:fp16_compress_hook", "rounded(float16)"),
-    Case("tests.peers:torch_bf16", "rounded(bfloat16)"),
-    Case("tests.peers:torch_fp16_wrapped", "rounded(float16)"),
-    Case(f"{_DDP}:DDPCommHookType.ALLREDUCE", setup=True),
-    Case(f"{_DDP}:DDPCommHookType.FP16_COMPRESS", "rounded(float16)", setup=True),
-    Case(
-        f"{_DDP}.powerSGD_hook:powerSGD_hook",
-        "compressed",
-        state=f"{_DDP}.powerSGD_hook:PowerSGDState,matrix_approximation_rank=2,start_powerSGD_iter=2",
-    ),
-    Case(f"{_AVERAGERS}.averagers:PeriodicModelAverager,period=4,warmup_steps=10", kind="averager"),
-    Case("torch.distributed.optim:PostLocalSGDOptimizer", kind="optimizer"),
-    Case("torch.distributed.optim:ZeroRedundancyOptimizer", kind="optimizer"),
-    Case("torch.distributed.algorithms.join:Join", kind="joinable"),
-    Case(
-        "torch.distributed.algorithms._quantization.quantization:auto_quantize,func=all_gather,"
-        "qtype=FP16",
-        kind="collective",
-    ),
-    Case(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper",
-        kind="wrapper",
-    ),
-    Case(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:offload_wrapper",
-        kind="wrapper",
-    ),
-)
-
-
-def mutants() -> list[tuple[Case, tuple[str, ...], set[str]]]:
-    """Return cases, the rules that must refuse them, and those that may.
-
-    They are the first of each section of the book and of each module, of those that neither hang
-    nor take long.
-    """
-    chosen: dict[str, tuple[Case, tuple[str, ...], set[str]]] = {}
-    for module, mutant in catalogue():
-        rule = RULES[mutant.breaks[0]]
-        fits = not (mutant.hangs or mutant.device or is_costly(rule) or 2 not in mutant.worlds)
-        if not fits or module.endswith("process"):
-            continue
-        case = Case(
-            f"{module}:{mutant.name}",
-            mutant.claims,
-            mutant.state,
-            mutant.setup,
-            WORLDS if 2 in mutant.worlds else mutant.worlds,
-            rules=mutant.breaks,
-            kind=mutant.kind,
-            partly=True,
-        )
-        entry = (case, mutant.breaks, set(mutant.because))
-        chosen.setdefault(module, entry)
-        chosen.setdefault(rule.section, entry)
-    return list({str(case): (case, breaks, may) for case, breaks, may in chosen.values()}.values())
-
-
-def _by_its_rules(case: Case) -> Case:
-    rules = tuple(
-        number
-        for number, rule in RULES.items()
-        if rule.kind == case.kind and not rule.device and not is_costly(rule) and not rule.probes
-    )
-    return replace(case, rules=rules, worlds=WORLDS, partly=True)
+# One judge more than elsewhere: the first of torch's own subjects hangs, and others are judged
+# meanwhile.
+START = ("torch's own", "references", "mutants")
 
 
 def is_limit_of_torch(reason: str) -> bool:
@@ -142,53 +63,91 @@ def result_of(judgements: Judgements) -> dict[str, Any]:
     }
 
 
-def run(groups: Iterable[str], file: Path) -> dict[str, Any]:
+def run(groups: Iterable[str], file: Path, *, small: bool = False) -> dict[str, Any]:
     """Judge the subset; write each result as it comes, and return all results of the file.
 
     Args:
         groups: the groups to judge; the file keeps the results of the others.
         file: of this version.
+        small: judge the small subset.
     """
     began = time.monotonic()
-    chosen = {str(case): (case, breaks, may) for case, breaks, may in mutants()}
-    cases: dict[str, list[Case]] = {
-        "references": [_by_its_rules(case) for case in REFERENCES],
-        "torch's own": [_by_its_rules(case) for case in TORCHS],
-        "mutants": [case for case, *_ in chosen.values()],
+    chosen = {str(one.case): one for one in mutants(small)}
+    every: dict[str, list[Case]] = {
+        "references": references(),
+        "torch's own": torchs_own(small),
+        "mutants": [one.case for one in chosen.values()],
     }
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    found |= {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "missing private names": missing_parts(torch.__version__),
-        "world sizes": list(WORLDS),
-    }
-    with judges() as judged:
+    cases = {group: every[group] for group in GROUPS if group in groups}
+    found = begun(file, {group: len(members) for group, members in cases.items()}, small)
+    with judges(WORKERS + 1, nice=0) as judged:
         futures = {
-            (group, str(case)): judged(case)
-            for group, members in cases.items()
-            if group in groups
-            for case in members
+            judged(case): (group, str(case))
+            for group in sorted(cases, key=START.index)
+            for case in cases[group]
         }
-        for (group, name), future in futures.items():
+        for future in as_completed(futures):
+            group, name = futures[future]
             try:
                 entry = result_of(future.result())
             except Exception as error:
                 entry = {"error": f"{type(error).__name__}: {error}"}
             if group == "mutants":
-                _, breaks, may = chosen[name]
+                breaks = set(chosen[name].breaks)
                 by = set(entry.get("refused by", ()))
-                entry["as elsewhere"] = set(breaks) <= by <= set(breaks) | may
-            found.setdefault(group, {})[name] = entry
+                entry["as elsewhere"] = breaks <= by <= breaks | chosen[name].may
+            ready = found[group] | {name: entry}
+            order = [str(case) for case in cases[group]]
+            found[group] = {name: ready[name] for name in order if name in ready}
             found["seconds"] = round(time.monotonic() - began)
-            file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-            print(f"{group}: {name}: {cell(entry)}", flush=True)
+            write(file, found)
+            print(f"{found['seconds']} s: {group}: {name}: {cell(entry)}", flush=True)
     return found
+
+
+def begun(file: Path, planned: Mapping[str, int], small: bool) -> dict[str, Any]:
+    """Write and return the results of a version, with none of those that are about to be judged.
+
+    The number of planned results is in the file from the beginning, so that a run that is cut off
+    does not look complete.
+
+    Args:
+        file: of this version.
+        planned: the number of subjects by group.
+        small: whether they are the small subset.
+    """
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    kept = [group for group in found.get("small", ()) if group not in planned]
+    found |= {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "missing private names": missing_parts(torch.__version__),
+        "world sizes": list(WORLDS),
+        "planned": found.get("planned", {}) | planned,
+        "small": [*kept, *planned] if small else kept,
+        "seconds": 0,
+    }
+    found |= {group: {} for group in planned}
+    write(file, found)
+    return found
+
+
+def write(file: Path, found: Mapping[str, Any]) -> None:
+    """Write the results of a version; a run that ends meanwhile leaves the earlier file whole."""
+    beside = file.with_suffix(".new")
+    beside.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    beside.replace(file)
+
+
+def is_cut_off(result: Mapping[str, Any], group: str) -> bool:
+    """Whether a run ended before it had judged all subjects of a group."""
+    planned: int = result["planned"].get(group, 0)
+    return len(result.get(group, ())) < planned
 
 
 def wrong_in(result: Mapping[str, Any]) -> list[str]:
     """Return what is wrong in the results of a version."""
-    wrong = []
+    wrong = [f"torch lacks {name}" for name in result["missing private names"]]
     for group in GROUPS:
         for name, entry in result.get(group, {}).items():
             refused = bool(entry.get("refused by"))
@@ -215,6 +174,7 @@ def main() -> int:
     """Judge the subset on this torch, or write the page."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
     parser.add_argument("--page", action="store_true", help="write docs/torch-versions.md")
+    parser.add_argument("--small", action="store_true", help="judge the small subset")
     parser.add_argument(
         "--only",
         choices=GROUPS,
@@ -232,7 +192,7 @@ def main() -> int:
     python = ".".join(platform.python_version_tuple()[:2])
     file = RESULTS / (f"{version}.json" if python == "3.11" else f"{version}-python{python}.json")
     RESULTS.mkdir(exist_ok=True)
-    result = run(groups, file)
+    result = run(groups, file, small=options.small)
     wrong = wrong_in(result)
     for line in wrong:
         print(f"WRONG {line}")

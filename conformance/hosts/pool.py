@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.errors import KitError
-from conformance.hosts.environment import PACKAGE, describe_exit, fast_folder
+from conformance.hosts.environment import describe_exit, fast_folder, host_command
 from conformance.hosts.fair_clock import SLOWEST
 from conformance.hosts.memory import host_environment
 from conformance.records.files import OUTCOME, write_json
@@ -287,11 +287,9 @@ class Pool:
         environment = host_environment({**os.environ, **KIT_ENVIRONMENT, **hash_seed})
         # The level DETAIL crashes DDP in torch 2.13.
         environment.pop("TORCH_DISTRIBUTED_DEBUG", None)
-        program = str(PACKAGE / "host.py")
         try:
             self._host = subprocess.Popen(
-                # -P: no current folder on the import path.
-                [sys.executable, "-P", program, str(host_end.fileno()), str(self._base)],
+                host_command(str(host_end.fileno()), str(self._base)),
                 pass_fds=[host_end.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,

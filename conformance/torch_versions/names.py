@@ -109,7 +109,7 @@ OF_THE_KIT = (
     PrivateName(
         "torch._C._autograd._top_saved_tensors_default_hooks",
         "9.1 reads whether hooks on saved tensors are in force",
-        since="2.7",
+        since="2.8",
         instead="a tensor is saved: it takes no other hooks",
     ),
     PrivateName("torch._tensor_str.PRINT_OPTS", "9.1 reads the setting"),

@@ -190,7 +190,7 @@ def hooks_on_saved_tensors() -> str:
     if top is not None:
         in_force = top(True) is not None
     else:
-        # Since torch 2.7 the hooks themselves can be read.
+        # Since torch 2.8 the hooks themselves can be read.
         with torch.enable_grad(), torch.inference_mode(False):
             in_force = saved_tensors_are_packed()
     return enabled + (" in force" if in_force else " none")

@@ -36,7 +36,9 @@ def nan_of_first_rank_alone(state: Any, bucket: Bucket) -> Result:
         return average(bucket, state)
     lost = bucket.buffer().isnan()
     mask = lost.to(torch.uint8)
-    dist.broadcast(mask, group=group_of(state), group_src=0)
+    group = group_of(state)
+    # torch 2.4 and 2.5 have no group_src.
+    dist.broadcast(mask, dist.get_global_rank(group, 0), group=group)
     mean = _with_first_rank_special(bucket, state, lost)
     return mean.then(lambda fut: fut.value().masked_fill_(mask.bool(), float("nan")))
 

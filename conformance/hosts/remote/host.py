@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.hosts.environment import PACKAGE, fast_folder
+from conformance.hosts.environment import fast_folder, host_command
 from conformance.hosts.memory import host_environment
 from conformance.hosts.operations import OPERATIONS, keep_bytecode, run_ranks, warm_up
 from conformance.hosts.remote.rendezvous import (
@@ -84,8 +84,7 @@ def execute_torchrun_host(flag: str, arguments: list[str]) -> None:
     # The level DETAIL crashes DDP in torch 2.13.
     environment.pop("TORCH_DISTRIBUTED_DEBUG", None)
     sys.stdout.flush()
-    command = [sys.executable, "-P", str(PACKAGE / "host.py"), flag, *arguments]
-    os.execve(sys.executable, command, environment)
+    os.execve(sys.executable, host_command(flag, *arguments), environment)
 
 
 def serve_torchrun_host(arguments: list[str]) -> None:
