@@ -270,14 +270,10 @@ def test_torchs_gives_nan_for_zero_gradients(pool: Pool) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("size", "said"),
-    [((10, 10), "AssertionError"), ((10, 9), "resize storage")],
-    ids=["square", "padded"],
-)
-def test_torchs_batched_raises(pool: Pool, size: tuple[int, int], said: str) -> None:
+@pytest.mark.parametrize("size", [(10, 10), (10, 9)], ids=["square", "padded"])
+def test_torchs_batched_raises(pool: Pool, size: tuple[int, int]) -> None:
     what = scenario(4, params=(Param(size),))
-    with torchs_own_fails(said):
+    with torchs_own_fails("AssertionError"):
         run_hook(pool, what, hook=f"{SUBJECTS}:torchs_batched_hook", state=f"{SUBJECTS}:torchs")
     assert run_hook(
         pool, what, hook="hooks_ref:batched_powerSGD_hook", state=f"{STATES}:power_sgd"
