@@ -189,10 +189,11 @@ class HookDriver(RankDriver):
         # Unlike those of other kinds, the events that follow stay in the last step.
 
     def end(self) -> None:
-        """Drop the model if memory is observed; meet the other ranks if all of them come."""
+        """Drop the model if memory is observed; meet the other ranks if all of them get here."""
         if self.scenario.observe.memory:
             self._drop_model()
-        super().end()
+        if self.scenario.fault.kind == "none":
+            super().end()
 
     # Registration
 

@@ -15,7 +15,9 @@ from typing import Any
 
 from conformance.ranks.process_groups import everybody
 from conformance.records.files import PEER_DIED
-from conformance.scenarios.model import FAULTY_RANK
+
+FAULTY_RANK = 1
+"""The rank that dies, or fails in another way."""
 
 
 class PeerDeath:

@@ -27,7 +27,6 @@ from conformance.scenarios.collective import (
     WAITED,
 )
 from conformance.scenarios.collective_training import ALL as TRAINING
-from conformance.scenarios.failing_collectives import COLLECTIVE as FAILING
 from conformance.scenarios.model import Param, Scenario
 from conformance.subjects.kinds._claim import (
     Form,
@@ -232,11 +231,7 @@ COLLECTIVE = Kind(
     "a quantized collective, called as one of torch.distributed's",
     ("18",),
     reference="hooks_ref:auto_quantize,func=all_gather,qtype=FP16",
-    scenarios=(
-        *(PLAIN, FORMS, SUBGROUPS, CALLED, ORDERED, WAITED, SPECIAL, REPEATED),
-        *TRAINING,
-        *FAILING,
-    ),
+    scenarios=(PLAIN, FORMS, SUBGROUPS, CALLED, ORDERED, WAITED, SPECIAL, REPEATED, *TRAINING),
     claims=table(
         COLLECTIVE_NAME,
         ROUNDED_VALUES,
