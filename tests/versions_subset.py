@@ -1,8 +1,8 @@
 """The subjects that ``tests/versions.py`` judges with each version of torch.
 
 They are a reference of each kind, torch's own subjects, and mutants of all sections of the book
-whose runs do not take long (``tests/cases.py``). The small subset is a part of them that takes two
-to three minutes.
+whose runs do not take long (``tests/cases.py``). The small subset is a part of them that takes some
+minutes.
 """
 
 from collections.abc import Iterator
