@@ -3,7 +3,7 @@
 It judges a reference of each kind, mutants of all sections, and torch's own subjects, on two ranks
 (``tests/versions_subset.py``), and writes the results to
 ``tests/torch_versions/results/VERSION.json`` as they come. With ``--small`` it judges a part of
-them, which takes some minutes. The page docs/torch-versions.md is made of these files:
+them, which takes two to three minutes. The page docs/torch-versions.md is made of these files:
 ``python -m tests.versions --page``.
 
 The exit code is 1 if there is a kit error, a refused reference, or a mutant that is not refused, or

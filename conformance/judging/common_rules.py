@@ -3,11 +3,12 @@
 Assign the rule to a name of the section's file: pytest collects the rules among the file's names.
 """
 
+from conformance.judging.oracles.failure import require_raised
 from conformance.judging.rule import Rule, WorldSizes, rule
 from conformance.judging.side_effects import require_no_side_effects
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import CALL_FAILS, FAULTY_RANK, WORK_FAILS, Scenario
 from conformance.subjects.claims import Claims
 
 
@@ -102,3 +103,75 @@ def _refuses_fewer_ranks(run: Run, claims: Claims, found: Found) -> None:
         f"{run.name}: every rank came to its end without an error",
         "min_world_size is claimed, but the subject does not check it",
     )
+
+
+def raises_if_collective_fails(
+    number: str,
+    *,
+    call: str,
+    on: tuple[Scenario, ...],
+    needs: tuple[str, ...],
+    since: str = "1.6",
+    title: str = "Raises if its collective fails",
+    source: str = (
+        "torch documentation, torch.distributed.Work.wait: a failed collective raises; the same as "
+        "12.1 of hooks"
+    ),
+    remedy: str = (
+        "except clauses around collectives, and warnings in place of errors: let the exceptions "
+        "pass; a collective with async_op=True whose wait() is never called"
+    ),
+) -> Rule:
+    """Enter a rule in the book: the error of a failed collective leaves the subject's call.
+
+    Args:
+        call: the call, in words: ``average_parameters()``.
+
+    Use it so::
+
+        fails = raises_if_collective_fails("14.22", call="average_parameters()", on=..., needs=...)
+    """
+
+    def raises(run: Run, claims: Claims, found: Found) -> None:
+        """If a collective fails on one rank, in the call that issues it or in its wait(), an error
+        leaves the subject on that rank in the same step: the collective's own, or one that names
+        it.
+
+        The step is drawn from the session's seed, and so are the collective and, if wait() fails,
+        the sizes: 2**12 to 2**19 elements.
+        """
+        _require_raised(run, call, found)
+
+    enter = rule(
+        number,
+        title,
+        on=on,
+        owns=on,
+        needs=needs,
+        since=since,
+        source=source,
+        remedy=remedy,
+    )
+    return enter(raises)
+
+
+# The likely causes, by the failure that the kit has caused.
+_SWALLOWED = {
+    CALL_FAILS: "an except clause around the collective, or a context that ends errors, swallows "
+    "the failure",
+    WORK_FAILS: "wait() of an asynchronous collective is never called, or its error is swallowed; "
+    "so is that of a future whose value is never read",
+}
+
+
+def _require_raised(run: Run, call: str, found: Found) -> None:
+    rank = run.ranks[FAULTY_RANK]
+    for fault in rank.all("fault"):
+        if not fault["started"]:
+            found.does_not_apply("the subject issues no collective that the kit sees")
+        elif fault["unused"]:
+            found.lacks_evidence("no collective came that the kit could fail")
+        else:
+            event = f"{fault['collective']} had failed"
+            cause = _SWALLOWED[run.scenario.fault.kind]
+            require_raised(found, fault, rank.rank, call, event, cause, "call wait()")

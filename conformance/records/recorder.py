@@ -61,6 +61,10 @@ class Recorder:
         self._tensors[name] = kept
         self.held += kept.numel() * kept.element_size()
 
+    def forget_tensors(self) -> None:
+        """Forget the tensors so far, of a record that is read for its events alone."""
+        self._tensors = {}
+
     def close(self) -> None:
         """Write the tensors and the last event; without that event a record is incomplete."""
         with self._noting_disk_failure():

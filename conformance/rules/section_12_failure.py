@@ -1,7 +1,7 @@
 """Section 12: a failure surfaces as an error, and a local gradient is never passed off as a
 mean."""
 
-from conformance.judging.oracles.failure import is_failure_of_collective
+from conformance.judging.oracles.failure import require_raised
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.files import PEER_DIED
@@ -21,18 +21,7 @@ def _require_raised(run: Run, rank: int, event: str, found: Found) -> None:
         if fault["unused"]:
             found.lacks_evidence("the kit saw no collective in the step, and could fail none")
             continue
-        expected = f"an error from backward() on rank {rank}, after {event}"
-        returned = f"backward() returned on rank {rank} without an error"
-        if not found.require(fault["raised"], expected, returned, _SWALLOWED):
-            continue
-        text = f"{fault['type']}: {fault['message']}".splitlines()[0][:300]
-        found.require(
-            is_failure_of_collective(fault),
-            f"{expected}: the collective's own, or one that names it",
-            f"rank {rank} raised {text}",
-            "the result of a failed collective was used: read fut.value() first, and raise other "
-            "errors from that one",
-        )
+        require_raised(found, fault, rank, "backward()", event, _SWALLOWED, "read fut.value()")
 
 
 _SWALLOWED = (

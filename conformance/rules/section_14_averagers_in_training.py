@@ -1,5 +1,6 @@
 """Section 14, continued: averagers of parameters as training uses them."""
 
+from conformance.judging.common_rules import raises_if_collective_fails
 from conformance.judging.oracles.averager import require_right
 from conformance.judging.oracles.averager_like import require_like
 from conformance.judging.rule import rule
@@ -15,6 +16,7 @@ from conformance.scenarios.averager_training import (
     SPECIAL,
     TWO,
 )
+from conformance.scenarios.failing_collectives import AVERAGER
 from conformance.subjects.claims import Claims
 
 
@@ -169,3 +171,8 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
     """In each of 400 to 700 steps, by the session's seed, parameters are the means that are due, or
     stay as they are."""
     require_right(run, claims, found, must_change=True)
+
+
+fails = raises_if_collective_fails(
+    "14.22", call="average_parameters()", on=AVERAGER, needs=("14.1", "14.2")
+)

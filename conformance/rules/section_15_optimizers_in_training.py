@@ -1,5 +1,6 @@
 """Section 15, continued: optimizer wrappers as training uses them."""
 
+from conformance.judging.common_rules import raises_if_collective_fails
 from conformance.judging.oracles.optimizer import (
     construction,
     require_right,
@@ -9,6 +10,7 @@ from conformance.judging.oracles.optimizer import (
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.failing_collectives import OPTIMIZER
 from conformance.scenarios.optimizer_training import (
     ADAM_OPTIONS,
     EMPTY,
@@ -223,3 +225,8 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
     """In each of 400 to 700 steps, by the session's seed, parameters are those of the local steps
     and of the averages."""
     require_right(run, found)
+
+
+fails = raises_if_collective_fails(
+    "15.30", call="step(), or the backward before it,", on=OPTIMIZER, needs=BASIC
+)

@@ -1,9 +1,11 @@
 """Section 16, continued: sync strategies as training uses them."""
 
+from conformance.judging.common_rules import raises_if_collective_fails
 from conformance.judging.oracles.strategy import require_buffers, require_means
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.failing_collectives import STRATEGY
 from conformance.scenarios.strategy_training import (
     ABANDONED,
     BUFFERS,
@@ -212,3 +214,8 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
     """In each of 120 to 240 steps of two micro-batches, by the session's seed, gradients are the
     means."""
     require_means(run, found)
+
+
+fails = raises_if_collective_fails(
+    "16.30", call="the strategy's context", on=STRATEGY, needs=("16.2",)
+)

@@ -1,5 +1,6 @@
 """Section 18, continued: quantized collectives as training uses them."""
 
+from conformance.judging.common_rules import raises_if_collective_fails
 from conformance.judging.oracles.collective import calls, require_call, require_calls
 from conformance.judging.oracles.collective_training import (
     require_no_error_in_wait,
@@ -15,6 +16,7 @@ from conformance.scenarios.collective_training import (
     UNEVEN,
     VIEWS,
 )
+from conformance.scenarios.failing_collectives import COLLECTIVE
 from conformance.subjects.claims import Claims
 
 
@@ -128,3 +130,8 @@ def in_flight(run: Run, claims: Claims, found: Found) -> None:
             require_no_error_in_wait(found, call)
             continue
         require_call(run, claims, found, call)
+
+
+fails = raises_if_collective_fails(
+    "18.26", call="the call, or its wait(),", on=COLLECTIVE, needs=("18.1", "18.2", "18.3")
+)

@@ -80,20 +80,36 @@ class Observation:
     coverage: bool = False
 
 
+FAULTY_RANK = 1
+"""The rank that dies, or fails in another way, if a scenario has a fault."""
+
+# Failures of a collective on one rank, for other kinds than hooks.
+CALL_FAILS = "call_fails"
+WORK_FAILS = "work_fails"
+COLLECTIVE_FAULTS = (CALL_FAILS, WORK_FAILS)
+
+
 @dataclass(frozen=True)
 class Fault:
     """A failure that the kit causes.
 
     Attributes:
-        kind: ``none``, ``peer_dies``, ``peer_dies_later``, ``collective_raises`` or
-            ``peer_silent``.
-        step: the step in which it happens.
+        kind: ``none``; for hooks ``peer_dies``, ``peer_dies_later``, ``collective_raises`` or
+            ``peer_silent``; for other kinds ``call_fails`` or ``work_fails``
+            (``instruments/failing_collective.py``).
+        step: the step in which it happens; for other kinds than hooks, the first step in which it
+            may happen.
         group_timeout: the process group's own timeout in seconds, if it is to expire; else 0.
+        succeeding: for other kinds than hooks, the number of collectives that succeed from that
+            step on, before one fails.
+        least_bytes: collectives to which the rank gives fewer bytes are not counted.
     """
 
     kind: str = "none"
     step: int = 2
     group_timeout: float = 0.0
+    succeeding: int = 0
+    least_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -266,7 +282,7 @@ class Scenario:
     @property
     def intercepts(self) -> bool:
         """Whether collectives pass through the kit."""
-        faulty = self.fault.kind in ("collective_raises", "peer_dies_later")
+        faulty = self.fault.kind in ("collective_raises", "peer_dies_later", *COLLECTIVE_FAULTS)
         records = self.observe.bytes_sent or self.observe.collectives
         return self.order != "free" or faulty or records or self.serialised
 

@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 
 from conformance.judging.rule import Rule
+from conformance.scenarios.model import COLLECTIVE_FAULTS
 from conformance.scenarios.profiles import Profile
 from conformance.subjects.claims import Claims
 
 # Faults of a peer that a backend with streams reports through its watchdog, not through a future.
 NOTICED_BY_FUTURES = ("peer_dies", "peer_dies_later", "peer_silent")
+# The rank leaves its peers, whose collectives would wait on the device.
+LEAVES_PEERS = COLLECTIVE_FAULTS
 
 
 def reason_not_applicable(rule: Rule, profile: Profile) -> str | None:
@@ -18,6 +21,11 @@ def reason_not_applicable(rule: Rule, profile: Profile) -> str | None:
                 f"on {profile.backend} a future is complete once its collective is enqueued; "
                 "its failure is noticed by the backend's watchdog, which ends the process, and no "
                 "hook can hide it"
+            )
+        if all(scenario.fault.kind in LEAVES_PEERS for scenario in rule.on):
+            return (
+                f"on {profile.backend} the peers of a rank that has raised wait on the device, "
+                "until the backend's watchdog ends their processes: this is judged on Gloo alone"
             )
     elif all(scenario.captured for scenario in rule.on):
         return f"{profile.backend}'s collectives cannot be captured"

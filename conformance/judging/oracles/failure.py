@@ -17,6 +17,8 @@ searched in the text, too, and the lines are left out: a function may be called 
 import re
 from typing import Any
 
+from conformance.judging.verdict import Found
+
 # Errors of wrong code and wrong data, which are no failures of a collective.
 _ACCIDENTS = re.compile(
     r"\b(ArithmeticError|AssertionError|AttributeError|EOFError|FloatingPointError|ImportError|"
@@ -35,6 +37,34 @@ _WORDS = re.compile(
 
 # The lines of Python code that torch adds to the text of an exception.
 _LINES = re.compile(r"\n\s*At:\n(?:\s+\S[^\n]*\(\d+\): [^\n]*\n?)*")
+
+
+def require_raised(
+    found: Found, fault: dict[str, Any], rank: int, call: str, event: str, cause: str, reading: str
+) -> None:
+    """Require that a call has raised the error of a failed collective.
+
+    Args:
+        found: receives the findings.
+        fault: the ``fault`` event of the rank.
+        rank: the rank.
+        call: the call, in words: ``backward()``.
+        event: the event after which it has to raise, in words: "its peer had died".
+        cause: the likely cause if it raises nothing.
+        reading: the way to learn of the error, in words: "read fut.value()".
+    """
+    expected = f"an error from {call} on rank {rank}, after {event}"
+    returned = f"{call} returned on rank {rank} without an error"
+    if not found.require(fault["raised"], expected, returned, cause):
+        return
+    text = f"{fault['type']}: {fault['message']}".splitlines()[0][:300]
+    found.require(
+        is_failure_of_collective(fault),
+        f"{expected}: the collective's own, or one that names it",
+        f"rank {rank} raised {text}",
+        f"the result of a failed collective was used: {reading} first, and raise other errors from "
+        "that one",
+    )
 
 
 def is_failure_of_collective(fault: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.errors import TargetError
 from conformance.ranks.instruments import process_state
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
+from conformance.ranks.instruments.failing_collective import FailingCollective
 from conformance.ranks.instruments.patches import Patches
 from conformance.ranks.instruments.process_settings import settings
 from conformance.ranks.instruments.schedule import Schedule
@@ -40,6 +41,10 @@ KIT = "kit"
 """The activity of the kit itself: an error during this activity is not the subject's."""
 
 
+# Drivers of ranks on which a collective has failed; their process is about to end.
+_LEFT: list["RankDriver"] = []
+
+
 class RankDriver(ABC):
     """One rank of one scenario; each kind of subject has a subclass.
 
@@ -61,6 +66,7 @@ class RankDriver(ABC):
         saved: the folder in which another process of this rank has saved a state to go on from.
         calls: the calls into the subject.
         collectives: the collectives that this rank has issued.
+        failing: may let a collective of this rank fail.
         own_modules: the modules of the subject's objects, as far as the driver knows them.
     """
 
@@ -93,6 +99,7 @@ class RankDriver(ABC):
             self.saved = Path(scenario.resume.saved_in) / str(rank)
         self.calls = SubjectCalls(any_thread=self.calls_own_all_threads)
         self.collectives = self.make_collective_recorder()
+        self.failing = FailingCollective(scenario, rank, recorder)
         self._meetings = 0
         self._heap_is_scattered = False
         self._patches: Patches | None = None
@@ -116,7 +123,11 @@ class RankDriver(ABC):
         self.record_start()
         self.scatter_heap()
         self._lasting = frozenset(vars(self))
-        self.run()
+        self.failing.run(self.run)
+        if self.failing.is_planned:
+            # Nothing is put away: to end a group waits for collectives that peers never join.
+            _LEFT.append(self)
+            return
         self.record_counts()
         self.close()
         self.record_end()
@@ -151,6 +162,9 @@ class RankDriver(ABC):
             self.calls,
             records_waits=self.records_waits,
         )
+        if self.failing.is_planned:
+            self.collectives.failing = self.failing
+            self.failing.watch_peer(self.signals, self.timeout)
         if self.scenario.intercepts:
             self.collectives.install(self.schedule)
         self.schedule.install()
@@ -217,9 +231,10 @@ class RankDriver(ABC):
             self.record_settings("end", **process_state.left_behind(), patches=found)
 
     def end(self) -> None:
-        """Wait for all ranks and end the groups."""
-        self.barrier("end")
-        end_groups()
+        """Wait for all ranks and end the groups, unless a failure of the kit's keeps ranks away."""
+        if self.scenario.fault.kind == "none":
+            self.barrier("end")
+            end_groups()
 
     def failed(self, error: BaseException) -> None:
         """Record an exception that ended the run."""
@@ -315,6 +330,7 @@ class RankDriver(ABC):
 
     def begin_step(self, step: int, kind: str) -> None:
         """Record that a step begins; the events from here on belong to that step."""
+        self.failing.begin_step(step)
         # A long run takes its counts at checkpoints (``LongRunTrainer``).
         if not self.scenario.long_run:
             self.record_counts()

@@ -189,11 +189,10 @@ class HookDriver(RankDriver):
         # Unlike those of other kinds, the events that follow stay in the last step.
 
     def end(self) -> None:
-        """Drop the model if memory is observed; meet the other ranks if all of them get here."""
+        """Drop the model if memory is observed; meet the other ranks if all of them come."""
         if self.scenario.observe.memory:
             self._drop_model()
-        if self.scenario.fault.kind == "none":
-            super().end()
+        super().end()
 
     # Registration
 

@@ -9,6 +9,8 @@
     process_settings     reads the settings that a process shares
     patches              finds functions of torch and Python that were replaced
     faults               causes failures: a rank dies, stays silent, a collective raises
+    failing_collective   lets one collective of other kinds than hooks fail
+    injected             the error of these failures, and its event
     peer_death           ends a rank at the last collective of a step
     stream_delays        puts slow kernels on CUDA streams
     digest               digests of tensors

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from conformance.ranks.instruments.failing_collective import FailingCollective
 from conformance.ranks.instruments.peer_death import PeerDeath
 from conformance.ranks.instruments.python_groups import Method, root_of, wrap_python_groups
 from conformance.ranks.instruments.schedule import Schedule
@@ -95,6 +96,7 @@ class CollectiveRecorder:
     Attributes:
         peer_death: receives the collectives instead of the recorder.
         raise_next: makes the exception that the next collective raises.
+        failing: may let a collective fail that has been issued.
         taking_part: the ranks that take part in the present step; None if all do. A collective of
             a group with other ranks would never end: it is recorded and refused.
     """
@@ -131,6 +133,7 @@ class CollectiveRecorder:
         self._callbacks = threading.local()
         self.peer_death: PeerDeath | None = None
         self.raise_next: Callable[[], Exception] | None = None
+        self.failing: FailingCollective | None = None
         self.taking_part: frozenset[int] | None = None
 
     def install(self, schedule: Schedule) -> None:
@@ -272,7 +275,7 @@ class CollectiveRecorder:
                 self._works.append(work)
             if self._serialises:
                 self._wait_for(work)
-        return result
+        return self.failing.pass_on(name, size, result) if self.failing else result
 
     def _record(self, fingerprint: dict[str, Any]) -> None:
         """Record a collective before it begins, since it may never end."""

@@ -9,20 +9,16 @@
 import datetime
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
-from conformance.ranks.instruments.peer_death import FAULTY_RANK, PeerDeath
+from conformance.ranks.instruments.injected import Injected, collective_failed, outcome_of
+from conformance.ranks.instruments.peer_death import PeerDeath
 from conformance.records.files import PEER_DIED
 from conformance.records.recorder import Recorder
-from conformance.scenarios.model import Scenario
-
-
-class Injected(RuntimeError):
-    """An error that the kit raises inside a collective or a hook."""
+from conformance.scenarios.model import FAULTY_RANK, Scenario
 
 
 class Faults:
@@ -66,7 +62,7 @@ class Faults:
         if self._death:
             self._death.start_step(dies=is_due)
         if is_due and self._kind == "collective_raises" and self._rank == FAULTY_RANK:
-            self._collectives.raise_next = _collective_failed
+            self._collectives.raise_next = collective_failed
         return is_due
 
     def before_hook(self) -> None:
@@ -89,24 +85,20 @@ class Faults:
             backward: runs the backward and, if there is one, the trainer's call after it.
             parameters: the model's parameters by name, whose gradients are recorded.
         """
-        outcome: dict[str, Any] = {"raised": False}
+        raised: BaseException | None = None
         # Forget the collectives so far: those of this backward are counted.
         self._collectives.take_sent()
         try:
             backward()
         except BaseException as error:
-            outcome = {
-                "raised": True,
-                "type": type(error).__name__,
-                "message": str(error)[:2000],
-                "chain": _chained(error),
-            }
+            raised = error
         # A hook that issues no collective cannot be failed by one.
         unused = self._collectives.raise_next is not None
         started = len(self._collectives.take_sent())
         if self._death:
             unused = not self._death.reached
             self._death.end()
+        outcome = outcome_of(raised)
         self._recorder.event("fault", fault=self._kind, unused=unused, started=started, **outcome)
         # If collectives lie on a stream, a read of a gradient waits for a peer that may never come.
         if self._reads_gradients:
@@ -115,17 +107,3 @@ class Faults:
                     self._recorder.tensor(f"{self._recorder.step}/grad/{name}", parameter.grad)
         # A silent rank may go on now.
         self._signals.set(f"fault over/{self._rank}", "1")
-
-
-def _chained(error: BaseException) -> list[str]:
-    """Return the texts of the errors that an error was raised from."""
-    texts: list[str] = []
-    cause = error.__cause__ or error.__context__
-    while cause is not None and len(texts) < 8:
-        texts.append(f"{type(cause).__name__}: {cause}"[:2000])
-        cause = cause.__cause__ or cause.__context__
-    return texts
-
-
-def _collective_failed() -> Exception:
-    return Injected("injected by the conformance kit: this collective failed")

@@ -15,9 +15,7 @@ from typing import Any
 
 from conformance.ranks.process_groups import everybody
 from conformance.records.files import PEER_DIED
-
-FAULTY_RANK = 1
-"""The rank that dies, or fails in another way."""
+from conformance.scenarios.model import FAULTY_RANK
 
 
 class PeerDeath:

@@ -21,6 +21,8 @@ from conformance.scenarios.averager_training import (
 )
 from conformance.scenarios.averaging_schedule import HELD, MAX_STEPS, QUIET, Schedule, lengthened
 from conformance.scenarios.draws import generator
+from conformance.scenarios.failing_collectives import AVERAGER as FAILING
+from conformance.scenarios.failing_collectives import MOST_SUCCEEDING
 from conformance.scenarios.model import Scenario
 from conformance.subjects.target import parse_target
 
@@ -96,6 +98,8 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         case SAVED_EARLY.name | RESUMED_EARLY.name:
             draw = random.Random(f"{scenario.session_seed}/saved early")
             return _save(scenario, schedule, draw.choice(_before_averages(schedule)))
+    if scenario.name in {failing.name for failing in FAILING}:
+        return _fail(scenario, schedule)
     averages = ("crafted", "normal") if scenario.name == DTYPES.name else ()
     return replace(scenario, steps=lengthened(scenario.steps, schedule, averages=averages))
 
@@ -161,6 +165,17 @@ def _drift(scenario: Scenario, schedule: Schedule) -> Scenario:
     last = first + number * period
     kinds = {first: "crafted", first + 1: "crafted", last: HELD}
     return replace(scenario, steps=tuple(kinds.get(step, QUIET) for step in range(last + 1)))
+
+
+def _fail(scenario: Scenario, schedule: Schedule) -> Scenario:
+    """Let the failure come at the average of the drawn number, and go on for some averages more."""
+    period = min(schedule.periods)
+    first = schedule.first(period)
+    number = min(scenario.fault.step, max(0, (MAX_STEPS // 2 - first) // period))
+    step = first + number * period
+    last = step + MOST_SUCCEEDING * period
+    kinds = (scenario.steps[0],) + (QUIET,) * last
+    return replace(scenario, steps=kinds, fault=replace(scenario.fault, step=step))
 
 
 def _save(scenario: Scenario, schedule: Schedule, saves_at: int) -> Scenario:

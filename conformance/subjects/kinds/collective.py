@@ -27,6 +27,7 @@ from conformance.scenarios.collective import (
     WAITED,
 )
 from conformance.scenarios.collective_training import ALL as TRAINING
+from conformance.scenarios.failing_collectives import COLLECTIVE as FAILING
 from conformance.scenarios.model import Param, Scenario
 from conformance.subjects.kinds._claim import (
     Form,
@@ -231,7 +232,11 @@ COLLECTIVE = Kind(
     "a quantized collective, called as one of torch.distributed's",
     ("18",),
     reference="hooks_ref:auto_quantize,func=all_gather,qtype=FP16",
-    scenarios=(PLAIN, FORMS, SUBGROUPS, CALLED, ORDERED, WAITED, SPECIAL, REPEATED, *TRAINING),
+    scenarios=(
+        *(PLAIN, FORMS, SUBGROUPS, CALLED, ORDERED, WAITED, SPECIAL, REPEATED),
+        *TRAINING,
+        *FAILING,
+    ),
     claims=table(
         COLLECTIVE_NAME,
         ROUNDED_VALUES,

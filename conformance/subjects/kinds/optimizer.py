@@ -16,6 +16,7 @@ from typing import Any
 
 from conformance.scenarios.averager_training import LONG_STEPS, many_params, with_option
 from conformance.scenarios.draws import generator
+from conformance.scenarios.failing_collectives import OPTIMIZER as FAILING
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import (
     ADAM,
@@ -99,6 +100,7 @@ OPTIMIZER = Kind(
         *(PLAIN, ADAM, RANDOM, GROUPS, SCHEDULED, CLOSURE, ZEROED, UNUSED, DTYPES, SUBGROUPS),
         *(ORDERED, SAVED, RESUMED, RELOADED, DDP, DDP_VIEWS, UNEVEN),
         *ALL,
+        *FAILING,
     ),
     claims=table(
         option_flag(

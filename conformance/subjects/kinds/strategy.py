@@ -15,6 +15,7 @@ from typing import Any
 
 from conformance.scenarios.averager_training import many_params
 from conformance.scenarios.draws import generator
+from conformance.scenarios.failing_collectives import STRATEGY as FAILING
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.strategy import (
     _DIFFERENT,
@@ -90,6 +91,7 @@ STRATEGY = Kind(
         *(PLAIN, ACCUMULATED, RANDOM, MICROBATCHES, RANKS, VIEWS, COMBINED, SHARED, KEPT, FORMS),
         *(SPARSE, SUBGROUPS, ORDERED, RAISES, WITHOUT, NO_DDP, COUNTED, CLAIM),
         *ALL,
+        *FAILING,
     ),
     claims=table(
         option_flag(
