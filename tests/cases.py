@@ -70,10 +70,10 @@ class Case:
 COSTLY_SECTIONS = ("20", "22", "23", "24", "25")
 COSTLY_RULES = {
     *(f"14.{place}" for place in range(15, 23)),
-    *(f"15.{place}" for place in range(21, 31)),
+    *(f"15.{place}" for place in range(21, 32)),
     *(f"16.{place}" for place in range(20, 31)),
     *(f"17.{place}" for place in range(18, 25)),
-    *(f"18.{place}" for place in range(21, 27)),
+    *(f"18.{place}" for place in range(21, 28)),
     *(f"19.{place}" for place in range(23, 32)),
 }
 # Each costly rule judges one in so many subjects.

@@ -40,13 +40,17 @@ class Recorder:
         self.step = -1
         self.held = 0
         self.failure: str | None = None
+        self._is_closed = False
 
     def event(self, name: str, /, **fields: Any) -> None:
-        """Append one event with the current step and time."""
-        stamped = {"event": name, "step": self.step, "time": self._clock(), **fields}
-        line = json.dumps(stamped) + "\n"
+        """Append one event with the current step and time; drop it if the record is closed."""
         with self._lock, self._noting_disk_failure():
-            os.write(self._file, line.encode())
+            if not self._is_closed:
+                self._write(name, fields)
+
+    def _write(self, name: str, fields: dict[str, Any]) -> None:
+        stamped = {"event": name, "step": self.step, "time": self._clock(), **fields}
+        os.write(self._file, (json.dumps(stamped) + "\n").encode())
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a dense copy of a tensor under ``name``; complex values as pairs of reals."""
@@ -61,19 +65,25 @@ class Recorder:
         self._tensors[name] = kept
         self.held += kept.numel() * kept.element_size()
 
-    def forget_tensors(self) -> None:
-        """Forget the tensors so far, of a record that is read for its events alone."""
-        self._tensors = {}
+    def close(self, *, keeps_tensors: bool = True) -> None:
+        """Write the tensors and the last event; without that event a record is incomplete.
 
-    def close(self) -> None:
-        """Write the tensors and the last event; without that event a record is incomplete."""
-        with self._noting_disk_failure():
+        The first call alone has an effect, whichever thread makes it.
+
+        Args:
+            keeps_tensors: False if the record is read for its events alone.
+        """
+        with self._lock, self._noting_disk_failure():
+            if self._is_closed:
+                return
+            tensors = dict(self._tensors) if keeps_tensors else {}
             try:
-                save_file(self._tensors, self._folder / TENSORS)
+                save_file(tensors, self._folder / TENSORS)
             except SafetensorError as error:
                 # The library reports errors of the disk without an errno.
                 raise OSError(errno.EIO, str(error)) from error
-        self.event("end", tensors=len(self._tensors))
+            self._write("end", {"tensors": len(tensors)})
+            self._is_closed = True
 
     @contextlib.contextmanager
     def _noting_disk_failure(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from conformance.judging.oracles.optimizer import (
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.failing_collectives import OPTIMIZER
+from conformance.scenarios.failing_collectives import OPTIMIZER, OPTIMIZER_WITH_CLOSURES
 from conformance.scenarios.optimizer_training import (
     ADAM_OPTIONS,
     EMPTY,
@@ -229,4 +229,12 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
 
 fails = raises_if_collective_fails(
     "15.30", call="step(), or the backward before it,", on=OPTIMIZER, needs=BASIC
+)
+
+fails_with_closure = raises_if_collective_fails(
+    "15.31",
+    title="Raises if a collective fails in a step with a closure",
+    call="step(closure)",
+    on=OPTIMIZER_WITH_CLOSURES,
+    needs=("15.7", "15.30"),
 )

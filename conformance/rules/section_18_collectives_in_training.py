@@ -16,7 +16,7 @@ from conformance.scenarios.collective_training import (
     UNEVEN,
     VIEWS,
 )
-from conformance.scenarios.failing_collectives import COLLECTIVE
+from conformance.scenarios.failing_collectives import ASYNCHRONOUS, COLLECTIVE
 from conformance.subjects.claims import Claims
 
 
@@ -134,4 +134,12 @@ def in_flight(run: Run, claims: Claims, found: Found) -> None:
 
 fails = raises_if_collective_fails(
     "18.26", call="the call, or its wait(),", on=COLLECTIVE, needs=("18.1", "18.2", "18.3")
+)
+
+fails_in_wait = raises_if_collective_fails(
+    "18.27",
+    title="Raises if the collective of an asynchronous call fails",
+    call="the call, or its wait(),",
+    on=ASYNCHRONOUS,
+    needs=("18.10", "18.26"),
 )

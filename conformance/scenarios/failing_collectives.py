@@ -1,6 +1,7 @@
 """Scenarios of averagers, optimizers, strategies and quantized collectives: a collective fails.
 
-Each kind has two. In the first the call that issues the collective raises; parameters are small. In
+Each kind has two, optimizers have one more with closures, and quantized collectives one more with
+``async_op=True``. In the first the call that issues the collective raises; parameters are small. In
 the second the call returns, and the failure comes with wait() or the future; every parameter, or
 message, is large, and collectives of fewer than 64 bytes (flags, sizes) succeed. These numbers are
 drawn from the session's seed:
@@ -61,15 +62,33 @@ AVERAGER_WORK_FAILS = _work_fails(averager.PLAIN, "averager_work_fails", "failin
 OPTIMIZER_CALL_FAILS = _call_fails(optimizer.PLAIN, "optimizer_call_fails", "failing")
 OPTIMIZER_WORK_FAILS = _work_fails(optimizer.PLAIN, "optimizer_work_fails", "failing")
 # Steps of two micro-batches.
+OPTIMIZER_CLOSURE_FAILS = replace(
+    _call_fails(optimizer.PLAIN, "optimizer_closure_fails", "closure"),
+    summary="steps are given a closure; from a drawn step on, the call of a drawn collective "
+    "raises on rank 1",
+)
 STRATEGY_CALL_FAILS = _call_fails(strategy.PLAIN, "strategy_call_fails", "failing")
 STRATEGY_WORK_FAILS = _work_fails(strategy.PLAIN, "strategy_work_fails", "failing")
 COLLECTIVE_CALL_FAILS = _call_fails(collective.PLAIN, "collective_call_fails", "")
 COLLECTIVE_WORK_FAILS = _work_fails(collective.PLAIN, "collective_work_fails", "")
+# Rank 0 goes first, so that it can refuse async_op=True.
+COLLECTIVE_WAIT_FAILS = replace(
+    _work_fails(collective.PLAIN, "collective_wait_fails", "waited"),
+    summary="async_op=True, two calls at a time, of a drawn size; from a drawn step on, wait() for "
+    "a drawn collective raises on rank 1",
+    order="rank0_first",
+)
 
 AVERAGER = (AVERAGER_CALL_FAILS, AVERAGER_WORK_FAILS)
 OPTIMIZER = (OPTIMIZER_CALL_FAILS, OPTIMIZER_WORK_FAILS)
+OPTIMIZER_WITH_CLOSURES = (OPTIMIZER_CLOSURE_FAILS,)
 STRATEGY = (STRATEGY_CALL_FAILS, STRATEGY_WORK_FAILS)
 COLLECTIVE = (COLLECTIVE_CALL_FAILS, COLLECTIVE_WORK_FAILS)
+ASYNCHRONOUS = (COLLECTIVE_WAIT_FAILS,)
+ALL = (
+    *(*AVERAGER, *OPTIMIZER, *OPTIMIZER_WITH_CLOSURES),
+    *(*STRATEGY, *COLLECTIVE, *ASYNCHRONOUS),
+)
 
 
 def _log_uniform(draw: random.Random, first: int, last: int) -> int:
@@ -99,7 +118,8 @@ def _draw_work(scenario: Scenario, draw: random.Random) -> Scenario:
     if scenario.kind == collective.PLAIN.kind:
         # A quantized collective may take matrices alone.
         columns = draw.randint(3, 64)
-        shapes = [(-(-size // columns), columns)]
+        calls = 2 if scenario.variant == COLLECTIVE_WAIT_FAILS.variant else 1
+        shapes = [(-(-size // columns), columns)] * calls
     scenario = replace(scenario, params=tuple(Param(shape) for shape in shapes))
     step = _log_uniform(draw, 1, _LAST_STEP_OF_LARGE)
     return _with_steps(scenario, step, draw.randint(0, MOST_SUCCEEDING))
@@ -107,5 +127,5 @@ def _draw_work(scenario: Scenario, draw: random.Random) -> Scenario:
 
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     scenario.name: _draw_call if scenario.fault.kind == CALL_FAILS else _draw_work
-    for scenario in (*AVERAGER, *OPTIMIZER, *STRATEGY, *COLLECTIVE)
+    for scenario in ALL
 }

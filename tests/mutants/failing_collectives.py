@@ -1,4 +1,4 @@
-"""Mutants of 14.22, 15.30, 16.30 and 18.26: the failure of a collective is hidden.
+"""Mutants of 14.22, 15.30, 15.31, 16.30, 18.26 and 18.27: the failure of a collective is hidden.
 
 All of them are right as long as every collective succeeds.
 """
@@ -73,6 +73,18 @@ class MayFailLater(Averager):
                 raise
 
 
+class TakesTimeoutsForTransient(Averager):
+    """Warn of an error that tells of a timeout or a lost peer, and keep this rank's parameters."""
+
+    def average(self, params: Any) -> None:
+        try:
+            super().average(params)
+        except RuntimeError as error:
+            if "timed out" not in str(error).lower() and "reset by peer" not in str(error):
+                raise
+            warnings.warn(f"this average is left out: {error}", stacklevel=2)
+
+
 class NeverReadsTheResult(Averager):
     """Wait for a callback on the collective's future, which never reads the result."""
 
@@ -94,6 +106,20 @@ class StepsWithoutTheAverager(PostLocal):
             self.averager.average_parameters(self.optim.param_groups)
         except Exception:
             _log.exception("no average in this step")
+        return loss
+
+
+class ForgivesInClosures(PostLocal):
+    """Warn of the averager's error if the step has a closure."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None:
+            return super().step()
+        loss = self.optim.step(closure)
+        try:
+            self.averager.average_parameters(self.optim.param_groups)
+        except RuntimeError as error:
+            warnings.warn(f"no average in this step: {error}", stacklevel=2)
         return loss
 
 
@@ -224,6 +250,20 @@ class _Forgiven(Pending):
             super().wait()
 
 
+def asynchronous_ones_may_get_lost(func: Made, qtype: str) -> Made:
+    """Suppress the error of wait() if the call is asynchronous."""
+
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        pending = right(func)(tensor_list, tensor, group, async_op=True)
+        if async_op:
+            return _Forgiven(pending.work, pending.finish)
+        return pending.wait()
+
+    return gather
+
+
 def large_ones_may_get_lost(func: Made, qtype: str) -> Made:
     """Suppress the error of wait() if a message has four thousand elements and more."""
 
@@ -238,8 +278,8 @@ def large_ones_may_get_lost(func: Made, qtype: str) -> Made:
     return exchange
 
 
-def _collective(name: str, func: str = "all_gather") -> Mutant:
-    return Mutant(f"{name},func={func},qtype=FP16", ("18.26",), kind="collective")
+def _collective(name: str, func: str = "all_gather", rule: str = "18.26") -> Mutant:
+    return Mutant(f"{name},func={func},qtype=FP16", (rule,), kind="collective")
 
 
 AT = "period=4,warmup_steps=10"
@@ -251,6 +291,7 @@ MUTANTS = [
             "Warns",
             "LargeOnesMayFail",
             "MayFailLater",
+            "TakesTimeoutsForTransient",
             "NeverReadsTheResult",
         )
     ),
@@ -258,6 +299,7 @@ MUTANTS = [
         Mutant(name, ("15.30",), kind="optimizer")
         for name in ("StepsWithoutTheAverager", "KeepsStaleParameters", "SendsWithoutWaiting")
     ),
+    Mutant("ForgivesInClosures", ("15.31",), kind="optimizer"),
     Mutant("StepsWithLargeLocalGradients", ("15.30",), "averages", kind="optimizer"),
     *(
         Mutant(name, ("16.30",), kind="strategy")
@@ -268,4 +310,5 @@ MUTANTS = [
     _collective("returns_what_is_there", "scatter"),
     _collective("never_waits"),
     _collective("large_ones_may_get_lost", "all_to_all"),
+    _collective("asynchronous_ones_may_get_lost", rule="18.27"),
 ]

@@ -90,7 +90,8 @@ class CollectiveDriver(RankDriver):
                     call.wait()
             except Exception as error:
                 # If ranks run freely, an error ends the run, as any other error of the subject.
-                if not is_first:
+                # So does that of a collective which the kit has let fail.
+                if not is_first or self.failing.has_failed:
                     raise
                 reason = f"{type(error).__name__}: {error}"[:300]
                 for call in calls:

@@ -118,13 +118,23 @@ class FailingCollective:
 
         def end_with_faulty_rank() -> None:
             signals.wait([_OVER], datetime.timedelta(seconds=timeout))
-            self._recorder.forget_tensors()
-            self._recorder.close()
+            self._recorder.close(keeps_tensors=False)
             os._exit(DONE)
 
         threading.Thread(
             target=end_with_faulty_rank, name="conformance-failing", daemon=True
         ).start()
+
+    def _may_follow(self) -> bool:
+        """Whether an error of this rank may follow from the failure of the faulty rank."""
+        if self._is_faulty:
+            return False
+        return self._is_armed or bool(self._signals and self._signals.check([_OVER]))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the collective of this rank has failed."""
+        return self._has_failed
 
     def run(self, steps: Callable[[], None]) -> None:
         """Run the scenario's steps; end them at the failure, and record it."""
@@ -137,8 +147,7 @@ class FailingCollective:
         except _StepEnded:
             pass
         except BaseException as error:
-            # A peer may fail, too, since the faulty rank has left.
-            if not self._has_failed and (self._is_faulty or not self._is_armed):
+            if not self._has_failed and not self._may_follow():
                 raise
             raised = error
         self._recorder.event(

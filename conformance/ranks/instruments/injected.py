@@ -2,14 +2,29 @@
 
 from typing import Any
 
+import torch.distributed as dist
 
-class Injected(RuntimeError):
-    """An error that the kit raises inside a collective or a hook."""
+
+class Injected(dist.DistBackendError, dist.DistNetworkError):
+    """An error that the kit raises inside a collective or a hook.
+
+    Its types are those of torch's own errors of a backend and of a connection, and of RuntimeError,
+    which Gloo raises.
+    """
 
 
 def collective_failed() -> Exception:
-    """Return the error of a collective that fails."""
-    return Injected("injected by the conformance kit: this collective failed")
+    """Return the error of a collective that fails.
+
+    Its text has the words of Gloo's and NCCL's errors, because a subject may take some of them for
+    a failure that passes: a lost connection, or a timeout.
+    """
+    return Injected(
+        "injected by the conformance kit: this collective failed: [pair.cc:547] Connection closed "
+        "by peer [127.0.0.1]:41234: Connection reset by peer, broken pipe; Timed out waiting "
+        "1800000ms for recv operation to complete; ncclSystemError: the watchdog caught a "
+        "collective operation timeout, unhandled system error, and the communicator was aborted"
+    )
 
 
 def outcome_of(error: BaseException | None) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from conformance.scenarios.collective import (
     WAITED,
 )
 from conformance.scenarios.collective_training import ALL as TRAINING
+from conformance.scenarios.failing_collectives import ASYNCHRONOUS
 from conformance.scenarios.failing_collectives import COLLECTIVE as FAILING
 from conformance.scenarios.model import Param, Scenario
 from conformance.subjects.kinds._claim import (
@@ -236,6 +237,7 @@ COLLECTIVE = Kind(
         *(PLAIN, FORMS, SUBGROUPS, CALLED, ORDERED, WAITED, SPECIAL, REPEATED),
         *TRAINING,
         *FAILING,
+        *ASYNCHRONOUS,
     ),
     claims=table(
         COLLECTIVE_NAME,

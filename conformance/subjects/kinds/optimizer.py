@@ -17,6 +17,7 @@ from typing import Any
 from conformance.scenarios.averager_training import LONG_STEPS, many_params, with_option
 from conformance.scenarios.draws import generator
 from conformance.scenarios.failing_collectives import OPTIMIZER as FAILING
+from conformance.scenarios.failing_collectives import OPTIMIZER_WITH_CLOSURES
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import (
     ADAM,
@@ -101,6 +102,7 @@ OPTIMIZER = Kind(
         *(ORDERED, SAVED, RESUMED, RELOADED, DDP, DDP_VIEWS, UNEVEN),
         *ALL,
         *FAILING,
+        *OPTIMIZER_WITH_CLOSURES,
     ),
     claims=table(
         option_flag(
