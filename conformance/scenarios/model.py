@@ -102,7 +102,8 @@ class Fault:
         group_timeout: the process group's own timeout in seconds, if it is to expire; else 0.
         succeeding: for other kinds than hooks, the number of collectives that succeed from that
             step on, before one fails.
-        least_bytes: collectives to which the rank gives fewer bytes are not counted.
+        least_bytes: collectives to which the rank gives fewer bytes, and from which it receives
+            fewer, are not counted.
     """
 
     kind: str = "none"

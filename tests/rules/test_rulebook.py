@@ -178,7 +178,8 @@ Requirements that are part of the book although nothing judges them yet:
   complete once its collective is enqueued, and the backend's watchdog ends the process, whatever
   the hook does;
 - on the same backends, that a collective's failure surfaces from other kinds than hooks (14.22,
-  15.30, 15.31, 16.30, 18.26, 18.27): the rank that raises leaves its peers, which would wait on the device;
+  15.30, 15.31, 16.30, 18.26, 18.27): the rank that raises leaves its peers, which would wait on the
+  device;
 - a subject that sets out to forge its records: it runs in the process that writes them. The kit
   defends against accidents and patched functions, not against an attacker with the same user id.
 """

@@ -210,7 +210,9 @@ class CollectiveRecorder:
                 return _fingerprint(name, _group_among(args), tensors, root, op)
 
             size = _bytes(args[given]) if given >= 0 else 0
-            return self._issue(name, size, fingerprint, lambda: kernel(keyset, *args))
+            # The first argument of each kernel but a barrier's receives the result.
+            moved = size if name == "barrier" else max(size, _bytes(args[0]))
+            return self._issue(name, size, moved, fingerprint, lambda: kernel(keyset, *args))
 
         return recorded
 
@@ -240,12 +242,13 @@ class CollectiveRecorder:
                 self._inside_group.depth = 0
 
         size = 0 if tensors is None else _bytes(tensors)
-        return self._issue(method.kernel, size, fingerprint, inside)
+        return self._issue(method.kernel, size, size, fingerprint, inside)
 
     def _issue(
         self,
         name: str,
         size: int,
+        moved: int,
         fingerprint: Callable[[], dict[str, Any]],
         call: Callable[[], Any],
     ) -> Any:
@@ -254,6 +257,7 @@ class CollectiveRecorder:
         Args:
             name: the name of the kernel.
             size: the bytes that this rank contributes.
+            moved: the bytes that it contributes or receives, whichever are more.
             fingerprint: returns the properties on which ranks have to agree.
             call: makes the call.
         """
@@ -275,7 +279,7 @@ class CollectiveRecorder:
                 self._works.append(work)
             if self._serialises:
                 self._wait_for(work)
-        return self.failing.pass_on(name, size, result) if self.failing else result
+        return self.failing.pass_on(name, moved, result) if self.failing else result
 
     def _record(self, fingerprint: dict[str, Any]) -> None:
         """Record a collective before it begins, since it may never end."""

@@ -74,7 +74,7 @@ class FailingCollective:
 
         Args:
             name: the name of the kernel.
-            size: the bytes that this rank contributes.
+            size: the bytes that this rank contributes or receives.
             result: a Work, or a tuple that ends with one.
 
         Raises:
