@@ -69,11 +69,11 @@ class Case:
 # of them, and --thorough judges all subjects by all rules.
 COSTLY_SECTIONS = ("20", "22", "23", "24", "25")
 COSTLY_RULES = {
-    *(f"14.{place}" for place in range(15, 23)),
-    *(f"15.{place}" for place in range(21, 32)),
-    *(f"16.{place}" for place in range(20, 31)),
-    *(f"17.{place}" for place in range(18, 25)),
-    *(f"18.{place}" for place in range(21, 28)),
+    *(f"14.{place}" for place in range(15, 25)),
+    *(f"15.{place}" for place in range(21, 34)),
+    *(f"16.{place}" for place in range(20, 33)),
+    *(f"17.{place}" for place in range(18, 30)),
+    *(f"18.{place}" for place in range(21, 31)),
     *(f"19.{place}" for place in range(23, 32)),
 }
 # Each costly rule judges one in so many subjects.

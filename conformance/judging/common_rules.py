@@ -11,6 +11,12 @@ from conformance.records.run import Run
 from conformance.scenarios.model import CALL_FAILS, FAULTY_RANK, WORK_FAILS, Scenario
 from conformance.subjects.claims import Claims
 
+ON_MORE_RANKS = (
+    "torch documentation, torchrun, Environment Variables; fairscale#132, hivemind#440: equal on "
+    "two ranks, different on more"
+)
+"""The source of the rules of clusters."""
+
 
 def leaves_no_trace(
     number: str,

@@ -1,6 +1,6 @@
 """Section 14, continued: averagers of parameters as training uses them."""
 
-from conformance.judging.common_rules import raises_if_collective_fails
+from conformance.judging.common_rules import ON_MORE_RANKS, raises_if_collective_fails
 from conformance.judging.oracles.averager import require_right
 from conformance.judging.oracles.averager_like import require_like
 from conformance.judging.rule import rule
@@ -17,6 +17,7 @@ from conformance.scenarios.averager_training import (
     TWO,
 )
 from conformance.scenarios.failing_collectives import AVERAGER
+from conformance.scenarios.kinds_in_clusters import AVERAGER as CLUSTERS
 from conformance.subjects.claims import Claims
 
 
@@ -176,3 +177,26 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
 fails = raises_if_collective_fails(
     "14.22", call="average_parameters()", on=AVERAGER, needs=("14.1", "14.2")
 )
+
+
+@rule(
+    "14.24",
+    "Averages on five to eight ranks, and on any groups",
+    on=CLUSTERS,
+    owns=CLUSTERS,
+    needs=("14.1", "14.2", "14.6"),
+    baseline="like",
+    since="1.6",
+    source=ON_MORE_RANKS,
+    remedy="partners that assume a power of two; means of the nodes' means; tables and buffers for "
+    "four ranks; a constant distance between the ranks of a group",
+)
+def on_clusters(run: Run, claims: Claims, found: Found) -> None:
+    """Five or seven ranks on nodes of unequal size, six or eight ranks on equal nodes, and groups
+    of three and two ranks without a constant distance average as the claim says. torchrun's
+    variables describe the nodes; all of it is drawn.
+
+    Under ``hierarchical`` there are as many ranks as the largest group takes. Under
+    ``hierarchical`` and ``world_only`` there are no groups.
+    """
+    require_right(run, claims, found, must_change=True)

@@ -1,6 +1,6 @@
 """Section 15, continued: optimizer wrappers as training uses them."""
 
-from conformance.judging.common_rules import raises_if_collective_fails
+from conformance.judging.common_rules import ON_MORE_RANKS, raises_if_collective_fails
 from conformance.judging.oracles.optimizer import (
     construction,
     require_right,
@@ -11,6 +11,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.failing_collectives import OPTIMIZER, OPTIMIZER_WITH_CLOSURES
+from conformance.scenarios.kinds_in_clusters import OPTIMIZER as CLUSTERS
 from conformance.scenarios.optimizer_training import (
     ADAM_OPTIONS,
     EMPTY,
@@ -238,3 +239,21 @@ fails_with_closure = raises_if_collective_fails(
     on=OPTIMIZER_WITH_CLOSURES,
     needs=("15.7", "15.30"),
 )
+
+
+@rule(
+    "15.33",
+    "Steps right on five to eight ranks, and on any groups",
+    on=CLUSTERS,
+    owns=CLUSTERS,
+    needs=(*BASIC, "15.10"),
+    since="1.6",
+    source=ON_MORE_RANKS,
+    remedy="shards for four ranks; a rank that has no shard, since there are more ranks than "
+    "parameters; a constant distance between the ranks of a group",
+)
+def on_clusters(run: Run, claims: Claims, found: Found) -> None:
+    """Five or seven ranks on nodes of unequal size, six or eight ranks on equal nodes, and groups
+    of three and two ranks without a constant distance step as two ranks do. torchrun's variables
+    describe the nodes; all of it is drawn."""
+    require_right(run, found)

@@ -1,11 +1,12 @@
 """Section 16, continued: sync strategies as training uses them."""
 
-from conformance.judging.common_rules import raises_if_collective_fails
+from conformance.judging.common_rules import ON_MORE_RANKS, raises_if_collective_fails
 from conformance.judging.oracles.strategy import require_buffers, require_means
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.failing_collectives import STRATEGY
+from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
 from conformance.scenarios.strategy_training import (
     ABANDONED,
     BUFFERS,
@@ -219,3 +220,21 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
 fails = raises_if_collective_fails(
     "16.30", call="the strategy's context", on=STRATEGY, needs=("16.2",)
 )
+
+
+@rule(
+    "16.32",
+    "Gives means on five to eight ranks, and on any groups",
+    on=CLUSTERS,
+    owns=CLUSTERS,
+    needs=("16.2", "16.9"),
+    since="1.6",
+    source=ON_MORE_RANKS,
+    remedy="a divisor from LOCAL_WORLD_SIZE; means of the nodes' means; tables and buffers for "
+    "four ranks; a constant distance between the ranks of a group",
+)
+def on_clusters(run: Run, claims: Claims, found: Found) -> None:
+    """On five or seven ranks on nodes of unequal size, six or eight ranks on equal nodes, and
+    groups of three and two ranks without a constant distance, gradients are the means. torchrun's
+    variables describe the nodes; all of it is drawn."""
+    require_means(run, found)

@@ -1,5 +1,6 @@
 """Section 17: joins, as in training: numbers of joinables; long epochs, many epochs, interrupts."""
 
+from conformance.judging.common_rules import ON_MORE_RANKS
 from conformance.judging.oracles.join import (
     NOT_A_JOINABLE,
     applies_to_context,
@@ -30,6 +31,8 @@ from conformance.scenarios.joins_in_training import (
     NUMBERS,
 )
 from conformance.scenarios.joins_in_training import INTERRUPTS as INTERRUPTED
+from conformance.scenarios.kinds_in_clusters import JOINABLE as CLUSTERS
+from conformance.scenarios.kinds_in_clusters import JOINABLE_NUMBERS as CLUSTERS_OF_NUMBERS
 from conformance.subjects.claims import Claims
 
 TUTORIAL = (
@@ -203,3 +206,65 @@ def epochs(run: Run, claims: Claims, found: Found) -> None:
         require_parameters(run, member, found, by_all)
         require_step_count(member, found)
     require_agreement(run, found)
+
+
+@rule(
+    "17.27",
+    "Ranks shadow each other on five to eight ranks, and on any groups",
+    on=CLUSTERS,
+    owns=CLUSTERS,
+    needs=("17.3", "17.4", "17.11"),
+    since="1.6",
+    source=ON_MORE_RANKS,
+    remedy="a count of the ranks that have joined that is kept for four ranks; a constant distance "
+    "between the ranks of a group",
+)
+def on_clusters(run: Run, claims: Claims, found: Found) -> None:
+    """On five or seven ranks on nodes of unequal size, six or eight ranks on equal nodes, and
+    groups of three and two ranks without a constant distance, ranks without inputs shadow those
+    that have some. All of it is drawn."""
+    for member in members(run):
+        require_steps(run, member, found)
+        if is_context(run):
+            require_post_hooks(run, member, found)
+    require_agreement(run, found)
+
+
+@rule(
+    "17.28",
+    "Joined ranks add nothing to gradients on five to eight ranks",
+    on=CLUSTERS_OF_NUMBERS,
+    owns=CLUSTERS_OF_NUMBERS,
+    needs=("17.18", "17.27"),
+    presumes=("17.18",),
+    since="1.6",
+    source=ON_MORE_RANKS,
+    remedy="a divisor that is counted for four ranks; a rank that hands out the state to its "
+    "neighbour alone",
+)
+def gradients_on_clusters(run: Run, claims: Claims, found: Found) -> None:
+    """On five to eight ranks a gradient of a joinable is the mean or the sum over the ranks that
+    still have inputs, as by 17.18. 17.29 judges the model that they hold after the join."""
+    if is_context(run):
+        found.does_not_apply(NOT_A_JOINABLE)
+        return
+    require_gradients_of_trainers(run, found, presumed=True)
+
+
+@rule(
+    "17.29",
+    "All of five to eight ranks hold the same model after the join",
+    on=CLUSTERS_OF_NUMBERS,
+    needs=("17.19", "17.28"),
+    presumes=("17.19",),
+    since="1.6",
+    source=ON_MORE_RANKS,
+    remedy="a rank that hands out the state to four ranks, or to its neighbour alone",
+)
+def replicas_on_clusters(run: Run, claims: Claims, found: Found) -> None:
+    """On five to eight ranks the parameters, the buffers, state_dict() and an optimizer's state are
+    the same on all ranks after uneven inputs, as by 17.19."""
+    if is_context(run):
+        found.does_not_apply(NOT_A_JOINABLE)
+        return
+    require_replicas(run, found)

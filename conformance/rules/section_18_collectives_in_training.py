@@ -1,6 +1,6 @@
 """Section 18, continued: quantized collectives as training uses them."""
 
-from conformance.judging.common_rules import raises_if_collective_fails
+from conformance.judging.common_rules import ON_MORE_RANKS, raises_if_collective_fails
 from conformance.judging.oracles.collective import calls, require_call, require_calls
 from conformance.judging.oracles.collective_training import (
     require_no_error_in_wait,
@@ -17,6 +17,7 @@ from conformance.scenarios.collective_training import (
     VIEWS,
 )
 from conformance.scenarios.failing_collectives import ASYNCHRONOUS, COLLECTIVE
+from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
 from conformance.subjects.claims import Claims
 
 
@@ -143,3 +144,21 @@ fails_in_wait = raises_if_collective_fails(
     on=ASYNCHRONOUS,
     needs=("18.10", "18.26"),
 )
+
+
+@rule(
+    "18.30",
+    "Messages arrive on five to eight ranks, and on any groups",
+    on=CLUSTERS,
+    owns=CLUSTERS,
+    needs=("18.1", "18.2", "18.11"),
+    since="1.6",
+    source=ON_MORE_RANKS,
+    remedy="tables, buffers and tags for four ranks; partners that assume a power of two; a "
+    "constant distance between the ranks of a group",
+)
+def on_clusters(run: Run, claims: Claims, found: Found) -> None:
+    """On five or seven ranks on nodes of unequal size, six or eight ranks on equal nodes, and
+    groups of three and two ranks without a constant distance, all messages arrive. All of it is
+    drawn."""
+    require_calls(run, claims, found)

@@ -102,7 +102,7 @@ CLUSTERS = (UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS, WIDE_GROUPS, TWO_GROUPS, 
 
 
 def with_groups_of(scenario: Scenario, least: int) -> Scenario:
-    """Return a scenario of this module in which every group has at least ``least`` ranks.
+    """Return a scenario of a cluster in which every group has at least ``least`` ranks.
 
     Nodes and groups stay uneven where they were.
     """

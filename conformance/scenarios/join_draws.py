@@ -97,13 +97,15 @@ def divides_by_all(scenario: Scenario, context: int) -> bool:
 def _uneven(numbers: random.Random, size: int, turn: int) -> Lengths:
     """Return the numbers of inputs of ranks of which one has the most and, of three, one has none.
 
-    Of two ranks the other one has 1 or 2 inputs in three rows of four, and none in the fourth.
+    Of two ranks the other one has 1 or 2 inputs in three rows of four, and none in the fourth. Of
+    four ranks and more, the others have any number below the most.
     """
     most = numbers.randint(3, 6)
     fewer = numbers.randint(1, 2)
     if size == 2 and turn % 4 == 3:
         fewer = 0
-    by_turn = [most, fewer, *(0,) * (size - 2)]
+    others = [numbers.randrange(most) for _ in range(size - 3)]
+    by_turn = [most, fewer, *(0,) * min(1, size - 2), *others]
     return tuple(by_turn[(place - turn) % size] for place in range(size))
 
 

@@ -224,8 +224,9 @@ class Engine:
             ):
                 return Judgement(rule.number, Verdict.NOT_RUN, f"judged only if {number} holds")
         for number in rule.presumes:
-            if not self.judge(number).verdict.holds:
-                reason = f"it needs {number}, which does not hold"
+            if (verdict := self.judge(number).verdict) is not Verdict.PASS:
+                says = "does not apply" if verdict.holds else "does not hold"
+                reason = f"it needs {number}, which {says}"
                 return Judgement(rule.number, Verdict.NOT_APPLICABLE, reason)
         judgement = self._judgement_on(rule)
         if judgement.verdict is not Verdict.FAIL:

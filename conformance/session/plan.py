@@ -20,6 +20,7 @@ from conformance.judging.oracles.lossy import (
     TRIALS_OF_VALUES,
 )
 from conformance.judging.rule import Rule, WorldSizes
+from conformance.scenarios import kinds_in_clusters
 from conformance.scenarios.clusters import CLUSTERS, with_groups_of
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
@@ -67,7 +68,7 @@ _WIDER_SHAPES = {
     (4, 3, 2, 5): (24, 3, 2, 5),
     (20_011,): (91, 225),
 }
-_NAMES_OF_CLUSTERS = tuple(scenario.name for scenario in CLUSTERS)
+_NAMES_OF_CLUSTERS = tuple(scenario.name for scenario in (*CLUSTERS, *kinds_in_clusters.ALL))
 # Under DDP's options the largest parameter may be smaller: the runs are as long as the others.
 _SHORTER_SHAPES = {**_WIDER_SHAPES, (20_011,): (39, 27)}
 _SMALL_KINDS = {

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from conformance.scenarios import kinds_in_clusters
 from conformance.scenarios.clusters import (
     BYSTANDERS,
     CLUSTERS,
@@ -18,7 +19,7 @@ from conformance.scenarios.draws import drawn
 from conformance.scenarios.hook import AT_SCALE
 from conformance.scenarios.model import Scenario
 from conformance.session.plan import adapt_scenario
-from conformance.subjects.claims import Claims
+from conformance.subjects.claims import Claims, default_claims
 
 SEEDS = range(200)
 
@@ -81,3 +82,22 @@ def test_a_simulation_begins_with_sizes_that_real_ranks_have() -> None:
     least = adapt_scenario(AT_SCALE, Claims(min_world_size=3)).simulated
     assert least[:3] == (4, 3, 5)
     assert len(set(least)) == len(least)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("scenario", kinds_in_clusters.ALL, ids=lambda scenario: scenario.name)
+def test_other_kinds_have_five_to_eight_ranks(scenario: Scenario, seed: int) -> None:
+    one = drawn(scenario, seed)
+    assert 5 <= one.own_size <= 8
+    assert sum(one.nodes) == one.own_size
+
+
+@pytest.mark.parametrize("largest", [2, 4, 6])
+@pytest.mark.parametrize("scenario", kinds_in_clusters.AVERAGER, ids=lambda scenario: scenario.name)
+def test_a_hierarchical_averager_has_the_ranks_of_its_largest_group(
+    scenario: Scenario, largest: int
+) -> None:
+    claims = default_claims("averager", {"period_group_size_dict": {2: 2, 4: largest}})
+    adapted = adapt_scenario(scenario, claims)
+    assert (adapted.own_size, adapted.groups) == (largest, ())
+    assert sum(adapted.nodes) == largest

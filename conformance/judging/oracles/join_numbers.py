@@ -42,8 +42,14 @@ NO_STATE = "it has no parameters, buffers or state_dict() that ranks replicate a
 COMPUTED_STATE = "its join computes a state: after even inputs it is not what a rank held before"
 
 
-def require_gradients_of_trainers(run: Run, found: Found) -> None:
-    """Require gradients that hold nothing of ranks that have joined, with the right divisor."""
+def require_gradients_of_trainers(run: Run, found: Found, presumed: bool = False) -> None:
+    """Require gradients that hold nothing of ranks that have joined, with the right divisor.
+
+    Args:
+        run: the run.
+        found: receives the findings.
+        presumed: at smaller sizes the gradients are means or sums: here they have to be, too.
+    """
     places = {member.context: list(_places(run, member.context)) for member in members(run)}
     if not places[0]:
         found.does_not_apply(NO_GRADIENTS)
@@ -58,7 +64,16 @@ def require_gradients_of_trainers(run: Run, found: Found) -> None:
             return
     even = [d for d in (size, 1) if all(_fits(run, place, d) for place in places[0])]
     if not even:
-        found.does_not_apply(OTHER_GRADIENTS)
+        if not presumed:
+            found.does_not_apply(OTHER_GRADIENTS)
+            return
+        member, at, index = places[0][0]
+        found.require(
+            False,
+            f"after even inputs the mean or the sum of the gradients of ranks {list(member.group)}",
+            f"{member}, step {at}, parameter {index}: neither",
+            _cause_of_divisor(run, places[0][0]),
+        )
         return
     own: set[bool] = set()
     for context in sorted(places)[1:]:
@@ -244,6 +259,17 @@ def _cause(run: Run, place: Place) -> str:
         if torch.allclose(got.double(), right / divisor, rtol=1e-5, atol=0.0):
             return name
     return "the main hook has to add zeros"
+
+
+def _cause_of_divisor(run: Run, place: Place) -> str:
+    """Return by which number of ranks the sum was divided, if it was by one of them."""
+    got = _grad(*place)
+    assert got is not None
+    _, total, _ = _local_sum(run, *place)
+    for divisor in range(2, len(place[0].group)):
+        if torch.allclose(got.double(), total / divisor, rtol=1e-5, atol=0.0):
+            return f"divided by {divisor}, with {len(place[0].group)} ranks"
+    return ""
 
 
 def _knows_divisor(member: Member) -> bool:

@@ -23,6 +23,7 @@ from conformance.scenarios.averaging_schedule import HELD, MAX_STEPS, QUIET, Sch
 from conformance.scenarios.draws import generator
 from conformance.scenarios.failing_collectives import AVERAGER as FAILING
 from conformance.scenarios.failing_collectives import MOST_SUCCEEDING
+from conformance.scenarios.kinds_in_clusters import AVERAGER as CLUSTERS
 from conformance.scenarios.model import Scenario
 from conformance.subjects.target import parse_target
 
@@ -74,6 +75,8 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
     schedule = schedule_of(options)
     if schedule is None:
         return scenario
+    if scenario.name in {cluster.name for cluster in CLUSTERS}:
+        scenario = _with_claimed_ranks(scenario, options)
     draw = generator(scenario)
     match scenario.name:
         case LARGE.name:
@@ -102,6 +105,32 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         return _fail(scenario, schedule)
     averages = ("crafted", "normal") if scenario.name == DTYPES.name else ()
     return replace(scenario, steps=lengthened(scenario.steps, schedule, averages=averages))
+
+
+def _largest_group(options: Mapping[str, Any]) -> int:
+    """Return the largest group of a hierarchical claim, which has all ranks; 0 without one."""
+    claimed = options.get("hierarchical")
+    if options.get("like"):
+        reference = str(options["like"]["reference"])
+        claimed = parse_target(f"hooks_ref:{reference}", "--claims like").kwargs
+    sizes = (claimed or {}).get("period_group_size_dict")
+    numbers = sizes.values() if isinstance(sizes, Mapping) else ()
+    return max((size for size in numbers if isinstance(size, int)), default=0)
+
+
+def _with_claimed_ranks(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
+    """Leave groups out for an averager over WORLD; take the ranks of the largest group.
+
+    A hierarchical averager makes process groups, which all ranks of WORLD have to make in one
+    order: two of them on disjoint groups would wait for each other.
+    """
+    largest = _largest_group(options)
+    if scenario.groups and (largest > 1 or "world_only" in options):
+        scenario = replace(scenario, groups=(), size=scenario.own_size)
+    if largest < 2:
+        return scenario
+    first = largest - 1 if len(set(scenario.nodes)) > 1 else largest // 2
+    return replace(scenario, size=largest, nodes=(first, largest - first))
 
 
 def is_stateful(options: Mapping[str, Any]) -> bool:

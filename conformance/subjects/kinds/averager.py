@@ -21,6 +21,7 @@ from conformance.scenarios.averager import (
 from conformance.scenarios.averager_training import ALL as TRAINING
 from conformance.scenarios.averaging_schedule import too_long
 from conformance.scenarios.failing_collectives import AVERAGER as FAILING
+from conformance.scenarios.kinds_in_clusters import AVERAGER as CLUSTERS
 from conformance.subjects.arguments import write_call, write_named
 from conformance.subjects.kinds._averager_schedule import adapt, schedule_of
 from conformance.subjects.kinds._claim import (
@@ -161,6 +162,7 @@ AVERAGER = Kind(
         *(PLAIN, RANDOM, FORMS, DTYPES, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
         *TRAINING,
         *FAILING,
+        *CLUSTERS,
     ),
     claims=table(
         PERIODIC,

@@ -29,6 +29,7 @@ from conformance.scenarios.collective import (
 from conformance.scenarios.collective_training import ALL as TRAINING
 from conformance.scenarios.failing_collectives import ASYNCHRONOUS
 from conformance.scenarios.failing_collectives import COLLECTIVE as FAILING
+from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
 from conformance.scenarios.model import Param, Scenario
 from conformance.subjects.kinds._claim import (
     Form,
@@ -237,6 +238,7 @@ COLLECTIVE = Kind(
         *(PLAIN, FORMS, SUBGROUPS, CALLED, ORDERED, WAITED, SPECIAL, REPEATED),
         *TRAINING,
         *FAILING,
+        *CLUSTERS,
         *ASYNCHRONOUS,
     ),
     claims=table(

@@ -17,6 +17,8 @@ from typing import Any
 
 from conformance.scenarios import joins_in_training
 from conformance.scenarios.joinable import SCENARIOS
+from conformance.scenarios.kinds_in_clusters import JOINABLE as CLUSTERS
+from conformance.scenarios.kinds_in_clusters import JOINABLE_NUMBERS as CLUSTERS_OF_NUMBERS
 from conformance.subjects.kinds._claim import min_world_size, table
 from conformance.subjects.kinds._kind import Kind
 
@@ -30,7 +32,7 @@ JOINABLE = Kind(
     "a join context, as torch's Join, or a joinable",
     ("17",),
     reference="hooks_ref:Join",
-    scenarios=(*SCENARIOS, *joins_in_training.ALL),
+    scenarios=(*SCENARIOS, *joins_in_training.ALL, *CLUSTERS, *CLUSTERS_OF_NUMBERS),
     claims=table(min_world_size()),
     default_claims=_default,
     bound=True,

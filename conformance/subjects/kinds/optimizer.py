@@ -18,6 +18,7 @@ from conformance.scenarios.averager_training import LONG_STEPS, many_params, wit
 from conformance.scenarios.draws import generator
 from conformance.scenarios.failing_collectives import OPTIMIZER as FAILING
 from conformance.scenarios.failing_collectives import OPTIMIZER_WITH_CLOSURES
+from conformance.scenarios.kinds_in_clusters import OPTIMIZER as CLUSTERS
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import (
     ADAM,
@@ -61,7 +62,7 @@ def _adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
     if "averages" in options:
         scenario = with_option(scenario, "averages", "gradients")
     if "world_only" in options and scenario.groups:
-        scenario = replace(scenario, groups=(), world_sizes=(2,))
+        scenario = replace(scenario, groups=(), nodes=(), world_sizes=(2,))
     match scenario.variant:
         case LARGE.variant:
             # A parameter of 2**20 to 2**21 elements is the largest.
@@ -102,6 +103,7 @@ OPTIMIZER = Kind(
         *(ORDERED, SAVED, RESUMED, RELOADED, DDP, DDP_VIEWS, UNEVEN),
         *ALL,
         *FAILING,
+        *CLUSTERS,
         *OPTIMIZER_WITH_CLOSURES,
     ),
     claims=table(

@@ -16,6 +16,7 @@ from typing import Any
 from conformance.scenarios.averager_training import many_params
 from conformance.scenarios.draws import generator
 from conformance.scenarios.failing_collectives import STRATEGY as FAILING
+from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.strategy import (
     _DIFFERENT,
@@ -67,7 +68,7 @@ def _adapt(scenario: Scenario, claimed: Collection[str]) -> Scenario:
     if scenario.variant == EMPTY.variant and ("all_used" in claimed or "find_unused" in claimed):
         scenario = replace(scenario, variant="two")
     if "world_only" in claimed and scenario.groups:
-        scenario = replace(scenario, groups=(), world_sizes=(2,))
+        scenario = replace(scenario, groups=(), nodes=(), world_sizes=(2,))
     if "all_used" in claimed and scenario.variant in _DIFFERENT:
         # The variants with as many micro-batches in which all parameters are used.
         variant = "four" if scenario.variant == "microbatches" else "two"
@@ -92,6 +93,7 @@ STRATEGY = Kind(
         *(SPARSE, SUBGROUPS, ORDERED, RAISES, WITHOUT, NO_DDP, COUNTED, CLAIM),
         *ALL,
         *FAILING,
+        *CLUSTERS,
     ),
     claims=table(
         option_flag(
