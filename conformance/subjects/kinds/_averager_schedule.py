@@ -108,7 +108,7 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
 
 
 def _largest_group(options: Mapping[str, Any]) -> int:
-    """Return the largest group of a hierarchical claim, which has all ranks; 0 without one."""
+    """Return the size of the largest group of a hierarchical claim; 0 without such a claim."""
     claimed = options.get("hierarchical")
     if options.get("like"):
         reference = str(options["like"]["reference"])
@@ -121,8 +121,8 @@ def _largest_group(options: Mapping[str, Any]) -> int:
 def _with_claimed_ranks(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
     """Leave groups out for an averager over WORLD; take the ranks of the largest group.
 
-    A hierarchical averager makes process groups, which all ranks of WORLD have to make in one
-    order: two of them on disjoint groups would wait for each other.
+    A hierarchical averager makes process groups, and all ranks of WORLD have to make these in one
+    order: two averagers on disjoint groups would wait for each other.
     """
     largest = _largest_group(options)
     if scenario.groups and (largest > 1 or "world_only" in options):
