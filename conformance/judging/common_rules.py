@@ -17,6 +17,12 @@ ON_MORE_RANKS = (
 )
 """The source of the rules of clusters."""
 
+DEFAULT_DTYPE = (
+    "torch documentation, torch.set_default_dtype: torch.zeros(n) and torch.tensor(0.5) have that "
+    "dtype; scripts set it to bfloat16 to make a large model"
+)
+"""The source of the rules of default dtypes."""
+
 
 def leaves_no_trace(
     number: str,

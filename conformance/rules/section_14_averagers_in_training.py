@@ -1,6 +1,10 @@
 """Section 14, continued: averagers of parameters as training uses them."""
 
-from conformance.judging.common_rules import ON_MORE_RANKS, raises_if_collective_fails
+from conformance.judging.common_rules import (
+    DEFAULT_DTYPE,
+    ON_MORE_RANKS,
+    raises_if_collective_fails,
+)
 from conformance.judging.oracles.averager import require_right
 from conformance.judging.oracles.averager_like import require_like
 from conformance.judging.rule import rule
@@ -18,6 +22,7 @@ from conformance.scenarios.averager_training import (
 )
 from conformance.scenarios.failing_collectives import AVERAGER
 from conformance.scenarios.kinds_in_clusters import AVERAGER as CLUSTERS
+from conformance.scenarios.kinds_under_default_dtypes import AVERAGER as DEFAULT_DTYPES
 from conformance.subjects.claims import Claims
 
 
@@ -198,5 +203,27 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
 
     Under ``hierarchical`` there are as many ranks as the largest group takes. Under
     ``hierarchical`` and ``world_only`` there are no groups.
+    """
+    require_right(run, claims, found, must_change=True)
+
+
+@rule(
+    "14.25",
+    "Works under any default dtype of torch",
+    on=(DEFAULT_DTYPES,),
+    owns=(DEFAULT_DTYPES,),
+    needs=("14.1", "14.2", "14.7"),
+    baseline="like",
+    since="1.6",
+    source=DEFAULT_DTYPE,
+    remedy="tensors that are made without a dtype: torch.zeros(n), torch.tensor(1 / n); take "
+    "that of the parameter",
+)
+def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
+    """Averages are right if torch's default dtype is float64, float16 or bfloat16, and if it
+    changes between averages. The averager is made under the first of them.
+
+    The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
+    elements. The parameters are float32.
     """
     require_right(run, claims, found, must_change=True)

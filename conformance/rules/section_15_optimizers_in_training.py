@@ -1,6 +1,10 @@
 """Section 15, continued: optimizer wrappers as training uses them."""
 
-from conformance.judging.common_rules import ON_MORE_RANKS, raises_if_collective_fails
+from conformance.judging.common_rules import (
+    DEFAULT_DTYPE,
+    ON_MORE_RANKS,
+    raises_if_collective_fails,
+)
 from conformance.judging.oracles.optimizer import (
     construction,
     require_right,
@@ -12,6 +16,7 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.failing_collectives import OPTIMIZER, OPTIMIZER_WITH_CLOSURES
 from conformance.scenarios.kinds_in_clusters import OPTIMIZER as CLUSTERS
+from conformance.scenarios.kinds_under_default_dtypes import OPTIMIZER as DEFAULT_DTYPES
 from conformance.scenarios.optimizer_training import (
     ADAM_OPTIONS,
     EMPTY,
@@ -256,4 +261,25 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
     """Five or seven ranks on nodes of unequal size, six or eight ranks on equal nodes, and groups
     of three and two ranks without a constant distance step as two ranks do. torchrun's variables
     describe the nodes; all of it is drawn."""
+    require_right(run, found)
+
+
+@rule(
+    "15.34",
+    "Works under any default dtype of torch",
+    on=(DEFAULT_DTYPES,),
+    owns=(DEFAULT_DTYPES,),
+    needs=(*BASIC, "15.11"),
+    since="1.6",
+    source=DEFAULT_DTYPE,
+    remedy="tensors that are made without a dtype, as counts, flags and moments: "
+    "torch.zeros(n), torch.tensor(x)",
+)
+def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
+    """Steps are right if torch's default dtype is float64, float16 or bfloat16, and if it changes
+    between steps. The optimizer is made under the first of them.
+
+    The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
+    elements. The parameters are float32.
+    """
     require_right(run, found)

@@ -1,12 +1,17 @@
 """Section 16, continued: sync strategies as training uses them."""
 
-from conformance.judging.common_rules import ON_MORE_RANKS, raises_if_collective_fails
+from conformance.judging.common_rules import (
+    DEFAULT_DTYPE,
+    ON_MORE_RANKS,
+    raises_if_collective_fails,
+)
 from conformance.judging.oracles.strategy import require_buffers, require_means
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.failing_collectives import STRATEGY
 from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
+from conformance.scenarios.kinds_under_default_dtypes import STRATEGY as DEFAULT_DTYPES
 from conformance.scenarios.strategy_training import (
     ABANDONED,
     BUFFERS,
@@ -237,4 +242,25 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
     """On five or seven ranks on nodes of unequal size, six or eight ranks on equal nodes, and
     groups of three and two ranks without a constant distance, gradients are the means. torchrun's
     variables describe the nodes; all of it is drawn."""
+    require_means(run, found)
+
+
+@rule(
+    "16.33",
+    "Works under any default dtype of torch",
+    on=(DEFAULT_DTYPES,),
+    owns=(DEFAULT_DTYPES,),
+    needs=("16.2",),
+    since="1.6",
+    source=DEFAULT_DTYPE,
+    remedy="tensors that are made without a dtype, as counts and flags: torch.zeros(n), "
+    "torch.tensor(1 / n)",
+)
+def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
+    """Gradients are means if torch's default dtype is float64, float16 or bfloat16, and if it
+    changes between steps.
+
+    The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
+    elements. The parameters are float32.
+    """
     require_means(run, found)

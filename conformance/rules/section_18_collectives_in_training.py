@@ -1,6 +1,10 @@
 """Section 18, continued: quantized collectives as training uses them."""
 
-from conformance.judging.common_rules import ON_MORE_RANKS, raises_if_collective_fails
+from conformance.judging.common_rules import (
+    DEFAULT_DTYPE,
+    ON_MORE_RANKS,
+    raises_if_collective_fails,
+)
 from conformance.judging.oracles.collective import calls, require_call, require_calls
 from conformance.judging.oracles.collective_training import (
     require_no_error_in_wait,
@@ -18,6 +22,7 @@ from conformance.scenarios.collective_training import (
 )
 from conformance.scenarios.failing_collectives import ASYNCHRONOUS, COLLECTIVE
 from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
+from conformance.scenarios.kinds_under_default_dtypes import COLLECTIVE as DEFAULT_DTYPES
 from conformance.subjects.claims import Claims
 
 
@@ -161,4 +166,20 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
     """On five or seven ranks on nodes of unequal size, six or eight ranks on equal nodes, and
     groups of three and two ranks without a constant distance, all messages arrive. All of it is
     drawn."""
+    require_calls(run, claims, found)
+
+
+@rule(
+    "18.31",
+    "Works under any default dtype of torch",
+    on=(DEFAULT_DTYPES,),
+    owns=(DEFAULT_DTYPES,),
+    needs=("18.1", "18.2"),
+    since="1.6",
+    source=DEFAULT_DTYPE,
+    remedy="scales and buffers that are made without a dtype: torch.zeros(n), torch.tensor(x)",
+)
+def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
+    """Messages of float32 arrive if torch's default dtype is float64, float16 or bfloat16, and if
+    it changes between calls. The order of the three is drawn."""
     require_calls(run, claims, found)

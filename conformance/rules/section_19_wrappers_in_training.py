@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from conformance.judging.common_rules import DEFAULT_DTYPE
 from conformance.judging.oracles.wrapper import (
     require_same_modes,
 )
@@ -13,6 +14,7 @@ from conformance.judging.oracles.wrapper_training import (
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.kinds_under_default_dtypes import WRAPPER as DEFAULT_DTYPES
 from conformance.scenarios.wrapper_training import (
     FROZEN,
     GRAPHS,
@@ -192,3 +194,20 @@ def copies_go(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     19.19 sees the activations themselves; this rule also sees copies of them.
     """
     require_memory_back(runs, claims, found)
+
+
+@parity_rule(
+    "19.34",
+    "Works under any default dtype of torch",
+    on=(DEFAULT_DTYPES,),
+    owns=(DEFAULT_DTYPES,),
+    needs=("19.1", "19.23"),
+    since="1.6",
+    source=DEFAULT_DTYPE,
+    remedy="tensors that are made without a dtype, as buffers on the host: torch.empty(n); take "
+    "that of the activation",
+)
+def default_dtypes(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """Results are the same as without the wrapper if torch's default dtype is float64, float16 or
+    bfloat16, and if it changes between steps. The order of the three is drawn."""
+    require_same_training(runs, found)

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+from conformance.judging.common_rules import DEFAULT_DTYPE
 from conformance.judging.requirements import require_steps
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
@@ -105,8 +106,7 @@ def together(run: Run, claims: Claims, found: Found) -> None:
     owns=(DEFAULT_DTYPES,),
     needs=("2.2", "1.8"),
     since="1.6",
-    source="torch documentation, torch.set_default_dtype: torch.zeros(n) and torch.tensor(0.5) "
-    "have that dtype; scripts set it to bfloat16 to make a large model",
+    source=DEFAULT_DTYPE,
     remedy="tensors that are made without a dtype, in the state or in the hook: torch.zeros(n), "
     "torch.tensor(x), torch.rand(n); take the dtype of the bucket",
 )

@@ -21,6 +21,9 @@ from conformance.scenarios.wrapper import PLAIN
 SMALLEST = 2**17
 LARGEST = 2**21
 
+TRAINING = "training_"
+"""The beginning of the variants of scenarios that ``drivers/_wrapper_training.py`` runs."""
+
 SINGLE = replace(
     PLAIN,
     name="wrapper_single",
@@ -94,7 +97,6 @@ HALF = replace(
 )
 
 SCENARIOS = (SINGLE, LARGE, GRAPHS, RETAINED, PENALTY, FROZEN, INDICES, HALF)
-NAMES = frozenset(scenario.name for scenario in SCENARIOS)
 
 
 def draw_large(scenario: Scenario, numbers: random.Random) -> Scenario:

@@ -102,8 +102,9 @@ class ByteExchange:
         scale = (largest - least) / 255 or 1.0
         steps = (values - least) / scale
         code = (steps.floor() if self.floor else steps.round()).clamp(0, 255).to(torch.uint8)
-        ranges = [torch.zeros(2) for _ in range(size)]
-        dist.all_gather(ranges, torch.tensor([least, scale]), group=group)
+        ranges = [torch.zeros(2, dtype=torch.float32) for _ in range(size)]
+        span = torch.tensor([least, scale], dtype=torch.float32)
+        dist.all_gather(ranges, span, group=group)
         arrived = torch.empty(output.shape, dtype=torch.uint8)
         work = dist.all_to_all_single(
             arrived, code, output_split_sizes, input_split_sizes, group=group, async_op=True

@@ -237,7 +237,9 @@ class WrapperTraining:
         return torch.Generator().manual_seed(random.Random(key).getrandbits(60))
 
     def _drawn(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.randn(tuple(shape), generator=self._values).to(self._driver.device)
+        # The scenario may set another default dtype.
+        values = torch.randn(tuple(shape), generator=self._values, dtype=torch.float32)
+        return values.to(self._driver.device)
 
     def _input(self, rows: int = BATCH) -> torch.Tensor:
         return self._drawn((rows, WIDTH)).requires_grad_()

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.errors import TargetError
 from conformance.ranks.instruments import process_state
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
+from conformance.ranks.instruments.default_dtype import default_dtype, set_default_dtype
 from conformance.ranks.instruments.failing_collective import FailingCollective
 from conformance.ranks.instruments.patches import Patches
 from conformance.ranks.instruments.process_settings import settings
@@ -128,6 +129,8 @@ class RankDriver(ABC):
             # Nothing is put away: to end a group waits for collectives that peers never join.
             _LEFT.append(self)
             return
+        if self.scenario.default_dtypes:
+            set_default_dtype("float32")
         self.record_counts()
         self.close()
         self.record_end()
@@ -297,7 +300,7 @@ class RankDriver(ABC):
         target = prepare(self.target())
         # What is made once for every object grows with the objects that the kit has made.
         self.recorder.event("made", objects=1)
-        with self.doing("make"):
+        with self.doing("make"), default_dtype(self.scenario.default_dtype(0)):
             return self._made(target, {**self.context, **context})
 
     @property
@@ -336,6 +339,8 @@ class RankDriver(ABC):
             self.record_counts()
         self.recorder.step = step
         self.recorder.event("step", kind=kind)
+        if self.scenario.default_dtypes:
+            set_default_dtype(self.scenario.default_dtype(step))
 
     @contextmanager
     def inside(self, call: str, *, draws: bool = False) -> Iterator[None]:

@@ -2,8 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ from conformance.ranks.drivers.simulated_ranks import CannotSimulate, simulate
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.instruments.clocks import Clocks
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
+from conformance.ranks.instruments.default_dtype import default_dtype
 from conformance.ranks.instruments.faults import Faults
 from conformance.ranks.instruments.hook_observer import Observer
 from conformance.ranks.instruments.source_files import module_of, qualified_name
@@ -39,17 +39,6 @@ from conformance.torch_versions.private import (
 
 _INPUTS_OF_WARM_UP = 5
 _STEPS_BETWEEN_EVENTS = 20  # events of a long warm-up show that it makes progress
-
-
-@contextmanager
-def default_dtype(name: str) -> Iterator[None]:
-    """Change torch's default dtype for a block."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, name))
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class HookDriver(RankDriver):

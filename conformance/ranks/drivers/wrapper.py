@@ -34,7 +34,7 @@ from conformance.ranks.enum_arguments import with_enum_members
 from conformance.ranks.resolve import Factory
 from conformance.scenarios.gradients import gradient, uses
 from conformance.scenarios.wrapper import LIMITED
-from conformance.scenarios.wrapper_training import NAMES as IN_TRAINING
+from conformance.scenarios.wrapper_training import TRAINING
 from conformance.torch_versions.private import saved_tensors_are_packed
 
 LR = 0.05
@@ -51,7 +51,7 @@ class WrapperDriver(RankDriver):
         if self.scenario.variant == "module":
             _ModuleComparison(self, self._make_wrap()).run()
             return
-        if self.scenario.name in IN_TRAINING:
+        if self.scenario.variant.startswith(TRAINING):
             WrapperTraining(self, self._make_wrap()).run()
             return
         self._make_network()

@@ -24,6 +24,7 @@ from conformance.scenarios.draws import generator
 from conformance.scenarios.failing_collectives import AVERAGER as FAILING
 from conformance.scenarios.failing_collectives import MOST_SUCCEEDING
 from conformance.scenarios.kinds_in_clusters import AVERAGER as CLUSTERS
+from conformance.scenarios.kinds_under_default_dtypes import AVERAGER as DEFAULT_DTYPES
 from conformance.scenarios.model import Scenario
 from conformance.subjects.target import parse_target
 
@@ -103,6 +104,8 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             return _save(scenario, schedule, draw.choice(_before_averages(schedule)))
     if scenario.name in {failing.name for failing in FAILING}:
         return _fail(scenario, schedule)
+    if scenario.name == DEFAULT_DTYPES.name:
+        return _change_dtypes(scenario, schedule)
     averages = ("crafted", "normal") if scenario.name == DTYPES.name else ()
     return replace(scenario, steps=lengthened(scenario.steps, schedule, averages=averages))
 
@@ -131,6 +134,27 @@ def _with_claimed_ranks(scenario: Scenario, options: Mapping[str, Any]) -> Scena
         return scenario
     first = largest - 1 if len(set(scenario.nodes)) > 1 else largest // 2
     return replace(scenario, size=largest, nodes=(first, largest - first))
+
+
+def _change_dtypes(scenario: Scenario, schedule: Schedule) -> Scenario:
+    """Go on for three averages, and change the default dtype after each of them.
+
+    With a schedule of three steps, all averages would have the same of three dtypes.
+    """
+    period = min(schedule.periods)
+    dues = [schedule.first(period)]
+    while len(dues) < len(scenario.default_dtypes):
+        dues.append(schedule.next(period, dues[-1] + 1))
+    steps = lengthened(scenario.steps, schedule, also=dues)
+    if len(steps) <= dues[-1]:
+        steps += scenario.steps[:1] * (dues[-1] + 1 - len(steps))
+    passed = [sum(map(schedule.is_due, range(step))) for step in range(len(steps))]
+    dtypes = scenario.default_dtypes
+    return replace(
+        scenario,
+        steps=steps,
+        default_dtypes=tuple(dtypes[count % len(dtypes)] for count in passed),
+    )
 
 
 def is_stateful(options: Mapping[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from conformance.scenarios.averager_training import ALL as TRAINING
 from conformance.scenarios.averaging_schedule import too_long
 from conformance.scenarios.failing_collectives import AVERAGER as FAILING
 from conformance.scenarios.kinds_in_clusters import AVERAGER as CLUSTERS
+from conformance.scenarios.kinds_under_default_dtypes import AVERAGER as DEFAULT_DTYPES
 from conformance.subjects.arguments import write_call, write_named
 from conformance.subjects.kinds._averager_schedule import adapt, schedule_of
 from conformance.subjects.kinds._claim import (
@@ -163,6 +164,7 @@ AVERAGER = Kind(
         *TRAINING,
         *FAILING,
         *CLUSTERS,
+        DEFAULT_DTYPES,
     ),
     claims=table(
         PERIODIC,

@@ -30,6 +30,7 @@ from conformance.scenarios.collective_training import ALL as TRAINING
 from conformance.scenarios.failing_collectives import ASYNCHRONOUS
 from conformance.scenarios.failing_collectives import COLLECTIVE as FAILING
 from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
+from conformance.scenarios.kinds_under_default_dtypes import COLLECTIVE as DEFAULT_DTYPES
 from conformance.scenarios.model import Param, Scenario
 from conformance.subjects.kinds._claim import (
     Form,
@@ -239,6 +240,7 @@ COLLECTIVE = Kind(
         *TRAINING,
         *FAILING,
         *CLUSTERS,
+        DEFAULT_DTYPES,
         *ASYNCHRONOUS,
     ),
     claims=table(

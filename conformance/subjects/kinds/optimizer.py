@@ -19,6 +19,7 @@ from conformance.scenarios.draws import generator
 from conformance.scenarios.failing_collectives import OPTIMIZER as FAILING
 from conformance.scenarios.failing_collectives import OPTIMIZER_WITH_CLOSURES
 from conformance.scenarios.kinds_in_clusters import OPTIMIZER as CLUSTERS
+from conformance.scenarios.kinds_under_default_dtypes import OPTIMIZER as DEFAULT_DTYPES
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import (
     ADAM,
@@ -104,6 +105,7 @@ OPTIMIZER = Kind(
         *ALL,
         *FAILING,
         *CLUSTERS,
+        DEFAULT_DTYPES,
         *OPTIMIZER_WITH_CLOSURES,
     ),
     claims=table(

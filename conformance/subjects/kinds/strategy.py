@@ -17,6 +17,7 @@ from conformance.scenarios.averager_training import many_params
 from conformance.scenarios.draws import generator
 from conformance.scenarios.failing_collectives import STRATEGY as FAILING
 from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
+from conformance.scenarios.kinds_under_default_dtypes import STRATEGY as DEFAULT_DTYPES
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.strategy import (
     _DIFFERENT,
@@ -94,6 +95,7 @@ STRATEGY = Kind(
         *ALL,
         *FAILING,
         *CLUSTERS,
+        DEFAULT_DTYPES,
     ),
     claims=table(
         option_flag(

@@ -9,6 +9,7 @@ to keep less in memory.
 from collections.abc import Mapping
 from typing import Any
 
+from conformance.scenarios.kinds_under_default_dtypes import WRAPPER as DEFAULT_DTYPES
 from conformance.scenarios.wrapper import (
     ACCUMULATED,
     AUTOCAST,
@@ -54,6 +55,7 @@ WRAPPER = Kind(
         *(PLAIN, RANDOM, CALLS, CONTAINERS, FIRST, STATIC, ACCUMULATED, SUBGROUPS, TWICE, UNUSED),
         *(MODES, AUTOCAST, RAISES, HOOKED, MODULE),
         *IN_TRAINING,
+        DEFAULT_DTYPES,
     ),
     claims=table(
         option_flag(

@@ -1,0 +1,53 @@
+"""Scenarios of all kinds but hooks and joinables: torch's default dtype is float64, float16 and
+bfloat16.
+
+Joinables have none: they bring models and inputs of their own, which follow the default dtype.
+
+The order of the three is drawn. Three ranks run where the kind needs ranks at all, since a half has
+no error in any dtype, and a third has one.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from conformance.scenarios import averager, collective, optimizer, strategy
+from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.surroundings import DEFAULT_DTYPES, draw_default_dtypes
+from conformance.scenarios.wrapper_training import SINGLE
+
+_LARGE = Param((20_011,))  # the size is drawn
+
+
+def _under_default_dtypes(plain: Scenario, *more: Param) -> Scenario:
+    return replace(
+        plain,
+        params=(*plain.params, *more),
+        name=f"{plain.kind}_default_dtypes",
+        summary=f"{plain.summary}; {DEFAULT_DTYPES.summary}",
+        world_sizes=(3,),
+        default_dtypes=DEFAULT_DTYPES.default_dtypes,
+    )
+
+
+AVERAGER = _under_default_dtypes(averager.RANDOM, _LARGE)
+OPTIMIZER = _under_default_dtypes(optimizer.RANDOM, _LARGE)
+STRATEGY = _under_default_dtypes(strategy.RANDOM, _LARGE)
+COLLECTIVE = _under_default_dtypes(collective.PLAIN)
+WRAPPER = replace(_under_default_dtypes(SINGLE), world_sizes=(2,))
+
+ALL = (AVERAGER, OPTIMIZER, STRATEGY, COLLECTIVE, WRAPPER)
+
+
+def _draw(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the order of the dtypes, and the size of the large parameter: 2**10 to 2**17 elements,
+    every size as likely as its double.
+    """
+    large = Param((round(2 ** numbers.uniform(10, 17)),))
+    params = tuple(large if spec == _LARGE else spec for spec in scenario.params)
+    return draw_default_dtypes(replace(scenario, params=params), numbers)
+
+
+DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
+    scenario.name: _draw for scenario in ALL
+}
