@@ -70,8 +70,8 @@ class Case:
 COSTLY_SECTIONS = ("20", "22", "23", "24", "25")
 COSTLY_RULES = {
     *(f"14.{place}" for place in range(15, 26)),
-    *(f"15.{place}" for place in range(21, 35)),
-    *(f"16.{place}" for place in range(20, 34)),
+    *(f"15.{place}" for place in range(21, 37)),
+    *(f"16.{place}" for place in range(20, 35)),
     *(f"17.{place}" for place in range(18, 30)),
     *(f"18.{place}" for place in range(21, 32)),
     *(f"19.{place}" for place in range(23, 35)),

@@ -18,10 +18,13 @@ from conformance.scenarios.failing_collectives import OPTIMIZER, OPTIMIZER_WITH_
 from conformance.scenarios.kinds_in_clusters import OPTIMIZER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import OPTIMIZER as DEFAULT_DTYPES
 from conformance.scenarios.optimizer_training import (
+    ADAGRAD,
     ADAM_OPTIONS,
+    ADAMW,
     EMPTY,
     LARGE,
     LONG,
+    MANY_GROUPS,
     OPTIONS,
     OWN,
     RANDOM_DTYPES,
@@ -282,4 +285,50 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
     elements. The parameters are float32.
     """
+    require_right(run, found)
+
+
+@rule(
+    "15.35",
+    "Any number of parameter groups works",
+    on=(MANY_GROUPS,),
+    owns=(MANY_GROUPS,),
+    needs=("15.5", "15.23"),
+    since="1.6",
+    source="torch documentation, torch.optim, Per-parameter options; layer-wise decay of the "
+    "learning rate, with two groups for each layer",
+    remedy="a list of options for a few groups; groups that are joined beyond a number",
+)
+def many_groups(run: Run, claims: Claims, found: Found) -> None:
+    """With 12 to 40 parameter groups each parameter is stepped with the options of its own group.
+
+    The number of groups, their parameters and their options are drawn from the session's seed.
+    """
+    if not construction(run)["takes_any"]:
+        found.does_not_apply(NO_OPTIMIZER)
+        return
+    require_right(run, found)
+
+
+@rule(
+    "15.36",
+    "AdamW and Adagrad step as they do alone",
+    on=(ADAMW, ADAGRAD),
+    owns=(ADAMW, ADAGRAD),
+    needs=("15.1", "15.2", "15.3"),
+    since="1.6",
+    source="Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019; Duchi, Hazan "
+    "and Singer, JMLR 12, 2011; torch documentation, torch.optim.AdamW and Adagrad",
+    remedy="code for the state or the options of SGD and Adam alone; a decay that is added to the "
+    "gradient; a class that is replaced by a known one; step() called twice",
+)
+def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
+    """A wrapper around AdamW or Adagrad steps as that optimizer does, and averages as around SGD.
+
+    AdamW decays parameters apart from gradients; Adagrad has its state from the start, and a rate
+    that falls with its own count of steps. Their options are drawn.
+    """
+    if not construction(run)["takes_any"]:
+        found.does_not_apply(NO_OPTIMIZER)
+        return
     require_right(run, found)

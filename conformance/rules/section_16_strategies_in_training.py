@@ -19,6 +19,7 @@ from conformance.scenarios.strategy_training import (
     EMPTY,
     LARGE,
     LONG,
+    MANY,
     RECOVERED,
     SECOND,
     SPECIAL,
@@ -263,4 +264,22 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
     elements. The parameters are float32.
     """
+    require_means(run, found)
+
+
+@rule(
+    "16.34",
+    "Any number of micro-batches works",
+    on=(MANY,),
+    owns=(MANY,),
+    needs=("16.2",),
+    since="1.6",
+    source="gradient accumulation with dozens of micro-batches; torch documentation, "
+    "DistributedDataParallel.no_sync",
+    remedy="a count of micro-batches that wraps around, or has a largest value; an average after "
+    "a number of them",
+)
+def many_micro_batches(run: Run, claims: Claims, found: Found) -> None:
+    """After a step of 5 to 40 micro-batches gradients are the sums of their means. The numbers are
+    drawn from the session's seed."""
     require_means(run, found)

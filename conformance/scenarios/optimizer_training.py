@@ -118,15 +118,46 @@ LONG = replace(
     variant="long",
 )
 
+MANY_GROUPS = replace(
+    PLAIN,
+    name="optimizer_many_groups",
+    summary="12 to 40 parameter groups with options of their own; their number is drawn",
+    steps=("normal",) * 5,
+    world_sizes=(2,),
+    variant="many_groups",
+)
+
+ADAMW = replace(
+    PLAIN,
+    name="optimizer_adamw",
+    summary="AdamW with drawn options, on random gradients",
+    steps=("normal",) * 8,
+    world_sizes=(2,),
+    variant="adamw",
+)
+
+ADAGRAD = replace(
+    ADAMW,
+    name="optimizer_adagrad",
+    summary="Adagrad with drawn options, on random gradients",
+    variant="adagrad",
+)
+
 ALL = (
     *(OWN, LARGE, SPECIAL, RANDOM_DTYPES, OPTIONS, ADAM_OPTIONS, EMPTY, TWO),
-    *(SAVED_GROUPS, RESUMED_GROUPS, LONG),
+    *(SAVED_GROUPS, RESUMED_GROUPS, LONG, MANY_GROUPS, ADAMW, ADAGRAD),
 )
 
 # The first parameter group, the second, and the group that is added, if one is.
 _GROUPS = ((0, 3), (1, 2), (4,))
 ADAM = ("adam", "adam_options", "saved_groups")
-_RANDOM = ("random", "random_dtypes", "options", *ADAM)
+_OTHERS = {"adamw": "AdamW", "adagrad": "Adagrad"}
+_RANDOM = ("random", "random_dtypes", "options", "many_groups", *ADAM, *_OTHERS)
+
+
+def wrapped_class(scenario: Scenario) -> str:
+    """Return the name of the class in torch.optim that the subject wraps."""
+    return _OTHERS.get(scenario.variant, "Adam" if scenario.variant in ADAM else "SGD")
 
 
 def averages_gradients(scenario: Scenario) -> bool:
@@ -185,6 +216,24 @@ def plan_of(scenario: Scenario) -> Setting:
             return _sgd_options(generator(scenario))
         case "adam_options":
             return _adam_options(generator(scenario))
+        case "many_groups":
+            return _many_groups(len(scenario.params), generator(scenario, "groups"))
+        case "adamw":
+            draw = generator(scenario)
+            options = {
+                "lr": draw.uniform(0.001, 0.05),
+                "betas": (draw.uniform(0.5, 0.95), draw.uniform(0.8, 0.999)),
+                "weight_decay": draw.uniform(0.05, 0.5),
+            }
+            return Setting(warmup=draw.randint(3, 5), period=2, options=options)
+        case "adagrad":
+            draw = generator(scenario)
+            options = {
+                "lr": draw.uniform(0.01, 0.2),
+                "lr_decay": draw.uniform(0.05, 0.5),
+                "weight_decay": draw.uniform(0.01, 0.2),
+            }
+            return Setting(warmup=draw.randint(3, 5), period=2, options=options)
         case "saved_groups":
             # The two scenarios of a saved state have one plan.
             return _saved_groups(random.Random(f"{scenario.session_seed}/saved groups"))
@@ -247,6 +296,27 @@ def _adam_options(draw: random.Random) -> Setting:
     return Setting(
         options={"lr": 2.0**-7}, groups=groups, added=draw.randint(2, 5), changes=changes
     )
+
+
+def _many_groups(params: int, draw: random.Random) -> Setting:
+    """Divide the parameters among 12 to 40 groups, each with one parameter at least."""
+    count = draw.randint(12, 40)
+    places = draw.sample(range(params), params)
+    members = [[place] for place in places[:count]]
+    for place in places[count:]:
+        draw.choice(members).append(place)
+    groups = tuple(
+        (
+            tuple(sorted(indices)),
+            {
+                "lr": draw.uniform(0.01, 0.2),
+                "momentum": draw.uniform(0.5, 0.95),
+                "weight_decay": draw.uniform(0.01, 0.2),
+            },
+        )
+        for indices in members
+    )
+    return Setting(warmup=2, period=2, groups=groups)
 
 
 def _saved_groups(draw: random.Random) -> Setting:

@@ -221,6 +221,8 @@ _BATCHES = {
     "buffers": (2, 4, 1),
 }
 
+_EXACT = 4  # micro-batches of a step whose sums can be exact
+
 # The variants in which ranks or micro-batches use different parameters.
 _DIFFERENT = ("microbatches", "ranks", "combined", "claim")
 
@@ -229,6 +231,8 @@ def batches(scenario: Scenario, step: int) -> int:
     """Return the number of micro-batches of a step."""
     if by_itself(scenario, step) or scenario.steps[step] == "limit":
         return 1
+    if scenario.variant == "many":
+        return random.Random(f"{scenario.session_seed}/batches/{step}").randint(5, 40)
     numbers = _BATCHES.get(scenario.variant, (2,))
     return numbers[step % len(numbers)]
 
@@ -318,7 +322,11 @@ def multiple(size: int, number: int, batch: int) -> int:
     # Powers of two: every choice of micro-batches has a sum of its own, so that a wrong result
     # shows which ones were lost. A subject may average what has accumulated in every micro-batch,
     # and so divide by the size of the group as often; the power of the size keeps that exact.
-    return int(2**batch * size ** (number - 1))
+    if number <= _EXACT:
+        return int(2**batch * size ** (number - 1))
+    # Such powers would leave the range of float32. Values of many micro-batches are random, and
+    # need not be exact.
+    return 1 + batch % 5
 
 
 def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index: int) -> bool:

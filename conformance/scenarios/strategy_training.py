@@ -129,4 +129,17 @@ LONG = replace(
     prerequisite="strategy_accumulated",
 )
 
-ALL = (LARGE, SPECIAL, EMPTY, TWO, BUFFERS, ABANDONED, RECOVERED, SECOND, COMPLEX, LONG)
+MANY = replace(
+    PLAIN,
+    name="strategy_many_micro_batches",
+    summary="steps of 5 to 40 micro-batches; their numbers are drawn",
+    steps=("normal",) * 3,
+    world_sizes=(2,),
+    variant="many",
+    prerequisite="strategy_accumulated",
+)
+
+ALL = (
+    *(LARGE, SPECIAL, EMPTY, TWO, BUFFERS, ABANDONED, RECOVERED, SECOND, COMPLEX, LONG),
+    MANY,
+)

@@ -7,8 +7,13 @@ With x a parameter, g its gradient, and the options of its parameter group, a st
     Adam    g <- +-g + weight_decay x;  m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g**2;
             x <- x - lr (m / (1 - b1**t)) / (sqrt(w / (1 - b2**t)) + eps)  in its t-th step, with
             w = v, or the largest v so far with amsgrad (Kingma, Ba, ICLR 2015, algorithm 1)
+    AdamW   x <- x - lr weight_decay x;  then as Adam, whose g has no decay (Loshchilov, Hutter,
+            ICLR 2019, algorithm 2)
+    Adagrad g <- +-g + weight_decay x;  s <- s + g**2;
+            x <- x - lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps)  in its t-th step (Duchi,
+            Hazan, Singer, JMLR 12, 2011)
 
-where the sign is - with maximize (torch documentation, torch.optim.SGD and Adam).
+where the sign is - with maximize (torch documentation, torch.optim.SGD, Adam, AdamW and Adagrad).
 
 Bounds: a running error analysis (Higham, Accuracy and Stability of Numerical Algorithms, 3.3). Each
 quantity q has an error E(q) of a right computation in the parameter's dtype. An operation rounds by
@@ -42,7 +47,7 @@ class LocalOptimizer:
     Attributes:
         values: the parameters, flat in float64.
         dtypes: their dtypes.
-        is_adam: it is Adam, not SGD.
+        name: of its class: SGD, Adam, AdamW or Adagrad.
         momenta, squares, largest: the moments, and the largest second moment so far.
         errors: the bounds of the errors of ``values``; those of the moments are kept likewise.
         counts: how often each parameter was stepped.
@@ -50,7 +55,7 @@ class LocalOptimizer:
 
     values: Values
     dtypes: list[torch.dtype]
-    is_adam: bool = False
+    name: str = "SGD"
     momenta: Values = field(init=False)
     squares: Values = field(init=False)
     largest: Values = field(init=False)
@@ -103,15 +108,18 @@ class LocalOptimizer:
         decay = options.get("weight_decay", 0.0)
         if options.get("maximize"):
             grad = -grad
-        if decay:
+        rate = options["lr"]
+        if decay and self.name == "AdamW":
+            value = value - rate * decay * value
+            self.errors[index] = self.errors[index] + 4 * eps * value.abs()
+        elif decay:
             decayed = decay * value
             grad_error = grad_error + decay * self.errors[index] + 2 * eps * decayed.abs()
             grad = grad + decayed
             grad_error = grad_error + eps * grad.abs()
         self.counts[index] += 1
-        take = self._adam if self.is_adam else self._sgd
+        take = {"SGD": self._sgd, "Adagrad": self._adagrad}.get(self.name, self._adam)
         update, error = take(index, grad, grad_error, options, eps)
-        rate = options["lr"]
         self.values[index] = value - rate * update
         tiny = 16 * torch.finfo(self.dtypes[index]).smallest_normal * eps
         self.errors[index] = (
@@ -196,6 +204,33 @@ class LocalOptimizer:
         update_error = numerator_error + update.abs() * divisor_error
         update_error = update_error / (divisor - divisor_error).clamp(min=1e-300)
         return update, update_error + 4 * eps * update.abs()
+
+    def _adagrad(
+        self,
+        index: int,
+        grad: torch.Tensor,
+        error: torch.Tensor,
+        options: Mapping[str, Any],
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the update before the learning rate, and the bound of its error."""
+        square = self.squares[index] + grad**2
+        self.squares[index] = square
+        self._square_errors[index] = (
+            self._square_errors[index] + 2 * grad.abs() * error + error**2 + 3 * eps * square
+        )
+        root = square.sqrt()
+        ratio = torch.where(
+            root > 0, self._square_errors[index] / root, self._square_errors[index].sqrt()
+        )
+        divisor = root + options.get("eps", 1e-10)
+        divisor_error = torch.minimum(ratio, self._square_errors[index].sqrt()) + 3 * eps * divisor
+        slower = 1 + (self.counts[index] - 1) * options.get("lr_decay", 0.0)
+        update = grad / divisor
+        update_error = (error + update.abs() * divisor_error) / (divisor - divisor_error).clamp(
+            min=1e-300
+        )
+        return update / slower, (update_error + 4 * eps * update.abs()) / slower
 
     def average_with(self, others: "list[LocalOptimizer]", index: int) -> tuple[torch.Tensor, ...]:
         """Return the mean of a parameter over optimizers, and the bound of its error."""

@@ -39,12 +39,12 @@ from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.gradients import uses
 from conformance.scenarios.optimizer import START
 from conformance.scenarios.optimizer_training import (
-    ADAM,
     averages_gradients,
     is_empty,
     is_exact,
     is_frozen,
     plan_of,
+    wrapped_class,
 )
 
 
@@ -157,7 +157,7 @@ def _local_optimizer(run: Run, rank: int, model: int) -> LocalOptimizer:
         for index, spec in enumerate(specs)
     ]
     dtypes = [getattr(torch, spec.dtype) for spec in specs]
-    return LocalOptimizer(values, dtypes, is_adam=run.scenario.variant in ADAM)
+    return LocalOptimizer(values, dtypes, wrapped_class(run.scenario))
 
 
 def _steps_of_group(run: Run, group: tuple[int, ...]) -> dict[tuple[int, int], OptimizerStep]:

@@ -55,6 +55,7 @@ from conformance.scenarios.strategy import (
 
 # Looking for causes takes longer than judging, so that only the first failures of a run have one.
 MAX_EXPLAINED = 50
+_TRIED = 6  # micro-batches of which every subset is tried for a cause
 _LARGE = 2**16
 _NO_GRADIENT = ": there is no gradient"
 
@@ -311,7 +312,9 @@ def _mistakes_with_parts(run: Run, rank: int, step: int, index: int) -> dict[str
     if earlier:
         of_earlier = torch.stack([means[part] for part in earlier]).sum(0)
         known["gradients from before the step are missing"] = total - of_earlier
-    for number in range(1, len(now)):
+    # Subsets of many micro-batches are too many to try.
+    most = len(now) - 1 if len(now) <= _TRIED else 1
+    for number in range(1, most + 1):
         for some in itertools.combinations(now, number):
             names = ", ".join(str(batch) for _, batch in some)
             rest = total - torch.stack([means[part] for part in some]).sum(0)

@@ -22,12 +22,12 @@ from conformance.scenarios.gradients import lay_out, uses
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import PLAIN, START, Setting
 from conformance.scenarios.optimizer_training import (
-    ADAM,
     averages_gradients,
     is_closed,
     is_empty,
     is_frozen,
     plan_of,
+    wrapped_class,
 )
 
 # The kit chooses these options, since the right values of parameters depend on them.
@@ -218,7 +218,7 @@ class OptimizerDriver(RankDriver):
     def _make_optimizer(self, names: set[str]) -> Any:
         """Return the subject's optimizer, and record the options that it has taken."""
         options = dict(self.setting.options)
-        inner = torch.optim.Adam if self.scenario.variant in ADAM else torch.optim.SGD
+        inner = getattr(torch.optim, wrapped_class(self.scenario))
         # With optimizer_class, ``**`` passes the options of the inner optimizer.
         passed_on = options if "optimizer_class" in names and "**" in names else {}
         taken = options

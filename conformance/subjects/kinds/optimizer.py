@@ -20,7 +20,7 @@ from conformance.scenarios.failing_collectives import OPTIMIZER as FAILING
 from conformance.scenarios.failing_collectives import OPTIMIZER_WITH_CLOSURES
 from conformance.scenarios.kinds_in_clusters import OPTIMIZER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import OPTIMIZER as DEFAULT_DTYPES
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.optimizer import (
     ADAM,
     CLOSURE,
@@ -44,6 +44,7 @@ from conformance.scenarios.optimizer_training import (
     ALL,
     LARGE,
     LONG,
+    MANY_GROUPS,
     SAVED_GROUPS,
     SPECIAL,
     TWO,
@@ -68,6 +69,10 @@ def _adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         case LARGE.variant:
             # A parameter of 2**20 to 2**21 elements is the largest.
             return replace(scenario, params=many_params(generator(scenario), 2**20))
+        case MANY_GROUPS.variant:
+            draw = generator(scenario, "params")
+            shapes = [(draw.randint(1, 9),) for _ in range(draw.randint(48, 80))]
+            return replace(scenario, params=tuple(map(Param, shapes)))
         case LONG.variant:
             number = generator(scenario).randint(*LONG_STEPS)
             return replace(scenario, steps=scenario.steps[:1] * number)

@@ -1,0 +1,168 @@
+"""Mutants of 15.35, 15.36 and 16.34: many groups or micro-batches, and other optimizers."""
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from tests.mutants import Mutant
+from tests.mutants.optimizer_wrappers import PostLocal, Sharded
+from tests.mutants.strategies import _average, _then
+
+Context = AbstractContextManager[None]
+
+# Micro-batches since the step began.
+_counts: Counter[int] = Counter()
+
+
+# ---- Parameter groups
+
+
+class OptionsOfEleven(Sharded):
+    """Write the options of at most eleven groups; later ones keep those of the first."""
+
+    def write_options(self) -> None:
+        super().write_options()
+        groups = self.local.param_groups
+        for group in groups[11:]:
+            group["weight_decay"] = groups[0]["weight_decay"]
+
+
+class JoinsGroups(PostLocal):
+    """Step the groups beyond the eighth with the rate of the eighth."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        groups = self.optim.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups[8:]:
+            group["lr"] = rates[7]
+        loss = super().step(closure)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        return loss
+
+
+class AveragesTenGroups(PostLocal):
+    """Average the parameters of the first ten groups alone."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self.optim.step(closure)
+        kept = [
+            (parameter, parameter.detach().clone())
+            for group in self.optim.param_groups[10:]
+            for parameter in group["params"]
+        ]
+        self.averager.average_parameters(self.optim.param_groups)
+        for parameter, own in kept:
+            parameter.data.copy_(own)
+        return loss
+
+
+# ---- Other optimizers
+
+
+class CoupledDecay(PostLocal):
+    """Add the decay to gradients, whatever the class of the optimizer."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if not isinstance(self.optim, torch.optim.AdamW):
+            return super().step(closure)
+        groups = self.optim.param_groups
+        decays = [group["weight_decay"] for group in groups]
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = 0.0
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.add_(parameter.detach(), alpha=decay)
+        loss = super().step(closure)
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = decay
+        return loss
+
+
+class FreshState(PostLocal):
+    """Clear state other than that of SGD and Adam in each step."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for state in self.optim.state.values():
+            if "sum" in state:
+                state["sum"].zero_()
+        return super().step(closure)
+
+
+class AdamForAll(Sharded):
+    """Take Adam for every class but SGD."""
+
+    def __init__(
+        self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
+    ) -> None:
+        if optimizer_class is torch.optim.AdamW:
+            optimizer_class = torch.optim.Adam
+        super().__init__(params, optimizer_class, process_group, **defaults)
+
+
+# ---- Micro-batches
+
+
+def counts_to_sixteen(model: Any, is_final_microbatch: bool) -> Context:
+    """Clear gradients at the end of the first micro-batch of sixteen more."""
+    key = id(model)
+    _counts[key] += 1
+    is_over = _counts[key] > 16
+
+    def finish() -> None:
+        _counts[key] = 0
+        _average(model)
+
+    if is_over:
+        _counts[key] = 1
+        for parameter in model.parameters():
+            parameter.grad = None
+    return _then(model, is_final_microbatch, finish)
+
+
+def averages_every_seventh(model: Any, is_final_microbatch: bool) -> Context:
+    """Average what has accumulated at every seventh micro-batch, and divide it again at the end."""
+    key = id(model)
+    _counts[key] += 1
+
+    def finish() -> None:
+        _average(model)
+        if _counts[key] > 6:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= 1 + _counts[key] // 7
+        _counts[key] = 0
+
+    return _then(model, is_final_microbatch, finish)
+
+
+def leaves_out_the_fifth(model: Any, is_final_microbatch: bool) -> Context:
+    """Leave the average out after more than four micro-batches."""
+    key = id(model)
+    _counts[key] += 1
+
+    def finish() -> None:
+        if _counts[key] < 5:
+            _average(model)
+        _counts[key] = 0
+
+    return _then(model, is_final_microbatch, finish)
+
+
+MUTANTS = [
+    *(
+        Mutant(name, ("15.35",), kind="optimizer")
+        for name in ("OptionsOfEleven", "JoinsGroups", "AveragesTenGroups")
+    ),
+    *(
+        Mutant(name, ("15.36",), kind="optimizer")
+        for name in ("CoupledDecay", "FreshState", "AdamForAll")
+    ),
+    *(
+        Mutant(name, ("16.34",), kind="strategy")
+        for name in ("counts_to_sixteen", "averages_every_seventh", "leaves_out_the_fifth")
+    ),
+]
