@@ -293,7 +293,7 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     "Any number of parameter groups works",
     on=(MANY_GROUPS,),
     owns=(MANY_GROUPS,),
-    needs=("15.5", "15.23"),
+    needs=("15.5",),
     since="1.6",
     source="torch documentation, torch.optim, Per-parameter options; layer-wise decay of the "
     "learning rate, with two groups for each layer",
