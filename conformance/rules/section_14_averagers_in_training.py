@@ -1,6 +1,6 @@
 """Section 14, continued: averagers of parameters as training uses them."""
 
-from conformance.judging.common_rules import raises_if_collective_fails
+from conformance.judging.common_rules import keeps_no_more, raises_if_collective_fails
 from conformance.judging.oracles.averager import require_right
 from conformance.judging.oracles.averager_like import require_like
 from conformance.judging.rule import rule
@@ -176,3 +176,5 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
 fails = raises_if_collective_fails(
     "14.22", call="average_parameters()", on=AVERAGER, needs=("14.1", "14.2")
 )
+
+kept = keeps_no_more("14.23", on=(LONG,), needs=("14.21",))

@@ -1,6 +1,6 @@
 """Section 15, continued: optimizer wrappers as training uses them."""
 
-from conformance.judging.common_rules import raises_if_collective_fails
+from conformance.judging.common_rules import keeps_no_more, raises_if_collective_fails
 from conformance.judging.oracles.optimizer import (
     construction,
     require_right,
@@ -238,3 +238,5 @@ fails_with_closure = raises_if_collective_fails(
     on=OPTIMIZER_WITH_CLOSURES,
     needs=("15.7", "15.30"),
 )
+
+kept = keeps_no_more("15.32", on=(LONG,), needs=("15.29",))

@@ -1,6 +1,6 @@
 """Section 16, continued: sync strategies as training uses them."""
 
-from conformance.judging.common_rules import raises_if_collective_fails
+from conformance.judging.common_rules import keeps_no_more, raises_if_collective_fails
 from conformance.judging.oracles.strategy import require_buffers, require_means
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
@@ -219,3 +219,5 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
 fails = raises_if_collective_fails(
     "16.30", call="the strategy's context", on=STRATEGY, needs=("16.2",)
 )
+
+kept = keeps_no_more("16.31", on=(LONG,), needs=("16.29",))
