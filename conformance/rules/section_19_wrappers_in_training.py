@@ -196,7 +196,7 @@ def copies_go(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     require_memory_back(runs, claims, found)
 
 
-kept = keeps_no_more("19.32", on=(LONG,), needs=("19.33",))
+kept = keeps_no_more("19.32", on=(LONG,), needs=("19.31", "19.33"))
 
 
 @parity_rule(
