@@ -211,7 +211,7 @@ kept = keeps_no_more("19.32", on=(LONG,), needs=("19.31", "19.33"))
     "buffers, or of packed tensors, that is used again too early",
 )
 def long_run(runs: dict[str, Run], claims: Claims, found: Found) -> None:
-    """In each of 300 to 450 steps, outputs and gradients are those without the wrapper up to
+    """In each of 250 to 350 steps, outputs and gradients are those without the wrapper up to
     2**-14 of the largest magnitude.
 
     The number of steps and the rows of each batch, 1 to 12, are drawn from the session's seed.
