@@ -4,6 +4,7 @@ Assign the rule to a name of the section's file: pytest collects the rules among
 """
 
 from conformance.judging.oracles.failure import require_raised
+from conformance.judging.oracles.kept import require_nothing_kept
 from conformance.judging.rule import Rule, WorldSizes, rule
 from conformance.judging.side_effects import require_no_side_effects
 from conformance.judging.verdict import Found
@@ -115,6 +116,51 @@ def _refuses_fewer_ranks(run: Run, claims: Claims, found: Found) -> None:
         f"{run.name}: every rank came to its end without an error",
         "min_world_size is claimed, but the subject does not check it",
     )
+
+
+def keeps_no_more(
+    number: str,
+    *,
+    on: tuple[Scenario, ...],
+    needs: tuple[str, ...],
+    title: str = "Keeps no more with every step",
+    since: str = "1.6",
+    source: str = "pytorch#63162, pytorch#45968; the same as 23.8 of hooks",
+    remedy: str = (
+        "lists and dicts that collect values, futures, handles or Work objects; hooks that are "
+        "registered in every step; sums that keep the graphs of all steps"
+    ),
+) -> Rule:
+    """Enter a rule in the book: a long run keeps no more after a third of it than before.
+
+    Args:
+        on: the scenarios, which observe growth.
+
+    Use it so::
+
+        kept = keeps_no_more("14.23", on=(LONG,), needs=("14.21",))
+    """
+    enter = rule(
+        number,
+        title,
+        on=on,
+        needs=needs,
+        since=since,
+        source=source,
+        remedy=remedy,
+    )
+    return enter(_keeps_no_more)
+
+
+def _keeps_no_more(run: Run, claims: Claims, found: Found) -> None:
+    """Tensors and their bytes, graphs of autograd, objects, entries of lists and dicts, temporary
+    files and memory do not grow from step to step in a long run.
+
+    Caches have a third of the run to fill. After that each count may rise for good once: an object
+    in every k-th of n steps is found for k up to 3 n / 10, and growth that begins late
+    (``judging/oracles/kept.py``).
+    """
+    require_nothing_kept(run, found)
 
 
 def raises_if_collective_fails(

@@ -41,6 +41,14 @@ class Recorder:
         self.held = 0
         self.failure: str | None = None
         self._is_closed = False
+        self._spool: int | None = None
+
+    def spool(self) -> None:
+        """Keep tensors in a file from here on, so that the record takes no memory."""
+        path = self._folder / "spool"
+        self._spool = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # The file lives as long as its descriptor.
+        path.unlink()
 
     def event(self, name: str, /, **fields: Any) -> None:
         """Append one event with the current step and time; drop it if the record is closed."""
@@ -62,8 +70,28 @@ class Recorder:
         # A tensor on another device is read on the current stream, as a training script would read
         # it; no other stream is waited for.
         kept = tensor.contiguous().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        self._tensors[name] = kept
         self.held += kept.numel() * kept.element_size()
+        if self._spool is None:
+            self._tensors[name] = kept
+            return
+        dtype = str(kept.dtype).removeprefix("torch.")
+        data = kept.reshape(-1).view(torch.uint8).numpy().tobytes()
+        header = json.dumps([name, dtype, list(kept.shape), len(data)])
+        with self._noting_disk_failure():
+            os.write(self._spool, header.encode() + b"\n" + data)
+
+    def _spooled(self) -> dict[str, torch.Tensor]:
+        """Return the tensors in the file of :meth:`spool`; none if there is no such file."""
+        tensors: dict[str, torch.Tensor] = {}
+        if self._spool is None:
+            return tensors
+        os.lseek(self._spool, 0, os.SEEK_SET)
+        with os.fdopen(self._spool, "rb") as file:
+            while header := file.readline():
+                name, dtype, shape, size = json.loads(header)
+                data = torch.frombuffer(bytearray(file.read(size)), dtype=torch.uint8)
+                tensors[name] = data.view(getattr(torch, dtype)).reshape(shape)
+        return tensors
 
     def close(self, *, keeps_tensors: bool = True) -> None:
         """Write the tensors and the last event; without that event a record is incomplete.
@@ -76,7 +104,7 @@ class Recorder:
         with self._lock, self._noting_disk_failure():
             if self._is_closed:
                 return
-            tensors = dict(self._tensors) if keeps_tensors else {}
+            tensors = {**self._tensors, **self._spooled()} if keeps_tensors else {}
             try:
                 save_file(tensors, self._folder / TENSORS)
             except SafetensorError as error:

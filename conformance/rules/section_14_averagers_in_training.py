@@ -3,6 +3,7 @@
 from conformance.judging.common_rules import (
     DEFAULT_DTYPE,
     ON_MORE_RANKS,
+    keeps_no_more,
     raises_if_collective_fails,
 )
 from conformance.judging.oracles.averager import require_right
@@ -182,6 +183,8 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
 fails = raises_if_collective_fails(
     "14.22", call="average_parameters()", on=AVERAGER, needs=("14.1", "14.2")
 )
+
+kept = keeps_no_more("14.23", on=(LONG,), needs=("14.21",))
 
 
 @rule(

@@ -3,6 +3,7 @@
 from conformance.judging.common_rules import (
     DEFAULT_DTYPE,
     ON_MORE_RANKS,
+    keeps_no_more,
     raises_if_collective_fails,
 )
 from conformance.judging.oracles.optimizer import (
@@ -247,6 +248,8 @@ fails_with_closure = raises_if_collective_fails(
     on=OPTIMIZER_WITH_CLOSURES,
     needs=("15.7", "15.30"),
 )
+
+kept = keeps_no_more("15.32", on=(LONG,), needs=("15.29",))
 
 
 @rule(

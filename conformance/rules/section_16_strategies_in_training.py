@@ -3,6 +3,7 @@
 from conformance.judging.common_rules import (
     DEFAULT_DTYPE,
     ON_MORE_RANKS,
+    keeps_no_more,
     raises_if_collective_fails,
 )
 from conformance.judging.oracles.strategy import require_buffers, require_means
@@ -226,6 +227,8 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
 fails = raises_if_collective_fails(
     "16.30", call="the strategy's context", on=STRATEGY, needs=("16.2",)
 )
+
+kept = keeps_no_more("16.31", on=(LONG,), needs=("16.29",))
 
 
 @rule(

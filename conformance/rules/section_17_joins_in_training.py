@@ -1,11 +1,12 @@
 """Section 17: joins, as in training: numbers of joinables; long epochs, many epochs, interrupts."""
 
-from conformance.judging.common_rules import ON_MORE_RANKS
+from conformance.judging.common_rules import ON_MORE_RANKS, keeps_no_more
 from conformance.judging.oracles.join import (
     NOT_A_JOINABLE,
     applies_to_context,
     is_context,
     members,
+    parts,
     require_agreement,
     require_gradients,
     require_no_hooks,
@@ -28,6 +29,7 @@ from conformance.scenarios.joins_in_training import (
     EPOCHS,
     HOOKS_RAISE,
     LONG,
+    MANY,
     NUMBERS,
 )
 from conformance.scenarios.joins_in_training import INTERRUPTS as INTERRUPTED
@@ -206,6 +208,44 @@ def epochs(run: Run, claims: Claims, found: Found) -> None:
         require_parameters(run, member, found, by_all)
         require_step_count(member, found)
     require_agreement(run, found)
+
+
+kept = keeps_no_more("17.25", on=(MANY,), needs=("17.26",))
+
+
+@rule(
+    "17.26",
+    "Many contexts are as right as the first ones",
+    on=(MANY,),
+    owns=(MANY,),
+    needs=("17.3", "17.20", "17.21", "17.24"),
+    since="1.6",
+    source=f"{TUTORIAL}: one context per epoch; {GENERIC}",
+    remedy="a count of contexts or of steps that overflows; hooks, buffers or counts that each "
+    "context leaves on the joinables",
+)
+def many(run: Run, claims: Claims, found: Found) -> None:
+    """In each of 100 to 150 contexts of the same joinables all hooks are called as in the first,
+    and a joinable that is judged has the gradients, and the state afterwards, of 17.18 to 17.20.
+
+    The number of contexts, their joinables and their inputs, 0 to 4 on each rank, are drawn.
+    """
+    for part in parts(run, 10):
+        if is_context(run):
+            for member in members(part):
+                require_steps(part, member, found)
+                require_post_hooks(part, member, found)
+        else:
+            _require_numbers(part, found)
+
+
+def _require_numbers(run: Run, found: Found) -> None:
+    """Require gradients, replicas and the last state, as far as each of them applies."""
+    for require in (require_gradients_of_trainers, require_replicas, require_last_state):
+        trial = Found()
+        require(run, trial)
+        found.checked(max(1, trial.checks))
+        found.failures += trial.failures
 
 
 @rule(

@@ -3,10 +3,12 @@
 from conformance.judging.common_rules import (
     DEFAULT_DTYPE,
     ON_MORE_RANKS,
+    keeps_no_more,
     raises_if_collective_fails,
 )
 from conformance.judging.oracles.collective import calls, require_call, require_calls
 from conformance.judging.oracles.collective_training import (
+    require_long_run,
     require_no_error_in_wait,
     require_recovery,
 )
@@ -16,6 +18,7 @@ from conformance.records.run import Run
 from conformance.scenarios.collective_training import (
     IN_FLIGHT,
     LARGE,
+    LONG,
     RECOVERING,
     UNEVEN,
     VIEWS,
@@ -149,6 +152,29 @@ fails_in_wait = raises_if_collective_fails(
     on=ASYNCHRONOUS,
     needs=("18.10", "18.26"),
 )
+
+kept = keeps_no_more("18.28", on=(LONG,), needs=("18.29",))
+
+
+@rule(
+    "18.29",
+    "Long runs are as right as short ones",
+    on=(LONG,),
+    owns=(LONG,),
+    needs=("18.1", "18.2", "18.3"),
+    since="1.6",
+    source="runs of training have many thousand steps; every step calls the same object",
+    remedy="a count of calls that overflows, or that ends a warm-up; buffers that are used again "
+    "too early; a scale or an error that is kept for some calls",
+)
+def long_run(run: Run, claims: Claims, found: Found) -> None:
+    """In each of 300 to 450 calls of one object, all messages arrive within the bound of rule 18.2.
+
+    The number of calls and six shapes of 1 to 640 elements are drawn from the session's seed, and
+    so is the shape of each call. Two calls of five have async_op=True, unless the first of them is
+    refused. With the claim feedback all calls have one shape, and bounds are those of 18.22.
+    """
+    require_long_run(run, claims, found)
 
 
 @rule(

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from conformance.judging.common_rules import DEFAULT_DTYPE
+from conformance.judging.common_rules import DEFAULT_DTYPE, keeps_no_more
 from conformance.judging.oracles.wrapper import (
     require_same_modes,
 )
@@ -21,6 +21,7 @@ from conformance.scenarios.wrapper_training import (
     HALF,
     INDICES,
     LARGE,
+    LONG,
     PENALTY,
     RETAINED,
     SINGLE,
@@ -194,6 +195,28 @@ def copies_go(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     19.19 sees the activations themselves; this rule also sees copies of them.
     """
     require_memory_back(runs, claims, found)
+
+
+kept = keeps_no_more("19.32", on=(LONG,), needs=("19.31", "19.33"))
+
+
+@parity_rule(
+    "19.33",
+    "Long runs are as right as short ones",
+    on=(LONG,),
+    owns=(LONG,),
+    needs=("19.1", "19.23"),
+    since="1.6",
+    source="runs of training have many thousand steps; one wrapped module runs in each of them",
+    remedy="a count of forwards or backwards that overflows, or that ends a warm-up; a pool of "
+    "buffers, or of packed tensors, that is used again too early",
+)
+def long_run(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """In each of 250 to 350 steps, outputs and gradients are those without the wrapper up to
+    2**-14 of the largest magnitude.
+
+    The number of steps and the rows of each batch, 1 to 12, are drawn from the session's seed.
+    """
 
 
 @parity_rule(

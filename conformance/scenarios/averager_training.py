@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from conformance.scenarios.averager import _PARAMS, PLAIN, RANDOM, SAVED
 from conformance.scenarios.draws import prime_from
-from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.model import Observation, Param, Scenario
 
 # The first parameters are made like the values of this step, the same on all ranks.
 START = 100_003
@@ -104,6 +104,7 @@ LONG = replace(
     params=(Param((3,)), Param((2, 2))),
     world_sizes=(2,),
     variant="long",
+    observe=Observation(growth=True),
 )
 
 ALL = (LARGE, SPECIAL, EMPTY, TWO, CHANGING, SAVED_EARLY, RESUMED_EARLY, DRIFTING, LONG)

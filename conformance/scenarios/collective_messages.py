@@ -64,8 +64,11 @@ def form_of(scenario: Scenario, index: int) -> str:
     return CALLS[scenario.options[0]][index]
 
 
-def indices(scenario: Scenario) -> range:
-    """Return the parameters for which a call is made."""
+def indices(scenario: Scenario, step: int) -> range:
+    """Return the parameters for which a call is made in a step."""
+    if scenario.variant == "long":
+        index = _draw_of(scenario, step).randrange(len(scenario.params))
+        return range(index, index + 1)
     calls = len(scenario.params)
     if scenario.name == CALLED.name:
         # The scenario has a parameter for each form of the collective with the most forms.
@@ -73,9 +76,20 @@ def indices(scenario: Scenario) -> range:
     return range(calls)
 
 
+def is_asynchronous(scenario: Scenario, step: int) -> bool:
+    """Whether the calls of a step have async_op=True."""
+    if scenario.variant == "long":
+        return _draw_of(scenario, step).random() < 0.4
+    return scenario.variant in ("waited", "in_flight")
+
+
+def _draw_of(scenario: Scenario, step: int) -> random.Random:
+    return random.Random(f"{scenario.session_seed}/{scenario.name}/{step}")
+
+
 def source_of(scenario: Scenario, size: int, step: int, index: int) -> int:
     """Return the place of the rank that scatters."""
-    is_repeated = "constant" in scenario.steps or scenario.variant == "recovering"
+    is_repeated = "constant" in scenario.steps or scenario.variant in ("recovering", "long")
     if scenario.order != "free" or is_repeated:
         # Rank 0 has to go first, or the errors of one rank are followed from step to step.
         return 0

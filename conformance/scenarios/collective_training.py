@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from conformance.scenarios.collective import ORDERED, PLAIN, WAITED
-from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.tables import prime_from
 
 SMALLEST_LARGE = 2**17
@@ -64,6 +64,18 @@ _IN_FLIGHT = replace(
     variant="in_flight",
 )
 
+# All calls are made by the same object. A table of values makes messages cheap.
+_LONG = replace(
+    PLAIN,
+    name="collective_long",
+    summary="300 to 450 small messages of six shapes; some calls with async_op=True; drawn numbers",
+    steps=("normal",),
+    world_sizes=(2,),
+    variant="long",
+    observe=Observation(growth=True),
+)
+LONG_CALLS = (300, 450)
+
 
 def _log_uniform(first: int, last: int, numbers: random.Random) -> int:
     return round(first * (last / first) ** numbers.random())
@@ -109,12 +121,26 @@ def draw_in_flight(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(scenario, params=(param,) * numbers.randint(2, 4))
 
 
+def draw_long(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the number of calls, their kinds of message, and six shapes of 1 to 700 elements."""
+    sizes = [numbers.randint(1, 40) for _ in range(4)]
+    sizes += [numbers.randint(129, 300), numbers.randint(400, 600)]
+    numbers.shuffle(sizes)
+    return replace(
+        scenario,
+        params=tuple(_matrix(size, numbers) for size in sizes),
+        steps=tuple(numbers.choices(("normal", "uneven"), k=numbers.randint(*LONG_CALLS))),
+        period=prime_from(numbers.randint(100, 200)),
+    )
+
+
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     _LARGE.name: draw_large,
     _RECOVERING.name: draw_recovering,
     _VIEWS.name: draw_views,
     _UNEVEN.name: draw_views,
     _IN_FLIGHT.name: draw_in_flight,
+    _LONG.name: draw_long,
 }
 
 # As they are drawn for seed 0.
@@ -123,5 +149,6 @@ RECOVERING = draw_recovering(_RECOVERING, random.Random(0))
 VIEWS = draw_views(_VIEWS, random.Random(0))
 UNEVEN = draw_views(_UNEVEN, random.Random(0))
 IN_FLIGHT = draw_in_flight(_IN_FLIGHT, random.Random(0))
+LONG = draw_long(_LONG, random.Random(0))
 
-ALL = (LARGE, RECOVERING, VIEWS, UNEVEN, IN_FLIGHT)
+ALL = (LARGE, RECOVERING, VIEWS, UNEVEN, IN_FLIGHT, LONG)

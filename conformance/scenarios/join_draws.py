@@ -5,6 +5,7 @@ The seed and the scenario's name alone decide the numbers.
 """
 
 import random
+from functools import lru_cache
 
 from conformance.scenarios.model import Scenario
 
@@ -19,6 +20,7 @@ JOINABLES_OF_EPOCHS = 3
 DDP_IS_FIRST = 3  # from this context of ``epochs`` on
 
 
+@lru_cache(maxsize=64)
 def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
     """Return the numbers of inputs of a group's ranks, one row for each context; [] if none are
     drawn for the scenario.
@@ -29,6 +31,8 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
     - ``interrupts``: 1 to 3 on all ranks for each kind of exception; then uneven inputs.
     - ``hooks_raise``: none on one rank and one on the others; then uneven inputs three times.
     - ``epochs``: 5 to 8 rows of uneven inputs.
+    - ``many``: 3 on all ranks; then a row for each step of the scenario, with 0 to 3 inputs on each
+      rank, and one more on a drawn rank.
 
     In rows of uneven inputs one rank has 3 to 6 inputs, one has 1 or 2, and one more has none.
     Ranks take turns, beginning with a drawn one.
@@ -50,21 +54,31 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
     if scenario.variant == "hooks_raise":
         row = tuple(int(place != first) for place in range(size))
         return [row, *(_uneven(numbers, size, first + at) for at in range(3))]
+    if scenario.variant == "many":
+        rows = [(3,) * size]
+        for _ in scenario.steps[1:]:
+            most = numbers.randrange(size)
+            rows.append(tuple(numbers.randint(0, 3) + (place == most) for place in range(size)))
+        return rows
     if scenario.variant == "epochs":
         return [_uneven(numbers, size, first + row) for row in range(numbers.randint(5, 8))]
     return []
 
 
 def drawn_order(scenario: Scenario, context: int) -> tuple[int, ...]:
-    """Return the numbers of the kit's joinables in a context of ``long`` or ``epochs``.
+    """Return the numbers of the kit's joinables in a context of ``long``, ``epochs`` or ``many``.
 
     The two contexts with hundreds of shadows have two joinables, and the one with more than a
-    thousand has one. The contexts of ``epochs`` have all of them, in any order.
+    thousand has one. The contexts of ``epochs`` have all of them, in any order; those of ``many``
+    have one or two.
     """
     if scenario.variant == "long":
         return (0, 1) if context < 2 else (0,)
     places = list(range(JOINABLES_OF_EPOCHS))
-    _generator(scenario, f"order/{context}").shuffle(places)
+    draw = _generator(scenario, f"order/{context}")
+    draw.shuffle(places)
+    if scenario.variant == "many":
+        places = places[: draw.randint(1, 2)]
     return tuple(places)
 
 

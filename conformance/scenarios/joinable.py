@@ -173,7 +173,7 @@ _ORDERS: dict[str, list[tuple[int, ...]]] = {"again": [(0, 1, 2), (2, 0, 1), (1,
 
 def order(scenario: Scenario, context: int) -> tuple[int, ...]:
     """Return the numbers of the kit's joinables in a context, in their order."""
-    if scenario.variant in ("long", "epochs"):
+    if scenario.variant in ("long", "epochs", "many"):
         return drawn_order(scenario, context)
     if scenario.variant in _ORDERS:
         return _ORDERS[scenario.variant][context]

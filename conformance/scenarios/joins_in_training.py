@@ -3,10 +3,12 @@
 The numbers of inputs are drawn (``join_draws.py``).
 """
 
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from conformance.scenarios.joinable import DDP, PLAIN
-from conformance.scenarios.model import Observation
+from conformance.scenarios.model import Observation, Scenario
 
 NUMBERS = replace(
     PLAIN,
@@ -52,4 +54,26 @@ EPOCHS = replace(
     world_sizes=(2, 3),
 )
 
-ALL = (NUMBERS, LONG, INTERRUPTS, HOOKS_RAISE, EPOCHS)
+MANY_CONTEXTS = (100, 150)
+
+# A step of the scenario is a context.
+MANY = replace(
+    PLAIN,
+    name="joinable_many",
+    summary=f"{MANY_CONTEXTS[0]} to {MANY_CONTEXTS[1]} contexts of the same joinables, with up to "
+    "four inputs on each rank; their numbers are drawn",
+    steps=("context",) * MANY_CONTEXTS[0],
+    variant="many",
+    world_sizes=(2,),
+    observe=Observation(growth=True),
+)
+
+
+def draw_many(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the number of contexts."""
+    return replace(scenario, steps=scenario.steps[:1] * numbers.randint(*MANY_CONTEXTS))
+
+
+DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {MANY.name: draw_many}
+
+ALL = (NUMBERS, LONG, INTERRUPTS, HOOKS_RAISE, EPOCHS, MANY)

@@ -69,6 +69,8 @@ class Observation:
         gradients: the gradients of every step, and the parameters of a fused hook. Without them no
             result is judged.
         coverage: the lines and branches of the subject's own files that run.
+        growth: the memory and the objects in use, at places that are evenly spaced over the steps
+            (``ranks/instruments/kept.py``).
     """
 
     hook: bool = True
@@ -78,6 +80,7 @@ class Observation:
     collectives: bool = False
     gradients: bool = True
     coverage: bool = False
+    growth: bool = False
 
 
 FAULTY_RANK = 1

@@ -12,7 +12,7 @@ from typing import Any
 
 from conformance.scenarios.averager_training import LONG_STEPS, option
 from conformance.scenarios.draws import generator
-from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
 
 OWN = replace(
@@ -116,6 +116,7 @@ LONG = replace(
     params=(Param((3,)), Param((2, 2))),
     world_sizes=(2,),
     variant="long",
+    observe=Observation(growth=True),
 )
 
 MANY_GROUPS = replace(

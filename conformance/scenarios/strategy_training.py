@@ -6,7 +6,7 @@ Their numbers are drawn from the session's seed, in ``scenarios/strategy.py`` an
 
 from dataclasses import replace
 
-from conformance.scenarios.model import DDPOptions, Param
+from conformance.scenarios.model import DDPOptions, Observation, Param
 from conformance.scenarios.strategy import _PARAMS, PLAIN
 
 LARGE = replace(
@@ -127,6 +127,7 @@ LONG = replace(
     world_sizes=(2,),
     variant="two",
     prerequisite="strategy_accumulated",
+    observe=Observation(growth=True),
 )
 
 MANY = replace(

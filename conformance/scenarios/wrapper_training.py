@@ -8,13 +8,14 @@ wrapper_large    three blocks of 2**17 to 2**21 elements, one in each third of t
                  logarithms, and a power of two from 2**-20 to 2**20 that multiplies the inputs
 wrapper_graphs   in each step 2 to 6 graphs at once, with batches of 2 to 12 rows
 wrapper_indices  a table of 70,000 to 200,000 rows, of which the last ones are read too
+wrapper_long     250 to 350 steps, with batches of 1 to 12 rows
 """
 
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.training_sizes import sizes_between
 from conformance.scenarios.wrapper import PLAIN
 
@@ -96,7 +97,19 @@ HALF = replace(
     variant="training_half",
 )
 
-SCENARIOS = (SINGLE, LARGE, GRAPHS, RETAINED, PENALTY, FROZEN, INDICES, HALF)
+LONG_STEPS = (250, 350)
+
+LONG = replace(
+    PLAIN,
+    name="wrapper_long",
+    summary=f"a small network in float32 in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps, with batches "
+    "of drawn sizes",
+    world_sizes=(2,),
+    variant="training_long",
+    observe=Observation(growth=True),
+)
+
+SCENARIOS = (SINGLE, LARGE, GRAPHS, RETAINED, PENALTY, FROZEN, INDICES, HALF, LONG)
 
 
 def draw_large(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -126,8 +139,16 @@ def draw_indices(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(scenario, params=(Param((numbers.randint(70_000, 200_000), 4)),))
 
 
+def draw_long(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the number of steps; a parameter's shape has the rows of the batch of each step."""
+    count = numbers.randint(*LONG_STEPS)
+    rows = tuple(numbers.randint(1, 12) for _ in range(count))
+    return replace(scenario, steps=("normal",) * count, params=(Param(rows),))
+
+
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     LARGE.name: draw_large,
     GRAPHS.name: draw_graphs,
     INDICES.name: draw_indices,
+    LONG.name: draw_long,
 }

@@ -48,6 +48,7 @@ from conformance.scenarios.model import Scenario
 from conformance.subjects.claims import Claims
 
 Pair = tuple[int, int]
+_MOST_FAILURES = 8
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,42 @@ def require_recovery(run: Run, claims: Claims, found: Found) -> None:
     for call in calls(run):
         for arrival in arrivals(run, claims, call):
             _require_promised(run, claims, found, arrival)
+
+
+def require_long_run(run: Run, claims: Claims, found: Found) -> None:
+    """Require every message of a long run, and that every rank made all its calls."""
+    for rank in run.ranks:
+        refused = rank.first("refuses_async")
+        if refused:
+            found.note(f"rank {rank.rank} refuses async_op=True: calls have no async_op")
+        made = len(list(rank.all("called"))) + bool(refused)
+        wanted = len(run.scenario.steps)
+        found.require(made == wanted, f"{wanted} calls", f"rank {rank.rank}: {made} calls")
+    promised = _promises_of_all_steps(run, claims) if claims.has("feedback") else None
+    for call in calls(run):
+        for arrival in arrivals(run, claims, call):
+            if promised is None:
+                require_arrival(run, claims, found, arrival)
+            else:
+                _require_promised(run, claims, found, arrival, promised)
+        # Likely causes take long to find, and are the same in hundreds of calls.
+        if len(found.failures) >= _MOST_FAILURES:
+            return
+
+
+def _promises_of_all_steps(
+    run: Run, claims: Claims
+) -> dict[tuple[int, int, int], dict[Pair, Promise]]:
+    """Return the promises about a run with one shape, by source, index and step."""
+    size = len(run.group(0))
+    found = {}
+    for source in range(size):
+        kept: dict[Pair, torch.Tensor] = {}
+        for step in range(len(run.scenario.steps)):
+            found[source, 0, step] = _promises_of_step(
+                run.scenario, claims, size, source, 0, step, kept
+            )
+    return found
 
 
 def require_no_error_in_wait(found: Found, call: Call) -> None:
@@ -97,27 +134,45 @@ def promises(
         source: the place of the rank.
         index, step: the number of the call's parameter, and its step.
     """
-    pairs = messages.sent(scenario, size, source, step, index)
     kept: dict[Pair, torch.Tensor] = {}
+    if claims.has("feedback"):
+        for earlier in range(step):
+            _promises_of_step(scenario, claims, size, source, index, earlier, kept)
+    return _promises_of_step(scenario, claims, size, source, index, step, kept)
+
+
+def _promises_of_step(
+    scenario: Scenario,
+    claims: Claims,
+    size: int,
+    source: int,
+    index: int,
+    step: int,
+    kept: dict[Pair, torch.Tensor],
+) -> dict[Pair, Promise]:
+    """Return the promises about the messages of a call; see :func:`promises`.
+
+    Args:
+        kept: the largest errors that are kept before the call, by pair; those after it, then.
+    """
     found: dict[Pair, Promise] = {}
     has_feedback = claims.has("feedback")
-    for earlier in range(step + 1) if has_feedback else (step,):
-        sent = {
-            pair: messages.message(scenario, size, earlier, index, *pair).double().reshape(-1)
-            for pair in pairs
-        }
-        magnitude = {
-            pair: values.nan_to_num(0.0, 0.0, 0.0).abs() + kept.get(pair, 0.0)
-            for pair, values in sent.items()
-        }
-        for pair, is_free in _poisoned(claims, sent).items():
-            loss = _loss(claims, magnitude[pair], magnitude)
-            if has_feedback:
-                loss = loss * SLACK + 2.0**-22 * magnitude[pair]
-            deviation = loss + kept.get(pair, 0.0)
-            found[pair] = Promise(sent[pair], deviation, is_free)
-            if has_feedback:
-                kept[pair] = torch.where(is_free, magnitude[pair], loss)
+    sent = {
+        pair: messages.message(scenario, size, step, index, *pair).double().reshape(-1)
+        for pair in messages.sent(scenario, size, source, step, index)
+    }
+    magnitude = {
+        pair: values.nan_to_num(0.0, 0.0, 0.0).abs() + kept.get(pair, 0.0)
+        for pair, values in sent.items()
+    }
+    for pair, is_free in _poisoned(claims, sent).items():
+        loss = _loss(claims, magnitude[pair], magnitude)
+        if has_feedback:
+            loss = loss * SLACK + 2.0**-22 * magnitude[pair]
+        deviation = loss + kept.get(pair, 0.0)
+        found[pair] = Promise(sent[pair], deviation, is_free)
+        if has_feedback:
+            kept[pair] = torch.where(is_free, magnitude[pair], loss)
     return found
 
 
@@ -155,8 +210,18 @@ def _loss(
     return SLACK * claimed_bound(claims, fed, torch.full_like(fed, largest))
 
 
-def _require_promised(run: Run, claims: Claims, found: Found, arrival: Arrival) -> None:
-    """Require one message, as far as the claims promise it."""
+def _require_promised(
+    run: Run,
+    claims: Claims,
+    found: Found,
+    arrival: Arrival,
+    promised: Mapping[tuple[int, int, int], dict[Pair, Promise]] | None = None,
+) -> None:
+    """Require one message, as far as the claims promise it.
+
+    Args:
+        promised: the promises by source, index and step, if they are computed already.
+    """
     got = arrival.got
     call = arrival.call
     if got is None or len(got) != len(arrival.allowed.exact):
@@ -175,7 +240,10 @@ def _require_promised(run: Run, claims: Claims, found: Found, arrival: Arrival) 
         for pair in messages.received(run.scenario, size, arrival.place, call.step, call.index)
         if pair[0] == source
     )
-    of_call = promises(run.scenario, claims, size, source, call.index, call.step)
+    if promised is None:
+        of_call = promises(run.scenario, claims, size, source, call.index, call.step)
+    else:
+        of_call = promised[source, call.index, call.step]
     promise = of_call[source, to]
     if not _require_nothing_hidden(claims, found, arrival, promise.sent):
         return

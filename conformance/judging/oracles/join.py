@@ -21,7 +21,7 @@ and, if that is not 0, n eps max |right| for the n updates.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -108,6 +108,29 @@ def members(run: Run) -> Iterator[Member]:
         for rank in run.ranks:
             group = run.group(rank.rank)
             yield Member(rank, context, lengths(run.scenario, group)[context], group)
+
+
+def parts(run: Run, count: int) -> Iterator[Run]:
+    """Yield the records of ``count`` contexts at a time, and those of the first beside them.
+
+    Rules look through all events for those of a context: many small records are read sooner.
+    """
+    steps = [event["step"] for rank in run.ranks for event in rank.all("step")]
+    last = max(steps, default=0)
+    by_context: list[dict[int, list[Event]]] = []
+    for rank in run.ranks:
+        events: dict[int, list[Event]] = {}
+        for event in rank.events:
+            # The kind of subject is recorded before the first context.
+            events.setdefault(max(event["step"], 0), []).append(event)
+        by_context.append(events)
+    for begin in range(1, last + 1, count):
+        chosen = [0, *range(begin, min(begin + count, last + 1))]
+        ranks = [
+            replace(rank, events=[event for at in chosen for event in events.get(at, ())])
+            for rank, events in zip(run.ranks, by_context, strict=True)
+        ]
+        yield replace(run, ranks=ranks)
 
 
 def joinables(run: Run, member: Member) -> tuple[int, ...]:

@@ -27,6 +27,10 @@ class ContextInTraining(JudgedContext):
         """Shadow hundreds of steps of the same joinables, in one epoch after another."""
         self.again()
 
+    def many(self) -> None:
+        """Use the same joinables in one context after another."""
+        self.again()
+
     def interrupts(self) -> None:
         """Raise an interrupt in each context; then run one in which no rank raises.
 

@@ -20,7 +20,14 @@ from conformance.ranks.drivers._training_blocks import (
 )
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.instruments import process_state
-from conformance.scenarios.wrapper_training import FROZEN, HALF, INDICES, PENALTY, RETAINED
+from conformance.scenarios.wrapper_training import (
+    FROZEN,
+    HALF,
+    INDICES,
+    LONG,
+    PENALTY,
+    RETAINED,
+)
 from conformance.torch_versions.private import saved_tensors_are_packed
 
 # Here a wrapper may raise an error: rules tell an error from a wrong result.
@@ -53,6 +60,7 @@ class WrapperTraining:
             "training_frozen": self._frozen,
             "training_indices": self._indices,
             "training_half": self._plain,
+            "training_long": self._plain,
         }[self._scenario.variant]
 
     def run(self) -> None:
@@ -93,7 +101,10 @@ class WrapperTraining:
 
     def _plain(self) -> None:
         """Run one forward and its backward; the forward in float16 if the scenario has autocast."""
-        x = self._input()
+        rows = BATCH
+        if self._scenario.name == LONG.name:
+            rows = self._scenario.params[0].shape[self._driver.recorder.step]
+        x = self._input(rows)
         casts: torch.autocast | nullcontext[None] = nullcontext()
         if self._scenario.name == HALF.name:
             casts = torch.autocast(self._driver.device.type, dtype=torch.float16)
@@ -256,6 +267,12 @@ class WrapperTraining:
             self._driver.keep(name, tensor)
 
     def _keep_gradients(self, moment: str) -> None:
+        """Record the gradients of all parameters; in a long run as one vector, to be fast."""
+        if self._scenario.name == LONG.name:
+            gradients = [parameter.grad for parameter in self._parameters.values()]
+            present = [gradient.reshape(-1) for gradient in gradients if gradient is not None]
+            self._keep("gradient/all", torch.cat(present) if present else None)
+            return
         for name, parameter in self._parameters.items():
             self._keep(f"gradient/{name}{moment}", parameter.grad)
 

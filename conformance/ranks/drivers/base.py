@@ -18,6 +18,7 @@ from conformance.ranks.instruments import process_state
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
 from conformance.ranks.instruments.default_dtype import default_dtype, set_default_dtype
 from conformance.ranks.instruments.failing_collective import FailingCollective
+from conformance.ranks.instruments.kept import KeptRecorder
 from conformance.ranks.instruments.patches import Patches
 from conformance.ranks.instruments.process_settings import settings
 from conformance.ranks.instruments.schedule import Schedule
@@ -105,6 +106,7 @@ class RankDriver(ABC):
         self._heap_is_scattered = False
         self._patches: Patches | None = None
         self._is_imported = False
+        self._kept: KeptRecorder | None = None
         self._modules_before = imported_modules()
         self.own_modules: set[str] = set()
         self._lasting: frozenset[str] = frozenset()
@@ -122,6 +124,8 @@ class RankDriver(ABC):
         self.install_instruments()
         # After the instruments, whose threads and functions are not the subject's.
         self.record_start()
+        if self.scenario.observe.growth:
+            self._kept = KeptRecorder(len(self.scenario.steps), self.recorder)
         self.scatter_heap()
         self._lasting = frozenset(vars(self))
         self.failing.run(self.run)
@@ -337,6 +341,8 @@ class RankDriver(ABC):
         # A long run takes its counts at checkpoints (``LongRunTrainer``).
         if not self.scenario.long_run:
             self.record_counts()
+        if self._kept:
+            self._kept.before(step)
         self.recorder.step = step
         self.recorder.event("step", kind=kind)
         if self.scenario.default_dtypes:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._buffers import Buffers
-from conformance.ranks.drivers.base import RankDriver
+from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.enum_arguments import with_enum_members
 from conformance.ranks.instruments.digest import digest
 from conformance.ranks.resolve import Factory
@@ -27,16 +27,47 @@ class CollectiveDriver(RankDriver):
     def run(self) -> None:
         """Make the scenario's calls."""
         self._functions: dict[tuple[int, int], Callable[..., Any]] = {}
+        self._refuses_async = False
+        self._has_waited = False
         for step, kind in enumerate(self.scenario.steps):
             self.begin_step(step, kind)
-            calls = [_Call(self, step, index) for index in messages.indices(self.scenario)]
-            if self.scenario.variant in ("waited", "in_flight"):
-                self._prepare(step, calls)
-                self._make_calls(calls)
-                continue
-            for call in calls:
-                self._prepare(step, [call])
-                self._make_calls([call])
+            self._step(step)
+
+    def _step(self, step: int) -> None:
+        """Make the calls of one step; nothing of them is kept."""
+        if self.scenario.variant == "long":
+            (index,) = messages.indices(self.scenario, step)
+            self._step_of_long_run(step, index)
+            return
+        calls = [_Call(self, step, index) for index in messages.indices(self.scenario, step)]
+        if calls[0].is_asynchronous:
+            self._prepare(step, calls)
+            self._make_calls(calls)
+            return
+        for call in calls:
+            self._prepare(step, [call])
+            self._make_calls([call])
+
+    def _step_of_long_run(self, step: int, index: int) -> None:
+        """Make one call; without async_op=True if the subject has refused that at first."""
+        call = _Call(self, step, index)
+        self._prepare(step, [call])
+        if not call.is_asynchronous:
+            self._make_calls([call])
+            return
+        if self._refuses_async:
+            call.is_asynchronous = False
+            self._make_calls([call])
+            return
+        try:
+            self._make_calls([call])
+        except Exception:
+            if self._has_waited or call.is_waited_for:
+                raise
+            self.activity = KIT
+            self._refuses_async = True
+            self.recorder.event("refuses_async")
+        self._has_waited = True
 
     def _prepare(self, step: int, calls: list["_Call"]) -> None:
         """Give each call its collective."""
@@ -52,7 +83,7 @@ class CollectiveDriver(RankDriver):
         Error feedback can be predicted only if the same message is sent again and again. In other
         scenarios each call with feedback has an object of its own.
         """
-        if "feedback" not in self.scenario.options:
+        if "feedback" not in self.scenario.options or self.scenario.variant == "long":
             return (0, 0)
         # The errors of a ``recovering`` object are followed from step to step.
         repeats = "constant" in self.scenario.steps or self.scenario.variant == "recovering"
@@ -120,6 +151,7 @@ class _Call:
         inputs, outputs: the tensors that are handed in; a call may replace outputs in its list.
         rows: for outputs and inputs, the number of rows of each rank's part.
         refused: the error with which the call was refused; '' if it was not.
+        is_asynchronous: whether the call has async_op=True.
         is_waited_for: whether a wait() for the call has begun.
     """
 
@@ -166,11 +198,8 @@ class _Call:
         self.positional, self.named = self._arguments()
         self.returned: Any = None
         self.refused = ""
+        self.is_asynchronous = messages.is_asynchronous(scenario, step)
         self.is_waited_for = False
-
-    @property
-    def is_asynchronous(self) -> bool:
-        return self.driver.scenario.variant in ("waited", "in_flight")
 
     def begin(self) -> None:
         """Call the collective, as users do."""

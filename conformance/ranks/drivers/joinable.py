@@ -173,6 +173,14 @@ class _Joinable(Contexts):
                 )
                 numbers.left()
 
+    def many(self) -> None:
+        """Train one joinable in all contexts; record what it computes."""
+        for number, inputs in enumerate(self.lengths):
+            numbers = Numbers(self.driver, self.subject, self._step)
+            with numbers.watched(number):
+                self.run([self.subject], self.own(inputs), [numbers.step], numbers.leaving)
+                numbers.left()
+
     def _run_beside(
         self, counter: Counter, inputs: tuple[int, ...], is_first: bool = True, **options: Any
     ) -> None:
