@@ -1,13 +1,24 @@
 """The numbers of clusters that are drawn: world sizes, nodes, groups, steps and sizes."""
 
-import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.tables import prime_from
+from conformance.scenarios.training_sizes import sizes_between
+
+# Of ``wide_groups``: for each dtype the largest number of elements, and how many sizes are drawn. A
+# part of the range spans a factor of six. So one of the sizes is in every interval from N to 36 N
+# within the range.
+SMALLEST_WIDE_SIZE = 16
+WIDE_SIZES = {
+    "float32": (4_000_000, 7),
+    "float64": (700_000, 6),
+    "float16": (700_000, 6),
+    "bfloat16": (700_000, 6),
+}
 
 
 def _sizes_of_clusters(scenario: Scenario) -> tuple[int, int]:
@@ -62,19 +73,19 @@ def _draw_uneven_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def _draw_wide_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw the two of three ranks in one group, 200,000 to 4,000,000 elements for the parameter
-    above a million, and 20,000 to 200,000 for the other large one. Both are spread evenly over
-    their logarithms.
+    """Draw the two of three ranks in one group, the sizes of each dtype, and their order.
+
+    The sizes are spread over their logarithms: one from each of several equal parts of the range
+    that ``WIDE_SIZES`` has for the dtype.
     """
     alone = numbers.randrange(3)
     others = tuple(rank for rank in range(3) if rank != alone)
-    params = []
-    for spec in scenario.params:
-        if math.prod(spec.shape) > 20_000:
-            least = 200_000 if spec.dtype == "float32" else 20_000
-            size = round(least * (20 if spec.dtype == "float32" else 10) ** numbers.random())
-            spec = replace(spec, shape=(size,))
-        params.append(spec)
+    params = [
+        Param((size,), dtype)
+        for dtype, (largest, count) in WIDE_SIZES.items()
+        for size in sizes_between(SMALLEST_WIDE_SIZE, largest, count, count, numbers)
+    ]
+    numbers.shuffle(params)
     return replace(scenario, groups=(others, (alone,)), params=tuple(params))
 
 

@@ -170,6 +170,24 @@ def large_on_world(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def medium_on_world(state: Any, bucket: Bucket) -> Result:
+    """Reduce buckets of 8,192 to 131,071 elements of float32 on WORLD."""
+    buffer = bucket.buffer()
+    if 8192 <= buffer.numel() < 131_072 and buffer.dtype == torch.float32:
+        buffer.mul_(group_of(None).size() / group_of(state).size())
+        return average_of(buffer, None)
+    return average(bucket, state)
+
+
+def large_doubles_and_halves_on_world(state: Any, bucket: Bucket) -> Result:
+    """Reduce more than 16,384 elements of float64 or float16 on WORLD."""
+    buffer = bucket.buffer()
+    if buffer.numel() > 16_384 and buffer.dtype in (torch.float64, torch.float16):
+        buffer.mul_(group_of(None).size() / group_of(state).size())
+        return average_of(buffer, None)
+    return average(bucket, state)
+
+
 def doubles_on_world(state: Any, bucket: Bucket) -> Result:
     """Reduce float64 on WORLD."""
     if bucket.buffer().dtype == torch.float64:
@@ -193,5 +211,7 @@ MUTANTS = [
     Mutant("factor_of_the_latest_call", ("11.7",)),
     Mutant("callback_reads_the_latest", ("11.7",)),
     Mutant("large_on_world", ("24.7",)),
+    Mutant("medium_on_world", ("24.7",)),
+    Mutant("large_doubles_and_halves_on_world", ("24.7",)),
     Mutant("doubles_on_world", ("24.7",)),
 ]

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from conformance.scenarios.cluster_draws import SMALLEST_WIDE_SIZE, WIDE_SIZES
 from conformance.scenarios.clusters import (
     BYSTANDERS,
     CLUSTERS,
@@ -12,6 +13,7 @@ from conformance.scenarios.clusters import (
     TWO_GROUPS,
     UNEQUAL_NODES,
     UNEVEN_GROUPS,
+    WIDE_GROUPS,
     with_groups_of,
 )
 from conformance.scenarios.draws import drawn
@@ -49,6 +51,17 @@ def test_nodes_and_groups_have_the_ranks_of_the_run(seed: int) -> None:
         assert ranks == list(range(one.own_size))
     uneven = drawn(UNEVEN_GROUPS, seed).groups[0]
     assert uneven[1] - uneven[0] != uneven[2] - uneven[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_range_of_sizes_that_spans_a_factor_of_36_has_a_bucket_in_each_dtype(seed: int) -> None:
+    params = drawn(WIDE_GROUPS, seed).params
+    for dtype, (largest, _) in WIDE_SIZES.items():
+        sizes = [spec.shape[0] for spec in params if spec.dtype == dtype]
+        least = SMALLEST_WIDE_SIZE
+        while least * 36 <= largest:
+            assert any(least <= size <= 36 * least for size in sizes)
+            least *= 2
 
 
 def test_idle_ranks_have_no_inputs() -> None:
