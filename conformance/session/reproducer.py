@@ -126,6 +126,8 @@ def _is_ordinary(scenario: Scenario) -> bool:
         scenario.twin,
         scenario.training_loop,
         scenario.captured,
+        scenario.clocks_jump,
+        bool(scenario.default_dtypes),
         scenario.ddp.find_unused_parameters,
         bool(scenario.simulated),
         bool(scenario.resume.saves_at),

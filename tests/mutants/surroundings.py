@@ -19,6 +19,7 @@ from tests.mutants._helpers import (
     group_of,
     is_dense,
     send_as,
+    sum_of,
 )
 
 # 2.13 The range of a dtype
@@ -100,6 +101,30 @@ def scratch_of_state(state: SumsOfDefaultDtype, bucket: Bucket) -> Result:
     if bucket.buffer().dtype == torch.float32 and is_dense(bucket):
         bucket.buffer().copy_(bucket.buffer().to(dtype))
     return average(bucket, state.group)
+
+
+def large_wire_of_default_dtype(state: Any, bucket: Bucket) -> Result:
+    """Send buckets of more than 65,536 elements in a buffer that has no dtype."""
+    buffer = bucket.buffer()
+    if buffer.dtype != torch.float32 or not is_dense(bucket) or buffer.numel() <= 65_536:
+        return average(bucket, state)
+    wire = torch.empty(buffer.numel())
+    wire.copy_(buffer)
+    return average_of(wire, state).then(lambda done: buffer.copy_(done.value()))
+
+
+_reciprocals: list[torch.Tensor] = []
+
+
+def table_of_reciprocals(state: Any, bucket: Bucket) -> Result:
+    """Multiply by 1 / n from a table that the first call makes without a dtype."""
+    buffer = bucket.buffer()
+    if buffer.dtype != torch.float32:
+        return average(bucket, state)
+    if not _reciprocals:
+        _reciprocals.append(torch.tensor([1 / count for count in range(1, 1025)]))
+    buffer.mul_(_reciprocals[0][group_of(state).size() - 1].to(buffer.device))
+    return sum_of(buffer, state)
 
 
 # 10.8 Clocks
@@ -206,6 +231,8 @@ MUTANTS = [
     Mutant("through_lists", ("4.5",)),
     Mutant("wire_of_default_dtype", ("4.5",)),
     Mutant("scratch_of_state", ("4.5",), state=f"{__name__}:SumsOfDefaultDtype"),
+    Mutant("large_wire_of_default_dtype", ("4.5",)),
+    Mutant("table_of_reciprocals", ("4.5",), worlds=(2, 3)),
     Mutant("checks_every_minute", ("10.8",), hangs=True),
     Mutant("halves_after_an_hour", ("10.8",), hangs=True),
     Mutant("factor_of_the_latest_call", ("11.7",)),
