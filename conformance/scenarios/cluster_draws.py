@@ -106,11 +106,13 @@ def _draw_bystanders(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def _draw_simulated(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw numbers of ranks to simulate: 5 to 8, 12, 24, 64, 72 and 1024 are always there, and four
-    others are drawn: from 9 to 31, 33 to 83, 129 to 511, and 513 to 1023.
+    """Draw numbers of ranks to simulate: 5 to 8, 12, the multiples of 8 from 16 to 96, and 1024 are
+    always there. The others are drawn: one from 9 to 16, from 17 to 31, from 33 to 83, from 129 to
+    511, and from 513 to 1023; a multiple of 8 from 104 to 256, and of 4 from 20 to 124.
     """
-    ranges = ((9, 31), (33, 83), (129, 511), (513, 1023))
+    ranges = ((9, 16), (17, 31), (33, 83), (129, 511), (513, 1023))
     between = [numbers.randint(*bounds) for bounds in ranges]
+    between += [8 * numbers.randint(13, 32), 4 * numbers.randint(5, 31)]
     guards = scenario.simulated[:3]
     larger = sorted({*scenario.simulated[3:], *between})
     return replace(scenario, simulated=(*guards, *larger))
