@@ -182,8 +182,8 @@ class Scenario:
         twin_groups: disjoint groups of global ranks for the twins; () if a twin has the group of
             the model.
         default_dtypes: torch's default dtype in each step, again and again; () for float32.
-        clocks_jump: the clocks that the subject reads differ between ranks, and jump between steps
-            (``instruments/clocks.py``).
+        clocks_jump: the clocks that the subject reads differ between ranks, and jump between and
+            within steps (``instruments/clocks.py``).
         world_only: the subject claims to use WORLD, whatever group its model has.
         other_hash_seed: run in processes with another PYTHONHASHSEED than the other scenarios.
         deadline: seconds after which the run counts as hanging; 0 for the pool's own deadline.

@@ -34,8 +34,8 @@ DEFAULT_DTYPES = replace(
 CLOCKS = replace(
     BUCKETS,
     name="clocks",
-    summary="between steps, the clocks of each rank go forward by another time, from a second to "
-    "two hours",
+    summary="the clocks of each rank go forward by other times: between steps from a hundredth of "
+    "a second to ten days, and within a step by up to a second",
     steps=("crafted",) * 16,
     clocks_jump=True,
     prerequisite="buckets",

@@ -1,6 +1,8 @@
 """Mutants of rules 2.13, 4.5, 10.8, 11.7 and 24.7: hooks that are right in plain surroundings."""
 
+import math
 import time
+import timeit
 from typing import Any
 
 import torch
@@ -149,6 +151,54 @@ def checks_every_minute(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def checks_every_half_second(state: Any, bucket: Bucket) -> Result:
+    """Compare a checksum with the peers every half second, by the rank's own clock."""
+    if bucket.is_last() and _is_due(0.5):
+        dist.all_reduce(torch.zeros(3), group=group_of(state))
+    return average(bucket, state)
+
+
+def checks_every_day(state: Any, bucket: Bucket) -> Result:
+    """Compare a checksum with the peers once a day, by the rank's own clock."""
+    if bucket.is_last() and _is_due(86_400.0):
+        dist.all_reduce(torch.zeros(3), group=group_of(state))
+    return average(bucket, state)
+
+
+_first_reading: list[float] = []
+
+
+def checks_by_default_timer(state: Any, bucket: Bucket) -> Result:
+    """Compare a checksum with the peers once, a minute after the first call."""
+    now = timeit.default_timer()
+    if not _first_reading:
+        _first_reading.append(now)
+    if bucket.is_last() and now - _first_reading[-1] > 60:
+        _first_reading.append(math.inf)
+        dist.all_reduce(torch.zeros(3), group=group_of(state))
+    return average(bucket, state)
+
+
+_is_slow: list[bool] = []
+
+
+def halves_if_a_sum_was_slow(state: Any, bucket: Bucket) -> Result:
+    """Send the bucket in two parts once a sum has taken longer than 0.3 seconds."""
+    buffer = bucket.buffer()
+    begun = time.perf_counter()
+    if _is_slow and is_dense(bucket):
+        parts = buffer.div_(group_of(state).size()).chunk(2)
+        sums = torch.futures.collect_all([sum_of(part, state) for part in parts])
+        return sums.then(lambda done: buffer)
+
+    def measure(done: Result) -> torch.Tensor:
+        if time.perf_counter() - begun > 0.3:
+            _is_slow.append(True)
+        return done.value()
+
+    return average(bucket, state).then(measure)
+
+
 def halves_after_an_hour(state: Any, bucket: Bucket) -> Result:
     """Send half precision for the rest of the bucket's step once an hour has passed."""
     if bucket.is_last() and _is_due(3600.0) and bucket.buffer().dtype == torch.float32:
@@ -234,6 +284,10 @@ MUTANTS = [
     Mutant("large_wire_of_default_dtype", ("4.5",)),
     Mutant("table_of_reciprocals", ("4.5",), worlds=(2, 3)),
     Mutant("checks_every_minute", ("10.8",), hangs=True),
+    Mutant("checks_every_half_second", ("10.8",), hangs=True),
+    Mutant("checks_every_day", ("10.8",), hangs=True),
+    Mutant("checks_by_default_timer", ("10.8",), hangs=True),
+    Mutant("halves_if_a_sum_was_slow", ("10.8",), hangs=True),
     Mutant("halves_after_an_hour", ("10.8",), hangs=True),
     Mutant("factor_of_the_latest_call", ("11.7",)),
     Mutant("callback_reads_the_latest", ("11.7",)),

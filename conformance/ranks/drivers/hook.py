@@ -134,8 +134,10 @@ class HookDriver(RankDriver):
         self._steps = StepRecorder(self.scenario, self.recorder, self.model, self._observer)
         if self._streams:
             self._streams.install()
-        self._clocks = Clocks(self.scenario.session_seed, self.rank)
+        self._clocks: Clocks | None = None
         if self.scenario.clocks_jump:
+            steps = len(self.scenario.steps)
+            self._clocks = Clocks(self.scenario.session_seed, self.rank, steps)
             self._clocks.install()
         self._watch_registrations()
 
@@ -171,7 +173,8 @@ class HookDriver(RankDriver):
             self._train_long()
         else:
             for step, kind in steps:
-                self._clocks.go_forward()
+                if self._clocks:
+                    self._clocks.go_forward()
                 with default_dtype(self.scenario.default_dtype(step)):
                     if not self._step(step, kind):
                         break
