@@ -68,6 +68,24 @@ def scales_by_squares(state: Any, bucket: Bucket) -> Result:
     return change_mean(bucket, state, lambda mean: mean.copy_(mean.float() * scale))
 
 
+_SCALES: dict[tuple[int, int], float] = {}
+
+
+def keeps_its_first_scale(state: Any, bucket: Bucket) -> Result:
+    """Scale float16 by a power of two that the first step of a bucket decides."""
+    buffer = bucket.buffer()
+    if buffer.dtype != torch.float16 or not is_dense(bucket):
+        return average(bucket, state)
+    key = bucket.index(), buffer.numel()
+    if key not in _SCALES:
+        peak = buffer.float().abs().max()
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group_of(state))
+        is_usable = 0 < peak < math.inf
+        _SCALES[key] = 2.0 ** (10 - math.ceil(math.log2(peak))) if is_usable else 1.0
+    buffer.mul_(max(1.0, _SCALES[key]))
+    return change_mean(bucket, state, lambda mean: mean.div_(max(1.0, _SCALES[key])))
+
+
 # 4.5 The default dtype
 
 
@@ -278,6 +296,7 @@ MUTANTS = [
     Mutant("clamps_half", ("2.13",)),
     Mutant("skips_small_norms", ("2.13",)),
     Mutant("scales_by_squares", ("2.13",)),
+    Mutant("keeps_its_first_scale", ("2.13",)),
     Mutant("through_lists", ("4.5",)),
     Mutant("wire_of_default_dtype", ("4.5",)),
     Mutant("scratch_of_state", ("4.5",), state=f"{__name__}:SumsOfDefaultDtype"),
