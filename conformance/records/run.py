@@ -236,7 +236,7 @@ def fed(
         rank=rank,
         step=step,
         param=index,
-        exponent=spec.exponent,
+        exponent=spec.exponent_at(step),
         period=period,
     )
     if spec.layout == "sparse":

@@ -233,14 +233,21 @@ def however_strings_hash(runs: dict[str, Run], claims: Claims, found: Found) -> 
     since="1.6",
     source="Python documentation, time.monotonic: the reference point is undefined, so that ranks "
     "have nothing in common; clocks of machines differ, and so do the times at which ranks start",
-    remedy="work that is due after some seconds, such as a broadcast once a minute: let one rank "
-    "decide and tell the others, or count steps",
+    remedy="work that is due after some seconds, such as a broadcast once a minute, and choices by "
+    "a measured duration: let one rank decide and tell the others, or count steps; a wait with a "
+    "deadline of an earlier step, or of less than a second",
 )
 def whatever_clocks_say(run: Run, claims: Claims, found: Found) -> None:
-    """The result is right if the clocks of the ranks differ: between two steps, from a second to
-    two hours pass on a rank, drawn for each rank.
+    """The result is right if the clocks of the ranks differ. Between two steps, from a hundredth of
+    a second to ten days pass on a rank. Within a step, up to a second passes between two of its
+    readings. Both are drawn for each rank, from equal parts of the range of logarithms.
 
-    A rank that issues a collective by its own clock waits for ranks that issue none. The functions
-    of `time` are replaced for the subject and for installed packages; `datetime.now()` is not.
+    A rank that issues a collective by its own clock waits for ranks that issue none. A hook may log
+    times and durations. It may also give up after a second or more that it has counted within one
+    step: beyond the real time, a step has at most one second. But a deadline from an earlier step
+    may be over.
+
+    The functions of `time` and `timeit.default_timer` are replaced for the subject and for
+    installed packages; `datetime.now()` is not.
     """
     require_steps(run, claims, found, run.steps("crafted"))

@@ -86,14 +86,14 @@ def _span(run: Run, events: list[dict[str, Any]]) -> str:
 
 
 def _errors(run: Run, claims: Claims, kind: str, size: int) -> torch.Tensor:
-    """Return the error of each element among ``size`` ranks, as a share of its bound.
+    """Return the error of each element and step among ``size`` ranks, as a share of its bound.
 
     It is 0 if the bound decides nothing.
     """
     share = share_of_bound(size, claims)
     begin = SCALES.index(kind) * SCALE_NUMEL
     place = slice(begin, begin + SCALE_NUMEL)
-    got = run.ranks[0].tensors[f"at scale/{size}"].double()[place]
+    got = run.ranks[0].tensors[f"at scale/{size}"].double()[..., place]
     if share is None:
         return torch.zeros_like(got)
     values = at_scale(size)[:, place].float().double()
@@ -103,10 +103,12 @@ def _errors(run: Run, claims: Claims, kind: str, size: int) -> torch.Tensor:
 
 
 def _error(run: Run, claims: Claims, kind: str, size: int) -> float:
-    """Return the largest error among ``size`` ranks, as a share of the largest gradient."""
+    """Return the largest error of any step among ``size`` ranks, as a share of the largest
+    gradient.
+    """
     begin = SCALES.index(kind) * SCALE_NUMEL
     place = slice(begin, begin + SCALE_NUMEL)
-    got = run.ranks[0].tensors[f"at scale/{size}"].double()[place]
+    got = run.ranks[0].tensors[f"at scale/{size}"].double()[..., place]
     fed = at_scale(size)[:, place].float().double()
     right = fed.mean(0)
     scale = fed.abs().max()
@@ -131,9 +133,10 @@ def _error(run: Run, claims: Claims, kind: str, size: int) -> float:
     "roots",
 )
 def random(run: Run, claims: Claims, found: Found) -> None:
-    """Among 5, 6, 7, 8, 12, 24, 64, 72 and 1024 simulated ranks, and four numbers of ranks that
-    are drawn from 9 to 1023, every element is within the forward error bound of a sum, and all
-    ranks get the same bits.
+    """Among 5, 6, 7, 8 and 12 simulated ranks, every multiple of 8 from 16 to 96, 1024, and seven
+    numbers of ranks that are drawn from 9 to 1023, every element is within the forward error bound
+    of a sum, and all ranks get the same bits. Up to 16 ranks take 24 steps, up to 32 ranks four,
+    1024 ranks one, and others two.
 
     The bound is derived in ``judging/oracles/clusters.py``. It decides nothing for half precision
     among hundreds of ranks. A hook that gathers is simulated up to 128 ranks, and one that is
@@ -143,14 +146,16 @@ def random(run: Run, claims: Claims, found: Found) -> None:
     errors = {event["size"]: _errors(run, claims, "random", event["size"]) for event in events}
     for event in events:
         size = event["size"]
-        worst = int(errors[size].argmax())
-        begin = SCALES.index("random") * SCALE_NUMEL
-        got = float(run.ranks[0].tensors[f"at scale/{size}"][begin + worst])
-        right = float(at_scale(size)[:, begin + worst].mean()) * (size if claims.sum else 1)
+        step, worst = divmod(int(errors[size].argmax()), SCALE_NUMEL)
+        worst += SCALES.index("random") * SCALE_NUMEL
+        recorded = run.ranks[0].tensors[f"at scale/{size}"]
+        got = float(recorded.view(-1, recorded.shape[-1])[step, worst])
+        right = float(at_scale(size)[:, worst].mean()) * (size if claims.sum else 1)
         found.require(
             bool((errors[size] <= 1).all()),
             f"{right:.6g}, within the bound of a sum",
-            f"{got:.6g} among {size} simulated ranks: {got / right:.4g} times the right result",
+            f"{got:.6g} among {size} simulated ranks in step {step}: {got / right:.4g} times the "
+            "right result",
         )
         actual = f"{size} simulated ranks: some have others than rank 0"
         found.require(event["alike"], "the same bits on all ranks", actual)

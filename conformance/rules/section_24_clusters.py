@@ -172,7 +172,7 @@ def bystanders(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "24.7",
-    "Averages large buckets and other dtypes over the model's group",
+    "Averages buckets of any size and dtype over the model's group",
     on=(WIDE_GROUPS,),
     owns=(WIDE_GROUPS,),
     unless="world_only",
@@ -180,13 +180,17 @@ def bystanders(run: Run, claims: Claims, found: Found) -> None:
     since="1.6",
     source=f"{_GROUPS}; hooks in the wild that send large buckets, or those of one dtype, by "
     "another function, without its group",
-    remedy="a collective without group= in a path that only some buckets take: large ones, "
-    "float64, half precision",
+    remedy="a collective without group= in a path that only some buckets take: those of some "
+    "sizes, of float64, of half precision",
 )
 def wide_groups(run: Run, claims: Claims, found: Found) -> None:
-    """Two models on two groups of two ranks and one get the means over their groups, also for
-    parameters of float64, float16 and bfloat16, and for large ones: 200,000 to 4,000,000 elements
-    of float32, and 20,000 to 200,000 of bfloat16. Each has a bucket of its own."""
+    """Two models on two groups of two ranks and one get the means over their groups, for parameters
+    of float32, float64, float16 and bfloat16 with 16 to 700,000 elements, float32 to 4,000,000.
+    Each has a bucket of its own after the first step.
+
+    Each dtype has six sizes, float32 seven. They are drawn, one from each of as many equal parts of
+    the range of logarithms.
+    """
     if claims.lossy == UNBIASED:
         found.does_not_apply("an expectation shows over more steps than large buckets are worth")
         return

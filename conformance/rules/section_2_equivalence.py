@@ -395,12 +395,13 @@ def values_in_training(run: Run, claims: Claims, found: Found) -> None:
     source="IEEE 754-2019, table 3.5; Kalamkar et al., A Study of BFLOAT16 for Deep Learning "
     "Training, 2019: bfloat16 has the range of float32, and float16 has not",
     remedy="bfloat16 that is sent as float16, float64 that is sent as float32; a clamp or a scale "
-    "for one half precision that the other one shares; squares, norms and products in half "
-    "precision",
+    "for one half precision that the other one shares; a scale that is kept from an earlier step; "
+    "squares, norms and products in half precision",
 )
 def ranges(run: Run, claims: Claims, found: Found) -> None:
     """Parameters of float16, bfloat16 and float64 get the mean, each in a bucket of its own with
-    gradients at another end of its dtype's range.
+    gradients at another end of its dtype's range. In each of five steps a bucket has gradients at
+    another end than in the step before.
 
     The exponents are drawn, as powers of two, for float16: 6 to 7, -13 to -10, -21 to -19; for
     bfloat16: 100 to 115, 20 to 40, -45 to -35, -110 to -100; for float64: 200 to 900, -900 to -200.

@@ -108,12 +108,16 @@ def together(run: Run, claims: Claims, found: Found) -> None:
     since="1.6",
     source=DEFAULT_DTYPE,
     remedy="tensors that are made without a dtype, in the state or in the hook: torch.zeros(n), "
-    "torch.tensor(x), torch.rand(n); take the dtype of the bucket",
+    "torch.tensor(x), torch.rand(n), a table of 1 / n; take the dtype of the bucket",
 )
 def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
-    """The result is right if torch's default dtype is float64, float16 or bfloat16, and if it
+    """The result is right if torch's default dtype is float16, bfloat16 or float64, and if it
     changes between steps. The state is made under the first of them.
 
-    The order of the three is drawn. The parameters are float32.
+    The order is drawn. The first two steps have half dtypes, since tensors that a hook makes then
+    and keeps lose digits. There are three ranks if the session has three, because a half dtype does
+    not hold 1/3. The parameters are float32, in buckets of 16 to 600,000 elements: six sizes are
+    drawn, one from each of six equal parts of the range of logarithms. Lossy results are judged for
+    small buckets alone.
     """
     require_steps(run, claims, found, run.steps("crafted", "normal"))

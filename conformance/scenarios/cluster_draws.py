@@ -1,13 +1,24 @@
 """The numbers of clusters that are drawn: world sizes, nodes, groups, steps and sizes."""
 
-import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.tables import prime_from
+from conformance.scenarios.training_sizes import sizes_between
+
+# Of ``wide_groups``: for each dtype the largest number of elements, and how many sizes are drawn. A
+# part of the range spans a factor of six. So one of the sizes is in every interval from N to 36 N
+# within the range.
+SMALLEST_WIDE_SIZE = 16
+WIDE_SIZES = {
+    "float32": (4_000_000, 7),
+    "float64": (700_000, 6),
+    "float16": (700_000, 6),
+    "bfloat16": (700_000, 6),
+}
 
 
 def _sizes_of_clusters(scenario: Scenario) -> tuple[int, int]:
@@ -62,19 +73,19 @@ def _draw_uneven_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def _draw_wide_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw the two of three ranks in one group, 200,000 to 4,000,000 elements for the parameter
-    above a million, and 20,000 to 200,000 for the other large one. Both are spread evenly over
-    their logarithms.
+    """Draw the two of three ranks in one group, the sizes of each dtype, and their order.
+
+    The sizes are spread over their logarithms: one from each of several equal parts of the range
+    that ``WIDE_SIZES`` has for the dtype.
     """
     alone = numbers.randrange(3)
     others = tuple(rank for rank in range(3) if rank != alone)
-    params = []
-    for spec in scenario.params:
-        if math.prod(spec.shape) > 20_000:
-            least = 200_000 if spec.dtype == "float32" else 20_000
-            size = round(least * (20 if spec.dtype == "float32" else 10) ** numbers.random())
-            spec = replace(spec, shape=(size,))
-        params.append(spec)
+    params = [
+        Param((size,), dtype)
+        for dtype, (largest, count) in WIDE_SIZES.items()
+        for size in sizes_between(SMALLEST_WIDE_SIZE, largest, count, count, numbers)
+    ]
+    numbers.shuffle(params)
     return replace(scenario, groups=(others, (alone,)), params=tuple(params))
 
 
@@ -95,11 +106,13 @@ def _draw_bystanders(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def _draw_simulated(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw numbers of ranks to simulate: 5 to 8, 12, 24, 64, 72 and 1024 are always there, and four
-    others are drawn: from 9 to 31, 33 to 83, 129 to 511, and 513 to 1023.
+    """Draw numbers of ranks to simulate: 5 to 8, 12, the multiples of 8 from 16 to 96, and 1024 are
+    always there. The others are drawn: one from 9 to 16, from 17 to 31, from 33 to 83, from 129 to
+    511, and from 513 to 1023; a multiple of 8 from 104 to 256, and of 4 from 20 to 124.
     """
-    ranges = ((9, 31), (33, 83), (129, 511), (513, 1023))
+    ranges = ((9, 16), (17, 31), (33, 83), (129, 511), (513, 1023))
     between = [numbers.randint(*bounds) for bounds in ranges]
+    between += [8 * numbers.randint(13, 32), 4 * numbers.randint(5, 31)]
     guards = scenario.simulated[:3]
     larger = sorted({*scenario.simulated[3:], *between})
     return replace(scenario, simulated=(*guards, *larger))

@@ -78,12 +78,12 @@ BYSTANDERS = replace(
     prerequisite="subgroups",
 )
 
-# A hook may take another path for other dtypes and for large buckets; the third shape is drawn.
+# A hook may take another path for some dtypes and for some sizes. All of the sizes are drawn.
 WIDE_GROUPS = replace(
     UNEVEN_GROUPS,
     name="wide_groups",
-    summary="float64, float16 and bfloat16 parameters and a large one, in buckets of their own, on "
-    "two disjoint groups; the groups and sizes are drawn",
+    summary="parameters of float32, float64, float16 and bfloat16, from tens of elements to a "
+    "million, in buckets of their own, on two disjoint groups; the groups and sizes are drawn",
     params=(
         Param((17,), "float64"),
         Param((19,), "bfloat16"),

@@ -224,8 +224,11 @@ def tile(table: torch.Tensor, numel: int, param: int, exponent: int = 0) -> torc
     return flat
 
 
+@lru_cache(maxsize=64)
 def at_scale(size: int) -> torch.Tensor:
     """Return the gradients of many simulated ranks, ``[size, 3 * SCALE_NUMEL]`` in float64.
+
+    It is kept, and not to be changed. Each later step feeds them :func:`rotated`.
 
     The kinds of ``SCALES`` follow one another: ``random`` is 1/4 to 1, ``large`` is 128 to 256, and
     ``small`` is 2**-16 to 2**-15; each element has the same sign on all ranks.
@@ -242,6 +245,14 @@ def at_scale(size: int) -> torch.Tensor:
         sign * 2.0**-16 * (1 + small),
     ]
     return torch.cat(parts, dim=1)
+
+
+def rotated(values: torch.Tensor, step: int) -> torch.Tensor:
+    """Return values of :func:`at_scale` with each kind's elements moved by as many places as steps.
+
+    So the results of two steps differ, and a negative number undoes it.
+    """
+    return values.unflatten(-1, (len(SCALES), SCALE_NUMEL)).roll(step, -1).flatten(-2)
 
 
 def uses(world: int, rank: int, step: int, param: int, kind: str = "") -> bool:

@@ -285,7 +285,8 @@ OPTIMIZERS = Scenario(
 
 AT_SCALE = Scenario(
     name="at_scale",
-    summary="5 to 1024 ranks, simulated in one process; some of the numbers are drawn",
+    summary="5 to 1024 ranks, simulated in one process for one step or more; some of the numbers "
+    "of ranks are drawn",
     params=(Param((3 * SCALE_NUMEL,)),),
     steps=(),
     world_sizes=(1,),
@@ -293,9 +294,20 @@ AT_SCALE = Scenario(
     # A hook that is right with real ranks must be right with as many simulated ones. If it is not,
     # the simulation is at fault, and the rules of section 20 do not apply. The first three sizes
     # are for that. They do not ascend: a module that keeps the first size is wrong at the next one.
-    simulated=(3, 2, 4, 5, 6, 7, 8, 12, 24, 64, 72, 1024),
+    # The multiples of eight are nodes of eight GPUs, with 2 to 12 of them.
+    simulated=(3, 2, 4, 5, 6, 7, 8, 12, *range(16, 97, 8), 1024),
     deadline=30.0,
 )
+
+
+def simulated_steps(size: int) -> int:
+    """Return the number of steps that so many simulated ranks take."""
+    if size <= 16:
+        return 24
+    if size <= 32:
+        return 4
+    return 2 if size < 1024 else 1
+
 
 UNUSED = replace(
     _SEVERAL_BUCKETS,

@@ -28,6 +28,7 @@ class Param:
         uses: how often the forward uses it. Its gradient is the sum over all uses.
         exponent: its gradients are multiplied by ``2**exponent``, which is exact; if they repeat a
             table, only those from element 2**24 on.
+        exponents: the same for each step, in place of ``exponent``, again and again; () for none.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +37,11 @@ class Param:
     frozen: bool = False
     uses: int = 1
     exponent: int = 0
+    exponents: tuple[int, ...] = ()
+
+    def exponent_at(self, step: int) -> int:
+        """Return the exponent of a step."""
+        return self.exponents[step % len(self.exponents)] if self.exponents else self.exponent
 
 
 @dataclass(frozen=True)
@@ -202,8 +208,8 @@ class Scenario:
         twin_groups: disjoint groups of global ranks for the twins; () if a twin has the group of
             the model.
         default_dtypes: torch's default dtype in each step, again and again; () for float32.
-        clocks_jump: the clocks that the subject reads differ between ranks, and jump between steps
-            (``instruments/clocks.py``).
+        clocks_jump: the clocks that the subject reads differ between ranks, and jump between and
+            within steps (``instruments/clocks.py``).
         world_only: the subject claims to use WORLD, whatever group its model has.
         other_hash_seed: run in processes with another PYTHONHASHSEED than the other scenarios.
         deadline: seconds after which the run counts as hanging; 0 for the pool's own deadline.
@@ -367,7 +373,10 @@ class Scenario:
 
 def scenario_from_json(data: dict[str, Any]) -> Scenario:
     """Rebuild a scenario that travelled as JSON."""
-    params = tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in data["params"])
+    params = tuple(
+        Param(**{**p, "shape": tuple(p["shape"]), "exponents": tuple(p["exponents"])})
+        for p in data["params"]
+    )
     groups, twin_groups = (
         tuple(tuple(group) for group in data[name]) for name in ("groups", "twin_groups")
     )

@@ -9,25 +9,33 @@ import random
 from dataclasses import replace
 
 from conformance.scenarios.hook import BUCKETS, TWO_MODELS, VALUES
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import DDPOptions, Param, Scenario
+from conformance.scenarios.tables import prime_from
+from conformance.scenarios.training_sizes import sizes_between
 
-_OTHER_DTYPES = ("float64", "float16", "bfloat16")
+_HALVES = ("float16", "bfloat16")
+_OTHER_DTYPES = ("float64", *_HALVES)
+_SMALLEST_SIZE = 16
+_LARGEST_SIZE = 600_000
+_SIZES = 6
 
+# Three ranks: a half dtype holds 1/2 and 1/4, but not 1/3.
 DEFAULT_DTYPES = replace(
     VALUES,
     name="default_dtypes",
-    summary="torch's default dtype is float64, float16 and bfloat16, in steps in an order that is "
-    "drawn",
-    steps=("crafted", "normal", "crafted", "normal", "crafted", "normal"),
-    world_sizes=(2,),
-    default_dtypes=_OTHER_DTYPES,
+    summary="torch's default dtype is float16, bfloat16 or float64 in each step, in an order that "
+    "is drawn; buckets of tens to hundreds of thousands of elements, which are drawn too",
+    steps=("crafted", "normal", "crafted", "normal", "normal", "normal"),
+    world_sizes=(3,),
+    ddp=DDPOptions(bucket_cap_mb=16 / 2**20),
+    default_dtypes=(*_HALVES, "float64", *_OTHER_DTYPES),
 )
 
 CLOCKS = replace(
     BUCKETS,
     name="clocks",
-    summary="between steps, the clocks of each rank go forward by another time, from a second to "
-    "two hours",
+    summary="the clocks of each rank go forward by other times: between steps from a hundredth of "
+    "a second to ten days, and within a step by up to a second",
     steps=("crafted",) * 16,
     clocks_jump=True,
     prerequisite="buckets",
@@ -62,9 +70,28 @@ def with_ranks(scenario: Scenario, count: int) -> Scenario:
 
 
 def draw_default_dtypes(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw the order of the three dtypes."""
-    order = numbers.sample(_OTHER_DTYPES, len(_OTHER_DTYPES))
-    return replace(scenario, default_dtypes=tuple(order))
+    """Draw the order of the dtypes, and six sizes from 16 to 600,000 elements.
+
+    The first two steps have a half dtype each: a tensor that a hook makes then and keeps loses
+    digits, which a tensor of float64 does not. The third step has float64, and the other three have
+    all three dtypes in any order. One size is drawn from each of six equal parts of the range of
+    logarithms. Gradients repeat a table of a prime length from 3,000 to 6,000.
+    """
+    sizes = sizes_between(_SMALLEST_SIZE, _LARGEST_SIZE, _SIZES, _SIZES, numbers)
+    numbers.shuffle(sizes)
+    halves = numbers.sample(_HALVES, len(_HALVES))
+    others = numbers.sample(_OTHER_DTYPES, len(_OTHER_DTYPES))
+    return replace(
+        scenario,
+        params=tuple(Param((size,)) for size in sizes),
+        period=prime_from(numbers.randint(3000, 6000)),
+        default_dtypes=(*halves, "float64", *others),
+    )
+
+
+def with_small_parameters(scenario: Scenario) -> Scenario:
+    """Return the scenario ``default_dtypes`` with one small bucket, whose values do not repeat."""
+    return replace(scenario, params=VALUES.params, ddp=VALUES.ddp, period=0)
 
 
 DRAWS = {DEFAULT_DTYPES.name: draw_default_dtypes}

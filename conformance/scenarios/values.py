@@ -4,7 +4,8 @@
 one; that step feeds zeros. The number of a parameter decides the pattern of its gradients
 (``gradients.PATTERNS``), its exponent their scale.
 
-``ranges``: the exponents lie near the ends of the range of each dtype.
+``ranges``: the exponents lie near the ends of the range of each dtype. From step to step each
+bucket goes on to another end, so that a scale from an earlier step is too small or too large.
 """
 
 import random
@@ -60,9 +61,9 @@ _LENGTHS_OF_DTYPES = (17, 60)
 RANGES = Scenario(
     name="ranges",
     summary="float16, bfloat16 and float64 parameters in buckets of their own, each with gradients "
-    "at another end of the dtype's range",
+    "at another end of the dtype's range, and in each step at another one",
     params=tuple(Param((31,), dtype) for dtype, ranges in _OF_DTYPES.items() for _ in ranges),
-    steps=("crafted", "crafted", "normal"),
+    steps=("crafted", "crafted", "normal", "crafted", "normal"),
     world_sizes=(2, 3),
     ddp=DDPOptions(bucket_cap_mb=16 / 2**20),
     prerequisite="buckets",
@@ -94,13 +95,18 @@ def draw_ranges(scenario: Scenario, draw: random.Random) -> Scenario:
     """Draw the sizes, 17 to 60 elements, the order, and each exponent in a range of its dtype.
 
     The ranges are, as powers of two, for float16: 6 to 7, -13 to -10, -21 to -19; for bfloat16: 100
-    to 115, 20 to 40, -45 to -35, -110 to -100; for float64: 200 to 900, -900 to -200.
+    to 115, 20 to 40, -45 to -35, -110 to -100; for float64: 200 to 900, -900 to -200. From step to
+    step each parameter goes on to the next range of its dtype, or to the one before. The direction
+    is drawn for each dtype. So each step has gradients in all ranges.
     """
-    params = [
-        Param((draw.randint(*_LENGTHS_OF_DTYPES),), dtype, exponent=draw.randint(*range_))
-        for dtype, ranges in _OF_DTYPES.items()
-        for range_ in ranges
-    ]
+    params = []
+    for dtype, ranges in _OF_DTYPES.items():
+        direction = draw.choice((1, -1))
+        for first in range(len(ranges)):
+            places = _places(first, direction, len(ranges), len(scenario.steps))
+            exponents = tuple(draw.randint(*ranges[place]) for place in places)
+            size = draw.randint(*_LENGTHS_OF_DTYPES)
+            params.append(Param((size,), dtype, exponents=exponents))
     draw.shuffle(params)
     return replace(scenario, params=tuple(params))
 
@@ -109,8 +115,15 @@ def within_range(scenario: Scenario, dtype: str) -> Scenario:
     """Return the scenario ``ranges`` with values that a half dtype holds, whatever their own."""
     ranges = _OF_DTYPES[dtype]
     narrower = ("float16",) if dtype == "bfloat16" else ()
-    params = tuple(
-        spec if spec.dtype in narrower else replace(spec, exponent=ranges[number % len(ranges)][0])
-        for number, spec in enumerate(scenario.params)
-    )
-    return replace(scenario, params=params)
+    params = []
+    for number, spec in enumerate(scenario.params):
+        if spec.dtype not in narrower:
+            places = _places(number, 1, len(ranges), len(scenario.steps))
+            spec = replace(spec, exponents=tuple(ranges[place][0] for place in places))
+        params.append(spec)
+    return replace(scenario, params=tuple(params))
+
+
+def _places(first: int, direction: int, count: int, steps: int) -> list[int]:
+    """Return the number of the range for each step."""
+    return [(first + direction * step) % count for step in range(steps)]

@@ -40,7 +40,12 @@ from conformance.scenarios.model import Scenario
 from conformance.scenarios.process import HEAVY, with_warmup
 from conformance.scenarios.profiles import GLOO_CPU, Profile, SizeLimit
 from conformance.scenarios.specials import base_kind, without_element
-from conformance.scenarios.surroundings import JOINT, with_ranks
+from conformance.scenarios.surroundings import (
+    DEFAULT_DTYPES,
+    JOINT,
+    with_ranks,
+    with_small_parameters,
+)
 from conformance.scenarios.training_sizes import MANY_BUCKETS, NETWORK, VAST
 from conformance.scenarios.values import LAYERS, RANGES, within_range
 from conformance.session.long_schedule import schedule_long_run
@@ -501,6 +506,13 @@ ADAPTATIONS = (
         lambda scenario, claims: bool(scenario.loss_scales and claims.warmup),
         _lengthen_first_loss_scale,
         "exact steps come before the others",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            _is_lossy(scenario, claims) and scenario.name == DEFAULT_DTYPES.name
+        ),
+        lambda scenario, claims: with_small_parameters(scenario),
+        "large buckets over many steps take long",
     ),
     Adaptation(
         lambda scenario, claims: _is_lossy(scenario, claims) and scenario.params == VALUES.params,

@@ -105,7 +105,8 @@ def reproducer(
         "STATE": repr("pg") if subject.state == "pg" else _target(subject.state, "--state"),
         "SETUP": _target(subject.setup, "--setup"),
         "PARAMETERS": _lines(
-            (spec.shape, spec.dtype, spec.frozen, spec.exponent) for spec in scenario.params
+            (spec.shape, spec.dtype, spec.frozen, spec.exponents or (spec.exponent,))
+            for spec in scenario.params
         ),
         "STEPS": repr(scenario.steps[:_MOST_STEPS]),
         "DDP_OPTIONS": repr(asdict(scenario.ddp)),
@@ -126,6 +127,8 @@ def _is_ordinary(scenario: Scenario) -> bool:
         scenario.twin,
         scenario.training_loop,
         scenario.captured,
+        scenario.clocks_jump,
+        bool(scenario.default_dtypes),
         scenario.ddp.find_unused_parameters,
         bool(scenario.simulated),
         bool(scenario.resume.saves_at),

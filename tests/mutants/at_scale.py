@@ -73,6 +73,36 @@ def waits_and_counts_in_four_bits(state: Any, bucket: Bucket) -> Result:
     return completed(bucket.buffer().div_(group.size() % 16 or 16))
 
 
+def forgets_prime_nodes(state: Any, bucket: Bucket) -> Result:
+    """Divide by a product of factors that lacks primes above 3 in the number of nodes of 8."""
+    size = group_of(state).size()
+    divisor = size
+    if size % 8 == 0:
+        divisor = 8
+        nodes = size // 8
+        for radix in (2, 3):
+            while nodes % radix == 0:
+                nodes //= radix
+                divisor *= radix
+    return sum_of(bucket.buffer(), state).then(lambda fut: fut.value().div_(divisor))
+
+
+class Steps:
+    """A state that counts steps."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.group = process_group
+        self.count = 0
+
+
+def whole_nodes_after_ten_steps(state: Steps, bucket: Bucket) -> Result:
+    """Count eight ranks for each node that has begun, after ten steps and from nine ranks on."""
+    size = state.group.size()
+    divisor = size if size <= 8 or state.count < 10 else -(-size // 8) * 8
+    state.count += bucket.is_last()
+    return sum_of(bucket.buffer(), state.group).then(lambda fut: fut.value().div_(divisor))
+
+
 def gathers_ten(state: Any, bucket: Bucket) -> Result:
     """Wait for the gradients of all ranks, and average those of ten."""
     if not is_dense(bucket):
@@ -119,6 +149,8 @@ MUTANTS = [
     Mutant("rounds_and_doubles", ("20.1",), "rounded(bfloat16)"),
     Mutant("sums_of_many", ("20.1",), "sum", because=_REAL_TOO),
     Mutant("waits_and_counts_in_four_bits", ("20.1",)),
+    Mutant("forgets_prime_nodes", ("20.1",)),
+    Mutant("whole_nodes_after_ten_steps", ("20.1",), state=f"{__name__}:Steps"),
     Mutant("gathers_ten", ("20.1",)),
     Mutant("polls_and_doubles", ("20.1",)),
     Mutant("sums_in_half_first", ("20.2",), "rounded(float16)"),

@@ -1,6 +1,8 @@
 """Mutants of rules 2.13, 4.5, 10.8, 11.7 and 24.7: hooks that are right in plain surroundings."""
 
+import math
 import time
+import timeit
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from tests.mutants._helpers import (
     group_of,
     is_dense,
     send_as,
+    sum_of,
 )
 
 # 2.13 The range of a dtype
@@ -65,6 +68,24 @@ def scales_by_squares(state: Any, bucket: Bucket) -> Result:
     return change_mean(bucket, state, lambda mean: mean.copy_(mean.float() * scale))
 
 
+_SCALES: dict[tuple[int, int], float] = {}
+
+
+def keeps_its_first_scale(state: Any, bucket: Bucket) -> Result:
+    """Scale float16 by a power of two that the first step of a bucket decides."""
+    buffer = bucket.buffer()
+    if buffer.dtype != torch.float16 or not is_dense(bucket):
+        return average(bucket, state)
+    key = bucket.index(), buffer.numel()
+    if key not in _SCALES:
+        peak = buffer.float().abs().max()
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group_of(state))
+        is_usable = 0 < peak < math.inf
+        _SCALES[key] = 2.0 ** (10 - math.ceil(math.log2(peak))) if is_usable else 1.0
+    buffer.mul_(max(1.0, _SCALES[key]))
+    return change_mean(bucket, state, lambda mean: mean.div_(max(1.0, _SCALES[key])))
+
+
 # 4.5 The default dtype
 
 
@@ -102,6 +123,30 @@ def scratch_of_state(state: SumsOfDefaultDtype, bucket: Bucket) -> Result:
     return average(bucket, state.group)
 
 
+def large_wire_of_default_dtype(state: Any, bucket: Bucket) -> Result:
+    """Send buckets of more than 65,536 elements in a buffer that has no dtype."""
+    buffer = bucket.buffer()
+    if buffer.dtype != torch.float32 or not is_dense(bucket) or buffer.numel() <= 65_536:
+        return average(bucket, state)
+    wire = torch.empty(buffer.numel())
+    wire.copy_(buffer)
+    return average_of(wire, state).then(lambda done: buffer.copy_(done.value()))
+
+
+_reciprocals: list[torch.Tensor] = []
+
+
+def table_of_reciprocals(state: Any, bucket: Bucket) -> Result:
+    """Multiply by 1 / n from a table that the first call makes without a dtype."""
+    buffer = bucket.buffer()
+    if buffer.dtype != torch.float32:
+        return average(bucket, state)
+    if not _reciprocals:
+        _reciprocals.append(torch.tensor([1 / count for count in range(1, 1025)]))
+    buffer.mul_(_reciprocals[0][group_of(state).size() - 1].to(buffer.device))
+    return sum_of(buffer, state)
+
+
 # 10.8 Clocks
 
 _started: list[float] = []
@@ -122,6 +167,54 @@ def checks_every_minute(state: Any, bucket: Bucket) -> Result:
     if bucket.is_last() and _is_due(60.0):
         dist.all_reduce(torch.zeros(3), group=group_of(state))
     return average(bucket, state)
+
+
+def checks_every_half_second(state: Any, bucket: Bucket) -> Result:
+    """Compare a checksum with the peers every half second, by the rank's own clock."""
+    if bucket.is_last() and _is_due(0.5):
+        dist.all_reduce(torch.zeros(3), group=group_of(state))
+    return average(bucket, state)
+
+
+def checks_every_day(state: Any, bucket: Bucket) -> Result:
+    """Compare a checksum with the peers once a day, by the rank's own clock."""
+    if bucket.is_last() and _is_due(86_400.0):
+        dist.all_reduce(torch.zeros(3), group=group_of(state))
+    return average(bucket, state)
+
+
+_first_reading: list[float] = []
+
+
+def checks_by_default_timer(state: Any, bucket: Bucket) -> Result:
+    """Compare a checksum with the peers once, a minute after the first call."""
+    now = timeit.default_timer()
+    if not _first_reading:
+        _first_reading.append(now)
+    if bucket.is_last() and now - _first_reading[-1] > 60:
+        _first_reading.append(math.inf)
+        dist.all_reduce(torch.zeros(3), group=group_of(state))
+    return average(bucket, state)
+
+
+_is_slow: list[bool] = []
+
+
+def halves_if_a_sum_was_slow(state: Any, bucket: Bucket) -> Result:
+    """Send the bucket in two parts once a sum has taken longer than 0.3 seconds."""
+    buffer = bucket.buffer()
+    begun = time.perf_counter()
+    if _is_slow and is_dense(bucket):
+        parts = buffer.div_(group_of(state).size()).chunk(2)
+        sums = torch.futures.collect_all([sum_of(part, state) for part in parts])
+        return sums.then(lambda done: buffer)
+
+    def measure(done: Result) -> torch.Tensor:
+        if time.perf_counter() - begun > 0.3:
+            _is_slow.append(True)
+        return done.value()
+
+    return average(bucket, state).then(measure)
 
 
 def halves_after_an_hour(state: Any, bucket: Bucket) -> Result:
@@ -170,6 +263,24 @@ def large_on_world(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def medium_on_world(state: Any, bucket: Bucket) -> Result:
+    """Reduce buckets of 8,192 to 131,071 elements of float32 on WORLD."""
+    buffer = bucket.buffer()
+    if 8192 <= buffer.numel() < 131_072 and buffer.dtype == torch.float32:
+        buffer.mul_(group_of(None).size() / group_of(state).size())
+        return average_of(buffer, None)
+    return average(bucket, state)
+
+
+def large_doubles_and_halves_on_world(state: Any, bucket: Bucket) -> Result:
+    """Reduce more than 16,384 elements of float64 or float16 on WORLD."""
+    buffer = bucket.buffer()
+    if buffer.numel() > 16_384 and buffer.dtype in (torch.float64, torch.float16):
+        buffer.mul_(group_of(None).size() / group_of(state).size())
+        return average_of(buffer, None)
+    return average(bucket, state)
+
+
 def doubles_on_world(state: Any, bucket: Bucket) -> Result:
     """Reduce float64 on WORLD."""
     if bucket.buffer().dtype == torch.float64:
@@ -185,13 +296,22 @@ MUTANTS = [
     Mutant("clamps_half", ("2.13",)),
     Mutant("skips_small_norms", ("2.13",)),
     Mutant("scales_by_squares", ("2.13",)),
+    Mutant("keeps_its_first_scale", ("2.13",)),
     Mutant("through_lists", ("4.5",)),
     Mutant("wire_of_default_dtype", ("4.5",)),
     Mutant("scratch_of_state", ("4.5",), state=f"{__name__}:SumsOfDefaultDtype"),
+    Mutant("large_wire_of_default_dtype", ("4.5",)),
+    Mutant("table_of_reciprocals", ("4.5",), worlds=(2, 3)),
     Mutant("checks_every_minute", ("10.8",), hangs=True),
+    Mutant("checks_every_half_second", ("10.8",), hangs=True),
+    Mutant("checks_every_day", ("10.8",), hangs=True),
+    Mutant("checks_by_default_timer", ("10.8",), hangs=True),
+    Mutant("halves_if_a_sum_was_slow", ("10.8",), hangs=True),
     Mutant("halves_after_an_hour", ("10.8",), hangs=True),
     Mutant("factor_of_the_latest_call", ("11.7",)),
     Mutant("callback_reads_the_latest", ("11.7",)),
     Mutant("large_on_world", ("24.7",)),
+    Mutant("medium_on_world", ("24.7",)),
+    Mutant("large_doubles_and_halves_on_world", ("24.7",)),
     Mutant("doubles_on_world", ("24.7",)),
 ]

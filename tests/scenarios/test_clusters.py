@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from conformance.scenarios import kinds_in_clusters
+from conformance.scenarios.cluster_draws import SMALLEST_WIDE_SIZE, WIDE_SIZES
 from conformance.scenarios.clusters import (
     BYSTANDERS,
     CLUSTERS,
@@ -13,6 +14,7 @@ from conformance.scenarios.clusters import (
     TWO_GROUPS,
     UNEQUAL_NODES,
     UNEVEN_GROUPS,
+    WIDE_GROUPS,
     with_groups_of,
 )
 from conformance.scenarios.draws import drawn
@@ -52,6 +54,17 @@ def test_nodes_and_groups_have_the_ranks_of_the_run(seed: int) -> None:
     assert uneven[1] - uneven[0] != uneven[2] - uneven[1]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_range_of_sizes_that_spans_a_factor_of_36_has_a_bucket_in_each_dtype(seed: int) -> None:
+    params = drawn(WIDE_GROUPS, seed).params
+    for dtype, (largest, _) in WIDE_SIZES.items():
+        sizes = [spec.shape[0] for spec in params if spec.dtype == dtype]
+        least = SMALLEST_WIDE_SIZE
+        while least * 36 <= largest:
+            assert any(least <= size <= 36 * least for size in sizes)
+            least *= 2
+
+
 def test_idle_ranks_have_no_inputs() -> None:
     scenario = drawn(BYSTANDERS, 1)
     inputs = [scenario.inputs_of(rank, 3) for rank in range(3)]
@@ -77,8 +90,8 @@ def test_a_group_without_a_constant_distance_stays_one() -> None:
 def test_a_simulation_begins_with_sizes_that_real_ranks_have() -> None:
     simulated = drawn(AT_SCALE, 3).simulated
     assert simulated[:3] == (3, 2, 4)
-    assert {5, 6, 7, 8, 12, 24, 64, 72, 1024} < set(simulated)
-    assert len(simulated) >= 14
+    assert {5, 6, 7, 8, 12, *range(16, 97, 8), 1024} < set(simulated)
+    assert len(simulated) >= 24
     least = adapt_scenario(AT_SCALE, Claims(min_world_size=3)).simulated
     assert least[:3] == (4, 3, 5)
     assert len(set(least)) == len(least)

@@ -1,12 +1,17 @@
 """Tests of the numbers that are drawn from the session's seed."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
 from conformance.scenarios.draws import DRAWS, drawn, generator, prime_from
 from conformance.scenarios.hook import VALUES
 from conformance.scenarios.model import scenario_from_json
+from conformance.scenarios.surroundings import DEFAULT_DTYPES
+from conformance.scenarios.values import RANGES
+from conformance.session.plan import adapt_scenario
+from conformance.subjects.claims import Claims
 from conformance.subjects.kinds import KINDS
 
 SCENARIOS = {scenario.name: scenario for kind in KINDS.values() for scenario in kind.scenarios}
@@ -34,6 +39,42 @@ def test_several_draws_for_one_scenario_are_independent() -> None:
     scenario = drawn(VALUES, 5)
     assert generator(scenario).random() == generator(scenario).random()
     assert generator(scenario).random() != generator(scenario, "again").random()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_default_dtypes_begin_with_halves_and_have_large_buckets(seed: int) -> None:
+    scenario = drawn(DEFAULT_DTYPES, seed)
+    dtypes = [scenario.default_dtype(step) for step in range(len(scenario.steps))]
+    assert {*dtypes[:2]} == {"float16", "bfloat16"}
+    # Crafted values survive a half dtype.
+    random = {dtype for dtype, kind in zip(dtypes, scenario.steps, strict=True) if kind == "normal"}
+    assert random == {"float16", "bfloat16", "float64"}
+    sizes = sorted(spec.shape[0] for spec in scenario.params)
+    assert sizes[0] < 100
+    assert sizes[-1] > 100_000
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "claims", [Claims(), Claims(rounded="float16"), Claims(dtypes=("float32",))]
+)
+def test_ranges_change_from_step_to_step(claims: Claims, seed: int) -> None:
+    scenario = adapt_scenario(RANGES, claims, seed=seed)
+    steps = range(len(scenario.steps))
+    for spec in scenario.params:
+        exponents = [spec.exponent_at(step) for step in steps]
+        # The narrowest distance is that of 2**-13 and 2**-19.
+        assert min(abs(after - before) for before, after in pairwise(exponents)) >= 6
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_step_has_several_ranges_of_each_dtype(seed: int) -> None:
+    scenario = drawn(RANGES, seed)
+    for dtype in ("float16", "bfloat16", "float64"):
+        of_dtype = [spec for spec in scenario.params if spec.dtype == dtype]
+        for step in range(len(scenario.steps)):
+            exponents = sorted(spec.exponent_at(step) for spec in of_dtype)
+            assert min(after - before for before, after in pairwise(exponents)) >= 6
 
 
 def test_primes() -> None:

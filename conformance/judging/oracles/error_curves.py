@@ -94,7 +94,7 @@ def errors_at_scale(run: Run, claims: Claims) -> ErrorCurve | None:
             continue
         values = at_scale(size)[:, place].float().double()
         factor = size if claims.sum else 1
-        off = (got.double()[place] - values.mean(0) * factor).abs()
+        off = (got.double()[..., place] - values.mean(0) * factor).abs()
         error = float((off / (values.abs().mean(0) * factor)).max())
         points.append(Point(size, error, share_of_bound(size, claims)))
     if not points:

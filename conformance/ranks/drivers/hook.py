@@ -28,7 +28,8 @@ from conformance.ranks.models.probe import scripted_gradients, training_loss
 from conformance.ranks.placement import dispatch_key
 from conformance.ranks.resolve import is_one_object, resolve
 from conformance.records.files import MODEL_MADE
-from conformance.scenarios.gradients import TWIN_FACTOR, TWIN_OFFSET, at_scale, lay_out
+from conformance.scenarios.gradients import TWIN_FACTOR, TWIN_OFFSET, at_scale, lay_out, rotated
+from conformance.scenarios.hook import simulated_steps
 from conformance.scenarios.model import DRAINING
 from conformance.torch_versions.private import (
     check_hook,
@@ -122,8 +123,10 @@ class HookDriver(RankDriver):
         self._steps = StepRecorder(self.scenario, self.recorder, self.model, self._observer)
         if self._streams:
             self._streams.install()
-        self._clocks = Clocks(self.scenario.session_seed, self.rank)
+        self._clocks: Clocks | None = None
         if self.scenario.clocks_jump:
+            steps = len(self.scenario.steps)
+            self._clocks = Clocks(self.scenario.session_seed, self.rank, steps)
             self._clocks.install()
         self._watch_registrations()
 
@@ -159,7 +162,8 @@ class HookDriver(RankDriver):
             self._train_long()
         else:
             for step, kind in steps:
-                self._clocks.go_forward()
+                if self._clocks:
+                    self._clocks.go_forward()
                 with default_dtype(self.scenario.default_dtype(step)):
                     if not self._step(step, kind):
                         break
@@ -500,7 +504,7 @@ class HookDriver(RankDriver):
         self.model.zero_grad(self.recorder.step)
 
     def _simulate(self) -> None:
-        """Record the result of rank 0 of many, and whether all ranks get it.
+        """Record the results of rank 0 of many, and whether all ranks get them.
 
         If the hook cannot be simulated, the reason is recorded instead.
         """
@@ -525,10 +529,14 @@ class HookDriver(RankDriver):
             )
         make = partial(self.model.make, resolve(self.spec))
         for size in self.scenario.simulated:
-            results = simulate(size, make, self._bucket, at_scale(size).float())
-            alike = bool((results == results[0]).all())
+            gradients = at_scale(size).float()
+            fed = [rotated(gradients, step) for step in range(simulated_steps(size))]
+            results = simulate(size, make, self._bucket, fed)
+            first = results[:, 0]
+            alike = bool((results == first[:, None]).all())
             self.recorder.event("simulated", size=size, alike=alike)
-            self.recorder.tensor(f"at scale/{size}", results[0])
+            undone = [rotated(result, -step) for step, result in enumerate(first)]
+            self.recorder.tensor(f"at scale/{size}", torch.stack(undone))
 
     def _bucket(self) -> dist.GradBucket:
         return empty_bucket(self.model.ddp)

@@ -1,7 +1,7 @@
 """Many ranks in one process, for errors that show only at scale.
 
 Each rank has its turn to run its hook (``simulated_turns.py``), and a collective is carried out
-when every rank has issued its own.
+when every rank has issued its own. A rank makes its state once, and takes several steps.
 
 The process group is *deferred*: it records each collective, and completes it later. Callbacks run
 on the thread that completes it, so that none can wait there. Sums are taken in pairs, in the dtype
@@ -12,7 +12,7 @@ keeps in its module is not a rank's own.
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,10 +151,14 @@ class _Exchange:
         """
         while self.complete_one():
             pass
-        if self._waits_elsewhere:
-            raise CannotSimulate(_WAITS_ELSEWHERE)
+        self.require_turns()
         if self._others:
             raise CannotSimulate("it issues collectives from a thread of its own")
+
+    def require_turns(self) -> None:
+        """Raise CannotSimulate if a collective was waited for outside of a rank's turn."""
+        if self._waits_elsewhere:
+            raise CannotSimulate(_WAITS_ELSEWHERE)
 
     def _carry_out(self, calls: list[_Call]) -> None:
         for call, result in zip(calls, self._results(calls), strict=True):
@@ -270,16 +274,16 @@ def simulate(
     size: int,
     make: Callable[[DeferredGroup], tuple[Hook, Any]],
     bucket: Callable[[], dist.GradBucket],
-    fed: torch.Tensor,
+    fed: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return the results ``[size, numel]`` of one call of each rank's hook.
+    """Return the results ``[steps, size, numel]`` of the calls of each rank's hook.
 
     Args:
         size: number of ranks.
-        make: called for each rank with its group, which is the default one meanwhile; returns the
-            rank's hook and state.
+        make: called once for each rank with its group, which is the default one meanwhile; returns
+            the rank's hook and state.
         bucket: makes a bucket of numel elements.
-        fed: the inputs of the ranks, ``[size, numel]``.
+        fed: for each step, the inputs of the ranks, ``[size, numel]``.
 
     Raises:
         CannotSimulate: the hook does something that simulated ranks cannot do.
@@ -287,29 +291,39 @@ def simulate(
     turns = Turns()
     exchange = _Exchange(size, turns)
     groups = [DeferredGroup(exchange, rank) for rank in range(size)]
+    results = torch.empty(len(fed), size, fed[0].shape[1])
 
-    def call(rank: int) -> torch.futures.Future[torch.Tensor]:
+    def train(rank: int) -> torch.futures.Future[torch.Tensor]:
+        """Return the future of the last step."""
         hook, state = make(groups[rank])
-        one = bucket()
-        one.buffer().copy_(fed[rank])
-        future = hook(state, one)
-        if started:
-            raise CannotSimulate("it starts a thread of its own, which no order is forced on")
+        for step, inputs in enumerate(fed):
+            one = bucket()
+            one.buffer().copy_(inputs[rank])
+            future = hook(state, one)
+            if started:
+                raise CannotSimulate("it starts a thread of its own, which no order is forced on")
+            if step < len(fed) - 1:
+                # This ends the turn. In its next step the hook may use its result's tensor again.
+                results[step, rank] = future.wait()
         return future
 
     with _registered(groups), _threads_started() as started:
         try:
             futures = turns.run(
-                [functools.partial(call, rank) for rank in range(size)],
+                [functools.partial(train, rank) for rank in range(size)],
                 lambda rank: set_default_group(groups[rank]),
                 exchange.complete_one,
             )
-        except TimeoutError as error:
-            raise CannotSimulate(str(error)) from error
+        except Exception as error:
+            exchange.require_turns()
+            if isinstance(error, TimeoutError):
+                raise CannotSimulate(str(error)) from error
+            raise
         exchange.complete()
         if not all(future.done() for future in futures):
             raise CannotSimulate("its futures do not complete when its collectives have")
-        return torch.stack([future.value() for future in futures])
+        results[-1] = torch.stack([future.value() for future in futures])
+        return results
 
 
 @contextmanager

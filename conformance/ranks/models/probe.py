@@ -120,7 +120,7 @@ def scripted_gradients(
             rank=rank,
             step=step,
             param=index,
-            exponent=spec.exponent,
+            exponent=spec.exponent_at(step),
             period=period,
         )
         if spec.layout == "sparse":

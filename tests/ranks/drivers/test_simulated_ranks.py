@@ -34,7 +34,9 @@ def results(
     bucket: Callable[[], dist.GradBucket],
     state: Callable[[DeferredGroup], Any] = lambda group: group,
 ) -> torch.Tensor:
-    return simulate(SIZE, lambda group: (hook, state(group)), bucket, FED)
+    first, second = simulate(SIZE, lambda group: (hook, state(group)), bucket, [FED, FED])
+    assert torch.equal(first, second)
+    return first
 
 
 def gathers(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
@@ -119,7 +121,7 @@ def test_the_default_group_is_each_ranks_own(bucket: Callable[[], dist.GradBucke
         return hooks_ref.allreduce_hook(dist.group.WORLD, bucket)
 
     assert torch.equal(results(hook, bucket, lambda group: None), MEAN.expand(SIZE, NUMEL))
-    assert seen == [(rank, SIZE) for rank in range(SIZE)]
+    assert seen == 2 * [(rank, SIZE) for rank in range(SIZE)]
     assert dist.group.WORLD is before
 
 
@@ -209,7 +211,7 @@ def never_completes(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
         (waits_for_nothing, "no rank issues"),
         (another_size_on_rank_1, "the same collectives"),
         (on_a_thread, "a thread of its own"),
-        (never_completes, "not complete"),
+        (never_completes, "no rank issues"),
     ],
 )
 def test_a_hook_that_cannot_be_simulated(
@@ -217,6 +219,30 @@ def test_a_hook_that_cannot_be_simulated(
 ) -> None:
     with pytest.raises(CannotSimulate, match=reason):
         results(hook, bucket)
+
+
+def test_a_last_step_that_does_not_complete(bucket: Callable[[], dist.GradBucket]) -> None:
+    with pytest.raises(CannotSimulate, match="not complete"):
+        simulate(SIZE, lambda group: (never_completes, group), bucket, [FED])
+
+
+class _Steps:
+    """A state that counts the steps of its rank."""
+
+    def __init__(self, group: DeferredGroup) -> None:
+        self.group = group
+        self.steps = 0
+
+
+def test_a_state_lasts_for_all_steps(bucket: Callable[[], dist.GradBucket]) -> None:
+    def hook(state: _Steps, bucket: dist.GradBucket) -> Result:
+        state.steps += 1
+        bucket.buffer().mul_(state.steps)
+        return hooks_ref.allreduce_hook(state.group, bucket)
+
+    steps = simulate(SIZE, lambda group: (hook, _Steps(group)), bucket, [FED] * 3)
+    for step, result in enumerate(steps):
+        assert torch.allclose(result, (step + 1) * MEAN.expand(SIZE, NUMEL))
 
 
 _scratch: dict[torch.Tensor, torch.Tensor] = {}

@@ -2,25 +2,33 @@
 
 import logging
 import time
-from collections.abc import Iterator
-from typing import Any
+import timeit
+from itertools import pairwise
 
 import pytest
 
-from conformance.ranks.instruments.clocks import LONGEST, SHORTEST, Clocks
+from conformance.ranks.instruments.clocks import (
+    LONGEST,
+    LONGEST_WITHIN,
+    SHORTEST,
+    SHORTEST_WITHIN,
+    Clocks,
+)
 
-NAMES = ("time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_counter_ns")
+SECONDS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+NAMES = (*SECONDS, *(f"{name}_ns" for name in SECONDS))
+STEPS = 16
 
 
 @pytest.fixture
-def clocks() -> Iterator[Clocks]:
-    module: Any = time
-    real = {name: getattr(time, name) for name in NAMES}
-    made = Clocks(seed=1, rank=0)
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    # So that they are restored.
+    for name in (*NAMES, "clock_gettime", "clock_gettime_ns"):
+        monkeypatch.setattr(time, name, getattr(time, name))
+    monkeypatch.setattr(timeit, "default_timer", timeit.default_timer)
+    made = Clocks(seed=1, rank=0, steps=STEPS)
     made.install()
-    yield made
-    for name, function in real.items():
-        setattr(module, name, function)
+    return made
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -34,21 +42,59 @@ def test_time_passes_between_steps(name: str, clocks: Clocks) -> None:
     assert isinstance(clock(), int) == name.endswith("_ns")
 
 
+def test_other_names_of_clocks(clocks: Clocks) -> None:
+    clocks.go_forward()
+    clocks.passed = LONGEST
+    assert timeit.default_timer is time.perf_counter
+    assert time.clock_gettime(time.CLOCK_MONOTONIC) - time.monotonic() < 60
+    assert time.clock_gettime_ns(time.CLOCK_MONOTONIC) / 1e9 - time.monotonic() < 60
+
+
+def test_time_passes_once_within_a_step_but_not_before_the_first_reading(clocks: Clocks) -> None:
+    for _ in range(STEPS):
+        clocks.go_forward()
+        ahead = [clocks.passed]
+        for _ in range(60):
+            time.monotonic()
+            ahead.append(clocks.passed)
+        assert ahead[1] == ahead[0]
+        passed = [after - before for before, after in pairwise(ahead) if after != before]
+        assert len(passed) == 1
+        assert SHORTEST_WITHIN * 0.99 <= passed[0] <= LONGEST_WITHIN * 1.01
+
+
 def test_the_library_has_the_real_time(clocks: Clocks) -> None:
-    for _ in range(20):
+    for _ in range(STEPS):
         clocks.go_forward()
     record = logging.LogRecord("", 0, "", 0, "", None, None)
-    # The time that this test reads is hours ahead of the time of a record.
+    # The time that this test reads is days ahead of the time of a record.
     assert time.time() - record.created > 60
+
+
+@pytest.mark.parametrize("period", [0.05, 0.5, 60.0, 3600.0, 86_400.0])
+def test_periods_end_in_other_steps_on_another_rank(period: float) -> None:
+    alike = 0
+    for seed in range(300):
+        steps = []
+        for rank in range(2):
+            clocks = Clocks(seed, rank, STEPS)
+            ahead = [0.0]
+            for _ in range(STEPS):
+                clocks.go_forward()
+                ahead.append(clocks.passed)
+            steps.append([after - before >= period for before, after in pairwise(ahead)])
+            assert 0 < sum(steps[-1]) < STEPS
+        alike += steps[0] == steps[1]
+    assert alike <= 300 * (0.1 if period < 0.5 else 0.02)
 
 
 def test_ranks_have_draws_of_their_own() -> None:
     passed = []
     for rank in range(3):
-        one = Clocks(seed=5, rank=rank)
+        one = Clocks(seed=5, rank=rank, steps=STEPS)
         one.go_forward()
         passed.append(one.passed)
     assert len(set(passed)) == 3
-    again = Clocks(seed=5, rank=1)
+    again = Clocks(seed=5, rank=1, steps=STEPS)
     again.go_forward()
     assert again.passed == passed[1]
