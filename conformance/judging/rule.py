@@ -75,8 +75,8 @@ class Rule:
         watches: the rule reads every run that the other rules of its kind need, one after another
             until it fails; ``on`` names the plainest of them. Runs that fail by themselves are left
             out, since the rule that owns the scenario fails for them.
-        presumes: the rules without which this one does not apply, whatever their level: they fail,
-            or do not apply themselves.
+        presumes: the rules that this one presumes, whatever their level: it does not apply if one
+            of them fails, or does not apply itself.
         reads_all_runs: the function gets all runs at once, instead of one after another.
         may_refuse: the hook may raise an exception on every rank instead.
         claimed: the claim (an attribute of ``Claims``) that the rule applies to. A subject without

@@ -55,7 +55,7 @@ from conformance.scenarios.strategy import (
 
 # Looking for causes takes longer than judging, so that only the first failures of a run have one.
 MAX_EXPLAINED = 50
-_TRIED = 6  # micro-batches of which every subset is tried for a cause
+_TRIED = 6  # micro-batches: every subset of so many is tried for a cause
 _LARGE = 2**16
 _NO_GRADIENT = ": there is no gradient"
 
