@@ -8,7 +8,7 @@ from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run, fed
 from conformance.scenarios.feed import feed_of
 from conformance.scenarios.long_runs import ENDURANCE
-from conformance.session.plan import adapt_scenario
+from conformance.session.adaptations import adapt_scenario
 from conformance.subjects.claims import Claims, parse_claims
 
 # The results of all ranks, ``[W, numel]``, from the number of the step, the number of the

@@ -19,7 +19,7 @@ from conformance.ranks.drivers import cuda_graph as graphs
 from conformance.ranks.instruments import stream_delays as streams
 from conformance.records.run import Run
 from conformance.scenarios.hook import BUCKETS, GRAPH, LONG, ORDERED, STREAMS, VALUES
-from conformance.session.plan import adapt_scenario
+from conformance.session.adaptations import adapt_scenario
 from conformance.subjects.claims import parse_claims
 from tests.made_runs import event, made_run
 

@@ -20,7 +20,7 @@ from conformance.scenarios.clusters import (
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.hook import AT_SCALE
 from conformance.scenarios.model import Scenario
-from conformance.session.plan import adapt_scenario
+from conformance.session.adaptations import adapt_scenario
 from conformance.subjects.claims import Claims, default_claims
 
 SEEDS = range(200)

@@ -10,7 +10,7 @@ from conformance.scenarios.hook import VALUES
 from conformance.scenarios.model import scenario_from_json
 from conformance.scenarios.surroundings import DEFAULT_DTYPES
 from conformance.scenarios.values import RANGES
-from conformance.session.plan import adapt_scenario
+from conformance.session.adaptations import adapt_scenario
 from conformance.subjects.claims import Claims
 from conformance.subjects.kinds import KINDS
 

@@ -32,9 +32,9 @@ from conformance.scenarios.profiles import (
     require,
     resolve_profile,
 )
+from conformance.session.adaptations import adapt_scenario
 from conformance.session.engine import Engine
 from conformance.session.options import Options
-from conformance.session.plan import adapt_scenario
 from conformance.session.run_sources import RunSource as Source
 from conformance.session.session import Session, select_rules
 from conformance.subjects.claims import default_claims, parse_claims

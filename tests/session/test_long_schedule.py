@@ -9,8 +9,8 @@ from conformance.scenarios.feed import feed_of
 from conformance.scenarios.hook import BUCKETS, SAVED
 from conformance.scenarios.long_runs import ENDURANCE, MOST_ROWS
 from conformance.scenarios.model import Scenario, scenario_from_json
+from conformance.session.adaptations import adapt_scenario
 from conformance.session.options import Options
-from conformance.session.plan import adapt_scenario
 from conformance.session.request import read_request
 from conformance.subjects.claims import parse_claims
 

@@ -9,7 +9,7 @@ from conformance.judging.oracles.collective_training import promises
 from conformance.ranks.drivers._buffers import Buffers
 from conformance.scenarios import collective_messages as messages
 from conformance.scenarios.collective_training import LARGE, LARGEST, RECOVERING, SMALLEST_LARGE
-from conformance.session.plan import adapt_scenario
+from conformance.session.adaptations import adapt_scenario
 from conformance.subjects.claims import parse_claims
 
 STEPS = RECOVERING.steps

@@ -18,7 +18,7 @@ from conformance.records.recorder import Recorder
 from conformance.scenarios import failing_collectives as scenarios
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.model import CALL_FAILS, FAULTY_RANK, WORK_FAILS, Fault, Scenario
-from conformance.session.plan import adapt_scenario
+from conformance.session.adaptations import adapt_scenario
 from conformance.subjects.claims import default_claims, parse_claims
 from tests.made_runs import event, made_run
 

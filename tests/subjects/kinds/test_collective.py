@@ -22,8 +22,8 @@ from conformance.ranks.resolve import Factory
 from conformance.scenarios import collective_messages as messages
 from conformance.scenarios.collective import CALLED, FORMS, PLAIN
 from conformance.scenarios.gradients import gradient
+from conformance.session.adaptations import adapt_scenario
 from conformance.session.engine import Engine
-from conformance.session.plan import adapt_scenario
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.claims import default_claims, parse_claims
 from conformance.subjects.spec import parse_other

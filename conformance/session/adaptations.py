@@ -1,0 +1,320 @@
+"""The adaptations of scenarios to claims: each has a condition, a change and a reason.
+
+A scenario is written for a hook that is exact. ``adapt_scenario`` makes it right for the claims of
+the subject at hand. Adaptations are applied in their order.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from conformance.judging.oracles.lossy import (
+    ONE_WORLD_SCENARIOS,
+)
+from conformance.scenarios.draws import drawn
+from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
+from conformance.scenarios.hook import (
+    BUCKETS,
+    DTYPES,
+    SIZES,
+    SMALL_GRADIENTS,
+    VALUES,
+    VIEWS,
+)
+from conformance.scenarios.long_runs import lengthened
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.process import HEAVY, with_warmup
+from conformance.scenarios.profiles import GLOO_CPU, Profile
+from conformance.scenarios.specials import base_kind
+from conformance.scenarios.surroundings import (
+    DEFAULT_DTYPES,
+    with_small_parameters,
+)
+from conformance.scenarios.training_sizes import MANY_BUCKETS, NETWORK, VAST
+from conformance.scenarios.values import RANGES, within_range
+from conformance.session import scenario_changes as changes
+from conformance.session.long_schedule import schedule_long_run
+from conformance.session.lossy_sizes import (
+    draw_smaller_sizes,
+    fold_by_bucket,
+    repeat_vast_steps,
+    take_moments_of_buckets,
+)
+from conformance.subjects.claims import (
+    DIFFERENCE,
+    FEEDBACK,
+    LOCAL,
+    UNBIASED,
+    Claims,
+)
+from conformance.subjects.kinds import KINDS
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """One change of a scenario.
+
+    Attributes:
+        applies: the condition.
+        change: returns the changed scenario.
+        reason: why.
+    """
+
+    applies: Callable[[Scenario, Claims], bool]
+    change: Callable[[Scenario, Claims], Scenario]
+    reason: str
+
+
+def adapt_scenario(
+    scenario: Scenario,
+    claims: Claims,
+    profile: Profile = GLOO_CPU,
+    seed: int = 0,
+    steps: int = 0,
+) -> Scenario:
+    """Return the scenario as it runs in a profile for a subject with these claims.
+
+    Args:
+        scenario: the scenario as written.
+        claims: the subject's claims.
+        profile: the backend and the device.
+        seed: the session's seed, which the numbers of drawn scenarios come from.
+        steps: the number of steps that a long run has at least.
+    """
+    scenario = drawn(replace(scenario, profile=profile), seed)
+    scenario = lengthened(scenario, steps)
+    scenario = KINDS[scenario.kind].adapt(scenario, claims.options)
+    for adaptation in ADAPTATIONS:
+        if adaptation.applies(scenario, claims):
+            scenario = adaptation.change(scenario, claims)
+    return scenario
+
+
+ADAPTATIONS = (
+    Adaptation(
+        lambda scenario, claims: claims.poststep,
+        changes.make_poststep_call,
+        "gradients are right after that call only",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            changes.is_chained(scenario, claims) and scenario.name == BUCKETS.name
+        ),
+        changes.record_collectives,
+        "rule 10.4 reads which collectives callbacks start",
+    ),
+    Adaptation(
+        changes.is_serialised,
+        changes.serialise,
+        "without the order of a stream, callbacks on two ranks may start collectives in two orders",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            bool(claims.dtypes) and scenario.name not in (DTYPES.name, RANGES.name)
+        ),
+        changes.keep_claimed_dtypes,
+        "the subject refuses other dtypes; the scenario of that name shows it",
+    ),
+    Adaptation(
+        lambda scenario, claims: scenario.name == RANGES.name and bool(claims.dtypes),
+        changes.take_ranges_of_claimed_dtypes,
+        "float32 has ends of its range, too, and the subject always takes it",
+    ),
+    Adaptation(
+        lambda scenario, claims: scenario.name == RANGES.name and bool(claims.rounded),
+        lambda scenario, claims: within_range(scenario, claims.rounded or ""),
+        "the dtype that the subject claims to round to holds no larger values",
+    ),
+    Adaptation(
+        lambda scenario, claims: bool(scenario.simulated and (claims.lossy or claims.fused)),
+        changes.simulate_nothing,
+        "no single step decides whether such a result is right",
+    ),
+    Adaptation(
+        lambda scenario, claims: bool(scenario.simulated),
+        changes.simulate_enough_ranks,
+        "the subject refuses smaller groups",
+    ),
+    Adaptation(
+        changes.has_fewer_ranks,
+        changes.bring_enough_ranks,
+        "the subject refuses smaller groups",
+    ),
+    Adaptation(
+        lambda scenario, claims: changes.is_long(scenario, claims) and bool(scenario.size),
+        changes.use_one_bucket,
+        "many ranks and buckets over many steps take long",
+    ),
+    Adaptation(
+        lambda scenario, claims: claims.world_only,
+        changes.count_ranks_of_world,
+        "a factory's world_size and rank are those of the group that it averages over",
+    ),
+    Adaptation(
+        changes.is_fused,
+        changes.follow_parameters,
+        "parameters are compared after each step; small steps would be lost in large values, and "
+        "wide "
+        "ones would overflow",
+    ),
+    Adaptation(
+        lambda scenario, claims: changes.is_lossy(scenario, claims) and scenario.name == SIZES.name,
+        changes.thin_out_sizes,
+        "no size is judged exactly, so that a quarter of the sizes is enough",
+    ),
+    Adaptation(
+        lambda scenario, claims: changes.is_lossy(scenario, claims) and scenario.name == VIEWS.name,
+        changes.steps_of_values,
+        "rule 1.10 compares its first steps with those of `values`",
+    ),
+    Adaptation(
+        lambda scenario, claims: changes.is_lossy(scenario, claims) and scenario.name != VIEWS.name,
+        changes.drop_wide_steps,
+        "small values beside large ones may be lost",
+    ),
+    Adaptation(
+        changes.is_lossy,
+        changes.spread_special_values,
+        "a compressor may leave out any single element",
+    ),
+    Adaptation(
+        changes.lacks_random_values,
+        changes.begin_with_random_values,
+        "the first lossy step must lose something",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            changes.is_lossy(scenario, claims)
+            and claims.lossy == UNBIASED
+            and not {"inf", "alike"} & set(map(base_kind, scenario.steps))
+        ),
+        changes.repeat_for_expectation,
+        "an expectation shows over many draws for the same gradients",
+    ),
+    Adaptation(
+        lambda scenario, claims: changes.is_long(scenario, claims) and claims.lossy == FEEDBACK,
+        changes.drain_residuals,
+        "held-back values come out while faint gradients are fed",
+    ),
+    Adaptation(
+        lambda scenario, claims: changes.is_long(scenario, claims) and claims.lossy == DIFFERENCE,
+        changes.repeat_until_converged,
+        "results converge to the mean while the same gradients are fed",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            changes.is_lossy(scenario, claims)
+            and claims.lossy == LOCAL
+            and scenario.name in (VALUES.name, BUCKETS.name)
+        ),
+        changes.watch_mixing,
+        "partners that are drawn meet within these steps (see oracles/lossy)",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            changes.is_lossy(scenario, claims) and scenario.name == SMALL_GRADIENTS.name
+        ),
+        changes.shrink_gradients,
+        "the added steps are as small as the others",
+    ),
+    Adaptation(
+        changes.is_judged_with_feedback,
+        changes.drain_with_faint_gradients,
+        "held-back values come out while faint gradients are fed, which are not zero",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            scenario.name in (FEEDBACK_UNUSED.name, FEEDBACK_RESCALED.name)
+            and not changes.is_judged_with_feedback(scenario, claims)
+        ),
+        changes.take_first_step,
+        "the claims promise nothing here, and the certificate names it",
+    ),
+    Adaptation(
+        lambda scenario, claims: bool(scenario.loss_scales and claims.warmup),
+        changes.lengthen_first_loss_scale,
+        "exact steps come before the others",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            changes.is_lossy(scenario, claims) and scenario.name == DEFAULT_DTYPES.name
+        ),
+        lambda scenario, claims: with_small_parameters(scenario),
+        "large buckets over many steps take long",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            changes.is_lossy(scenario, claims) and scenario.params == VALUES.params
+        ),
+        changes.double_first_parameter,
+        "two matrices of one shape in a bucket: the residual of one is not the other's",
+    ),
+    Adaptation(
+        changes.is_lossy,
+        changes.widen_matrices,
+        "small matrices are not worth compressing",
+    ),
+    Adaptation(
+        lambda scenario, claims: changes.is_lossy(scenario, claims) and scenario.name == VAST.name,
+        repeat_vast_steps,
+        "the number of steps follows from delta; local results are judged in `network`",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            changes.is_lossy(scenario, claims)
+            and claims.lossy != LOCAL
+            and scenario.name == MANY_BUCKETS.name
+        ),
+        take_moments_of_buckets,
+        "as many calls of the hook in more steps take long",
+    ),
+    Adaptation(
+        changes.is_folded_local,
+        fold_by_bucket,
+        "weights differ from bucket to bucket",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            changes.is_lossy(scenario, claims)
+            and scenario.name == (MANY_BUCKETS if claims.lossy == LOCAL else NETWORK).name
+        ),
+        draw_smaller_sizes,
+        "lossy results repeat no table, and many steps are recorded",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            changes.is_lossy(scenario, claims) and scenario.name in ONE_WORLD_SCENARIOS
+        ),
+        changes.run_at_two_ranks,
+        "many buckets over many steps take long",
+    ),
+    Adaptation(
+        lambda scenario, claims: changes.is_lossy(scenario, claims) and bool(claims.warmup),
+        changes.begin_with_warmup,
+        "everything else happens after the exact steps",
+    ),
+    Adaptation(
+        lambda scenario, claims: scenario.name == HEAVY.name and bool(claims.warmup),
+        lambda scenario, claims: with_warmup(scenario, claims.warmup),
+        "memory is judged after the warm-up",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            changes.is_lossy(scenario, claims)
+            and claims.lossy == LOCAL
+            and scenario.fault.kind != "none"
+        ),
+        changes.count_bytes,
+        "a local hook may send nothing in the failing step, and then cannot notice the failure",
+    ),
+    Adaptation(
+        lambda scenario, claims: bool(scenario.long_run) and claims.lossy == LOCAL,
+        changes.run_at_three_ranks,
+        "of two ranks, one partner is all others",
+    ),
+    # Last: it replaces the steps.
+    Adaptation(
+        lambda scenario, claims: bool(scenario.long_run),
+        schedule_long_run,
+        "which gradients show a defect depends on the claim",
+    ),
+)

@@ -1,0 +1,342 @@
+"""Changes of scenarios under claims, and their conditions; ``adaptations.py`` has the reasons.
+
+A condition and a change take the scenario and the claims.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from conformance.judging.oracles.lossy import (
+    LEFT,
+    LEFT_UNDER_OPTIONS,
+    LONG_SCENARIOS,
+    MIXING_STEPS,
+    OPTION_SCENARIOS,
+    TRIALS,
+    TRIALS_OF_VALUES,
+)
+from conformance.scenarios import kinds_in_clusters
+from conformance.scenarios.clusters import CLUSTERS, with_groups_of
+from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
+from conformance.scenarios.hook import (
+    AT_SCALE,
+    RAW,
+    VALUES,
+)
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.specials import without_element
+from conformance.scenarios.surroundings import (
+    JOINT,
+    with_ranks,
+)
+from conformance.scenarios.training_sizes import NETWORK
+from conformance.scenarios.values import LAYERS, within_range
+from conformance.subjects.claims import (
+    LOCAL,
+    Claims,
+)
+
+# Shapes that a low rank compresses: (n + m) rank 2 < n m up to rank 6. Of the largest shape nearly
+# a whole block is left at the end, whatever power of two a block has, so that a dropped tail shows.
+_WIDER_SHAPES = {
+    (5, 3): (24, 32),
+    (3, 5): (24, 32),
+    (6, 5): (32, 24),
+    (4, 3, 2, 5): (24, 3, 2, 5),
+    (20_011,): (91, 225),
+}
+_NAMES_OF_CLUSTERS = tuple(scenario.name for scenario in (*CLUSTERS, *kinds_in_clusters.ALL))
+# Under DDP's options the largest parameter may be smaller: the runs are as long as the others.
+_SHORTER_SHAPES = {**_WIDER_SHAPES, (20_011,): (39, 27)}
+_SMALL_KINDS = {
+    "normal": "small",
+    "constant": "small_constant",
+    "settling": "small_constant",
+    "faint": "small_faint",
+}
+
+
+def make_poststep_call(scenario: Scenario, claims: Claims) -> Scenario:
+    """Let the trainer make the claimed call after each backward."""
+    return replace(scenario, poststep=True, call=claims.call)
+
+
+def record_collectives(scenario: Scenario, claims: Claims) -> Scenario:
+    """Record the collectives."""
+    return replace(scenario, observe=replace(scenario.observe, collectives=True))
+
+
+def serialise(scenario: Scenario, claims: Claims) -> Scenario:
+    """Let each collective end before the next one begins."""
+    # A rank that waits for each of its collectives cannot leave the hook before its peers have
+    # entered.
+    order = "free" if scenario.order == "rank0_first" else scenario.order
+    return replace(scenario, serialised=True, order=order)
+
+
+def keep_claimed_dtypes(scenario: Scenario, claims: Claims) -> Scenario:
+    """Keep the parameters whose dtype the subject takes."""
+    if any("/" in step for step in scenario.steps):
+        # These steps name parameters by their number, so that none may be left out.
+        params = tuple(
+            spec if spec.dtype in claims.dtypes else replace(spec, dtype=claims.dtypes[0])
+            for spec in scenario.params
+        )
+        return replace(scenario, params=params)
+    params = tuple(spec for spec in scenario.params if spec.dtype in claims.dtypes)
+    return replace(scenario, params=params or scenario.params)
+
+
+def take_ranges_of_claimed_dtypes(scenario: Scenario, claims: Claims) -> Scenario:
+    """Keep the ranges of the dtypes that the subject takes."""
+    # float32 has the range of bfloat16.
+    narrower = within_range(scenario, "bfloat16")
+    params = tuple(
+        spec if spec.dtype in claims.dtypes else replace(other, dtype=claims.dtypes[0])
+        for spec, other in zip(scenario.params, narrower.params, strict=True)
+    )
+    return replace(scenario, params=params)
+
+
+def simulate_nothing(scenario: Scenario, claims: Claims) -> Scenario:
+    """Simulate no ranks."""
+    return replace(scenario, simulated=())
+
+
+def simulate_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
+    """Simulate as many ranks as the subject needs, and more."""
+    least = claims.min_world_size
+    taken = tuple(size for size in scenario.simulated if size >= least)
+    # A simulation begins with sizes at which real ranks are right, and which differ.
+    guards = tuple(size for size in (least + 1, least, least + 2) if least > 2)
+    return replace(scenario, simulated=tuple(dict.fromkeys((*guards, *taken))))
+
+
+def bring_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
+    """Give every group as many ranks as the subject needs."""
+    if scenario.name == JOINT.name:
+        return with_ranks(scenario, claims.min_world_size)
+    return with_groups_of(scenario, claims.min_world_size)
+
+
+def use_one_bucket(scenario: Scenario, claims: Claims) -> Scenario:
+    """Put all parameters into one bucket."""
+    return replace(scenario, ddp=replace(scenario.ddp, bucket_cap_mb=25.0))
+
+
+def count_ranks_of_world(scenario: Scenario, claims: Claims) -> Scenario:
+    """Let the subject see the numbers of WORLD."""
+    return replace(scenario, world_only=True)
+
+
+def has_fewer_ranks(scenario: Scenario, claims: Claims) -> bool:
+    """Whether a scenario that brings its ranks has too few for the subject."""
+    groups = (*scenario.groups, *scenario.twin_groups)
+    smallest = min((len(group) for group in groups), default=scenario.size)
+    brings_ranks = scenario.name in (*_NAMES_OF_CLUSTERS, JOINT.name)
+    return brings_ranks and smallest < claims.min_world_size
+
+
+def follow_parameters(scenario: Scenario, claims: Claims) -> Scenario:
+    """Record parameters after each step, beginning with zeros."""
+    steps = tuple(kind for kind in scenario.steps if kind != "wide")
+    return replace(scenario, fused=True, initial_value=0.0, training_loop=False, steps=steps)
+
+
+def thin_out_sizes(scenario: Scenario, claims: Claims) -> Scenario:
+    """Keep every fourth parameter."""
+    return replace(scenario, params=scenario.params[::4])
+
+
+def steps_of_values(scenario: Scenario, claims: Claims) -> Scenario:
+    """Take the first steps of the scenario ``values``."""
+    return replace(scenario, steps=_without_wide(VALUES.steps, claims)[:3])
+
+
+def drop_wide_steps(scenario: Scenario, claims: Claims) -> Scenario:
+    """Drop steps with small values beside large ones."""
+    return replace(scenario, steps=_without_wide(scenario.steps, claims))
+
+
+def _without_wide(steps: Sequence[str], claims: Claims) -> tuple[str, ...]:
+    """Return the steps without wide-ranged gradients; random ones first if there is a warm-up.
+
+    After a warm-up the first lossy step must feed values that no narrow dtype holds: crafted values
+    may survive compression.
+    """
+    kept = [kind for kind in steps if kind != "wide"]
+    if claims.warmup:
+        kept.sort(key=lambda kind: kind != "normal")
+    return tuple(kept)
+
+
+def begin_with_random_values(scenario: Scenario, claims: Claims) -> Scenario:
+    """Begin with a step of random values."""
+    return replace(scenario, steps=("normal", *scenario.steps[1:]))
+
+
+def repeat_for_expectation(scenario: Scenario, claims: Claims) -> Scenario:
+    """Repeat steps until an expectation shows."""
+    count = TRIALS if scenario.name in LONG_SCENARIOS else len(scenario.steps)
+    if scenario.name == VALUES.name:
+        count = TRIALS_OF_VALUES
+    if scenario.name == LAYERS.name:
+        return replace(scenario, steps=(LAYERS.steps[0], *("training_constant",) * count))
+    return replace(scenario, steps=("constant",) * count)
+
+
+def drain_residuals(scenario: Scenario, claims: Claims) -> Scenario:
+    """Add steps in which held-back values come out."""
+    return replace(scenario, steps=scenario.steps + ("faint",) * _draining_steps(scenario, claims))
+
+
+def repeat_until_converged(scenario: Scenario, claims: Claims) -> Scenario:
+    """Add steps of the same gradients."""
+    kind = "training_constant" if scenario.name == LAYERS.name else "settling"
+    return replace(scenario, steps=scenario.steps + (kind,) * _draining_steps(scenario, claims))
+
+
+def _draining_steps(scenario: Scenario, claims: Claims) -> int:
+    left = LEFT_UNDER_OPTIONS if scenario.name in OPTION_SCENARIOS else LEFT
+    return _steps_until_drained(claims.delta, left)
+
+
+def watch_mixing(scenario: Scenario, claims: Claims) -> Scenario:
+    """Add steps until a rank has heard of all others."""
+    more = MIXING_STEPS - len(scenario.steps)
+    return replace(scenario, steps=scenario.steps + ("normal",) * more)
+
+
+def spread_special_values(scenario: Scenario, claims: Claims) -> Scenario:
+    """Put special values into many elements."""
+    return replace(scenario, steps=tuple(map(without_element, scenario.steps)))
+
+
+def drain_with_faint_gradients(scenario: Scenario, claims: Claims) -> Scenario:
+    """Take faint gradients for those that empty residuals."""
+    count = _steps_until_drained(claims.delta, LEFT)
+    return replace(
+        scenario, steps=scenario.steps + ("faint",) * count, rescale_call=claims.rescaled
+    )
+
+
+def lengthen_first_loss_scale(scenario: Scenario, claims: Claims) -> Scenario:
+    """Keep the first loss scale during a claimed warm-up."""
+    scales = (scenario.loss_scales[0],) * claims.warmup + scenario.loss_scales
+    return replace(scenario, loss_scales=scales)
+
+
+def take_first_step(scenario: Scenario, claims: Claims) -> Scenario:
+    """Take the first step alone."""
+    return replace(scenario, steps=scenario.steps[:1])
+
+
+def is_judged_with_feedback(scenario: Scenario, claims: Claims) -> bool:
+    """Whether a scenario for residuals is one that the claims promise to pass."""
+    if scenario.name == FEEDBACK_UNUSED.name:
+        return claims.keeps_unused
+    return scenario.name == FEEDBACK_RESCALED.name and bool(claims.rescaled)
+
+
+def shrink_gradients(scenario: Scenario, claims: Claims) -> Scenario:
+    """Take smaller gradients of the same kinds."""
+    return replace(scenario, steps=tuple(_SMALL_KINDS.get(kind, kind) for kind in scenario.steps))
+
+
+def double_first_parameter(scenario: Scenario, claims: Claims) -> Scenario:
+    """Put a parameter of the first shape in front."""
+    return replace(scenario, params=(scenario.params[0], *scenario.params))
+
+
+def widen_matrices(scenario: Scenario, claims: Claims) -> Scenario:
+    """Take shapes that a low rank compresses."""
+    wider = _SHORTER_SHAPES if scenario.name in OPTION_SCENARIOS else _WIDER_SHAPES
+    shapes = (wider.get(spec.shape, spec.shape) for spec in scenario.params)
+    params = tuple(
+        replace(spec, shape=shape) for spec, shape in zip(scenario.params, shapes, strict=True)
+    )
+    return replace(scenario, params=params)
+
+
+def run_at_two_ranks(scenario: Scenario, claims: Claims) -> Scenario:
+    """Run at two ranks."""
+    return replace(scenario, world_sizes=(2,))
+
+
+def run_at_three_ranks(scenario: Scenario, claims: Claims) -> Scenario:
+    """Run at three ranks."""
+    return replace(scenario, world_sizes=(3,))
+
+
+def begin_with_warmup(scenario: Scenario, claims: Claims) -> Scenario:
+    """Begin with the steps of a claimed warm-up."""
+    saves_at = scenario.resume.saves_at
+    return replace(
+        scenario,
+        steps=("crafted",) * claims.warmup + scenario.steps,
+        unrecorded_steps=claims.steps_of_warmup - claims.warmup,
+        fault=replace(scenario.fault, step=scenario.fault.step + claims.warmup),
+        resume=replace(scenario.resume, saves_at=saves_at + claims.warmup if saves_at else 0),
+    )
+
+
+def is_folded_local(scenario: Scenario, claims: Claims) -> bool:
+    """Whether the run is folded, and the claim is about local results."""
+    return claims.lossy == LOCAL and scenario.name == NETWORK.name
+
+
+def count_bytes(scenario: Scenario, claims: Claims) -> Scenario:
+    """Record the bytes that are sent."""
+    return replace(scenario, observe=replace(scenario.observe, bytes_sent=True))
+
+
+def is_chained(scenario: Scenario, claims: Claims) -> bool:
+    """Whether the subject starts collectives in callbacks."""
+    return claims.chained and scenario.kind == VALUES.kind
+
+
+def is_serialised(scenario: Scenario, claims: Claims) -> bool:
+    """Whether collectives have to end one by one."""
+    # `raw` has collectives come as they come, and `long` measures memory, and a wait keeps some
+    # memory.
+    return (
+        is_chained(scenario, claims)
+        and not scenario.profile.ordered
+        and scenario.name != RAW.name
+        and not scenario.observe.memory
+    )
+
+
+def is_fused(scenario: Scenario, claims: Claims) -> bool:
+    """Whether the subject steps parameters itself in this scenario."""
+    return bool(claims.fused and scenario.params) and scenario.name != AT_SCALE.name
+
+
+def is_lossy(scenario: Scenario, claims: Claims) -> bool:
+    """Whether the subject may lose a part of this scenario."""
+    has_results = bool(scenario.params) and scenario.observe.gradients
+    return bool(claims.lossy) and has_results and scenario.name != AT_SCALE.name
+
+
+def is_long(scenario: Scenario, claims: Claims) -> bool:
+    """Whether the scenario is long, and the subject lossy."""
+    return is_lossy(scenario, claims) and scenario.name in LONG_SCENARIOS
+
+
+def lacks_random_values(scenario: Scenario, claims: Claims) -> bool:
+    """Whether a lossy subject would have nothing to lose at first."""
+    lossy_at_once = scenario.name in LONG_SCENARIOS or scenario.delayed
+    return (
+        is_lossy(scenario, claims)
+        and bool(claims.warmup)
+        and lossy_at_once
+        and not {"normal", "training"} & set(scenario.steps)
+    )
+
+
+def _steps_until_drained(delta: float, left: float) -> int:
+    """Return the number n of steps after which (1 - delta)**(n / 2) <= left; see
+    ``oracles/lossy``.
+    """
+    return math.ceil(2 * math.log(left) / math.log(1 - delta)) if delta < 1 else 2
