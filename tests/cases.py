@@ -72,7 +72,7 @@ COSTLY_RULES = {
     *(f"14.{place}" for place in range(15, 26)),
     *(f"15.{place}" for place in range(21, 37)),
     *(f"16.{place}" for place in range(20, 35)),
-    *(f"17.{place}" for place in range(18, 30)),
+    *(f"17.{place}" for place in range(18, 31)),
     *(f"18.{place}" for place in range(21, 32)),
     *(f"19.{place}" for place in range(23, 35)),
 }

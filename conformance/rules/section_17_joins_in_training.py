@@ -25,6 +25,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.join_draws import INTERRUPTS, divides_by_all
+from conformance.scenarios.joinable import CROWD
 from conformance.scenarios.joins_in_training import (
     EPOCHS,
     HOOKS_RAISE,
@@ -308,3 +309,24 @@ def replicas_on_clusters(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply(NOT_A_JOINABLE)
         return
     require_replicas(run, found)
+
+
+@rule(
+    "17.30",
+    "Any number of joinables works",
+    on=(CROWD,),
+    owns=(CROWD,),
+    needs=("17.3", "17.4"),
+    since="1.6",
+    source=f"{GENERIC}, Join: a list of joinables",
+    remedy="a list of hooks for a few joinables; hooks that are called for the first of them alone",
+)
+def crowd(run: Run, claims: Claims, found: Found) -> None:
+    """The hooks of each of 5 to 12 joinables are called, in the order of the list. Their number is
+    drawn."""
+    if not applies_to_context(run, found):
+        return
+    for member in members(run):
+        require_steps(run, member, found)
+        require_post_hooks(run, member, found)
+    require_agreement(run, found)

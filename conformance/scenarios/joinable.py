@@ -1,16 +1,18 @@
 """The scenarios for join contexts and joinables (section 17).
 
 Each context of a scenario has a row of ``lengths``: the number of inputs of every rank of a group.
-The kit's own joinables are numbered from 0 to JOINABLES - 1.
+The kit's own joinables are numbered from 0 to :func:`joinables_of` - 1.
 """
 
+import random
 from dataclasses import replace
 from typing import Any
 
 from conformance.scenarios.join_draws import drawn_lengths, drawn_order
 from conformance.scenarios.model import Observation, Param, Scenario
 
-JOINABLES = 3  # of the kit, in one context
+_JOINABLES = 3  # of the kit, in one context
+_MOST_JOINABLES = (5, 12)
 
 LEARNING_RATE = 0.5  # a power of two, so that steps on crafted gradients are exact
 
@@ -149,6 +151,15 @@ OUTSIDE = replace(
     params=(Param((5, 3)),),
 )
 
+CROWD = replace(
+    PLAIN,
+    name="joinable_crowd",
+    summary=f"{_MOST_JOINABLES[0]} to {_MOST_JOINABLES[1]} joinables in one context; their number is "
+    "drawn",
+    variant="uneven",
+    world_sizes=(2,),
+)
+
 SCENARIOS = (
     PLAIN,
     UNEVEN,
@@ -164,6 +175,7 @@ SCENARIOS = (
     ZERO,
     WRONG,
     OUTSIDE,
+    CROWD,
 )
 
 # The kit's joinables in each context, for the variants in which a context does not have all of them
@@ -177,7 +189,14 @@ def order(scenario: Scenario, context: int) -> tuple[int, ...]:
         return drawn_order(scenario, context)
     if scenario.variant in _ORDERS:
         return _ORDERS[scenario.variant][context]
-    return tuple(range(JOINABLES))
+    return tuple(range(joinables_of(scenario)))
+
+
+def joinables_of(scenario: Scenario) -> int:
+    """Return the number of the kit's joinables."""
+    if scenario.name != CROWD.name:
+        return _JOINABLES
+    return random.Random(f"{scenario.session_seed}/crowd").randint(*_MOST_JOINABLES)
 
 
 def lengths(scenario: Scenario, group: tuple[int, ...]) -> list[Lengths]:

@@ -1,4 +1,6 @@
-"""Mutants of 15.35, 15.36 and 16.34: many groups or micro-batches, and other optimizers."""
+"""Mutants of 15.35, 15.36, 16.34 and 17.30: many groups, micro-batches or joinables, and other
+optimizers.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.mutants import Mutant
+from tests.mutants.joins import Right
 from tests.mutants.optimizer_wrappers import PostLocal, Sharded
 from tests.mutants.strategies import _average, _then
 
@@ -152,6 +155,36 @@ def leaves_out_the_fifth(model: Any, is_final_microbatch: bool) -> Context:
     return _then(model, is_final_microbatch, finish)
 
 
+# ---- Joinables
+
+
+class ShadowsFour(Right):
+    """Call the main hooks of the first four joinables alone."""
+
+    def call_main_hooks(self) -> None:
+        for hook in self.hooks[:4]:
+            hook.main_hook()
+
+
+class FinishesFour(Right):
+    """Call the post hooks of the first four joinables alone."""
+
+    def finish(self) -> None:
+        for hook in self.hooks[:4]:
+            hook.post_hook(self.is_last())
+
+
+class SwapsTheLast(Right):
+    """Call the hooks of the last two of many joinables in the opposite order."""
+
+    def call_main_hooks(self) -> None:
+        hooks = self.hooks
+        if len(hooks) > 4:
+            hooks = [*hooks[:-2], hooks[-1], hooks[-2]]
+        for hook in hooks:
+            hook.main_hook()
+
+
 MUTANTS = [
     *(
         Mutant(name, ("15.35",), kind="optimizer")
@@ -165,4 +198,6 @@ MUTANTS = [
         Mutant(name, ("16.34",), kind="strategy")
         for name in ("counts_to_sixteen", "averages_every_seventh", "leaves_out_the_fifth")
     ),
+    Mutant("ShadowsFour", ("17.30",), kind="joinable", hangs=True),
+    *(Mutant(name, ("17.30",), kind="joinable") for name in ("FinishesFour", "SwapsTheLast")),
 ]

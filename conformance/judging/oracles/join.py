@@ -30,7 +30,7 @@ from conformance.judging.collective_order import disagreement
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import IncompleteRecord, RankRecord
 from conformance.records.run import Run, fed
-from conformance.scenarios.joinable import JOINABLES, KEYWORDS, LEARNING_RATE, lengths, order
+from conformance.scenarios.joinable import KEYWORDS, LEARNING_RATE, lengths, order
 
 Event = dict[str, Any]
 
@@ -353,10 +353,11 @@ def _require_sums(member: Member, joinable: int, found: Found) -> None:
     for step, got in enumerate(sums[:most]):
         training = member.training(step)
         shadowing = [rank for rank in member.group if rank not in training]
-        right = [0] * (2 * JOINABLES)
+        right = [0] * len(got)
+        count = len(got) // 2
         right[joinable] = _bits(member, training)
-        right[JOINABLES + joinable] = _bits(member, shadowing)
-        met = {slot % JOINABLES for slot, bits in enumerate(got) if bits}
+        right[count + joinable] = _bits(member, shadowing)
+        met = {slot % count for slot, bits in enumerate(got) if bits}
         cause = ""
         if len(met) > 1:
             cause = (
@@ -383,11 +384,12 @@ def _bits(member: Member, ranks: list[int]) -> int:
 
 def _describe_sums(member: Member, sums: list[int]) -> str:
     parts = []
+    count = len(sums) // 2
     for slot, bits in enumerate(sums):
         ranks = [rank for place, rank in enumerate(member.group) if bits >> place & 1]
         if ranks:
-            role = "shadowed" if slot >= JOINABLES else "stepped"
-            parts.append(f"joinable {slot % JOINABLES} {role} by ranks {ranks}")
+            role = "shadowed" if slot >= count else "stepped"
+            parts.append(f"joinable {slot % count} {role} by ranks {ranks}")
     return ", ".join(parts) or "by no rank"
 
 

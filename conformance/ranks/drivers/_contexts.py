@@ -11,7 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.ranks.drivers._joinables import Counter, Model, Setter
 from conformance.ranks.drivers.base import RankDriver
-from conformance.scenarios.joinable import JOINABLES, KEYWORDS, LEARNING_RATE, lengths, order
+from conformance.scenarios.joinable import (
+    KEYWORDS,
+    LEARNING_RATE,
+    joinables_of,
+    lengths,
+    order,
+)
 
 Steps = Sequence[Callable[[], object]]
 """The work of a context's joinables in each step."""
@@ -37,7 +43,8 @@ class Contexts:
         self.lengths = lengths(driver.scenario, group)
 
     def counters(self) -> list[Counter]:
-        return [Counter(self.driver, index, self.notify) for index in range(JOINABLES)]
+        count = joinables_of(self.driver.scenario)
+        return [Counter(self.driver, index, self.notify) for index in range(count)]
 
     def own(self, inputs: tuple[int, ...]) -> int:
         """Return the number of this rank's inputs."""

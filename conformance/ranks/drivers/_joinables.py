@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.models.probe import Probe
-from conformance.scenarios.joinable import JOINABLES
+from conformance.scenarios.joinable import joinables_of
 
 
 class OfGroup(Joinable):
@@ -54,6 +54,7 @@ class Counter(OfGroup):
         self.driver = driver
         self.index = index
         self.notify = notify
+        self.count = joinables_of(driver.scenario)
         self.hook_raises: dict[str, BaseException] = {}
 
     def step(self) -> None:
@@ -68,7 +69,7 @@ class Counter(OfGroup):
 
         The slots of steps come first, then the slots of shadows.
         """
-        bits = torch.zeros(2 * JOINABLES, dtype=torch.int64, device=self.device)
+        bits = torch.zeros(2 * self.count, dtype=torch.int64, device=self.device)
         bits[slot] = 1 << self.driver.group_rank
         self.note("sums")
         dist.all_reduce(bits, group=self.group)
@@ -90,7 +91,7 @@ class _CounterHook(JoinHook):
         config = self.counter._join_config
         would_notify = bool(config.enable and config.is_first_joinable)
         self.counter.note("main", would_notify=would_notify)
-        self.counter.sum(JOINABLES + self.counter.index)
+        self.counter.sum(self.counter.count + self.counter.index)
         self._raise("main")
 
     def post_hook(self, is_last_joiner: bool) -> None:

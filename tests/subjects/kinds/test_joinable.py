@@ -15,7 +15,7 @@ from conformance.records.run import Run
 from conformance.rules import book
 from conformance.rules import section_17_joins as section
 from conformance.scenarios.gradients import gradient
-from conformance.scenarios.joinable import DDP, JOINABLES, PLAIN, SCENARIOS, SUBGROUPS, lengths
+from conformance.scenarios.joinable import DDP, PLAIN, SCENARIOS, SUBGROUPS, joinables_of, lengths
 from conformance.session.engine import Engine
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.claims import parse_claims
@@ -24,6 +24,7 @@ from tests.cases import Case, Judgements
 from tests.made_runs import event
 
 EVEN_VARIANTS = ("even", "disabled", "keywords", "raises", "wrong", "outside")
+JOINABLES = joinables_of(PLAIN)
 TORCHS = Case("torch.distributed.algorithms.join:Join", worlds=(1, 2, 3), kind="joinable")
 
 
