@@ -154,8 +154,7 @@ OUTSIDE = replace(
 CROWD = replace(
     PLAIN,
     name="joinable_crowd",
-    summary=f"{_MOST_JOINABLES[0]} to {_MOST_JOINABLES[1]} joinables in one context; their number is "
-    "drawn",
+    summary=f"{_MOST_JOINABLES[0]} to {_MOST_JOINABLES[1]} joinables in one context; the number is drawn",
     variant="uneven",
     world_sizes=(2,),
 )
