@@ -154,7 +154,7 @@ OUTSIDE = replace(
 CROWD = replace(
     PLAIN,
     name="joinable_crowd",
-    summary=f"{_MOST_JOINABLES[0]} to {_MOST_JOINABLES[1]} joinables in one context; the number is drawn",
+    summary=f"{_MOST_JOINABLES[0]} to {_MOST_JOINABLES[1]} joinables in one context, by the seed",
     variant="uneven",
     world_sizes=(2,),
 )
