@@ -54,8 +54,8 @@ def _simulated(run: Run, claims: Claims, found: Found) -> list[dict[str, Any]]:
         if event["size"] in guards
     ):
         found.does_not_apply(
-            "it cannot be simulated: ranks that share a process get other results, "
-            "e.g. because a module keeps state"
+            "judged on real ranks alone: simulated in one process, a few ranks got another result "
+            "than real ones, for instance because they shared the state of a module"
         )
         return []
     return larger
