@@ -217,6 +217,7 @@ def long_run(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
     The number of steps and the rows of each batch, 1 to 12, are drawn from the session's seed.
     """
+    require_same_training(runs, found)
 
 
 @parity_rule(

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from conformance.scenarios import averager, collective, optimizer, strategy
 from conformance.scenarios.model import Param, Scenario
-from conformance.scenarios.surroundings import DEFAULT_DTYPES, draw_default_dtypes
 from conformance.scenarios.wrapper_training import SINGLE
 
+_DTYPES = ("float64", "float16", "bfloat16")
 _LARGE = Param((20_011,))  # the size is drawn
 
 
@@ -24,9 +24,10 @@ def _under_default_dtypes(plain: Scenario, *more: Param) -> Scenario:
         plain,
         params=(*plain.params, *more),
         name=f"{plain.kind}_default_dtypes",
-        summary=f"{plain.summary}; {DEFAULT_DTYPES.summary}",
+        summary=f"{plain.summary}; torch's default dtype is float64, float16 and bfloat16, one after "
+        "another in an order that is drawn",
         world_sizes=(3,),
-        default_dtypes=DEFAULT_DTYPES.default_dtypes,
+        default_dtypes=_DTYPES,
     )
 
 
@@ -45,7 +46,8 @@ def _draw(scenario: Scenario, numbers: random.Random) -> Scenario:
     """
     large = Param((round(2 ** numbers.uniform(10, 17)),))
     params = tuple(large if spec == _LARGE else spec for spec in scenario.params)
-    return draw_default_dtypes(replace(scenario, params=params), numbers)
+    dtypes = tuple(numbers.sample(_DTYPES, len(_DTYPES)))
+    return replace(scenario, params=params, default_dtypes=dtypes)
 
 
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
