@@ -131,7 +131,7 @@ def keeps_no_more(
         "registered in every step; sums that keep the graphs of all steps"
     ),
 ) -> Rule:
-    """Enter a rule in the book: a long run keeps no more after a third of it than before.
+    """Enter a rule in the book: a long run keeps no more after two thirds of it than before.
 
     Args:
         on: the scenarios, which observe growth.
@@ -156,8 +156,8 @@ def _keeps_no_more(run: Run, claims: Claims, found: Found) -> None:
     """Tensors and their bytes, graphs of autograd, objects, entries of lists and dicts, temporary
     files and memory do not grow from step to step in a long run.
 
-    Caches have a third of the run to fill. After that each count may rise for good once: an object
-    in every k-th of n steps is found for k up to 3 n / 10, and growth that begins late
+    Caches have two thirds of the run to fill. After that each count may rise for good once: an
+    object in every k-th of n steps is found for k up to 3 n / 10, and growth that begins late
     (``judging/oracles/kept.py``).
     """
     require_nothing_kept(run, found)

@@ -329,7 +329,8 @@ def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
     """A wrapper around AdamW or Adagrad steps as that optimizer does, and averages as around SGD.
 
     AdamW decays parameters apart from gradients; Adagrad has its state from the start, and a rate
-    that falls with its own count of steps. Their options are drawn.
+    that falls with its own count of steps. Their options are drawn, and rewritten before every
+    other step.
     """
     if not construction(run)["takes_any"]:
         found.does_not_apply(NO_OPTIMIZER)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from conformance.scenarios import averager, cluster_draws, collective, joinable, optimizer, strategy
 from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GROUPS
 from conformance.scenarios.joins_in_training import NUMBERS
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import Param, Scenario
 
 
 def _on_unequal_nodes(plain: Scenario, name: str, what: str = "") -> Scenario:
@@ -48,19 +48,28 @@ def _on_uneven_groups(plain: Scenario, name: str) -> Scenario:
     )
 
 
+_LARGE = Param((5004,))  # the size is drawn
+
+
+def _with_large_parameter(plain: Scenario) -> Scenario:
+    return replace(plain, params=(*plain.params, _LARGE))
+
+
+_AVERAGER = _with_large_parameter(averager.PLAIN)
+_OPTIMIZER = _with_large_parameter(optimizer.PLAIN)
 # DDP divides by the number of ranks before it adds, so that crafted values are exact on powers of
 # two alone.
-_STRATEGY = strategy.RANDOM
+_STRATEGY = _with_large_parameter(strategy.RANDOM)
 
 AVERAGER = (
-    _on_unequal_nodes(averager.PLAIN, "averager_unequal_nodes"),
-    _on_equal_nodes(averager.PLAIN, "averager_equal_nodes"),
-    _on_uneven_groups(averager.PLAIN, "averager_uneven_groups"),
+    _on_unequal_nodes(_AVERAGER, "averager_unequal_nodes"),
+    _on_equal_nodes(_AVERAGER, "averager_equal_nodes"),
+    _on_uneven_groups(_AVERAGER, "averager_uneven_groups"),
 )
 OPTIMIZER = (
-    _on_unequal_nodes(optimizer.PLAIN, "optimizer_unequal_nodes"),
-    _on_equal_nodes(optimizer.PLAIN, "optimizer_equal_nodes"),
-    _on_uneven_groups(optimizer.PLAIN, "optimizer_uneven_groups"),
+    _on_unequal_nodes(_OPTIMIZER, "optimizer_unequal_nodes"),
+    _on_equal_nodes(_OPTIMIZER, "optimizer_equal_nodes"),
+    _on_uneven_groups(_OPTIMIZER, "optimizer_uneven_groups"),
 )
 STRATEGY = (
     _on_unequal_nodes(_STRATEGY, "strategy_unequal_nodes"),
@@ -85,12 +94,18 @@ COLLECTIVE = (
 ALL = (*AVERAGER, *OPTIMIZER, *STRATEGY, *JOINABLE, *JOINABLE_NUMBERS, *COLLECTIVE)
 
 
-def _draw_of(scenario: Scenario) -> Callable[[Scenario, random.Random], Scenario]:
-    """Return the function that draws the same of the hooks' scenario."""
+def _draw(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the same of the hooks' scenario, and the size of a large parameter: 2**12 to 2**15
+    elements, every size as likely as its double.
+    """
     names = (UNEQUAL_NODES.name, EQUAL_NODES.name, UNEVEN_GROUPS.name)
-    return cluster_draws.DRAWS[next(name for name in names if scenario.name.endswith(f"_{name}"))]
+    name = next(name for name in names if scenario.name.endswith(f"_{name}"))
+    scenario = cluster_draws.DRAWS[name](scenario, numbers)
+    large = Param((round(2 ** numbers.uniform(12, 15)),))
+    params = tuple(large if spec == _LARGE else spec for spec in scenario.params)
+    return replace(scenario, params=params)
 
 
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
-    scenario.name: _draw_of(scenario) for scenario in ALL
+    scenario.name: _draw for scenario in ALL
 }

@@ -7,6 +7,7 @@ group.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -220,21 +221,9 @@ def plan_of(scenario: Scenario) -> Setting:
         case "many_groups":
             return _many_groups(len(scenario.params), generator(scenario, "groups"))
         case "adamw":
-            draw = generator(scenario)
-            options = {
-                "lr": draw.uniform(0.001, 0.05),
-                "betas": (draw.uniform(0.5, 0.95), draw.uniform(0.8, 0.999)),
-                "weight_decay": draw.uniform(0.05, 0.5),
-            }
-            return Setting(warmup=draw.randint(3, 5), period=2, options=options)
+            return _one_group(_adamw_options, generator(scenario), len(scenario.params))
         case "adagrad":
-            draw = generator(scenario)
-            options = {
-                "lr": draw.uniform(0.01, 0.2),
-                "lr_decay": draw.uniform(0.05, 0.5),
-                "weight_decay": draw.uniform(0.01, 0.2),
-            }
-            return Setting(warmup=draw.randint(3, 5), period=2, options=options)
+            return _one_group(_adagrad_options, generator(scenario), len(scenario.params))
         case "saved_groups":
             # The two scenarios of a saved state have one plan.
             return _saved_groups(random.Random(f"{scenario.session_seed}/saved groups"))
@@ -297,6 +286,33 @@ def _adam_options(draw: random.Random) -> Setting:
     return Setting(
         options={"lr": 2.0**-7}, groups=groups, added=draw.randint(2, 5), changes=changes
     )
+
+
+def _one_group(
+    options: Callable[[random.Random], dict[str, Any]], draw: random.Random, params: int
+) -> Setting:
+    """Put all parameters into one group, whose options are rewritten before every other step."""
+    groups = ((tuple(range(params)), options(draw)),)
+    changes = {step: {0: options(draw)} for step in range(1, 8, 2)}
+    return Setting(
+        warmup=draw.randint(3, 5), period=2, options=options(draw), groups=groups, changes=changes
+    )
+
+
+def _adamw_options(draw: random.Random) -> dict[str, Any]:
+    return {
+        "lr": draw.uniform(0.001, 0.05),
+        "betas": (draw.uniform(0.5, 0.95), draw.uniform(0.8, 0.999)),
+        "weight_decay": draw.uniform(0.05, 0.5),
+    }
+
+
+def _adagrad_options(draw: random.Random) -> dict[str, Any]:
+    return {
+        "lr": draw.uniform(0.01, 0.2),
+        "lr_decay": draw.uniform(0.05, 0.5),
+        "weight_decay": draw.uniform(0.01, 0.2),
+    }
 
 
 def _many_groups(params: int, draw: random.Random) -> Setting:

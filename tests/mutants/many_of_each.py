@@ -85,6 +85,26 @@ class CoupledDecay(PostLocal):
         return loss
 
 
+class FrozenDecay(PostLocal):
+    """Keep the product of rate and decay of the first step, as a fused kernel may."""
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
+        super().__init__(optim, averager)
+        self.product: float | None = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if not isinstance(self.optim, torch.optim.AdamW):
+            return super().step(closure)
+        (group,) = self.optim.param_groups
+        decay = group["weight_decay"]
+        if self.product is None:
+            self.product = group["lr"] * decay
+        group["weight_decay"] = self.product / group["lr"]
+        loss = super().step(closure)
+        group["weight_decay"] = decay
+        return loss
+
+
 class FreshState(PostLocal):
     """Clear state other than that of SGD and Adam in each step."""
 
@@ -192,7 +212,7 @@ MUTANTS = [
     ),
     *(
         Mutant(name, ("15.36",), kind="optimizer")
-        for name in ("CoupledDecay", "FreshState", "AdamForAll")
+        for name in ("CoupledDecay", "FrozenDecay", "FreshState", "AdamForAll")
     ),
     *(
         Mutant(name, ("16.34",), kind="strategy")

@@ -28,7 +28,7 @@ def judged(**counts: Any) -> Verdict:
     return found.verdict()
 
 
-@pytest.mark.parametrize("period", [1, 7, 13, 50, 97, 120])
+@pytest.mark.parametrize("period", [1, 7, 13, 50, 57, 60, 66, 70, 97, 120])
 @pytest.mark.parametrize("name", ["tensors", "objects", "entries", "files"])
 def test_an_object_in_every_so_many_steps_is_growth(name: str, period: int) -> None:
     for phase in range(0, period, max(1, period // 5)):
@@ -43,6 +43,8 @@ def test_growth_may_begin_late(begin: int) -> None:
 
 def test_what_fills_or_comes_and_goes_is_no_growth() -> None:
     assert judged(tensors=lambda step: min(step, 100)) is Verdict.PASS
+    assert judged(entries=lambda step: min(step, 256)) is Verdict.PASS
+    assert judged(entries=lambda step: min(step, 256) + (step > 300)) is Verdict.PASS
     assert judged(entries=lambda step: step % 90) is Verdict.PASS
     assert judged(bytes=lambda step: 4096 * (step > 300)) is Verdict.PASS
     assert judged(memory=lambda step: 760 * step) is Verdict.PASS
