@@ -10,7 +10,7 @@ buffer that changes its size and a list that is emptied now and then have no ris
 place, which has no later ones. A cache, or a history of bounded length, has rises until it is full.
 It has two thirds of the run for this. In the last third one rise is allowed: for an object that is
 made late, or for the last place. Two are a defect. So is one, if the last two thirds have two to
-four of them: something that comes slowly, where a cache that fills would come in more places.
+four rises: something that comes slowly, where a cache that fills would come in more places.
 
     an object in every k-th of n steps           k <= n / 3 - n / 40, which is more than 3 n / 10
     from some step on, in every step             2 n / 40 steps before the end, or earlier
