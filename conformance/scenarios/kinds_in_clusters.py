@@ -14,37 +14,24 @@ from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GR
 from conformance.scenarios.joins_in_training import NUMBERS
 from conformance.scenarios.model import Param, Scenario
 
+_CLUSTERS = {
+    UNEQUAL_NODES: UNEQUAL_NODES.summary,
+    EQUAL_NODES: EQUAL_NODES.summary,
+    UNEVEN_GROUPS: "two disjoint groups, whose ranks have no constant distance; the groups are "
+    "drawn",
+}
 
-def _on_unequal_nodes(plain: Scenario, name: str, what: str = "") -> Scenario:
+
+def _on(cluster: Scenario, plain: Scenario, prefix: str, what: str = "") -> Scenario:
+    """Return a scenario of another kind with the ranks, nodes and groups of the hooks' one."""
     return replace(
         plain,
-        name=name,
-        summary=f"{what}{UNEQUAL_NODES.summary}",
+        name=f"{prefix}_{cluster.name}",
+        summary=f"{what}{_CLUSTERS[cluster]}",
         world_sizes=(),
-        size=UNEQUAL_NODES.size,
-        nodes=UNEQUAL_NODES.nodes,
-    )
-
-
-def _on_equal_nodes(plain: Scenario, name: str, what: str = "") -> Scenario:
-    return replace(
-        plain,
-        name=name,
-        summary=f"{what}{EQUAL_NODES.summary}",
-        world_sizes=(),
-        size=EQUAL_NODES.size,
-        nodes=EQUAL_NODES.nodes,
-    )
-
-
-def _on_uneven_groups(plain: Scenario, name: str) -> Scenario:
-    return replace(
-        plain,
-        name=name,
-        summary="two disjoint groups, whose ranks have no constant distance; the groups are drawn",
-        world_sizes=(),
-        groups=UNEVEN_GROUPS.groups,
-        nodes=UNEVEN_GROUPS.nodes,
+        size=cluster.size,
+        nodes=cluster.nodes,
+        groups=cluster.groups,
     )
 
 
@@ -61,35 +48,19 @@ _OPTIMIZER = _with_large_parameter(optimizer.PLAIN)
 # two alone.
 _STRATEGY = _with_large_parameter(strategy.RANDOM)
 
-AVERAGER = (
-    _on_unequal_nodes(_AVERAGER, "averager_unequal_nodes"),
-    _on_equal_nodes(_AVERAGER, "averager_equal_nodes"),
-    _on_uneven_groups(_AVERAGER, "averager_uneven_groups"),
-)
-OPTIMIZER = (
-    _on_unequal_nodes(_OPTIMIZER, "optimizer_unequal_nodes"),
-    _on_equal_nodes(_OPTIMIZER, "optimizer_equal_nodes"),
-    _on_uneven_groups(_OPTIMIZER, "optimizer_uneven_groups"),
-)
-STRATEGY = (
-    _on_unequal_nodes(_STRATEGY, "strategy_unequal_nodes"),
-    _on_equal_nodes(_STRATEGY, "strategy_equal_nodes"),
-    _on_uneven_groups(_STRATEGY, "strategy_uneven_groups"),
-)
+AVERAGER = tuple(_on(cluster, _AVERAGER, "averager") for cluster in _CLUSTERS)
+OPTIMIZER = tuple(_on(cluster, _OPTIMIZER, "optimizer") for cluster in _CLUSTERS)
+STRATEGY = tuple(_on(cluster, _STRATEGY, "strategy") for cluster in _CLUSTERS)
 JOINABLE = (
-    _on_unequal_nodes(joinable.UNEVEN, "joinable_unequal_nodes", "uneven inputs; "),
-    _on_equal_nodes(joinable.UNEVEN, "joinable_equal_nodes", "uneven inputs; "),
-    _on_uneven_groups(joinable.UNEVEN, "joinable_uneven_groups"),
+    _on(UNEQUAL_NODES, joinable.UNEVEN, "joinable", "uneven inputs; "),
+    _on(EQUAL_NODES, joinable.UNEVEN, "joinable", "uneven inputs; "),
+    _on(UNEVEN_GROUPS, joinable.UNEVEN, "joinable"),
 )
-JOINABLE_NUMBERS = (
-    _on_unequal_nodes(NUMBERS, "joinable_numbers_unequal_nodes", "drawn numbers of inputs; "),
-    _on_equal_nodes(NUMBERS, "joinable_numbers_equal_nodes", "drawn numbers of inputs; "),
+JOINABLE_NUMBERS = tuple(
+    _on(cluster, NUMBERS, "joinable_numbers", "drawn numbers of inputs; ")
+    for cluster in (UNEQUAL_NODES, EQUAL_NODES)
 )
-COLLECTIVE = (
-    _on_unequal_nodes(collective.PLAIN, "collective_unequal_nodes"),
-    _on_equal_nodes(collective.PLAIN, "collective_equal_nodes"),
-    _on_uneven_groups(collective.PLAIN, "collective_uneven_groups"),
-)
+COLLECTIVE = tuple(_on(cluster, collective.PLAIN, "collective") for cluster in _CLUSTERS)
 
 ALL = (*AVERAGER, *OPTIMIZER, *STRATEGY, *JOINABLE, *JOINABLE_NUMBERS, *COLLECTIVE)
 
@@ -98,7 +69,7 @@ def _draw(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the same of the hooks' scenario, and the size of a large parameter: 2**12 to 2**15
     elements, every size as likely as its double.
     """
-    names = (UNEQUAL_NODES.name, EQUAL_NODES.name, UNEVEN_GROUPS.name)
+    names = (cluster.name for cluster in _CLUSTERS)
     name = next(name for name in names if scenario.name.endswith(f"_{name}"))
     scenario = cluster_draws.DRAWS[name](scenario, numbers)
     large = Param((round(2 ** numbers.uniform(12, 15)),))

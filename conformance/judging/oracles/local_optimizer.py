@@ -195,9 +195,8 @@ class LocalOptimizer:
         square_error = self._square_errors[index] / correction
         if options.get("amsgrad"):
             square_error = square_error + 5 * eps * count * used / correction
-        ratio = torch.where(root > 0, square_error / root, square_error.sqrt())
         divisor = root + options.get("eps", 1e-8)
-        divisor_error = torch.minimum(ratio, square_error.sqrt()) + 3 * eps * divisor
+        divisor_error = _error_of_root(root, square_error) + 3 * eps * divisor
         numerator = moment / (1 - first**count)
         numerator_error = self._momentum_errors[index] / (1 - first**count)
         update = numerator / divisor
@@ -220,11 +219,8 @@ class LocalOptimizer:
             self._square_errors[index] + 2 * grad.abs() * error + error**2 + 3 * eps * square
         )
         root = square.sqrt()
-        ratio = torch.where(
-            root > 0, self._square_errors[index] / root, self._square_errors[index].sqrt()
-        )
         divisor = root + options.get("eps", 1e-10)
-        divisor_error = torch.minimum(ratio, self._square_errors[index].sqrt()) + 3 * eps * divisor
+        divisor_error = _error_of_root(root, self._square_errors[index]) + 3 * eps * divisor
         slower = 1 + (self.counts[index] - 1) * options.get("lr_decay", 0.0)
         update = grad / divisor
         update_error = (error + update.abs() * divisor_error) / (divisor - divisor_error).clamp(
@@ -238,3 +234,9 @@ class LocalOptimizer:
         errors = torch.stack([other.errors[index] for other in others])
         eps = torch.finfo(self.dtypes[index]).eps
         return mean, errors.sum(0) / len(others) + eps * mean.abs()
+
+
+def _error_of_root(root: torch.Tensor, square_error: torch.Tensor) -> torch.Tensor:
+    """Return the bound of the error of a square root, without its own rounding."""
+    ratio = torch.where(root > 0, square_error / root, square_error.sqrt())
+    return torch.minimum(ratio, square_error.sqrt())
