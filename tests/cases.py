@@ -69,12 +69,12 @@ class Case:
 # of them, and --thorough judges all subjects by all rules.
 COSTLY_SECTIONS = ("20", "22", "23", "24", "25")
 COSTLY_RULES = {
-    *(f"14.{place}" for place in range(15, 26)),
-    *(f"15.{place}" for place in range(21, 37)),
-    *(f"16.{place}" for place in range(20, 35)),
+    *(f"14.{place}" for place in range(15, 27)),
+    *(f"15.{place}" for place in range(21, 38)),
+    *(f"16.{place}" for place in range(20, 36)),
     *(f"17.{place}" for place in range(18, 31)),
-    *(f"18.{place}" for place in range(21, 32)),
-    *(f"19.{place}" for place in range(23, 35)),
+    *(f"18.{place}" for place in range(21, 33)),
+    *(f"19.{place}" for place in range(23, 36)),
 }
 # Each costly rule judges one in so many subjects.
 ONE_IN = 6

@@ -25,6 +25,19 @@ DEFAULT_DTYPE = (
 """The source of the rules of default dtypes."""
 
 
+TOGETHER = (
+    "training changes many things at once; pairwise testing (Kuhn, Wallace and Gallo, IEEE "
+    "Transactions on Software Engineering 30, 2004): most defects need one or two conditions"
+)
+"""The source of the rules of conditions that come together."""
+
+TOGETHER_REMEDY = (
+    "code for two conditions at once, such as a path for half precision on more than four ranks, "
+    "or a count in a tensor of torch's default dtype, which is saved or is exact to 256 only"
+)
+"""The likely causes of the same rules."""
+
+
 def leaves_no_trace(
     number: str,
     title: str = "Leaves the process as it was",

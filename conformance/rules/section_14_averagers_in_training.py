@@ -3,6 +3,8 @@
 from conformance.judging.common_rules import (
     DEFAULT_DTYPE,
     ON_MORE_RANKS,
+    TOGETHER,
+    TOGETHER_REMEDY,
     keeps_no_more,
     raises_if_collective_fails,
 )
@@ -21,6 +23,7 @@ from conformance.scenarios.averager_training import (
     SPECIAL,
     TWO,
 )
+from conformance.scenarios.conditions_together import AVERAGER as CONDITIONS
 from conformance.scenarios.failing_collectives import AVERAGER
 from conformance.scenarios.kinds_in_clusters import AVERAGER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import AVERAGER as DEFAULT_DTYPES
@@ -229,4 +232,29 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
     elements. The parameters are float32.
     """
+    require_right(run, claims, found, must_change=True)
+
+
+@rule(
+    "14.26",
+    "Conditions of training come together",
+    on=CONDITIONS,
+    owns=CONDITIONS,
+    needs=("14.1", "14.2", "14.11", "14.16", "14.21", "14.24", "14.25"),
+    baseline="like",
+    since="1.6",
+    source=TOGETHER,
+    remedy=TOGETHER_REMEDY,
+)
+def together(run: Run, claims: Claims, found: Found) -> None:
+    """Averages are right if conditions come together that other rules judge alone.
+
+    Two runs have five to eight ranks, four dtypes, values of float16 near 40,000 and a default
+    dtype that changes; the second goes on from the state that the first has saved. Two more have
+    300 to 420 steps on two ranks under bfloat16 as the default dtype, and a save after more than
+    256 steps. The numbers are drawn from the session's seed.
+    """
+    event = run.ranks[0].first("loaded")
+    if event and event["nothing"]:
+        return  # its schedule begins anew after a checkpoint
     require_right(run, claims, found, must_change=True)

@@ -3,6 +3,8 @@
 from conformance.judging.common_rules import (
     DEFAULT_DTYPE,
     ON_MORE_RANKS,
+    TOGETHER,
+    TOGETHER_REMEDY,
     keeps_no_more,
     raises_if_collective_fails,
 )
@@ -15,6 +17,7 @@ from conformance.judging.oracles.optimizer import (
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.conditions_together import OPTIMIZER as CONDITIONS
 from conformance.scenarios.failing_collectives import OPTIMIZER, OPTIMIZER_WITH_CLOSURES
 from conformance.scenarios.kinds_in_clusters import OPTIMIZER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import OPTIMIZER as DEFAULT_DTYPES
@@ -34,6 +37,7 @@ from conformance.scenarios.optimizer_training import (
     SPECIAL,
     TWO,
     averages_gradients,
+    plan_of,
 )
 from conformance.subjects.claims import Claims
 
@@ -335,4 +339,28 @@ def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
     if not construction(run)["takes_any"]:
         found.does_not_apply(NO_OPTIMIZER)
         return
+    require_right(run, found)
+
+
+@rule(
+    "15.37",
+    "Conditions of training come together",
+    on=CONDITIONS,
+    owns=CONDITIONS,
+    needs=(*BASIC, "15.11", "15.13", "15.29", "15.33", "15.34", "15.35"),
+    since="1.6",
+    source=TOGETHER,
+    remedy=TOGETHER_REMEDY,
+)
+def together(run: Run, claims: Claims, found: Found) -> None:
+    """Steps are right if conditions come together that other rules judge alone.
+
+    Two runs have five to eight ranks, 12 to 24 groups with rewritten options, four dtypes and a
+    default dtype that changes; the second goes on from the state that the first has saved. Two more
+    have 300 to 420 steps on two ranks under bfloat16 as the default dtype, and a save after more
+    than 256 steps. One has NaN and infinities on five to eight ranks. The numbers are drawn from
+    the session's seed.
+    """
+    if plan_of(run.scenario).groups and not construction(run)["takes_any"]:
+        return  # it has options of its own
     require_right(run, found)

@@ -3,6 +3,8 @@
 from conformance.judging.common_rules import (
     DEFAULT_DTYPE,
     ON_MORE_RANKS,
+    TOGETHER,
+    TOGETHER_REMEDY,
     keeps_no_more,
     raises_if_collective_fails,
 )
@@ -10,6 +12,7 @@ from conformance.judging.oracles.strategy import require_buffers, require_means
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.conditions_together import STRATEGY as CONDITIONS
 from conformance.scenarios.failing_collectives import STRATEGY
 from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import STRATEGY as DEFAULT_DTYPES
@@ -285,4 +288,25 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
 def many_micro_batches(run: Run, claims: Claims, found: Found) -> None:
     """After a step of 5 to 40 micro-batches gradients are the sums of their means. The numbers are
     drawn from the session's seed."""
+    require_means(run, found)
+
+
+@rule(
+    "16.35",
+    "Conditions of training come together",
+    on=CONDITIONS,
+    owns=CONDITIONS,
+    needs=("16.2", "16.5", "16.21", "16.29", "16.32", "16.33", "16.34"),
+    since="1.6",
+    source=TOGETHER,
+    remedy=TOGETHER_REMEDY,
+)
+def together(run: Run, claims: Claims, found: Found) -> None:
+    """Gradients are right if conditions come together that other rules judge alone.
+
+    One run has five to eight ranks, find_unused_parameters, views, four dtypes, a default dtype
+    that changes, and steps of up to nine micro-batches that use different parameters. One has 300
+    to 420 steps on two ranks under bfloat16 as the default dtype, and one NaN, infinities and
+    float16 near its limit on five to eight ranks. The numbers are drawn from the session's seed.
+    """
     require_means(run, found)

@@ -3,10 +3,12 @@
 from conformance.judging.common_rules import (
     DEFAULT_DTYPE,
     ON_MORE_RANKS,
+    TOGETHER,
+    TOGETHER_REMEDY,
     keeps_no_more,
     raises_if_collective_fails,
 )
-from conformance.judging.oracles.collective import calls, require_call, require_calls
+from conformance.judging.oracles.collective import calls, require_call, require_calls, require_dtype
 from conformance.judging.oracles.collective_training import (
     require_long_run,
     require_no_error_in_wait,
@@ -23,6 +25,7 @@ from conformance.scenarios.collective_training import (
     UNEVEN,
     VIEWS,
 )
+from conformance.scenarios.conditions_together import COLLECTIVE as CONDITIONS
 from conformance.scenarios.failing_collectives import ASYNCHRONOUS, COLLECTIVE
 from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import COLLECTIVE as DEFAULT_DTYPES
@@ -209,3 +212,27 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     """Messages of float32 arrive if torch's default dtype is float64, float16 or bfloat16, and if
     it changes between calls. The order of the three is drawn."""
     require_calls(run, claims, found)
+
+
+@rule(
+    "18.32",
+    "Conditions of training come together",
+    on=CONDITIONS,
+    owns=CONDITIONS,
+    needs=("18.1", "18.2", "18.6", "18.29", "18.30", "18.31"),
+    since="1.6",
+    source=TOGETHER,
+    remedy=TOGETHER_REMEDY,
+)
+def together(run: Run, claims: Claims, found: Found) -> None:
+    """Messages arrive if conditions come together that other rules judge alone.
+
+    One run has tensors of all forms and dtypes on five to eight ranks under a default dtype that
+    changes, and an error may refuse some of these. One has 300 to 450 calls under bfloat16 as the
+    default dtype. The numbers are drawn from the session's seed.
+    """
+    if run.scenario.variant == LONG.variant:
+        require_long_run(run, claims, found)
+    else:
+        for call in calls(run):
+            require_dtype(run, claims, found, call)

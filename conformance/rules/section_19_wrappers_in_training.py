@@ -2,7 +2,12 @@
 
 from functools import partial
 
-from conformance.judging.common_rules import DEFAULT_DTYPE, keeps_no_more
+from conformance.judging.common_rules import (
+    DEFAULT_DTYPE,
+    TOGETHER,
+    TOGETHER_REMEDY,
+    keeps_no_more,
+)
 from conformance.judging.oracles.wrapper import (
     require_same_modes,
 )
@@ -14,6 +19,7 @@ from conformance.judging.oracles.wrapper_training import (
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.conditions_together import WRAPPER as CONDITIONS
 from conformance.scenarios.kinds_under_default_dtypes import WRAPPER as DEFAULT_DTYPES
 from conformance.scenarios.wrapper_training import (
     FROZEN,
@@ -212,7 +218,7 @@ kept = keeps_no_more("19.32", on=(LONG,), needs=("19.31", "19.33"))
     "buffers, or of packed tensors, that is used again too early",
 )
 def long_run(runs: dict[str, Run], claims: Claims, found: Found) -> None:
-    """In each of 250 to 350 steps, outputs and gradients are those without the wrapper up to
+    """In each of 300 to 380 steps, outputs and gradients are those without the wrapper up to
     2**-14 of the largest magnitude.
 
     The number of steps and the rows of each batch, 1 to 12, are drawn from the session's seed.
@@ -235,3 +241,30 @@ def default_dtypes(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Results are the same as without the wrapper if torch's default dtype is float64, float16 or
     bfloat16, and if it changes between steps. The order of the three is drawn."""
     require_same_training(runs, found)
+
+
+@parity_rule(
+    "19.35",
+    "Conditions of training come together",
+    on=CONDITIONS,
+    owns=CONDITIONS,
+    needs=("19.25", "19.29", "19.30", "19.33", "19.34"),
+    since="1.6",
+    source=TOGETHER,
+    remedy=TOGETHER_REMEDY,
+)
+def together(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """Results are the same as without the wrapper if conditions come together that other rules
+    judge alone.
+
+    Autocast to float16, several graphs at once, and saved indices and masks come under default
+    dtypes of torch that change; 300 to 380 steps come under bfloat16. The numbers are drawn from
+    the session's seed.
+    """
+    # With the claim draws_anew dropout, which begins with the second step, draws other masks.
+    of_indices = {
+        name: run for name, run in runs.items() if run.scenario.variant == INDICES.variant
+    }
+    others = {name: run for name, run in runs.items() if name not in of_indices}
+    require_same_training(others, found)
+    require_same_training(of_indices, found, steps=1 if claims.has("draws_anew") else None)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from conformance.scenarios.averager import _PARAMS, PLAIN, RANDOM, SAVED
-from conformance.scenarios.draws import prime_from
 from conformance.scenarios.model import Observation, Param, Scenario
+from conformance.scenarios.tables import prime_from
 
 # The first parameters are made like the values of this step, the same on all ranks.
 START = 100_003

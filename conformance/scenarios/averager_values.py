@@ -8,8 +8,9 @@ all ranks, those of the group's first rank, so that both ways give the same mean
 has the same values at all steps as well.
 
 The kind ``limit`` has values of float16 near 40,000: the sum over two ranks overflows, and the mean
-does not. They are 32 (1248 + W j) with small integers j, so that quotients by W = 2, 3 or 4, and
-their sums, are multiples of 32 below 65,504 / W and exact in float16. Odd elements are negative.
+does not. They are 32 (L + W j) with small integers j and the largest multiple L of W up to 1248, so
+that quotients by W, and their sums, are multiples of 32 below 65,504 and exact in float16, for W up
+to 8. Odd elements are negative.
 Other dtypes get crafted values.
 """
 
@@ -22,7 +23,7 @@ from conformance.scenarios.averager_training import START, is_empty, is_frozen, 
 from conformance.scenarios.gradients import gradient, uses
 from conformance.scenarios.model import Param, Scenario
 
-_LIMIT = 1248  # divisible by 2, 3 and 4; 32 times this is 39,936
+_LIMIT = 1248  # 32 times this is 39,936
 
 
 @dataclass(frozen=True)
@@ -84,4 +85,4 @@ def values_of(source: Source, spec: Param, size: int, index: int) -> torch.Tenso
     signs = 1 - 2 * (torch.arange(math.prod(spec.shape)) % 2).reshape(spec.shape)
     # The draws are below 6, so that j is below 96.
     integers = (made.abs() * 16).floor()
-    return (signs * 32 * (_LIMIT + size * integers)).to(dtype)
+    return (signs * 32 * (_LIMIT - _LIMIT % size + size * integers)).to(dtype)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from conformance.scenarios import (
     cluster_draws,
     collective_training,
+    conditions_together,
     evidence,
     failing_collectives,
     joins_in_training,
@@ -25,7 +26,7 @@ from conformance.scenarios import (
 )
 from conformance.scenarios.long_runs import ENDURANCE, draw_endurance
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.tables import prime_from
+from conformance.scenarios.seeds import generator
 from conformance.scenarios.values import LAYERS, RANGES, draw_layers, draw_ranges
 
 Draw = Callable[[Scenario, random.Random], Scenario]
@@ -33,6 +34,7 @@ Draw = Callable[[Scenario, random.Random], Scenario]
 DRAWS: Mapping[str, Draw] = {
     **cluster_draws.DRAWS,
     **collective_training.DRAWS,
+    **conditions_together.DRAWS,
     **evidence.DRAWS,
     **failing_collectives.DRAWS,
     **joins_in_training.DRAWS,
@@ -54,16 +56,3 @@ def drawn(scenario: Scenario, seed: int) -> Scenario:
     scenario = replace(scenario, session_seed=seed)
     draw = DRAWS.get(scenario.name)
     return draw(scenario, generator(scenario)) if draw else scenario
-
-
-def generator(scenario: Scenario, purpose: str = "") -> random.Random:
-    """Return the generator of a scenario's numbers.
-
-    Args:
-        scenario: the scenario, with its ``session_seed``.
-        purpose: distinguishes several draws for one scenario.
-    """
-    return random.Random(f"{scenario.session_seed}/{scenario.name}/{purpose}")
-
-
-__all__ = ["DRAWS", "LARGEST_SEED", "Draw", "drawn", "generator", "prime_from"]

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.scenarios.averager_training import LONG_STEPS, option
-from conformance.scenarios.draws import generator
 from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
+from conformance.scenarios.seeds import generator, shared_generator
 
 OWN = replace(
     PLAIN,
@@ -154,7 +154,7 @@ ALL = (
 _GROUPS = ((0, 3), (1, 2), (4,))
 ADAM = ("adam", "adam_options", "saved_groups")
 _OTHERS = {"adamw": "AdamW", "adagrad": "Adagrad"}
-_RANDOM = ("random", "random_dtypes", "options", "many_groups", *ADAM, *_OTHERS)
+_RANDOM = ("random", "random_dtypes", "options", "many_groups", "together", *ADAM, *_OTHERS)
 
 
 def wrapped_class(scenario: Scenario) -> str:
@@ -220,6 +220,9 @@ def plan_of(scenario: Scenario) -> Setting:
             return _adam_options(generator(scenario))
         case "many_groups":
             return _many_groups(len(scenario.params), generator(scenario, "groups"))
+        case "together":
+            draw = shared_generator(scenario, "groups")
+            return _groups_together(len(scenario.params), draw)
         case "adamw":
             return _one_group(_adamw_options, generator(scenario), len(scenario.params))
         case "adagrad":
@@ -315,9 +318,9 @@ def _adagrad_options(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def _many_groups(params: int, draw: random.Random) -> Setting:
-    """Divide the parameters among 12 to 40 groups, each with one parameter at least."""
-    count = draw.randint(12, 40)
+def _many_groups(params: int, draw: random.Random, most: int = 40) -> Setting:
+    """Divide the parameters among 12 to ``most`` groups, each with one parameter at least."""
+    count = draw.randint(12, most)
     places = draw.sample(range(params), params)
     members = [[place] for place in places[:count]]
     for place in places[count:]:
@@ -334,6 +337,21 @@ def _many_groups(params: int, draw: random.Random) -> Setting:
         for indices in members
     )
     return Setting(warmup=2, period=2, groups=groups)
+
+
+def _groups_together(params: int, draw: random.Random) -> Setting:
+    """Divide the parameters among 12 to 24 groups; some of their options are rewritten before
+    every other step.
+    """
+    plan = _many_groups(params, draw, most=24)
+    changes = {
+        step: {
+            group: {"lr": draw.uniform(0.01, 0.2), "momentum": draw.uniform(0.5, 0.95)}
+            for group in draw.sample(range(len(plan.groups)), 3)
+        }
+        for step in range(1, 8, 2)
+    }
+    return replace(plan, changes=changes)
 
 
 def _saved_groups(draw: random.Random) -> Setting:

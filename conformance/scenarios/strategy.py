@@ -224,15 +224,16 @@ _BATCHES = {
 _EXACT = 4  # micro-batches of a step whose sums can be exact
 
 # The variants in which ranks or micro-batches use different parameters.
-_DIFFERENT = ("microbatches", "ranks", "combined", "claim")
+_DIFFERENT = ("microbatches", "ranks", "combined", "claim", "together")
 
 
 def batches(scenario: Scenario, step: int) -> int:
     """Return the number of micro-batches of a step."""
     if by_itself(scenario, step) or scenario.steps[step] == "limit":
         return 1
-    if scenario.variant == "many":
-        return random.Random(f"{scenario.session_seed}/batches/{step}").randint(5, 40)
+    most = {"many": (5, 40), "together": (1, 9)}.get(scenario.variant)
+    if most:
+        return random.Random(f"{scenario.session_seed}/batches/{step}").randint(*most)
     numbers = _BATCHES.get(scenario.variant, (2,))
     return numbers[step % len(numbers)]
 
@@ -360,7 +361,7 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
         case "ranks":
             unused_by_all = len(scenario.params) - 1
             return index not in (unused_by_all, (place + step) % unused_by_all)
-        case "combined":
+        case "combined" | "together":
             # One rank uses the second parameter, and its neighbour the third one.
             first = place == step % size
             second = place == (step + 1) % size

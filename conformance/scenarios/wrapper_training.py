@@ -8,7 +8,7 @@ wrapper_large    three blocks of 2**17 to 2**21 elements, one in each third of t
                  logarithms, and a power of two from 2**-20 to 2**20 that multiplies the inputs
 wrapper_graphs   in each step 2 to 6 graphs at once, with batches of 2 to 12 rows
 wrapper_indices  a table of 70,000 to 200,000 rows, of which the last ones are read too
-wrapper_long     250 to 350 steps, with batches of 1 to 12 rows
+wrapper_long     300 to 380 steps, with batches of 1 to 12 rows
 """
 
 import random
@@ -97,7 +97,7 @@ HALF = replace(
     variant="training_half",
 )
 
-LONG_STEPS = (250, 350)
+LONG_STEPS = (300, 380)
 
 LONG = replace(
     PLAIN,

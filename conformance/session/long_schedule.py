@@ -19,8 +19,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from conformance.scenarios.draws import generator
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.seeds import generator
 from conformance.subjects.claims import (
     CONTRACTION,
     DIFFERENCE,

@@ -3,8 +3,8 @@
 import math
 from dataclasses import replace
 
-from conformance.scenarios.draws import generator
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.seeds import generator
 from conformance.scenarios.training_sizes import draw_smaller
 from conformance.subjects.claims import (
     CONTRACTION,

@@ -5,10 +5,12 @@ from itertools import pairwise
 
 import pytest
 
-from conformance.scenarios.draws import DRAWS, drawn, generator, prime_from
+from conformance.scenarios.draws import DRAWS, drawn
 from conformance.scenarios.hook import VALUES
 from conformance.scenarios.model import scenario_from_json
+from conformance.scenarios.seeds import generator
 from conformance.scenarios.surroundings import DEFAULT_DTYPES
+from conformance.scenarios.tables import prime_from
 from conformance.scenarios.values import RANGES
 from conformance.session.adaptations import adapt_scenario
 from conformance.subjects.claims import Claims

@@ -37,7 +37,8 @@ from conformance.scenarios.wrapper_training import HALF, LARGE, PENALTY
 from conformance.subjects.claims import Claims
 
 SHORT_SUMS = 2.0**-14
-TOLERANCES = {LARGE.name: 2.0**-20, PENALTY.name: 2.0**-12, HALF.name: 2.0**-6}
+# By the scenario's variant.
+TOLERANCES = {LARGE.variant: 2.0**-20, PENALTY.variant: 2.0**-12, HALF.variant: 2.0**-6}
 # The bytes of a number in float32.
 _BYTES = 4
 
@@ -45,7 +46,7 @@ _BYTES = 4
 def require_same_training(runs: Runs, found: Found, steps: int | None = None) -> None:
     """Require the results of the network without the wrapper, up to the bounds of this module."""
     for name, run, plain in pairs(runs):
-        tolerance = TOLERANCES.get(run.scenario.name, SHORT_SUMS)
+        tolerance = TOLERANCES.get(run.scenario.variant, SHORT_SUMS)
         both = {name: run, f"vanilla-{name}": plain}
         require_same_results(both, found, steps=steps, tolerance=tolerance)
 

@@ -78,7 +78,7 @@ class WrapperTraining:
         driver = self._driver
         for parameter in self._parameters.values():
             parameter.grad = None
-        draws = self._scenario.name == INDICES.name
+        draws = self._scenario.variant == INDICES.variant
         try:
             with driver.inside("forward and backward", draws=draws):
                 self._work()
@@ -102,11 +102,11 @@ class WrapperTraining:
     def _plain(self) -> None:
         """Run one forward and its backward; the forward in float16 if the scenario has autocast."""
         rows = BATCH
-        if self._scenario.name == LONG.name:
+        if self._scenario.variant == LONG.variant:
             rows = self._scenario.params[0].shape[self._driver.recorder.step]
         x = self._input(rows)
         casts: torch.autocast | nullcontext[None] = nullcontext()
-        if self._scenario.name == HALF.name:
+        if self._scenario.variant == HALF.variant:
             casts = torch.autocast(self._driver.device.type, dtype=torch.float16)
         WATCH.phase = "forward"
         with casts:
@@ -268,7 +268,7 @@ class WrapperTraining:
 
     def _keep_gradients(self, moment: str) -> None:
         """Record the gradients of all parameters; in a long run as one vector, to be fast."""
-        if self._scenario.name == LONG.name:
+        if self._scenario.variant == LONG.variant:
             gradients = [parameter.grad for parameter in self._parameters.values()]
             present = [gradient.reshape(-1) for gradient in gradients if gradient is not None]
             self._keep("gradient/all", torch.cat(present) if present else None)

@@ -20,12 +20,14 @@ from conformance.scenarios.averager_training import (
     with_option,
 )
 from conformance.scenarios.averaging_schedule import HELD, MAX_STEPS, QUIET, Schedule, lengthened
-from conformance.scenarios.draws import generator
+from conformance.scenarios.conditions_together import AVERAGER as TOGETHER
+from conformance.scenarios.conditions_together import is_long
 from conformance.scenarios.failing_collectives import AVERAGER as FAILING
 from conformance.scenarios.failing_collectives import MOST_SUCCEEDING
 from conformance.scenarios.kinds_in_clusters import AVERAGER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import AVERAGER as DEFAULT_DTYPES
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.seeds import generator, shared_generator
 from conformance.subjects.target import parse_target
 
 _STATEFUL = ("DiLoCoModelAverager", "OuterStepModelAverager", "EMAModelAverager")
@@ -76,7 +78,7 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
     schedule = schedule_of(options)
     if schedule is None:
         return scenario
-    if scenario.name in {cluster.name for cluster in CLUSTERS}:
+    if scenario.name in {cluster.name for cluster in (*CLUSTERS, *TOGETHER)}:
         scenario = _with_claimed_ranks(scenario, options)
     draw = generator(scenario)
     match scenario.name:
@@ -104,6 +106,10 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             return _save(scenario, schedule, draw.choice(_before_averages(schedule)))
     if scenario.name in {failing.name for failing in FAILING}:
         return _fail(scenario, schedule)
+    if scenario.name in {together.name for together in TOGETHER}:
+        if is_long(scenario):
+            return _save_late(scenario, schedule)
+        return _come_together(scenario, schedule, is_stateful(options))
     if scenario.name == DEFAULT_DTYPES.name:
         return _change_dtypes(scenario, schedule)
     averages = ("crafted", "normal") if scenario.name == DTYPES.name else ()
@@ -130,7 +136,7 @@ def _with_claimed_ranks(scenario: Scenario, options: Mapping[str, Any]) -> Scena
     largest = _largest_group(options)
     if scenario.groups and (largest > 1 or "world_only" in options):
         scenario = replace(scenario, groups=(), size=scenario.own_size)
-    if largest < 2:
+    if largest < 2 or not scenario.own_size:
         return scenario
     first = largest - 1 if len(set(scenario.nodes)) > 1 else largest // 2
     return replace(scenario, size=largest, nodes=(first, largest - first))
@@ -240,6 +246,46 @@ def _save(scenario: Scenario, schedule: Schedule, saves_at: int) -> Scenario:
     return replace(
         scenario,
         steps=lengthened(scenario.steps, schedule, also=also),
+        resume=replace(scenario.resume, saves_at=saves_at),
+    )
+
+
+def _save_late(scenario: Scenario, schedule: Schedule) -> Scenario:
+    """Save at the drawn step, or at the next one at which a lost count of steps shows."""
+    saves_at = scenario.resume.saves_at
+    period = min(schedule.periods)
+    return _save(scenario, schedule, saves_at + (period > 1 and saves_at % period == 0))
+
+
+# The kinds of values of averages, in turn.
+_TOGETHER = ("limit", "normal")
+
+
+def _come_together(scenario: Scenario, schedule: Schedule, stateful: bool) -> Scenario:
+    """Save between the first two averages, and go on for so many averages that each kind of value
+    meets each default dtype.
+    """
+    saves_at = shared_generator(scenario, "save").choice(_between_averages(schedule))
+    period = min(schedule.periods)
+    dues = [schedule.first(period)]
+    while len(dues) < len(_TOGETHER) * len(scenario.default_dtypes):
+        due = schedule.next(period, dues[-1] + 1)
+        if due >= MAX_STEPS:
+            break
+        dues.append(due)
+    also = (saves_at - 1, saves_at, schedule.next(period, saves_at), *dues)
+    steps = lengthened(scenario.steps, schedule, also=also)
+    passed = [sum(map(schedule.is_due, range(step))) for step in range(len(steps))]
+    # An outer step may leave the range of float16 although the mean does not.
+    kinds = ("crafted", "normal") if stateful else _TOGETHER
+    dtypes = scenario.default_dtypes
+    return replace(
+        scenario,
+        steps=tuple(
+            kinds[count % len(kinds)] if schedule.is_due(step) and kind != QUIET else kind
+            for step, (kind, count) in enumerate(zip(steps, passed, strict=True))
+        ),
+        default_dtypes=tuple(dtypes[count % len(dtypes)] for count in passed),
         resume=replace(scenario.resume, saves_at=saves_at),
     )
 

@@ -28,6 +28,7 @@ from conformance.scenarios.collective import (
 )
 from conformance.scenarios.collective_training import ALL as TRAINING
 from conformance.scenarios.collective_training import LONG
+from conformance.scenarios.conditions_together import COLLECTIVE as TOGETHER
 from conformance.scenarios.failing_collectives import ASYNCHRONOUS
 from conformance.scenarios.failing_collectives import COLLECTIVE as FAILING
 from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
@@ -222,7 +223,7 @@ def _adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         dimensions = int(options["dimensions"]["name"])
         params = tuple(_with_dimensions(spec, dimensions) for spec in scenario.params)
         scenario = replace(scenario, params=params)
-    if "feedback" in options and scenario.name == LONG.name:
+    if "feedback" in options and scenario.variant == LONG.variant:
         # An error is kept for the next call of the same shape: one object has one shape.
         largest = max(scenario.params, key=lambda param: math.prod(param.shape))
         scenario = replace(scenario, params=(largest,))
@@ -247,6 +248,7 @@ COLLECTIVE = Kind(
         *CLUSTERS,
         DEFAULT_DTYPES,
         *ASYNCHRONOUS,
+        *TOGETHER,
     ),
     claims=table(
         COLLECTIVE_NAME,

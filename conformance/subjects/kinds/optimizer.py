@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.scenarios.averager_training import LONG_STEPS, many_params, with_option
-from conformance.scenarios.draws import generator
+from conformance.scenarios.conditions_together import OPTIMIZER as TOGETHER
+from conformance.scenarios.conditions_together import is_long
 from conformance.scenarios.failing_collectives import OPTIMIZER as FAILING
 from conformance.scenarios.failing_collectives import OPTIMIZER_WITH_CLOSURES
 from conformance.scenarios.kinds_in_clusters import OPTIMIZER as CLUSTERS
@@ -51,6 +52,7 @@ from conformance.scenarios.optimizer_training import (
     plan_of,
     with_dtypes,
 )
+from conformance.scenarios.seeds import generator
 from conformance.subjects.kinds._claim import min_world_size, option_flag, table
 from conformance.subjects.kinds._kind import Kind
 
@@ -73,7 +75,7 @@ def _adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             draw = generator(scenario, "params")
             shapes = [(draw.randint(1, 9),) for _ in range(draw.randint(48, 80))]
             return replace(scenario, params=tuple(map(Param, shapes)))
-        case LONG.variant:
+        case LONG.variant if not is_long(scenario):
             number = generator(scenario).randint(*LONG_STEPS)
             return replace(scenario, steps=scenario.steps[:1] * number)
         case SPECIAL.variant:
@@ -112,6 +114,7 @@ OPTIMIZER = Kind(
         *CLUSTERS,
         DEFAULT_DTYPES,
         *OPTIMIZER_WITH_CLOSURES,
+        *TOGETHER,
     ),
     claims=table(
         option_flag(

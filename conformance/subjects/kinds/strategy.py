@@ -14,11 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.scenarios.averager_training import many_params
-from conformance.scenarios.draws import generator
+from conformance.scenarios.conditions_together import STRATEGY as TOGETHER
 from conformance.scenarios.failing_collectives import STRATEGY as FAILING
 from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import STRATEGY as DEFAULT_DTYPES
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.seeds import generator
 from conformance.scenarios.strategy import (
     _DIFFERENT,
     ACCUMULATED,
@@ -62,7 +63,7 @@ def _adapt(scenario: Scenario, claimed: Collection[str]) -> Scenario:
     if scenario.name == LONG.name:
         number = generator(scenario).randint(*LONG_STEPS)
         scenario = replace(scenario, steps=scenario.steps[:1] * number)
-    if scenario.name == SPECIAL.name:
+    if scenario.variant == SPECIAL.variant:
         *kinds, last = scenario.steps
         generator(scenario).shuffle(kinds)
         scenario = replace(scenario, steps=(*kinds, last))
@@ -96,6 +97,7 @@ STRATEGY = Kind(
         *FAILING,
         *CLUSTERS,
         DEFAULT_DTYPES,
+        *TOGETHER,
     ),
     claims=table(
         option_flag(

@@ -9,6 +9,7 @@ to keep less in memory.
 from collections.abc import Mapping
 from typing import Any
 
+from conformance.scenarios.conditions_together import WRAPPER as TOGETHER
 from conformance.scenarios.kinds_under_default_dtypes import WRAPPER as DEFAULT_DTYPES
 from conformance.scenarios.wrapper import (
     ACCUMULATED,
@@ -56,6 +57,7 @@ WRAPPER = Kind(
         *(MODES, AUTOCAST, RAISES, HOOKED, MODULE),
         *IN_TRAINING,
         DEFAULT_DTYPES,
+        *TOGETHER,
     ),
     claims=table(
         option_flag(
