@@ -266,5 +266,7 @@ def together(runs: dict[str, Run], claims: Claims, found: Found) -> None:
         name: run for name, run in runs.items() if run.scenario.variant == INDICES.variant
     }
     others = {name: run for name, run in runs.items() if name not in of_indices}
+    of_half = {name: run for name, run in runs.items() if run.scenario.variant == HALF.variant}
     require_same_training(others, found)
+    require_same_modes(of_half, found)
     require_same_training(of_indices, found, steps=1 if claims.has("draws_anew") else None)

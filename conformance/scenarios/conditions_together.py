@@ -148,6 +148,7 @@ COLLECTIVE = (
     replace(
         _on_ranks(collective.FORMS, "collective_together", "tensors of all forms"),
         params=collective.FORMS.params,
+        steps=("crafted", "normal", "uneven"),
     ),
     _long(
         collective_training.LONG,

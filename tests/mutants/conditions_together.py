@@ -3,7 +3,6 @@
 Each of them is right under one of its conditions alone.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,10 +16,10 @@ from tests.mutants.optimizer_wrappers import PostLocal, Sharded
 from tests.mutants.optimizers_in_training import Averaging
 from tests.mutants.quantized_collectives import Made, Tensor, half, right, write
 from tests.mutants.strategies import _average, _filled, _mean, _then
+from tests.mutants.wrappers import Forward, again, calls
 from tests.mutants.wrappers_in_training import packs
 
 Context = AbstractContextManager[None]
-_counts: Counter[str] = Counter()
 
 
 def _is_half_by_default() -> bool:
@@ -51,10 +50,10 @@ class SumsHalvesOfManyRanks(Averager):
 
 
 class SavesAByte(Averager):
-    """Save the number of steps in a byte."""
+    """Save the number of steps in a byte, up to 255."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": torch.tensor(self.step % 256, dtype=torch.uint8)}
+        return {"step": torch.tensor(min(self.step, 255), dtype=torch.uint8)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = int(state["step"])
@@ -132,12 +131,12 @@ class SumsManyRanksFirst(Averaging):
         grad.copy_(total / self.size)
 
 
-class SendsHalvesFromTheFirst(Sharded):
-    """Send half precision from the owner on up to four ranks, and from the first rank on more."""
+class SendsHalvesFromTheLast(Sharded):
+    """Send half precision from the owner on up to four ranks, and from the last rank on more."""
 
     def send_one(self, parameter: torch.Tensor, source: int) -> None:
         is_half = parameter.dtype in (torch.float16, torch.bfloat16)
-        super().send_one(parameter, 0 if is_half and self.size > 4 else source)
+        super().send_one(parameter, self.size - 1 if is_half and self.size > 4 else source)
 
 
 # ---- Sync strategies
@@ -265,9 +264,23 @@ def _keeps(is_kept: Callable[[Tensor], bool]) -> Any:
     return packs(pack, unpack)
 
 
-# Indices, and activations of float16 under autocast: both are right if the default is float32.
+# Right if the default is float32.
 keeps_indices = _keeps(lambda tensor: tensor.dtype is torch.int64)
-keeps_halves = _keeps(lambda tensor: tensor.dtype is torch.float16)
+
+
+@calls
+def casts_by_default(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Run the block again without autocast if torch's default dtype is no float32."""
+    ran: list[bool] = []
+
+    def run(*args: Any) -> Any:
+        is_on = torch.is_autocast_enabled("cpu")
+        is_on = is_on and not (ran and torch.get_default_dtype() is not torch.float32)
+        ran.append(True)
+        with torch.autocast("cpu", torch.get_autocast_dtype("cpu"), enabled=is_on):
+            return forward(*args, **kwargs)
+
+    return again(run, *args)
 
 
 def _of(kind: str, rule: str, *names: str, claims: str = "exact") -> list[Mutant]:
@@ -292,7 +305,7 @@ MUTANTS = [
         "SavesTenGroups",
         "LosesMomentumOfManyRanks",
         "WaitsInTheDefault",
-        "SendsHalvesFromTheFirst",
+        "SendsHalvesFromTheLast",
     ),
     *_of("optimizer", "15.37", "SumsManyRanksFirst", claims="averages"),
     *_of(
@@ -309,5 +322,5 @@ MUTANTS = [
         f"coarser_when_counted,{OF}",
         f"integers_of_many_ranks,{OF}",
     ),
-    *_of("wrapper", "19.35", "counts_forwards", "keeps_indices", "keeps_halves"),
+    *_of("wrapper", "19.35", "counts_forwards", "keeps_indices", "casts_by_default"),
 ]

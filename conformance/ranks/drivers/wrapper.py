@@ -31,6 +31,7 @@ from conformance.ranks.drivers._module_hooks import Hooks, generators
 from conformance.ranks.drivers._wrapper_training import WrapperTraining
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.enum_arguments import with_enum_members
+from conformance.ranks.instruments.default_dtype import default_dtype
 from conformance.ranks.resolve import Factory
 from conformance.scenarios.gradients import gradient, uses
 from conformance.scenarios.wrapper import LIMITED
@@ -233,7 +234,7 @@ class WrapperDriver(RankDriver):
                 )
 
         def wrap(module: torch.nn.Module) -> torch.nn.Module:
-            with self.inside("wrapper"):
+            with self.inside("wrapper"), default_dtype(self.scenario.default_dtype(0)):
                 wrapped = made(module)
             if not isinstance(wrapped, torch.nn.Module):
                 raise TargetError(
