@@ -166,8 +166,8 @@ def keeps_no_more(
 
 
 def _keeps_no_more(run: Run, claims: Claims, found: Found) -> None:
-    """Tensors and their bytes, graphs of autograd, objects, entries of lists and dicts, temporary
-    files and memory do not grow from step to step in a long run.
+    """Tensors and their bytes, graphs of autograd, objects, entries of lists and dicts, keys in the
+    store of process groups, temporary files and memory do not grow from step to step in a long run.
 
     Caches have two thirds of the run to fill. After that each count may rise for good once: an
     object in every k-th of n steps is found for k up to 3 n / 10, and growth that begins late

@@ -54,6 +54,7 @@ class Found:
         self.failures: list[Failure] = []
         self.not_applicable: str | None = None
         self.without_evidence: str | None = None
+        self.is_left_out = False
         self.notes: list[str] = []
         self._sent: list[tuple[int, int]] = []
 
@@ -101,6 +102,14 @@ class Found:
         """Declare the requirement not applicable, for a reason that was verified."""
         self.not_applicable = reason
 
+    def leaves_out(self, reason: str) -> None:
+        """Leave this run out, for a reason that was verified and is noted on the certificate.
+
+        The rule's other runs decide. If none of them has a check, the rule is not run.
+        """
+        self.is_left_out = True
+        self.note(reason)
+
     def lacks_evidence(self, reason: str) -> None:
         """Declare that the run never gave the requirement a chance to fail, and why."""
         self.without_evidence = reason
@@ -112,6 +121,8 @@ class Found:
             return Verdict.NOT_RUN
         if self.not_applicable is not None:
             return Verdict.NOT_APPLICABLE
+        if self.is_left_out:
+            return Verdict.PASS
         # A rule that found nothing to check must not count as a pass.
         return Verdict.PASS if self.checks else Verdict.NOT_RUN
 

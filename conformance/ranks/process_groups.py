@@ -17,7 +17,7 @@ from conformance.torch_versions.private import known_groups
 
 def make_groups(
     scenario: Scenario, rank: int, world: int, folder: Path, timeout: float, device: torch.device
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, Any, Any, dist.Store]:
     """Make the default group and the scenario's groups.
 
     Args:
@@ -26,7 +26,8 @@ def make_groups(
         device: of this rank.
 
     Returns:
-        The kit's own store, the group that this rank trains in, and the group of its twin.
+        The kit's own store, the group that this rank trains in, the group of its twin, and the
+        store of all groups.
     """
     store, signals = _meet(folder, world)
     if device.type != "cpu":
@@ -46,7 +47,7 @@ def make_groups(
         for each in dict.fromkeys((dist.group.WORLD, group, twin_group)):
             # Such a backend connects in the first collective, on the host.
             dist.all_reduce(torch.zeros(1, device=device), group=each)
-    return signals, group, twin_group
+    return signals, group, twin_group, store
 
 
 def _own_group(groups: tuple[tuple[int, ...], ...], rank: int) -> Any:
@@ -63,8 +64,9 @@ def _meet(folder: Path, world: int) -> tuple[dist.Store, Any]:
     try:
         meeting = json.loads((folder / MEETING).read_text())
     except FileNotFoundError:
-        store = dist.FileStore(str(folder / "store"), world)
-        return store, dist.PrefixStore("conformance", store)
+        # Two files: the keys of the groups are counted (``instruments/kept.py``).
+        signals = dist.FileStore(str(folder / "signals"), world)
+        return dist.FileStore(str(folder / "store"), world), signals
 
     def connect(prefix: str) -> dist.Store:
         client = dist.TCPStore(meeting["host"], meeting["port"], is_master=False)

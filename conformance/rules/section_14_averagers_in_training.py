@@ -256,5 +256,6 @@ def together(run: Run, claims: Claims, found: Found) -> None:
     """
     event = run.ranks[0].first("loaded")
     if event and event["nothing"]:
-        return  # its schedule begins anew after a checkpoint
+        found.leaves_out("it saves no state: no run that continues from a checkpoint is judged")
+        return
     require_right(run, claims, found, must_change=True)

@@ -362,5 +362,6 @@ def together(run: Run, claims: Claims, found: Found) -> None:
     the session's seed.
     """
     if plan_of(run.scenario).groups and not construction(run)["takes_any"]:
-        return  # it has options of its own
+        found.leaves_out(f"no run with many groups is judged: {NO_OPTIMIZER}")
+        return
     require_right(run, found)

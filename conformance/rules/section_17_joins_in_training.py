@@ -9,6 +9,7 @@ from conformance.judging.oracles.join import (
     parts,
     require_agreement,
     require_gradients,
+    require_keywords,
     require_no_hooks,
     require_parameters,
     require_post_hooks,
@@ -24,7 +25,7 @@ from conformance.judging.oracles.join_numbers import (
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.join_draws import INTERRUPTS, divides_by_all
+from conformance.scenarios.join_draws import INTERRUPTS, breaks_off, divides_by_all
 from conformance.scenarios.joinable import CROWD
 from conformance.scenarios.joins_in_training import (
     EPOCHS,
@@ -223,7 +224,7 @@ kept = keeps_no_more("17.25", on=(MANY,), needs=("17.26",))
     "Many contexts are as right as the first ones",
     on=(MANY,),
     owns=(MANY,),
-    needs=("17.3", "17.20", "17.21", "17.24"),
+    needs=("17.3", "17.10", "17.20", "17.21", "17.24"),
     since="1.6",
     source=f"{TUTORIAL}: one context per epoch; {GENERIC}",
     remedy="a count of contexts or of steps that overflows; hooks, buffers or counts that each "
@@ -233,11 +234,16 @@ def many(run: Run, claims: Claims, found: Found) -> None:
     """In each of 100 to 150 contexts of the same joinables all hooks are called as in the first,
     and a joinable that is judged has the gradients, and the state afterwards, of 17.18 to 17.20.
 
-    The number of contexts, their joinables and their inputs, 0 to 4 on each rank, are drawn.
+    The number of contexts, their joinables and their inputs, 0 to 4 on each rank, are drawn. One
+    context of five, drawn too, ends with an exception, as in 17.10.
     """
     for part in parts(run, 10):
         if is_context(run):
             for member in members(part):
+                if breaks_off(run.scenario, member.context):
+                    require_raised(member, "ArithmeticError", found)
+                    require_no_hooks(member, found)
+                    continue
                 require_steps(part, member, found)
                 require_post_hooks(part, member, found)
         else:
@@ -328,11 +334,12 @@ def replicas_on_clusters(run: Run, claims: Claims, found: Found) -> None:
     remedy="a list of hooks for a few joinables; hooks that are called for the first of them alone",
 )
 def crowd(run: Run, claims: Claims, found: Found) -> None:
-    """The hooks of each of 5 to 12 joinables are called, in the order of the list. Their number is
-    drawn."""
+    """The hooks of each of 5 to 12 joinables are called, in the order of the list, and get the
+    keyword arguments of the context. Their number is drawn."""
     if not applies_to_context(run, found):
         return
     for member in members(run):
+        require_keywords(run, member, found)
         require_steps(run, member, found)
         require_post_hooks(run, member, found)
     require_agreement(run, found)

@@ -32,7 +32,7 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
     - ``hooks_raise``: none on one rank and one on the others; then uneven inputs three times.
     - ``epochs``: 5 to 8 rows of uneven inputs.
     - ``many``: 3 on all ranks; then a row for each step of the scenario, with 0 to 3 inputs on each
-      rank, and one more on a drawn rank.
+      rank, and one more on a drawn rank; the same number on all ranks if the context breaks off.
 
     In rows of uneven inputs one rank has 3 to 6 inputs, one has 1 or 2, and one more has none.
     Ranks take turns, beginning with a drawn one.
@@ -56,9 +56,11 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
         return [row, *(_uneven(numbers, size, first + at) for at in range(3))]
     if scenario.variant == "many":
         rows = [(3,) * size]
-        for _ in scenario.steps[1:]:
+        for context in range(1, len(scenario.steps)):
             most = numbers.randrange(size)
-            rows.append(tuple(numbers.randint(0, 3) + (place == most) for place in range(size)))
+            row = tuple(numbers.randint(0, 3) + (place == most) for place in range(size))
+            # No rank shadows the steps of a rank whose context breaks off.
+            rows.append(row[:1] * size if breaks_off(scenario, context) else row)
         return rows
     if scenario.variant == "epochs":
         return [_uneven(numbers, size, first + row) for row in range(numbers.randint(5, 8))]
@@ -80,6 +82,15 @@ def drawn_order(scenario: Scenario, context: int) -> tuple[int, ...]:
     if scenario.variant == "many":
         places = places[: draw.randint(1, 2)]
     return tuple(places)
+
+
+def breaks_off(scenario: Scenario, context: int) -> bool:
+    """Whether an exception ends a context of ``many``: about one of five, and not the first."""
+    return (
+        scenario.variant == "many"
+        and context > 0
+        and _generator(scenario, f"breaks off/{context}").random() < 0.2
+    )
 
 
 def place_of_ddp(scenario: Scenario, context: int) -> int:

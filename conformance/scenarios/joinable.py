@@ -154,8 +154,9 @@ OUTSIDE = replace(
 CROWD = replace(
     PLAIN,
     name="joinable_crowd",
-    summary=f"{_MOST_JOINABLES[0]} to {_MOST_JOINABLES[1]} joinables in one context, by the seed",
-    variant="uneven",
+    summary=f"{_MOST_JOINABLES[0]} to {_MOST_JOINABLES[1]} joinables in one context, by the seed, "
+    "which has keyword arguments",
+    variant="crowd",
     world_sizes=(2,),
 )
 
@@ -247,6 +248,7 @@ def lengths(scenario: Scenario, group: tuple[int, ...]) -> list[Lengths]:
         ],
     }
     even = [(2,) * size, (0,) * size, (1,) * size]
+    by_variant["crowd"] = by_variant["uneven"]
     return [
         tuple(length + more for length in row) for row in by_variant.get(scenario.variant, even)
     ]

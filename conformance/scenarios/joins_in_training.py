@@ -61,7 +61,7 @@ MANY = replace(
     PLAIN,
     name="joinable_many",
     summary=f"{MANY_CONTEXTS[0]} to {MANY_CONTEXTS[1]} contexts of the same joinables, with up to "
-    "four inputs on each rank; their numbers are drawn",
+    "four inputs on each rank; one of five ends with an exception; all of it is drawn",
     steps=("context",) * MANY_CONTEXTS[0],
     variant="many",
     world_sizes=(2,),

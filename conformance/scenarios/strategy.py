@@ -273,6 +273,9 @@ def abandoned_after(scenario: Scenario, step: int) -> int | None:
 
 def fails_and_goes_on(scenario: Scenario, step: int) -> int | None:
     """Return the micro-batch in which an exception is raised, and after which the step goes on."""
+    if scenario.variant == "long":
+        draw = random.Random(f"{scenario.session_seed}/{scenario.name}/fails/{step}")
+        return 0 if draw.random() < 0.2 else None
     if scenario.variant != "recovered":
         return None
     return (_generator(scenario).randrange(2) + step) % 2

@@ -122,10 +122,11 @@ LONG_STEPS = (120, 240)
 LONG = replace(
     PLAIN,
     name="strategy_long",
-    summary=f"a small model in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps of two micro-batches",
+    summary=f"a small model in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps of two micro-batches; one "
+    "step of five, drawn, has an exception in the first",
     params=(Param((3,)), Param((2, 2))),
     world_sizes=(2,),
-    variant="two",
+    variant="long",
     prerequisite="strategy_accumulated",
     observe=Observation(growth=True),
 )

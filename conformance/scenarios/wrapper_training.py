@@ -103,7 +103,7 @@ LONG = replace(
     PLAIN,
     name="wrapper_long",
     summary=f"a small network in float32 in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps, with batches "
-    "of drawn sizes",
+    "of drawn sizes; every third step has one more graph, without a backward",
     world_sizes=(2,),
     variant="training_long",
     observe=Observation(growth=True),

@@ -32,6 +32,7 @@ _COUNTED = {
     "nodes": "a graph of autograd that grows: a sum of losses, or a tensor that is not detached",
     "objects": "objects that are kept: closures, hooks, futures, handles, dicts",
     "entries": "a list, dict, set or deque that collects values, Work objects or hooks",
+    "keys": "keys that are set in the store of a process group, and not deleted",
     "files": "files in the temporary directory that are never removed",
 }
 _SLOW = 4  # rises in two thirds of a run
@@ -47,7 +48,8 @@ def require_nothing_kept(run: Run, found: Found) -> None:
             return
         found.checked(1)
         for name, cause in _COUNTED.items():
-            values = [event[name] for event in events]
+            # Records of earlier versions have no keys.
+            values = [event.get(name, 0) for event in events]
             places = _rises(values)
             late = [place for place in places if place >= 2 * len(values) // 3]
             comes_slowly = bool(late) and 2 <= len(places) <= _SLOW

@@ -92,6 +92,26 @@ class Contexts:
             else:
                 self.note("came_out", error="", same=False)
 
+    def break_off(self, joinables: list[Any], inputs: int, steps: Steps, number: int) -> None:
+        """Train in a context, and raise in it.
+
+        Rank 0's exception leaves the context before its peers raise theirs.
+
+        Args:
+            number: of the context.
+        """
+        error = ArithmeticError(f"rank {self.driver.rank} breaks off")
+        meeting = f"rank 0 has broken off context {number}"
+
+        def raising() -> None:
+            if self.driver.group_rank:
+                self.driver.barrier(meeting)
+            raise error
+
+        self.run_to_its_error(joinables, inputs, steps, raising, error)
+        if not self.driver.group_rank:
+            self.driver.barrier(meeting)
+
     @contextmanager
     def _inside(self, joinables: list[Any]) -> Iterator[None]:
         self.driver.begin_step(self._contexts, "context")
@@ -140,6 +160,8 @@ class JudgedContext(Contexts):
         for inputs in self.lengths:
             self.count(self.counters(), self.own(inputs), **KEYWORDS)
 
+    crowd = keywords
+
     def again(self) -> None:
         """Use the same joinables again, in another order and number."""
         counters = self.counters()
@@ -172,17 +194,8 @@ class JudgedContext(Contexts):
         Rank 0's exception leaves the context before its peers raise theirs.
         """
         counters = self.counters()
-        error = ArithmeticError(f"rank {self.driver.rank} raises this")
-
-        def raising() -> None:
-            if self.driver.group_rank:
-                self.driver.barrier("rank 0 is out")
-            raise error
-
         steps: Steps = [counter.step for counter in counters]
-        self.run_to_its_error(counters, self.own(self.lengths[0]), steps, raising, error)
-        if not self.driver.group_rank:
-            self.driver.barrier("rank 0 is out")
+        self.break_off(counters, self.own(self.lengths[0]), steps, 0)
         self.count(counters, self.own(self.lengths[1]))
 
     def ddp(self) -> None:

@@ -10,6 +10,7 @@ from conformance.ranks.drivers._joinables import Model
 from conformance.scenarios.join_draws import (
     DIVISOR,
     INTERRUPTS,
+    breaks_off,
     divides_by_all,
     place_of_ddp,
 )
@@ -28,8 +29,14 @@ class ContextInTraining(JudgedContext):
         self.again()
 
     def many(self) -> None:
-        """Use the same joinables in one context after another."""
-        self.again()
+        """Use the same joinables in one context after another; some end with an exception."""
+        counters = self.counters()
+        for number, inputs in enumerate(self.lengths):
+            chosen = [counters[index] for index in order(self.driver.scenario, number)]
+            if breaks_off(self.driver.scenario, number):
+                self.break_off(chosen, self.own(inputs), [one.step for one in chosen], number)
+            else:
+                self.count(chosen, self.own(inputs))
 
     def interrupts(self) -> None:
         """Raise an interrupt in each context; then run one in which no rank raises.

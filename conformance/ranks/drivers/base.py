@@ -125,7 +125,7 @@ class RankDriver(ABC):
         # After the instruments, whose threads and functions are not the subject's.
         self.record_start()
         if self.scenario.observe.growth:
-            self._kept = KeptRecorder(len(self.scenario.steps), self.recorder)
+            self._kept = KeptRecorder(len(self.scenario.steps), self.recorder, self._store)
         self.scatter_heap()
         self._lasting = frozenset(vars(self))
         self.failing.run(self.run)
@@ -143,7 +143,7 @@ class RankDriver(ABC):
 
     def set_up(self) -> None:
         """Make the process groups."""
-        self.signals, self.group, self.twin_group = make_groups(
+        self.signals, self.group, self.twin_group, self._store = make_groups(
             self.scenario, self.rank, self.world, self.folder, self.timeout, self.device
         )
         self.group_rank = dist.get_rank(self.group)

@@ -20,7 +20,7 @@ from conformance.ranks.drivers._joinables import Counter
 from conformance.ranks.drivers._joins_in_training import ContextInTraining
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.resolve import Factory
-from conformance.scenarios.join_draws import DIVISOR, divides_by_all
+from conformance.scenarios.join_draws import DIVISOR, breaks_off, divides_by_all
 from conformance.scenarios.joinable import KEYWORDS
 
 _CHOSEN_BY_KIT = {"enable", "throw_on_early_termination"}
@@ -176,6 +176,9 @@ class _Joinable(Contexts):
     def many(self) -> None:
         """Train one joinable in all contexts; record what it computes."""
         for number, inputs in enumerate(self.lengths):
+            if breaks_off(self.driver.scenario, number):
+                self.break_off([self.subject], self.own(inputs), [self._step], number)
+                continue
             numbers = Numbers(self.driver, self.subject, self._step)
             with numbers.watched(number):
                 self.run([self.subject], self.own(inputs), [numbers.step], numbers.leaving)

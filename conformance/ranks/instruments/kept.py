@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from conformance.ranks.instruments import process_state
 from conformance.ranks.instruments.process_settings import FrozenObjects
@@ -29,11 +30,13 @@ class KeptRecorder:
     Args:
         steps: the number of steps.
         recorder: receives the events, and spools its tensors from here on.
+        store: of the process groups. Its keys are counted if it is a file, which no other run uses.
     """
 
-    def __init__(self, steps: int, recorder: Recorder) -> None:
+    def __init__(self, steps: int, recorder: Recorder, store: dist.Store) -> None:
         self._places = {place * (steps - 1) // INTERVALS for place in range(INTERVALS + 1)}
         self._recorder = recorder
+        self._store = store if isinstance(store, dist.FileStore) else None
         recorder.spool()
         # Collections leave out frozen objects: one takes less than 1 ms.
         gc.collect()
@@ -46,7 +49,8 @@ class KeptRecorder:
             step: the number of the step.
         """
         if step in self._places:
-            self._recorder.event("kept", at=step, **kept())
+            keys = self._store.num_keys() if self._store else 0
+            self._recorder.event("kept", at=step, keys=keys, **kept())
 
 
 def kept() -> dict[str, int]:
