@@ -9,7 +9,7 @@ from conformance.judging.rule import Rule, WorldSizes, rule
 from conformance.judging.side_effects import require_no_side_effects
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.model import CALL_FAILS, FAULTY_RANK, WORK_FAILS, Scenario
+from conformance.scenarios.model import CALL_FAILS, WORK_FAILS, Scenario
 from conformance.subjects.claims import Claims
 
 ON_MORE_RANKS = (
@@ -208,8 +208,9 @@ def raises_if_collective_fails(
         leaves the subject on that rank in the same step: the collective's own, or one that names
         it.
 
-        The step is drawn from the session's seed, and so are the collective and, if wait() fails,
-        the sizes: 2**12 to 2**19 elements.
+        From a drawn step on, the first, the second or the third collective fails, each in a run of
+        its own; if wait() fails, one that is drawn, and sizes are drawn, too: 2**12 to 2**19
+        elements. Both ranks have their turn.
         """
         _require_raised(run, call, found)
 
@@ -236,7 +237,7 @@ _SWALLOWED = {
 
 
 def _require_raised(run: Run, call: str, found: Found) -> None:
-    rank = run.ranks[FAULTY_RANK]
+    rank = run.ranks[run.scenario.fault.rank]
     for fault in rank.all("fault"):
         if not fault["started"]:
             found.does_not_apply("the subject issues no collective that the kit sees")

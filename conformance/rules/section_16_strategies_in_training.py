@@ -228,7 +228,7 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
 
 
 fails = raises_if_collective_fails(
-    "16.30", call="the strategy's context", on=STRATEGY, needs=("16.2",)
+    "16.30", call="the strategy's context", on=STRATEGY, needs=("16.2", "16.5")
 )
 
 kept = keeps_no_more("16.31", on=(LONG,), needs=("16.29",))

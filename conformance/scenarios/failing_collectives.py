@@ -1,15 +1,17 @@
 """Scenarios of averagers, optimizers, strategies and quantized collectives: a collective fails.
 
-Each kind has two, optimizers have one more with closures, and quantized collectives one more with
-``async_op=True``. In the first the call that issues the collective raises; parameters are small. In
-the second the call returns, and the failure comes with wait() or the future; every parameter, or
-message, is large, and collectives of fewer than 64 bytes (flags, sizes) succeed. These numbers are
-drawn from the session's seed:
+In some of them the call that issues the collective raises; parameters are small. The first, second
+and third collective from a step on fail, each in a run of its own. Optimizers have the same with
+closures, and strategies with both of DDP's options and unused parameters. In others the call
+returns, and the failure comes with wait() or the future; every parameter, or message, is large, and
+collectives of fewer than 64 bytes (flags, sizes) succeed. One of these has ``async_op=True``. These
+numbers are drawn from the session's seed:
 
 step            from which on collectives count: 1 to 47 with small parameters, 1 to 11 with large
                 ones, every step as likely as the one of twice its number; averagers count averages
                 from 0 (``subjects/kinds/_averager_schedule.py``)
-succeeding      0 to 2 collectives succeed from that step on before one fails
+rank            on which the first collective fails; the second one fails on the other rank
+succeeding      if wait() fails, 0 to 2 collectives succeed from that step on before one fails
 size            2**12 to 2**19 elements, every size as likely as its double; parameters have some
                 elements more
 """
@@ -20,7 +22,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from conformance.scenarios import averager, collective, optimizer, strategy
-from conformance.scenarios.model import CALL_FAILS, WORK_FAILS, DDPOptions, Fault, Param, Scenario
+from conformance.scenarios.model import (
+    CALL_FAILS,
+    FAULTY_RANK,
+    WORK_FAILS,
+    DDPOptions,
+    Fault,
+    Param,
+    Scenario,
+)
 
 MOST_SUCCEEDING = 2
 LEAST_BYTES = 64
@@ -32,63 +42,77 @@ _LAST_STEP_OF_LARGE = 11
 _MORE = 2 * (MOST_SUCCEEDING + 1)
 
 
-def _call_fails(plain: Scenario, name: str, variant: str) -> Scenario:
-    return replace(
-        plain,
-        name=name,
-        summary="from a drawn step on, the call of a drawn collective raises on rank 1",
-        world_sizes=(2,),
-        variant=variant,
-        fault=Fault(CALL_FAILS),
+_PLACES = ("first", "second", "third")
+
+
+def _call_fails(plain: Scenario, name: str, variant: str) -> tuple[Scenario, ...]:
+    """Return a scenario for each of the collectives that fail."""
+    return tuple(
+        replace(
+            plain,
+            name=f"{name}_{word}" if place else name,
+            summary=f"{plain.summary}; from a drawn step on, the call of the {word} collective "
+            "raises on one rank",
+            world_sizes=(2,),
+            variant=variant,
+            fault=Fault(CALL_FAILS, succeeding=place, rank=place % 2),
+        )
+        for place, word in enumerate(_PLACES)
     )
 
 
-def _work_fails(plain: Scenario, name: str, variant: str) -> Scenario:
-    return replace(
-        plain,
-        name=name,
-        summary="parameters or messages of a drawn size; from a drawn step on, wait() for a drawn "
-        "collective raises on rank 1",
-        params=(Param((4099,)),) * 3,
-        world_sizes=(2,),
-        ddp=DDPOptions(),
-        variant=variant,
-        fault=Fault(WORK_FAILS, least_bytes=LEAST_BYTES),
+def _work_fails(plain: Scenario, name: str, variant: str) -> tuple[Scenario, ...]:
+    """Return a scenario for each of the ranks."""
+    return tuple(
+        replace(
+            plain,
+            name=f"{name}_elsewhere" if rank else name,
+            summary="parameters or messages of a drawn size; from a drawn step on, wait() for a "
+            f"drawn collective raises on {'the other' if rank else 'one'} rank",
+            params=(Param((4099,)),) * 3,
+            world_sizes=(2,),
+            ddp=DDPOptions(),
+            variant=variant,
+            fault=Fault(WORK_FAILS, least_bytes=LEAST_BYTES, rank=rank),
+        )
+        for rank in (0, 1)
     )
 
 
-AVERAGER_CALL_FAILS = _call_fails(averager.PLAIN, "averager_call_fails", "failing")
-AVERAGER_WORK_FAILS = _work_fails(averager.PLAIN, "averager_work_fails", "failing")
-OPTIMIZER_CALL_FAILS = _call_fails(optimizer.PLAIN, "optimizer_call_fails", "failing")
-OPTIMIZER_WORK_FAILS = _work_fails(optimizer.PLAIN, "optimizer_work_fails", "failing")
+AVERAGER = (
+    *_call_fails(averager.PLAIN, "averager_call_fails", "failing"),
+    *_work_fails(averager.PLAIN, "averager_work_fails", "failing"),
+)
+OPTIMIZER = (
+    *_call_fails(optimizer.PLAIN, "optimizer_call_fails", "failing"),
+    *_work_fails(optimizer.PLAIN, "optimizer_work_fails", "failing"),
+)
 # Steps of two micro-batches.
-OPTIMIZER_CLOSURE_FAILS = replace(
-    _call_fails(optimizer.PLAIN, "optimizer_closure_fails", "closure"),
-    summary="steps are given a closure; from a drawn step on, the call of a drawn collective "
-    "raises on rank 1",
+OPTIMIZER_WITH_CLOSURES = _call_fails(
+    replace(optimizer.PLAIN, summary="steps are given a closure"),
+    "optimizer_closure_fails",
+    "closure",
 )
-STRATEGY_CALL_FAILS = _call_fails(strategy.PLAIN, "strategy_call_fails", "failing")
-STRATEGY_WORK_FAILS = _work_fails(strategy.PLAIN, "strategy_work_fails", "failing")
-COLLECTIVE_CALL_FAILS = _call_fails(collective.PLAIN, "collective_call_fails", "")
-COLLECTIVE_WORK_FAILS = _work_fails(collective.PLAIN, "collective_work_fails", "")
-# Rank 0 goes first, so that it can refuse async_op=True.
-COLLECTIVE_WAIT_FAILS = replace(
-    _work_fails(collective.PLAIN, "collective_wait_fails", "waited"),
-    summary="async_op=True, two calls at a time, of a drawn size; from a drawn step on, wait() for "
-    "a drawn collective raises on rank 1",
-    order="rank0_first",
+STRATEGY = (
+    *_call_fails(strategy.PLAIN, "strategy_call_fails", "failing"),
+    *_call_fails(strategy.COMBINED, "strategy_vote_fails", strategy.COMBINED.variant),
+    *_work_fails(strategy.PLAIN, "strategy_work_fails", "failing"),
 )
-
-AVERAGER = (AVERAGER_CALL_FAILS, AVERAGER_WORK_FAILS)
-OPTIMIZER = (OPTIMIZER_CALL_FAILS, OPTIMIZER_WORK_FAILS)
-OPTIMIZER_WITH_CLOSURES = (OPTIMIZER_CLOSURE_FAILS,)
-STRATEGY = (STRATEGY_CALL_FAILS, STRATEGY_WORK_FAILS)
-COLLECTIVE = (COLLECTIVE_CALL_FAILS, COLLECTIVE_WORK_FAILS)
-ASYNCHRONOUS = (COLLECTIVE_WAIT_FAILS,)
-ALL = (
-    *(*AVERAGER, *OPTIMIZER, *OPTIMIZER_WITH_CLOSURES),
-    *(*STRATEGY, *COLLECTIVE, *ASYNCHRONOUS),
+COLLECTIVE = (
+    *_call_fails(collective.PLAIN, "collective_call_fails", ""),
+    *_work_fails(collective.PLAIN, "collective_work_fails", ""),
 )
+_WAIT_FAILS = "waited"
+ASYNCHRONOUS = (
+    replace(
+        _work_fails(collective.PLAIN, "collective_wait_fails", _WAIT_FAILS)[0],
+        summary="async_op=True, two calls at a time, of a drawn size; from a drawn step on, wait() "
+        "for a drawn collective raises on rank 1",
+        # Rank 0 goes first, so that it can refuse async_op=True.
+        order="rank0_first",
+    ),
+)
+ALL = (*AVERAGER, *OPTIMIZER, *OPTIMIZER_WITH_CLOSURES, *STRATEGY, *COLLECTIVE, *ASYNCHRONOUS)
 
 
 def _log_uniform(draw: random.Random, first: int, last: int) -> int:
@@ -97,18 +121,23 @@ def _log_uniform(draw: random.Random, first: int, last: int) -> int:
 
 
 def _with_steps(scenario: Scenario, step: int, succeeding: int) -> Scenario:
-    return replace(
-        scenario,
-        steps=scenario.steps[:1] * (step + 1 + _MORE),
-        fault=replace(scenario.fault, step=step, succeeding=succeeding),
+    fault = replace(
+        scenario.fault, step=step, succeeding=succeeding, rank=_rank_of_failure(scenario)
     )
+    return replace(scenario, steps=scenario.steps[:1] * (step + 1 + _MORE), fault=fault)
+
+
+def _rank_of_failure(scenario: Scenario) -> int:
+    """Exchange the two ranks, or not, in all scenarios of a kind."""
+    if scenario.order != "free":
+        return FAULTY_RANK
+    is_other = random.Random(f"{scenario.session_seed}/{scenario.kind}/rank of failures").random()
+    return (scenario.fault.rank + (is_other < 0.5)) % 2
 
 
 def _draw_call(scenario: Scenario, draw: random.Random) -> Scenario:
-    """Draw the step and the number of collectives that succeed."""
-    return _with_steps(
-        scenario, _log_uniform(draw, 1, _LAST_STEP), draw.randint(0, MOST_SUCCEEDING)
-    )
+    """Draw the step."""
+    return _with_steps(scenario, _log_uniform(draw, 1, _LAST_STEP), scenario.fault.succeeding)
 
 
 def _draw_work(scenario: Scenario, draw: random.Random) -> Scenario:
@@ -118,7 +147,7 @@ def _draw_work(scenario: Scenario, draw: random.Random) -> Scenario:
     if scenario.kind == collective.PLAIN.kind:
         # A quantized collective may take matrices alone.
         columns = draw.randint(3, 64)
-        calls = 2 if scenario.variant == COLLECTIVE_WAIT_FAILS.variant else 1
+        calls = 2 if scenario.variant == _WAIT_FAILS else 1
         shapes = [(-(-size // columns), columns)] * calls
     scenario = replace(scenario, params=tuple(Param(shape) for shape in shapes))
     step = _log_uniform(draw, 1, _LAST_STEP_OF_LARGE)

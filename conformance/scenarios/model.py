@@ -113,6 +113,7 @@ class Fault:
             step on, before one fails.
         least_bytes: collectives to which the rank gives fewer bytes, and from which it receives
             fewer, are not counted.
+        rank: for other kinds than hooks, the rank on which the collective fails.
     """
 
     kind: str = "none"
@@ -120,6 +121,7 @@ class Fault:
     group_timeout: float = 0.0
     succeeding: int = 0
     least_bytes: int = 0
+    rank: int = FAULTY_RANK
 
 
 @dataclass(frozen=True)

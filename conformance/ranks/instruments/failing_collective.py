@@ -25,7 +25,7 @@ import torch.distributed as dist
 from conformance.ranks.instruments.injected import collective_failed, outcome_of
 from conformance.records.files import DONE
 from conformance.records.recorder import Recorder
-from conformance.scenarios.model import CALL_FAILS, COLLECTIVE_FAULTS, FAULTY_RANK, Scenario
+from conformance.scenarios.model import CALL_FAILS, COLLECTIVE_FAULTS, Scenario
 
 _OVER = "failure over"
 
@@ -45,7 +45,7 @@ class FailingCollective:
 
     def __init__(self, scenario: Scenario, rank: int, recorder: Recorder) -> None:
         self._fault = scenario.fault
-        self._is_faulty = rank == FAULTY_RANK
+        self._is_faulty = rank == scenario.fault.rank
         self._recorder = recorder
         self._lock = threading.Lock()
         self._is_armed = False

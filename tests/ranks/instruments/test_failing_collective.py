@@ -1,4 +1,4 @@
-"""A collective that fails on rank 1 alone, and the verdicts on subjects of four kinds."""
+"""A collective that fails on one rank alone, and the verdicts on subjects of four kinds."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +32,7 @@ def make(tmp_path: Path) -> Make:
     """Return a function that makes the instrument of one rank."""
 
     def made(rank: int = FAULTY_RANK, **fault: Any) -> FailingCollective:
-        scenario = replace(scenarios.AVERAGER_CALL_FAILS, fault=Fault(**fault))
+        scenario = replace(scenarios.AVERAGER[0], fault=Fault(**fault))
         return FailingCollective(scenario, rank, Recorder(tmp_path))
 
     return made
@@ -138,7 +138,7 @@ def test_the_verdict(
     for scenario in OF_KINDS[number]:
         run = made_run(scenario=scenario)
         fault = {"fault": scenario.fault.kind, "started": 2, "collective": "allreduce", **outcome}
-        run.ranks[FAULTY_RANK].events.append(event("fault", 3, **fault))
+        run.ranks[scenario.fault.rank].events.append(event("fault", 3, **fault))
         found = Found()
         rules[number].check(run, parse_claims("exact"), found)
         assert found.verdict() is verdict
@@ -152,7 +152,7 @@ def test_enough_averages_are_due_from_the_failure_on(scenario: Scenario, period:
         adapted = adapt_scenario(scenario, claims, seed=seed)
         run = made_run(scenario=replace(adapted, steps=adapted.steps[:1]))
         steps = range(adapted.fault.step, len(adapted.steps))
-        averages = [step for step in steps if due(run, FAULTY_RANK, step, claims)]
+        averages = [step for step in steps if due(run, adapted.fault.rank, step, claims)]
         assert averages[0] == adapted.fault.step
         assert len(averages) > scenarios.MOST_SUCCEEDING
         assert adapted.fault.succeeding <= scenarios.MOST_SUCCEEDING
@@ -160,10 +160,20 @@ def test_enough_averages_are_due_from_the_failure_on(scenario: Scenario, period:
 
 @pytest.mark.parametrize("number", OF_KINDS)
 def test_steps_and_sizes_are_drawn_within_their_ranges(number: str) -> None:
-    small, large = OF_KINDS[number]
     for seed in range(50):
-        assert 1 <= drawn(small, seed).fault.step <= 47
-        scenario = drawn(large, seed)
-        assert 1 <= scenario.fault.step <= 11
-        for param in scenario.params:
-            assert 2**12 <= torch.Size(param.shape).numel() < 2**19 + 64
+        for scenario in OF_KINDS[number]:
+            is_large = scenario.fault.kind == WORK_FAILS
+            made = drawn(scenario, seed)
+            assert 1 <= made.fault.step <= (11 if is_large else 47)
+            for param in made.params if is_large else ():
+                assert 2**12 <= torch.Size(param.shape).numel() < 2**19 + 64
+
+
+@pytest.mark.parametrize("number", OF_KINDS)
+def test_every_collective_of_three_fails_and_either_rank(number: str) -> None:
+    for seed in range(10):
+        faults = [drawn(scenario, seed).fault for scenario in OF_KINDS[number]]
+        calls = [fault for fault in faults if fault.kind == CALL_FAILS]
+        assert [fault.succeeding for fault in calls] == [0, 1, 2] * (len(calls) // 3)
+        assert {fault.rank for fault in calls} == {0, 1}
+        assert {fault.rank for fault in faults if fault.kind == WORK_FAILS} == {0, 1}
