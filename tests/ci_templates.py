@@ -18,11 +18,13 @@ from ruamel.yaml import YAML
 CI = Path(__file__).resolve().parent.parent / "ci"
 ACTION = "github/action.yml"
 WORKFLOW = "github/conformance.yml"
+TORCH_VERSIONS = "github/torch-versions.yml"
 GITLAB = "gitlab-ci.yml"
 BUILDKITE = "buildkite.yml"
 SCHEMAS = {
     ACTION: ("vendor.github-actions",),
     WORKFLOW: ("vendor.github-workflows",),
+    TORCH_VERSIONS: ("vendor.github-workflows",),
     GITLAB: ("vendor.gitlab-ci", "--data-transform", "gitlab-ci"),
     BUILDKITE: ("vendor.buildkite",),
 }
@@ -93,6 +95,28 @@ def _github(checkout: Path) -> Iterator[Command]:
                     f"{WORKFLOW} {job}",
                     action,
                     values | {"github.action_path": f"{checkout}/ci/github"},
+                )
+            else:
+                assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]), step
+
+
+def of_torch_versions() -> Iterator[Command]:
+    """Yield the commands of the kit's own workflow, those of each entry of its matrix."""
+    job = read(TORCH_VERSIONS)["jobs"]["torch"]
+    matrix = job["strategy"]["matrix"]
+    entries = [
+        {"torch": torch, "python": python}
+        for torch in matrix["torch"]
+        for python in matrix["python"]
+    ]
+    for entry in [*entries, *matrix["include"]]:
+        values = {f"matrix.{key}": value for key, value in entry.items()}
+        for step in job["steps"]:
+            if "run" in step:
+                yield Command(
+                    f"{TORCH_VERSIONS} torch {entry['torch']} on Python {entry['python']}",
+                    _EXPRESSION.sub(lambda found, values=values: values[found[1]], step["run"]),
+                    tuple(job["env"].items()),
                 )
             else:
                 assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]), step

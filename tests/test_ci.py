@@ -24,8 +24,19 @@ from torch.distributed.run import get_args_parser
 
 from conformance.__main__ import main
 from conformance.errors import ProfileError, UsageError
+from conformance.torch_versions.tested import NEWEST, OLDEST
 from tests import ci_templates
-from tests.ci_templates import ACTION, BUILDKITE, CI, GITLAB, SCHEMAS, WORKFLOW, Command
+from tests.ci_templates import (
+    ACTION,
+    BUILDKITE,
+    CI,
+    GITLAB,
+    SCHEMAS,
+    TORCH_VERSIONS,
+    WORKFLOW,
+    Command,
+    of_torch_versions,
+)
 from tests.cli.test_statement import lint
 from tests.made_certificates import certificate, written
 
@@ -138,6 +149,8 @@ BROKEN: list[tuple[str, Callable[[Any], object]]] = [
     (WORKFLOW, lambda d: d["jobs"]["cpu"]["permissions"].update({"id-token": "yes"})),
     (WORKFLOW, lambda d: d["on"].update(labelled=None)),
     (WORKFLOW, lambda d: d["jobs"]["cpu"]["steps"][0].pop("uses")),
+    (TORCH_VERSIONS, lambda d: d["jobs"]["torch"]["strategy"].update(matrix="all")),
+    (TORCH_VERSIONS, lambda d: d["jobs"]["torch"]["steps"][2].update(runs="tox")),
     (GITLAB, lambda d: d["conformance-gpu"].update(rules="nightly")),
     (GITLAB, lambda d: d[".conformance"]["artifacts"].update(when="ever")),
     (GITLAB, lambda d: d["conformance-cpu"].update(scripts=["tox"])),
@@ -319,6 +332,38 @@ def test_tox_runs_nothing_but_the_environments_python(checkout: Path) -> None:
     assert len(keys) == 3 * len(environments), output
     assert len(found) >= len(keys) / 3
     assert [line for line in found if not line.startswith("python ")] == []
+
+
+def test_each_version_of_torch_has_an_environment_and_a_job(checkout: Path) -> None:
+    """The jobs' environments are all those of tox.ini, and each installs the torch of its name."""
+    called = {
+        found[1]
+        for command in of_torch_versions()
+        if (found := re.fullmatch(r"tox -e (\S+) -- --small", command.text))
+    }
+    output = shell("tox config -e ALL -k deps install_command commands", checkout).output
+    installed = dict(re.findall(r"^\[testenv:(torch\S+)\]\s+deps = (.*)$", output, re.MULTILINE))
+    minors = range(OLDEST[1], NEWEST[1] + 1)
+    assert installed == {
+        **{f"torch2.{minor}": f"torch==2.{minor}.*" for minor in minors},
+        "torch-newest": "torch",
+    }
+    assert called == set(installed)
+
+
+def test_the_commands_of_the_job_for_a_version_of_torch(
+    ran: dict[Command, Done], checkout: Path, tmp_path: Path
+) -> None:
+    """Each command is one that another test runs, or is run here with ``--help`` behind it."""
+    tox, install = sorted({command.text.split()[0] for command in of_torch_versions()}, key=len)
+    assert (tox, install) == ("tox", "python")
+    texts = {command.text for command in ran}
+    for command in of_torch_versions():
+        assert command.text.startswith("tox ") or command.text in texts
+    newest = f"tox -c {checkout} -e torch{NEWEST[0]}.{NEWEST[1]} -- --small --help"
+    done = shell(newest, ROOT, TOX_WORK_DIR=str(tmp_path / "tox"))
+    assert done.code == 0, done.output
+    assert "A subset of the tests for one version of torch" in done.output
 
 
 @pytest.mark.ranks

@@ -102,7 +102,9 @@ def _overview(results: Sequence[Result]) -> list[str]:
             "",
             f"\\* The small subset (`--small`): {len(torchs_own(small=True))} of "
             f"{len(torchs_own())} of torch's own subjects, and {len(mutants(small=True))} mutants, "
-            f"{OF_A_SECTION} of a section at most, those with the fewest scenarios.",
+            f"{OF_A_SECTION} of a section at most, those with the fewest scenarios, and 1 of a "
+            "section in which all runs take long. Newer ones joined the subset after the row was "
+            "made.",
         ]
     return lines
 
@@ -125,7 +127,17 @@ def _count(result: Result, group: str) -> str:
         text = f"{found} of {len(entries)} hold"
     if is_cut_off(result, group):
         text += f"; cut off after {len(entries)} of {planned}"
+    elif newer := len(_newer_mutants(result, group)):
+        text += f"; {newer} newer ones not run"
     return text
+
+
+def _newer_mutants(result: Result, group: str) -> set[str]:
+    """Return the mutants that joined the subset after a version was judged."""
+    if group != "mutants":
+        return set()
+    subset = {str(one.case) for one in mutants(small=group in result["small"])}
+    return subset - set(result[group])
 
 
 def _by_version(results: Iterable[Result], group: str) -> list[str]:

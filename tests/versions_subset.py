@@ -1,17 +1,17 @@
 """The subjects that ``tests/versions.py`` judges with each version of torch.
 
-They are a reference of each kind, torch's own subjects, and mutants of all sections of the book
-whose runs do not take long (``tests/cases.py``). The small subset is a part of them that takes some
-minutes.
+They are a reference of each kind, torch's own subjects, and mutants of all sections of the book but
+those of devices. The mutants' runs do not take long (``tests/cases.py``); a section in which all
+runs take long has one mutant. The small subset takes some minutes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from conformance.judging.rule import MUST, Rule, with_needed
 from conformance.rules import book
 from conformance.subjects.kinds import HOOK, KINDS
-from tests.cases import Case, is_costly
+from tests.cases import COSTLY_SECTIONS, Case, is_costly
 from tests.mutants import Mutant, catalogue
 
 GROUPS = ("references", "torch's own", "mutants")
@@ -102,14 +102,19 @@ def torchs_own(small: bool = False) -> list[Case]:
 
 
 def mutants(small: bool = False) -> list[Broken]:
-    """Return mutants whose runs do not take long.
+    """Return mutants of all sections but those of devices.
+
+    The first ones are of sections in which all runs take long, one of each section. The others are
+    mutants whose runs do not take long.
 
     Args:
-        small: return two of each section, those with the fewest scenarios, instead of the first of
-            each section and the first of each module.
+        small: return two of each other section, those with the fewest scenarios, instead of the
+            first of each section and the first of each module.
     """
     found: dict[str, Broken] = {}
-    for module, mutant in _fewest_scenarios() if small else _firsts():
+    long = _fewest_scenarios(_in_costly_sections(), 1)
+    short = _fewest_scenarios(_fitting(), OF_A_SECTION) if small else _firsts()
+    for module, mutant in (*long, *short):
         one = _broken(module, mutant)
         found.setdefault(str(one.case), one)
     return list(found.values())
@@ -124,32 +129,48 @@ def _firsts() -> Iterator[tuple[str, Mutant]]:
         seen |= keys
 
 
-def _fewest_scenarios() -> Iterator[tuple[str, Mutant]]:
+def _fewest_scenarios(
+    mutants: Iterable[tuple[str, Mutant]], of_a_section: int
+) -> Iterator[tuple[str, Mutant]]:
+    """Yield the mutants of each section that have the fewest scenarios and break different rules.
+
+    Args:
+        mutants: with their modules.
+        of_a_section: how many of a section, at most.
+    """
     broken: dict[str, set[str]] = {}
-    for module, mutant in sorted(_fitting(), key=_number_of_scenarios):
+    for module, mutant in sorted(mutants, key=_number_of_scenarios):
         rules = broken.setdefault(RULES[mutant.breaks[0]].section, set())
-        if len(rules) < OF_A_SECTION and mutant.breaks[0] not in rules:
+        if len(rules) < of_a_section and mutant.breaks[0] not in rules:
             rules.add(mutant.breaks[0])
             yield module, mutant
 
 
 def _fitting() -> Iterator[tuple[str, Mutant]]:
-    """Yield modules and mutants that fit."""
-    for module, mutant in catalogue():
-        if not module.endswith("process") and _fits(mutant):
+    """Yield modules and mutants whose runs do not take long."""
+    for module, mutant in _refused_on_two_ranks():
+        if not is_costly(RULES[mutant.breaks[0]]):
             yield module, mutant
 
 
-def _fits(mutant: Mutant) -> bool:
-    """Whether a mutant is refused on two ranks of a CPU, by rules whose runs do not take long."""
-    rule = RULES[mutant.breaks[0]]
-    # A rule that watches the runs of others has none to watch if it builds on no rule.
-    has_runs = not rule.watches or bool(rule.needs)
-    is_refused = all(RULES[number].level == MUST for number in mutant.breaks)
-    takes_long = mutant.hangs or is_costly(rule)
-    return (
-        has_runs and is_refused and not takes_long and not mutant.device and mutant.worlds == WORLDS
-    )
+def _in_costly_sections() -> Iterator[tuple[str, Mutant]]:
+    """Yield modules and mutants of sections in which all runs take long."""
+    for module, mutant in _refused_on_two_ranks():
+        if RULES[mutant.breaks[0]].section in COSTLY_SECTIONS:
+            yield module, mutant
+
+
+def _refused_on_two_ranks() -> Iterator[tuple[str, Mutant]]:
+    """Yield modules and mutants that are refused on two ranks of a CPU."""
+    for module, mutant in catalogue():
+        rule = RULES[mutant.breaks[0]]
+        # A rule that watches the runs of others has none to watch if it builds on no rule.
+        has_runs = not rule.watches or bool(rule.needs)
+        is_refused = all(RULES[number].level == MUST for number in mutant.breaks)
+        ends_by_itself = not mutant.hangs and not module.endswith("process")
+        on_two_ranks = mutant.worlds == WORLDS and not mutant.device
+        if has_runs and is_refused and ends_by_itself and on_two_ranks:
+            yield module, mutant
 
 
 def _number_of_scenarios(of: tuple[str, Mutant]) -> int:

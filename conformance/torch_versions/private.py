@@ -102,7 +102,7 @@ def on_new_group(before: Callable[[], None]) -> None:
 def flight_record() -> str | bytes:
     """Return the flight recorder's last collectives as JSON, or why there is none."""
     trace: str | bytes = b""
-    # A backend has one of these or the other; if torch has NCCL, it has both. Up to torch 2.5 only
+    # A backend has one of these or the other; if torch has NCCL, it has both. Up to torch 2.7 only
     # NCCL has one.
     for dump in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         try:

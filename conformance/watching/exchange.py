@@ -124,9 +124,10 @@ class Exchange:
         """Return the kit's store on a connection of its own, if it can have one.
 
         A connection is locked while an operation is under way. A thread with a connection of its
-        own therefore never delays the training.
+        own therefore never delays the training. Stores have no clone() before torch 2.8: there
+        the threads share the training's connection, each time for one short operation.
         """
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(AttributeError, RuntimeError):
             return self._store.clone()
         return self._store
 

@@ -25,6 +25,7 @@ from tests.hooks_ref.algorithms import (
     scenario,
     try_hook,
 )
+from tests.torch_marks import taken_by_gloo
 
 HOOK = "hooks_ref.gossip:gossip_grad_hook"
 SUBJECTS = "tests.hooks_ref.gossip_subjects"
@@ -122,9 +123,8 @@ def test_in_groups_smaller_than_world(pool: Pool) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", ["crafted", "normal"])
 def test_every_kind_of_parameter(pool: Pool, kind: str, world: int) -> None:
-    run = run_hook(
-        pool, scenario(6, params=KINDS, kind=kind), world, setup=f"{SUBJECTS}:gossips,seed={SEED}"
-    )
+    what = scenario(6, params=taken_by_gloo(KINDS), kind=kind)
+    run = run_hook(pool, what, world, setup=f"{SUBJECTS}:gossips,seed={SEED}")
     require_gossip(run, "dissemination")
 
 

@@ -26,6 +26,7 @@ from tests.hooks_ref.algorithms import (
     torchs_own_fails,
     try_hook,
 )
+from tests.torch_marks import taken_by_gloo
 
 HOOK = "hooks_ref.local_sgd:post_localSGD_hook"
 SUBJECTS = "tests.hooks_ref.local_sgd_subjects"
@@ -118,7 +119,7 @@ def test_in_one_group_while_others_stay_out(pool: Pool) -> None:
 
 @pytest.mark.parametrize("kind", ["crafted", "normal"])
 def test_every_kind_of_parameter(pool: Pool, kind: str) -> None:
-    what = scenario(5, params=KINDS, kind=kind)
+    what = scenario(5, params=taken_by_gloo(KINDS), kind=kind)
     require_local_sgd(
         run_hook(pool, what, 3, setup=f"{SUBJECTS}:by_machine,hosts='ABA',start=2"), "ABA", 2
     )

@@ -22,6 +22,7 @@ from tests.hooks_ref.algorithms import (
     scenario,
     torchs_own_fails,
 )
+from tests.torch_marks import taken_by_gloo
 
 SUBJECT = "tests.hooks_ref.averaging_subjects:averaged"
 SIZES = {2: 2, 4: 4}  # groups by period
@@ -144,7 +145,7 @@ def test_dtypes(pool: Pool) -> None:
         pool,
         2,
         "PeriodicModelAverager",
-        Scenario("algorithm", "dtypes", params, ("crafted",) * 4, initial_value=0.0),
+        Scenario("algorithm", "dtypes", taken_by_gloo(params), ("crafted",) * 4, initial_value=0.0),
         period=2,
     )
     require_definition(mine, periodic(2, 0, (0, 1)))

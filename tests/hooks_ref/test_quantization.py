@@ -24,6 +24,7 @@ from tests.hooks_ref.algorithms import (
     torchs_own_fails,
     try_hook,
 )
+from tests.torch_marks import taken_by_gloo
 
 MODULE = "hooks_ref.quantization"
 SUBJECTS = "tests.hooks_ref.quantization_subjects"
@@ -143,7 +144,8 @@ def test_other_dtypes(pool: Pool, hook: str) -> None:
         for dtype in ("float64", "float16", "bfloat16", "complex64")
         for shape in ((40,), (3, 5), ())
     )
-    require_definition(run_hook(pool, scenario(3, params=params), hook=hook), WIDTHS[hook])
+    what = scenario(3, params=taken_by_gloo(params))
+    require_definition(run_hook(pool, what, hook=hook), WIDTHS[hook])
 
 
 @pytest.mark.parametrize("hook", list(WIDTHS)[::2])

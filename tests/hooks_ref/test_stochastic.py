@@ -25,6 +25,7 @@ from tests.hooks_ref.algorithms import (
     run_hook,
     scenario,
 )
+from tests.torch_marks import taken_by_gloo
 
 STATES = "examples.states"
 HOOK = "hooks_ref:compression_hook"
@@ -141,7 +142,7 @@ def test_other_dtypes(pool: Pool, name: str) -> None:
     """As above; to a half bucket each rank's value is added with a rounding of its own, and divided
     with one."""
     compressor = getattr(states, name)().compressor
-    params = tuple(
+    params = taken_by_gloo(
         Param(shape, dtype)
         for dtype in ("float64", "float16", "bfloat16", "complex64")
         for shape in ((40,), (3, 5), ())

@@ -22,6 +22,7 @@ from tests.hooks_ref.algorithms import (
     torchs_own_fails,
     try_hook,
 )
+from tests.torch_marks import needs_complex_over_gloo
 
 SUBJECT = "tests.hooks_ref.zero_overlap_subjects:zero"
 VANILLA = "tests.hooks_ref.optimizer_overlap_subjects:vanilla"
@@ -160,7 +161,9 @@ def test_every_layout_and_shape(pool: Pool, name: str, shard: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["float64", "bfloat16", pytest.param("complex64", marks=needs_complex_over_gloo)]
+)
 def test_every_dtype(pool: Pool, dtype: str) -> None:
     what = scenario(
         5,

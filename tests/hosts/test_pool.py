@@ -17,6 +17,7 @@ from conformance.scenarios.hook import ALL, VALUES, VALUES_AGAIN
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.spec import REFERENCE, SubjectSpec
 from tests.cases import PATIENT
+from tests.torch_marks import needs_flight_recorder_of_gloo
 
 pytestmark = pytest.mark.ranks
 
@@ -183,6 +184,7 @@ def test_a_hang_is_reported_with_its_line(impatient: Pool, name: str) -> None:
     assert "stacks" in broken.evidence["rank 0"]
 
 
+@needs_flight_recorder_of_gloo
 def test_the_flight_recorder_names_the_last_collectives(impatient: Pool) -> None:
     broken = hang(impatient, "never_completes_on_rank_1", "gloo:all_reduce")
     assert "gloo:all_reduce" in json.dumps(broken.evidence)

@@ -6,6 +6,7 @@ import expecttest
 
 from tests.versions import PAGE
 from tests.versions_page import page
+from tests.versions_subset import mutants
 
 
 def test_the_page_is_as_published() -> None:
@@ -55,10 +56,19 @@ def test_mutants_that_other_rules_refuse_are_listed() -> None:
     other = made_entry("2.2") | {"as elsewhere": False}
     missed = made_entry() | {"as elsewhere": False}
     text = page([made_result(mutants={"m:a": as_elsewhere, "m:b": other, "m:c": missed})])
-    assert "2 of 3 refused, 1 by other rules |" in text
+    assert "2 of 3 refused, 1 by other rules; " in text
     assert "| `m:a` |" not in text
     assert "| `m:b` | 2.6.0 | 2.2 |" in text
     assert "| `m:c` | 2.6.0 | holds |" in text
+
+
+def test_a_row_tells_how_many_mutants_joined_the_subset_later() -> None:
+    subset = {str(one.case): made_entry("2.1") | {"as elsewhere": True} for one in mutants(True)}
+    earlier = dict(list(subset.items())[2:])
+    whole = page([made_result(mutants=subset) | {"small": ["mutants"]}])
+    assert f"| {len(subset)} of {len(subset)} refused |" in whole
+    later = page([made_result(mutants=earlier) | {"small": ["mutants"]}])
+    assert f"| {len(earlier)} of {len(earlier)} refused; 2 newer ones not run |" in later
 
 
 def made_entry(*refused_by: str, limits: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -6,7 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from conformance.torch_versions.private import ALLGATHER_BASE, REDUCE_SCATTER_BASE
 from conformance.watching.collectives import Counted, Recording, Tally, kit_groups
+
+# Before torch 2.13 both functions and both methods have other names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_NAMES = (
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist.ProcessGroup, "all_gather_single")
+    else (ALLGATHER_BASE, REDUCE_SCATTER_BASE)
+)
 
 
 @pytest.fixture
@@ -30,8 +40,8 @@ def test_recorded_collectives(group: dist.ProcessGroup) -> None:
     dist.all_reduce(one, op=dist.ReduceOp.MAX)
     dist.broadcast(one.half(), src=0)
     dist.all_gather([torch.zeros(3)], one)
-    dist.all_gather_single(torch.zeros(3), one)
-    dist.reduce_scatter_single(torch.zeros(3), one)
+    _all_gather_single(torch.zeros(3), one)
+    _reduce_scatter_single(torch.zeros(3), one)
     group.allreduce([one, one]).wait()
     dist.barrier()
     recording.close()
@@ -40,8 +50,8 @@ def test_recorded_collectives(group: dist.ProcessGroup) -> None:
         "allreduce MAX 3 float32",
         "broadcast 3 float16 root 0",
         "allgather 3 float32",
-        "all_gather_single 3 float32",
-        "reduce_scatter_single SUM 3 float32",
+        f"{_NAMES[0]} 3 float32",
+        f"{_NAMES[1]} SUM 3 float32",
         "allreduce 6 float32",
         "barrier",
     ]

@@ -10,6 +10,7 @@ from conformance.hosts.pool import Pool
 from conformance.scenarios.hook import SUBGROUPS
 from conformance.scenarios.model import Param, Scenario
 from tests.hooks_ref.algorithms import run_hook
+from tests.torch_marks import needs_complex_over_gloo
 
 SCENARIO = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), initial_value=0.0)
 GROUPS = replace(SCENARIO, groups=SUBGROUPS.groups)
@@ -265,7 +266,9 @@ def test_values_that_are_not_finite(pool: Pool, hook: str, given: dict[str, Any]
     run(pool, "overflows", hook=hook, **given)
 
 
-@pytest.mark.parametrize("drift", ["", "complex", "strided", "frozen"])
+@pytest.mark.parametrize(
+    "drift", ["", pytest.param("complex", marks=needs_complex_over_gloo), "strided", "frozen"]
+)
 def test_dtypes_layouts_and_shapes(pool: Pool, drift: str) -> None:
     run(pool, "mixes", drift=drift)
 

@@ -26,6 +26,7 @@ STORE_TIMEOUT = 30.0  # seconds for a store: its client looks up host names, whi
 _KEY = "conformance/host/{}"
 _RENDEZVOUS_PREFIX = "torch.rendezvous."
 _MASTER_SUFFIX = "/MASTER_ADDR"
+_DEFAULT_RUN = "none"  # the name of a torchrun without --rdzv-id
 
 
 class HostsNotFound(Exception):
@@ -143,19 +144,37 @@ def find_hosts(host: str, port: int) -> list[Announcement]:
 
 
 def _shared_stores(store: Any) -> list[tuple[str, int]]:
-    """Return the shared store of the newest round of each rendezvous of an endpoint."""
-    if not hasattr(store, "list_keys"):
+    """Return the shared store of the newest round of each rendezvous of an endpoint.
+
+    Raises:
+        HostsNotFound: this torch cannot list the keys of a store, and no rendezvous has torchrun's
+            default name.
+    """
+    can_list = hasattr(store, "list_keys")
+    rounds = _newest_rounds(store.list_keys()) if can_list else _round_of_the_default_run(store)
+    if not rounds and not can_list:
         raise HostsNotFound(
-            "this torch cannot list the keys of a store: "
-            "give the address that the first host printed to --attach"
+            "this torch cannot list the keys of a store, and the store has no rendezvous without "
+            "--rdzv-id: give the address that the first host printed to --attach"
         )
     shared = []
-    for run, number in _newest_rounds(store.list_keys()).items():
+    for run, number in rounds.items():
         prefix = f"{_RENDEZVOUS_PREFIX}{run}.{number}/"
         if store.check([f"{prefix}MASTER_ADDR", f"{prefix}MASTER_PORT"]):
             address = store.get(f"{prefix}MASTER_ADDR").decode()
             shared.append((address, int(store.get(f"{prefix}MASTER_PORT"))))
     return shared
+
+
+def _round_of_the_default_run(store: Any) -> dict[str, int]:
+    """Return the number of the newest round of a torchrun without ``--rdzv-id``.
+
+    Torch through 2.9 cannot list the keys of a store. torchrun numbers the rounds from 0.
+    """
+    number = 0
+    while store.check([f"{_RENDEZVOUS_PREFIX}{_DEFAULT_RUN}.{number}{_MASTER_SUFFIX}"]):
+        number += 1
+    return {_DEFAULT_RUN: number - 1} if number else {}
 
 
 def _newest_rounds(keys: Iterable[str]) -> dict[str, int]:

@@ -204,7 +204,9 @@ def test_larger_world_sizes_are_left_out(
         torchrun, tmp_path, monkeypatch, "1.1", hook="hooks_ref:allreduce_hook", world_size="1,6,8"
     )
     assert session.worlds == (1,)
-    assert session.notes == ["world size 6, 8 was not run: 4 hosts are attached"]
+    # Some versions of torch have notes of their own.
+    about_sizes = [note for note in session.notes if "world size" in note]
+    assert about_sizes == ["world size 6, 8 was not run: 4 hosts are attached"]
 
 
 def test_a_dead_host_is_named_and_the_run_is_repeated_after_the_restart(

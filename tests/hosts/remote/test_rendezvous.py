@@ -6,8 +6,10 @@ import socket
 
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed.run import get_args_parser
 
 from conformance.errors import UsageError
+from conformance.hosts.remote import rendezvous
 from conformance.hosts.remote.rendezvous import (
     HostsNotFound,
     find_hosts,
@@ -16,6 +18,7 @@ from conformance.hosts.remote.rendezvous import (
     publish,
 )
 from tests.hosts.remote.test_run import host_of
+from tests.torch_marks import needs_list_keys
 
 _STORES: list[TCPStore] = []  # kept: if one is destroyed, others of this process may stop answering
 
@@ -56,6 +59,7 @@ def test_other_texts_are_no_endpoints(text: str) -> None:
         parse_endpoint(text)
 
 
+@needs_list_keys
 def test_hosts_are_found_by_the_endpoint_and_by_their_own_store() -> None:
     endpoint = new_store()
     shared = new_store()
@@ -75,9 +79,9 @@ def test_hosts_are_found_by_the_endpoint_and_by_their_own_store() -> None:
 def test_the_error_names_the_missing_hosts() -> None:
     endpoint = new_store()
     shared = new_store()
-    with pytest.raises(HostsNotFound, match="no rendezvous of torchrun's in it yet"):
+    with pytest.raises(HostsNotFound, match="no rendezvous"):
         find_hosts("localhost", endpoint.port)
-    name_it(endpoint, shared, "job")
+    name_it(endpoint, shared, "none")
     with pytest.raises(HostsNotFound, match="no host of the kit's has come yet"):
         find_hosts("localhost", endpoint.port)
     fill(shared, 1, of=3)
@@ -91,6 +95,33 @@ def test_the_error_names_the_missing_hosts() -> None:
             find_hosts("localhost", port)
 
 
+class WithoutKeys:
+    """A store of a torch that cannot list its keys."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self.check = store.check
+        self.get = store.get
+
+
+def test_a_torchrun_without_a_name_is_found_if_keys_cannot_be_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reach = rendezvous._reach
+    monkeypatch.setattr(rendezvous, "_reach", lambda *address: WithoutKeys(reach(*address)))
+    endpoint = new_store()
+    older = new_store()
+    shared = new_store()
+    with pytest.raises(HostsNotFound, match="no rendezvous without --rdzv-id: give the address"):
+        find_hosts("localhost", endpoint.port)
+    # torchrun's name of a run that has none.
+    assert get_args_parser().parse_args(["script.py"]).rdzv_id == "none"
+    name_it(endpoint, older, "none", 0)
+    name_it(endpoint, shared, "none", 1)
+    fill(shared)
+    assert [host.host_rank for host in find_hosts("localhost", endpoint.port)] == [0, 1]
+
+
+@needs_list_keys
 @pytest.mark.ranks  # it waits for hosts that do not come
 def test_hosts_of_several_torchruns_are_not_mixed() -> None:
     endpoint = new_store()

@@ -1,0 +1,51 @@
+"""Limits of versions of torch: marks of tests that cannot run there, and parts that they leave out.
+
+Each condition is a feature that torch has or lacks, or a fault that the kit knows
+(``conformance/torch_versions/faults.py``).
+"""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conformance.scenarios.model import Param
+from conformance.torch_versions.faults import faults_of
+
+_HERE = f"torch {torch.__version__}"
+_COMPLEX_FAULTS = [
+    fault
+    for fault in faults_of(torch.__version__)
+    if (fault.backend, fault.dtypes) == ("gloo", "complex")
+]
+COMPLEX_OVER_GLOO = not _COMPLEX_FAULTS
+
+needs_complex_over_gloo = pytest.mark.skipif(
+    not COMPLEX_OVER_GLOO,
+    reason="; ".join(f"{_HERE} {fault.summary} ({fault.issue})" for fault in _COMPLEX_FAULTS),
+)
+"""Torch through 2.8 broadcasts and reduces no complex tensor over Gloo."""
+
+needs_list_keys = pytest.mark.skipif(
+    not hasattr(dist.Store, "list_keys"), reason=f"{_HERE} cannot list the keys of a store"
+)
+"""Torch 2.9 and older have no ``Store.list_keys``: torchruns with ``--rdzv-id`` are not found."""
+
+needs_flight_recorder_of_gloo = pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
+    reason=f"{_HERE} records no collectives of Gloo",
+)
+"""Torch through 2.7 has the flight recorder of NCCL alone."""
+
+needs_build_without_nccl = pytest.mark.skipif(
+    dist.is_nccl_available(), reason=f"{_HERE} is built with NCCL"
+)
+"""A torch that is built with NCCL registers its bf16 hook on a CPU too."""
+
+
+def taken_by_gloo(params: Iterable[Param]) -> tuple[Param, ...]:
+    """Return parameters without the complex ones if this torch cannot broadcast them over Gloo."""
+    return tuple(
+        param for param in params if COMPLEX_OVER_GLOO or not param.dtype.startswith("complex")
+    )
