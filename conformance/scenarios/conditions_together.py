@@ -1,8 +1,7 @@
 """Scenarios of other kinds than hooks in which conditions of training come together.
 
 Other scenarios change one thing at a time, so that a failure has one reason. A defect that needs
-two of these things passes all of them. Here they come together, so that every pair of them is in
-some run:
+two conditions passes them all. Here conditions come together, every pair in some run:
 
 *_together       five to eight ranks, half of all sessions eight, on two simulated nodes; float32,
                  float64, float16 and bfloat16 in one model; torch's default dtype is float64,
@@ -16,7 +15,7 @@ some run:
                  averager and an optimizer are saved after more than 256 steps, and another run
                  continues
 
-Wrappers issue no collectives, and have no states: of them there are autocast, graphs, indices and
+Wrappers issue no collectives, and have no states: their runs have autocast, graphs, indices and
 the long run under other default dtypes. All of these numbers are drawn from the session's seed.
 """
 
