@@ -27,7 +27,7 @@ def test_bounds_are_above_another_order_and_below_fewer_bits() -> None:
         assert len(differing_elements(rounded, forward, SHORT_SUMS)), dtype
     bits = (forward.view(torch.int32) & ~511).view(torch.float32)
     assert len(differing_elements(bits, forward, TOLERANCES[LARGE.variant]))
-    assert TOLERANCES[LARGE.variant] < SHORT_SUMS < TOLERANCES[PENALTY.name]
+    assert TOLERANCES[LARGE.variant] < SHORT_SUMS < TOLERANCES[PENALTY.variant]
 
 
 def test_drawn_numbers_are_in_their_ranges() -> None:
