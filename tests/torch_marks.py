@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.ao.quantization.utils import check_min_max_valid
+from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import (
+    quantization_pertensor_hook,
+)
 
 from conformance.scenarios.model import Param
 from conformance.torch_versions.faults import faults_of
@@ -48,8 +51,20 @@ The bf16 hook then works.
 """
 
 
+needs_quantization_hooks_of_a_cpu = pytest.mark.skipif(
+    "cuda" in quantization_pertensor_hook.__code__.co_names,
+    reason=f"{_HERE} has quantization hooks that call cuda(), whatever the device of the bucket",
+)
+"""The quantization hooks of torch 2.4 run on a GPU alone."""
+
+ignores_autocast_of_torch = pytest.mark.filterwarnings(
+    "ignore:.torch.cpu.amp.autocast:FutureWarning"
+)
+"""The checkpoints of torch 2.4 call a function that it deprecates itself."""
+
+
 def observers_take_nan() -> bool:
-    """Whether the quantization observers of torch take NaN; those of torch 2.9 and older refuse it."""
+    """Whether torch's quantization observers take NaN; those of torch 2.9 and older refuse it."""
     nan = torch.tensor(float("nan"))
     try:
         return check_min_max_valid(nan, nan)
