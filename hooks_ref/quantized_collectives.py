@@ -277,9 +277,11 @@ def _scatter(
 ) -> Arriving | None:
     sent = wire.encode(scatter_list) if scatter_list else None
     received = wire.room(tensor)
-    place: dict[str, int] = {"group_src": group_src} if group_src is not None else {"src": src or 0}
+    if group_src is not None:
+        # dist.scatter itself takes group_src from torch 2.6 on.
+        src = dist.get_global_rank(group or dist.group.WORLD, group_src)
     return wire.begin(
-        dist.scatter(received, sent, group=group, async_op=True, **place),
+        dist.scatter(received, sent, src or 0, group, async_op=True),
         [received],
         [tensor],
         async_op,

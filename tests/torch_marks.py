@@ -9,6 +9,10 @@ from collections.abc import Iterable
 import pytest
 import torch
 import torch.distributed as dist
+from torch.ao.quantization.utils import check_min_max_valid
+from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import (
+    quantization_pertensor_hook,
+)
 
 from conformance.scenarios.model import Param
 from conformance.torch_versions.faults import faults_of
@@ -38,10 +42,34 @@ needs_flight_recorder_of_gloo = pytest.mark.skipif(
 )
 """Torch through 2.7 has the flight recorder of NCCL alone."""
 
-needs_build_without_nccl = pytest.mark.skipif(
-    dist.is_nccl_available(), reason=f"{_HERE} is built with NCCL"
+needs_build_for_cpu = pytest.mark.skipif(
+    torch.backends.cuda.is_built(), reason=f"{_HERE} is built with CUDA"
 )
-"""A torch that is built with NCCL registers its bf16 hook on a CPU too."""
+"""On a CPU, hooks of torch's own that need a GPU fail otherwise if torch is built with CUDA.
+
+The bf16 hook then works.
+"""
+
+
+needs_quantization_hooks_of_a_cpu = pytest.mark.skipif(
+    "cuda" in quantization_pertensor_hook.__code__.co_names,
+    reason=f"{_HERE} has quantization hooks that call cuda(), whatever the device of the bucket",
+)
+"""The quantization hooks of torch 2.4 run on a GPU alone."""
+
+ignores_autocast_of_torch = pytest.mark.filterwarnings(
+    "ignore:.torch.cpu.amp.autocast:FutureWarning"
+)
+"""The checkpoints of torch 2.4 call a function that it deprecates itself."""
+
+
+def observers_take_nan() -> bool:
+    """Whether torch's quantization observers take NaN; those of torch 2.9 and older refuse it."""
+    nan = torch.tensor(float("nan"))
+    try:
+        return check_min_max_valid(nan, nan)
+    except AssertionError:
+        return False
 
 
 def taken_by_gloo(params: Iterable[Param]) -> tuple[Param, ...]:

@@ -203,7 +203,8 @@ def trains(
         assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
         for tensor in mine:
             root = copy.deepcopy(tensor)
-            dist.broadcast(root, group=process_group, group_src=0)
+            # torch 2.4 and 2.5 have no group_src.
+            dist.broadcast(root, dist.get_global_rank(process_group, 0), group=process_group)
             assert torch.equal(root, tensor), "replicas differ"
 
     return once(check)

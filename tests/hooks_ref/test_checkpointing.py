@@ -11,6 +11,7 @@ from conformance.hosts.pool import Pool
 from conformance.scenarios.model import Param, Scenario
 from tests.hooks_ref.algorithms import run_hook
 from tests.hooks_ref.checkpointing_subjects import WRAPPERS, Block, network
+from tests.torch_marks import ignores_autocast_of_torch
 
 WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), initial_value=0.0)
 
@@ -51,6 +52,7 @@ def test_what_a_wrapper_lacks_is_the_modules() -> None:
         wrapped.nothing  # noqa: B018
 
 
+@ignores_autocast_of_torch
 def test_the_forward_runs_again() -> None:
     """In the backward; not with another function, which keeps its own tensors."""
     calls: list[int] = []
@@ -116,6 +118,7 @@ def test_a_policy_is_called() -> None:
         hooks_ref.apply_activation_checkpointing(network(), auto_wrap_policy={torch.nn.Linear})  # type: ignore[arg-type]
 
 
+@ignores_autocast_of_torch
 @pytest.mark.parametrize("name", ["plain", "reentrant", "both"])
 def test_buffers_are_updated_by_the_first_forward_alone(name: str) -> None:
     plain = torch.nn.BatchNorm1d(3)

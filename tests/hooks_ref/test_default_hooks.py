@@ -17,7 +17,7 @@ from conformance.records.run import Run, load_run
 from conformance.scenarios.hook import TRAINING, VALUES
 from conformance.scenarios.model import Scenario
 from conformance.subjects.spec import SubjectSpec
-from tests.torch_marks import needs_build_without_nccl
+from tests.torch_marks import needs_build_for_cpu
 
 SAME = {
     "hooks_ref:allreduce_hook": (
@@ -81,7 +81,7 @@ def test_a_wrapper_returns_the_buckets_dtype(pool: Pool) -> None:
     ] == [{"float32"}, {"float16"}]
 
 
-@needs_build_without_nccl
+@needs_build_for_cpu
 def test_torchs_bf16_hook_is_refused_on_cpu_by_its_name(pool: Pool) -> None:
     run = run_of(
         pool, VALUES, "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:bf16_compress_hook"

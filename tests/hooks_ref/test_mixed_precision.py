@@ -22,7 +22,7 @@ from tests.hooks_ref.algorithms import (
     torchs_own_fails,
     try_hook,
 )
-from tests.torch_marks import taken_by_gloo
+from tests.torch_marks import needs_build_for_cpu, taken_by_gloo
 
 SUBJECTS = "tests.hooks_ref.mixed_precision_subjects"
 HOOK = "hooks_ref.mixed_precision:allreduce_and_upcast_hook"
@@ -145,6 +145,7 @@ def test_a_sparse_bucket_is_averaged_in_its_own_dtype(pool: Pool) -> None:
     )
 
 
+@needs_build_for_cpu
 def test_torchs_native_mixed_precision_needs_an_accelerator(pool: Pool) -> None:
     with torchs_own_fails("cpu backend doesn't support events"):
         run_hook(pool, TRAINING, setup=f"{SUBJECTS}:torchs")

@@ -26,7 +26,7 @@ from tests.hooks_ref.algorithms import (
     torchs_own_fails,
     try_hook,
 )
-from tests.torch_marks import taken_by_gloo
+from tests.torch_marks import needs_build_for_cpu, taken_by_gloo
 
 SUBJECTS = "tests.hooks_ref.optimizer_overlap_subjects"
 TEN_STEPS = replace(TRAINING, steps=("normal",) * 10)
@@ -278,6 +278,7 @@ def test_torchs_own_steps_with_what_is_in_the_bucket(pool: Pool) -> None:
     assert not torch.equal(result(torchs, 0, 0, 0), result(torchs, 1, 0, 0))
 
 
+@needs_build_for_cpu
 def test_torchs_own_in_backward_needs_an_accelerator(pool: Pool) -> None:
     with torchs_own_fails("Cannot access accelerator device when none is available"):
         run_hook(pool, TRAINING, setup=setup("torchs_in_backward"))

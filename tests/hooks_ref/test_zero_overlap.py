@@ -218,7 +218,7 @@ def test_a_failed_collective_surfaces(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_torchs_own_refuses_gloo(pool: Pool, name: str) -> None:
-    with torchs_own_fails("Gloo backend using Overlapping DDP with ZeRO may meet hangs"):
+    with torchs_own_fails("Overlapping DDP with ZeRO"):  # the rest differs between versions
         run_hook(pool, TRAINING, setup=setup(SUBJECT, name=name, whose="torchs", **SGD))
 
 

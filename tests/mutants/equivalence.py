@@ -75,7 +75,10 @@ def set_buffer_only(state: Any, bucket: Bucket) -> Result:
 
 def rank_0_wins(state: Any, bucket: Bucket) -> Result:
     """Broadcast rank 0's gradient instead of averaging."""
-    work = dist.broadcast(bucket.buffer(), group=group_of(state), group_src=0, async_op=True)
+    group = group_of(state)
+    # torch 2.4 and 2.5 have no group_src.
+    root = dist.get_global_rank(group, 0)
+    work = dist.broadcast(bucket.buffer(), root, group=group, async_op=True)
     return work.get_future().then(lambda fut: fut.value()[0])
 
 

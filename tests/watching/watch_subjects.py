@@ -356,7 +356,8 @@ def leaves(process_group: Any, rank: int, *, how: str) -> Case:
 def same_on_all_ranks(ddp: Any, process_group: Any) -> None:
     for parameter in ddp.module.parameters():
         root = parameter.detach().clone()
-        dist.broadcast(root, group=process_group, group_src=0)
+        # torch 2.4 and 2.5 have no group_src.
+        dist.broadcast(root, dist.get_global_rank(process_group, 0), group=process_group)
         assert torch.equal(root, parameter)
 
 

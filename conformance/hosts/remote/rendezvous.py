@@ -112,6 +112,15 @@ def find_hosts(host: str, port: int) -> list[Announcement]:
         HostsNotFound: there is no store, or it has no hosts, or not all of them yet.
         UsageError: there are several rendezvous, each with hosts.
     """
+    try:
+        return _find_hosts(host, port)
+    except RuntimeError as error:
+        # torchrun closes the store when it starts all hosts anew.
+        first_line = str(error).partition("\n")[0]
+        raise HostsNotFound(f"the store at {host}:{port} is gone ({first_line})") from error
+
+
+def _find_hosts(host: str, port: int) -> list[Announcement]:
     store = _reach(host, port)
     if store.check([_KEY.format(0)]):
         return _read_announcements(store, host)
