@@ -347,7 +347,8 @@ def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
     "Conditions of training come together",
     on=CONDITIONS,
     owns=CONDITIONS,
-    needs=(*BASIC, "15.11", "15.13", "15.29", "15.33", "15.34", "15.35"),
+    may_refuse=True,
+    needs=(*BASIC, "15.11", "15.13", "15.14", "15.29", "15.33", "15.34", "15.35"),
     since="1.6",
     source=TOGETHER,
     remedy=TOGETHER_REMEDY,
@@ -359,7 +360,7 @@ def together(run: Run, claims: Claims, found: Found) -> None:
     default dtype that changes; the second goes on from the state that the first has saved. Two more
     have 300 to 420 steps on two ranks under bfloat16 as the default dtype, and a save after more
     than 256 steps. One has NaN and infinities on five to eight ranks. The numbers are drawn from
-    the session's seed.
+    the session's seed. An error on every rank may refuse several dtypes in one model.
     """
     if plan_of(run.scenario).groups and not construction(run)["takes_any"]:
         found.leaves_out(f"no run with many groups is judged: {NO_OPTIMIZER}")

@@ -219,7 +219,7 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     "Conditions of training come together",
     on=CONDITIONS,
     owns=CONDITIONS,
-    needs=("18.1", "18.2", "18.6", "18.29", "18.30", "18.31"),
+    needs=("18.4", "18.5", "18.6", "18.29", "18.30", "18.31"),
     since="1.6",
     source=TOGETHER,
     remedy=TOGETHER_REMEDY,
