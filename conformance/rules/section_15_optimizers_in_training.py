@@ -347,7 +347,6 @@ def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
     "Conditions of training come together",
     on=CONDITIONS,
     owns=CONDITIONS,
-    may_refuse=True,
     needs=(*BASIC, "15.11", "15.13", "15.14", "15.29", "15.33", "15.34", "15.35"),
     since="1.6",
     source=TOGETHER,
@@ -356,11 +355,11 @@ def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
 def together(run: Run, claims: Claims, found: Found) -> None:
     """Steps are right if conditions come together that other rules judge alone.
 
-    Two runs have five to eight ranks, 12 to 24 groups with rewritten options, four dtypes and a
-    default dtype that changes; the second goes on from the state that the first has saved. Two more
+    Two runs have five to eight ranks, 12 to 24 groups with rewritten options and a default dtype
+    that changes; the second goes on from the state that the first has saved. Two more
     have 300 to 420 steps on two ranks under bfloat16 as the default dtype, and a save after more
     than 256 steps. One has NaN and infinities on five to eight ranks. The numbers are drawn from
-    the session's seed. An error on every rank may refuse several dtypes in one model.
+    the session's seed.
     """
     if plan_of(run.scenario).groups and not construction(run)["takes_any"]:
         found.leaves_out(f"no run with many groups is judged: {NO_OPTIMIZER}")

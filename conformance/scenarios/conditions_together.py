@@ -6,9 +6,10 @@ two conditions passes them all. Here conditions come together, every pair in som
 *_together       five to eight ranks, half of all sessions eight, on two simulated nodes; float32,
                  float64, float16 and bfloat16 in one model; torch's default dtype is float64,
                  float16 or bfloat16, and changes. An averager and an optimizer are saved at a drawn
-                 step, and another run continues; the optimizer has 12 to 24 parameter groups, and
-                 its options are rewritten before every other step. A strategy has up to nine
-                 micro-batches a step, which use different parameters, under both of DDP's options.
+                 step, and another run continues; the optimizer has 12 to 24 parameter groups of
+                 float32 alone, and its options are rewritten before every other step. A strategy
+                 has up to nine micro-batches a step, which use different parameters, under both of
+                 DDP's options.
 *_special_together
                  the same ranks and default dtypes, with NaN, infinities and float16 near its limit
 *_together_long  300 to 420 steps on two ranks, made under bfloat16, which counts to 256 only; an
@@ -118,7 +119,9 @@ OPTIMIZER = (
         replace(
             _on_ranks(optimizer.RANDOM, "optimizer_together", "12 to 24 groups of SGD"),
             variant="together",
-            params=(*_MIXED, *(Param((size,)) for size in range(1, 17))),
+            # ZeRO takes one dtype in a model.
+            summary="12 to 24 groups of SGD; 5 to 8 ranks on two nodes, other default dtypes",
+            params=(Param((5004,)), *(Param((size,)) for size in range(1, 24))),
         )
     ),
     *_saved(_long(optimizer_training.LONG)),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.mutants import Mutant
 from tests.mutants.averagers import Averager
-from tests.mutants.optimizer_wrappers import PostLocal, Sharded
+from tests.mutants.optimizer_wrappers import PostLocal
 from tests.mutants.optimizers_in_training import Averaging
 from tests.mutants.quantized_collectives import Made, Tensor, half, right, write
 from tests.mutants.strategies import _average, _filled, _mean, _then
@@ -129,14 +129,6 @@ class SumsManyRanksFirst(Averaging):
         total = grad.contiguous().clone()
         dist.all_reduce(total, group=self.group)
         grad.copy_(total / self.size)
-
-
-class SendsHalvesFromTheLast(Sharded):
-    """Send half precision from the owner on up to four ranks, and from the last rank on more."""
-
-    def send_one(self, parameter: torch.Tensor, source: int) -> None:
-        is_half = parameter.dtype in (torch.float16, torch.bfloat16)
-        super().send_one(parameter, self.size - 1 if is_half and self.size > 4 else source)
 
 
 # ---- Sync strategies
@@ -305,7 +297,6 @@ MUTANTS = [
         "SavesTenGroups",
         "LosesMomentumOfManyRanks",
         "WaitsInTheDefault",
-        "SendsHalvesFromTheLast",
     ),
     *_of("optimizer", "15.37", "SumsManyRanksFirst", claims="averages"),
     *_of(

@@ -70,6 +70,9 @@ class OptimizerStep:
     momenta: Values
 
 
+# Looking for causes takes longer than judging: only the first failures of a run have one.
+MAX_EXPLAINED = 50
+
 Steps = Mapping[tuple[int, int], OptimizerStep]
 # A known mistake: the parameter that it leaves on a rank, from that rank's right step.
 Mistake = Callable[[OptimizerStep, int], torch.Tensor]
@@ -304,7 +307,7 @@ def _require_parameter(
         f"the optimizer's step{average}: {expected[at].item():.9g}",
         f"{place}, p{index}, index {at}: {got[at].item():.9g} "
         f"({len(wrong)} of {len(got)} elements differ)",
-        _cause(run, right, rank, step, index, got),
+        _cause(run, right, rank, step, index, got) if len(found.failures) < MAX_EXPLAINED else "",
     )
 
 
