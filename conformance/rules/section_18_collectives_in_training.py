@@ -8,7 +8,8 @@ from conformance.judging.common_rules import (
     keeps_no_more,
     raises_if_collective_fails,
 )
-from conformance.judging.oracles.collective import calls, require_call, require_calls, require_dtype
+from conformance.judging.oracles.collective import calls, require_call, require_calls
+from conformance.judging.oracles.collective_forms import is_plain, require_dtype, require_shape
 from conformance.judging.oracles.collective_training import (
     require_long_run,
     require_no_error_in_wait,
@@ -228,11 +229,12 @@ def together(run: Run, claims: Claims, found: Found) -> None:
     """Messages arrive if conditions come together that other rules judge alone.
 
     One run has tensors of all forms and dtypes on five to eight ranks under a default dtype that
-    changes, and an error may refuse some of these. One has 300 to 450 calls under bfloat16 as the
-    default dtype. The numbers are drawn from the session's seed.
+    changes; an error may refuse other layouts and dtypes than contiguous float32. One has 300 to
+    450 calls under bfloat16 as the default dtype. The numbers are drawn from the session's seed.
     """
     if run.scenario.variant == LONG.variant:
         require_long_run(run, claims, found)
     else:
         for call in calls(run):
-            require_dtype(run, claims, found, call)
+            require = require_shape if is_plain(run, call) else require_dtype
+            require(run, claims, found, call)

@@ -15,10 +15,10 @@ from conformance.judging.oracles.collective import (
     require_arrival,
     require_call,
     require_calls,
-    require_dtype,
     require_mean_of_calls,
     require_zero_signs,
 )
+from conformance.judging.oracles.collective_forms import is_plain, require_dtype, require_shape
 from conformance.judging.oracles.collective_training import require_no_error_in_wait
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
@@ -116,20 +116,10 @@ def shapes(run: Run, claims: Claims, found: Found) -> None:
 
     With the claim dimensions(n) tensors of another number of dimensions are refused with an error.
     """
-    dimensions = None
-    if claims.has("dimensions"):
-        dimensions = int(claims.options["dimensions"]["name"])
     for call in calls(run):
-        spec = run.scenario.params[call.index]
         # 18.5 and 18.6 judge the other layouts and dtypes.
-        if spec.dtype != "float32" or spec.layout != "contiguous":
-            continue
-        if dimensions in (None, len(spec.shape)):
-            require_call(run, claims, found, call)
-            continue
-        expected = f"an error: dimensions({dimensions}) is claimed"
-        actual = f"{call}, of shape {spec.shape}: there was none"
-        found.require(bool(call.refused), expected, actual)
+        if is_plain(run, call):
+            require_shape(run, claims, found, call)
 
 
 @rule(

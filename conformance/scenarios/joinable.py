@@ -208,14 +208,16 @@ def lengths(scenario: Scenario, group: tuple[int, ...]) -> list[Lengths]:
     # other group does not get by with equal numbers.
     more = scenario.groups.index(group) if scenario.groups else 0
     falling = tuple(range(size, 0, -1))
+    uneven = [
+        tuple(2 + (place == 0) for place in range(size)),
+        tuple(2 + (place != 0) for place in range(size)),
+        tuple(7 * place for place in range(size)),
+        tuple(4 * (place == 0) for place in range(size)),
+        falling,
+    ]
     by_variant: dict[str, list[Lengths]] = {
-        "uneven": [
-            tuple(2 + (place == 0) for place in range(size)),
-            tuple(2 + (place != 0) for place in range(size)),
-            tuple(7 * place for place in range(size)),
-            tuple(4 * (place == 0) for place in range(size)),
-            falling,
-        ],
+        "uneven": uneven,
+        "crowd": uneven,
         "again": [
             falling,
             falling[::-1],
@@ -248,7 +250,6 @@ def lengths(scenario: Scenario, group: tuple[int, ...]) -> list[Lengths]:
         ],
     }
     even = [(2,) * size, (0,) * size, (1,) * size]
-    by_variant["crowd"] = by_variant["uneven"]
     return [
         tuple(length + more for length in row) for row in by_variant.get(scenario.variant, even)
     ]

@@ -223,6 +223,17 @@ def integers_of_many_ranks(func: Made, qtype: str) -> Made:
     return right(func, encode)
 
 
+def refuses_many_ranks(func: Made, qtype: str) -> Made:
+    """Raise an error on more than four ranks if torch's default dtype is no float32."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_world_size() > 4 and torch.get_default_dtype() is not torch.float32:
+            raise NotImplementedError("expected the default dtype float32")
+        return right(func)(*args, **kwargs)
+
+    return called
+
+
 # ---- Wrappers
 
 
@@ -312,6 +323,7 @@ MUTANTS = [
         f"doubles_in_the_default,{OF}",
         f"coarser_when_counted,{OF}",
         f"integers_of_many_ranks,{OF}",
+        f"refuses_many_ranks,{OF}",
     ),
     *_of("wrapper", "19.35", "counts_forwards", "keeps_indices", "casts_by_default"),
 ]

@@ -94,6 +94,40 @@ class NeverReadsTheResult(Averager):
         parameter.copy_(mean)
 
 
+class FirstRankForgives(Averager):
+    """Keep the values of the first rank if the collective fails there."""
+
+    def average(self, params: Any) -> None:
+        try:
+            super().average(params)
+        except RuntimeError:
+            if self.group.rank():
+                raise
+
+
+class LastRankForgives(Averager):
+    """Keep the values of the last rank if the collective fails there."""
+
+    def average(self, params: Any) -> None:
+        try:
+            super().average(params)
+        except RuntimeError:
+            if self.group.rank() < self.group.size() - 1:
+                raise
+
+
+class LaterOnesMayFail(Averager):
+    """Let the collectives of all parameters but the first two fail."""
+
+    def average(self, params: Any) -> None:
+        for place, parameter in enumerate(params):
+            try:
+                self.average_one(parameter)
+            except RuntimeError:
+                if place < 2:
+                    raise
+
+
 # ---- Optimizers
 
 
@@ -136,6 +170,20 @@ class SendsWithoutWaiting(Sharded):
 
     def send_one(self, parameter: torch.Tensor, source: int) -> None:
         _end(dist.broadcast(parameter.data, src=source, group=self.group, async_op=True))
+
+
+class FirstRankKeepsTheSecond(Sharded):
+    """Keep the second parameter on the first rank if it could not be received."""
+
+    def send(self) -> None:
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                source = dist.get_global_rank(self.group, self.owner(index))
+                try:
+                    self.send_one(parameter, source)
+                except RuntimeError:
+                    if index != 1 or self.place:
+                        raise
 
 
 class StepsWithLargeLocalGradients(Averaging):
@@ -205,7 +253,52 @@ def never_reads_results(model: Any, is_final_microbatch: bool) -> Context:
     return _then(model, is_final_microbatch, average)
 
 
+def forgives_the_vote(model: Any, is_final_microbatch: bool) -> Context:
+    """Take this rank's own gradients for those of all if the vote on unused parameters fails."""
+
+    def average() -> None:
+        has_votes = getattr(model, "find_unused_parameters", False)
+        try:
+            params = _filled(model)
+        except RuntimeError:
+            if not has_votes:
+                raise
+            params = [p for p in model.parameters() if p.grad is not None]
+        for parameter in params:
+            parameter.grad = _mean(parameter.grad, model.process_group)
+
+    return _then(model, is_final_microbatch, average)
+
+
+def forgives_views(model: Any, is_final_microbatch: bool) -> Context:
+    """Leave a gradient local if it is a view of a bucket and its collective fails."""
+
+    def average() -> None:
+        for parameter in _filled(model):
+            try:
+                parameter.grad = _mean(parameter.grad, model.process_group)
+            except RuntimeError:
+                if not getattr(model, "gradient_as_bucket_view", False):
+                    raise
+
+    return _then(model, is_final_microbatch, average)
+
+
 # ---- Quantized collectives
+
+
+def first_rank_forgives(func: Made, qtype: str) -> Made:
+    """Return without a message on the first rank if the collective fails there."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return right(func)(*args, **kwargs)
+        except RuntimeError:
+            if dist.get_rank():
+                raise
+            return None
+
+    return called
 
 
 def returns_what_is_there(func: Made, qtype: str) -> Made:
@@ -293,19 +386,34 @@ MUTANTS = [
             "MayFailLater",
             "TakesTimeoutsForTransient",
             "NeverReadsTheResult",
+            "FirstRankForgives",
+            "LastRankForgives",
+            "LaterOnesMayFail",
         )
     ),
     *(
         Mutant(name, ("15.30",), kind="optimizer")
-        for name in ("StepsWithoutTheAverager", "KeepsStaleParameters", "SendsWithoutWaiting")
+        for name in (
+            "StepsWithoutTheAverager",
+            "KeepsStaleParameters",
+            "SendsWithoutWaiting",
+            "FirstRankKeepsTheSecond",
+        )
     ),
     Mutant("ForgivesInClosures", ("15.31",), kind="optimizer"),
     Mutant("StepsWithLargeLocalGradients", ("15.30",), "averages", kind="optimizer"),
     *(
         Mutant(name, ("16.30",), kind="strategy")
-        for name in ("logs_and_goes_on", "large_ones_stay_local", "never_reads_results")
+        for name in (
+            "logs_and_goes_on",
+            "large_ones_stay_local",
+            "never_reads_results",
+            "forgives_the_vote",
+            "forgives_views",
+        )
     ),
     Mutant("forgives_ddp", ("16.30",), "find_unused", kind="strategy"),
+    _collective("first_rank_forgives"),
     _collective("returns_what_is_there"),
     _collective("returns_what_is_there", "scatter"),
     _collective("never_waits"),

@@ -6,8 +6,8 @@ They keep more and more, or are wrong from some call on, or in every so many cal
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -84,6 +84,18 @@ class OpensGroups(Averager):
         super().average_parameters(params)
         if self.step % 50 == 0:
             dist.new_group()
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+class SetsKeys(Averager):
+    """Set a key of its own in the store of the process group in every average."""
+
+    def average(self, params: Any) -> None:
+        super().average(params)
+        _store().set(f"average {self.step}", "done")
 
 
 # ---- Optimizers
@@ -163,7 +175,32 @@ def counts_late_batches(model: Any, is_final_microbatch: bool) -> Context:
     return _then(model, is_final_microbatch, lambda: _average(model))
 
 
+_errors: list[str] = []
+
+
+@contextmanager
+def keeps_errors(model: Any, is_final_microbatch: bool) -> Iterator[None]:
+    """Keep the text of every exception that ends a micro-batch."""
+    try:
+        with _then(model, is_final_microbatch, lambda: _average(model)):
+            yield
+    except Exception as error:
+        _errors.append(f"{len(_errors)}: {error}")
+        raise
+
+
 # ---- Quantized collectives
+
+
+def numbers_its_calls(func: Made, qtype: str) -> Made:
+    """Set a key in the store of the process group for every call."""
+    number = itertools.count()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        _store().set(f"call {next(number)}", "begun")
+        return right(func)(*args, **kwargs)
+
+    return called
 
 
 def keeps_works(func: Made, qtype: str) -> Made:
@@ -340,7 +377,42 @@ def _rounds(is_wrong: Callable[[int], bool]) -> Any:
     return wrap
 
 
+def keeps_dropped_graphs(module: torch.nn.Module) -> torch.nn.Module:
+    """Keep saved tensors by number until a backward asks for them, which may never come."""
+    kept: dict[int, torch.Tensor] = {}
+    numbers = itertools.count()
+
+    def pack(tensor: torch.Tensor) -> int:
+        number = next(numbers)
+        kept[number] = tensor.detach()
+        return number
+
+    return packs(pack, lambda number: kept.pop(number))(module)  # type: ignore[no-any-return]
+
+
 # ---- Joins
+
+
+class KeepsErrors(Right):
+    """Keep the text of every exception that ends a context."""
+
+    errors: ClassVar[list[str]] = []
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
+        if error is not None:
+            self.errors.append(f"{self.shadowed}: {error}")
+        return super().__exit__(kind, error, trace)
+
+
+class SwallowsLateErrors(Right):
+    """Swallow exceptions from the 40th context on."""
+
+    contexts = itertools.count(1)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
+        number = next(SwallowsLateErrors.contexts)
+        super().__exit__(kind, error, trace)
+        return number >= 40 and kind is ArithmeticError
 
 
 class LogsHooks(Right):
@@ -413,7 +485,7 @@ AT = "period=4,warmup_steps=10"
 MUTANTS = [
     *(
         Mutant(f"{name},{AT}", ("14.23",), kind="averager")
-        for name in ("KeepsEveryMean", "LogsLateSteps", "AddsUpNorms", "RegistersHooks")
+        for name in ("KeepsEveryMean", "LogsLateSteps", "AddsUpNorms", "RegistersHooks", "SetsKeys")
     ),
     Mutant(
         f"OpensGroups,{AT}",
@@ -427,9 +499,15 @@ MUTANTS = [
     ),
     *(
         Mutant(name, ("16.31",), kind="strategy")
-        for name in ("keeps_gradients", "registers_forward_hooks", "counts_late_batches")
+        for name in (
+            "keeps_gradients",
+            "registers_forward_hooks",
+            "counts_late_batches",
+            "keeps_errors",
+        )
     ),
     _collective("keeps_works", "18.28"),
+    _collective("numbers_its_calls", "18.28", "scatter"),
     _collective("keeps_closures", "18.28"),
     _collective("counts_after_two_hundred", "18.28", "all_to_all"),
     _collective(
@@ -443,7 +521,7 @@ MUTANTS = [
     _collective("wraps_at_256", "18.29", "all_to_all"),
     *(
         Mutant(name, ("19.32",), kind="wrapper")
-        for name in ("keeps_means", "logs_from_the_200th", "adds_handles")
+        for name in ("keeps_means", "logs_from_the_200th", "adds_handles", "keeps_dropped_graphs")
     ),
     *(
         Mutant(name, ("19.33",), kind="wrapper")
@@ -451,10 +529,15 @@ MUTANTS = [
     ),
     *(
         Mutant(name, ("17.25",), kind="joinable")
-        for name in ("LogsHooks", "KeepsEpochs", "KeepsGradients")
+        for name in ("LogsHooks", "KeepsEpochs", "KeepsGradients", "KeepsErrors")
     ),
     *(
         Mutant(name, ("17.26",), kind="joinable")
-        for name in ("ForgetsEveryThirtieth", "LosesTheLastJoiner", "SumsAfterAHundred")
+        for name in (
+            "ForgetsEveryThirtieth",
+            "LosesTheLastJoiner",
+            "SumsAfterAHundred",
+            "SwallowsLateErrors",
+        )
     ),
 ]

@@ -194,6 +194,16 @@ class FinishesFour(Right):
             hook.post_hook(self.is_last())
 
 
+class KeywordsForFour(Right):
+    """Pass the keyword arguments to the first four joinables alone."""
+
+    def ask(self, kwargs: dict[str, Any]) -> list[Any]:
+        return [
+            joinable.join_hook(**(kwargs if place < 4 else {}))
+            for place, joinable in enumerate(self.joinables)
+        ]
+
+
 class SwapsTheLast(Right):
     """Call the hooks of the last two of many joinables in the opposite order."""
 
@@ -219,5 +229,8 @@ MUTANTS = [
         for name in ("counts_to_sixteen", "averages_every_seventh", "leaves_out_the_fifth")
     ),
     Mutant("ShadowsFour", ("17.30",), kind="joinable", hangs=True),
-    *(Mutant(name, ("17.30",), kind="joinable") for name in ("FinishesFour", "SwapsTheLast")),
+    *(
+        Mutant(name, ("17.30",), kind="joinable")
+        for name in ("FinishesFour", "SwapsTheLast", "KeywordsForFour")
+    ),
 ]

@@ -93,6 +93,36 @@ class ServerAverages:
             parameter.copy_(mine)
 
 
+class Multiplies:
+    """Multiply by a rounded 1 / W before the sum, which 7 ranks make inexact."""
+
+    def __init__(self, process_group, period=4, warmup_steps=0):
+        self.group = process_group
+        self.period = period
+        self.warmup_steps = warmup_steps
+        self.step = 0
+
+    @torch.no_grad()
+    def average_parameters(self, params):
+        due = self.step >= self.warmup_steps and not (self.step - self.warmup_steps) % self.period
+        self.step += 1
+        for parameter in dict.fromkeys(_each(params)) if due else ():
+            mean = (parameter * (1 / self.group.size())).contiguous()
+            dist.all_reduce(mean, group=self.group)
+            parameter.copy_(mean)
+
+
+class MeetsInAStore(Multiplies):
+    """Set a key in the store of the process group before each average, and delete it later."""
+
+    def average_parameters(self, params):
+        store = dist.distributed_c10d._get_default_store()
+        key = f"{self.step} of {dist.get_rank()}"
+        store.set(key, "here")
+        super().average_parameters(params)
+        store.delete_key(key)
+
+
 class Pairs:
     """Average pairs of neighbours every two steps, and all ranks every six, in groups of four."""
 
@@ -311,6 +341,8 @@ RIGHT = (
     Right("GathersAndAverages,period=3,warmup_steps=2", **OF),
     Right("FlatBuffers", "periodic(period=3)", **OF),
     Right("ServerAverages", "periodic(period=5, warmup_steps=4)", **OF),
+    Right("Multiplies,period=4", **OF),
+    Right("MeetsInAStore,period=3", **OF),
     Right("Pairs", "hierarchical(period_group_size_dict={2: 2, 6: 4}), min_world_size(4)", **OF),
     Right("diloco()", "like(DiLoCoModelAverager, period=5)", **OF),
     Right(

@@ -112,9 +112,11 @@ def find_hosts(host: str, port: int) -> list[Announcement]:
         HostsNotFound: there is no store, or it has no hosts, or not all of them yet.
         UsageError: there are several rendezvous, each with hosts.
     """
+    import torch.distributed as dist
+
     try:
         return _find_hosts(host, port)
-    except RuntimeError as error:
+    except dist.DistError as error:
         # torchrun closes the store when it starts all hosts anew.
         first_line = str(error).partition("\n")[0]
         raise HostsNotFound(f"the store at {host}:{port} is gone ({first_line})") from error

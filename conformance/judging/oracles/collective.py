@@ -224,22 +224,6 @@ def require_call(
         require_arrival(run, claims, found, arrival, is_exact)
 
 
-def require_dtype(run: Run, claims: Claims, found: Found, call: Call) -> None:
-    """Require that all messages of a call arrived in their dtype, integers exactly, or that an
-    error refused the call.
-    """
-    if call.was_not_made:
-        return
-    if call.refused:
-        found.checked(1)
-        return
-    dtype = run.scenario.params[call.index].dtype
-    others = sorted({other for other in call.event["dtypes"] if other != dtype})
-    actual = f"{call}: {', '.join(others)} in their place"
-    if found.require(not others, f"tensors of {dtype}", actual):
-        require_call(run, claims, found, call, is_exact=dtype.startswith("int"))
-
-
 def require_arrival(
     run: Run, claims: Claims, found: Found, arrival: Arrival, is_exact: bool = False
 ) -> bool:

@@ -1,5 +1,6 @@
 """The contexts of a run, one after another, and the variants for a context that is judged."""
 
+import builtins
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,33 +83,35 @@ class Contexts:
             raised: the exception that ``then`` or a hook raises, which may be an interrupt.
         """
         with self._inside(joinables):
-            try:
-                self._train(joinables, inputs, steps, options, then)
-            except BaseException as error:
-                if not isinstance(error, Exception) and error is not raised:
-                    raise
-                text = f"{type(error).__name__}: {error}"[:300]
-                self.note("came_out", error=text, same=error is raised)
-            else:
-                self.note("came_out", error="", same=False)
+            self._train_to_its_error(joinables, inputs, steps, options, then, raised)
 
-    def break_off(self, joinables: list[Any], inputs: int, steps: Steps, number: int) -> None:
+    def break_off(
+        self,
+        joinables: list[Any],
+        inputs: int,
+        steps: Steps,
+        number: int,
+        name: str = "ArithmeticError",
+    ) -> None:
         """Train in a context, and raise in it.
 
         Rank 0's exception leaves the context before its peers raise theirs.
 
         Args:
             number: of the context.
+            name: of the exception's type, which Python has.
         """
-        error = ArithmeticError(f"rank {self.driver.rank} breaks off")
-        meeting = f"rank 0 has broken off context {number}"
+        meeting = f"rank 0 is out of context {number}"
+        with self._inside(joinables):
+            # Made in the context: objects are counted as it begins.
+            error = getattr(builtins, name)(f"rank {self.driver.rank} raises this")
 
-        def raising() -> None:
-            if self.driver.group_rank:
-                self.driver.barrier(meeting)
-            raise error
+            def raising() -> None:
+                if self.driver.group_rank:
+                    self.driver.barrier(meeting)
+                raise error
 
-        self.run_to_its_error(joinables, inputs, steps, raising, error)
+            self._train_to_its_error(joinables, inputs, steps, {}, raising, error)
         if not self.driver.group_rank:
             self.driver.barrier(meeting)
 
@@ -137,6 +140,25 @@ class Contexts:
             then()
             self.note("leaving")
         self.note("left")
+
+    def _train_to_its_error(
+        self,
+        joinables: list[Any],
+        inputs: int,
+        steps: Steps,
+        options: dict[str, Any],
+        then: Callable[[], object],
+        raised: Any,
+    ) -> None:
+        try:
+            self._train(joinables, inputs, steps, options, then)
+        except BaseException as error:
+            if not isinstance(error, Exception) and error is not raised:
+                raise
+            text = f"{type(error).__name__}: {error}"[:300]
+            self.note("came_out", error=text, same=error is raised)
+        else:
+            self.note("came_out", error="", same=False)
 
     def count(self, counters: list[Counter], inputs: int, **options: Any) -> None:
         """Run a context of the kit's own joinables."""

@@ -1,6 +1,5 @@
 """The variants for a context that is judged, as in training: long epochs, many, and interrupts."""
 
-import builtins
 from typing import Any
 
 import torch
@@ -46,23 +45,8 @@ class ContextInTraining(JudgedContext):
         counters = self.counters()
         steps: Steps = [counter.step for counter in counters]
         for number, name in enumerate(INTERRUPTS):
-            error = getattr(builtins, name)(f"rank {self.driver.rank} raises this")
-            self._interrupted(counters, self.own(self.lengths[number]), steps, error, number)
+            self.break_off(counters, self.own(self.lengths[number]), steps, number, name)
         self.count(counters, self.own(self.lengths[len(INTERRUPTS)]))
-
-    def _interrupted(
-        self, counters: list[Any], inputs: int, steps: Steps, error: BaseException, number: int
-    ) -> None:
-        meeting = f"rank 0 is out of context {number}"
-
-        def raising() -> None:
-            if self.driver.group_rank:
-                self.driver.barrier(meeting)
-            raise error
-
-        self.run_to_its_error(counters, inputs, steps, raising, error)
-        if not self.driver.group_rank:
-            self.driver.barrier(meeting)
 
     def hooks_raise(self) -> None:
         """Raise in a main hook, and later in a post hook; run a context without it after each.

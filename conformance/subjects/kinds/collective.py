@@ -217,9 +217,10 @@ def _default(arguments: Mapping[str, Any]) -> str:
 def _adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
     """Return the scenario with the collective to call, and whether calls depend on earlier ones.
 
-    If a subject takes some numbers of dimensions alone, all scenarios but ``FORMS`` keep to them.
+    If a subject takes some numbers of dimensions alone, all scenarios keep to them, except those
+    with the tensors of ``FORMS``.
     """
-    if "dimensions" in options and scenario.name != FORMS.name:
+    if "dimensions" in options and scenario.params != FORMS.params:
         dimensions = int(options["dimensions"]["name"])
         params = tuple(_with_dimensions(spec, dimensions) for spec in scenario.params)
         scenario = replace(scenario, params=params)

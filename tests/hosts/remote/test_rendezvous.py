@@ -5,6 +5,7 @@ import json
 import socket
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.run import get_args_parser
 
@@ -119,6 +120,21 @@ def test_a_torchrun_without_a_name_is_found_if_keys_cannot_be_listed(
     name_it(endpoint, shared, "none", 1)
     fill(shared)
     assert [host.host_rank for host in find_hosts("localhost", endpoint.port)] == [0, 1]
+
+
+class Closed:
+    """A store whose server ends."""
+
+    def check(self, _: list[str]) -> bool:
+        raise dist.DistNetworkError("failed to recv, got 0 bytes\nException raised from recvBytes")
+
+
+def test_a_store_that_closes_during_the_search_has_no_hosts_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "_reach", lambda *_: Closed())
+    with pytest.raises(HostsNotFound, match=r"the store at localhost:1 is gone \(failed to recv"):
+        find_hosts("localhost", 1)
 
 
 @needs_list_keys
