@@ -159,6 +159,13 @@ def matrices_of_half(tensor_list: list[Tensor], tensor: Tensor, group: Any = Non
     half_all_gather(tensor_list, tensor, group)
 
 
+def vectors_of_half(tensor_list: list[Tensor], tensor: Tensor, group: Any = None) -> None:
+    """Gather contiguous float32 vectors only, as claimed."""
+    if tensor.ndim != 1 or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+        raise ValueError("expected contiguous float32 vectors")
+    half_all_gather(tensor_list, tensor, group)
+
+
 class Shifted:
     """Eight bits with a power of two as the scale of each block (microscaling).
 
@@ -230,6 +237,11 @@ RIGHT = [
     Right(
         "matrices_of_half",
         "collective(all_gather), rounded(float16), dimensions(2)",
+        kind="collective",
+    ),
+    Right(
+        "vectors_of_half",
+        "collective(all_gather), rounded(float16), dimensions(1)",
         kind="collective",
     ),
     Right("truncated_all_to_all", "collective(all_to_all), rounded(bfloat16)", kind="collective"),

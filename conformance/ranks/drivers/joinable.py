@@ -176,11 +176,13 @@ class _Joinable(Contexts):
     def many(self) -> None:
         """Train one joinable in all contexts; record what it computes."""
         for number, inputs in enumerate(self.lengths):
-            if breaks_off(self.driver.scenario, number):
-                self.break_off([self.subject], self.own(inputs), [self._step], number)
-                continue
+            # In every context, so that the same objects of the kit are in use when it begins.
             numbers = Numbers(self.driver, self.subject, self._step)
             with numbers.watched(number):
+                if breaks_off(self.driver.scenario, number):
+                    # Ranks do not join, so that their states may differ afterwards.
+                    self.break_off([self.subject], self.own(inputs), [numbers.step], number)
+                    continue
                 self.run([self.subject], self.own(inputs), [numbers.step], numbers.leaving)
                 numbers.left()
 
