@@ -22,13 +22,13 @@ step of n micro-batches a rank r may hold
 
 Bounds. Crafted values are multiples of W^n, so that all quotients are exact, also if the
 accumulated gradient is averaged again in each micro-batch. Let g be the largest power of two of
-which every x_q(b) is a multiple, and p the bits of the dtype's significand. If
+which every quotient x_q(b) / W^n is a multiple, and p the bits of the dtype's significand. If
 
     sum_b sum_q |x_q(b)| <= 2^p g
 
-the sums are exact as well, whatever their order: the bound is 0, unless W is 7 (``EXACT_SIZES``).
-If the sum is beyond the range of the dtype, a right result is divided first, and the condition is
-that of the quotients x_q(b) / W.
+the sums are exact as well, whatever is added and divided first: the bound is 0, unless W is 7
+(``EXACT_SIZES``). If the left side is beyond the range of the dtype, a right result is divided
+first, and the left side is a W-th of it.
 
 With more bits (half precision on five ranks, for example), with 7 ranks, and with random values,
 each x_q(b) takes part in at most n accumulations and n averages. An average over W ranks takes
@@ -272,12 +272,15 @@ def _bound(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
 def _sums_are_exact(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     """Return at which elements the sums of crafted values are exact, whatever their order."""
     ranks = averaged_ranks(run, rank)
-    fed_parts = [fed_part(run, q, part, index) for part in parts(run, step) for q in ranks]
-    values = torch.stack(fed_parts)
+    values, quotients = [], []
+    for part in parts(run, step):
+        of_ranks = torch.stack([fed_part(run, q, part, index) for q in ranks])
+        values.append(of_ranks.abs().sum(0))
+        quotients.append(of_ranks / len(ranks) ** batches(run.scenario, part[0]))
     limits = torch.finfo(getattr(torch, run.scenario.params[index].dtype))
-    overflows = values.abs().sum(0) > limits.max
-    values = torch.where(overflows, values / len(ranks), values)
-    return values.abs().sum(0) <= 2 / limits.eps * _common_powers_of_two(values)
+    largest = torch.stack(values).sum(0)
+    largest = torch.where(largest > limits.max, largest / len(ranks), largest)
+    return largest <= 2 / limits.eps * _common_powers_of_two(torch.cat(quotients))
 
 
 def _common_powers_of_two(values: torch.Tensor) -> torch.Tensor:
