@@ -255,7 +255,8 @@ def _hook(
 ) -> torch.futures.Future[torch.Tensor]:
     keys = state.keys(bucket)
     compress = state.iter >= state.start_powerSGD_iter
-    if compress and state._second_group is None:
+    if state._second_group is None:
+        # At the first step, where all ranks are: a new group waits for a rank that has died later.
         state._second_group = second_group(state.group)
     if bucket.index() == 0:
         state._step = []  # buckets of a failed step may be left

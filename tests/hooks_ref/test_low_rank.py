@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from conformance.hosts.pool import Pool
+from conformance.judging.verdict import Verdict
 from conformance.records.run import Run
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.model import Param
 from hooks_ref import PowerSGDState, batched_powerSGD_hook, low_rank, powerSGD_hook  # noqa: F401 - a saved state is loaded
+from tests.cases import Case, Judgements
 from tests.hooks_ref.algorithms import (
     ONE_BUCKET,
     PARAMS,
@@ -463,3 +465,23 @@ def test_an_error_in_a_callback_fails_every_bucket() -> None:
         with pytest.raises(RuntimeError, match="a lost connection"):
             bucket.result.value()
     assert torch.equal(complete.result.value(), torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Rank 1 dies at step 2.
+        Case(
+            "hooks_ref:powerSGD_hook",
+            "compressed",
+            state="hooks_ref:PowerSGDState,matrix_approximation_rank=2,start_powerSGD_iter=2",
+            worlds=(2,),
+            rules=("12.2",),
+            partly=True,
+        )
+    ],
+)
+def test_a_peer_may_die_before_the_first_compressed_step(
+    case: Case, judgements_of: Callable[[Case], Judgements]
+) -> None:
+    assert judgements_of(case)["12.2"].verdict is Verdict.PASS

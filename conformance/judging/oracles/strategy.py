@@ -243,7 +243,7 @@ def _require_mean(
     wanted = right(run, rank, step, index)
     is_right = same(got, wanted)
     if not is_right.all():
-        bound = _bound(run, rank, step, index)
+        bound = largest_error(run, rank, step, index)
         is_right |= ((got - wanted).abs() <= bound) & wanted.isfinite()
     wrong = (~is_right).nonzero()
     if not len(wrong):
@@ -261,7 +261,7 @@ def _require_mean(
     )
 
 
-def _bound(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+def largest_error(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     """Return how far each element of a right result may be from the sum of means."""
     bound = rounding_bound(run, rank, step, index)
     if run.scenario.steps[step] == "normal" or len(averaged_ranks(run, rank)) not in EXACT_SIZES:
