@@ -146,7 +146,7 @@ RIGHT = [
     Right("int8", "compressed(delta=0.9, ratio=0.27)", STATE, sections=COMPRESSORS),
     Right("fp8_feedback", "compressed(delta=0.9, ratio=0.27)", STATE, sections=COMPRESSORS),
     Right("one_bit", FEEDBACK, STATE),
-    Right("ef_sign", "compressed(delta=0.25, ratio=0.04)", STATE, sections=COMPRESSORS),
+    Right("ef_sign", "compressed(delta=0.15, ratio=0.04)", STATE, sections=COMPRESSORS),
     Right(
         "fp8",
         "compressed(feedback=False, delta=0.99, ratio=0.27)",
