@@ -21,8 +21,8 @@ step of n micro-batches a rank r may hold
     B_0(n)                                      if they are sent when the step ends
 
 Bounds. Crafted values are multiples of W^n, so that all quotients are exact, also if the
-accumulated gradient is averaged again in each micro-batch. Let g be the largest power of two of
-which every quotient x_q(b) / W^n is a multiple, and p the bits of the dtype's significand. If
+accumulated gradient is averaged again in each micro-batch. Let g be the largest power of two that
+divides every quotient x_q(b) / W^n, and p the bits of the dtype's significand. If
 
     sum_b sum_q |x_q(b)| <= 2^p g
 
@@ -284,7 +284,7 @@ def _sums_are_exact(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
 
 
 def _common_powers_of_two(values: torch.Tensor) -> torch.Tensor:
-    """Return the largest power of two of which all values in a column are multiples.
+    """Return the largest power of two that divides all values of a column.
 
     It is infinite if all of them are zeros, and for values that are not finite.
     """
