@@ -85,7 +85,7 @@ an absolute number shows only there (13.10).
 Local. A bucket has far more elements than there are ranks, and they are independent: the weights
 are the solution of least squares, and exact up to rounding. A bucket of fewer than 4 elements a
 rank that are not zero on all ranks proves only that each element lies between the smallest and the
-largest gradient, and so does a bucket of which a rank feeds no parameter.
+largest gradient, and so does a bucket if a rank feeds none of its parameters.
 
 Mixing. A link joins two ranks if one has a weight in a result of the other. Over a run of 24 steps,
 without the first, the links of each parameter must connect all ranks of a group. Partners that are
