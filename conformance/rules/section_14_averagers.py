@@ -11,7 +11,11 @@ from conformance.judging.oracles.averager import (
     require_quiet,
     require_right,
 )
-from conformance.judging.oracles.averager_like import require_like, require_same_agreement
+from conformance.judging.oracles.averager_like import (
+    require_like,
+    require_restored,
+    require_same_agreement,
+)
 from conformance.judging.oracles.averager_records import calls, result
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
@@ -305,7 +309,9 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
 )
 def like_reference(run: Run, claims: Claims, found: Found) -> None:
     """In every step the parameters, and the averaged copies to evaluate with if the reference keeps
-    any, are those of the reference up to the roundings of its recurrence.
+    any, are those of the reference up to the roundings of its recurrence. If the averager has
+    ``applied(params)``, a context that writes the averages into the parameters, it restores them,
+    also if an exception ends the context.
 
     The bound is one for each element; ``oracles/averager_like.py`` derives it. If ranks lack
     gradients, the averager may leave out other parameters than the reference, but ranks that agree
@@ -315,6 +321,7 @@ def like_reference(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply("it claims world_only, and the reference averages over its own group")
         return
     require_like(run, claims, found, ("parameter", "applied"))
+    require_restored(run, found)
 
 
 fewer = refuses_fewer_ranks(

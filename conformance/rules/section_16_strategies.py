@@ -34,6 +34,7 @@ from conformance.scenarios.strategy import (
     WITHOUT,
     raises_in,
 )
+from conformance.scenarios.strategy_training import AFTER_WORLD
 from conformance.subjects.claims import Claims
 from conformance.subjects.kinds.strategy import CLAIM
 
@@ -217,17 +218,17 @@ def kept(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "16.9",
     "Any process group works",
-    on=(SUBGROUPS,),
-    owns=(SUBGROUPS,),
+    on=(SUBGROUPS, AFTER_WORLD),
+    owns=(SUBGROUPS, AFTER_WORLD),
     needs=("16.2",),
     source="torch documentation, torch.distributed.new_group; ranks in a group are not global "
     "ranks",
     remedy="model.process_group and its size in every collective; a global rank in place of a rank "
-    "in the group",
+    "in the group; a group, or its size, that is kept from the first model of the process",
 )
 def subgroups(run: Run, claims: Claims, found: Found) -> None:
     """Gradients of a model on a subgroup are the means over its ranks, and every collective is on
-    that group."""
+    that group. They are the means as well if the process has trained a model on WORLD before."""
     if claims.has("world_only"):
         found.does_not_apply("it claims world_only, and was run on WORLD")
         return

@@ -18,6 +18,7 @@ from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import STRATEGY as DEFAULT_DTYPES
 from conformance.scenarios.strategy_training import (
     ABANDONED,
+    ADDED,
     BUFFERS,
     COMPLEX,
     EMPTY,
@@ -309,4 +310,22 @@ def together(run: Run, claims: Claims, found: Found) -> None:
     to 420 steps on two ranks under bfloat16 as the default dtype, and one NaN, infinities and
     float16 near its limit on five to eight ranks. The numbers are drawn from the session's seed.
     """
+    require_means(run, found)
+
+
+@rule(
+    "16.36",
+    "Optimizers may be given parameters later",
+    on=(ADDED,),
+    owns=(ADDED,),
+    needs=("16.2", "16.5"),
+    since="1.6",
+    source="torch documentation, torch.optim.Optimizer.add_param_group: layers that are frozen at "
+    "first are added as training goes on",
+    remedy="lists of parameters, flags or buffers that are kept from the first step: the "
+    "optimizer's param_groups may have changed since",
+)
+def added_parameters(run: Run, claims: Claims, found: Found) -> None:
+    """Gradients are means for parameters too that no rank uses, and no optimizer has, before a
+    later step. The step and the parameters are drawn from the session's seed."""
     require_means(run, found)

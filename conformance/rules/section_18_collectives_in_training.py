@@ -228,9 +228,10 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
 def together(run: Run, claims: Claims, found: Found) -> None:
     """Messages arrive if conditions come together that other rules judge alone.
 
-    One run has tensors of all forms and dtypes on five to eight ranks under a default dtype that
-    changes; an error may refuse other layouts and dtypes than contiguous float32. One has 300 to
-    450 calls under bfloat16 as the default dtype. The numbers are drawn from the session's seed.
+    One run has tensors of all forms and dtypes, with subnormal numbers of float16 among others, on
+    five to eight ranks under a default dtype that changes; an error may refuse other layouts and
+    dtypes than contiguous float32. One has 300 to 450 calls under bfloat16 as the default dtype.
+    The numbers are drawn from the session's seed.
     """
     if run.scenario.variant == LONG.variant:
         require_long_run(run, claims, found)

@@ -12,7 +12,8 @@ special     NaN, infinities, zeros, ties and neighbours of a rounding to half pr
             the largest values.
 zeros       0.0.
 equal       1.375 times a power of two, the same in the whole message.
-tiny        normal, times a drawn power of two (``collective_training.TINY``).
+tiny        normal, times a drawn power of two (``collective_training.TINY``; in float16
+            ``TINY_HALF``).
 patches     runs of 128 elements are zeros, equal, tiny or normal, in a drawn order.
 nan, infinite
             normal, with one NaN, or with an infinity of each sign, at drawn elements of one message
@@ -30,7 +31,7 @@ import random
 import torch
 
 from conformance.scenarios.collective import CALLED, CALLS
-from conformance.scenarios.collective_training import TINY
+from conformance.scenarios.collective_training import TINY, TINY_HALF
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
 
@@ -202,23 +203,30 @@ def _make_message(
     elif kind in _OF_DRAWN_PLACES:
         draw = random.Random(f"{scenario.session_seed}/{kind}/{step}/{index}/{pair}")
         poisoned = is_poisoned(scenario, size, step, source, to)
-        values = _changed(values, kind, poisoned, draw)
+        exponents = TINY_HALF if dtype is torch.float16 else TINY
+        values = _changed(values, kind, poisoned, draw, exponents)
     return values.to(dtype).reshape(shape)
 
 
-def _changed(values: torch.Tensor, kind: str, poisoned: bool, draw: random.Random) -> torch.Tensor:
+def _changed(
+    values: torch.Tensor,
+    kind: str,
+    poisoned: bool,
+    draw: random.Random,
+    exponents: tuple[int, int],
+) -> torch.Tensor:
     """Return normal values as a kind of ``_OF_DRAWN_PLACES`` changes them."""
     if kind == "zeros":
         return torch.zeros_like(values)
     if kind == "equal":
         return torch.full_like(values, draw.choice((1.375, -1.375)) * 2.0 ** draw.randint(-6, 6))
     if kind == "tiny":
-        return values * 2.0 ** draw.randint(*TINY)
+        return values * 2.0 ** draw.randint(*exponents)
     if kind == "patches":
         first = draw.randrange(len(_PATCHES))
         parts = values.split(_PATCH)
         changed = [
-            _changed(part, _PATCHES[(first + place) % len(_PATCHES)], poisoned, draw)
+            _changed(part, _PATCHES[(first + place) % len(_PATCHES)], poisoned, draw, exponents)
             for place, part in enumerate(parts)
         ]
         return torch.cat(changed)

@@ -18,6 +18,9 @@ LARGEST = 2**21  # a message of more elements is always among the large ones
 # the largest value of the format, at most 57344: here it is above 2**-105, a normal float32.
 TINY = (-88, -20)
 
+# Of float16: from the smallest normal number down to the last bits of subnormal ones.
+TINY_HALF = (-19, -13)
+
 _LARGE = replace(
     PLAIN,
     name="collective_large",

@@ -148,9 +148,9 @@ STRATEGY = (
 )
 COLLECTIVE = (
     replace(
-        _on_ranks(collective.FORMS, "collective_together", "tensors of all forms"),
+        _on_ranks(collective.FORMS, "collective_together", "tensors of all forms, tiny values"),
         params=collective.FORMS.params,
-        steps=("crafted", "normal", "uneven"),
+        steps=("crafted", "normal", "tiny", "uneven"),
     ),
     _long(
         collective_training.LONG,

@@ -224,7 +224,7 @@ _BATCHES = {
 _EXACT = 4  # micro-batches of a step whose sums can be exact
 
 # The variants in which ranks or micro-batches use different parameters.
-_DIFFERENT = ("microbatches", "ranks", "combined", "claim", "together")
+_DIFFERENT = ("microbatches", "ranks", "combined", "claim", "together", "added")
 
 
 def batches(scenario: Scenario, step: int) -> int:
@@ -333,6 +333,16 @@ def multiple(size: int, number: int, batch: int) -> int:
     return 1 + batch % 5
 
 
+def added(scenario: Scenario) -> tuple[int, frozenset[int]]:
+    """Return the step from which on some parameters are used, and these parameters."""
+    if scenario.variant != "added":
+        return 0, frozenset()
+    numbers = random.Random(f"{scenario.session_seed}/added")
+    step = numbers.randint(1, len(scenario.steps) - 2)
+    indices = numbers.sample(range(len(scenario.params)), numbers.randint(1, 4))
+    return step, frozenset(indices)
+
+
 def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index: int) -> bool:
     """Whether the micro-batch of a rank uses a parameter.
 
@@ -364,6 +374,9 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
         case "ranks":
             unused_by_all = len(scenario.params) - 1
             return index not in (unused_by_all, (place + step) % unused_by_all)
+        case "added":
+            first_step, indices = added(scenario)
+            return step >= first_step or index not in indices
         case "combined" | "together":
             # One rank uses the second parameter, and its neighbour the third one.
             first = place == step % size

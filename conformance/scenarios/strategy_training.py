@@ -7,7 +7,7 @@ Their numbers are drawn from the session's seed, in ``scenarios/strategy.py`` an
 from dataclasses import replace
 
 from conformance.scenarios.model import DDPOptions, Observation, Param
-from conformance.scenarios.strategy import _PARAMS, PLAIN
+from conformance.scenarios.strategy import _PARAMS, COMBINED, PLAIN, SUBGROUPS
 
 LARGE = replace(
     PLAIN,
@@ -21,12 +21,13 @@ LARGE = replace(
     prerequisite="strategy_accumulated",
 )
 
-# As a GradScaler does, two parameters have gradients that are scaled by powers of two.
+# As a GradScaler does, two parameters have gradients that are scaled by powers of two. One more, of
+# float16, has a drawn size: 2**16 to 2**17 elements.
 SPECIAL = replace(
     PLAIN,
     name="strategy_special",
-    summary="NaN and infinities on any rank, gradients of float16 whose sum overflows, and scaled "
-    "ones, in a drawn order",
+    summary="NaN and infinities on any rank, small and large gradients of float16 whose sum "
+    "overflows, and scaled ones, in a drawn order",
     params=(
         *_PARAMS,
         Param((13,), "float64"),
@@ -59,6 +60,23 @@ TWO = replace(
     world_sizes=(2,),
     variant="two_models",
     prerequisite="strategy_accumulated",
+)
+
+AFTER_WORLD = replace(
+    SUBGROUPS,
+    name="strategy_after_world",
+    summary="a model on WORLD is trained first; then one on two disjoint subgroups",
+    variant="after_world",
+    observe=PLAIN.observe,
+)
+
+# Parameters without a gradient need DDP's search for unused parameters.
+ADDED = replace(
+    COMBINED,
+    name="strategy_added",
+    summary="some parameters are used, and given to the optimizer, from a drawn step on",
+    steps=("crafted",) * 6,
+    variant="added",
 )
 
 BUFFERS = replace(
@@ -143,5 +161,5 @@ MANY = replace(
 
 ALL = (
     *(LARGE, SPECIAL, EMPTY, TWO, BUFFERS, ABANDONED, RECOVERED, SECOND, COMPLEX, LONG),
-    MANY,
+    *(MANY, AFTER_WORLD, ADDED),
 )

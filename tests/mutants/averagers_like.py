@@ -78,6 +78,32 @@ class _Applied:
             parameter.copy_(value)
 
 
+class _StaysAfterAnError(_Applied):
+    def __exit__(self, kind, *_):
+        if kind is None:
+            self._set(self.kept)
+
+
+class EmaStaysAfterAnError(Ema):
+    """Restore the parameters only if no exception ends the context."""
+
+    def applied(self, params):
+        return _StaysAfterAnError(self.chosen(params), self.average)
+
+
+class _KeepsNoCopies(_Applied):
+    def __enter__(self):
+        self.kept = [parameter.detach() for parameter in self.params]
+        self._set(self.averages)
+
+
+class EmaKeepsNoCopies(Ema):
+    """Keep references to the parameters instead of copies, so that nothing is restored."""
+
+    def applied(self, params):
+        return _KeepsNoCopies(self.chosen(params), self.average)
+
+
 class EmaInHalf(Ema):
     """Keep the average in bfloat16, in which a small change is lost."""
 
@@ -205,7 +231,10 @@ OF = {"kind": "averager"}
 EMA = {"claims": "like(EMAModelAverager, decay=0.999)", **OF}
 DILOCO = {"claims": "like(DiLoCoModelAverager, period=4)", **OF}
 MUTANTS = [
-    Mutant("EmaInHalf", ("14.12",), **EMA),
+    *(
+        Mutant(name, ("14.12",), **EMA)
+        for name in ("EmaInHalf", "EmaStaysAfterAnError", "EmaKeepsNoCopies")
+    ),
     Mutant("EmaInOwnDtype", ("14.20",), **EMA),
     Mutant("EmaSlightlySlow", ("14.12",), **EMA),
     *(Mutant(name, ("14.20",), **EMA) for name in ("EmaStops", "EmaRestarts")),

@@ -223,6 +223,20 @@ def integers_of_many_ranks(func: Made, qtype: str) -> Made:
     return right(func, encode)
 
 
+def scales_in_their_dtype(func: Made, qtype: str) -> Made:
+    """Send multiples of a scale that is computed in the tensor's own dtype."""
+
+    def encode(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            raise TypeError(f"expected a floating-point tensor, got {tensor.dtype}")
+        largest = tensor.abs().amax() if tensor.numel() else tensor.new_zeros(())
+        scale = (largest / 127).float()
+        scaled = torch.where(scale == 0, 0, tensor.contiguous().float() / scale)
+        return (scaled.round().clamp(-127, 127) * scale).nan_to_num()
+
+    return right(func, encode)
+
+
 def refuses_many_ranks(func: Made, qtype: str) -> Made:
     """Raise an error on more than four ranks if torch's default dtype is no float32."""
 
@@ -324,6 +338,12 @@ MUTANTS = [
         f"coarser_when_counted,{OF}",
         f"integers_of_many_ranks,{OF}",
         f"refuses_many_ranks,{OF}",
+    ),
+    *_of(
+        "collective",
+        "18.32",
+        f"scales_in_their_dtype,{OF}",
+        claims="collective(all_gather), bounded(relative=0.01, ratio=1)",
     ),
     *_of("wrapper", "19.35", "counts_forwards", "keeps_indices", "casts_by_default"),
 ]

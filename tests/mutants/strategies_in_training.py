@@ -1,5 +1,6 @@
 """Mutants of section 16 that are right on small, short and tame runs, and wrong in training."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -278,6 +279,95 @@ def sends_buffers_of_the_last(model: Any, is_final_microbatch: bool) -> Context:
     return _then(model, is_final_microbatch, average)
 
 
+# ---- Groups and parameters that change
+
+
+_first_size: dict[str, int] = {}
+
+
+def divides_by_the_first_size(model: Any, is_final_microbatch: bool) -> Context:
+    """Divide by the number of ranks of the first model's group."""
+
+    def average() -> None:
+        group = model.process_group
+        size = _first_size.setdefault("size", group.size())
+        for parameter in _filled(model):
+            mean = parameter.grad / size
+            dist.all_reduce(mean, group=group)
+            parameter.grad = mean
+
+    return _restored(model, is_final_microbatch, average)
+
+
+class SharesTheFirstGroup:
+    """Average over the group of the class's first model."""
+
+    group: Any = None
+
+    def __init__(self, model: Any, is_final_microbatch: bool) -> None:
+        if isinstance(model, DistributedDataParallel) and SharesTheFirstGroup.group is None:
+            SharesTheFirstGroup.group = model.process_group
+
+        def average() -> None:
+            for parameter in _filled(model):
+                parameter.grad = _mean(parameter.grad, self.group)
+
+        self._inner = _restored(model, is_final_microbatch, average)
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+
+
+_of_models: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def _of_optimizers(optimizers: Any) -> list[Any]:
+    every = [
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    ]
+    return [parameter for parameter in dict.fromkeys(every) if parameter.requires_grad]
+
+
+def remembers_parameters(model: Any, is_final_microbatch: bool, optimizers: Any) -> Context:
+    """List the optimizers' parameters once for each model."""
+
+    def average() -> None:
+        if model not in _of_models:
+            _of_models[model] = _of_optimizers(optimizers)
+        known = {id(parameter) for parameter in _of_models[model]}
+        for parameter in _filled(model):
+            if id(parameter) in known:
+                parameter.grad = _mean(parameter.grad, model.process_group)
+
+    return _restored(model, is_final_microbatch, average)
+
+
+def _sums_large_halves(least: int) -> Callable[..., Context]:
+    """Return a strategy that divides float16 after the sum from so many elements on."""
+
+    def strategy(model: Any, is_final_microbatch: bool) -> Context:
+        def average() -> None:
+            group = model.process_group
+            for parameter in _filled(model):
+                grad = parameter.grad
+                if grad.dtype is torch.float16 and grad.numel() >= least:
+                    dist.all_reduce(grad, group=group)
+                    grad.div_(group.size())
+                else:
+                    parameter.grad = _mean(grad, group)
+
+        return _restored(model, is_final_microbatch, average)
+
+    return strategy
+
+
+sums_large_halves = _sums_large_halves(2**16)
+sums_halves_of_thousands = _sums_large_halves(5000)
+
+
 def _mutants(rule: str, *names: str, **options: Any) -> list[Mutant]:
     return [Mutant(name, (rule,), kind="strategy", **options) for name in names]
 
@@ -285,6 +375,10 @@ def _mutants(rule: str, *names: str, **options: Any) -> list[Mutant]:
 MUTANTS = [
     *_mutants("16.20", "first_65536", "first_hundred_thousand", "first_million"),
     *_mutants("16.20", "first_parameters", "whole_chunks"),
+    *_mutants("16.9", "divides_by_the_first_size", worlds=(2, 4)),
+    *_mutants("16.9", "SharesTheFirstGroup", worlds=(2, 4)),
+    *_mutants("16.36", "remembers_parameters"),
+    *_mutants("16.21", "sums_large_halves", "sums_halves_of_thousands"),
     *_mutants("16.21", "sums_first", "replaces_nan", "drops_broken_ranks", "clips", "flushes"),
     *_mutants("16.22", "SkipsWithoutBackward", hangs=True),
     *_mutants("16.22", "counts_ranks_with_a_gradient"),

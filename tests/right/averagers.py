@@ -303,17 +303,17 @@ class MovingAverage:
         self.group = process_group
         self.decay = decay
         self.step = 0
-        self.average = []
+        self.shadow = []
 
     @torch.no_grad()
     def average_parameters(self, params):
         for place, parameter in enumerate(dict.fromkeys(_each(params))):
             mean = (parameter.detach().double() / self.group.size()).contiguous()
             dist.all_reduce(mean, group=self.group)
-            if place == len(self.average):
-                self.average.append(mean)
+            if place == len(self.shadow):
+                self.shadow.append(mean)
             else:
-                self.average[place] += (mean - self.average[place]) * (1 - self.decay)
+                self.shadow[place] += (mean - self.shadow[place]) * (1 - self.decay)
         self.step += 1
 
     @contextmanager
@@ -321,19 +321,21 @@ class MovingAverage:
         params = list(dict.fromkeys(_each(params)))
         before = [parameter.detach().clone() for parameter in params]
         with torch.no_grad():
-            for parameter, value in zip(params, self.average, strict=True):
+            for parameter, value in zip(params, self.shadow, strict=True):
                 parameter.copy_(value)
-        yield
-        with torch.no_grad():
-            for parameter, value in zip(params, before, strict=True):
-                parameter.copy_(value)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(params, before, strict=True):
+                    parameter.copy_(value)
 
     def state_dict(self):
-        return {"step": self.step, "average": list(self.average)}
+        return {"step": self.step, "shadow": list(self.shadow)}
 
     def load_state_dict(self, saved):
         self.step = saved["step"]
-        self.average = [kept.clone() for kept in saved["average"]]
+        self.shadow = [kept.clone() for kept in saved["shadow"]]
 
 
 OF = {"kind": "averager"}

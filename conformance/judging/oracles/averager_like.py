@@ -210,6 +210,22 @@ def _bound(run: Run, claims: Claims, step: int, index: int, largest: torch.Tenso
     return 2 * error * largest
 
 
+def require_restored(run: Run, found: Found) -> None:
+    """Require that parameters are restored after the averages were written into them."""
+    for rank in run.ranks:
+        for event in rank.all("evaluated"):
+            how = "an exception" if event["failed"] else "the end"
+            found.require(
+                not event["changed"],
+                f"the parameters as they were, after {how} of an evaluation inside applied()",
+                f"rank {rank.rank}, step {event['step']}: other values of "
+                f"{', '.join(f'p{index}' for index in event['changed'])}",
+                "the parameters are not restored if an exception ends the context"
+                if event["failed"]
+                else "",
+            )
+
+
 def _require_close(
     run: Run, found: Found, rank: int, key: str, bound: torch.Tensor, claims: Claims
 ) -> None:
@@ -219,7 +235,10 @@ def _require_close(
         return
     got = run.ranks[rank].tensors.get(key)
     if got is None:
-        found.require(False, f"{key} of the reference", f"rank {rank}: none")
+        step = int(key.partition("/")[0])
+        refused = run.ranks[rank].all("not_applied", step=step)
+        why = "".join(f"; applied() raised {event['error']}" for event in refused)
+        found.require(False, f"{key} of the reference", f"rank {rank}: none{why}")
         return
     right = expected.reshape(-1).double()
     values = got.reshape(-1).double()

@@ -24,6 +24,10 @@ from conformance.scenarios.gradients import lay_out
 Parameters = list[torch.nn.Parameter]
 
 
+class _EvaluationError(Exception):
+    """The error of an evaluation that fails."""
+
+
 @dataclass
 class Trainee:
     """A model and its averager.
@@ -123,7 +127,7 @@ class AveragerDriver(RankDriver):
         self.trainee.kept = _copies(self.params)
         # A parameter that was added has no average yet.
         if self.scenario.variant != "changing":
-            self._keep_evaluated()
+            self._keep_evaluated(fails=step % 2 == 1)
 
     def _quiet_step(self, step: int) -> None:
         """Call the averager with the parameters as they are; record it if they change."""
@@ -162,15 +166,36 @@ class AveragerDriver(RankDriver):
     def _gradient_digests(self) -> list[str | None]:
         return [None if p.grad is None else digest(p.grad) for p in self.params]
 
-    def _keep_evaluated(self) -> None:
-        """Record the parameters with which the averager would have a model evaluated."""
-        averager = self.trainee.averager
-        applied = getattr(averager, "applied", None)
-        if not callable(applied) or not getattr(averager, "average", None):
+    def _keep_evaluated(self, *, fails: bool) -> None:
+        """Record the parameters with which the averager would have a model evaluated.
+
+        Args:
+            fails: the evaluation ends with an exception.
+        """
+        applied = getattr(self.trainee.averager, "applied", None)
+        if not callable(applied):
             return  # it evaluates with the parameters themselves
-        with self.doing("applied"), applied(self.params):
-            for index, parameter in enumerate(self.params):
-                self.keep(f"applied/p{index}", lay_out(parameter, "contiguous"))
+        has_begun = False
+        before = _copies(self.params)
+        try:
+            with applied(self.params):
+                has_begun = True
+                for index, parameter in enumerate(self.params):
+                    self.keep(f"applied/p{index}", lay_out(parameter, "contiguous"))
+                if fails:
+                    raise _EvaluationError("this evaluation failed")
+        except _EvaluationError:
+            pass
+        except Exception as error:
+            if has_begun:
+                raise
+            # There may be no average yet. If the reference has one, the rule says that none came.
+            text = f"{type(error).__name__}: {str(error)[:200]}"
+            self.recorder.event("not_applied", error=text)
+            return
+        pairs = enumerate(zip(self.params, before, strict=True))
+        changed = [index for index, (now, kept) in pairs if not _same_values(now, kept)]
+        self.recorder.event("evaluated", failed=fails, changed=changed)
 
     def _save_averager(self) -> None:
         averager = self.trainee.averager

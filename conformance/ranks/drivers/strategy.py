@@ -15,6 +15,7 @@ from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.strategy import (
     abandoned_after,
+    added,
     batches,
     by_itself,
     clears,
@@ -56,6 +57,8 @@ class StrategyDriver(RankDriver):
                 "a sync strategy is called for each micro-batch, and returns a context manager; "
                 f"this is {_named(self.strategy)}"
             )
+        if self.scenario.variant == "after_world":
+            self._train_on_world()
         self._make_model()
         if self.scenario.variant == "two_models":
             self._run_two()
@@ -65,6 +68,17 @@ class StrategyDriver(RankDriver):
             self.begin_step(step, kind)
             self._step(step, kind)
             self._keep_gradients()
+
+    def _train_on_world(self) -> None:
+        """Train another model on WORLD; its gradients are not judged."""
+        self._make_model(on_world=True)
+        kind = self.scenario.steps[0]
+        self.begin_step(0, kind)
+        number = batches(self.scenario, 0)
+        for batch in range(number):
+            grads = self._grads(0, kind, batch, number)
+            with self.inside("the context"):
+                self._train(grads, batch == number - 1)
 
     def _run_two(self) -> None:
         """Train two models whose micro-batches alternate; even steps are those of the first."""
@@ -88,7 +102,7 @@ class StrategyDriver(RankDriver):
                 self.begin_step(step + number, self.scenario.steps[step + number])
                 self._keep_gradients()
 
-    def _make_model(self) -> None:
+    def _make_model(self, on_world: bool = False) -> None:
         scenario = self.scenario
         make = BufferedProbe if scenario.variant == "buffers" else Probe
         probe = make(scenario.params, scenario.initial_value, self.rank).to(self.device)
@@ -98,7 +112,7 @@ class StrategyDriver(RankDriver):
             with self.doing(MODEL_MADE):
                 self.model = self.data_parallel(
                     probe,
-                    process_group=self.group if scenario.groups else None,
+                    process_group=self.group if scenario.groups and not on_world else None,
                     bucket_cap_mb=scenario.ddp.bucket_cap_mb,
                     gradient_as_bucket_view=scenario.ddp.gradient_as_bucket_view,
                     find_unused_parameters=scenario.ddp.find_unused_parameters,
@@ -108,17 +122,23 @@ class StrategyDriver(RankDriver):
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         # With lr=0.0 parameters keep their values: only gradients are judged.
         if self.scenario.variant != "shared":
-            return [torch.optim.SGD(self.params, lr=0.0)]
+            _, later = added(self.scenario)
+            first = [p for index, p in enumerate(self.params) if index not in later]
+            return [torch.optim.SGD(first, lr=0.0)]
         # Two optimizers share a parameter, and name parameters in another order than the model.
-        first, second, third, *rest = reversed(self.params)
-        groups = [{"params": [second]}, {"params": [first, third]}]
-        return [torch.optim.SGD(groups, lr=0.0), torch.optim.SGD([first, *rest], lr=0.0)]
+        one, second, third, *rest = reversed(self.params)
+        groups = [{"params": [second]}, {"params": [one, third]}]
+        return [torch.optim.SGD(groups, lr=0.0), torch.optim.SGD([one, *rest], lr=0.0)]
 
     def _step(self, step: int, kind: str) -> None:
         """Train one step: its micro-batches, or those until one fails."""
         number = batches(self.scenario, step)
         if clears(self.scenario, step):
             self.model.zero_grad()
+        first_step, later = added(self.scenario)
+        if later and step == first_step:
+            params = [self.params[index] for index in sorted(later)]
+            self.optimizers[0].add_param_group({"params": params})
         for batch in range(number):
             if batch == abandoned_after(self.scenario, step):
                 self.model.zero_grad()

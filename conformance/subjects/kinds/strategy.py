@@ -18,7 +18,7 @@ from conformance.scenarios.conditions_together import STRATEGY as TOGETHER
 from conformance.scenarios.failing_collectives import STRATEGY as FAILING
 from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import STRATEGY as DEFAULT_DTYPES
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.strategy import (
     _DIFFERENT,
@@ -41,6 +41,7 @@ from conformance.scenarios.strategy import (
     WITHOUT,
 )
 from conformance.scenarios.strategy_training import ALL, EMPTY, LARGE, LONG, LONG_STEPS, SPECIAL
+from conformance.scenarios.tables import prime_from
 from conformance.subjects.kinds._claim import min_world_size, option_flag, table
 from conformance.subjects.kinds._kind import Kind
 
@@ -67,6 +68,10 @@ def _adapt(scenario: Scenario, claimed: Collection[str]) -> Scenario:
         *kinds, last = scenario.steps
         generator(scenario).shuffle(kinds)
         scenario = replace(scenario, steps=(*kinds, last))
+    if scenario.name == SPECIAL.name:
+        numel = prime_from(generator(scenario).randint(2**16, 2**17))
+        large = Param((numel,), "float16")
+        scenario = replace(scenario, params=(*scenario.params, large))
     if scenario.variant == EMPTY.variant and ("all_used" in claimed or "find_unused" in claimed):
         scenario = replace(scenario, variant="two")
     if "world_only" in claimed and scenario.groups:
