@@ -33,6 +33,7 @@ from conformance.scenarios.collective import (
     SUBGROUPS,
     WAITED,
 )
+from conformance.scenarios.collective_training import AFTER_WORLD
 from conformance.subjects.claims import Claims
 
 
@@ -242,17 +243,18 @@ def waited(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "18.11",
     "Any process group works",
-    on=(SUBGROUPS,),
-    owns=(SUBGROUPS,),
+    on=(SUBGROUPS, AFTER_WORLD),
+    owns=(SUBGROUPS, AFTER_WORLD),
     needs=("18.1", "18.2"),
     source="torch documentation, torch.distributed.new_group; torch.distributed.scatter: src is a "
     "global rank",
     remedy="dist.get_world_size() and get_rank() without the group; a collective without group=; a "
-    "rank in the group in place of the global rank src",
+    "rank in the group in place of the global rank src; a group, its size or a place in it that is "
+    "kept from the first call",
 )
 def subgroups(run: Run, claims: Claims, found: Found) -> None:
-    """With group= messages are exchanged within that group; the source of a scatter is a global
-    rank."""
+    """With group= messages are exchanged within that group, also after a call on WORLD; the source
+    of a scatter is a global rank."""
     require_calls(run, claims, found)
 
 

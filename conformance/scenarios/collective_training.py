@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from conformance.scenarios.collective import ORDERED, PLAIN, WAITED
+from conformance.scenarios.collective import ORDERED, PLAIN, SUBGROUPS, WAITED
 from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.tables import prime_from
 
@@ -78,6 +78,13 @@ _LONG = replace(
     observe=Observation(growth=True),
 )
 LONG_CALLS = (300, 450)
+
+AFTER_WORLD = replace(
+    SUBGROUPS,
+    name="collective_after_world",
+    summary="one call on WORLD, and then calls on two disjoint subgroups",
+    variant="after_world",
+)
 
 
 def _log_uniform(first: int, last: int, numbers: random.Random) -> int:
@@ -154,4 +161,4 @@ UNEVEN = draw_views(_UNEVEN, random.Random(0))
 IN_FLIGHT = draw_in_flight(_IN_FLIGHT, random.Random(0))
 LONG = draw_long(_LONG, random.Random(0))
 
-ALL = (LARGE, RECOVERING, VIEWS, UNEVEN, IN_FLIGHT, LONG)
+ALL = (LARGE, RECOVERING, VIEWS, UNEVEN, IN_FLIGHT, LONG, AFTER_WORLD)

@@ -126,6 +126,32 @@ def right(
     }[func.__name__]
 
 
+_first: dict[str, Any] = {}
+
+
+def keeps_its_first_place(func: Made, qtype: str) -> Made:
+    """Write a rank's own part to the place that it had in the first call's group."""
+
+    def gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None) -> None:
+        place = _first.setdefault("place", dist.get_rank(group))
+        right(func)(tensor_list, tensor, group)
+        tensor_list[place % len(tensor_list)].copy_(tensor)
+
+    return gather
+
+
+def keeps_the_first_size(func: Made, qtype: str) -> Made:
+    """Scatter as many parts as the first call's group has ranks."""
+
+    def scatter(tensor: Tensor, scatter_list: Any = None, src: int = 0, group: Any = None) -> None:
+        size = _first.setdefault("size", dist.get_world_size(group))
+        if dist.get_world_size(group) < size and scatter_list:
+            scatter_list = [scatter_list[0]] * len(scatter_list)
+        right(func)(tensor, scatter_list, src, group)
+
+    return scatter
+
+
 def one_place_on(func: Made, qtype: str) -> Made:
     """Write each rank's part to the output of the next rank."""
 
@@ -544,6 +570,8 @@ MUTANTS = [
     _named("last_call_alone", "18.10"),
     _named("always_world", "18.11", "all_to_all_single"),
     _named("source_by_place", "18.11", "scatter"),
+    _named("keeps_its_first_place", "18.11"),
+    _named("keeps_the_first_size", "18.11", "scatter"),
     _named("group_by_keyword", "18.12", "all_to_all_single"),
     _named("own_names", "18.13", "all_to_all_single"),
     _named("adds_to_nan", "18.14", qtype="BFP16"),

@@ -29,9 +29,29 @@ class CollectiveDriver(RankDriver):
         self._functions: dict[tuple[int, int], Callable[..., Any]] = {}
         self._refuses_async = False
         self._has_waited = False
+        if self.scenario.variant == "after_world":
+            self._call_on_world()
         for step, kind in enumerate(self.scenario.steps):
             self.begin_step(step, kind)
             self._step(step)
+
+    def _call_on_world(self) -> None:
+        """Make one call on WORLD, whose arrivals are not judged."""
+        own = self.group, self.group_rank, self.size
+        self.group = dist.group.WORLD
+        self.group_rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.begin_step(0, self.scenario.steps[0])
+        call = _Call(self, 0, 0)
+        if "feedback" in self.scenario.options:
+            # The error of this call must not be added to the next message.
+            call.function = self._make_collective()
+        else:
+            self._prepare(0, [call])
+        with self.inside(self.scenario.options[0]):
+            call.begin()
+            call.wait()
+        self.collectives.take_sent()
+        self.group, self.group_rank, self.size = own
 
     def _step(self, step: int) -> None:
         """Make the calls of one step; nothing of them is kept."""
