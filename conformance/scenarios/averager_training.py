@@ -61,8 +61,8 @@ TWO = replace(
 TWO_GROUPS = replace(
     TWO,
     name="averager_two_groups",
-    summary="the same on two groups of different sizes: WORLD, and a part of it; their order and the "
-    "parts are drawn",
+    summary="the same on two groups of different sizes: WORLD, and a part of it; their order and "
+    "the parts are drawn",
     world_sizes=(),
     size=4,
     twin_groups=((0, 2), (1, 3)),
@@ -168,7 +168,7 @@ def on_one_group(scenario: Scenario, size: int) -> Scenario:
 
 
 def group_of_turn(scenario: Scenario, rank: int, world: int, step: int) -> tuple[int, ...]:
-    """Return the global ranks of the group that a rank's model of a step works in."""
+    """Return the global ranks of a rank's group, for its model whose turn a step is."""
     is_twin = turn(scenario, step)[0] == 1
     return (scenario.twin_group_of if is_twin else scenario.group_of)(rank, world)
 

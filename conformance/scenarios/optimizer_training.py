@@ -94,8 +94,8 @@ TWO = replace(
 TWO_GROUPS = replace(
     TWO,
     name="optimizer_two_groups",
-    summary="the same on two groups of different sizes: WORLD, and a part of it; their order and the "
-    "parts are drawn",
+    summary="the same on two groups of different sizes: WORLD, and a part of it; their order and "
+    "the parts are drawn",
     world_sizes=(),
     size=4,
     twin_groups=((0, 2), (1, 3)),
