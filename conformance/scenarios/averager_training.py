@@ -57,7 +57,7 @@ TWO = replace(
     variant="two",
 )
 
-# A process of training may have models on all ranks and on some of them.
+# A process of training may have models on all ranks, and on fewer.
 TWO_GROUPS = replace(
     TWO,
     name="averager_two_groups",
@@ -144,7 +144,7 @@ def turn(scenario: Scenario, step: int) -> tuple[int, int]:
 
 
 def on_two_groups(scenario: Scenario, draw: random.Random, least: int = 2) -> Scenario:
-    """Give one of two models all ranks, and the other one a part of them.
+    """Give one of two models all ranks, and the other one fewer.
 
     The ranks of each part, and the model that has all ranks, are drawn. Without a minimum there are
     four or five ranks.
