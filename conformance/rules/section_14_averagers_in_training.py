@@ -22,6 +22,7 @@ from conformance.scenarios.averager_training import (
     SAVED_EARLY,
     SPECIAL,
     TWO,
+    TWO_GROUPS,
 )
 from conformance.scenarios.conditions_together import AVERAGER as CONDITIONS
 from conformance.scenarios.failing_collectives import AVERAGER
@@ -75,17 +76,23 @@ def special_values(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "14.17",
     "Two averagers do not mix",
-    on=(TWO,),
-    owns=(TWO,),
+    on=(TWO, TWO_GROUPS),
+    owns=(TWO, TWO_GROUPS),
     needs=("14.1", "14.2"),
     baseline="like",
     since="1.2",
     source="training of two models in one process, such as a GAN, or a student and its teacher",
-    remedy="counts, buffers or states in the class or the module instead of the object",
+    remedy="counts, buffers, states, or the group's size, in the class or the module instead of "
+    "the object",
 )
 def two(run: Run, claims: Claims, found: Found) -> None:
     """Two averagers of two models that take turns in a drawn order each keep their own schedule and
-    state."""
+    state, and each averages over its own group.
+
+    In one run both are on the same ranks. In another one WORLD has four or five ranks, and the
+    other group two or three of them; which model has which group is drawn. Under ``hierarchical``
+    and ``world_only`` both have WORLD.
+    """
     if run.ranks[0].first("one_object"):
         found.does_not_apply("the target is one existing object, which cannot be made twice")
         return

@@ -36,6 +36,7 @@ from conformance.scenarios.optimizer_training import (
     SAVED_GROUPS,
     SPECIAL,
     TWO,
+    TWO_GROUPS,
     averages_gradients,
     plan_of,
 )
@@ -185,15 +186,22 @@ def special_values(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.27",
     "Two optimizers do not mix",
-    on=(TWO,),
-    owns=(TWO,),
+    on=(TWO, TWO_GROUPS),
+    owns=(TWO, TWO_GROUPS),
     needs=BASIC,
     since="1.2",
     source="training of two models in one process, such as a GAN",
-    remedy="counts, buffers or states in the class or the module instead of the object",
+    remedy="counts, buffers, states, or the group's size, in the class or the module instead of "
+    "the object",
 )
 def two(run: Run, claims: Claims, found: Found) -> None:
-    """Two optimizers of two models that take turns in a drawn order each step their own model."""
+    """Two optimizers of two models that take turns in a drawn order each step their own model, with
+    the ranks of their own group.
+
+    In one run both are on the same ranks. In another one WORLD has four or five ranks, and the
+    other group two or three of them; which model has which group is drawn. Under ``world_only``
+    both have WORLD.
+    """
     if run.ranks[0].first("two") is None:
         found.does_not_apply("the target is one existing object, which cannot be made twice")
         return

@@ -57,6 +57,17 @@ TWO = replace(
     variant="two",
 )
 
+# A process of training may have models on all ranks, and on fewer.
+TWO_GROUPS = replace(
+    TWO,
+    name="averager_two_groups",
+    summary="the same on two groups of different sizes: WORLD, and a part of it; their order and "
+    "the parts are drawn",
+    world_sizes=(),
+    size=4,
+    twin_groups=((0, 2), (1, 3)),
+)
+
 CHANGING = replace(
     PLAIN,
     name="averager_changing",
@@ -107,7 +118,10 @@ LONG = replace(
     observe=Observation(growth=True),
 )
 
-ALL = (LARGE, SPECIAL, EMPTY, TWO, CHANGING, SAVED_EARLY, RESUMED_EARLY, DRIFTING, LONG)
+ALL = (
+    *(LARGE, SPECIAL, EMPTY, TWO, TWO_GROUPS, CHANGING),
+    *(SAVED_EARLY, RESUMED_EARLY, DRIFTING, LONG),
+)
 
 
 def with_option(scenario: Scenario, name: str, value: object) -> Scenario:
@@ -127,6 +141,36 @@ def turn(scenario: Scenario, step: int) -> tuple[int, int]:
     if not turns:
         return 0, step
     return int(turns[step]), _counts(turns)[step]
+
+
+def on_two_groups(scenario: Scenario, draw: random.Random, least: int = 2) -> Scenario:
+    """Give one of two models all ranks, and the other one fewer.
+
+    The ranks of each part, and the model that has all ranks, are drawn. Without a minimum there are
+    four or five ranks.
+
+    Args:
+        scenario: of two models that take turns.
+        draw: the source of the numbers.
+        least: the number of ranks that the subject needs.
+    """
+    sizes = (least, least) if least > 2 else (2, draw.choice((2, 3)))
+    ranks = draw.sample(range(sum(sizes)), sum(sizes))
+    parts = tuple(tuple(sorted(part)) for part in (ranks[: sizes[0]], ranks[sizes[0] :]))
+    every = (tuple(range(sum(sizes))),)
+    groups = ((), parts) if draw.random() < 0.5 else (parts, every)
+    return replace(scenario, size=sum(sizes), groups=groups[0], twin_groups=groups[1])
+
+
+def on_one_group(scenario: Scenario, size: int) -> Scenario:
+    """Give both of two models all ranks."""
+    return replace(scenario, size=size, groups=(), twin_groups=())
+
+
+def group_of_turn(scenario: Scenario, rank: int, world: int, step: int) -> tuple[int, ...]:
+    """Return the global ranks of a rank's group, for its model whose turn a step is."""
+    is_twin = turn(scenario, step)[0] == 1
+    return (scenario.twin_group_of if is_twin else scenario.group_of)(rank, world)
 
 
 @lru_cache(maxsize=8)

@@ -91,6 +91,16 @@ TWO = replace(
     variant="two",
 )
 
+TWO_GROUPS = replace(
+    TWO,
+    name="optimizer_two_groups",
+    summary="the same on two groups of different sizes: WORLD, and a part of it; their order and "
+    "the parts are drawn",
+    world_sizes=(),
+    size=4,
+    twin_groups=((0, 2), (1, 3)),
+)
+
 SAVED_GROUPS = replace(
     SAVED,
     name="optimizer_saved_groups",
@@ -146,7 +156,7 @@ ADAGRAD = replace(
 )
 
 ALL = (
-    *(OWN, LARGE, SPECIAL, RANDOM_DTYPES, OPTIONS, ADAM_OPTIONS, EMPTY, TWO),
+    *(OWN, LARGE, SPECIAL, RANDOM_DTYPES, OPTIONS, ADAM_OPTIONS, EMPTY, TWO, TWO_GROUPS),
     *(SAVED_GROUPS, RESUMED_GROUPS, LONG, MANY_GROUPS, ADAMW, ADAGRAD),
 )
 

@@ -16,7 +16,7 @@ from conformance.judging.oracles.lossy import (
     TRIALS,
     TRIALS_OF_VALUES,
 )
-from conformance.scenarios import kinds_in_clusters
+from conformance.scenarios import averager_training, kinds_in_clusters, optimizer_training
 from conformance.scenarios.clusters import CLUSTERS, with_groups_of
 from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
 from conformance.scenarios.hook import (
@@ -25,6 +25,7 @@ from conformance.scenarios.hook import (
     VALUES,
 )
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.seeds import generator
 from conformance.scenarios.specials import without_element
 from conformance.scenarios.surroundings import (
     JOINT,
@@ -46,6 +47,7 @@ _WIDER_SHAPES = {
     (4, 3, 2, 5): (24, 3, 2, 5),
     (20_011,): (91, 225),
 }
+_ON_TWO_GROUPS = (averager_training.TWO_GROUPS.name, optimizer_training.TWO_GROUPS.name)
 _NAMES_OF_CLUSTERS = tuple(scenario.name for scenario in (*CLUSTERS, *kinds_in_clusters.ALL))
 # Under DDP's options the largest parameter may be smaller: the runs are as long as the others.
 _SHORTER_SHAPES = {**_WIDER_SHAPES, (20_011,): (39, 27)}
@@ -115,6 +117,8 @@ def simulate_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
 
 def bring_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
     """Give every group as many ranks as the subject needs."""
+    if scenario.name in _ON_TWO_GROUPS:
+        return averager_training.on_two_groups(scenario, generator(scenario), claims.min_world_size)
     if scenario.name == JOINT.name:
         return with_ranks(scenario, claims.min_world_size)
     return with_groups_of(scenario, claims.min_world_size)
@@ -134,7 +138,7 @@ def has_fewer_ranks(scenario: Scenario, claims: Claims) -> bool:
     """Whether a scenario that brings its ranks has too few for the subject."""
     groups = (*scenario.groups, *scenario.twin_groups)
     smallest = min((len(group) for group in groups), default=scenario.size)
-    brings_ranks = scenario.name in (*_NAMES_OF_CLUSTERS, JOINT.name)
+    brings_ranks = scenario.name in (*_NAMES_OF_CLUSTERS, *_ON_TWO_GROUPS, JOINT.name)
     return brings_ranks and smallest < claims.min_world_size
 
 

@@ -138,6 +138,37 @@ class SharesBuffers(Averager):
                 parameter.copy_(value)
 
 
+_sizes: list[int] = []
+
+
+class SizeOfTheFirst(Averager):
+    """Ask for the number of ranks once in a process."""
+
+    def average_one(self, parameter):
+        _sizes.extend(() if _sizes else [self.group.size()])
+        mean = parameter.div(_sizes[0]).contiguous()
+        dist.all_reduce(mean, group=self.group)
+        parameter.copy_(mean)
+
+
+class PlaceOfTheFirst(Averager):
+    """Let each rank average a share of the elements, by its place in the process's first group."""
+
+    places: ClassVar[list[int]] = []
+
+    def average_one(self, parameter):
+        self.places.append(self.group.rank())
+        size = self.group.size()
+        mine = parameter.detach().reshape(-1) / size
+        parts = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(parts, mine, group=self.group)
+        share = slice(self.places[0], None, size)
+        mean = torch.zeros_like(mine)
+        mean[share] = torch.stack(parts).sum(0)[share]
+        dist.all_reduce(mean, group=self.group)
+        parameter.copy_(mean.view_as(parameter))
+
+
 _seen: set[int] = set()
 
 
@@ -315,7 +346,10 @@ MUTANTS = [
     ),
     *(
         Mutant(f"{name},{AT}", ("14.17",), **OF)
-        for name in ("CountsInTheClass", "SharesBuffers", "OnlyTheFirstModel")
+        for name in (
+            *("CountsInTheClass", "SharesBuffers", "OnlyTheFirstModel"),
+            *("SizeOfTheFirst", "PlaceOfTheFirst"),
+        )
     ),
     *(
         Mutant(f"{name},{AT}", ("14.18",), **OF)

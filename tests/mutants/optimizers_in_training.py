@@ -320,6 +320,29 @@ class CountsTogether(PostLocal):
         return loss
 
 
+class SizeOfTheFirst(Averaging):
+    """Divide by the size of the first group of the process."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def average_one(self, grad: torch.Tensor) -> None:
+        self.sizes.append(self.size)
+        flat = grad.contiguous() / self.sizes[0]
+        dist.all_reduce(flat, group=self.group)
+        grad.copy_(flat)
+
+
+class PlaceOfTheFirst(Sharded):
+    """Keep this rank's place in the first group of the process."""
+
+    places: ClassVar[list[int]] = []
+
+    def share(self, group: dict[str, Any]) -> dict[str, Any]:
+        self.places.append(self.place)
+        self.place = self.places[0]
+        return super().share(group)
+
+
 _momenta: dict[int, torch.Tensor] = {}
 
 
@@ -459,8 +482,9 @@ MUTANTS = [
     Mutant("FloatCopies", ("15.22",), **OF),
     *(
         Mutant(name, ("15.27",), **OF)
-        for name in ("SharesTheState", "CountsTogether", "MomentumByPlace")
+        for name in ("SharesTheState", "CountsTogether", "MomentumByPlace", "PlaceOfTheFirst")
     ),
+    Mutant("SizeOfTheFirst", ("15.27",), "averages", **OF),
     *(
         Mutant(name, ("15.28",), **OF)
         for name in (

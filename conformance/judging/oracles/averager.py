@@ -31,7 +31,7 @@ With the claim like(...) the right values are those of the reference: ``averager
 import torch
 
 from conformance.judging.oracles.averager_like import require_like
-from conformance.judging.oracles.averager_records import calls, fed_to, result, same
+from conformance.judging.oracles.averager_records import calls, fed_to, group_at, result, same
 from conformance.judging.oracles.mean import EXACT_SIZES
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -47,7 +47,7 @@ SHIFTED = "the schedule is shifted, or a step was not counted or counted twice"
 
 def due(run: Run, rank: int, step: int, claims: Claims) -> tuple[int, ...]:
     """Return the global ranks that ``rank`` is averaged with at ``step``, or () if none are."""
-    group = tuple(range(run.world)) if claims.has("world_only") else run.group(rank)
+    group = tuple(range(run.world)) if claims.has("world_only") else group_at(run, rank, step)
     # An averager counts its own calls.
     step = turn(run.scenario, step)[1]
     if periodic := claims.options.get("periodic"):
@@ -204,7 +204,7 @@ def _is_given(run: Run, rank: int, step: int, index: int) -> bool:
 
 def _has_gradient(run: Run, ranks: tuple[int, ...], step: int, index: int) -> bool:
     """Return whether any of these ranks has a gradient for a parameter."""
-    groups = {rank: run.group(rank) for rank in ranks}
+    groups = {rank: group_at(run, rank, step) for rank in ranks}
     return any(
         has_gradient(run.scenario, len(group), group.index(rank), step, index)
         for rank, group in groups.items()

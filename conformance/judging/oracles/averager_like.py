@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 import torch
 
-from conformance.judging.oracles.averager_records import calls, fed_to, same
+from conformance.judging.oracles.averager_records import calls, fed_to, group_at, same
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.averager_training import ADDED, turn
@@ -204,7 +204,7 @@ def _bound(run: Run, claims: Claims, step: int, index: int, largest: torch.Tenso
         if turn(scenario, earlier)[0] == model
     }
     is_random = "normal" in earlier_kinds
-    size = len(run.group(0))
+    size = len(group_at(run, 0, step))
     error = factors.means * (size + 2) * eps * is_random
     error += OPERATIONS * factors.state * eps_of_state + factors.is_rounded * eps
     return 2 * error * largest

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from conformance.records.run import Run, fed
+from conformance.scenarios.averager_training import group_of_turn
 from conformance.scenarios.averager_values import source, values_of
 from conformance.scenarios.averaging_schedule import HELD
 
@@ -16,6 +17,11 @@ def calls(run: Run) -> Iterator[tuple[int, int]]:
             yield rank.rank, event["step"]
 
 
+def group_at(run: Run, rank: int, step: int) -> tuple[int, ...]:
+    """Return the global ranks of the group of the averager whose turn a step is."""
+    return group_of_turn(run.scenario, rank, run.world, step)
+
+
 def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     """Return a parameter after the call, flat in float64."""
     return run.ranks[rank].tensors[f"{step}/parameter/p{index}"].reshape(-1).double()
@@ -25,7 +31,7 @@ def fed_to(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     """Return the values that a parameter was set to before the call, flat in float64."""
     while run.scenario.steps[step] == HELD:
         step = max(earlier for _, earlier in calls(run) if earlier < step)
-    group = run.group(rank)
+    group = group_at(run, rank, step)
     spec = run.scenario.params[index]
     of = source(run.scenario, group, group.index(rank), step, index)
     if of.kind == "limit":

@@ -35,7 +35,7 @@ from conformance.judging.oracles.local_optimizer import LocalOptimizer, Values
 from conformance.judging.oracles.mean import EXACT_SIZES
 from conformance.judging.verdict import Found
 from conformance.records.run import Run, fed
-from conformance.scenarios.averager_training import special_source, turn
+from conformance.scenarios.averager_training import group_of_turn, special_source, turn
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.gradients import uses
 from conformance.scenarios.optimizer import START
@@ -81,8 +81,9 @@ Mistake = Callable[[OptimizerStep, int], torch.Tensor]
 def right_steps(run: Run) -> Steps:
     """Return the right steps of all ranks, by rank and step."""
     right: dict[tuple[int, int], OptimizerStep] = {}
-    for group in {run.group(rank.rank) for rank in run.ranks}:
-        right.update(_steps_of_group(run, group))
+    for model in {turn(run.scenario, step)[0] for step in range(len(run.scenario.steps))}:
+        for group in {_group_of_model(run, rank.rank, model) for rank in run.ranks}:
+            right.update(_steps_of_group(run, group, model))
     # Under Join parameters are recorded once more, after the last step, when all ranks have joined.
     last = len(run.scenario.steps)
     for rank in run.ranks:
@@ -151,9 +152,19 @@ def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     return run.ranks[rank].tensors[f"{step}/parameter/p{index}"].reshape(-1).double()
 
 
+def _group_of_model(run: Run, rank: int, model: int) -> tuple[int, ...]:
+    """Return the global ranks of the group in which a rank trains a model."""
+    return run.scenario.twin_group_of(rank, run.world) if model else run.group(rank)
+
+
+def _group_at(run: Run, rank: int, step: int) -> tuple[int, ...]:
+    """Return the group of the model whose turn a step is, or of the last step's after the end."""
+    return group_of_turn(run.scenario, rank, run.world, min(step, len(run.scenario.steps) - 1))
+
+
 def _local_optimizer(run: Run, rank: int, model: int) -> LocalOptimizer:
     """Return a rank's optimizer of a model before the first step."""
-    group = run.group(rank)
+    group = _group_of_model(run, rank, model)
     kind = "zero_all" if run.scenario.variant in ("dtypes", "special") else "crafted"
     specs = run.scenario.params
     values = [
@@ -164,31 +175,31 @@ def _local_optimizer(run: Run, rank: int, model: int) -> LocalOptimizer:
     return LocalOptimizer(values, dtypes, wrapped_class(run.scenario))
 
 
-def _steps_of_group(run: Run, group: tuple[int, ...]) -> dict[tuple[int, int], OptimizerStep]:
+def _steps_of_group(
+    run: Run, group: tuple[int, ...], model: int
+) -> dict[tuple[int, int], OptimizerStep]:
+    """Return the right steps of a group's ranks with one of their models."""
     plan = plan_of(run.scenario)
     options = _Options(run)
-    models = {turn(run.scenario, step)[0] for step in range(len(run.scenario.steps))}
-    optimizers = {
-        model: {rank: _local_optimizer(run, rank, model) for rank in group} for model in models
-    }
+    of_ranks = {rank: _local_optimizer(run, rank, model) for rank in group}
     restored_before, saved_after = plan.back
-    counts = dict.fromkeys(models, 0)
+    count = 0
     saved: tuple[int, dict[int, Any]] = (0, {})
     right = {}
     for step in range(len(run.scenario.steps)):
-        model = turn(run.scenario, step)[0]
-        of_ranks = optimizers[model]
+        options.begin_step(step)
+        if turn(run.scenario, step)[0] != model:
+            continue
         if step == restored_before:
-            counts[model] = saved[0]
+            count = saved[0]
             for rank, state in saved[1].items():
                 of_ranks[rank].restore(state)
         before = {rank: list(optimizer.values) for rank, optimizer in of_ranks.items()}
-        options.begin_step(step)
         for rank, optimizer in of_ranks.items():
             _step(run, optimizer, rank, step, options)
         stepped = {rank: list(optimizer.values) for rank, optimizer in of_ranks.items()}
-        averages = takes_averager(run) and is_due(counts[model], plan.warmup, plan.period)
-        counts[model] += 1
+        averages = takes_averager(run) and is_due(count, plan.warmup, plan.period)
+        count += 1
         if averages:
             _average(run, list(of_ranks.values()), step)
         for rank, optimizer in of_ranks.items():
@@ -201,7 +212,7 @@ def _steps_of_group(run: Run, group: tuple[int, ...]) -> dict[tuple[int, int], O
                 list(optimizer.momenta),
             )
         if step == saved_after:
-            saved = (counts[model], {rank: o.saved() for rank, o in of_ranks.items()})
+            saved = (count, {rank: o.saved() for rank, o in of_ranks.items()})
     return right
 
 
@@ -241,9 +252,10 @@ def _step(run: Run, optimizer: LocalOptimizer, rank: int, step: int, options: _O
             optimizer.step(index, grad, _gradient_error(run, grad, rank, step, index), chosen)
 
 
-def _is_exact(run: Run, rank: int) -> bool:
+def _is_exact(run: Run, rank: int, step: int) -> bool:
     """Return whether every right computation of a rank gives the same bits."""
-    is_rounded = averages_gradients(run.scenario) and len(run.group(rank)) not in EXACT_SIZES
+    size = len(_group_at(run, rank, step))
+    is_rounded = averages_gradients(run.scenario) and size not in EXACT_SIZES
     return is_exact(run.scenario) and not is_rounded
 
 
@@ -252,7 +264,7 @@ def _gradient_error(run: Run, grad: torch.Tensor, rank: int, step: int, index: i
     whose product with 1 / W is rounded.
     """
     scenario = run.scenario
-    group = run.group(rank)
+    group = _group_at(run, rank, step)
     kind = _kind_of(run, step, index)
     is_random = kind == "normal" or len(group) not in EXACT_SIZES
     if not is_random or not averages_gradients(scenario):
@@ -292,7 +304,7 @@ def _require_parameter(
     expected = right_step.after[index]
     got = result(run, rank, step, index)
     is_right = same(got, expected)
-    if not _is_exact(run, rank):
+    if not _is_exact(run, rank, step):
         is_close = (got - expected).abs() <= 2 * right_step.errors[index]
         is_right |= is_close & expected.isfinite()
     wrong = (~is_right).nonzero()
@@ -347,10 +359,11 @@ def _known_results(
     known = {}
     if right_step.averaged:
         known["it stepped, and the average is lost"] = right_step.stepped[index]
-        mean_before = mean(lambda other, _: other.before[index], run.group(rank))
+        mean_before = mean(lambda other, _: other.before[index], right_step.averaged)
         known["it averaged before it stepped"] = mean_before + update
     elif takes_averager(run):
-        mean_stepped = mean(lambda other, _: other.stepped[index], run.group(rank))
+        group = _group_at(run, rank, step)
+        mean_stepped = mean(lambda other, _: other.stepped[index], group)
         known["it averaged at a step at which the averager does not"] = mean_stepped
     if step and right[rank, step - 1].averaged:
         stepped_before = right[rank, step - 1].stepped[index]
@@ -363,7 +376,7 @@ def _known_results(
 def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
     """Return known mistakes in a local step by their names."""
     plan = plan_of(run.scenario)
-    if not _is_exact(run, 0):
+    if not _is_exact(run, 0, step):
         return {"it was not stepped": lambda right, _: right.before[index]}
     options = construction(run)["options"]
     rate = (plan.rates[step] if plan.rates else None) or options["lr"]
@@ -405,7 +418,7 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
 def _gradient(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None:
     """Return the gradient that a rank's optimizer steps a parameter with, or None if none."""
     scenario = run.scenario
-    group = run.group(rank)
+    group = _group_at(run, rank, step)
     size = len(group)
     spec = scenario.params[index]
     kind = scenario.steps[step]

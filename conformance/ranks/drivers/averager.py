@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers.base import RankDriver
@@ -34,12 +35,18 @@ class Trainee:
 
     Attributes:
         params: the parameters of the model.
+        group: the process group.
+        ranks: the global ranks of the group.
+        place: of this rank in the group.
         averager: the subject.
         takes_params: the averager was given the parameters when it was made.
         kept: the values of the parameters after the last recorded call.
     """
 
     params: Parameters
+    group: Any
+    ranks: tuple[int, ...]
+    place: int
     averager: Any = None
     takes_params: bool = False
     kept: list[torch.Tensor] = field(default_factory=list)
@@ -56,12 +63,13 @@ class AveragerDriver(RankDriver):
     def run(self) -> None:
         """Make the averagers and run the scenario's steps."""
         scenario = self.scenario
-        self.ranks = tuple(torch.distributed.get_process_group_ranks(self.group))
-        count = 2 if scenario.variant == "two" else 1
-        self.trainees = [self._make_trainee() for _ in range(count)]
+        groups = [self.group]
+        if scenario.variant == "two":
+            groups.append(self.twin_group)
+        self.trainees = [self._make_trainee(group) for group in groups]
         first = self.trainees[0]
         self.recorder.event("made", takes_params=first.takes_params)
-        if count == 2 and first.averager is self.trainees[1].averager:
+        if len(groups) == 2 and first.averager is self.trainees[1].averager:
             self.recorder.event("one_object")
             return
         resume = scenario.resume
@@ -79,15 +87,22 @@ class AveragerDriver(RankDriver):
             if step == resume.saves_at - 1 and not resume.resumes:
                 self._save_averager()
 
-    def _make_trainee(self) -> Trainee:
+    def _make_trainee(self, group: Any) -> Trainee:
         """Return a model and its averager; the model's first values are the same on all ranks."""
         probe = Probe(self.scenario.params, 0.0, self.rank).to(self.device)
-        trainee = Trainee(probe.tensors)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        trainee = self.trainee = Trainee(probe.tensors, group, ranks, ranks.index(self.rank))
         with torch.no_grad():
             for index, parameter in enumerate(trainee.params):
-                parameter.copy_(self._values(first_source(self.ranks), index))
+                parameter.copy_(self._values(first_source(ranks), index))
                 parameter.requires_grad_(not is_frozen(self.scenario, 0, index))
-        trainee.averager = self.make(params=trainee.take_params, averager=lambda: None)
+        trainee.averager = self.make(
+            params=trainee.take_params,
+            averager=lambda: None,
+            process_group=lambda: group,
+            rank=lambda: trainee.place,
+            world_size=lambda: len(ranks),
+        )
         if not callable(getattr(trainee.averager, "average_parameters", None)):
             raise TargetError(
                 "an averager has a method average_parameters(params); "
@@ -152,16 +167,19 @@ class AveragerDriver(RankDriver):
     @torch.no_grad()
     def _prepare(self, step: int, *, sets_values: bool) -> None:
         """Give the parameters this step's values, and those that have some, gradients."""
+        ranks = self.trainee.ranks
+        place = self.trainee.place
         for index, parameter in enumerate(self.params):
             parameter.requires_grad_(not is_frozen(self.scenario, step, index))
             if sets_values:
-                of = source(self.scenario, self.ranks, self.group_rank, step, index)
+                of = source(self.scenario, ranks, place, step, index)
                 parameter.copy_(self._values(of, index))
-            has_one = has_gradient(self.scenario, self.size, self.group_rank, step, index)
+            has_one = has_gradient(self.scenario, len(ranks), place, step, index)
             parameter.grad = torch.ones_like(parameter) if has_one else None
 
     def _values(self, of: Source, index: int) -> torch.Tensor:
-        return values_of(of, self.scenario.params[index], self.size, index).to(self.device)
+        size = len(self.trainee.ranks)
+        return values_of(of, self.scenario.params[index], size, index).to(self.device)
 
     def _gradient_digests(self) -> list[str | None]:
         return [None if p.grad is None else digest(p.grad) for p in self.params]

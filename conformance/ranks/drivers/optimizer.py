@@ -35,6 +35,12 @@ _CHOSEN_BY_KIT = ("lr", "momentum", "weight_decay")
 # Options that a consolidated state has to keep, beside the numbers of parameters.
 _KEPT_OPTIONS = ("lr", "momentum", "betas", "weight_decay", "dampening", "nesterov", "maximize")
 
+# The attributes that two trainings of one rank have separately.
+_OF_TRAININGS = (
+    *("model", "params", "averager", "optimizer"),
+    *("group", "group_rank", "size", "_ranks"),
+)
+
 
 class OptimizerDriver(RankDriver):
     """One rank that trains with the subject's optimizer, or with two optimizers in turns.
@@ -61,9 +67,7 @@ class OptimizerDriver(RankDriver):
         self._trainings = []
         for number in range(2 if scenario.variant == "two" else 1):
             self._set_up_training(number)
-            self._trainings.append(
-                {name: getattr(self, name) for name in ("model", "params", "averager", "optimizer")}
-            )
+            self._trainings.append({name: getattr(self, name) for name in _OF_TRAININGS})
         if self._trainings[0]["optimizer"] is not self.optimizer:
             self.recorder.event("two")
         steps = list(enumerate(scenario.steps))
@@ -84,6 +88,10 @@ class OptimizerDriver(RankDriver):
             number: of the model.
         """
         self.setting = plan_of(self.scenario)
+        if number:
+            self.group = self.twin_group
+            self.group_rank = dist.get_rank(self.group)
+            self.size = dist.get_world_size(self.group)
         self._ranks = dist.get_process_group_ranks(self.group)
         self.model = Probe(self.scenario.params, 0.0, self.rank).to(self.device)
         self.params = self.model.tensors

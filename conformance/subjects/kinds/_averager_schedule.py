@@ -16,7 +16,10 @@ from conformance.scenarios.averager_training import (
     SAVED_EARLY,
     SPECIAL,
     TWO,
+    TWO_GROUPS,
     many_params,
+    on_one_group,
+    on_two_groups,
     with_option,
 )
 from conformance.scenarios.averaging_schedule import HELD, MAX_STEPS, QUIET, Schedule, lengthened
@@ -91,6 +94,9 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             return _meet_special_values(scenario, schedule, draw, is_stateful(options))
         case TWO.name:
             return _take_turns(scenario, schedule, draw)
+        case TWO_GROUPS.name:
+            scenario = _take_groups(scenario, options, draw)
+            return _take_turns(scenario, schedule, draw)
         case CHANGING.name:
             return _change(scenario, schedule, draw)
         case LONG.name:
@@ -140,6 +146,18 @@ def _with_claimed_ranks(scenario: Scenario, options: Mapping[str, Any]) -> Scena
         return scenario
     first = largest - 1 if len(set(scenario.nodes)) > 1 else largest // 2
     return replace(scenario, size=largest, nodes=(first, largest - first))
+
+
+def _take_groups(scenario: Scenario, options: Mapping[str, Any], draw: random.Random) -> Scenario:
+    """Draw the groups of two averagers, unless the claims fix these: the size of the largest group,
+    or WORLD.
+    """
+    largest = _largest_group(options)
+    if largest > 1:
+        return on_one_group(scenario, largest)
+    if "world_only" in options:
+        return on_one_group(scenario, scenario.size)
+    return on_two_groups(scenario, draw)
 
 
 def _change_dtypes(scenario: Scenario, schedule: Schedule) -> Scenario:

@@ -14,7 +14,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from conformance.scenarios.averager_training import LONG_STEPS, many_params, with_option
+from conformance.scenarios.averager_training import (
+    LONG_STEPS,
+    many_params,
+    on_one_group,
+    on_two_groups,
+    with_option,
+)
 from conformance.scenarios.conditions_together import OPTIMIZER as TOGETHER
 from conformance.scenarios.conditions_together import is_long
 from conformance.scenarios.failing_collectives import OPTIMIZER as FAILING
@@ -49,6 +55,7 @@ from conformance.scenarios.optimizer_training import (
     SAVED_GROUPS,
     SPECIAL,
     TWO,
+    TWO_GROUPS,
     plan_of,
     with_dtypes,
 )
@@ -94,7 +101,12 @@ def _adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             half = len(scenario.steps) // 2
             order = ["0"] * half + ["1"] * half
             generator(scenario).shuffle(order)
-            return with_option(scenario, "turns", "".join(order))
+            scenario = with_option(scenario, "turns", "".join(order))
+            if scenario.name != TWO_GROUPS.name:
+                return scenario
+            if "world_only" in options:
+                return on_one_group(scenario, scenario.size)
+            return on_two_groups(scenario, generator(scenario, "groups"))
         case SAVED_GROUPS.variant:
             saves_at = plan_of(scenario).saves_at
             return replace(scenario, resume=replace(scenario.resume, saves_at=saves_at))
