@@ -42,8 +42,8 @@ def _gates(x: torch.Tensor, share: float) -> torch.Tensor:
     return x * functional.gumbel_softmax(x / share, dim=1)
 
 
-# torch.nn.functional.rrelu is left out: autograd saves its noise before it is drawn, so that hooks on
-# saved tensors which copy at once keep other numbers.
+# torch.nn.functional.rrelu is left out: autograd saves its noise before it is drawn, so that hooks
+# on saved tensors which copy at once keep other numbers.
 WAYS: tuple[Draw, ...] = (
     *(_dropout, _compared, _bernoulli, _noise),
     *(_attention, _mixed_rows, _depth, _gates),
