@@ -73,7 +73,7 @@ def require_all_batches(runs: Runs, found: Found) -> None:
                 for rows in (got < right).nonzero().flatten().tolist()[:1]:
                     found.require(
                         False,
-                        f"{int(right[rows])} batches of {rows} rows that have been counted, or more",
+                        f"{int(right[rows])} batches of {rows} rows, as counted, or more",
                         f"{place}: {int(got[rows])}",
                         "buffers are set back to a forward before another one",
                     )

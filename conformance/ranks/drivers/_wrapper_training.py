@@ -33,7 +33,7 @@ from conformance.scenarios.wrapper_training import (
 from conformance.torch_versions.private import saved_tensors_are_packed
 
 _Value = TypeVar("_Value")
-# Ways to ask for one gradient alone, and whether parameters have gradients before.
+# Ways to compute one gradient alone, and whether parameters have gradients before.
 _WAYS = tuple(itertools.product(("grad", "backward", "parameter"), (False, True)))
 # Here a wrapper may raise an error: rules tell an error from a wrong result.
 MAY_REFUSE = (RETAINED.name, PENALTY.name, FROZEN.name)
@@ -238,7 +238,7 @@ class WrapperTraining:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             self._driver.recorder.event("declined", error=text)
             return
-        self._keep("input/that is asked for alone", asked)
+        self._keep("input/alone", asked)
         self._keep_gradients(" before its own backward")
         WATCH.phase = "forward"
         output = self._net(other)
