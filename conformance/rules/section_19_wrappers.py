@@ -74,12 +74,15 @@ def parity(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     needs=("19.1",),
     source=f"{DOCS}: preserve_rng_state",
     remedy="keep the generator's state of the forward, and set it before the forward runs again: "
-    "torch.random.fork_rng",
+    "torch.random.fork_rng; that a block draws shows in the generator, not in its modules",
 )
 def draws(runs: dict[str, Run], claims: Claims, found: Found) -> None:
-    """With dropout and batch norm inside, outputs and gradients are those without the wrapper.
+    """With dropout and batch norm inside, and with numbers that a forward draws itself, outputs and
+    gradients are those without the wrapper.
 
-    The generator is seeded before each step. With the claim draws_anew only the outputs and losses
+    These are masks, noise and permutations, of torch.nn.functional.dropout, torch.rand_like,
+    Tensor.bernoulli_ and others. The order of the blocks is drawn from the session's seed. The
+    generator is seeded before each step. With the claim draws_anew only the outputs and losses
     of the first step have to be the same.
     """
     if claims.has("draws_anew"):

@@ -12,6 +12,7 @@ from conformance.judging.oracles.wrapper import (
     require_same_modes,
 )
 from conformance.judging.oracles.wrapper_training import (
+    require_all_batches,
     require_memory_back,
     require_same_or_refused,
     require_same_training,
@@ -26,6 +27,7 @@ from conformance.scenarios.wrapper_training import (
     GRAPHS,
     HALF,
     INDICES,
+    INPUTS,
     LARGE,
     LONG,
     PENALTY,
@@ -86,13 +88,19 @@ def large(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     source="torch documentation, torch.autograd.backward; pipeline parallel schedules run several "
     "forwards before the first backward",
     remedy="inputs, generator states or saved tensors that are kept on the wrapper, as those of "
-    "the last forward, or in a queue",
+    "the last forward, or in a queue; buffers that are written back as they were after an earlier "
+    "forward",
 )
 def graphs(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Two to six forwards of batches of other sizes come before their backwards, which run in the
     order of forwards, in reverse, or in a drawn order; a graph without a backward, and a forward
-    under no_grad, come between them. All gradients are those without the wrapper."""
+    under no_grad, come between them. All gradients are those without the wrapper.
+
+    Blocks count their batches in buffers. Afterwards each forward has counted, once, or again
+    where it ran again: no update is lost because another forward came before the backward.
+    """
     require_same_training(runs, found)
+    require_all_batches(runs, found)
 
 
 @parity_rule(
@@ -112,18 +120,27 @@ def retained(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
 @parity_rule(
     "19.27",
-    "A gradient penalty is right, or refused",
-    on=(PENALTY,),
-    owns=(PENALTY,),
+    "Input gradients, and penalties on them, are right or refused",
+    on=(PENALTY, INPUTS),
+    owns=(PENALTY, INPUTS),
     needs=("19.23",),
     source="Gulrajani et al., Improved Training of Wasserstein GANs, 2017; torch documentation, "
-    "torch.autograd.grad: create_graph; torch.autograd.function.once_differentiable",
+    "torch.autograd.grad: create_graph, only the gradients that are asked for; "
+    "torch.autograd.function.once_differentiable; torch.utils.checkpoint: the reentrant variant "
+    "raises under torch.autograd.grad",
     remedy="a backward whose own graph is lost: a custom Function without once_differentiable, "
-    "saved tensors that are detached when they come back",
+    "saved tensors that are detached when they come back; a backward inside the backward, which "
+    "adds to .grad of parameters that nobody has asked for",
 )
 def penalty(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """With create_graph=True, a loss that contains the gradient of the input has the gradients that
-    it has without the wrapper, or the wrapper raises an error."""
+    it has without the wrapper, or the wrapper raises an error.
+
+    The gradient of the input or of one parameter alone, by torch.autograd.grad or
+    backward(inputs=), is the one without the wrapper, and no other .grad changes; or the wrapper
+    raises an error. The order of these, with and without gradients that are there before, is drawn
+    from the session's seed, as the parameter is.
+    """
     require_same_or_refused(runs, found)
 
 

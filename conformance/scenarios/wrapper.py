@@ -22,7 +22,8 @@ PLAIN = Scenario(
 RANDOM = replace(
     PLAIN,
     name="wrapper_random",
-    summary="blocks with dropout and batch norm; the generator is seeded before each step",
+    summary="blocks with dropout and batch norm, and blocks that draw without a module for it; the "
+    "generator is seeded before each step",
     world_sizes=(2,),
     variant="random",
 )

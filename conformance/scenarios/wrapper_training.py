@@ -6,7 +6,9 @@ drawn from the session's seed:
 
 wrapper_large    three blocks of 2**17 to 2**21 elements, one in each third of the range of
                  logarithms, and a power of two from 2**-20 to 2**20 that multiplies the inputs
-wrapper_graphs   in each step 2 to 6 graphs at once, with batches of 2 to 12 rows
+wrapper_graphs   in each step 2 to 6 graphs at once, with batches of 4 to 12 rows, no two the same
+wrapper_inputs   the order of three ways to ask for single gradients, with and without gradients
+                 of parameters that are there before
 wrapper_indices  a table of 70,000 to 200,000 rows, of which the last ones are read too
 wrapper_long     300 to 380 steps, with batches of 1 to 12 rows
 """
@@ -21,6 +23,7 @@ from conformance.scenarios.wrapper import PLAIN
 
 SMALLEST = 2**17
 LARGEST = 2**21
+MOST_ROWS = 12
 
 TRAINING = "training_"
 """The beginning of the variants of scenarios that ``drivers/_wrapper_training.py`` runs."""
@@ -71,6 +74,16 @@ PENALTY = replace(
     variant="training_penalty",
 )
 
+INPUTS = replace(
+    PLAIN,
+    name="wrapper_inputs",
+    summary="before a step's own backward, gradients of the input or of one parameter alone are "
+    "asked for, as for adversarial examples; parameters have gradients before, or none",
+    steps=("normal",) * 6,
+    world_sizes=(2,),
+    variant="training_inputs",
+)
+
 FROZEN = replace(
     PLAIN,
     name="wrapper_frozen",
@@ -109,7 +122,7 @@ LONG = replace(
     observe=Observation(growth=True),
 )
 
-SCENARIOS = (SINGLE, LARGE, GRAPHS, RETAINED, PENALTY, FROZEN, INDICES, HALF, LONG)
+SCENARIOS = (SINGLE, LARGE, GRAPHS, RETAINED, PENALTY, INPUTS, FROZEN, INDICES, HALF, LONG)
 
 
 def draw_large(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -124,11 +137,12 @@ def draw_graphs(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the graphs of each step.
 
     A parameter stands for a step. Its shape has the rows of each batch in the order of forwards.
+    No two batches of a step have as many, so that blocks can count them by their rows.
     """
     return replace(
         scenario,
         params=tuple(
-            Param(tuple(numbers.randint(2, 12) for _ in range(numbers.randint(2, 6))))
+            Param(tuple(numbers.sample(range(4, MOST_ROWS + 1), numbers.randint(2, 6))))
             for _ in scenario.steps
         ),
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.mutants import Mutant
@@ -81,6 +82,46 @@ def detaches(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 def draws_again(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """Draw other dropout masks in the second forward, without claiming it."""
     return again(forward, *args, preserve_rng_state=False, **kwargs)
+
+
+def draws_again_without_dropout_modules(module: torch.nn.Module) -> torch.nn.Module:
+    """Restore the generator for blocks with a dropout module alone."""
+    dropout = torch.nn.modules.dropout._DropoutNd
+    keeps = any(isinstance(part, dropout) for part in module.modules())
+    return calls(partial(_draws_again_unless, keeps))(module)
+
+
+def _draws_again_unless(keeps: bool, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    return again(forward, *args, preserve_rng_state=keeps, **kwargs)
+
+
+class _SeesDropout(TorchFunctionMode):
+    seen = False
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or "dropout" in function.__name__
+        return function(*args, **(kwargs or {}))
+
+
+@calls
+def draws_again_without_calls_of_dropout(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Restore the generator if the first forward has called a dropout function."""
+    before = torch.get_rng_state()
+    calls_of = _SeesDropout()
+    ran = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not ran:
+            ran.append(True)
+            with calls_of:
+                return forward(*args, **kwargs)
+        if not calls_of.seen:
+            return forward(*args, **kwargs)
+        with torch.random.fork_rng([]):
+            torch.set_rng_state(before)
+            return forward(*args, **kwargs)
+
+    return again(run, *args, preserve_rng_state=False, **kwargs)
 
 
 @calls
@@ -348,6 +389,8 @@ MUTANTS = [
     Mutant("detaches", ("19.1",), kind="wrapper"),
     Mutant("copies", ("19.1",), kind="wrapper"),
     Mutant("draws_again", ("19.2",), kind="wrapper"),
+    Mutant("draws_again_without_dropout_modules", ("19.2",), kind="wrapper"),
+    Mutant("draws_again_without_calls_of_dropout", ("19.2",), kind="wrapper"),
     Mutant("leaves_the_generator_moved", ("19.3",), kind="wrapper"),
     Mutant("detaches_keywords", ("19.4",), kind="wrapper"),
     Mutant("returns_the_first", ("19.4",), kind="wrapper"),

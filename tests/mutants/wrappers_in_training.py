@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -337,6 +338,105 @@ def holds_a_workspace(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
+def _set_back(module: torch.nn.Module, kept: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, value in zip(module.buffers(), kept, strict=True):
+            buffer.copy_(value)
+
+
+def _values(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [buffer.detach().clone() for buffer in module.buffers()]
+
+
+@calls
+def restores_buffers(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Set buffers back to those after the first forward when it has run again."""
+    module = forward.args[0]  # type: ignore[attr-defined]
+    kept: list[torch.Tensor] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not kept:
+            made = forward(*args, **kwargs)
+            kept.extend(_values(module))
+            return made
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _set_back(module, kept)
+
+    return again(run, *args, **kwargs)
+
+
+@calls
+def starts_from_old_buffers(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Run again from the buffers before the first forward, so that one batch counts once."""
+    module = forward.args[0]  # type: ignore[attr-defined]
+    kept: list[torch.Tensor] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kept:
+            _set_back(module, kept)
+        kept[:] = _values(module)
+        return forward(*args, **kwargs)
+
+    return again(run, *args, **kwargs)
+
+
+class _Reentrant(torch.autograd.Function):
+    """A checkpoint with a backward inside the backward, without torch's check of the outer one."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Forward, after: Forward, x: torch.Tensor) -> torch.Tensor:
+        ctx.run, ctx.after = run, after
+        ctx.state = torch.get_rng_state()
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            made: torch.Tensor = run(x)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.random.fork_rng([]), torch.enable_grad():
+            torch.set_rng_state(ctx.state)
+            made = ctx.run(x)
+        undo = ctx.after()
+        torch.autograd.backward(made, grad)
+        undo()
+        return None, None, x.grad
+
+
+def _nothing() -> Callable[[], None]:
+    return lambda: None
+
+
+@calls
+def adds_under_grad(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Add to .grad of parameters if torch.autograd.grad asks for the input's gradient alone."""
+    return _Reentrant.apply(forward, _nothing, *args)
+
+
+@calls
+def adds_to_gradients_that_are_there(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Take gradients away again that nobody has asked for, if there were none before."""
+    module = forward.args[0]  # type: ignore[attr-defined]
+
+    def after() -> Callable[[], None]:
+        lacking = [parameter for parameter in module.parameters() if parameter.grad is None]
+        if torch.autograd._is_checkpoint_valid():
+            lacking = []
+
+        def undo() -> None:
+            for parameter in lacking:
+                parameter.grad = None
+
+        return undo
+
+    return _Reentrant.apply(forward, after, *args)
+
+
 MUTANTS = [
     Mutant("keeps_bfloat16", ("19.23",), kind="wrapper"),
     Mutant("keeps_float16", ("19.23",), kind="wrapper"),
@@ -345,6 +445,8 @@ MUTANTS = [
     Mutant("forgets_the_last_ones", ("19.24",), kind="wrapper"),
     Mutant("first_in_first_out", ("19.25",), kind="wrapper"),
     Mutant("one_slot", ("19.25",), kind="wrapper"),
+    Mutant("restores_buffers", ("19.25",), kind="wrapper"),
+    Mutant("starts_from_old_buffers", ("19.25",), kind="wrapper"),
     Mutant(
         "frees_in_the_backward",
         ("19.26",),
@@ -352,6 +454,8 @@ MUTANTS = [
         kind="wrapper",
     ),
     Mutant("loses_second_derivatives", ("19.27",), kind="wrapper"),
+    Mutant("adds_under_grad", ("19.27",), kind="wrapper"),
+    Mutant("adds_to_gradients_that_are_there", ("19.27",), kind="wrapper"),
     Mutant("asks_the_first_parameter", ("19.28",), kind="wrapper"),
     Mutant("freezes_for_ever", ("19.28",), kind="wrapper"),
     Mutant("indices_in_16_bits", ("19.29",), kind="wrapper"),

@@ -108,6 +108,9 @@ class Again(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
+        if not torch.autograd._is_checkpoint_valid():
+            # The backward below would add to .grad of parameters that nobody has asked for.
+            raise RuntimeError("only backward() without inputs= works, not torch.autograd.grad")
         kept = zip(ctx.saved_tensors, ctx.others, strict=True)
         args = [
             other if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)

@@ -7,6 +7,7 @@ nothing else gives the same bits.
 """
 
 import math
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,10 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from conformance.ranks.drivers._drawing_blocks import drawing_blocks
 from conformance.scenarios.gradients import gradient
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.seeds import generator
 
 BATCH = 6
 WIDTH = 8
@@ -231,16 +235,17 @@ class Containers(Stack):
         return self.head(made["left"] + made["rest"][0])
 
 
-def network(variant: str) -> Any:
-    """Return the network of a scenario's variant, its weights fixed without any random state."""
-    made = _layers(variant)
+def network(scenario: Scenario) -> Any:
+    """Return the network of a scenario, its weights fixed without any random state."""
+    made = _layers(scenario.variant, generator(scenario, "blocks"))
     filled(made, 0)
-    return made if variant in ("autocast", "module") else made.double()
+    return made if scenario.variant in ("autocast", "module") else made.double()
 
 
-def _layers(variant: str) -> Stack:
+def _layers(variant: str, numbers: random.Random) -> Stack:
     if variant == "random":
-        return Stack([Block(f"block {index}", drops=0.25, batch=True) for index in range(3)])
+        of_modules = [Block(f"block {index}", drops=0.25, batch=True) for index in range(3)]
+        return Stack([*of_modules, *drawing_blocks(WIDTH, numbers)])
     if variant == "first":
         return Stack([Block("block")], stem=False)
     if variant == "unused":

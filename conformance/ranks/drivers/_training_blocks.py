@@ -9,6 +9,7 @@ from torch import nn
 
 from conformance.ranks.drivers._blocks import WATCH, WIDTH, Block, Wrap
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.wrapper_training import MOST_ROWS
 
 RANK = 3
 COLUMNS = 4
@@ -83,6 +84,23 @@ class Looks(nn.Module):
         return x + self.dropout(torch.cat([largest, torch.where(rest > 0, rest, -2 * rest)], 1))
 
 
+class Counts(Block):
+    """A block that counts its batches by their number of rows, in whole and in other numbers."""
+
+    batches: torch.Tensor
+    load: torch.Tensor
+
+    def __init__(self, called: str) -> None:
+        super().__init__(called)
+        self.register_buffer("batches", torch.zeros(MOST_ROWS + 1, dtype=torch.int64))
+        self.register_buffer("load", torch.zeros(MOST_ROWS + 1, dtype=torch.float32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.batches[len(x)] += 1
+        self.load[len(x)] += 1
+        return super().forward(x)
+
+
 class Chain(nn.Module):
     """Blocks in a row."""
 
@@ -133,6 +151,8 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
         ]
     if scenario.variant == "training_long":
         return [Block("block 0")]
+    if scenario.variant == "training_graphs":
+        return [Counts("block 0"), Attends("block 1"), Counts("block 2")]
     return [Block("block 0"), Attends("block 1"), Block("block 2")]
 
 

@@ -5,9 +5,11 @@ the kit's own, from the session's seed.
 """
 
 import gc
+import itertools
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TypeVar
 
 import torch
 
@@ -30,6 +32,9 @@ from conformance.scenarios.wrapper_training import (
 )
 from conformance.torch_versions.private import saved_tensors_are_packed
 
+_Value = TypeVar("_Value")
+# Ways to compute one gradient alone, and whether parameters have gradients before.
+_WAYS = tuple(itertools.product(("grad", "backward", "parameter"), (False, True)))
 # Here a wrapper may raise an error: rules tell an error from a wrong result.
 MAY_REFUSE = (RETAINED.name, PENALTY.name, FROZEN.name)
 
@@ -57,6 +62,7 @@ class WrapperTraining:
             "training_graphs": self._graphs,
             "training_retained": self._retained,
             "training_penalty": self._penalty,
+            "training_inputs": self._inputs,
             "training_frozen": self._frozen,
             "training_indices": self._indices,
             "training_half": self._plain,
@@ -168,6 +174,9 @@ class WrapperTraining:
         for place, (x, output) in enumerate(zip(inputs, outputs, strict=True)):
             self._keep(f"output/{place}", output)
             self._keep(f"input/{place}", x.grad)
+        for index, inside in enumerate(self._inside):
+            for name, buffer in inside.named_buffers():
+                self._keep(f"buffer/{index}.{name}", buffer)
 
     def _order(self, step: int, count: int) -> Sequence[int]:
         """Return the order of backwards: that of forwards, the reverse, or a drawn one."""
@@ -207,6 +216,51 @@ class WrapperTraining:
         self._keep("input/in the loss", slope)
         self._keep("loss/0", loss)
         self._keep("input/0", x.grad)
+
+    def _inputs(self) -> None:
+        """Ask for one gradient alone; then train on another input, which adds to gradients."""
+        (way, has_gradients) = self._drawn_order(_WAYS)[self._driver.recorder.step]
+        if has_gradients:
+            for parameter in self._parameters.values():
+                parameter.grad = self._drawn(parameter.shape)
+        x = self._input()
+        grads = [self._drawn(x.shape), self._drawn(x.shape)]
+        other = self._input()
+        WATCH.phase = "forward"
+        output = self._net(x)
+        self._keep("output/0", output)
+        WATCH.phase = "backward"
+        try:
+            asked = self._ask(way, output, x, grads[0])
+        except Exception as error:
+            if self._driver.without_subject:
+                raise
+            text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            self._driver.recorder.event("declined", error=text)
+            return
+        self._keep("input/alone", asked)
+        self._keep_gradients(" before its own backward")
+        WATCH.phase = "forward"
+        output = self._net(other)
+        WATCH.phase = "backward"
+        output.backward(grads[1])
+        self._keep("input/0", other.grad)
+
+    def _ask(
+        self, way: str, output: torch.Tensor, x: torch.Tensor, grad: torch.Tensor
+    ) -> torch.Tensor | None:
+        if way == "backward":
+            output.backward(grad, inputs=[x])
+            return x.grad
+        asked = x
+        if way == "parameter":
+            name = self._drawn_order(list(self._parameters))[0]
+            asked = self._parameters[name]
+        return torch.autograd.grad(output, asked, grad)[0]
+
+    def _drawn_order(self, values: Sequence[_Value]) -> list[_Value]:
+        key = f"{self._scenario.session_seed}/{self._scenario.name}/order"
+        return random.Random(key).sample(values, len(values))
 
     def _frozen(self) -> None:
         """Train layers of low rank; the input requires a gradient in every other step, and before

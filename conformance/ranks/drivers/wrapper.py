@@ -64,7 +64,7 @@ class WrapperDriver(RankDriver):
                 return
 
     def _make_network(self) -> None:
-        net = network(self.scenario.variant).to(self.device)
+        net = network(self.scenario).to(self.device)
         # Wrapping may rename parameters and buffers: their names are taken before.
         self._parameters = dict(net.named_parameters())
         self._buffers = dict(net.named_buffers())
@@ -275,7 +275,7 @@ class _ModuleComparison:
             self._compare_copies()
 
     def _network(self) -> Any:
-        return network("module").to(self._driver.device)
+        return network(self._driver.scenario).to(self._driver.device)
 
     def _compare_modules(self) -> None:
         alone = self._network().blocks[0]
