@@ -328,4 +328,7 @@ def together(run: Run, claims: Claims, found: Found) -> None:
 def added_parameters(run: Run, claims: Claims, found: Found) -> None:
     """Gradients are means for parameters too that no rank uses, and no optimizer has, before a
     later step. The step and the parameters are drawn from the session's seed."""
+    if claims.has("all_used"):
+        found.does_not_apply("it claims all_used: 16.16")
+        return
     require_means(run, found)

@@ -91,6 +91,20 @@ class EmaStaysAfterAnError(Ema):
         return _StaysAfterAnError(self.chosen(params), self.average)
 
 
+class _RaisesAfterAnError(_Applied):
+    def __exit__(self, kind, *_):
+        self._set(self.kept)
+        if kind is not None:
+            raise AttributeError("no copy was kept")
+
+
+class EmaRaisesAfterAnError(Ema):
+    """Replace the exception that ends the context by another one."""
+
+    def applied(self, params):
+        return _RaisesAfterAnError(self.chosen(params), self.average)
+
+
 class _KeepsNoCopies(_Applied):
     def __enter__(self):
         self.kept = [parameter.detach() for parameter in self.params]
@@ -235,6 +249,7 @@ MUTANTS = [
         Mutant(name, ("14.12",), **EMA)
         for name in ("EmaInHalf", "EmaStaysAfterAnError", "EmaKeepsNoCopies")
     ),
+    Mutant("EmaRaisesAfterAnError", ("14.1",), **EMA),
     Mutant("EmaInOwnDtype", ("14.20",), **EMA),
     Mutant("EmaSlightlySlow", ("14.12",), **EMA),
     *(Mutant(name, ("14.20",), **EMA) for name in ("EmaStops", "EmaRestarts")),

@@ -237,6 +237,18 @@ def scales_in_their_dtype(func: Made, qtype: str) -> Made:
     return right(func, encode)
 
 
+def flushes_small_halves(func: Made, qtype: str) -> Made:
+    """Send zeros instead of subnormal numbers of float16."""
+
+    def encode(tensor: Tensor) -> Tensor:
+        code = half(tensor)
+        if tensor.dtype is not torch.float16:
+            return code
+        return torch.where(code.abs() < torch.finfo(torch.float16).smallest_normal, 0, code)
+
+    return right(func, encode)
+
+
 def refuses_many_ranks(func: Made, qtype: str) -> Made:
     """Raise an error on more than four ranks if torch's default dtype is no float32."""
 
@@ -338,6 +350,7 @@ MUTANTS = [
         f"coarser_when_counted,{OF}",
         f"integers_of_many_ranks,{OF}",
         f"refuses_many_ranks,{OF}",
+        f"flushes_small_halves,{OF}",
     ),
     *_of(
         "collective",

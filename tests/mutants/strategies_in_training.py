@@ -345,6 +345,23 @@ def remembers_parameters(model: Any, is_final_microbatch: bool, optimizers: Any)
     return _restored(model, is_final_microbatch, average)
 
 
+_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def as_many_as_at_first(model: Any, is_final_microbatch: bool, optimizers: Any) -> Context:
+    """Average as many of the optimizers' parameters as there were at the first step."""
+
+    def average() -> None:
+        params = _of_optimizers(optimizers)
+        params = params[: _counts.setdefault(model, len(params))]
+        used = {id(parameter) for parameter in _filled(model)}
+        for parameter in params:
+            if id(parameter) in used:
+                parameter.grad = _mean(parameter.grad, model.process_group)
+
+    return _restored(model, is_final_microbatch, average)
+
+
 def _sums_large_halves(least: int) -> Callable[..., Context]:
     """Return a strategy that divides float16 after the sum from so many elements on."""
 
@@ -377,7 +394,7 @@ MUTANTS = [
     *_mutants("16.20", "first_parameters", "whole_chunks"),
     *_mutants("16.9", "divides_by_the_first_size", worlds=(2, 4)),
     *_mutants("16.9", "SharesTheFirstGroup", worlds=(2, 4)),
-    *_mutants("16.36", "remembers_parameters"),
+    *_mutants("16.36", "remembers_parameters", "as_many_as_at_first"),
     *_mutants("16.21", "sums_large_halves", "sums_halves_of_thousands"),
     *_mutants("16.21", "sums_first", "replaces_nan", "drops_broken_ranks", "clips", "flushes"),
     *_mutants("16.22", "SkipsWithoutBackward", hangs=True),

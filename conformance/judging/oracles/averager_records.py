@@ -18,8 +18,11 @@ def calls(run: Run) -> Iterator[tuple[int, int]]:
 
 
 def group_at(run: Run, rank: int, step: int) -> tuple[int, ...]:
-    """Return the global ranks of the group of the averager whose turn a step is."""
-    return group_of_turn(run.scenario, rank, run.world, step)
+    """Return the global ranks of the group of the model whose turn a step is.
+
+    After the last step, where a model is recorded once more under Join, it is that step's.
+    """
+    return group_of_turn(run.scenario, rank, run.world, min(step, len(run.scenario.steps) - 1))
 
 
 def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor:

@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 
-from conformance.judging.oracles.averager_records import same
+from conformance.judging.oracles.averager_records import group_at, same
 from conformance.judging.oracles.local_optimizer import LocalOptimizer, Values
 from conformance.judging.oracles.mean import EXACT_SIZES
 from conformance.judging.verdict import Found
 from conformance.records.run import Run, fed
-from conformance.scenarios.averager_training import group_of_turn, special_source, turn
+from conformance.scenarios.averager_training import special_source, turn
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.gradients import uses
 from conformance.scenarios.optimizer import START
@@ -157,11 +157,6 @@ def _group_of_model(run: Run, rank: int, model: int) -> tuple[int, ...]:
     return run.scenario.twin_group_of(rank, run.world) if model else run.group(rank)
 
 
-def _group_at(run: Run, rank: int, step: int) -> tuple[int, ...]:
-    """Return the group of the model whose turn a step is, or of the last step's after the end."""
-    return group_of_turn(run.scenario, rank, run.world, min(step, len(run.scenario.steps) - 1))
-
-
 def _local_optimizer(run: Run, rank: int, model: int) -> LocalOptimizer:
     """Return a rank's optimizer of a model before the first step."""
     group = _group_of_model(run, rank, model)
@@ -254,7 +249,7 @@ def _step(run: Run, optimizer: LocalOptimizer, rank: int, step: int, options: _O
 
 def _is_exact(run: Run, rank: int, step: int) -> bool:
     """Return whether every right computation of a rank gives the same bits."""
-    size = len(_group_at(run, rank, step))
+    size = len(group_at(run, rank, step))
     is_rounded = averages_gradients(run.scenario) and size not in EXACT_SIZES
     return is_exact(run.scenario) and not is_rounded
 
@@ -264,7 +259,7 @@ def _gradient_error(run: Run, grad: torch.Tensor, rank: int, step: int, index: i
     whose product with 1 / W is rounded.
     """
     scenario = run.scenario
-    group = _group_at(run, rank, step)
+    group = group_at(run, rank, step)
     kind = _kind_of(run, step, index)
     is_random = kind == "normal" or len(group) not in EXACT_SIZES
     if not is_random or not averages_gradients(scenario):
@@ -362,7 +357,7 @@ def _known_results(
         mean_before = mean(lambda other, _: other.before[index], right_step.averaged)
         known["it averaged before it stepped"] = mean_before + update
     elif takes_averager(run):
-        group = _group_at(run, rank, step)
+        group = group_at(run, rank, step)
         mean_stepped = mean(lambda other, _: other.stepped[index], group)
         known["it averaged at a step at which the averager does not"] = mean_stepped
     if step and right[rank, step - 1].averaged:
@@ -418,7 +413,7 @@ def _mistakes(run: Run, step: int, index: int) -> dict[str, Mistake]:
 def _gradient(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None:
     """Return the gradient that a rank's optimizer steps a parameter with, or None if none."""
     scenario = run.scenario
-    group = _group_at(run, rank, step)
+    group = group_at(run, rank, step)
     size = len(group)
     spec = scenario.params[index]
     kind = scenario.steps[step]

@@ -195,18 +195,20 @@ class AveragerDriver(RankDriver):
             return  # it evaluates with the parameters themselves
         has_begun = False
         before = _copies(self.params)
+        activity = self.activity
         try:
-            with applied(self.params):
+            with self.doing("applied"), applied(self.params):
                 has_begun = True
                 for index, parameter in enumerate(self.params):
                     self.keep(f"applied/p{index}", lay_out(parameter, "contiguous"))
                 if fails:
                     raise _EvaluationError("this evaluation failed")
         except _EvaluationError:
-            pass
+            self.activity = activity
         except Exception as error:
             if has_begun:
                 raise
+            self.activity = activity
             # There may be no average yet. If the reference has one, the rule says that none came.
             text = f"{type(error).__name__}: {str(error)[:200]}"
             self.recorder.event("not_applied", error=text)

@@ -99,12 +99,18 @@ def with_an_executor() -> dict[str, int]:
         return growth(before)
 
 
+# Python 3.12 warns of forks while torch's threads run; the fork has its own thread alone.
+_forks = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+@_forks
 def test_counts_rise_with_descriptors_and_threads() -> None:
     rise = in_a_fork(with_a_descriptor_and_a_thread)
     assert rise["descriptors"] == 1
     assert rise["tasks"] == 1
 
 
+@_forks
 def test_workers_of_an_executor_count_as_one() -> None:
     assert in_a_fork(with_an_executor)["tasks"] == 1
 
