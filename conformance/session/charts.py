@@ -57,7 +57,9 @@ def draw(chart: Chart) -> str:
     if is_bar:
         height = 90 + _ROW_HEIGHT * max(4, len(chart.labels) * len(chart.series))
     values = {name: _drawn_values(chart, series) for name, series in chart.series.items()}
-    decades = _decades(values.values()) if chart.logarithmic else []
+    # A column that ends at the foot of its axis has no height.
+    below = 1 if chart.kind == "column" else 0
+    decades = _decades(values.values(), below) if chart.logarithmic else []
     drawn = kinds[chart.kind](
         style=pygal.style.Style(**_FONT_SIZES, font_family="sans-serif"),
         css=[],
@@ -89,6 +91,8 @@ def draw(chart: Chart) -> str:
         drawn.y_labels = decades
         # A single value has no range of its own.
         drawn.range = (decades[0], decades[-1])
+        # Columns stand on the foot of the axis; by default on the smallest value.
+        drawn.zero = decades[0]
     for name, series in values.items():
         drawn.add(name, list(reversed(series)) if is_bar else series)
     return _bare_svg(drawn.render_tree())
@@ -123,12 +127,12 @@ def _drawn_values(chart: Chart, series: Values) -> list[float | None]:
     ]
 
 
-def _decades(series: Iterable[list[float | None]]) -> list[float]:
-    """Return powers of ten around all values."""
+def _decades(series: Iterable[list[float | None]], below: int = 0) -> list[float]:
+    """Return powers of ten around all values, and as many below them as ``below``."""
     numbers = [value for values in series for value in values if value]
     if not numbers:
         return []
-    low = math.floor(math.log10(min(numbers)))
+    low = math.floor(math.log10(min(numbers))) - below
     high = max(low + 1, math.ceil(math.log10(max(numbers))))
     stride = math.ceil((high - low) / _MOST_DECADES)
     return [10.0**power for power in range(low, high + stride, stride)]

@@ -19,6 +19,7 @@ from conformance.records.run import Run
 from conformance.scenarios.hook import AT_SCALE, ORDERED, TRAINING
 from conformance.scenarios.long_runs import ENDURANCE
 from conformance.session.charts import Chart, draw
+from conformance.session.report_parts import advice_of
 from conformance.session.session import Session
 
 # Bars of a chart: the rest is left out, and counted.
@@ -246,12 +247,14 @@ def _margins(session: Session, _: dict[str, Run]) -> Iterator[Figure]:
     shown = sorted(visible, key=lambda number: -margins[number])[:_MOST_BARS]
     if not shown:
         return
+    advice = {judgement.number for judgement in advice_of(session)}
+    labels = [f"{number} (advice)" if number in advice else number for number in shown]
     yield Figure(
         "margins",
         "Largest error of each rule, as a share of its bound",
         f"{_count(len(margins), 'rule')} with bounds and an error; the largest share is "
-        f"{margins[shown[0]]:.3g}, in rule {shown[0]}. {_rest(margins, shown)}".strip(),
-        Chart("bar", shown, {"error / bound": [margins[number] for number in shown]}),
+        f"{margins[shown[0]]:.3g}, in rule {labels[0]}. {_rest(margins, shown)}".strip(),
+        Chart("bar", labels, {"error / bound": [margins[number] for number in shown]}),
     )
 
 

@@ -2,7 +2,7 @@
 
 import html
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -117,7 +117,8 @@ def _page(session: Session, conclusion: Conclusion, report: Mapping[str, Any]) -
         checks=sum(judgement.checks for judgement in session.judgements.values()),
         failures=[_shown_failure(session, judgement, size, shown_runs) for judgement in failed],
         advice=[_shown_failure(session, judgement, size, shown_runs) for judgement in advice],
-        verdicts=_verdicts(session),
+        declared=_declared(session),
+        verdicts=_counted(_shown_verdict(session, j) for j in session.judgements.values()),
         figures=figures(session),
         limits=limits_by_reason(session),
         not_run=not_run_by_reason(session),
@@ -154,10 +155,31 @@ def _linked_reason(session: Session, reason: str) -> dict[str, str]:
     return {"number": number, "text": reason.removeprefix(number), "finding": finding}
 
 
-def _verdicts(session: Session) -> dict[str, int]:
+# On the page, the verdict on a SHOULD rule that does not hold: it refuses no certificate.
+_ADVICE = "advice"
+_SHOWN_VERDICTS = (
+    *(str(verdict) for verdict in Verdict if verdict < Verdict.FAIL),
+    _ADVICE,
+    *(str(verdict) for verdict in Verdict if verdict >= Verdict.FAIL),
+)
+
+
+def _shown_verdict(session: Session, judgement: Judgement) -> str:
+    """Return a verdict as report.html names it."""
+    return _ADVICE if judgement in advice_of(session) else str(judgement.verdict)
+
+
+def _counted(verdicts: Iterable[str]) -> dict[str, int]:
     """Return the number of rules by verdict, the best verdict first."""
-    counts = Counter(judgement.verdict for judgement in session.judgements.values())
-    return {str(verdict): counts[verdict] for verdict in Verdict if counts[verdict]}
+    counts = Counter(verdicts)
+    return {verdict: counts[verdict] for verdict in _SHOWN_VERDICTS if counts[verdict]}
+
+
+def _declared(session: Session) -> str:
+    """Return where the claims come from, in words."""
+    origin = session.header["claims"]["declared_by"]
+    reason = origin.removeprefix("nobody: ")
+    return f"not declared: {reason}" if reason != origin else f"declared by {origin}"
 
 
 def _shown_failure(
@@ -182,7 +204,7 @@ def _shown_failure(
     return {
         "number": rule.number,
         "title": rule.title,
-        "verdict": str(judgement.verdict),
+        "verdict": _shown_verdict(session, judgement),
         "run": failed_run_name(judgement),
         "rows": finding_rows(rule, judgement),
         "remedy": remedy_of(rule, judgement),
@@ -213,15 +235,15 @@ def _shown_sections(session: Session, entries: Sequence[Mapping[str, Any]]) -> l
     """Return the sections of the rule book with their rules and the counts of their verdicts."""
     sections = []
     for number, title in SECTIONS.items():
-        rules = [entry for entry in entries if session.rules[entry["rule"]].section == number]
+        rules = [
+            {**entry, "verdict": _shown_verdict(session, session.judgements[entry["rule"]])}
+            for entry in entries
+            if session.rules[entry["rule"]].section == number
+        ]
         if rules:
-            counts = Counter(entry["verdict"] for entry in rules)
-            counted = [
-                f"{counts[str(verdict)]} {verdict}" for verdict in Verdict if counts[str(verdict)]
-            ]
-            sections.append(
-                {"title": f"{number} {title}", "counts": ", ".join(counted), "rules": rules}
-            )
+            counts = _counted(rule["verdict"] for rule in rules)
+            words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+            sections.append({"title": f"{number} {title}", "counts": words, "rules": rules})
     return sections
 
 

@@ -33,6 +33,19 @@ def test_values_that_cannot_be_drawn_are_gaps() -> None:
     draw(Chart("line", list("ab"), {"error": [1.0, 1.0]}, logarithmic=True))
 
 
+def heights(drawn: str) -> list[float]:
+    return [float(height) for height in re.findall(r'<rect[^>]* height="([0-9.]+)"', drawn)]
+
+
+@pytest.mark.parametrize("values", [[None, 94.0], [100.0, 1000.0], [1.0, 1.0]])
+def test_each_column_on_a_logarithmic_axis_has_a_height(values: list[float | None]) -> None:
+    drawn = draw(Chart("column", list("ab"), {"elements": values}, logarithmic=True))
+    plain = draw(Chart("column", list("ab"), {"elements": [None, None]}))
+    columns = sorted(heights(drawn))[: len(heights(drawn)) - len(heights(plain))]
+    assert len(columns) == sum(value is not None for value in values)
+    assert min(columns) > 10
+
+
 def test_powers_of_ten_are_short() -> None:
     drawn = draw(Chart("line", LABELS, {"error": FALLING}, logarithmic=True))
     assert [text for text in re.findall(r">([^<>]+)</text>", drawn) if "1" in text][:3] == [

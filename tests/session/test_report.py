@@ -119,6 +119,22 @@ def test_failures_come_before_everything_else(made: Made) -> None:
     assert text.index("an earlier run") > text.index('id="9.1"')
 
 
+def test_a_should_rule_that_does_not_hold_is_advice_and_no_failure(made: Made) -> None:
+    advice = next(number for number, rule in made().rules.items() if rule.level != MUST)
+    page, text = written(made(failed(advice)))
+    assert "CERTIFIED" in text
+    assert "1 advice" in page.texts["span"]
+    assert not [words for words in page.texts["span"] if "fail" in words]
+    assert not [words for words in page.texts["summary"] if "fail" in words]
+
+
+def test_claims_that_nobody_declared_are_the_default(made: Made) -> None:
+    session = made()
+    session.header["claims"]["declared_by"] = "nobody: exact is the default"
+    page, _ = written(session)
+    assert "not declared: exact is the default" in page.texts["small"]
+
+
 def test_every_rule_has_one_anchor_and_every_link_leads_to_one(made: Made) -> None:
     session = made(failed("2.2"), failed("10.1"))
     page, _ = written(session)

@@ -14,7 +14,7 @@ import torch
 
 from conformance.judging.oracles.clusters import share_of_bound
 from conformance.judging.oracles.long_runs import LongRecord, estimate_bounds, residual_bounds
-from conformance.judging.oracles.mean import expected, expected_of_inputs
+from conformance.judging.oracles.mean import expected, expected_of_inputs, is_right, precision
 from conformance.records.run import Run
 from conformance.scenarios.gradients import at_scale
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES
@@ -120,10 +120,11 @@ def _mean_curve(run: Run, claims: Claims) -> ErrorCurve | None:
                 got = run.got(rank, step, index)
                 if got is None or not got.numel() or not run.receives(rank, step, index):
                     continue
-                right, bound, _ = expected(run, rank, step, index, claims)
+                right, bound, values = expected(run, rank, step, index, claims)
                 if right.shape != got.shape or spec.frozen:
                     continue
-                errors.append(_errors(got, right))
+                largest = precision(spec.dtype, claims)[2]
+                errors.append(_errors(got, right, bound, values, largest))
                 bounds.append(bound)
                 finite = right[right.isfinite()]
                 scale = max(scale, float(finite.abs().max()) if finite.numel() else 0.0)
@@ -184,9 +185,10 @@ def _exact_long_curve(record: LongRecord) -> ErrorCurve | None:
     for index in record.indices:
         rows = record.results(0, index)
         assert rows is not None
+        largest = precision(run.scenario.params[index].dtype, record.claims)[2]
         for place, (kind, number) in enumerate(record.feed.keys):
             at = (record.places == place).nonzero().reshape(-1)
-            right, bound, _ = expected_of_inputs(
+            right, bound, values = expected_of_inputs(
                 kind,
                 run.scenario.params[index],
                 group,
@@ -200,7 +202,8 @@ def _exact_long_curve(record: LongRecord) -> ErrorCurve | None:
             scale = float(finite.abs().max()) if finite.numel() else 0.0
             if not len(at) or not scale:
                 continue
-            errors = _errors(rows[at] / record.counts[at].unsqueeze(1), right)
+            got = rows[at] / record.counts[at].unsqueeze(1)
+            errors = _errors(got, right, bound, values, largest)
             bounds = bound.expand_as(errors)
             _count(bins, errors, bounds)
             shares = _shares(errors, bounds)
@@ -232,13 +235,28 @@ def _worst(step: int, errors: torch.Tensor, bounds: torch.Tensor, scale: float) 
     return Point(step, float(errors[element]) / scale, bound)
 
 
-def _errors(got: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _errors(
+    got: torch.Tensor,
+    right: torch.Tensor,
+    bound: torch.Tensor,
+    values: torch.Tensor,
+    largest: float,
+) -> torch.Tensor:
     """Return the errors of results.
 
     A right result that is not finite has no distance to another one: it counts as no error here,
-    and rules judge it.
+    and rules judge it. An overflow that the claims allow counts as no error either.
+
+    Args:
+        got: the results.
+        right: the right results.
+        bound: the bound of each error.
+        values: the contributions of the ranks, ``[ranks, numel]``.
+        largest: the largest number of the dtype that the claims round to.
     """
-    errors = torch.where(right.isfinite(), (got - right).abs(), torch.zeros_like(right))
+    overflow = ~got.isfinite() & is_right(got, right, bound, values, largest)
+    counted = right.isfinite() & ~overflow
+    errors = torch.where(counted, (got - right).abs(), torch.zeros_like(right))
     return errors.nan_to_num(math.inf, math.inf)
 
 

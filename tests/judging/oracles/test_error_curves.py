@@ -1,5 +1,7 @@
 """Errors by step for the pictures of a report, on runs made without ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -36,6 +38,21 @@ def test_a_wrong_step_is_above_its_bound() -> None:
     above = [point.at for point in curve.points if point.error > (point.bound or 0)]
     assert above == [4]
     assert curve.bins[-1] > 0
+
+
+@pytest.mark.parametrize(("claims", "above"), [("rounded(float16)", []), ("exact", [4])])
+def test_an_overflow_that_the_claims_allow_is_no_error(claims: str, above: list[int]) -> None:
+    """The values of step 4 are too large for float16."""
+
+    def overflows(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+        right = mean(run, rank, step, index)
+        return right.to(torch.float16).to(right.dtype) if step == 4 else right
+
+    steps = (*("crafted",) * 4, "wide", "crafted")
+    run = made_run(overflows, replace(VALUES, steps=steps))
+    curve = error_curve(run, parse_claims(claims))
+    assert curve is not None
+    assert [point.at for point in curve.points if point.error > (point.bound or 0)] == above
 
 
 def test_lossy_results_of_single_steps_have_no_curve() -> None:
