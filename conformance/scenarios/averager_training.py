@@ -41,6 +41,16 @@ SPECIAL = replace(
     variant="special",
 )
 
+NEAR_LIMIT = replace(
+    PLAIN,
+    name="averager_near_limit",
+    summary="two large parameters of float16 whose sum overflows; drawn sizes",
+    params=(Param((7,)),),
+    steps=("limit", "limit"),
+    world_sizes=(2,),
+    prerequisite="averager_special",
+)
+
 EMPTY = replace(
     RANDOM,
     name="averager_empty",
@@ -119,7 +129,7 @@ LONG = replace(
 )
 
 ALL = (
-    *(LARGE, SPECIAL, EMPTY, TWO, TWO_GROUPS, CHANGING),
+    *(LARGE, SPECIAL, NEAR_LIMIT, EMPTY, TWO, TWO_GROUPS, CHANGING),
     *(SAVED_EARLY, RESUMED_EARLY, DRIFTING, LONG),
 )
 
@@ -232,3 +242,12 @@ def many_params(draw: random.Random, largest: int) -> tuple[Param, ...]:
     for param in (medium, large):
         small.insert(draw.randrange(len(small)), param)
     return tuple(small)
+
+
+def large_halves(draw: random.Random) -> tuple[Param, ...]:
+    """Return two parameters of float16: one of 2**16 to 2**20 elements, every size as likely as its
+    double, and one of 2**20 to 2**21.
+    """
+    sizes = [prime_from(round(2 ** draw.uniform(16, 20))), prime_from(draw.randint(2**20, 2**21))]
+    draw.shuffle(sizes)
+    return tuple(Param((size,), "float16") for size in sizes)

@@ -67,15 +67,18 @@ def due(run: Run, rank: int, step: int, claims: Claims) -> tuple[int, ...]:
     return ()
 
 
-def require_right(run: Run, claims: Claims, found: Found, must_change: bool = False) -> None:
+def require_right(
+    run: Run, claims: Claims, found: Found, must_change: bool = False, evaluated: bool = False
+) -> None:
     """Require right parameters after every recorded call.
 
     They are those of the reference under ``like``, and otherwise means. Without ``must_change``
     calls at which the schedule was missed are left to 14.2: calls that should average and changed
-    nothing, and calls that should change nothing.
+    nothing, and calls that should change nothing. ``evaluated`` includes the averages to evaluate
+    with, if the reference keeps any.
     """
     if claims.has("like"):
-        require_like(run, claims, found)
+        require_like(run, claims, found, ("parameter", "applied") if evaluated else ("parameter",))
         return
     averages = 0
     for rank, step in calls(run):

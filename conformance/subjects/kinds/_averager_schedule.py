@@ -1,7 +1,7 @@
 """The schedules that averagers claim, and their scenarios as long as these schedules need."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,13 @@ from conformance.scenarios.averager_training import (
     LARGE,
     LONG,
     LONG_STEPS,
+    NEAR_LIMIT,
     RESUMED_EARLY,
     SAVED_EARLY,
     SPECIAL,
     TWO,
     TWO_GROUPS,
+    large_halves,
     many_params,
     on_one_group,
     on_two_groups,
@@ -91,7 +93,12 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             steps = lengthened(scenario.steps, schedule, averages=scenario.steps, alone=True)
             return replace(scenario, steps=steps)
         case SPECIAL.name:
-            return _meet_special_values(scenario, schedule, draw, is_stateful(options))
+            return _meet_special_values(scenario, schedule, draw, options)
+        case NEAR_LIMIT.name:
+            scenario = replace(scenario, params=(*scenario.params, *large_halves(draw)))
+            kinds = _near_limit(scenario.steps, options)
+            steps = lengthened(kinds, schedule, averages=kinds, alone=True)
+            return replace(scenario, steps=steps)
         case TWO.name:
             return _take_turns(scenario, schedule, draw)
         case TWO_GROUPS.name:
@@ -115,7 +122,7 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
     if scenario.name in {together.name for together in TOGETHER}:
         if is_long(scenario):
             return _save_late(scenario, schedule)
-        return _come_together(scenario, schedule, is_stateful(options))
+        return _come_together(scenario, schedule, options)
     if scenario.name == DEFAULT_DTYPES.name:
         return _change_dtypes(scenario, schedule)
     averages = ("crafted", "normal") if scenario.name == DTYPES.name else ()
@@ -186,15 +193,42 @@ def is_stateful(options: Mapping[str, Any]) -> bool:
     return "like" in options and str(options["like"]["reference"]).startswith(_STATEFUL)
 
 
+def _remembers_means(options: Mapping[str, Any]) -> bool:
+    """Whether results are means, or averages of means, so that these have no larger magnitude."""
+    return not is_stateful(options) or str(options["like"]["reference"]).startswith("EMA")
+
+
+# The first outer step goes beyond the mean by this factor at most, so that it stays in the range
+# of float16: values of ``limit`` on two and three ranks are below 48,000.
+_LARGEST_OUTER_STEP = 1.35
+
+
+def _near_limit(kinds: Sequence[str], options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the kinds of values of averages, with those of ``limit`` as the claims allow these.
+
+    An outer step may leave the range of float16 although the mean does not: after the first one,
+    momentum and the distance from earlier values come in.
+    """
+    if _remembers_means(options):
+        return tuple(kinds)
+    later = ["crafted" if kind == "limit" else kind for kind in kinds]
+    reference = str(options["like"]["reference"])
+    arguments = parse_target(f"hooks_ref:{reference}", "--claims like").kwargs
+    step = float(arguments.get("lr", 0.7)) * (1 + float(arguments.get("momentum", 0.9)))
+    if reference.startswith("OuterStep") and step > _LARGEST_OUTER_STEP:
+        return tuple(later)
+    # DiLoCo's first round begins with the mean itself.
+    later.remove("crafted")
+    return ("limit", *later)
+
+
 def _meet_special_values(
-    scenario: Scenario, schedule: Schedule, draw: random.Random, stateful: bool
+    scenario: Scenario, schedule: Schedule, draw: random.Random, options: Mapping[str, Any]
 ) -> Scenario:
     """Feed special values in a drawn order, and ordinary ones after them."""
     *kinds, last = scenario.steps
     draw.shuffle(kinds)
-    if stateful:
-        # An outer step may leave the range of float16 although the mean does not.
-        kinds = ["crafted" if kind == "limit" else kind for kind in kinds]
+    kinds = list(_near_limit(kinds, options))
     period = min(schedule.periods)
     dues = [schedule.first(period)]
     while len(dues) <= len(kinds):
@@ -279,7 +313,7 @@ def _save_late(scenario: Scenario, schedule: Schedule) -> Scenario:
 _TOGETHER = ("limit", "normal")
 
 
-def _come_together(scenario: Scenario, schedule: Schedule, stateful: bool) -> Scenario:
+def _come_together(scenario: Scenario, schedule: Schedule, options: Mapping[str, Any]) -> Scenario:
     """Save between the first two averages, and go on for so many averages that each kind of value
     meets each default dtype.
     """
@@ -294,8 +328,7 @@ def _come_together(scenario: Scenario, schedule: Schedule, stateful: bool) -> Sc
     also = (saves_at - 1, saves_at, schedule.next(period, saves_at), *dues)
     steps = lengthened(scenario.steps, schedule, also=also)
     passed = [sum(map(schedule.is_due, range(step))) for step in range(len(steps))]
-    # An outer step may leave the range of float16 although the mean does not.
-    kinds = ("crafted", "normal") if stateful else _TOGETHER
+    kinds = _TOGETHER if _remembers_means(options) else ("crafted", "normal")
     dtypes = scenario.default_dtypes
     return replace(
         scenario,
