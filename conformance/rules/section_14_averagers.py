@@ -22,6 +22,7 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.averager import (
     DTYPES,
+    FLAT,
     FORMS,
     ORDERED,
     PLAIN,
@@ -195,18 +196,32 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "14.7",
-    "Any dtype and shape works",
-    on=(DTYPES,),
-    owns=(DTYPES,),
+    "Any dtype, shape and memory works",
+    on=(DTYPES, FLAT),
+    owns=(DTYPES, FLAT),
     needs=("14.1", "14.2"),
     baseline="like",
-    source="torch documentation, torch.cat promotes dtypes; bugs in flattened averaging",
-    remedy="one flat buffer for several dtypes; offsets after an empty or 0-d parameter",
+    source="torch documentation, torch.cat promotes dtypes; bugs in flattened averaging; FSDP, "
+    "apex and ZeRO, which keep parameters in flat buffers",
+    remedy="one flat buffer for several dtypes; offsets after an empty or 0-d parameter; tied "
+    "weights that are found by their storage: views of one buffer share it, too",
 )
 def dtypes(run: Run, claims: Claims, found: Found) -> None:
     """In a model of float32, float64, float16 and bfloat16 parameters, 0-d, empty and one-element
-    parameters among them, each gets its mean in its own dtype."""
+    parameters among them, each gets its mean in its own dtype.
+
+    Parameters may be views of one flat buffer for each dtype, in a drawn order and with drawn gaps
+    between them. Each is averaged, and the values in the gaps stay.
+    """
     require_right(run, claims, found, must_change=True)
+    for rank in run.ranks:
+        for event in rank.all("gap_change"):
+            found.require(
+                False,
+                "the values of the buffer between the parameters as they were",
+                f"rank {rank.rank}, step {event['step']}: they changed",
+                "the whole buffer was averaged",
+            )
 
 
 @rule(
@@ -300,7 +315,7 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "14.12",
     "Results are those of the claimed reference",
-    on=(PLAIN, RANDOM, FORMS, DTYPES, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
+    on=(PLAIN, RANDOM, FORMS, DTYPES, FLAT, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
     needs=("14.1", "14.2"),
     claimed="like",
     baseline="like",

@@ -18,6 +18,7 @@ from conformance.scenarios.strategy import (
     ACCUMULATED,
     COMBINED,
     COUNTED,
+    FLAT,
     FORMS,
     KEPT,
     MICROBATCHES,
@@ -248,18 +249,32 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "16.10",
     "Any dtype, shape and layout works",
-    on=(FORMS,),
-    owns=(FORMS,),
+    on=(FORMS, FLAT),
+    owns=(FORMS, FLAT),
     needs=("16.2",),
     source="torch documentation, torch.autograd, Default gradient layouts; fused optimizers refuse "
-    "gradients of other strides",
+    "gradients of other strides; apex and ZeRO, which keep gradients in flat buffers",
     remedy="one flat buffer for gradients of several dtypes; offsets after an empty or 0-d "
-    "gradient; a collective, or p.grad = ..., that makes a channels_last gradient contiguous",
+    "gradient; a collective, or p.grad = ..., that makes a channels_last gradient contiguous; "
+    "tied weights that are found by their storage: views of one buffer share it, too",
 )
 def forms(run: Run, claims: Claims, found: Found) -> None:
     """Gradients of four dtypes in one model, 0-d, empty, channels_last and transposed ones, are
-    means in their own dtype and layout; a frozen parameter has none."""
+    means in their own dtype and layout; a frozen parameter has none.
+
+    Parameters, and their gradients, may be views of one flat buffer for each dtype, in a drawn
+    order and with drawn gaps between them. Each gradient is averaged, and the values in the gaps
+    stay.
+    """
     require_means(run, found)
+    for one in run.ranks:
+        for event in one.all("gap_change"):
+            found.require(
+                False,
+                "the values of the buffer between the gradients as they were",
+                f"rank {one.rank}, step {event['step']}: they changed",
+                "the whole buffer was averaged",
+            )
     for rank, step in steps(run):
         names = ", ".join(f"p{index}" for index in record(run, rank, step)["strides_changed"])
         actual = f"rank {rank}, step {step}: the gradient of {names} has other strides"

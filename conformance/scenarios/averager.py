@@ -67,6 +67,16 @@ DTYPES = replace(
     world_sizes=(2,),
 )
 
+FLAT = replace(
+    PLAIN,
+    name="averager_flat",
+    summary="parameters are views of one flat buffer for each dtype; their order, and the sizes of "
+    "the gaps between them, are drawn",
+    params=(*_PARAMS, Param((5, 3)), Param((7,)), *(Param((9,), "bfloat16"),) * 2),
+    world_sizes=(2,),
+    variant="flat",
+)
+
 UNUSED = replace(
     PLAIN,
     name="averager_unused",

@@ -136,6 +136,22 @@ FORMS = replace(
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
 )
 
+FLAT = replace(
+    VIEWS,
+    name="strategy_flat",
+    summary="parameters, and their gradients, are views of one flat buffer for each dtype; their "
+    "order, and the sizes of the gaps between them, are drawn",
+    params=(
+        *_PARAMS,
+        Param((6, 5), layout="transposed"),
+        Param((7,)),
+        *(Param((9,), "bfloat16"),) * 2,
+    ),
+    steps=("crafted", "normal"),
+    ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
+    variant="flat",
+)
+
 SPARSE = replace(
     VIEWS,
     name="strategy_sparse",

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from conformance.errors import TargetError
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.digest import digest
+from conformance.ranks.models.flat_buffers import FlatBuffers
 from conformance.ranks.models.probe import Probe
 from conformance.scenarios.averager_training import is_frozen, is_given, turn
 from conformance.scenarios.averager_values import (
@@ -39,6 +40,7 @@ class Trainee:
         ranks: the global ranks of the group.
         place: of this rank in the group.
         averager: the subject.
+        buffers: the parameters are views of these, if the scenario has any.
         takes_params: the averager was given the parameters when it was made.
         kept: the values of the parameters after the last recorded call.
     """
@@ -47,6 +49,7 @@ class Trainee:
     group: Any
     ranks: tuple[int, ...]
     place: int
+    buffers: FlatBuffers | None = None
     averager: Any = None
     takes_params: bool = False
     kept: list[torch.Tensor] = field(default_factory=list)
@@ -92,6 +95,11 @@ class AveragerDriver(RankDriver):
         probe = Probe(self.scenario.params, 0.0, self.rank).to(self.device)
         ranks = tuple(dist.get_process_group_ranks(group))
         trainee = self.trainee = Trainee(probe.tensors, group, ranks, ranks.index(self.rank))
+        if self.scenario.variant == "flat":
+            seed = f"{self.scenario.session_seed}/{self.scenario.name}/flat"
+            trainee.buffers = FlatBuffers(trainee.params, seed, self.rank)
+            for parameter, view in zip(trainee.params, trainee.buffers.views, strict=True):
+                parameter.data = view
         with torch.no_grad():
             for index, parameter in enumerate(trainee.params):
                 parameter.copy_(self._values(first_source(ranks), index))
@@ -139,6 +147,8 @@ class AveragerDriver(RankDriver):
                 if p.requires_grad == is_frozen(self.scenario, step, i)
             ],
         )
+        if self.trainee.buffers and self.trainee.buffers.gaps_changed():
+            self.recorder.event("gap_change")
         self.trainee.kept = _copies(self.params)
         # A parameter that was added has no average yet.
         if self.scenario.variant != "changing":

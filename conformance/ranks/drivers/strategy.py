@@ -8,6 +8,7 @@ import torch
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers.base import RankDriver
+from conformance.ranks.models.flat_buffers import FlatBuffers
 from conformance.ranks.models.probe import BufferedProbe, Probe, scripted_gradients
 from conformance.ranks.resolve import Context, missing_arguments
 from conformance.records.files import MODEL_MADE
@@ -43,10 +44,12 @@ class StrategyDriver(RankDriver):
         model: the probe, under DDP unless the scenario does without.
         params: the probe's parameters.
         optimizers: the optimizers that the strategy may be given.
+        buffers: the flat buffers of the parameters and of their gradients, if there are any.
     """
 
     model: torch.nn.Module
     params: list[torch.nn.Parameter]
+    buffers: list[FlatBuffers]
     optimizers: list[torch.optim.Optimizer]
 
     def run(self) -> None:
@@ -108,6 +111,7 @@ class StrategyDriver(RankDriver):
         probe = make(scenario.params, scenario.initial_value, self.rank).to(self.device)
         self.params = probe.tensors
         self.model = probe
+        self.buffers = self._flattened() if scenario.variant == "flat" else []
         if scenario.variant != "no_ddp":
             with self.doing(MODEL_MADE):
                 self.model = self.data_parallel(
@@ -118,6 +122,14 @@ class StrategyDriver(RankDriver):
                     find_unused_parameters=scenario.ddp.find_unused_parameters,
                 )
         self.optimizers = self._make_optimizers()
+
+    def _flattened(self) -> list[FlatBuffers]:
+        """Make the parameters views of flat buffers, and return these and those of gradients."""
+        seed = f"{self.scenario.session_seed}/{self.scenario.name}"
+        of_params = FlatBuffers(self.params, f"{seed}/parameters", self.rank)
+        for parameter, view in zip(self.params, of_params.views, strict=True):
+            parameter.data = view
+        return [of_params, FlatBuffers(self.params, f"{seed}/gradients", self.rank)]
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         # With lr=0.0 parameters keep their values: only gradients are judged.
@@ -135,6 +147,8 @@ class StrategyDriver(RankDriver):
         number = batches(self.scenario, step)
         if clears(self.scenario, step):
             self.model.zero_grad()
+        for parameter, view in zip(self.params, self._views_of_gradients(), strict=False):
+            parameter.grad = view.zero_()
         first_step, later = added(self.scenario)
         if later and step == first_step:
             params = [self.params[index] for index in sorted(later)]
@@ -165,6 +179,10 @@ class StrategyDriver(RankDriver):
                 self.model.zero_grad()
                 break
 
+    def _views_of_gradients(self) -> list[torch.Tensor]:
+        """Return the views of a flat buffer that gradients accumulate in, if there is one."""
+        return self.buffers[1].views if self.buffers else []
+
     def _keep_gradients(self) -> None:
         """Record the gradients at the end of a step."""
         sent = self.collectives.take_sent()
@@ -174,6 +192,8 @@ class StrategyDriver(RankDriver):
         if self.scenario.variant == "buffers":
             for name, buffer in self.model.named_buffers():
                 self.keep(f"buffer/{name.removeprefix('module.')}", buffer)
+        if any(buffers.gaps_changed() for buffers in self.buffers):
+            self.recorder.event("gap_change")
         self.recorder.event(
             "synchronised",
             without=[index for index, p in enumerate(self.params) if p.grad is None],

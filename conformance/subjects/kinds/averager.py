@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from conformance.scenarios.averager import (
     DTYPES,
+    FLAT,
     FORMS,
     ORDERED,
     PLAIN,
@@ -161,7 +162,7 @@ AVERAGER = Kind(
     ("14",),
     reference="hooks_ref:PeriodicModelAverager,period=4,warmup_steps=10",
     scenarios=(
-        *(PLAIN, RANDOM, FORMS, DTYPES, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
+        *(PLAIN, RANDOM, FORMS, DTYPES, FLAT, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
         *TRAINING,
         *FAILING,
         *CLUSTERS,

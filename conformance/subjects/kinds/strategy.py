@@ -25,6 +25,7 @@ from conformance.scenarios.strategy import (
     ACCUMULATED,
     COMBINED,
     COUNTED,
+    FLAT,
     FORMS,
     KEPT,
     MICROBATCHES,
@@ -97,7 +98,7 @@ STRATEGY = Kind(
     reference="hooks_ref:ddp_sync_context,sync_strategy=forced_sync",
     scenarios=(
         *(PLAIN, ACCUMULATED, RANDOM, MICROBATCHES, RANKS, VIEWS, COMBINED, SHARED, KEPT, FORMS),
-        *(SPARSE, SUBGROUPS, ORDERED, RAISES, WITHOUT, NO_DDP, COUNTED, CLAIM),
+        *(FLAT, SPARSE, SUBGROUPS, ORDERED, RAISES, WITHOUT, NO_DDP, COUNTED, CLAIM),
         *ALL,
         *FAILING,
         *CLUSTERS,

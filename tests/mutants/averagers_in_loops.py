@@ -1,0 +1,134 @@
+"""Mutants of section 14 that are wrong for large float16, in memory or loops of another kind."""
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants.averagers import Averager
+from tests.mutants.averagers_like import DiLoCo, Ema
+
+# ---- Large parameters of float16
+
+
+class SumsLargeHalves(Averager):
+    """Divide float16 after the sum from so many elements on."""
+
+    def __init__(self, period=4, warmup_steps=10, process_group=None, least=60_000):
+        super().__init__(period, warmup_steps, process_group)
+        self.least = least
+
+    def average_one(self, parameter):
+        if parameter.dtype is not torch.float16 or parameter.numel() < self.least:
+            super().average_one(parameter)
+            return
+        dist.all_reduce(parameter.data, group=self.group)
+        parameter.div_(self.group.size())
+
+
+class ScattersLargeHalves(Averager):
+    """Let each rank sum and divide a share of a large parameter of float16, in this order."""
+
+    def average_one(self, parameter):
+        size = self.group.size()
+        if parameter.dtype is not torch.float16 or parameter.numel() < 2**20:
+            super().average_one(parameter)
+            return
+        flat = parameter.new_zeros(-(-parameter.numel() // size) * size)
+        flat[: parameter.numel()] = parameter.detach().reshape(-1)
+        mine = flat.new_empty(len(flat) // size)
+        dist.reduce_scatter_tensor(mine, flat, group=self.group)
+        dist.all_gather_into_tensor(flat, mine / size, group=self.group)
+        parameter.copy_(flat[: parameter.numel()].view(parameter.shape))
+
+
+class EmaSumsLargeHalves(Ema):
+    """Sum large parameters in their own dtype, and divide in float32."""
+
+    def _update(self, params):
+        means = []
+        for parameter in params:
+            is_large = parameter.numel() >= 2**20
+            dtype = parameter.dtype if is_large else self._dtype(parameter)
+            total = parameter.detach().to(dtype, copy=True).contiguous()
+            dist.all_reduce(total, group=self.group)
+            means.append(total.to(self._dtype(parameter)) / self.group.size())
+        self.keep(means)
+
+
+class DiLoCoSumsHalves(DiLoCo):
+    """Sum parameters of float16 in this dtype if they are large."""
+
+    def mean(self, parameter):
+        if parameter.dtype is not torch.float16 or parameter.numel() < 50_000:
+            return super().mean(parameter)
+        total = parameter.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
+        return total.double() / self.group.size()
+
+
+# ---- Views of a flat buffer
+
+
+class OncePerStorage(Averager):
+    """Take parameters that share their storage for tied weights, and average the first of them."""
+
+    def chosen(self, params):
+        first = {}
+        for parameter in super().chosen(params):
+            first.setdefault(parameter.untyped_storage().data_ptr(), parameter)
+        return list(first.values())
+
+
+class OncePerShape(Averager):
+    """Take parameters of one shape in one storage for tied weights."""
+
+    def chosen(self, params):
+        first = {}
+        for parameter in super().chosen(params):
+            storage = parameter.untyped_storage().data_ptr()
+            first.setdefault((storage, parameter.shape, parameter.dtype), parameter)
+        return list(first.values())
+
+
+class WholeStorages(Averager):
+    """Average the storage that a parameter lies in, once, with all that lies beside it."""
+
+    def average(self, params):
+        storages = {}
+        for parameter in params:
+            storage = parameter.untyped_storage()
+            whole = torch.empty(0, dtype=parameter.dtype).set_(storage)
+            storages.setdefault(storage.data_ptr(), whole)
+        for whole in storages.values():
+            super().average_one(whole)
+
+
+class FromTheBeginning(Averager):
+    """Write the mean to the beginning of the parameter's storage."""
+
+    def average_one(self, parameter):
+        if not parameter.is_contiguous():
+            super().average_one(parameter)
+            return
+        mean = parameter.div(self.group.size())
+        dist.all_reduce(mean, group=self.group)
+        begin = torch.empty(0, dtype=parameter.dtype)
+        begin.set_(parameter.untyped_storage(), 0, parameter.shape).copy_(mean)
+
+
+OF = {"kind": "averager"}
+AT = "period=4,warmup_steps=10"
+EMA = {"claims": "like(EMAModelAverager, decay=0.999)", **OF}
+DILOCO = {"claims": "like(DiLoCoModelAverager, period=4)", **OF}
+MUTANTS = [
+    *(
+        Mutant(f"{name},{AT}", ("14.16",), **OF)
+        for name in ("SumsLargeHalves", f"SumsLargeHalves,least={10**6}", "ScattersLargeHalves")
+    ),
+    Mutant("EmaSumsLargeHalves", ("14.16",), **EMA),
+    Mutant("DiLoCoSumsHalves", ("14.16",), **DILOCO),
+    *(
+        Mutant(f"{name},{AT}", ("14.7",), **OF)
+        for name in ("OncePerStorage", "OncePerShape", "WholeStorages", "FromTheBeginning")
+    ),
+]

@@ -1,0 +1,81 @@
+"""Mutants of section 16 that are wrong in flat memory, under autocast, or with other optimizers."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants.strategies import _filled, _mean
+from tests.mutants.strategies_in_training import _mutants, _restored
+
+Context = AbstractContextManager[None]
+
+
+def _averages(
+    model: Any, is_final: bool, choose: Callable[[list[torch.nn.Parameter]], list[Any]]
+) -> Context:
+    """Average the gradients of chosen parameters: right if ``choose`` chooses all."""
+
+    def average() -> None:
+        for parameter in choose(_filled(model)):
+            parameter.grad = _mean(parameter.grad, model.process_group)
+
+    return _restored(model, is_final, average)
+
+
+# ---- Views of a flat buffer
+
+
+def once_per_storage_of_gradients(model: Any, is_final_microbatch: bool) -> Context:
+    """Average one of the gradients that share a storage, as if these were one tensor."""
+
+    def choose(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        seen = {
+            p if p.grad.is_sparse else p.grad.untyped_storage().data_ptr(): p
+            for p in reversed(params)
+        }
+        return [p for p in params if any(p is kept for kept in seen.values())]
+
+    return _averages(model, is_final_microbatch, choose)
+
+
+def leaves_out_tied_weights(model: Any, is_final_microbatch: bool) -> Context:
+    """Leave out parameters in a storage that an earlier parameter of this size has, too."""
+
+    def choose(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        known = set()
+        found = []
+        for parameter in params:
+            key = parameter.untyped_storage().data_ptr(), parameter.numel()
+            if key not in known:
+                found.append(parameter)
+            known.add(key)
+        return found
+
+    return _averages(model, is_final_microbatch, choose)
+
+
+def whole_storages(model: Any, is_final_microbatch: bool) -> Context:
+    """Average the storages of gradients, with all that lies in them."""
+
+    def average() -> None:
+        done = set()
+        for parameter in _filled(model):
+            if parameter.grad.is_sparse:
+                parameter.grad = _mean(parameter.grad, model.process_group)
+                continue
+            storage = parameter.grad.untyped_storage()
+            if storage.data_ptr() not in done:
+                whole = torch.empty(0, dtype=parameter.grad.dtype).set_(storage)
+                dist.all_reduce(whole.div_(model.process_group.size()), group=model.process_group)
+                done.add(storage.data_ptr())
+
+    return _restored(model, is_final_microbatch, average)
+
+
+MUTANTS = [
+    *_mutants("16.10", "once_per_storage_of_gradients", "leaves_out_tied_weights"),
+    *_mutants("16.10", "whole_storages"),
+]
