@@ -20,6 +20,7 @@ from conformance.scenarios.averager_training import (
     LONG,
     NEAR_LIMIT,
     RESUMED_EARLY,
+    ROLLED_BACK,
     SAVED_EARLY,
     SPECIAL,
     TWO,
@@ -127,22 +128,32 @@ def changing(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "14.19",
     "A state is saved at any step, and loaded again",
-    on=(SAVED_EARLY, RESUMED_EARLY),
-    owns=(SAVED_EARLY, RESUMED_EARLY),
+    on=(SAVED_EARLY, RESUMED_EARLY, ROLLED_BACK),
+    owns=(SAVED_EARLY, RESUMED_EARLY, ROLLED_BACK),
     needs=("14.11", "14.12"),
     baseline="like",
     since="1.2",
     source="torch documentation, PostLocalSGDOptimizer: unless the averager's step is restored, "
-    "its warm-up begins again",
+    "its warm-up begins again; training that goes back to a checkpoint after a loss of NaN",
     remedy="a state that exists from the first average on only; load_state_dict that takes its "
-    "argument apart",
+    "argument apart; momentum, or a next step with an average, that is not among the loaded state",
 )
 def saved_early(run: Run, claims: Claims, found: Found) -> None:
     """Saved at a drawn step of the warm-up, and loaded twice in new processes, the averager
     continues its schedule.
 
     A schedule without a warm-up is saved between the first two averages.
+
+    The same averager may load its state again, too: saved at a drawn step between the first two
+    averages, it goes on for a drawn number of steps with at least one average, loads the state, and
+    continues as if these had not been. An averager without state_dict() and load_state_dict() is
+    not judged by that run.
     """
+    if run.ranks[0].first("not_rolled_back"):
+        found.leaves_out(
+            "it lacks state_dict() or load_state_dict(): no run that goes back is judged"
+        )
+        return
     event = run.ranks[0].first("saved") or run.ranks[0].first("loaded")
     if event and event["nothing"]:
         found.does_not_apply(

@@ -15,6 +15,8 @@ from conformance.scenarios.tables import prime_from
 
 # The first parameters are made like the values of this step, the same on all ranks.
 START = 100_003
+# Values of steps that are rolled back are those of so many steps later.
+ROLLED = 200_003
 
 LARGE = replace(
     PLAIN,
@@ -106,6 +108,17 @@ RESUMED_EARLY = replace(
     resume=replace(SAVED_EARLY.resume, resumes=True),
 )
 
+# The state is not the run's: the same process loads it.
+ROLLED_BACK = replace(
+    PLAIN,
+    name="averager_rolled_back",
+    summary="the state is saved at a drawn step; after a drawn number of steps on other values, "
+    "which leave no record, the same averager loads it again",
+    world_sizes=(2,),
+    variant="rolled_back",
+    prerequisite="averager_saved",
+)
+
 DRIFTING = replace(
     PLAIN,
     name="averager_drifting",
@@ -130,7 +143,7 @@ LONG = replace(
 
 ALL = (
     *(LARGE, SPECIAL, NEAR_LIMIT, EMPTY, TWO, TWO_GROUPS, CHANGING),
-    *(SAVED_EARLY, RESUMED_EARLY, DRIFTING, LONG),
+    *(SAVED_EARLY, RESUMED_EARLY, ROLLED_BACK, DRIFTING, LONG),
 )
 
 
@@ -143,6 +156,13 @@ def option(scenario: Scenario, name: str) -> str:
     """Return a drawn number, or text, of a scenario; '' if it has none of this name."""
     options = (text.partition("=") for text in scenario.options)
     return next((value for key, _, value in options if key == name), "")
+
+
+def rolled_back(scenario: Scenario, step: int) -> int:
+    """Return the number of steps that come before a step, and are rolled back then."""
+    if option(scenario, "rolls_back_at") != str(step):
+        return 0
+    return int(option(scenario, "lost_steps"))
 
 
 def turn(scenario: Scenario, step: int) -> tuple[int, int]:

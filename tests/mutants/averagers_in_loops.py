@@ -116,6 +116,59 @@ class FromTheBeginning(Averager):
         begin.set_(parameter.untyped_storage(), 0, parameter.shape).copy_(mean)
 
 
+# ---- A state that is loaded again
+
+
+class CountsDown(Averager):
+    """Count down to the next average, which a fresh object computes from the loaded count."""
+
+    left: int | None = None
+
+    def is_due(self):
+        if self.left is None:
+            later = self.step - self.warmup_steps
+            self.left = -later if later < 0 else -later % self.period
+        self.left -= 1
+        if self.left >= 0:
+            return False
+        self.left = self.period - 1
+        return True
+
+    def state_dict(self):
+        return {"step": self.step}
+
+    def load_state_dict(self, saved):
+        self.step = saved["step"]
+
+
+class TakesTheLatest(Averager):
+    """Never go back: take the larger of two counts of steps."""
+
+    def state_dict(self):
+        return {"step": self.step}
+
+    def load_state_dict(self, saved):
+        self.step = max(self.step, saved["step"])
+
+
+class DiLoCoKeepsItsMomentum(DiLoCo):
+    """Load momentum only if there is none."""
+
+    def load_state_dict(self, saved):
+        velocity = self.velocity
+        super().load_state_dict(saved)
+        self.velocity = velocity or self.velocity
+
+
+class EmaLoadsOnce(Ema):
+    """Keep the average if there is one, and load the count alone."""
+
+    def load_state_dict(self, saved):
+        average = self.average
+        super().load_state_dict(saved)
+        self.average = average or self.average
+
+
 OF = {"kind": "averager"}
 AT = "period=4,warmup_steps=10"
 EMA = {"claims": "like(EMAModelAverager, decay=0.999)", **OF}
@@ -131,4 +184,8 @@ MUTANTS = [
         Mutant(f"{name},{AT}", ("14.7",), **OF)
         for name in ("OncePerStorage", "OncePerShape", "WholeStorages", "FromTheBeginning")
     ),
+    Mutant(f"CountsDown,{AT}", ("14.19",), **OF),
+    Mutant(f"TakesTheLatest,{AT}", ("14.19",), **OF),
+    Mutant("DiLoCoKeepsItsMomentum", ("14.19",), **DILOCO),
+    Mutant("EmaLoadsOnce", ("14.19",), **EMA),
 ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -12,7 +13,13 @@ from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.digest import digest
 from conformance.ranks.models.flat_buffers import FlatBuffers
 from conformance.ranks.models.probe import Probe
-from conformance.scenarios.averager_training import is_frozen, is_given, turn
+from conformance.scenarios.averager_training import (
+    ROLLED,
+    is_frozen,
+    is_given,
+    rolled_back,
+    turn,
+)
 from conformance.scenarios.averager_values import (
     Source,
     first_source,
@@ -83,6 +90,8 @@ class AveragerDriver(RankDriver):
             if step < resume.saves_at and resume.resumes:
                 continue
             self.trainee = self.trainees[turn(scenario, step)[0]]
+            if lost := rolled_back(scenario, step):
+                self._roll_back(step, lost)
             if kind == QUIET:
                 self._quiet_step(step)
             else:
@@ -251,6 +260,33 @@ class AveragerDriver(RankDriver):
                     averager.load_state_dict(saved)
             elif saved is not None:
                 averager.step = saved["step"]
+
+    def _roll_back(self, step: int, number: int) -> None:
+        """Save the averager's state, go on for some steps, and load the state again.
+
+        Args:
+            step: the step that comes next, before these steps and after them.
+            number: of steps that leave no record.
+        """
+        averager = self.trainee.averager
+        names = ("state_dict", "load_state_dict")
+        if not all(callable(getattr(averager, name, None)) for name in names):
+            self.recorder.event("not_rolled_back")
+            return
+        saved = BytesIO()
+        with self.doing("state_dict"):
+            # A state may share memory with the averager, as an optimizer's does.
+            torch.save(averager.state_dict(), saved)
+        for later in range(step, step + number):
+            with torch.no_grad():
+                for index, parameter in enumerate(self.params):
+                    of = Source("crafted", self.rank, ROLLED + later)
+                    parameter.copy_(self._values(of, index))
+            with self.inside("average_parameters"):
+                self._average(step)
+        saved.seek(0)
+        with self.doing("load_state_dict"):
+            averager.load_state_dict(torch.load(saved, weights_only=False))
 
 
 def _copies(params: Parameters) -> list[torch.Tensor]:

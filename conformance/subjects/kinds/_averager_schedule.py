@@ -14,6 +14,7 @@ from conformance.scenarios.averager_training import (
     LONG_STEPS,
     NEAR_LIMIT,
     RESUMED_EARLY,
+    ROLLED_BACK,
     SAVED_EARLY,
     SPECIAL,
     TWO,
@@ -117,6 +118,8 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         case SAVED_EARLY.name | RESUMED_EARLY.name:
             draw = random.Random(f"{scenario.session_seed}/saved early")
             return _save(scenario, schedule, draw.choice(_before_averages(schedule)))
+        case ROLLED_BACK.name:
+            return _roll_back(scenario, schedule, draw)
     if scenario.name in {failing.name for failing in FAILING}:
         return _fail(scenario, schedule)
     if scenario.name in {together.name for together in TOGETHER}:
@@ -300,6 +303,20 @@ def _save(scenario: Scenario, schedule: Schedule, saves_at: int) -> Scenario:
         steps=lengthened(scenario.steps, schedule, also=also),
         resume=replace(scenario.resume, saves_at=saves_at),
     )
+
+
+def _roll_back(scenario: Scenario, schedule: Schedule, draw: random.Random) -> Scenario:
+    """Roll back between the first two averages, after steps with an average among them.
+
+    A count of steps that is not rolled back shows.
+    """
+    saves_at = draw.choice(_between_averages(schedule))
+    period = min(schedule.periods)
+    numbers = [number for number in range(period + 1, 2 * period) if number % period]
+    lost = draw.choice(numbers or [1, 2, 3])
+    steps = _save(scenario, schedule, saves_at).steps
+    scenario = with_option(replace(scenario, steps=steps), "rolls_back_at", saves_at)
+    return with_option(scenario, "lost_steps", lost)
 
 
 def _save_late(scenario: Scenario, schedule: Schedule) -> Scenario:
