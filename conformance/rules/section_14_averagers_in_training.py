@@ -14,6 +14,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.averager_training import (
+    AUTOCAST,
     CHANGING,
     DRIFTING,
     LARGE,
@@ -237,15 +238,16 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "14.25",
-    "Works under any default dtype of torch",
-    on=(DEFAULT_DTYPES,),
-    owns=(DEFAULT_DTYPES,),
+    "Works under any default dtype of torch, and under autocast",
+    on=(DEFAULT_DTYPES, AUTOCAST),
+    owns=(DEFAULT_DTYPES, AUTOCAST),
     needs=("14.1", "14.2", "14.7", "14.12"),
     baseline="like",
     since="1.6",
-    source=DEFAULT_DTYPE,
+    source=f"{DEFAULT_DTYPE}; torch documentation, Automatic Mixed Precision, of operations that "
+    "autocast to bfloat16",
     remedy="tensors that are made without a dtype: torch.zeros(n), torch.tensor(1 / n); take "
-    "that of the parameter",
+    "that of the parameter; matmul, einsum or linear, which compute in bfloat16 under autocast",
 )
 def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     """Averages are right if torch's default dtype is float64, float16 or bfloat16, and if it
@@ -253,6 +255,9 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
 
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
     elements. The parameters are float32.
+
+    Averages are right as well if autocast to bfloat16 is on in every call, for small parameters and
+    for a large one of a size that is drawn in the same way.
     """
     require_right(run, claims, found, must_change=True, evaluated=True)
 

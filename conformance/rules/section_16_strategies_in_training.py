@@ -19,6 +19,7 @@ from conformance.scenarios.kinds_under_default_dtypes import STRATEGY as DEFAULT
 from conformance.scenarios.strategy_training import (
     ABANDONED,
     ADDED,
+    AUTOCAST,
     BUFFERS,
     COMPLEX,
     EMPTY,
@@ -255,14 +256,15 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "16.33",
-    "Works under any default dtype of torch",
-    on=(DEFAULT_DTYPES,),
-    owns=(DEFAULT_DTYPES,),
+    "Works under any default dtype of torch, and under autocast",
+    on=(DEFAULT_DTYPES, AUTOCAST),
+    owns=(DEFAULT_DTYPES, AUTOCAST),
     needs=("16.2",),
     since="1.6",
-    source=DEFAULT_DTYPE,
+    source=f"{DEFAULT_DTYPE}; torch documentation, Automatic Mixed Precision, of operations that "
+    "autocast to bfloat16",
     remedy="tensors that are made without a dtype, as counts and flags: torch.zeros(n), "
-    "torch.tensor(1 / n)",
+    "torch.tensor(1 / n); matmul, einsum or linear, which compute in bfloat16 under autocast",
 )
 def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     """Gradients are means if torch's default dtype is float64, float16 or bfloat16, and if it
@@ -270,6 +272,9 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
 
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
     elements. The parameters are float32.
+
+    Gradients are the same if autocast to bfloat16 is on in every micro-batch, in its forward, its
+    backward and the strategy's context, with a large parameter of a drawn size, too.
     """
     require_means(run, found)
 

@@ -128,6 +128,14 @@ DRIFTING = replace(
     variant="drifting",
 )
 
+AUTOCAST = replace(
+    RANDOM,
+    name="averager_autocast",
+    summary="random values, in a large parameter too, under autocast to bfloat16; drawn sizes",
+    world_sizes=(2,),
+    variant="autocast",
+)
+
 # The least and the largest number of steps of a long run.
 LONG_STEPS = (400, 700)
 
@@ -143,7 +151,7 @@ LONG = replace(
 
 ALL = (
     *(LARGE, SPECIAL, NEAR_LIMIT, EMPTY, TWO, TWO_GROUPS, CHANGING),
-    *(SAVED_EARLY, RESUMED_EARLY, ROLLED_BACK, DRIFTING, LONG),
+    *(SAVED_EARLY, RESUMED_EARLY, ROLLED_BACK, DRIFTING, AUTOCAST, LONG),
 )
 
 
@@ -271,3 +279,8 @@ def large_halves(draw: random.Random) -> tuple[Param, ...]:
     sizes = [prime_from(round(2 ** draw.uniform(16, 20))), prime_from(draw.randint(2**20, 2**21))]
     draw.shuffle(sizes)
     return tuple(Param((size,), "float16") for size in sizes)
+
+
+def one_large(draw: random.Random) -> Param:
+    """Return a parameter of 2**10 to 2**17 elements, every size as likely as its double."""
+    return Param((round(2 ** draw.uniform(10, 17)),))

@@ -134,6 +134,17 @@ COMPLEX = replace(
     prerequisite="strategy_accumulated",
 )
 
+AUTOCAST = replace(
+    PLAIN,
+    name="strategy_autocast",
+    summary="two micro-batches of random values, in a large parameter too, under autocast to "
+    "bfloat16; drawn sizes",
+    steps=("normal",) * 2,
+    world_sizes=(2,),
+    variant="autocast",
+    prerequisite="strategy_accumulated",
+)
+
 # The least and the largest number of steps of a long run.
 LONG_STEPS = (120, 240)
 
@@ -161,5 +172,5 @@ MANY = replace(
 
 ALL = (
     *(LARGE, SPECIAL, EMPTY, TWO, BUFFERS, ABANDONED, RECOVERED, SECOND, COMPLEX, LONG),
-    *(MANY, AFTER_WORLD, ADDED),
+    *(MANY, AFTER_WORLD, ADDED, AUTOCAST),
 )

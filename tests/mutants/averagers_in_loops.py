@@ -169,6 +169,44 @@ class EmaLoadsOnce(Ema):
         self.average = average or self.average
 
 
+# ---- Autocast
+
+
+class OnesTimesRanks(Averager):
+    """Gather the parameters of all ranks, and sum the rows of float32 by a matrix product."""
+
+    def average_one(self, parameter):
+        if parameter.dtype is not torch.float32 or not parameter.numel():
+            super().average_one(parameter)
+            return
+        size = self.group.size()
+        mine = parameter.detach().reshape(-1)
+        rows = mine.new_empty(size, len(mine))
+        dist.all_gather(list(rows), mine.contiguous(), group=self.group)
+        total = torch.ones(1, size) @ rows
+        parameter.copy_((total / size).view(parameter.shape))
+
+
+class LinearForLarge(Averager):
+    """Scale large parameters of float32 by a linear layer of one weight."""
+
+    def average_one(self, parameter):
+        super().average_one(parameter)
+        if parameter.dtype is torch.float32 and parameter.numel() > 900:
+            column = parameter.reshape(-1, 1)
+            scaled = torch.nn.functional.linear(column, torch.ones(1, 1))
+            parameter.copy_(scaled.view(parameter.shape))
+
+
+class EmaByEinsum(Ema):
+    """Weigh the average and the mean by an inner product."""
+
+    def moved(self, average, mean):
+        weights = torch.tensor([self.decay, 1 - self.decay], dtype=mean.dtype)
+        both = torch.stack([average.reshape(-1), mean.reshape(-1)])
+        return torch.einsum("w,wn->n", weights, both).to(mean.dtype).view(mean.shape)
+
+
 OF = {"kind": "averager"}
 AT = "period=4,warmup_steps=10"
 EMA = {"claims": "like(EMAModelAverager, decay=0.999)", **OF}
@@ -188,4 +226,6 @@ MUTANTS = [
     Mutant(f"TakesTheLatest,{AT}", ("14.19",), **OF),
     Mutant("DiLoCoKeepsItsMomentum", ("14.19",), **DILOCO),
     Mutant("EmaLoadsOnce", ("14.19",), **EMA),
+    *(Mutant(f"{name},{AT}", ("14.25",), **OF) for name in ("OnesTimesRanks", "LinearForLarge")),
+    Mutant("EmaByEinsum", ("14.25",), **EMA),
 ]

@@ -75,7 +75,55 @@ def whole_storages(model: Any, is_final_microbatch: bool) -> Context:
     return _restored(model, is_final_microbatch, average)
 
 
+# ---- Autocast
+
+
+def _by_products(model: Any, is_final: bool, total: Callable[[torch.Tensor], Any]) -> Context:
+    """Gather dense gradients of float32 and sum their rows by ``total``; average other ones."""
+
+    def average() -> None:
+        group = model.process_group
+        for parameter in _filled(model):
+            grad = parameter.grad
+            if grad.is_sparse or grad.dtype is not torch.float32 or not grad.numel():
+                parameter.grad = _mean(grad, group)
+                continue
+            rows = grad.new_empty(group.size(), grad.numel())
+            dist.all_gather(list(rows), grad.reshape(-1).contiguous(), group=group)
+            grad.copy_((total(rows) / group.size()).view(grad.shape))
+
+    return _restored(model, is_final, average)
+
+
+def ones_times_rows(model: Any, is_final_microbatch: bool) -> Context:
+    """Sum the gradients of all ranks by a matrix product."""
+    return _by_products(model, is_final_microbatch, lambda rows: torch.ones(len(rows)) @ rows)
+
+
+def linear_for_large_rows(model: Any, is_final_microbatch: bool) -> Context:
+    """Sum large gradients by a linear layer."""
+
+    def total(rows: torch.Tensor) -> torch.Tensor:
+        if rows.shape[1] < 1000:
+            return rows.sum(0)
+        return torch.nn.functional.linear(rows.t(), torch.ones(1, len(rows)))
+
+    return _by_products(model, is_final_microbatch, total)
+
+
+def sums_in_the_fast_dtype(model: Any, is_final_microbatch: bool) -> Context:
+    """Sum in the dtype of autocast if autocast is on."""
+
+    def total(rows: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            rows = rows.to(torch.get_autocast_dtype("cpu"))
+        return rows.sum(0)
+
+    return _by_products(model, is_final_microbatch, total)
+
+
 MUTANTS = [
     *_mutants("16.10", "once_per_storage_of_gradients", "leaves_out_tied_weights"),
     *_mutants("16.10", "whole_storages"),
+    *_mutants("16.33", "ones_times_rows", "linear_for_large_rows", "sums_in_the_fast_dtype"),
 ]

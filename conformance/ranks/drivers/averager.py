@@ -177,7 +177,8 @@ class AveragerDriver(RankDriver):
     def _average(self, step: int) -> None:
         given = [p for i, p in enumerate(self.params) if self._is_given(step, i)]
         form = _in_form(self.scenario.variant, step, given)
-        self.trainee.averager.average_parameters(form)
+        with self.autocast():
+            self.trainee.averager.average_parameters(form)
 
     def _is_given(self, step: int, index: int) -> bool:
         """Whether the averager is given a parameter; one that was made with all of them is."""

@@ -4,7 +4,7 @@ import gc
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -375,6 +375,12 @@ class RankDriver(ABC):
             changed = [name for name in changed if name not in ("torch", CUDA)]
         self.recorder.event("leaves", what=call, rng_changed=changed)
         self.schedule.left(number, is_last=True)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return autocast to bfloat16 if the scenario has it, and otherwise an empty context."""
+        if self.scenario.variant != "autocast":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def call(self, function: Callable[..., Any], context: Context, **kwargs: Any) -> Any:
         """Call a function of the subject with ``kwargs`` and the context its signature names."""

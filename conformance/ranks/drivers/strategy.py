@@ -204,7 +204,7 @@ class StrategyDriver(RankDriver):
         )
 
     def _train(self, grads: Grads, is_final: bool) -> None:
-        with self._context_of(is_final):
+        with self.autocast(), self._context_of(is_final):
             for _ in range(2 if self.scenario.variant == "second" else 1):
                 loss = self._forward(grads)
                 # DDP that synchronises by itself waits for peers in its backward, where no

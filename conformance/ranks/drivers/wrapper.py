@@ -9,7 +9,7 @@ import gc
 import inspect
 import io
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -139,7 +139,7 @@ class WrapperDriver(RankDriver):
         WATCH.phase = "forward"
         # Another rule compares the draws with those of the network without the wrapper.
         draws = scenario.variant == "random"
-        with self.inside("the forward", draws=draws), self._autocast():
+        with self.inside("the forward", draws=draws), self.autocast():
             output = self._ddp(x, used)
         # The wrapper exists to keep fewer activations between forward and backward.
         kept = WATCH.alive()
@@ -159,11 +159,6 @@ class WrapperDriver(RankDriver):
         self.recorder.event(
             "ran", micro=number, kept=kept, left=left, autocast=autocast, **WATCH.runs
         )
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.scenario.variant != "autocast":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def inputs(self, param: int) -> torch.Tensor:
         """Return the inputs, or targets, that belong to a number."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from conformance.scenarios.averager import DTYPES, RESUMED, SAVED
 from conformance.scenarios.averager_training import (
+    AUTOCAST,
     CHANGING,
     DRIFTING,
     LARGE,
@@ -23,6 +24,7 @@ from conformance.scenarios.averager_training import (
     many_params,
     on_one_group,
     on_two_groups,
+    one_large,
     with_option,
 )
 from conformance.scenarios.averaging_schedule import HELD, MAX_STEPS, QUIET, Schedule, lengthened
@@ -128,6 +130,8 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         return _come_together(scenario, schedule, options)
     if scenario.name == DEFAULT_DTYPES.name:
         return _change_dtypes(scenario, schedule)
+    if scenario.name == AUTOCAST.name:
+        scenario = replace(scenario, params=(*scenario.params, one_large(draw)))
     averages = ("crafted", "normal") if scenario.name == DTYPES.name else ()
     return replace(scenario, steps=lengthened(scenario.steps, schedule, averages=averages))
 

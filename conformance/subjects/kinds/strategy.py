@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from conformance.scenarios.averager_training import many_params
+from conformance.scenarios.averager_training import many_params, one_large
 from conformance.scenarios.conditions_together import STRATEGY as TOGETHER
 from conformance.scenarios.failing_collectives import STRATEGY as FAILING
 from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
@@ -41,7 +41,15 @@ from conformance.scenarios.strategy import (
     VIEWS,
     WITHOUT,
 )
-from conformance.scenarios.strategy_training import ALL, EMPTY, LARGE, LONG, LONG_STEPS, SPECIAL
+from conformance.scenarios.strategy_training import (
+    ALL,
+    AUTOCAST,
+    EMPTY,
+    LARGE,
+    LONG,
+    LONG_STEPS,
+    SPECIAL,
+)
 from conformance.scenarios.tables import prime_from
 from conformance.subjects.kinds._claim import min_world_size, option_flag, table
 from conformance.subjects.kinds._kind import Kind
@@ -62,6 +70,9 @@ def _adapt(scenario: Scenario, claimed: Collection[str]) -> Scenario:
     if scenario.name == LARGE.name:
         # A parameter of 2**20 to 2**21 elements is the largest.
         scenario = replace(scenario, params=many_params(generator(scenario), 2**20))
+    if scenario.name == AUTOCAST.name:
+        large = one_large(generator(scenario))
+        scenario = replace(scenario, params=(*scenario.params, large))
     if scenario.name == LONG.name:
         number = generator(scenario).randint(*LONG_STEPS)
         scenario = replace(scenario, steps=scenario.steps[:1] * number)
