@@ -29,6 +29,7 @@ from conformance.scenarios.strategy_training import (
     RECOVERED,
     SECOND,
     SPECIAL,
+    TURNS,
     TWO,
 )
 from conformance.subjects.claims import Claims
@@ -273,8 +274,9 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
     elements. The parameters are float32.
 
-    Gradients are the same if autocast to bfloat16 is on in every micro-batch, in its forward, its
-    backward and the strategy's context, with a large parameter of a drawn size, too.
+    Gradients are means as well if autocast to bfloat16 is on in every micro-batch, around its
+    forward, its backward and the strategy's context, for small parameters and for a large one of a
+    size that is drawn in the same way.
     """
     require_means(run, found)
 
@@ -320,19 +322,25 @@ def together(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "16.36",
-    "Optimizers may be given parameters later",
-    on=(ADDED,),
-    owns=(ADDED,),
+    "Optimizers may take turns, or be given parameters later",
+    on=(ADDED, TURNS),
+    owns=(ADDED, TURNS),
     needs=("16.2", "16.5"),
     since="1.6",
     source="torch documentation, torch.optim.Optimizer.add_param_group: layers that are frozen at "
-    "first are added as training goes on",
-    remedy="lists of parameters, flags or buffers that are kept from the first step: the "
-    "optimizer's param_groups may have changed since",
+    "first are added as training goes on; GANs; an optimizer for the body of a model, "
+    "and one for its head",
+    remedy="optimizers, lists of parameters, flags or buffers that are kept from the first step: "
+    "other optimizers, or other param_groups, may be given since",
 )
 def added_parameters(run: Run, claims: Claims, found: Found) -> None:
     """Gradients are means for parameters too that no rank uses, and no optimizer has, before a
-    later step. The step and the parameters are drawn from the session's seed."""
+    later step. The step and the parameters are drawn from the session's seed.
+
+    Two optimizers of parts of one model may take turns: a step uses the parameters of one of them
+    or of both, and the strategy is given the optimizers that step. The parts and the turns are
+    drawn.
+    """
     if claims.has("all_used"):
         found.does_not_apply("it claims all_used: 16.16")
         return

@@ -240,7 +240,7 @@ _BATCHES = {
 _EXACT = 4  # micro-batches of a step whose sums can be exact
 
 # The variants in which ranks or micro-batches use different parameters.
-_DIFFERENT = ("microbatches", "ranks", "combined", "claim", "together", "added")
+_DIFFERENT = ("microbatches", "ranks", "combined", "claim", "together", "added", "turns")
 
 
 def batches(scenario: Scenario, step: int) -> int:
@@ -359,6 +359,29 @@ def added(scenario: Scenario) -> tuple[int, frozenset[int]]:
     return step, frozenset(indices)
 
 
+def part_of(scenario: Scenario, index: int) -> int:
+    """Return the number of the optimizer that has a parameter, if two optimizers take turns."""
+    numbers = random.Random(f"{scenario.session_seed}/{scenario.name}/parts")
+    count = len(scenario.params)
+    return int(index in numbers.sample(range(count), numbers.randint(2, count - 2)))
+
+
+def turns(scenario: Scenario, step: int) -> tuple[int, ...]:
+    """Return the numbers of the optimizers that step in a step.
+
+    One of them begins alone, the other one steps alone next but one at the latest, and both step
+    together later. All further steps are drawn.
+    """
+    numbers = random.Random(f"{scenario.session_seed}/{scenario.name}/turns")
+    first = numbers.randrange(2)
+    kinds = [(first,), (1 - first,), (0, 1)]
+    more = [numbers.choice(kinds) for _ in range(len(scenario.steps) - len(kinds))]
+    begin = [kinds[0]] * numbers.randint(1, 2)
+    rest = [*kinds[2:], *more[len(begin) - 1 :]]
+    numbers.shuffle(rest)
+    return [*begin, kinds[1], *rest][step]
+
+
 def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index: int) -> bool:
     """Whether the micro-batch of a rank uses a parameter.
 
@@ -393,6 +416,8 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
         case "added":
             first_step, indices = added(scenario)
             return step >= first_step or index not in indices
+        case "turns":
+            return part_of(scenario, index) in turns(scenario, step)
         case "combined" | "together":
             # One rank uses the second parameter, and its neighbour the third one.
             first = place == step % size

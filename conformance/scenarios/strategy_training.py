@@ -79,6 +79,16 @@ ADDED = replace(
     variant="added",
 )
 
+TURNS = replace(
+    COMBINED,
+    name="strategy_turns",
+    summary="two optimizers, of drawn parts of the model, step in turn or together, by a drawn "
+    "schedule; a step uses the parameters of its optimizers, and the strategy is given these",
+    steps=("crafted",) * 7,
+    world_sizes=(2,),
+    variant="turns",
+)
+
 BUFFERS = replace(
     PLAIN,
     name="strategy_buffers",
@@ -172,5 +182,5 @@ MANY = replace(
 
 ALL = (
     *(LARGE, SPECIAL, EMPTY, TWO, BUFFERS, ABANDONED, RECOVERED, SECOND, COMPLEX, LONG),
-    *(MANY, AFTER_WORLD, ADDED, AUTOCAST),
+    *(MANY, AFTER_WORLD, ADDED, TURNS, AUTOCAST),
 )

@@ -1,5 +1,6 @@
 """Mutants of section 16 that are wrong in flat memory, under autocast, or with other optimizers."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -122,8 +123,53 @@ def sums_in_the_fast_dtype(model: Any, is_final_microbatch: bool) -> Context:
     return _by_products(model, is_final_microbatch, total)
 
 
+# ---- Optimizers that take turns
+
+_first: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+_latest: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def _of(model: Any, is_final: bool, optimizers: Callable[[], list[Any]]) -> Context:
+    """Average the gradients of these optimizers' parameters."""
+
+    def choose(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        known = {
+            id(p) for one in optimizers() for group in one.param_groups for p in group["params"]
+        }
+        return [parameter for parameter in params if id(parameter) in known]
+
+    return _averages(model, is_final, choose)
+
+
+def keeps_the_first_optimizers(model: Any, is_final_microbatch: bool, optimizers: Any) -> Context:
+    """Take the optimizers of the first micro-batch of a model ever after."""
+    kept = _first.setdefault(model, list(optimizers))
+    return _of(model, is_final_microbatch, lambda: kept)
+
+
+def of_the_last_step(model: Any, is_final_microbatch: bool, optimizers: Any) -> Context:
+    """Take the optimizers of the last step, and of this one in the first step."""
+
+    def those() -> list[Any]:
+        before = _latest.get(model, optimizers)
+        _latest[model] = list(optimizers)
+        return list(before)
+
+    return _of(model, is_final_microbatch, those)
+
+
+def the_first_optimizer_alone(model: Any, is_final_microbatch: bool, optimizers: Any) -> Context:
+    """Take the first optimizer if the two given ones share no parameter."""
+    first, *others = optimizers
+    params = [{id(p) for g in one.param_groups for p in g["params"]} for one in optimizers]
+    apart = not set.intersection(*params) if others else True
+    return _of(model, is_final_microbatch, lambda: [first] if apart else list(optimizers))
+
+
 MUTANTS = [
     *_mutants("16.10", "once_per_storage_of_gradients", "leaves_out_tied_weights"),
     *_mutants("16.10", "whole_storages"),
     *_mutants("16.33", "ones_times_rows", "linear_for_large_rows", "sums_in_the_fast_dtype"),
+    *_mutants("16.36", "keeps_the_first_optimizers", "of_the_last_step"),
+    *_mutants("16.36", "the_first_optimizer_alone"),
 ]

@@ -24,8 +24,10 @@ from conformance.scenarios.strategy import (
     is_empty,
     multiple,
     order_of_two,
+    part_of,
     raises_in,
     statistic,
+    turns,
     uses,
 )
 
@@ -44,6 +46,7 @@ class StrategyDriver(RankDriver):
         model: the probe, under DDP unless the scenario does without.
         params: the probe's parameters.
         optimizers: the optimizers that the strategy may be given.
+        every_optimizer: all optimizers of the model, which may take turns.
         buffers: the flat buffers of the parameters and of their gradients, if there are any.
     """
 
@@ -51,6 +54,7 @@ class StrategyDriver(RankDriver):
     params: list[torch.nn.Parameter]
     buffers: list[FlatBuffers]
     optimizers: list[torch.optim.Optimizer]
+    every_optimizer: list[torch.optim.Optimizer]
 
     def run(self) -> None:
         """Make the strategy and run the scenario's steps."""
@@ -121,7 +125,7 @@ class StrategyDriver(RankDriver):
                     gradient_as_bucket_view=scenario.ddp.gradient_as_bucket_view,
                     find_unused_parameters=scenario.ddp.find_unused_parameters,
                 )
-        self.optimizers = self._make_optimizers()
+        self.optimizers = self.every_optimizer = self._make_optimizers()
 
     def _flattened(self) -> list[FlatBuffers]:
         """Make the parameters views of flat buffers, and return these and those of gradients."""
@@ -133,6 +137,11 @@ class StrategyDriver(RankDriver):
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         # With lr=0.0 parameters keep their values: only gradients are judged.
+        if self.scenario.variant == "turns":
+            parts: list[list[torch.nn.Parameter]] = [[], []]
+            for index, parameter in enumerate(self.params):
+                parts[part_of(self.scenario, index)].append(parameter)
+            return [torch.optim.SGD(part, lr=0.0) for part in parts]
         if self.scenario.variant != "shared":
             _, later = added(self.scenario)
             first = [p for index, p in enumerate(self.params) if index not in later]
@@ -145,6 +154,8 @@ class StrategyDriver(RankDriver):
     def _step(self, step: int, kind: str) -> None:
         """Train one step: its micro-batches, or those until one fails."""
         number = batches(self.scenario, step)
+        if self.scenario.variant == "turns":
+            self.optimizers = [self.every_optimizer[at] for at in turns(self.scenario, step)]
         if clears(self.scenario, step):
             self.model.zero_grad()
         for parameter, view in zip(self.params, self._views_of_gradients(), strict=False):
