@@ -10,7 +10,7 @@ has the same values at all steps as well.
 The kind ``limit`` has values of float16 near 40,000: the sum over two ranks overflows, and the mean
 does not. They are 32 (L + W j) with small integers j and the largest multiple L of W up to 1248, so
 that quotients by W, and their sums, are multiples of 32 below 65,504 and exact in float16, for W up
-to 8. Odd elements are negative.
+to 8. Odd elements are negative. Large parameters repeat a table of such values.
 Other dtypes get crafted values.
 """
 
@@ -24,6 +24,9 @@ from conformance.scenarios.gradients import gradient, uses
 from conformance.scenarios.model import Param, Scenario
 
 _LIMIT = 1248  # 32 times this is 39,936
+
+# Larger parameters repeat the draws of so many elements, since a million draws take long.
+_PERIOD = 8191
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ def values_of(source: Source, spec: Param, size: int, index: int) -> torch.Tenso
         step=source.number,
         param=index,
         exponent=spec.exponent,
+        period=_PERIOD if source.kind == "limit" and math.prod(spec.shape) > _PERIOD else 0,
     )
     if source.kind != "limit":
         return made

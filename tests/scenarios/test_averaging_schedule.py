@@ -6,7 +6,17 @@ import pytest
 
 from conformance.errors import UsageError
 from conformance.scenarios.averager import DTYPES, PLAIN
-from conformance.scenarios.averager_training import ALL, CHANGING, TWO, option, turn
+from conformance.scenarios.averager_training import (
+    ALL,
+    CHANGING,
+    NEAR_LIMIT,
+    ROLLED_BACK,
+    SPECIAL,
+    TWO,
+    option,
+    rolled_back,
+    turn,
+)
 from conformance.scenarios.averaging_schedule import MAX_STEPS, QUIET, Schedule
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.model import Scenario, scenario_from_json
@@ -86,3 +96,35 @@ def test_the_model_changes_between_the_first_two_averages() -> None:
     assert min(changes) > 20
     assert max(changes) <= 70
     assert len(changes) > 10
+
+
+@pytest.mark.parametrize(
+    ("claim", "near_limit"),
+    [
+        ("periodic(period=4)", 2),
+        ("like(GossipModelAverager, period=4)", 2),
+        ("like(EMAModelAverager, decay=0.9)", 2),
+        ("like(DiLoCoModelAverager, period=4)", 1),
+        ("like(OuterStepModelAverager, period=4, lr=0.5)", 1),
+        ("like(OuterStepModelAverager, period=4, lr=1.0)", 0),
+    ],
+)
+def test_outer_steps_stay_in_the_range_of_float16(claim: str, near_limit: int) -> None:
+    large = [kind for kind in adapted(NEAR_LIMIT, claim).steps if kind != QUIET]
+    assert large == ["limit"] * near_limit + ["crafted"] * (2 - near_limit)
+    special = [kind for kind in adapted(SPECIAL, claim).steps if kind != QUIET]
+    assert special.count("limit") == min(near_limit, 1)
+    assert len(special) == len(SPECIAL.steps)
+
+
+def test_steps_that_are_rolled_back_show() -> None:
+    for seed in range(20):
+        for period in (1, 2, 4, 9):
+            found = adapted(ROLLED_BACK, f"periodic(period={period}, warmup_steps=6)", seed)
+            (at,) = [step for step in range(len(found.steps)) if rolled_back(found, step)]
+            lost = rolled_back(found, at)
+            assert lost > period or period == 1
+            assert period == 1 or lost % period
+            due = [step for step in range(at, len(found.steps)) if (step - 6) % period == 0]
+            assert len(due) > 1
+            assert found.steps[at] == "crafted"

@@ -1,13 +1,15 @@
 """The records of an averager's run: the calls, the fed values, and the results."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 
 from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import group_of_turn
-from conformance.scenarios.averager_values import source, values_of
+from conformance.scenarios.averager_values import Source, source, values_of
 from conformance.scenarios.averaging_schedule import HELD
+from conformance.scenarios.model import Param
 
 
 def calls(run: Run) -> Iterator[tuple[int, int]]:
@@ -38,8 +40,13 @@ def fed_to(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     spec = run.scenario.params[index]
     of = source(run.scenario, group, group.index(rank), step, index)
     if of.kind == "limit":
-        return values_of(of, spec, len(group), index).reshape(-1).double()
+        return _near_limit(of, spec, len(group), index)
     return fed(of.kind, spec, len(group), of.rank, of.number, index)
+
+
+@lru_cache(maxsize=16)
+def _near_limit(of: Source, spec: Param, size: int, index: int) -> torch.Tensor:
+    return values_of(of, spec, size, index).reshape(-1).double()
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,51 @@
+"""Tests of views of flat buffers."""
+
+import torch
+
+from conformance.ranks.models.flat_buffers import FlatBuffers
+
+
+def made(seed: str = "0") -> tuple[list[torch.Tensor], FlatBuffers]:
+    tensors = [
+        torch.arange(15.0).reshape(5, 3),
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.tensor([1.0]),
+        torch.arange(6).to(torch.bfloat16),
+        torch.arange(6).to(torch.bfloat16) + 1,
+    ]
+    return tensors, FlatBuffers(tensors, seed, rank=1)
+
+
+def test_views_have_the_values_and_strides_of_the_tensors() -> None:
+    for seed in "0123456789":
+        tensors, buffers = made(seed)
+        for tensor, view in zip(tensors, buffers.views, strict=True):
+            assert torch.equal(view, tensor)
+            assert view.dtype is tensor.dtype
+            assert view.stride() == tensor.stride()
+
+
+def test_views_of_one_dtype_share_a_storage() -> None:
+    _, buffers = made()
+    storages = [view.untyped_storage().data_ptr() for view in buffers.views]
+    assert storages[0] == storages[1] == storages[2] != storages[3] == storages[4]
+
+
+def test_a_change_of_a_view_changes_no_gap() -> None:
+    _, buffers = made()
+    for view in buffers.views:
+        view.zero_()
+    assert not buffers.gaps_changed()
+
+
+def test_an_average_of_the_whole_buffer_changes_the_gaps() -> None:
+    for seed in "0123456789":
+        _, buffers = made(seed)
+        storage = buffers.views[3].untyped_storage()
+        torch.empty(0, dtype=torch.bfloat16).set_(storage).div_(2)
+        assert buffers.gaps_changed()
+
+
+def test_orders_are_drawn() -> None:
+    orders = {tuple(view.storage_offset() for view in made(seed)[1].views) for seed in "0123"}
+    assert len(orders) == 4
