@@ -208,10 +208,11 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
 )
 def dtypes(run: Run, claims: Claims, found: Found) -> None:
     """In a model of float32, float64, float16 and bfloat16 parameters, 0-d, empty and one-element
-    parameters among them, each gets its mean in its own dtype.
+    parameters among them, each gets its mean in its own dtype. So does each of several views of one
+    flat buffer; the values between the views stay.
 
-    Parameters may be views of one flat buffer for each dtype, in a drawn order and with drawn gaps
-    between them. Each is averaged, and the values in the gaps stay.
+    There is one buffer for each dtype. The order of the views and the sizes of the gaps between
+    them are drawn from the session's seed.
     """
     require_right(run, claims, found, must_change=True)
     for rank in run.ranks:

@@ -141,14 +141,12 @@ def changing(run: Run, claims: Claims, found: Found) -> None:
 )
 def saved_early(run: Run, claims: Claims, found: Found) -> None:
     """Saved at a drawn step of the warm-up, and loaded twice in new processes, the averager
-    continues its schedule.
+    continues its schedule. Loaded by the same averager, its state lets it continue as if the steps
+    since had not been.
 
-    A schedule without a warm-up is saved between the first two averages.
-
-    The same averager may load its state again, too: saved at a drawn step between the first two
-    averages, it goes on for a drawn number of steps with at least one average, loads the state, and
-    continues as if these had not been. An averager without state_dict() and load_state_dict() is
-    not judged by that run.
+    A schedule without a warm-up is saved between the first two averages, and so is a state that the
+    same averager loads. In between come a drawn number of steps, with at least one average. An
+    averager without state_dict() or load_state_dict() is not judged by that run.
     """
     if run.ranks[0].first("not_rolled_back"):
         found.leaves_out(
@@ -250,14 +248,12 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
     "that of the parameter; matmul, einsum or linear, which compute in bfloat16 under autocast",
 )
 def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
-    """Averages are right if torch's default dtype is float64, float16 or bfloat16, and if it
-    changes between averages. The averager is made under the first of them.
+    """Averages are right if torch's default dtype is float64, float16 or bfloat16, if it changes
+    between averages, and if autocast to bfloat16 is on in every call. The averager is made under
+    the first of the three dtypes.
 
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
     elements. The parameters are float32.
-
-    Averages are right as well if autocast to bfloat16 is on in every call, for small parameters and
-    for a large one of a size that is drawn in the same way.
     """
     require_right(run, claims, found, must_change=True, evaluated=True)
 

@@ -260,11 +260,12 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
 )
 def forms(run: Run, claims: Claims, found: Found) -> None:
     """Gradients of four dtypes in one model, 0-d, empty, channels_last and transposed ones, are
-    means in their own dtype and layout; a frozen parameter has none.
+    means in their own dtype and layout; a frozen parameter has none. Gradients that are views of
+    one flat buffer, as the parameters are of another one, are means, too; the values between the
+    views stay.
 
-    Parameters, and their gradients, may be views of one flat buffer for each dtype, in a drawn
-    order and with drawn gaps between them. Each gradient is averaged, and the values in the gaps
-    stay.
+    There are two buffers for each dtype. The order of the views and the sizes of the gaps between
+    them are drawn from the session's seed.
     """
     require_means(run, found)
     for one in run.ranks:

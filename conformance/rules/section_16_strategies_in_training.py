@@ -268,15 +268,12 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
     "torch.tensor(1 / n); matmul, einsum or linear, which compute in bfloat16 under autocast",
 )
 def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
-    """Gradients are means if torch's default dtype is float64, float16 or bfloat16, and if it
-    changes between steps.
+    """Gradients are means if torch's default dtype is float64, float16 or bfloat16, if it changes
+    between steps, and if autocast to bfloat16 is on around every micro-batch: its forward, its
+    backward and the strategy's context.
 
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
     elements. The parameters are float32.
-
-    Gradients are means as well if autocast to bfloat16 is on in every micro-batch, around its
-    forward, its backward and the strategy's context, for small parameters and for a large one of a
-    size that is drawn in the same way.
     """
     require_means(run, found)
 
@@ -335,11 +332,11 @@ def together(run: Run, claims: Claims, found: Found) -> None:
 )
 def added_parameters(run: Run, claims: Claims, found: Found) -> None:
     """Gradients are means for parameters too that no rank uses, and no optimizer has, before a
-    later step. The step and the parameters are drawn from the session's seed.
+    later step, and if two optimizers of parts of one model take turns.
 
-    Two optimizers of parts of one model may take turns: a step uses the parameters of one of them
-    or of both, and the strategy is given the optimizers that step. The parts and the turns are
-    drawn.
+    A step uses the parameters of one of the two or of both, and the strategy is given the
+    optimizers that step. The step and the parameters, the parts and the turns are drawn from the
+    session's seed.
     """
     if claims.has("all_used"):
         found.does_not_apply("it claims all_used: 16.16")
