@@ -8,6 +8,7 @@ from conformance.judging.oracles.optimizer import (
     is_due,
     require_one_averager_call,
     require_right,
+    require_tensor_rates,
     result,
     right_steps,
     steps,
@@ -36,8 +37,11 @@ from conformance.scenarios.optimizer import (
     ZEROED,
     setting,
 )
+from conformance.scenarios.optimizer_states import TENSOR_RATES
+from conformance.scenarios.optimizer_training import plan_of
 from conformance.subjects.claims import Claims
 
+NO_OPTIMIZER = "it takes neither an optimizer nor a class of optimizers"
 NO_AVERAGER = "it takes no averager"
 BASIC = ("15.1", "15.2", "15.3")
 
@@ -63,7 +67,7 @@ def local_steps(run: Run, claims: Claims, found: Found) -> None:
     Adam on random gradients may differ by the roundings of its operations.
     """
     if run.scenario.variant == "adam" and not construction(run)["takes_any"]:
-        found.does_not_apply("it takes neither an optimizer nor a class of optimizers")
+        found.does_not_apply(NO_OPTIMIZER)
         return
     until = None
     if takes_averager(run):
@@ -162,15 +166,29 @@ def parameter_groups(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.6",
     "A learning-rate schedule takes effect",
-    on=(SCHEDULED,),
-    owns=(SCHEDULED,),
+    on=(SCHEDULED, TENSOR_RATES),
+    owns=(SCHEDULED, TENSOR_RATES),
     needs=BASIC,
-    source="torch documentation, torch.optim.lr_scheduler, which writes to param_groups",
-    remedy="param_groups have to be the wrapped optimizer's own, or be copied to it before a step",
+    source="torch documentation, torch.optim.lr_scheduler, which writes to param_groups, and fills "
+    "learning rates in tensors, as compiled and capturable optimizers have",
+    remedy="param_groups have to be the wrapped optimizer's own, or be copied to it before a step; "
+    "a learning rate in a tensor may change although it is the same object",
 )
 def scheduled(run: Run, claims: Claims, found: Found) -> None:
-    """The next step uses the learning rate that was written to param_groups, also 0."""
-    require_right(run, found)
+    """The next step uses the learning rate that was written to param_groups, also 0.
+
+    A learning rate in a tensor stays a tensor. The next step uses the value with which it is filled
+    in place, also in a group that is added. The rates are drawn from the session's seed.
+    """
+    if run.scenario.variant != TENSOR_RATES.variant:
+        require_right(run, found)
+    elif not construction(run)["takes_any"]:
+        found.leaves_out(f"no learning rate in a tensor is judged: {NO_OPTIMIZER}")
+    else:
+        # 15.14 judges the steps after everything is restored.
+        restored = plan_of(run.scenario).back[0]
+        require_tensor_rates(run, found, until=restored)
+        require_right(run, found, until=restored)
 
 
 @rule(
@@ -332,7 +350,7 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.14",
     "Its state can be restored in the same process",
-    on=(RELOADED,),
+    on=(RELOADED, TENSOR_RATES),
     owns=(RELOADED,),
     needs=(*BASIC, "15.6", "15.13"),
     source="torch documentation, Optimizer.load_state_dict and torch.optim.lr_scheduler",
@@ -341,7 +359,16 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
 )
 def reloaded(run: Run, claims: Claims, found: Found) -> None:
     """load_state_dict() in the same process restores the state of the matching state_dict(), and a
-    learning-rate schedule that writes to param_groups afterwards takes effect."""
+    learning-rate schedule that writes to param_groups afterwards takes effect.
+
+    So does a schedule that fills tensors of learning rates in place. The steps that are saved and
+    restored are drawn from the session's seed then, and the restored rates count in the first step.
+    """
+    if run.scenario.variant == TENSOR_RATES.variant:
+        if not construction(run)["takes_any"]:
+            found.leaves_out(f"no learning rate in a tensor is judged: {NO_OPTIMIZER}")
+            return
+        require_tensor_rates(run, found)
     require_right(run, found)
 
 

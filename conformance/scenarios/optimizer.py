@@ -204,6 +204,7 @@ class Setting:
             group.
         saves_at: the number of steps after which the state is saved, if it is drawn.
         back: the step before which everything is restored, and the step whose end is restored.
+        has_tensor_rates: whether learning rates are tensors, which are filled in place.
     """
 
     warmup: int = 1
@@ -215,6 +216,7 @@ class Setting:
     changes: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
     saves_at: int = 0
     back: tuple[int, int] = (-1, -1)
+    has_tensor_rates: bool = False
 
 
 _SETTINGS = {

@@ -14,6 +14,7 @@ from typing import Any
 from conformance.scenarios.averager_training import LONG_STEPS, option
 from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
+from conformance.scenarios.optimizer_states import TENSOR_RATES, tensor_rates
 from conformance.scenarios.seeds import generator, shared_generator
 
 OWN = replace(
@@ -164,7 +165,10 @@ ALL = (
 _GROUPS = ((0, 3), (1, 2), (4,))
 ADAM = ("adam", "adam_options", "saved_groups")
 _OTHERS = {"adamw": "AdamW", "adagrad": "Adagrad"}
-_RANDOM = ("random", "random_dtypes", "options", "many_groups", "together", *ADAM, *_OTHERS)
+_RANDOM = (
+    *("random", "random_dtypes", "options", "many_groups", "together", *ADAM, *_OTHERS),
+    TENSOR_RATES.variant,
+)
 
 
 def wrapped_class(scenario: Scenario) -> str:
@@ -237,6 +241,8 @@ def plan_of(scenario: Scenario) -> Setting:
             return _one_group(_adamw_options, generator(scenario), len(scenario.params))
         case "adagrad":
             return _one_group(_adagrad_options, generator(scenario), len(scenario.params))
+        case TENSOR_RATES.variant:
+            return tensor_rates(generator(scenario))
         case "saved_groups":
             # The two scenarios of a saved state have one plan.
             return _saved_groups(random.Random(f"{scenario.session_seed}/saved groups"))

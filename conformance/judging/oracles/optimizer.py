@@ -33,6 +33,7 @@ import torch
 from conformance.judging.oracles.averager_records import group_at, same
 from conformance.judging.oracles.local_optimizer import LocalOptimizer, Values
 from conformance.judging.oracles.mean import EXACT_SIZES
+from conformance.judging.oracles.optimizer_options import Options, is_in_a_group
 from conformance.judging.verdict import Found
 from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import special_source, turn
@@ -125,6 +126,22 @@ def require_one_averager_call(run: Run, found: Found) -> None:
         )
 
 
+def require_tensor_rates(run: Run, found: Found, until: int | None = None) -> None:
+    """Require that every learning rate is still a tensor, before each step or those before one."""
+    for rank in run.ranks:
+        for event in rank.all("rates"):
+            if until is not None and event["step"] >= until:
+                continue
+            groups = [str(n) for n, is_tensor in enumerate(event["tensors"]) if not is_tensor]
+            found.require(
+                not groups,
+                "a learning rate that stays the tensor that was given",
+                f"rank {rank.rank}, step {event['step']}: it is a number in group "
+                f"{' and '.join(groups)}",
+                "compiled optimizers compile again for each number",
+            )
+
+
 def construction(run: Run) -> dict[str, Any]:
     """Return the record of how the subject was made: its options, and whether with an averager."""
     return run.ranks[0].one("made")
@@ -175,20 +192,21 @@ def _steps_of_group(
 ) -> dict[tuple[int, int], OptimizerStep]:
     """Return the right steps of a group's ranks with one of their models."""
     plan = plan_of(run.scenario)
-    options = _Options(run)
+    options = Options(plan, construction(run)["options"])
     of_ranks = {rank: _local_optimizer(run, rank, model) for rank in group}
     restored_before, saved_after = plan.back
     count = 0
-    saved: tuple[int, dict[int, Any]] = (0, {})
+    saved: tuple[int, dict[int, Any], Any] = (0, {}, None)
     right = {}
     for step in range(len(run.scenario.steps)):
-        options.begin_step(step)
-        if turn(run.scenario, step)[0] != model:
-            continue
         if step == restored_before:
             count = saved[0]
             for rank, state in saved[1].items():
                 of_ranks[rank].restore(state)
+            options.restore(saved[2])
+        options.begin_step(step)
+        if turn(run.scenario, step)[0] != model:
+            continue
         before = {rank: list(optimizer.values) for rank, optimizer in of_ranks.items()}
         for rank, optimizer in of_ranks.items():
             _step(run, optimizer, rank, step, options)
@@ -207,38 +225,11 @@ def _steps_of_group(
                 list(optimizer.momenta),
             )
         if step == saved_after:
-            saved = (count, {rank: o.saved() for rank, o in of_ranks.items()})
+            saved = (count, {rank: o.saved() for rank, o in of_ranks.items()}, options.saved())
     return right
 
 
-class _Options:
-    """The options of each parameter, as they are rewritten from step to step."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._plan = plan_of(run.scenario)
-        self._of_all = dict(construction(run)["options"])
-        self._of_groups = [dict(options) for _, options in self._plan.groups]
-
-    def begin_step(self, step: int) -> None:
-        """Write the options of a step."""
-        rate = self._plan.rates[step] if self._plan.rates else None
-        if rate is not None:
-            self._of_all["lr"] = rate
-        for group, written in self._plan.changes.get(step, {}).items():
-            self._of_groups[group].update(written)
-
-    def of(self, index: int, step: int) -> Mapping[str, Any] | None:
-        """Return the options of a parameter's group, or None while it is in no group."""
-        if not self._plan.groups:
-            return self._of_all
-        if not _is_in_a_group(self._run, index, step):
-            return None
-        groups = zip(self._plan.groups, self._of_groups, strict=True)
-        return next(options for (indices, _), options in groups if index in indices)
-
-
-def _step(run: Run, optimizer: LocalOptimizer, rank: int, step: int, options: _Options) -> None:
+def _step(run: Run, optimizer: LocalOptimizer, rank: int, step: int, options: Options) -> None:
     """Step every parameter that is in a parameter group and has a gradient."""
     for index in range(len(optimizer.values)):
         chosen = options.of(index, step)
@@ -276,8 +267,9 @@ def _gradient_error(run: Run, grad: torch.Tensor, rank: int, step: int, index: i
 
 
 def _average(run: Run, optimizers: list[LocalOptimizer], step: int) -> None:
+    plan = plan_of(run.scenario)
     for index in range(len(run.scenario.params)):
-        if _is_in_a_group(run, index, step):
+        if is_in_a_group(plan, index, step):
             mean, error = optimizers[0].average_with(optimizers, index)
             for optimizer in optimizers:
                 optimizer.values[index] = mean
@@ -496,8 +488,3 @@ def require_steps_with_some_gradient(run: Run, found: Found) -> None:
                 f"{place} has been stepped with another gradient",
                 "it averages gradients: claim averages" if averaged else "",
             )
-
-
-def _is_in_a_group(run: Run, index: int, step: int) -> bool:
-    plan = plan_of(run.scenario)
-    return not plan.groups or step >= plan.added or index not in plan.groups[-1][0]

@@ -225,7 +225,7 @@ class OptimizerDriver(RankDriver):
 
     def _make_optimizer(self, names: set[str]) -> Any:
         """Return the subject's optimizer, and record the options that it has taken."""
-        options = dict(self.setting.options)
+        options = self._as_given(self.setting.options)
         inner = getattr(torch.optim, wrapped_class(self.scenario))
         # With optimizer_class, ``**`` passes the options of the inner optimizer.
         passed_on = options if "optimizer_class" in names and "**" in names else {}
@@ -241,7 +241,7 @@ class OptimizerDriver(RankDriver):
         self.recorder.event(
             "made",
             averager=bool(self.averager),
-            options=taken,
+            options={name: self.setting.options[name] for name in taken},
             takes_any=bool({"optim", "optimizer_class"} & names),
         )
         made = self.make(
@@ -264,7 +264,14 @@ class OptimizerDriver(RankDriver):
 
     def _group(self, number: int) -> dict[str, Any]:
         indices, options = self.setting.groups[number]
-        return {"params": [self.params[index] for index in indices], **options}
+        return {"params": [self.params[index] for index in indices], **self._as_given(options)}
+
+    def _as_given(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options in the form in which optimizers are given them."""
+        given = dict(options)
+        if self.setting.has_tensor_rates and "lr" in given:
+            given["lr"] = torch.tensor(given["lr"], dtype=torch.float32)
+        return given
 
     # Parts of a step
 
@@ -277,7 +284,11 @@ class OptimizerDriver(RankDriver):
             for group in groups if rate is not None else ():
                 group["lr"] = rate
             for place, written in changes.items():
-                groups[place].update(written)
+                _write(groups[place], written)
+        if self.setting.has_tensor_rates:
+            with self.doing("param_groups"):
+                rates = [group["lr"] for group in self.optimizer.param_groups]
+            self.recorder.event("rates", tensors=[isinstance(r, torch.Tensor) for r in rates])
 
     def _set_frozen(self, number: int) -> None:
         for index, parameter in enumerate(self.params):
@@ -434,6 +445,15 @@ class OptimizerDriver(RankDriver):
         names = (*_KEPT_OPTIONS, "params")
         options = [{name: group.get(name) for name in names} for group in groups]
         self.recorder.event("consolidated", form=True, groups=options)
+
+
+def _write(group: dict[str, Any], written: Mapping[str, Any]) -> None:
+    """Write options to a parameter group; fill a learning rate in a tensor, as schedulers do."""
+    for name, value in written.items():
+        if name == "lr" and isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(value)
+        else:
+            group[name] = value
 
 
 def has_gradient(scenario: Scenario, size: int, place: int | None, step: int, index: int) -> bool:

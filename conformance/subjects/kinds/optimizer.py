@@ -47,6 +47,7 @@ from conformance.scenarios.optimizer import (
     UNUSED,
     ZEROED,
 )
+from conformance.scenarios.optimizer_states import ALL as OF_STATES
 from conformance.scenarios.optimizer_training import (
     ALL,
     LARGE,
@@ -122,6 +123,7 @@ OPTIMIZER = Kind(
         *(PLAIN, ADAM, RANDOM, GROUPS, SCHEDULED, CLOSURE, ZEROED, UNUSED, DTYPES, SUBGROUPS),
         *(ORDERED, SAVED, RESUMED, RELOADED, DDP, DDP_VIEWS, UNEVEN),
         *ALL,
+        *OF_STATES,
         *FAILING,
         *CLUSTERS,
         DEFAULT_DTYPES,
