@@ -216,13 +216,20 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     needs=("15.10", "15.13"),
     since="1.2",
     source="torch documentation, ZeroRedundancyOptimizer.consolidate_state_dict(to), "
-    "PostLocalSGDOptimizer.load_state_dict; pytorch #63340, #78988",
-    remedy="numbers of parameters across interleaved groups; global ranks in place of ranks in the "
-    "group; load_state_dict that takes its argument apart; options that are not saved",
+    "PostLocalSGDOptimizer.load_state_dict; Optimizer.load_state_dict, which matches by place and "
+    "not by name; pytorch #63340, #78988",
+    remedy="numbers of parameters across interleaved groups, or from before a group was added; "
+    "global ranks in place of ranks in the group; load_state_dict that takes its argument apart; "
+    "options, or max_exp_avg_sq of amsgrad, that are not saved",
 )
 def saved_groups(run: Run, claims: Claims, found: Found) -> None:
     """On a subgroup, Adam with interleaved parameter groups, whose rates were rewritten, is saved
     at a drawn step of the warm-up; new processes load the state twice, and continue.
+
+    A group was added at a drawn step before the save. New processes make one or two groups at
+    first, and add the others before they load. As by torch.optim, states and options are matched by
+    places in the groups: in these processes parameters of equal shapes have changed places. One
+    group has amsgrad.
     """
     if claims.has("world_only"):
         found.does_not_apply("it claims world_only")
@@ -340,9 +347,9 @@ def many_groups(run: Run, claims: Claims, found: Found) -> None:
 def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
     """A wrapper around AdamW or Adagrad steps as that optimizer does, and averages as around SGD.
 
-    AdamW decays parameters apart from gradients; Adagrad has its state from the start, and a rate
-    that falls with its own count of steps. Their options are drawn, and rewritten before every
-    other step.
+    AdamW decays parameters apart from gradients; one of its two groups has amsgrad. Adagrad has its
+    state from the start, and a rate that falls with its own count of steps. Their options are
+    drawn, and rewritten before every other step.
     """
     if not construction(run)["takes_any"]:
         found.does_not_apply(NO_OPTIMIZER)

@@ -204,6 +204,9 @@ class Setting:
             group.
         saves_at: the number of steps after which the state is saved, if it is drawn.
         back: the step before which everything is restored, and the step whose end is restored.
+        regrouped: the groups of the processes that load the state, if they have other ones: the
+            parameters of each come in another order, with the same shapes in each place.
+        appended: how many of these groups are added before the state is loaded.
         has_tensor_rates: whether learning rates are tensors, which are filled in place.
     """
 
@@ -216,6 +219,8 @@ class Setting:
     changes: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
     saves_at: int = 0
     back: tuple[int, int] = (-1, -1)
+    regrouped: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...] = ()
+    appended: int = 0
     has_tensor_rates: bool = False
 
 

@@ -1,5 +1,6 @@
 """Mutants of section 15: learning rates in tensors, added groups, and states of other forms."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,11 +75,126 @@ class KeepsTheFirstTensors(PostLocal):
                 group["lr"] = rate
 
 
+# Groups that were added, or that come in another order
+
+
+class NumbersOfTheStart(Sharded):
+    """Load the state of those parameters only that the optimizer was made with."""
+
+    def __init__(
+        self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
+    ) -> None:
+        super().__init__(params, optimizer_class, process_group, **defaults)
+        self.first = len(self.parameters())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        known = {number: kept for number, kept in state["state"].items() if number < self.first}
+        super().load_state_dict({**state, "state": known})
+
+
+class ForgetsAddedGroups(NumbersOfTheStart):
+    """Save no state of parameters in groups that were added."""
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        super().consolidate_state_dict(to)
+        self.consolidated = {
+            number: kept for number, kept in self.consolidated.items() if number < self.first
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        Sharded.load_state_dict(self, state)
+
+
+class OptionsOfTheStart(Sharded):
+    """Restore the options of those groups only that the optimizer was made with."""
+
+    def __init__(
+        self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
+    ) -> None:
+        super().__init__(params, optimizer_class, process_group, **defaults)
+        self.first = len(self.param_groups)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = [{**group} for group in self.param_groups]
+        super().load_state_dict(state)
+        for group, options in zip(self.param_groups[self.first :], own[self.first :], strict=True):
+            group.update(options)
+
+
+class MatchesByValues(PostLocal):
+    """Save the values of parameters, and give each state to the parameter with its values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        values = [parameter.detach().clone() for parameter in self.parameters()]
+        return {**super().state_dict(), "values": values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        kept = state["optim"]["state"]
+        known = {}
+        for number, parameter in enumerate(self.parameters()):
+            equal = (n for n, v in enumerate(state["values"]) if torch.equal(v, parameter.data))
+            source = next(equal, number)
+            if source in kept:
+                known[number] = kept[source]
+        super().load_state_dict({**state, "optim": {**state["optim"], "state": known}})
+
+
+# The largest second moment of amsgrad
+
+
+class ForgetsTheLargest(PostLocal):
+    """Save the present second moment of amsgrad in place of the largest one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        numbered = {
+            number: {**kept, "max_exp_avg_sq": kept["exp_avg_sq"].clone()}
+            if "max_exp_avg_sq" in kept
+            else kept
+            for number, kept in state["optim"]["state"].items()
+        }
+        return {**state, "optim": {**state["optim"], "state": numbered}}
+
+
+class KnowsTheStateOfAdam(Sharded):
+    """Save the entries of SGD, Adam and Adagrad, and no others."""
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        super().consolidate_state_dict(to)
+        names = ("momentum_buffer", "step", "exp_avg", "exp_avg_sq", "sum")
+        for kept in self.consolidated.values():
+            for name in set(kept).difference(names):
+                del kept[name]
+
+
+class ResetsTheLargest(PostLocal):
+    """Begin the largest second moment of AdamW anew when the parameters are averaged."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        later = self.averager.step - 1 - self.averager.warmup_steps
+        is_averaged = later >= 0 and later % self.averager.period == 0
+        for kept in self.optim.state.values() if is_averaged else ():
+            if "max_exp_avg_sq" in kept and isinstance(self.optim, torch.optim.AdamW):
+                kept["max_exp_avg_sq"].copy_(kept["exp_avg_sq"])
+        return loss
+
+
 OF = {"kind": "optimizer"}
+SAME_PROCESS = {"15.14": "the added group is not restored in the same process either"}
 MUTANTS = [
     *(
         Mutant(name, ("15.6",), **OF)
         for name in ("CopiesTheNumber", "ComparesIdentities", "AddsNumbers")
     ),
     *(Mutant(name, ("15.14",), **OF) for name in ("TurnsRatesIntoNumbers", "KeepsTheFirstTensors")),
+    *(
+        Mutant(name, ("15.28",), because=SAME_PROCESS, **OF)
+        for name in ("NumbersOfTheStart", "ForgetsAddedGroups", "OptionsOfTheStart")
+    ),
+    *(
+        Mutant(name, ("15.28",), **OF)
+        for name in ("MatchesByValues", "ForgetsTheLargest", "KnowsTheStateOfAdam")
+    ),
+    Mutant("ResetsTheLargest", ("15.36",), **OF),
 ]

@@ -24,6 +24,7 @@ result the smallest subnormal number is added, for results that underflow. The f
     E(a + b) = E(a) + E(b) + eps |a + b|                E(c a) = c E(a) + 2 eps |c a|
     E(sqrt v) = min(E(v) / sqrt v, sqrt E(v)) + eps sqrt v
     E(a / b) = (E(a) + |a / b| E(b)) / (|b| - E(b)) + eps |a / b|
+    E(max(a, b)) = max(E(a), E(b)), without a rounding: of the largest v so far, the largest error
 
 The bias corrections are computed in float64 by torch. A mean over W ranks is off by W + 2 epsilons
 of the mean magnitude, if its values are random; see ``oracles/averager.py``.
@@ -70,6 +71,7 @@ class LocalOptimizer:
         self.errors = list(zeros)
         self._momentum_errors = list(zeros)
         self._square_errors = list(zeros)
+        self._largest_errors = list(zeros)
         self.counts = [0] * len(zeros)
 
     def saved(self) -> tuple[Any, ...]:
@@ -81,11 +83,24 @@ class LocalOptimizer:
         for part, values in zip(self._parts, saved, strict=True):
             part[:] = values
 
+    def exchange_states(self, sources: Mapping[int, int]) -> None:
+        """Give each parameter the state of another one, and keep the parameters' values.
+
+        Args:
+            sources: the parameter whose state a parameter receives.
+        """
+        for part in self._states:
+            part[:] = [part[sources.get(index, index)] for index in range(len(part))]
+
     @property
     def _parts(self) -> tuple[list[Any], ...]:
+        return (self.values, self.errors, *self._states)
+
+    @property
+    def _states(self) -> tuple[list[Any], ...]:
         return (
-            *(self.values, self.momenta, self.squares, self.largest, self.errors),
-            *(self._momentum_errors, self._square_errors, self.counts),
+            *(self.momenta, self.squares, self.largest, self.counts),
+            *(self._momentum_errors, self._square_errors, self._largest_errors),
         )
 
     def step(
@@ -187,14 +202,16 @@ class LocalOptimizer:
             + (1 - second) * (2 * grad.abs() * error + error**2)
             + 5 * eps * square
         )
-        # The largest of values that are each off by at most the present bound is off by as much.
-        self.largest[index] = torch.maximum(self.largest[index], square)
-        used = self.largest[index] if options.get("amsgrad") else square
+        used = square
+        square_error = self._square_errors[index]
+        if options.get("amsgrad"):
+            used = torch.maximum(self.largest[index], square)
+            square_error = torch.maximum(self._largest_errors[index], square_error)
+            self.largest[index] = used
+            self._largest_errors[index] = square_error
         correction = 1 - second**count
         root = (used / correction).sqrt()
-        square_error = self._square_errors[index] / correction
-        if options.get("amsgrad"):
-            square_error = square_error + 5 * eps * count * used / correction
+        square_error = square_error / correction
         divisor = root + options.get("eps", 1e-8)
         divisor_error = _error_of_root(root, square_error) + 3 * eps * divisor
         numerator = moment / (1 - first**count)

@@ -204,6 +204,10 @@ def _steps_of_group(
             for rank, state in saved[1].items():
                 of_ranks[rank].restore(state)
             options.restore(saved[2])
+        if plan.regrouped and run.scenario.resume.resumes and step == run.scenario.resume.saves_at:
+            sources = options.regroup()
+            for optimizer in of_ranks.values():
+                optimizer.exchange_states(sources)
         options.begin_step(step)
         if turn(run.scenario, step)[0] != model:
             continue

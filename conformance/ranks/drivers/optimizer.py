@@ -13,18 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._kit_averager import Averager
+from conformance.ranks.drivers._optimizer_inputs import has_gradient, mean_of_inputs
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.models.probe import Probe
 from conformance.scenarios.averager_training import special_source, turn
 from conformance.scenarios.averager_values import Source, values_of
-from conformance.scenarios.gradients import lay_out, uses
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.optimizer import PLAIN, START, Setting
 from conformance.scenarios.optimizer_training import (
     averages_gradients,
     is_closed,
-    is_empty,
     is_frozen,
     plan_of,
     wrapped_class,
@@ -113,6 +112,9 @@ class OptimizerDriver(RankDriver):
         self.optimizer = self._make_optimizer(names)
         self.consolidates = hasattr(self.optimizer, "consolidate_state_dict")
         self._snapshot: tuple[list[torch.Tensor], Any] | None = None
+        for place in range(-self.setting.appended if self._is_regrouped else 0, 0):
+            with self.doing("add_param_group"):
+                self.optimizer.add_param_group(self._group(place))
         if restored:
             # A consolidated state is on the group's first rank alone.
             source = self.load(self._ranks[0]) if self.consolidates else restored
@@ -259,11 +261,19 @@ class OptimizerDriver(RankDriver):
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups that exist from the start."""
-        later = int(self.setting.added >= 0)
+        if self._is_regrouped:
+            later = self.setting.appended
+        else:
+            later = int(self.setting.added >= 0)
         return [self._group(number) for number in range(len(self.setting.groups) - later)]
 
+    @property
+    def _is_regrouped(self) -> bool:
+        return bool(self.saved and self.setting.regrouped)
+
     def _group(self, number: int) -> dict[str, Any]:
-        indices, options = self.setting.groups[number]
+        groups = self.setting.regrouped if self._is_regrouped else self.setting.groups
+        indices, options = groups[number]
         return {"params": [self.params[index] for index in indices], **self._as_given(options)}
 
     def _as_given(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -454,34 +464,6 @@ def _write(group: dict[str, Any], written: Mapping[str, Any]) -> None:
             group["lr"].fill_(value)
         else:
             group[name] = value
-
-
-def has_gradient(scenario: Scenario, size: int, place: int | None, step: int, index: int) -> bool:
-    """Whether a rank has a gradient for a parameter.
-
-    Args:
-        place: of the rank in its group; None for any rank of the group.
-    """
-    if is_frozen(scenario, step, index):
-        return False
-    places = range(size) if place is None else (place,)
-    return any(
-        not is_empty(scenario, step, other, size)
-        and (scenario.variant != "unused" or uses(size, other, step, index))
-        for other in places
-    )
-
-
-def mean_of_inputs(driver: RankDriver, step: int, index: int) -> torch.Tensor:
-    """Return the mean gradient of a step; ranks without inputs contribute zeros."""
-    scenario = driver.scenario
-    kind = scenario.steps[step]
-    values = [
-        driver.values(kind, step, index, rank)
-        for rank in range(driver.world)
-        if scenario.has_input(rank, driver.world, step)
-    ]
-    return sum(values[1:], values[0]) / driver.world
 
 
 @contextlib.contextmanager
