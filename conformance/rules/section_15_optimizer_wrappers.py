@@ -6,13 +6,15 @@ from conformance.judging.common_rules import leaves_no_trace, refuses_fewer_rank
 from conformance.judging.oracles.optimizer import (
     construction,
     is_due,
-    require_one_averager_call,
     require_right,
-    require_tensor_rates,
     result,
     right_steps,
     steps,
     takes_averager,
+)
+from conformance.judging.oracles.optimizer_calls import (
+    require_one_averager_call,
+    require_tensor_rates,
 )
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found

@@ -14,6 +14,7 @@ from conformance.judging.oracles.optimizer import (
     require_steps_with_some_gradient,
     takes_averager,
 )
+from conformance.judging.oracles.optimizer_calls import require_calls_under_scaler
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -21,6 +22,7 @@ from conformance.scenarios.conditions_together import OPTIMIZER as CONDITIONS
 from conformance.scenarios.failing_collectives import OPTIMIZER, OPTIMIZER_WITH_CLOSURES
 from conformance.scenarios.kinds_in_clusters import OPTIMIZER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import OPTIMIZER as DEFAULT_DTYPES
+from conformance.scenarios.optimizer_states import SCALED, USERS
 from conformance.scenarios.optimizer_training import (
     ADAGRAD,
     ADAM_OPTIONS,
@@ -44,6 +46,10 @@ from conformance.subjects.claims import Claims
 
 BASIC = ("15.1", "15.2", "15.3")
 NO_OPTIMIZER = "it takes neither an optimizer nor a class of optimizers"
+ALONE = (
+    "overflows of one rank alone are not judged: this takes an averager, and the attribute "
+    "_step_supports_amp_scaling, since a GradScaler does not call other optimizers then"
+)
 LIMIT = (
     "it was given equal gradients on all ranks, and averages none: the certificate covers its use "
     "with gradients that DDP, or another subject, has averaged"
@@ -334,22 +340,25 @@ def many_groups(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "15.36",
-    "AdamW and Adagrad step as they do alone",
-    on=(ADAMW, ADAGRAD),
-    owns=(ADAMW, ADAGRAD),
+    "AdamW, Adagrad and an optimizer of the user's own step as they do alone",
+    on=(ADAMW, ADAGRAD, USERS),
+    owns=(ADAMW, ADAGRAD, USERS),
     needs=("15.1", "15.2", "15.3"),
     since="1.6",
     source="Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019; Duchi, Hazan "
     "and Singer, JMLR 12, 2011; torch documentation, torch.optim.AdamW and Adagrad",
-    remedy="code for the state or the options of SGD and Adam alone; a decay that is added to the "
-    "gradient; a class that is replaced by a known one; step() called twice",
+    remedy="code for the state or the options of SGD and Adam alone, as for entries that are "
+    "tensors; a decay that is added to the gradient; a class that is replaced by a known one; "
+    "step() called twice",
 )
 def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
-    """A wrapper around AdamW or Adagrad steps as that optimizer does, and averages as around SGD.
+    """A wrapper around another optimizer than SGD and Adam steps as that optimizer does, and
+    averages as around SGD.
 
     AdamW decays parameters apart from gradients; one of its two groups has amsgrad. Adagrad has its
     state from the start, and a rate that falls with its own count of steps. Their options are
-    drawn, and rewritten before every other step.
+    drawn, and rewritten before every other step. The state of the user's own optimizer is an
+    integer and a dict of tensors; it is saved and restored in the same process at drawn steps.
     """
     if not construction(run)["takes_any"]:
         found.does_not_apply(NO_OPTIMIZER)
@@ -379,4 +388,35 @@ def together(run: Run, claims: Claims, found: Found) -> None:
     if plan_of(run.scenario).groups and not construction(run)["takes_any"]:
         found.leaves_out(f"no run with many groups is judged: {NO_OPTIMIZER}")
         return
+    require_right(run, found)
+
+
+@rule(
+    "15.38",
+    "Steps that a GradScaler skips are left out, and no others",
+    on=(SCALED,),
+    owns=(SCALED,),
+    needs=BASIC,
+    since="1.6",
+    source="torch documentation, torch.amp.GradScaler and Automatic Mixed Precision examples, "
+    "Working with Unscaled Gradients; GradScaler.step, _step_supports_amp_scaling",
+    remedy="param_groups with the parameters themselves, whose gradients a GradScaler unscales; a "
+    "count of steps that no step() was called for; grad_scale and found_inf, if the optimizer has "
+    "_step_supports_amp_scaling",
+)
+def under_scaler(run: Run, claims: Claims, found: Found) -> None:
+    """With a GradScaler around the optimizer, parameters are those of the unscaled gradients,
+    which are clipped in some steps. A step whose gradients overflow on all ranks moves nothing, and
+    the averager is not called, or on all ranks in each of these steps.
+
+    An optimizer with the attribute _step_supports_amp_scaling is called in every step. If it takes
+    an averager, the gradients of one rank alone overflow in a further step: the other ranks step,
+    and all ranks call the averager. Without this attribute nothing is promised for such a step,
+    since that rank does not call the optimizer. The steps, scales and clipped magnitudes are drawn
+    from the session's seed.
+    """
+    if not run.ranks[0].one("scaler")["alone"]:
+        found.note(ALONE)
+    if takes_averager(run):
+        require_calls_under_scaler(run, found)
     require_right(run, found)

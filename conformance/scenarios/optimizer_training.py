@@ -14,7 +14,14 @@ from typing import Any
 from conformance.scenarios.averager_training import LONG_STEPS, option
 from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
-from conformance.scenarios.optimizer_states import TENSOR_RATES, tensor_rates
+from conformance.scenarios.optimizer_states import (
+    SCALED,
+    TENSOR_RATES,
+    USERS,
+    scaled,
+    tensor_rates,
+    users,
+)
 from conformance.scenarios.seeds import generator, shared_generator
 
 OWN = replace(
@@ -167,6 +174,7 @@ ALL = (
 _GROUPS = ((0, 3), (1, 2), (4,))
 ADAM = ("adam", "adam_options", "saved_groups")
 _OTHERS = {"adamw": "AdamW", "adagrad": "Adagrad"}
+USER_OPTIMIZER = "UserOptimizer"
 _RANDOM = (
     *("random", "random_dtypes", "options", "many_groups", "together", *ADAM, *_OTHERS),
     TENSOR_RATES.variant,
@@ -174,7 +182,9 @@ _RANDOM = (
 
 
 def wrapped_class(scenario: Scenario) -> str:
-    """Return the name of the class in torch.optim that the subject wraps."""
+    """Return the name of the class that the subject wraps, in torch.optim or the user's own."""
+    if scenario.variant == USERS.variant:
+        return USER_OPTIMIZER
     return _OTHERS.get(scenario.variant, "Adam" if scenario.variant in ADAM else "SGD")
 
 
@@ -245,6 +255,10 @@ def plan_of(scenario: Scenario) -> Setting:
             return _one_group(_adagrad_options, generator(scenario), len(scenario.params))
         case TENSOR_RATES.variant:
             return tensor_rates(generator(scenario))
+        case SCALED.variant:
+            return scaled(generator(scenario))
+        case USERS.variant:
+            return users(generator(scenario))
         case "saved_groups":
             # The two scenarios of a saved state have one plan.
             return _saved_groups(random.Random(f"{scenario.session_seed}/saved groups"))

@@ -1,4 +1,4 @@
-"""Mutants of section 15: learning rates in tensors, added groups, and states of other forms."""
+"""Mutants of section 15: rates in tensors, added groups, states of other forms, GradScalers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.mutants import Mutant
-from tests.mutants.optimizer_wrappers import PostLocal, Sharded
+from tests.mutants.optimizer_wrappers import Groups, PostLocal, Sharded
 
 # Learning rates in tensors
 
@@ -180,6 +180,153 @@ class ResetsTheLargest(PostLocal):
         return loss
 
 
+# An optimizer of the user's own
+
+
+class SavesTensors(PostLocal):
+    """Save the entries of the state that are tensors, as SGD's and Adam's are."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        numbered = {
+            number: {name: value for name, value in kept.items() if torch.is_tensor(value)}
+            for number, kept in state["optim"]["state"].items()
+        }
+        return {**state, "optim": {**state["optim"], "state": numbered}}
+
+
+class RestartsCounts(PostLocal):
+    """Begin counts anew that are no entry named step when a state is loaded."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for kept in self.optim.state.values():
+            for name, value in kept.items():
+                if isinstance(value, int) and name != "step":
+                    kept[name] = 0
+
+
+class ForgetsInnerDicts(Sharded):
+    """Load zeros in place of the tensors in dicts of the state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for kept in self.local.state.values():
+            for value in kept.values():
+                for inner in value.values() if isinstance(value, dict) else ():
+                    inner.zero_()
+
+
+class ReplacesUnknownClasses(Sharded):
+    """Use SGD in place of an optimizer that torch does not have."""
+
+    def __init__(
+        self, params: Any, optimizer_class: Any, process_group: Any = None, **defaults: Any
+    ) -> None:
+        known = getattr(torch.optim, optimizer_class.__name__, None)
+        if known is None:
+            defaults = {"lr": defaults["lr"]}
+        super().__init__(params, known or torch.optim.SGD, process_group, **defaults)
+
+
+# GradScalers
+
+
+class StepsOverflows(PostLocal):
+    """Unscale the gradients, and step although they overflow."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        scale = getattr(self, "grad_scale", None)
+        for parameter in self.parameters() if scale is not None else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(scale)
+        if self.leaves_out():
+            self.averager.average_parameters(self.optim.param_groups)
+            return None
+        return super().step(closure)
+
+    def leaves_out(self) -> bool:
+        return False
+
+
+class StepsIfPeersDo(StepsOverflows):
+    """Skip a step whose gradients overflow, and its average as well."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return None if getattr(self, "found_inf", None) else super().step(closure)
+
+
+class UnscalesTwice(StepsOverflows):
+    """Unscale by the latest scale gradients that were unscaled before the step."""
+
+    latest = 1.0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if hasattr(self, "grad_scale") and self.grad_scale is None:
+            self.grad_scale = torch.tensor(self.latest)
+        self.latest = float(getattr(self, "grad_scale", None) or self.latest)
+        return super().step(closure)
+
+    def leaves_out(self) -> bool:
+        return bool(getattr(self, "found_inf", None))
+
+
+class CountsBackwards(PostLocal):
+    """Count the backwards of a parameter, and so the steps that a GradScaler has skipped."""
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
+        super().__init__(optim, averager)
+        self.backwards = 0
+        self.parameters()[0].register_post_accumulate_grad_hook(self.count)
+
+    def count(self, _: torch.Tensor) -> None:
+        self.backwards += 1
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None:
+            self.averager.step += max(0, self.backwards - 1)
+        self.backwards = 0
+        return super().step(closure)
+
+
+class ShowsDetached(PostLocal):
+    """Show detached parameters in param_groups, which have no gradients."""
+
+    shown: Groups
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
+        super().__init__(optim, averager)
+        self.show()
+
+    def show(self) -> None:
+        self.shown = [
+            {**group, "params": [parameter.detach() for parameter in group["params"]]}
+            for group in self.optim.param_groups
+        ]
+
+    @property
+    def param_groups(self) -> Groups:
+        return self.shown
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        super().add_param_group(group)
+        self.show()
+
+    def take(self) -> None:
+        for group, shown in zip(self.optim.param_groups, self.shown, strict=True):
+            group.update({name: value for name, value in shown.items() if name != "params"})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.take()
+        return super().step(closure)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.show()
+
+
 OF = {"kind": "optimizer"}
 SAME_PROCESS = {"15.14": "the added group is not restored in the same process either"}
 MUTANTS = [
@@ -197,4 +344,18 @@ MUTANTS = [
         for name in ("MatchesByValues", "ForgetsTheLargest", "KnowsTheStateOfAdam")
     ),
     Mutant("ResetsTheLargest", ("15.36",), **OF),
+    *(
+        Mutant(name, ("15.36",), **OF)
+        for name in (
+            "SavesTensors",
+            "RestartsCounts",
+            "ForgetsInnerDicts",
+            "ReplacesUnknownClasses",
+        )
+    ),
+    *(
+        Mutant(name, ("15.38",), **OF)
+        for name in ("StepsOverflows", "UnscalesTwice", "CountsBackwards", "ShowsDetached")
+    ),
+    Mutant("StepsIfPeersDo", ("15.38",), hangs=True, **OF),
 ]

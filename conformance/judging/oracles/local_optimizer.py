@@ -13,6 +13,9 @@ With x a parameter, g its gradient, and the options of its parameter group, a st
             x <- x - lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps)  in its t-th step (Duchi,
             Hazan, Singer, JMLR 12, 2011)
 
+    User    s <- s + g;  x <- x - lr (s + (t mod 5) share p);  p <- g  in its t-th step, with the
+            previous gradient p: the optimizer of the user's own (``drivers/_user_optimizer.py``)
+
 where the sign is - with maximize (torch documentation, torch.optim.SGD, Adam, AdamW and Adagrad).
 
 Bounds: a running error analysis (Higham, Accuracy and Stability of Numerical Algorithms, 3.3). Each
@@ -48,8 +51,9 @@ class LocalOptimizer:
     Attributes:
         values: the parameters, flat in float64.
         dtypes: their dtypes.
-        name: of its class: SGD, Adam, AdamW or Adagrad.
+        name: of its class: SGD, Adam, AdamW, Adagrad or UserOptimizer.
         momenta, squares, largest: the moments, and the largest second moment so far.
+        previous: the previous gradients of the user's own optimizer.
         errors: the bounds of the errors of ``values``; those of the moments are kept likewise.
         counts: how often each parameter was stepped.
     """
@@ -60,6 +64,7 @@ class LocalOptimizer:
     momenta: Values = field(init=False)
     squares: Values = field(init=False)
     largest: Values = field(init=False)
+    previous: Values = field(init=False)
     errors: Values = field(init=False)
     counts: list[int] = field(init=False)
 
@@ -68,6 +73,7 @@ class LocalOptimizer:
         self.momenta = list(zeros)
         self.squares = list(zeros)
         self.largest = list(zeros)
+        self.previous = list(zeros)
         self.errors = list(zeros)
         self._momentum_errors = list(zeros)
         self._square_errors = list(zeros)
@@ -99,7 +105,7 @@ class LocalOptimizer:
     @property
     def _states(self) -> tuple[list[Any], ...]:
         return (
-            *(self.momenta, self.squares, self.largest, self.counts),
+            *(self.momenta, self.squares, self.largest, self.previous, self.counts),
             *(self._momentum_errors, self._square_errors, self._largest_errors),
         )
 
@@ -133,7 +139,8 @@ class LocalOptimizer:
             grad = grad + decayed
             grad_error = grad_error + eps * grad.abs()
         self.counts[index] += 1
-        take = {"SGD": self._sgd, "Adagrad": self._adagrad}.get(self.name, self._adam)
+        others = {"SGD": self._sgd, "Adagrad": self._adagrad, "UserOptimizer": self._users}
+        take = others.get(self.name, self._adam)
         update, error = take(index, grad, grad_error, options, eps)
         self.values[index] = value - rate * update
         tiny = 16 * torch.finfo(self.dtypes[index]).smallest_normal * eps
@@ -244,6 +251,21 @@ class LocalOptimizer:
             min=1e-300
         )
         return update / slower, (update_error + 4 * eps * update.abs()) / slower
+
+    def _users(
+        self,
+        index: int,
+        grad: torch.Tensor,
+        error: torch.Tensor,
+        options: Mapping[str, Any],
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the update before the learning rate, which is exact."""
+        self.momenta[index] = self.momenta[index] + grad
+        share = self.counts[index] % 5 * options["share"]
+        update = self.momenta[index] + share * self.previous[index]
+        self.previous[index] = grad
+        return update, error
 
     def average_with(self, others: "list[LocalOptimizer]", index: int) -> tuple[torch.Tensor, ...]:
         """Return the mean of a parameter over optimizers, and the bound of its error."""

@@ -101,47 +101,6 @@ def require_right(run: Run, found: Found, until: int | None = None) -> None:
                 _require_parameter(run, found, right, rank, step, index)
 
 
-def require_one_averager_call(run: Run, found: Found) -> None:
-    """Require one call of the averager in each step, with all parameters, after the local step."""
-    for rank, step in steps(run):
-        place = f"rank {rank}, step {step}"
-        calls = list(run.ranks[rank].all("asked", step=step))
-        if len(calls) != 1:
-            cause = "the averager's count runs ahead of the steps" if calls else ""
-            actual = f"{place}: the averager was called {len(calls)} times"
-            found.require(False, "one call of the averager", actual, cause)
-            continue
-        found.checked(1)
-        found.require(
-            calls[0]["stepped"],
-            "a call of the averager after the optimizer's step",
-            f"{place}: no parameter had been stepped before the call",
-        )
-        missing = ", ".join(f"p{index}" for index in calls[0]["missing"])
-        found.require(
-            not missing,
-            "a call of the averager with all parameters",
-            f"{place}: {missing} missing",
-            "the averager was given copies" if calls[0]["others"] else "",
-        )
-
-
-def require_tensor_rates(run: Run, found: Found, until: int | None = None) -> None:
-    """Require that every learning rate is still a tensor, before each step or those before one."""
-    for rank in run.ranks:
-        for event in rank.all("rates"):
-            if until is not None and event["step"] >= until:
-                continue
-            groups = [str(n) for n, is_tensor in enumerate(event["tensors"]) if not is_tensor]
-            found.require(
-                not groups,
-                "a learning rate that stays the tensor that was given",
-                f"rank {rank.rank}, step {event['step']}: it is a number in group "
-                f"{' and '.join(groups)}",
-                "compiled optimizers compile again for each number",
-            )
-
-
 def construction(run: Run) -> dict[str, Any]:
     """Return the record of how the subject was made: its options, and whether with an averager."""
     return run.ranks[0].one("made")
@@ -215,8 +174,9 @@ def _steps_of_group(
         for rank, optimizer in of_ranks.items():
             _step(run, optimizer, rank, step, options)
         stepped = {rank: list(optimizer.values) for rank, optimizer in of_ranks.items()}
-        averages = takes_averager(run) and is_due(count, plan.warmup, plan.period)
-        count += 1
+        calls = _calls(run, group, step)
+        averages = takes_averager(run) and calls > 0 and is_due(count, plan.warmup, plan.period)
+        count += calls
         if averages:
             _average(run, list(of_ranks.values()), step)
         for rank, optimizer in of_ranks.items():
@@ -233,13 +193,37 @@ def _steps_of_group(
     return right
 
 
+def overflows(run: Run, rank: int, step: int) -> bool:
+    """Return whether the gradients of a rank overflow, so that its step is skipped."""
+    scaling = plan_of(run.scenario).scaling
+    if scaling is None or step >= len(run.scenario.steps):
+        return False
+    group = run.group(rank)
+    scaler = run.ranks[rank].first("scaler")
+    has_alone = scaler is not None and bool(scaler["alone"])
+    return scaling.overflows(step, group.index(rank), len(group), has_alone)
+
+
+def _calls(run: Run, group: tuple[int, ...], step: int) -> int:
+    """Return how often the averager counts a step.
+
+    A step that is skipped on all ranks may count or not: its calls are recorded.
+    """
+    if not all(overflows(run, rank, step) for rank in group):
+        return 1
+    return min(1, len(list(run.ranks[group[0]].all("asked", step=step))))
+
+
 def _step(run: Run, optimizer: LocalOptimizer, rank: int, step: int, options: Options) -> None:
     """Step every parameter that is in a parameter group and has a gradient."""
+    if overflows(run, rank, step):
+        return
     for index in range(len(optimizer.values)):
         chosen = options.of(index, step)
         grad = _gradient(run, rank, step, index)
         if chosen is not None and grad is not None:
-            optimizer.step(index, grad, _gradient_error(run, grad, rank, step, index), chosen)
+            error = _gradient_error(run, grad, rank, step, index)
+            optimizer.step(index, _clipped(run, grad, step), error, chosen)
 
 
 def _is_exact(run: Run, rank: int, step: int) -> bool:
@@ -435,6 +419,14 @@ def _gradient(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None
         return _fed_gradient(run, group, group.index(rank), step, index)
     source = special_source(scenario, step, 0, 1)
     return fed(_kind_of(run, step, index), spec, size, group[source], step, index)
+
+
+def _clipped(run: Run, grad: torch.Tensor, step: int) -> torch.Tensor:
+    """Return a gradient as it is clipped after ``unscale_``, if it is."""
+    scaling = plan_of(run.scenario).scaling
+    if scaling is None or step not in scaling.unscaled or averages_gradients(run.scenario):
+        return grad
+    return grad.clamp(-scaling.clip, scaling.clip)
 
 
 def _uses(run: Run, place: int, step: int, index: int) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.errors import TargetError
 from conformance.ranks.drivers._kit_averager import Averager
 from conformance.ranks.drivers._optimizer_inputs import has_gradient, mean_of_inputs
+from conformance.ranks.drivers._optimizer_scaling import Scaler
+from conformance.ranks.drivers._optimizer_use import errors_as_optimizer
+from conformance.ranks.drivers._user_optimizer import UserOptimizer
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.models.probe import Probe
@@ -22,6 +25,7 @@ from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.optimizer import PLAIN, START, Setting
 from conformance.scenarios.optimizer_training import (
+    USER_OPTIMIZER,
     averages_gradients,
     is_closed,
     is_frozen,
@@ -78,7 +82,9 @@ class OptimizerDriver(RankDriver):
         for number, kind in steps:
             self._step(number, kind)
         if scenario.name == PLAIN.name:
-            self._use_as_optimizer()
+            self.begin_step(len(scenario.steps), "none")
+            errors = errors_as_optimizer(self.optimizer, self.averager)
+            self.recorder.event("as_optimizer", **errors)
 
     def _set_up_training(self, number: int) -> None:
         """Make a model and its optimizer, and load their state if there is one.
@@ -111,6 +117,7 @@ class OptimizerDriver(RankDriver):
             self.averager = Averager(self, self.params, warmup, self.setting.period)
         self.optimizer = self._make_optimizer(names)
         self.consolidates = hasattr(self.optimizer, "consolidate_state_dict")
+        self._scaler = self._make_scaler()
         self._snapshot: tuple[list[torch.Tensor], Any] | None = None
         for place in range(-self.setting.appended if self._is_regrouped else 0, 0):
             with self.doing("add_param_group"):
@@ -136,6 +143,8 @@ class OptimizerDriver(RankDriver):
             self.averager.before_step()
         if is_closed(self.scenario, number):
             self._step_with_closure(number, kind)
+        elif self._scaler:
+            self._step_with_scaler(self._scaler, number, kind)
         else:
             self._backward(number, kind)
             with self.inside("step"):
@@ -179,34 +188,6 @@ class OptimizerDriver(RankDriver):
         self.begin_step(len(self.scenario.steps), "none")
         self._keep_parameters()
 
-    def _use_as_optimizer(self) -> None:
-        """Use the subject as programs use optimizers, and record the errors that they would get."""
-        self.begin_step(len(self.scenario.steps), "none")
-        errors = {"isinstance": "", "hook": "", "scheduler": ""}
-        calls: list[int] = []
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            errors["isinstance"] = f"{type(self.optimizer).__name__} is no torch.optim.Optimizer"
-        with _noting(errors, "hook"):
-            self.optimizer.register_step_post_hook(lambda *_: calls.append(self._calls_of_averager))
-        before = self._calls_of_averager
-        with _noting(errors, "scheduler"):
-            scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 0.5)
-        self.optimizer.step()
-        if not errors["scheduler"]:
-            with _noting(errors, "scheduler"):
-                scheduler.step()
-        if not errors["hook"]:
-            # The hook has to be called once, after the averager.
-            if len(calls) != 1:
-                errors["hook"] = f"called {len(calls)} times in a step"
-            elif calls != [before + bool(self.averager)]:
-                errors["hook"] = "called before the averager"
-        self.recorder.event("as_optimizer", **errors)
-
-    @property
-    def _calls_of_averager(self) -> int:
-        return self.averager.step if self.averager else 0
-
     # Making the optimizer
 
     def _names_in_signature(self) -> set[str]:
@@ -228,7 +209,8 @@ class OptimizerDriver(RankDriver):
     def _make_optimizer(self, names: set[str]) -> Any:
         """Return the subject's optimizer, and record the options that it has taken."""
         options = self._as_given(self.setting.options)
-        inner = getattr(torch.optim, wrapped_class(self.scenario))
+        name = wrapped_class(self.scenario)
+        inner = UserOptimizer if name == USER_OPTIMIZER else getattr(torch.optim, name)
         # With optimizer_class, ``**`` passes the options of the inner optimizer.
         passed_on = options if "optimizer_class" in names and "**" in names else {}
         taken = options
@@ -366,6 +348,34 @@ class OptimizerDriver(RankDriver):
         value = float(loss) if isinstance(loss, (torch.Tensor, float, int)) else None
         self.recorder.event("closure", calls=calls, loss=value)
 
+    def _make_scaler(self) -> Scaler | None:
+        """Return the GradScaler that the scenario has around the optimizer, if it has one.
+
+        A GradScaler does not call an optimizer on a rank whose gradients overflow. If that rank is
+        alone, the optimizer's collectives wait there, unless the optimizer takes the scale itself:
+        it is called in every step then.
+        """
+        plan = self.setting.scaling
+        if plan is None:
+            return None
+        takes_scale = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        alone = takes_scale and self.averager is not None
+        self.recorder.event("scaler", takes_scale=takes_scale, alone=alone)
+        return Scaler(plan, self.device, self.optimizer, alone)
+
+    def _step_with_scaler(self, scaler: Scaler, number: int, kind: str) -> None:
+        self._forget_gradients()
+        overflows = scaler.overflows(number, self.group_rank, self.size)
+        grads = scaler.scaled(self._gradients(number, kind), overflows)
+        scaler.backward(self.model(grads))
+        # Gradients that are averaged later, or have been averaged, would be clipped otherwise.
+        clipped = None if averages_gradients(self.scenario) else self.params
+        with self.doing("unscale_"):
+            scaler.unscale(number, clipped)
+        with self.inside("step"):
+            scaler.step()
+        scaler.update()
+
     def _zero_gradients(self, number: int) -> None:
         keeps = bool(number % 2)
         options = {"set_to_none": False} if keeps else {}
@@ -464,11 +474,3 @@ def _write(group: dict[str, Any], written: Mapping[str, Any]) -> None:
             group["lr"].fill_(value)
         else:
             group[name] = value
-
-
-@contextlib.contextmanager
-def _noting(errors: dict[str, str], name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        errors[name] = f"{type(error).__name__}: {error}"[:300]
