@@ -170,7 +170,7 @@ def parameter_groups(run: Run, claims: Claims, found: Found) -> None:
     "A learning-rate schedule takes effect",
     on=(SCHEDULED, TENSOR_RATES),
     owns=(SCHEDULED, TENSOR_RATES),
-    needs=BASIC,
+    needs=(*BASIC, "15.5"),
     source="torch documentation, torch.optim.lr_scheduler, which writes to param_groups, and fills "
     "learning rates in tensors, as compiled and capturable optimizers have",
     remedy="param_groups have to be the wrapped optimizer's own, or be copied to it before a step; "

@@ -219,7 +219,7 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     "A state is saved at any step, of any groups",
     on=(SAVED_GROUPS, RESUMED_GROUPS),
     owns=(SAVED_GROUPS, RESUMED_GROUPS),
-    needs=("15.10", "15.13"),
+    needs=("15.5", "15.6", "15.10", "15.13"),
     since="1.2",
     source="torch documentation, ZeroRedundancyOptimizer.consolidate_state_dict(to), "
     "PostLocalSGDOptimizer.load_state_dict; Optimizer.load_state_dict, which matches by place and "
@@ -343,7 +343,7 @@ def many_groups(run: Run, claims: Claims, found: Found) -> None:
     "AdamW, Adagrad and an optimizer of the user's own step as they do alone",
     on=(ADAMW, ADAGRAD, USERS),
     owns=(ADAMW, ADAGRAD, USERS),
-    needs=("15.1", "15.2", "15.3"),
+    needs=(*BASIC, "15.5", "15.6", "15.13"),
     since="1.6",
     source="Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019; Duchi, Hazan "
     "and Singer, JMLR 12, 2011; torch documentation, torch.optim.AdamW and Adagrad",
