@@ -6,8 +6,8 @@ averaged. Any other wrapper stands for one optimizer of all ranks. If it claims 
 have different gradients, and it steps with their mean. Otherwise, as a sharded optimizer under DDP,
 all ranks receive the same gradients, which are averaged already; the certificate names that limit.
 
-The optimizer inside is torch's SGD, Adam, AdamW or Adagrad, or one as users write them. The averager
-belongs to the kit, so that every difference comes from the wrapper.
+The optimizer inside is torch's SGD, Adam, AdamW or Adagrad, or one as users write them. The
+averager belongs to the kit, so that every difference comes from the wrapper.
 """
 
 from collections.abc import Mapping
