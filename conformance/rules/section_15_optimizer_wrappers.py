@@ -14,7 +14,7 @@ from conformance.judging.oracles.optimizer import (
 )
 from conformance.judging.oracles.optimizer_calls import (
     require_one_averager_call,
-    require_tensor_rates,
+    require_right_with_rates,
 )
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
@@ -39,11 +39,9 @@ from conformance.scenarios.optimizer import (
     ZEROED,
     setting,
 )
-from conformance.scenarios.optimizer_states import TENSOR_RATES
-from conformance.scenarios.optimizer_training import plan_of
+from conformance.scenarios.optimizer_states import RESTORED_RATES, TENSOR_RATES
 from conformance.subjects.claims import Claims
 
-NO_OPTIMIZER = "it takes neither an optimizer nor a class of optimizers"
 NO_AVERAGER = "it takes no averager"
 BASIC = ("15.1", "15.2", "15.3")
 
@@ -69,7 +67,7 @@ def local_steps(run: Run, claims: Claims, found: Found) -> None:
     Adam on random gradients may differ by the roundings of its operations.
     """
     if run.scenario.variant == "adam" and not construction(run)["takes_any"]:
-        found.does_not_apply(NO_OPTIMIZER)
+        found.does_not_apply("it takes neither an optimizer nor a class of optimizers")
         return
     until = None
     if takes_averager(run):
@@ -182,15 +180,7 @@ def scheduled(run: Run, claims: Claims, found: Found) -> None:
     A learning rate in a tensor stays a tensor. The next step uses the value with which it is filled
     in place, also in a group that is added. The rates are drawn from the session's seed.
     """
-    if run.scenario.variant != TENSOR_RATES.variant:
-        require_right(run, found)
-    elif not construction(run)["takes_any"]:
-        found.leaves_out(f"no learning rate in a tensor is judged: {NO_OPTIMIZER}")
-    else:
-        # 15.14 judges the steps after everything is restored.
-        restored = plan_of(run.scenario).back[0]
-        require_tensor_rates(run, found, until=restored)
-        require_right(run, found, until=restored)
+    require_right_with_rates(run, found)
 
 
 @rule(
@@ -352,8 +342,8 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.14",
     "Its state can be restored in the same process",
-    on=(RELOADED, TENSOR_RATES),
-    owns=(RELOADED,),
+    on=(RELOADED, RESTORED_RATES),
+    owns=(RELOADED, RESTORED_RATES),
     needs=(*BASIC, "15.6", "15.13"),
     source="torch documentation, Optimizer.load_state_dict and torch.optim.lr_scheduler",
     remedy="load_state_dict of the wrapped optimizer makes new param_groups: the wrapper's have to "
@@ -366,12 +356,7 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
     So does a schedule that fills tensors of learning rates in place. The steps that are saved and
     restored are drawn from the session's seed then, and the restored rates count in the first step.
     """
-    if run.scenario.variant == TENSOR_RATES.variant:
-        if not construction(run)["takes_any"]:
-            found.leaves_out(f"no learning rate in a tensor is judged: {NO_OPTIMIZER}")
-            return
-        require_tensor_rates(run, found)
-    require_right(run, found)
+    require_right_with_rates(run, found)
 
 
 @rule(

@@ -7,15 +7,22 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from conformance.scenarios.optimizer import PLAIN, RELOADED, Scaling, Setting
+from conformance.scenarios.optimizer import PLAIN, RELOADED, SCHEDULED, Scaling, Setting
 
 TENSOR_RATES = replace(
-    RELOADED,
+    SCHEDULED,
     name="optimizer_tensor_rates",
-    summary="SGD, whose learning rates are tensors that are filled in place before steps; a group "
-    "is added, and before a drawn step everything is restored to an earlier step",
-    steps=("normal",) * 10,
+    summary="learning rates are tensors that are filled in place before steps; a group is added",
+    steps=("normal",) * 6,
     variant="tensor_rates",
+)
+
+RESTORED_RATES = replace(
+    TENSOR_RATES,
+    name="optimizer_restored_rates",
+    summary="the same, and before a drawn step everything is restored to an earlier step",
+    steps=("normal",) * 10,
+    variant="restored_rates",
 )
 
 SCALED = replace(
@@ -37,16 +44,18 @@ USERS = replace(
     variant="users",
 )
 
-ALL = (TENSOR_RATES, SCALED, USERS)
+ALL = (TENSOR_RATES, RESTORED_RATES, SCALED, USERS)
 
 # The first parameter group, the second, and the group that is added.
 _GROUPS = ((0, 3), (1, 2), (4,))
 
 
-def tensor_rates(draw: random.Random) -> Setting:
+def tensor_rates(draw: random.Random, restores: bool) -> Setting:
     """Return the plan of learning rates in tensors.
 
-    In the step after everything was restored no rate is written: the restored one counts.
+    Args:
+        restores: whether everything is restored. No rate is written in the step after that: the
+            restored one counts.
     """
 
     def options() -> dict[str, Any]:
@@ -61,8 +70,8 @@ def tensor_rates(draw: random.Random) -> Setting:
             place: {"lr": draw.uniform(0.01, 0.1)}
             for place in range(len(groups) if step >= added else len(groups) - 1)
         }
-        for step in range(1, len(TENSOR_RATES.steps))
-        if step != restored
+        for step in range(1, len(RESTORED_RATES.steps))
+        if not (restores and step == restored)
     }
     return Setting(
         warmup=draw.randint(1, 3),
@@ -70,7 +79,7 @@ def tensor_rates(draw: random.Random) -> Setting:
         groups=groups,
         added=added,
         changes=changes,
-        back=(restored, saved),
+        back=(restored, saved) if restores else (-1, -1),
         has_tensor_rates=True,
     )
 

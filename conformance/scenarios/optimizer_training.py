@@ -15,6 +15,7 @@ from conformance.scenarios.averager_training import LONG_STEPS, option
 from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
 from conformance.scenarios.optimizer_states import (
+    RESTORED_RATES,
     SCALED,
     TENSOR_RATES,
     USERS,
@@ -177,7 +178,7 @@ _OTHERS = {"adamw": "AdamW", "adagrad": "Adagrad"}
 USER_OPTIMIZER = "UserOptimizer"
 _RANDOM = (
     *("random", "random_dtypes", "options", "many_groups", "together", *ADAM, *_OTHERS),
-    TENSOR_RATES.variant,
+    *(TENSOR_RATES.variant, RESTORED_RATES.variant),
 )
 
 
@@ -253,8 +254,9 @@ def plan_of(scenario: Scenario) -> Setting:
             return _adamw(_one_group(_adamw_options, generator(scenario), len(scenario.params)))
         case "adagrad":
             return _one_group(_adagrad_options, generator(scenario), len(scenario.params))
-        case TENSOR_RATES.variant:
-            return tensor_rates(generator(scenario))
+        case TENSOR_RATES.variant | RESTORED_RATES.variant:
+            restores = scenario.variant == RESTORED_RATES.variant
+            return tensor_rates(generator(scenario), restores)
         case SCALED.variant:
             return scaled(generator(scenario))
         case USERS.variant:

@@ -1,8 +1,14 @@
 """Requirements on the calls of an optimizer wrapper: its averager's, and what it was given."""
 
-from conformance.judging.oracles.optimizer import overflows, steps
+from conformance.judging.oracles.optimizer import (
+    construction,
+    overflows,
+    require_right,
+    steps,
+)
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.optimizer_training import plan_of
 
 
 def require_one_averager_call(run: Run, found: Found) -> None:
@@ -30,12 +36,20 @@ def require_one_averager_call(run: Run, found: Found) -> None:
         )
 
 
-def require_tensor_rates(run: Run, found: Found, until: int | None = None) -> None:
-    """Require that every learning rate is still a tensor, before each step or those before one."""
+def require_right_with_rates(run: Run, found: Found) -> None:
+    """Require right parameters after every step, and that learning rates in tensors stay there."""
+    if plan_of(run.scenario).has_tensor_rates:
+        if not construction(run)["takes_any"]:
+            found.leaves_out("learning rates in tensors are not judged: it takes no optimizer")
+            return
+        _require_tensor_rates(run, found)
+    require_right(run, found)
+
+
+def _require_tensor_rates(run: Run, found: Found) -> None:
+    """Require that every learning rate is still a tensor before each step."""
     for rank in run.ranks:
         for event in rank.all("rates"):
-            if until is not None and event["step"] >= until:
-                continue
             groups = [str(n) for n, is_tensor in enumerate(event["tensors"]) if not is_tensor]
             found.require(
                 not groups,

@@ -15,9 +15,17 @@ class UserOptimizer(torch.optim.Optimizer):
 
     None of torch's optimizers has a state like this one: it has no tensor but in a dict inside, and
     its count is an integer. All results are exact if the options are powers of two.
+
+    Args:
+        params: parameters, or groups of them.
+        lr, share: see above.
+        implementation: options such as ``foreach``, which a target may have for torch's optimizers.
+            They choose between implementations there, and there is one here.
     """
 
-    def __init__(self, params: Any, lr: float = 0.125, share: float = 0.5) -> None:
+    def __init__(
+        self, params: Any, lr: float = 0.125, share: float = 0.5, **implementation: Any
+    ) -> None:
         super().__init__(params, {"lr": lr, "share": share})
 
     @torch.no_grad()
