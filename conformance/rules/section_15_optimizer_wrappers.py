@@ -6,12 +6,15 @@ from conformance.judging.common_rules import leaves_no_trace, refuses_fewer_rank
 from conformance.judging.oracles.optimizer import (
     construction,
     is_due,
-    require_one_averager_call,
     require_right,
     result,
     right_steps,
     steps,
     takes_averager,
+)
+from conformance.judging.oracles.optimizer_calls import (
+    require_one_averager_call,
+    require_right_with_rates,
 )
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
@@ -36,6 +39,7 @@ from conformance.scenarios.optimizer import (
     ZEROED,
     setting,
 )
+from conformance.scenarios.optimizer_states import RESTORED_RATES, TENSOR_RATES
 from conformance.subjects.claims import Claims
 
 NO_AVERAGER = "it takes no averager"
@@ -162,15 +166,21 @@ def parameter_groups(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.6",
     "A learning-rate schedule takes effect",
-    on=(SCHEDULED,),
-    owns=(SCHEDULED,),
-    needs=BASIC,
-    source="torch documentation, torch.optim.lr_scheduler, which writes to param_groups",
-    remedy="param_groups have to be the wrapped optimizer's own, or be copied to it before a step",
+    on=(SCHEDULED, TENSOR_RATES),
+    owns=(SCHEDULED, TENSOR_RATES),
+    needs=(*BASIC, "15.5"),
+    source="torch documentation, torch.optim.lr_scheduler, which writes to param_groups, and fills "
+    "learning rates in tensors, as compiled and capturable optimizers have",
+    remedy="param_groups have to be the wrapped optimizer's own, or be copied to it before a step; "
+    "a learning rate in a tensor may change although it is the same object",
 )
 def scheduled(run: Run, claims: Claims, found: Found) -> None:
-    """The next step uses the learning rate that was written to param_groups, also 0."""
-    require_right(run, found)
+    """The next step uses the learning rate that was written to param_groups, also 0.
+
+    A learning rate in a tensor stays a tensor. The next step uses the value with which it is filled
+    in place, also in a group that is added. The rates are drawn from the session's seed.
+    """
+    require_right_with_rates(run, found)
 
 
 @rule(
@@ -332,8 +342,8 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.14",
     "Its state can be restored in the same process",
-    on=(RELOADED,),
-    owns=(RELOADED,),
+    on=(RELOADED, RESTORED_RATES),
+    owns=(RELOADED, RESTORED_RATES),
     needs=(*BASIC, "15.6", "15.13"),
     source="torch documentation, Optimizer.load_state_dict and torch.optim.lr_scheduler",
     remedy="load_state_dict of the wrapped optimizer makes new param_groups: the wrapper's have to "
@@ -341,8 +351,12 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
 )
 def reloaded(run: Run, claims: Claims, found: Found) -> None:
     """load_state_dict() in the same process restores the state of the matching state_dict(), and a
-    learning-rate schedule that writes to param_groups afterwards takes effect."""
-    require_right(run, found)
+    learning-rate schedule that writes to param_groups afterwards takes effect.
+
+    So does a schedule that fills tensors of learning rates in place. The steps that are saved and
+    restored are drawn from the session's seed then, and the restored rates count in the first step.
+    """
+    require_right_with_rates(run, found)
 
 
 @rule(

@@ -14,6 +14,7 @@ from conformance.judging.oracles.optimizer import (
     require_steps_with_some_gradient,
     takes_averager,
 )
+from conformance.judging.oracles.optimizer_calls import require_calls_under_scaler
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -21,6 +22,7 @@ from conformance.scenarios.conditions_together import OPTIMIZER as CONDITIONS
 from conformance.scenarios.failing_collectives import OPTIMIZER, OPTIMIZER_WITH_CLOSURES
 from conformance.scenarios.kinds_in_clusters import OPTIMIZER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import OPTIMIZER as DEFAULT_DTYPES
+from conformance.scenarios.optimizer_states import SCALED, USERS
 from conformance.scenarios.optimizer_training import (
     ADAGRAD,
     ADAM_OPTIONS,
@@ -44,6 +46,10 @@ from conformance.subjects.claims import Claims
 
 BASIC = ("15.1", "15.2", "15.3")
 NO_OPTIMIZER = "it takes neither an optimizer nor a class of optimizers"
+ALONE = (
+    "overflows of one rank alone are not judged: this takes an averager, and the attribute "
+    "_step_supports_amp_scaling, since a GradScaler does not call other optimizers then"
+)
 LIMIT = (
     "it was given equal gradients on all ranks, and averages none: the certificate covers its use "
     "with gradients that DDP, or another subject, has averaged"
@@ -213,16 +219,23 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     "A state is saved at any step, of any groups",
     on=(SAVED_GROUPS, RESUMED_GROUPS),
     owns=(SAVED_GROUPS, RESUMED_GROUPS),
-    needs=("15.10", "15.13"),
+    needs=("15.5", "15.6", "15.10", "15.13"),
     since="1.2",
     source="torch documentation, ZeroRedundancyOptimizer.consolidate_state_dict(to), "
-    "PostLocalSGDOptimizer.load_state_dict; pytorch #63340, #78988",
-    remedy="numbers of parameters across interleaved groups; global ranks in place of ranks in the "
-    "group; load_state_dict that takes its argument apart; options that are not saved",
+    "PostLocalSGDOptimizer.load_state_dict; Optimizer.load_state_dict, which matches by place and "
+    "not by name; pytorch #63340, #78988",
+    remedy="numbers of parameters across interleaved groups, or from before a group was added; "
+    "global ranks in place of ranks in the group; load_state_dict that takes its argument apart; "
+    "options, or max_exp_avg_sq of amsgrad, that are not saved",
 )
 def saved_groups(run: Run, claims: Claims, found: Found) -> None:
     """On a subgroup, Adam with interleaved parameter groups, whose rates were rewritten, is saved
     at a drawn step of the warm-up; new processes load the state twice, and continue.
+
+    A group was added at a drawn step before the save. New processes make one or two groups at
+    first, and add the others before they load. As by torch.optim, states and options are matched by
+    places in the groups: in these processes parameters of equal shapes have changed places. One
+    group has amsgrad.
     """
     if claims.has("world_only"):
         found.does_not_apply("it claims world_only")
@@ -327,22 +340,25 @@ def many_groups(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "15.36",
-    "AdamW and Adagrad step as they do alone",
-    on=(ADAMW, ADAGRAD),
-    owns=(ADAMW, ADAGRAD),
-    needs=("15.1", "15.2", "15.3"),
+    "AdamW, Adagrad and an optimizer of the user's own step as they do alone",
+    on=(ADAMW, ADAGRAD, USERS),
+    owns=(ADAMW, ADAGRAD, USERS),
+    needs=(*BASIC, "15.5", "15.6", "15.13"),
     since="1.6",
     source="Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019; Duchi, Hazan "
     "and Singer, JMLR 12, 2011; torch documentation, torch.optim.AdamW and Adagrad",
-    remedy="code for the state or the options of SGD and Adam alone; a decay that is added to the "
-    "gradient; a class that is replaced by a known one; step() called twice",
+    remedy="code for the state or the options of SGD and Adam alone, as for entries that are "
+    "tensors; a decay that is added to the gradient; a class that is replaced by a known one; "
+    "step() called twice",
 )
 def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
-    """A wrapper around AdamW or Adagrad steps as that optimizer does, and averages as around SGD.
+    """A wrapper around another optimizer than SGD and Adam steps as that optimizer does, and
+    averages as around SGD.
 
-    AdamW decays parameters apart from gradients; Adagrad has its state from the start, and a rate
-    that falls with its own count of steps. Their options are drawn, and rewritten before every
-    other step.
+    AdamW decays parameters apart from gradients; one of its two groups has amsgrad. Adagrad has its
+    state from the start, and a rate that falls with its own count of steps. Their options are
+    drawn, and rewritten before every other step. The state of the user's own optimizer is an
+    integer and a dict of tensors; it is saved and restored in the same process at drawn steps.
     """
     if not construction(run)["takes_any"]:
         found.does_not_apply(NO_OPTIMIZER)
@@ -372,4 +388,35 @@ def together(run: Run, claims: Claims, found: Found) -> None:
     if plan_of(run.scenario).groups and not construction(run)["takes_any"]:
         found.leaves_out(f"no run with many groups is judged: {NO_OPTIMIZER}")
         return
+    require_right(run, found)
+
+
+@rule(
+    "15.38",
+    "Steps that a GradScaler skips are left out, and no others",
+    on=(SCALED,),
+    owns=(SCALED,),
+    needs=BASIC,
+    since="1.6",
+    source="torch documentation, torch.amp.GradScaler and Automatic Mixed Precision examples, "
+    "Working with Unscaled Gradients; GradScaler.step, _step_supports_amp_scaling",
+    remedy="param_groups with the parameters themselves, whose gradients a GradScaler unscales; a "
+    "count of steps that no step() was called for; grad_scale and found_inf, if the optimizer has "
+    "_step_supports_amp_scaling",
+)
+def under_scaler(run: Run, claims: Claims, found: Found) -> None:
+    """With a GradScaler around the optimizer, parameters are those of the unscaled gradients,
+    which are clipped in some steps. A step whose gradients overflow on all ranks moves nothing, and
+    the averager is not called, or on all ranks in each of these steps.
+
+    An optimizer with the attribute _step_supports_amp_scaling is called in every step. If it takes
+    an averager, the gradients of one rank alone overflow in a further step: the other ranks step,
+    and all ranks call the averager. Without this attribute nothing is promised for such a step,
+    since that rank does not call the optimizer. The steps, scales and clipped magnitudes are drawn
+    from the session's seed.
+    """
+    if not run.ranks[0].one("scaler")["alone"]:
+        found.note(ALONE)
+    if takes_averager(run):
+        require_calls_under_scaler(run, found)
     require_right(run, found)

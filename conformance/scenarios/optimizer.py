@@ -188,6 +188,41 @@ UNEVEN = replace(
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """The plan of a GradScaler around an optimizer.
+
+    Attributes:
+        first_scale: the scale of the first step.
+        interval: the number of steps without an overflow after which the scale doubles.
+        everywhere: the steps in which the gradients of all ranks overflow.
+        alone: the step in which the gradients of one rank overflow, if that is judged.
+        alone_place: the place of that rank in its group, modulo the group's size.
+        unscaled: the steps in which ``unscale_`` is called before the step.
+        clip: the largest magnitude of gradients that are clipped after ``unscale_``.
+        apart: every how many-th parameter has an infinity if gradients overflow.
+    """
+
+    first_scale: float
+    interval: int
+    everywhere: tuple[int, ...]
+    alone: int
+    alone_place: int
+    unscaled: tuple[int, ...]
+    clip: float
+    apart: int
+
+    def overflows(self, step: int, place: int, size: int, has_alone: bool) -> bool:
+        """Whether the gradients of the rank in a place of its group overflow at a step.
+
+        Args:
+            has_alone: whether an overflow of one rank alone is judged.
+        """
+        if step in self.everywhere:
+            return True
+        return has_alone and step == self.alone and place == self.alone_place % size
+
+
+@dataclass(frozen=True)
 class Setting:
     """The arguments with which a scenario's optimizer and averager are made.
 
@@ -204,6 +239,11 @@ class Setting:
             group.
         saves_at: the number of steps after which the state is saved, if it is drawn.
         back: the step before which everything is restored, and the step whose end is restored.
+        regrouped: the groups of the processes that load the state, if they have other ones: the
+            parameters of each come in another order, with the same shapes in each place.
+        appended: how many of these groups are added before the state is loaded.
+        scaling: the plan of a GradScaler, if there is one.
+        has_tensor_rates: whether learning rates are tensors, which are filled in place.
     """
 
     warmup: int = 1
@@ -215,6 +255,10 @@ class Setting:
     changes: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
     saves_at: int = 0
     back: tuple[int, int] = (-1, -1)
+    regrouped: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...] = ()
+    appended: int = 0
+    scaling: Scaling | None = None
+    has_tensor_rates: bool = False
 
 
 _SETTINGS = {

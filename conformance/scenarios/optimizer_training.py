@@ -14,6 +14,15 @@ from typing import Any
 from conformance.scenarios.averager_training import LONG_STEPS, option
 from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
+from conformance.scenarios.optimizer_states import (
+    RESTORED_RATES,
+    SCALED,
+    TENSOR_RATES,
+    USERS,
+    scaled,
+    tensor_rates,
+    users,
+)
 from conformance.scenarios.seeds import generator, shared_generator
 
 OWN = replace(
@@ -105,7 +114,8 @@ SAVED_GROUPS = replace(
     SAVED,
     name="optimizer_saved_groups",
     summary="on subgroups, Adam with interleaved parameter groups and rewritten rates is saved "
-    "within the warm-up",
+    "within the warm-up, after a group was added; one group has amsgrad",
+    params=(*_PARAMS, Param((5, 3)), Param((7,))),
     steps=("normal",) * 14,
     world_sizes=(),
     groups=((1, 3), (0, 2)),
@@ -115,7 +125,8 @@ SAVED_GROUPS = replace(
 RESUMED_GROUPS = replace(
     SAVED_GROUPS,
     name="optimizer_resumed_groups",
-    summary="new processes load that state twice, and continue",
+    summary="new processes load that state twice, and continue; they add groups before, and their "
+    "groups have the parameters of equal shapes in another order",
     prerequisite="optimizer_saved_groups",
     resume=replace(SAVED_GROUPS.resume, resumes=True),
 )
@@ -142,7 +153,7 @@ MANY_GROUPS = replace(
 ADAMW = replace(
     PLAIN,
     name="optimizer_adamw",
-    summary="AdamW with drawn options, on random gradients",
+    summary="AdamW with drawn options, on random gradients; one of its two groups has amsgrad",
     steps=("normal",) * 8,
     world_sizes=(2,),
     variant="adamw",
@@ -164,11 +175,17 @@ ALL = (
 _GROUPS = ((0, 3), (1, 2), (4,))
 ADAM = ("adam", "adam_options", "saved_groups")
 _OTHERS = {"adamw": "AdamW", "adagrad": "Adagrad"}
-_RANDOM = ("random", "random_dtypes", "options", "many_groups", "together", *ADAM, *_OTHERS)
+USER_OPTIMIZER = "UserOptimizer"
+_RANDOM = (
+    *("random", "random_dtypes", "options", "many_groups", "together", *ADAM, *_OTHERS),
+    *(TENSOR_RATES.variant, RESTORED_RATES.variant),
+)
 
 
 def wrapped_class(scenario: Scenario) -> str:
-    """Return the name of the class in torch.optim that the subject wraps."""
+    """Return the name of the class that the subject wraps, in torch.optim or the user's own."""
+    if scenario.variant == USERS.variant:
+        return USER_OPTIMIZER
     return _OTHERS.get(scenario.variant, "Adam" if scenario.variant in ADAM else "SGD")
 
 
@@ -234,9 +251,16 @@ def plan_of(scenario: Scenario) -> Setting:
             draw = shared_generator(scenario, "groups")
             return _groups_together(len(scenario.params), draw)
         case "adamw":
-            return _one_group(_adamw_options, generator(scenario), len(scenario.params))
+            return _adamw(_one_group(_adamw_options, generator(scenario), len(scenario.params)))
         case "adagrad":
             return _one_group(_adagrad_options, generator(scenario), len(scenario.params))
+        case TENSOR_RATES.variant | RESTORED_RATES.variant:
+            restores = scenario.variant == RESTORED_RATES.variant
+            return tensor_rates(generator(scenario), restores)
+        case SCALED.variant:
+            return scaled(generator(scenario))
+        case USERS.variant:
+            return users(generator(scenario))
         case "saved_groups":
             # The two scenarios of a saved state have one plan.
             return _saved_groups(random.Random(f"{scenario.session_seed}/saved groups"))
@@ -312,6 +336,15 @@ def _one_group(
     )
 
 
+def _adamw(plan: Setting) -> Setting:
+    """Divide the group in two; the second one has amsgrad, and its options stay."""
+    ((indices, options),) = plan.groups
+    # The second moment falls soon enough for the largest one to differ from it.
+    largest = {"amsgrad": True, "betas": (options["betas"][0], 0.7)}
+    groups = ((indices[::2], options), (indices[1::2], {**options, **largest}))
+    return replace(plan, groups=groups)
+
+
 def _adamw_options(draw: random.Random) -> dict[str, Any]:
     return {
         "lr": draw.uniform(0.001, 0.05),
@@ -365,21 +398,44 @@ def _groups_together(params: int, draw: random.Random) -> Setting:
 
 
 def _saved_groups(draw: random.Random) -> Setting:
-    warmup = draw.randint(4, 8)
+    warmup = draw.randint(5, 8)
+    saves_at = draw.randint(3, warmup - 1)
+
+    def rate() -> dict[str, Any]:
+        return {"lr": draw.uniform(0.01, 0.1)}
+
     groups = (
-        ((0, 2, 4), {"lr": draw.uniform(0.01, 0.1), "betas": (0.8, 0.95)}),
-        ((1, 3), {"lr": draw.uniform(0.01, 0.1), "weight_decay": draw.uniform(0.01, 0.2)}),
+        ((0, 2, 4), {**rate(), "betas": (0.8, 0.95)}),
+        (
+            (1, 3),
+            {
+                **rate(),
+                "betas": (0.9, draw.uniform(0.5, 0.8)),
+                "weight_decay": draw.uniform(0.01, 0.2),
+                "amsgrad": True,
+            },
+        ),
+        ((5, 6), {**rate(), "betas": (draw.uniform(0.5, 0.9), 0.9)}),
     )
-    changes = {
-        1: {0: {"lr": draw.uniform(0.01, 0.1)}, 1: {"lr": draw.uniform(0.01, 0.1)}},
-    }
+    added = draw.randint(1, saves_at - 1)
+    changes: dict[int, dict[int, dict[str, Any]]] = {1: {0: rate(), 1: rate()}}
+    changes.setdefault(added, {})[2] = rate()
+    # Parameters 0 and 5 have one shape, and 1 and 6 another one. The loaded options count.
+    exchanged = {0: 5, 5: 0, 1: 6, 6: 1}
+    regrouped = tuple(
+        (tuple(exchanged.get(index, index) for index in indices), {**options, **rate()})
+        for indices, options in groups
+    )
     return Setting(
         warmup=warmup,
         period=3,
         options={"lr": 2.0**-7},
         groups=groups,
+        added=added,
         changes=changes,
-        saves_at=draw.randint(2, warmup - 1),
+        saves_at=saves_at,
+        regrouped=regrouped,
+        appended=draw.randint(1, 2),
     )
 
 

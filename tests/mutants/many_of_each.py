@@ -90,18 +90,20 @@ class FrozenDecay(PostLocal):
 
     def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
         super().__init__(optim, averager)
-        self.product: float | None = None
+        self.products: list[float] = []
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if not isinstance(self.optim, torch.optim.AdamW):
             return super().step(closure)
-        (group,) = self.optim.param_groups
-        decay = group["weight_decay"]
-        if self.product is None:
-            self.product = group["lr"] * decay
-        group["weight_decay"] = self.product / group["lr"]
+        groups = self.optim.param_groups
+        decays = [group["weight_decay"] for group in groups]
+        if not self.products:
+            self.products = [group["lr"] * group["weight_decay"] for group in groups]
+        for group, product in zip(groups, self.products, strict=True):
+            group["weight_decay"] = product / group["lr"]
         loss = super().step(closure)
-        group["weight_decay"] = decay
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = decay
         return loss
 
 

@@ -453,6 +453,8 @@ class SendsRarely(Sharded):
 
 OF = {"kind": "optimizer"}
 AVERAGES = {"claims": "averages", **OF}
+AMSGRAD = dict.fromkeys(("15.28", "15.36"), "one group of Adam and AdamW has amsgrad")
+RESTORED = dict.fromkeys(("15.14", "15.36"), "such a state is restored in the same process, too")
 MUTANTS = [
     Mutant("AveragesNothing", ("15.1",), **AVERAGES),
     Mutant("SumsGradients", ("15.1",), **AVERAGES),
@@ -476,8 +478,9 @@ MUTANTS = [
     Mutant("RemembersTheTrainable", ("15.24",), **OF),
     *(
         Mutant(name, ("15.23",), **OF)
-        for name in ("OnlyTheRate", "KeepsTheMomentum", "DefaultsOfTheFirst", "NeverMaximises")
+        for name in ("OnlyTheRate", "KeepsTheMomentum", "NeverMaximises")
     ),
+    Mutant("DefaultsOfTheFirst", ("15.23",), because=AMSGRAD, **OF),
     *(Mutant(name, ("15.22",), **OF) for name in ("HalfOnTheWire", "RoundsTheState")),
     Mutant("FloatCopies", ("15.22",), **OF),
     *(
@@ -485,13 +488,9 @@ MUTANTS = [
         for name in ("SharesTheState", "CountsTogether", "MomentumByPlace", "PlaceOfTheFirst")
     ),
     Mutant("SizeOfTheFirst", ("15.27",), "averages", **OF),
+    *(Mutant(name, ("15.28",), **OF) for name in ("PopsFromTheState", "ForgetsTheSecondMoment")),
     *(
-        Mutant(name, ("15.28",), **OF)
-        for name in (
-            "PopsFromTheState",
-            "ForgetsTheSecondMoment",
-            "NumbersInModelOrder",
-            "StepsOfTheWarmup",
-        )
+        Mutant(name, ("15.28",), because=RESTORED, **OF)
+        for name in ("NumbersInModelOrder", "StepsOfTheWarmup")
     ),
 ]

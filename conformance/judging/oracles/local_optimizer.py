@@ -13,6 +13,9 @@ With x a parameter, g its gradient, and the options of its parameter group, a st
             x <- x - lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps)  in its t-th step (Duchi,
             Hazan, Singer, JMLR 12, 2011)
 
+    User    s <- s + g;  x <- x - lr (s + (t mod 5) share p);  p <- g  in its t-th step, with the
+            previous gradient p: the optimizer of the user's own (``drivers/_user_optimizer.py``)
+
 where the sign is - with maximize (torch documentation, torch.optim.SGD, Adam, AdamW and Adagrad).
 
 Bounds: a running error analysis (Higham, Accuracy and Stability of Numerical Algorithms, 3.3). Each
@@ -24,6 +27,7 @@ result the smallest subnormal number is added, for results that underflow. The f
     E(a + b) = E(a) + E(b) + eps |a + b|                E(c a) = c E(a) + 2 eps |c a|
     E(sqrt v) = min(E(v) / sqrt v, sqrt E(v)) + eps sqrt v
     E(a / b) = (E(a) + |a / b| E(b)) / (|b| - E(b)) + eps |a / b|
+    E(max(a, b)) = max(E(a), E(b)), without a rounding: of the largest v so far, the largest error
 
 The bias corrections are computed in float64 by torch. A mean over W ranks is off by W + 2 epsilons
 of the mean magnitude, if its values are random; see ``oracles/averager.py``.
@@ -47,8 +51,9 @@ class LocalOptimizer:
     Attributes:
         values: the parameters, flat in float64.
         dtypes: their dtypes.
-        name: of its class: SGD, Adam, AdamW or Adagrad.
+        name: of its class: SGD, Adam, AdamW, Adagrad or UserOptimizer.
         momenta, squares, largest: the moments, and the largest second moment so far.
+        previous: the previous gradients of the user's own optimizer.
         errors: the bounds of the errors of ``values``; those of the moments are kept likewise.
         counts: how often each parameter was stepped.
     """
@@ -59,6 +64,7 @@ class LocalOptimizer:
     momenta: Values = field(init=False)
     squares: Values = field(init=False)
     largest: Values = field(init=False)
+    previous: Values = field(init=False)
     errors: Values = field(init=False)
     counts: list[int] = field(init=False)
 
@@ -67,9 +73,11 @@ class LocalOptimizer:
         self.momenta = list(zeros)
         self.squares = list(zeros)
         self.largest = list(zeros)
+        self.previous = list(zeros)
         self.errors = list(zeros)
         self._momentum_errors = list(zeros)
         self._square_errors = list(zeros)
+        self._largest_errors = list(zeros)
         self.counts = [0] * len(zeros)
 
     def saved(self) -> tuple[Any, ...]:
@@ -81,11 +89,24 @@ class LocalOptimizer:
         for part, values in zip(self._parts, saved, strict=True):
             part[:] = values
 
+    def exchange_states(self, sources: Mapping[int, int]) -> None:
+        """Give each parameter the state of another one, and keep the parameters' values.
+
+        Args:
+            sources: the parameter whose state a parameter receives.
+        """
+        for part in self._states:
+            part[:] = [part[sources.get(index, index)] for index in range(len(part))]
+
     @property
     def _parts(self) -> tuple[list[Any], ...]:
+        return (self.values, self.errors, *self._states)
+
+    @property
+    def _states(self) -> tuple[list[Any], ...]:
         return (
-            *(self.values, self.momenta, self.squares, self.largest, self.errors),
-            *(self._momentum_errors, self._square_errors, self.counts),
+            *(self.momenta, self.squares, self.largest, self.previous, self.counts),
+            *(self._momentum_errors, self._square_errors, self._largest_errors),
         )
 
     def step(
@@ -118,7 +139,8 @@ class LocalOptimizer:
             grad = grad + decayed
             grad_error = grad_error + eps * grad.abs()
         self.counts[index] += 1
-        take = {"SGD": self._sgd, "Adagrad": self._adagrad}.get(self.name, self._adam)
+        others = {"SGD": self._sgd, "Adagrad": self._adagrad, "UserOptimizer": self._users}
+        take = others.get(self.name, self._adam)
         update, error = take(index, grad, grad_error, options, eps)
         self.values[index] = value - rate * update
         tiny = 16 * torch.finfo(self.dtypes[index]).smallest_normal * eps
@@ -187,14 +209,16 @@ class LocalOptimizer:
             + (1 - second) * (2 * grad.abs() * error + error**2)
             + 5 * eps * square
         )
-        # The largest of values that are each off by at most the present bound is off by as much.
-        self.largest[index] = torch.maximum(self.largest[index], square)
-        used = self.largest[index] if options.get("amsgrad") else square
+        used = square
+        square_error = self._square_errors[index]
+        if options.get("amsgrad"):
+            used = torch.maximum(self.largest[index], square)
+            square_error = torch.maximum(self._largest_errors[index], square_error)
+            self.largest[index] = used
+            self._largest_errors[index] = square_error
         correction = 1 - second**count
         root = (used / correction).sqrt()
-        square_error = self._square_errors[index] / correction
-        if options.get("amsgrad"):
-            square_error = square_error + 5 * eps * count * used / correction
+        square_error = square_error / correction
         divisor = root + options.get("eps", 1e-8)
         divisor_error = _error_of_root(root, square_error) + 3 * eps * divisor
         numerator = moment / (1 - first**count)
@@ -227,6 +251,21 @@ class LocalOptimizer:
             min=1e-300
         )
         return update / slower, (update_error + 4 * eps * update.abs()) / slower
+
+    def _users(
+        self,
+        index: int,
+        grad: torch.Tensor,
+        error: torch.Tensor,
+        options: Mapping[str, Any],
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the update before the learning rate, which is exact."""
+        self.momenta[index] = self.momenta[index] + grad
+        share = self.counts[index] % 5 * options["share"]
+        update = self.momenta[index] + share * self.previous[index]
+        self.previous[index] = grad
+        return update, error
 
     def average_with(self, others: "list[LocalOptimizer]", index: int) -> tuple[torch.Tensor, ...]:
         """Return the mean of a parameter over optimizers, and the bound of its error."""

@@ -33,6 +33,7 @@ import torch
 from conformance.judging.oracles.averager_records import group_at, same
 from conformance.judging.oracles.local_optimizer import LocalOptimizer, Values
 from conformance.judging.oracles.mean import EXACT_SIZES
+from conformance.judging.oracles.optimizer_options import Options, is_in_a_group
 from conformance.judging.verdict import Found
 from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import special_source, turn
@@ -100,31 +101,6 @@ def require_right(run: Run, found: Found, until: int | None = None) -> None:
                 _require_parameter(run, found, right, rank, step, index)
 
 
-def require_one_averager_call(run: Run, found: Found) -> None:
-    """Require one call of the averager in each step, with all parameters, after the local step."""
-    for rank, step in steps(run):
-        place = f"rank {rank}, step {step}"
-        calls = list(run.ranks[rank].all("asked", step=step))
-        if len(calls) != 1:
-            cause = "the averager's count runs ahead of the steps" if calls else ""
-            actual = f"{place}: the averager was called {len(calls)} times"
-            found.require(False, "one call of the averager", actual, cause)
-            continue
-        found.checked(1)
-        found.require(
-            calls[0]["stepped"],
-            "a call of the averager after the optimizer's step",
-            f"{place}: no parameter had been stepped before the call",
-        )
-        missing = ", ".join(f"p{index}" for index in calls[0]["missing"])
-        found.require(
-            not missing,
-            "a call of the averager with all parameters",
-            f"{place}: {missing} missing",
-            "the averager was given copies" if calls[0]["others"] else "",
-        )
-
-
 def construction(run: Run) -> dict[str, Any]:
     """Return the record of how the subject was made: its options, and whether with an averager."""
     return run.ranks[0].one("made")
@@ -175,26 +151,32 @@ def _steps_of_group(
 ) -> dict[tuple[int, int], OptimizerStep]:
     """Return the right steps of a group's ranks with one of their models."""
     plan = plan_of(run.scenario)
-    options = _Options(run)
+    options = Options(plan, construction(run)["options"])
     of_ranks = {rank: _local_optimizer(run, rank, model) for rank in group}
     restored_before, saved_after = plan.back
     count = 0
-    saved: tuple[int, dict[int, Any]] = (0, {})
+    saved: tuple[int, dict[int, Any], Any] = (0, {}, None)
     right = {}
     for step in range(len(run.scenario.steps)):
-        options.begin_step(step)
-        if turn(run.scenario, step)[0] != model:
-            continue
         if step == restored_before:
             count = saved[0]
             for rank, state in saved[1].items():
                 of_ranks[rank].restore(state)
+            options.restore(saved[2])
+        if plan.regrouped and run.scenario.resume.resumes and step == run.scenario.resume.saves_at:
+            sources = options.regroup()
+            for optimizer in of_ranks.values():
+                optimizer.exchange_states(sources)
+        options.begin_step(step)
+        if turn(run.scenario, step)[0] != model:
+            continue
         before = {rank: list(optimizer.values) for rank, optimizer in of_ranks.items()}
         for rank, optimizer in of_ranks.items():
             _step(run, optimizer, rank, step, options)
         stepped = {rank: list(optimizer.values) for rank, optimizer in of_ranks.items()}
-        averages = takes_averager(run) and is_due(count, plan.warmup, plan.period)
-        count += 1
+        calls = _calls(run, group, step)
+        averages = takes_averager(run) and calls > 0 and is_due(count, plan.warmup, plan.period)
+        count += calls
         if averages:
             _average(run, list(of_ranks.values()), step)
         for rank, optimizer in of_ranks.items():
@@ -207,44 +189,41 @@ def _steps_of_group(
                 list(optimizer.momenta),
             )
         if step == saved_after:
-            saved = (count, {rank: o.saved() for rank, o in of_ranks.items()})
+            saved = (count, {rank: o.saved() for rank, o in of_ranks.items()}, options.saved())
     return right
 
 
-class _Options:
-    """The options of each parameter, as they are rewritten from step to step."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._plan = plan_of(run.scenario)
-        self._of_all = dict(construction(run)["options"])
-        self._of_groups = [dict(options) for _, options in self._plan.groups]
-
-    def begin_step(self, step: int) -> None:
-        """Write the options of a step."""
-        rate = self._plan.rates[step] if self._plan.rates else None
-        if rate is not None:
-            self._of_all["lr"] = rate
-        for group, written in self._plan.changes.get(step, {}).items():
-            self._of_groups[group].update(written)
-
-    def of(self, index: int, step: int) -> Mapping[str, Any] | None:
-        """Return the options of a parameter's group, or None while it is in no group."""
-        if not self._plan.groups:
-            return self._of_all
-        if not _is_in_a_group(self._run, index, step):
-            return None
-        groups = zip(self._plan.groups, self._of_groups, strict=True)
-        return next(options for (indices, _), options in groups if index in indices)
+def overflows(run: Run, rank: int, step: int) -> bool:
+    """Return whether the gradients of a rank overflow, so that its step is skipped."""
+    scaling = plan_of(run.scenario).scaling
+    if scaling is None or step >= len(run.scenario.steps):
+        return False
+    group = run.group(rank)
+    scaler = run.ranks[rank].first("scaler")
+    has_alone = scaler is not None and bool(scaler["alone"])
+    return scaling.overflows(step, group.index(rank), len(group), has_alone)
 
 
-def _step(run: Run, optimizer: LocalOptimizer, rank: int, step: int, options: _Options) -> None:
+def _calls(run: Run, group: tuple[int, ...], step: int) -> int:
+    """Return how often the averager counts a step.
+
+    A step that is skipped on all ranks may count or not: its calls are recorded.
+    """
+    if not all(overflows(run, rank, step) for rank in group):
+        return 1
+    return min(1, len(list(run.ranks[group[0]].all("asked", step=step))))
+
+
+def _step(run: Run, optimizer: LocalOptimizer, rank: int, step: int, options: Options) -> None:
     """Step every parameter that is in a parameter group and has a gradient."""
+    if overflows(run, rank, step):
+        return
     for index in range(len(optimizer.values)):
         chosen = options.of(index, step)
         grad = _gradient(run, rank, step, index)
         if chosen is not None and grad is not None:
-            optimizer.step(index, grad, _gradient_error(run, grad, rank, step, index), chosen)
+            error = _gradient_error(run, grad, rank, step, index)
+            optimizer.step(index, _clipped(run, grad, step), error, chosen)
 
 
 def _is_exact(run: Run, rank: int, step: int) -> bool:
@@ -276,8 +255,9 @@ def _gradient_error(run: Run, grad: torch.Tensor, rank: int, step: int, index: i
 
 
 def _average(run: Run, optimizers: list[LocalOptimizer], step: int) -> None:
+    plan = plan_of(run.scenario)
     for index in range(len(run.scenario.params)):
-        if _is_in_a_group(run, index, step):
+        if is_in_a_group(plan, index, step):
             mean, error = optimizers[0].average_with(optimizers, index)
             for optimizer in optimizers:
                 optimizer.values[index] = mean
@@ -441,6 +421,14 @@ def _gradient(run: Run, rank: int, step: int, index: int) -> torch.Tensor | None
     return fed(_kind_of(run, step, index), spec, size, group[source], step, index)
 
 
+def _clipped(run: Run, grad: torch.Tensor, step: int) -> torch.Tensor:
+    """Return a gradient as it is clipped after ``unscale_``, if it is."""
+    scaling = plan_of(run.scenario).scaling
+    if scaling is None or step not in scaling.unscaled or averages_gradients(run.scenario):
+        return grad
+    return grad.clamp(-scaling.clip, scaling.clip)
+
+
 def _uses(run: Run, place: int, step: int, index: int) -> bool:
     """Return whether the rank in a place has a gradient for a parameter."""
     scenario = run.scenario
@@ -496,8 +484,3 @@ def require_steps_with_some_gradient(run: Run, found: Found) -> None:
                 f"{place} has been stepped with another gradient",
                 "it averages gradients: claim averages" if averaged else "",
             )
-
-
-def _is_in_a_group(run: Run, index: int, step: int) -> bool:
-    plan = plan_of(run.scenario)
-    return not plan.groups or step >= plan.added or index not in plan.groups[-1][0]

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +13,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._kit_averager import Averager
+from conformance.ranks.drivers._optimizer_inputs import has_gradient, mean_of_inputs
+from conformance.ranks.drivers._optimizer_scaling import Scaler
+from conformance.ranks.drivers._optimizer_use import errors_as_optimizer
+from conformance.ranks.drivers._user_optimizer import UserOptimizer
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.models.probe import Probe
 from conformance.scenarios.averager_training import special_source, turn
 from conformance.scenarios.averager_values import Source, values_of
-from conformance.scenarios.gradients import lay_out, uses
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.optimizer import PLAIN, START, Setting
 from conformance.scenarios.optimizer_training import (
+    USER_OPTIMIZER,
     averages_gradients,
     is_closed,
-    is_empty,
     is_frozen,
     plan_of,
     wrapped_class,
@@ -79,7 +82,9 @@ class OptimizerDriver(RankDriver):
         for number, kind in steps:
             self._step(number, kind)
         if scenario.name == PLAIN.name:
-            self._use_as_optimizer()
+            self.begin_step(len(scenario.steps), "none")
+            errors = errors_as_optimizer(self.optimizer, self.averager)
+            self.recorder.event("as_optimizer", **errors)
 
     def _set_up_training(self, number: int) -> None:
         """Make a model and its optimizer, and load their state if there is one.
@@ -112,7 +117,11 @@ class OptimizerDriver(RankDriver):
             self.averager = Averager(self, self.params, warmup, self.setting.period)
         self.optimizer = self._make_optimizer(names)
         self.consolidates = hasattr(self.optimizer, "consolidate_state_dict")
+        self._scaler = self._make_scaler()
         self._snapshot: tuple[list[torch.Tensor], Any] | None = None
+        for place in range(-self.setting.appended if self._is_regrouped else 0, 0):
+            with self.doing("add_param_group"):
+                self.optimizer.add_param_group(self._group(place))
         if restored:
             # A consolidated state is on the group's first rank alone.
             source = self.load(self._ranks[0]) if self.consolidates else restored
@@ -134,6 +143,8 @@ class OptimizerDriver(RankDriver):
             self.averager.before_step()
         if is_closed(self.scenario, number):
             self._step_with_closure(number, kind)
+        elif self._scaler:
+            self._step_with_scaler(self._scaler, number, kind)
         else:
             self._backward(number, kind)
             with self.inside("step"):
@@ -177,34 +188,6 @@ class OptimizerDriver(RankDriver):
         self.begin_step(len(self.scenario.steps), "none")
         self._keep_parameters()
 
-    def _use_as_optimizer(self) -> None:
-        """Use the subject as programs use optimizers, and record the errors that they would get."""
-        self.begin_step(len(self.scenario.steps), "none")
-        errors = {"isinstance": "", "hook": "", "scheduler": ""}
-        calls: list[int] = []
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            errors["isinstance"] = f"{type(self.optimizer).__name__} is no torch.optim.Optimizer"
-        with _noting(errors, "hook"):
-            self.optimizer.register_step_post_hook(lambda *_: calls.append(self._calls_of_averager))
-        before = self._calls_of_averager
-        with _noting(errors, "scheduler"):
-            scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 0.5)
-        self.optimizer.step()
-        if not errors["scheduler"]:
-            with _noting(errors, "scheduler"):
-                scheduler.step()
-        if not errors["hook"]:
-            # The hook has to be called once, after the averager.
-            if len(calls) != 1:
-                errors["hook"] = f"called {len(calls)} times in a step"
-            elif calls != [before + bool(self.averager)]:
-                errors["hook"] = "called before the averager"
-        self.recorder.event("as_optimizer", **errors)
-
-    @property
-    def _calls_of_averager(self) -> int:
-        return self.averager.step if self.averager else 0
-
     # Making the optimizer
 
     def _names_in_signature(self) -> set[str]:
@@ -225,8 +208,9 @@ class OptimizerDriver(RankDriver):
 
     def _make_optimizer(self, names: set[str]) -> Any:
         """Return the subject's optimizer, and record the options that it has taken."""
-        options = dict(self.setting.options)
-        inner = getattr(torch.optim, wrapped_class(self.scenario))
+        options = self._as_given(self.setting.options)
+        name = wrapped_class(self.scenario)
+        inner = UserOptimizer if name == USER_OPTIMIZER else getattr(torch.optim, name)
         # With optimizer_class, ``**`` passes the options of the inner optimizer.
         passed_on = options if "optimizer_class" in names and "**" in names else {}
         taken = options
@@ -241,7 +225,7 @@ class OptimizerDriver(RankDriver):
         self.recorder.event(
             "made",
             averager=bool(self.averager),
-            options=taken,
+            options={name: self.setting.options[name] for name in taken},
             takes_any=bool({"optim", "optimizer_class"} & names),
         )
         made = self.make(
@@ -259,12 +243,27 @@ class OptimizerDriver(RankDriver):
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups that exist from the start."""
-        later = int(self.setting.added >= 0)
+        if self._is_regrouped:
+            later = self.setting.appended
+        else:
+            later = int(self.setting.added >= 0)
         return [self._group(number) for number in range(len(self.setting.groups) - later)]
 
+    @property
+    def _is_regrouped(self) -> bool:
+        return bool(self.saved and self.setting.regrouped)
+
     def _group(self, number: int) -> dict[str, Any]:
-        indices, options = self.setting.groups[number]
-        return {"params": [self.params[index] for index in indices], **options}
+        groups = self.setting.regrouped if self._is_regrouped else self.setting.groups
+        indices, options = groups[number]
+        return {"params": [self.params[index] for index in indices], **self._as_given(options)}
+
+    def _as_given(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options in the form in which optimizers are given them."""
+        given = dict(options)
+        if self.setting.has_tensor_rates and "lr" in given:
+            given["lr"] = torch.tensor(given["lr"], dtype=torch.float32)
+        return given
 
     # Parts of a step
 
@@ -277,7 +276,11 @@ class OptimizerDriver(RankDriver):
             for group in groups if rate is not None else ():
                 group["lr"] = rate
             for place, written in changes.items():
-                groups[place].update(written)
+                _write(groups[place], written)
+        if self.setting.has_tensor_rates:
+            with self.doing("param_groups"):
+                rates = [group["lr"] for group in self.optimizer.param_groups]
+            self.recorder.event("rates", tensors=[isinstance(r, torch.Tensor) for r in rates])
 
     def _set_frozen(self, number: int) -> None:
         for index, parameter in enumerate(self.params):
@@ -344,6 +347,34 @@ class OptimizerDriver(RankDriver):
             loss = self.optimizer.step(closure)
         value = float(loss) if isinstance(loss, (torch.Tensor, float, int)) else None
         self.recorder.event("closure", calls=calls, loss=value)
+
+    def _make_scaler(self) -> Scaler | None:
+        """Return the GradScaler that the scenario has around the optimizer, if it has one.
+
+        A GradScaler does not call an optimizer on a rank whose gradients overflow. If that rank is
+        alone, the optimizer's collectives wait there, unless the optimizer takes the scale itself:
+        it is called in every step then.
+        """
+        plan = self.setting.scaling
+        if plan is None:
+            return None
+        takes_scale = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        alone = takes_scale and self.averager is not None
+        self.recorder.event("scaler", takes_scale=takes_scale, alone=alone)
+        return Scaler(plan, self.device, self.optimizer, alone)
+
+    def _step_with_scaler(self, scaler: Scaler, number: int, kind: str) -> None:
+        self._forget_gradients()
+        overflows = scaler.overflows(number, self.group_rank, self.size)
+        grads = scaler.scaled(self._gradients(number, kind), overflows)
+        scaler.backward(self.model(grads))
+        # Gradients that are averaged later, or have been averaged, would be clipped otherwise.
+        clipped = None if averages_gradients(self.scenario) else self.params
+        with self.doing("unscale_"):
+            scaler.unscale(number, clipped)
+        with self.inside("step"):
+            scaler.step()
+        scaler.update()
 
     def _zero_gradients(self, number: int) -> None:
         keeps = bool(number % 2)
@@ -436,37 +467,10 @@ class OptimizerDriver(RankDriver):
         self.recorder.event("consolidated", form=True, groups=options)
 
 
-def has_gradient(scenario: Scenario, size: int, place: int | None, step: int, index: int) -> bool:
-    """Whether a rank has a gradient for a parameter.
-
-    Args:
-        place: of the rank in its group; None for any rank of the group.
-    """
-    if is_frozen(scenario, step, index):
-        return False
-    places = range(size) if place is None else (place,)
-    return any(
-        not is_empty(scenario, step, other, size)
-        and (scenario.variant != "unused" or uses(size, other, step, index))
-        for other in places
-    )
-
-
-def mean_of_inputs(driver: RankDriver, step: int, index: int) -> torch.Tensor:
-    """Return the mean gradient of a step; ranks without inputs contribute zeros."""
-    scenario = driver.scenario
-    kind = scenario.steps[step]
-    values = [
-        driver.values(kind, step, index, rank)
-        for rank in range(driver.world)
-        if scenario.has_input(rank, driver.world, step)
-    ]
-    return sum(values[1:], values[0]) / driver.world
-
-
-@contextlib.contextmanager
-def _noting(errors: dict[str, str], name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        errors[name] = f"{type(error).__name__}: {error}"[:300]
+def _write(group: dict[str, Any], written: Mapping[str, Any]) -> None:
+    """Write options to a parameter group; fill a learning rate in a tensor, as schedulers do."""
+    for name, value in written.items():
+        if name == "lr" and isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(value)
+        else:
+            group[name] = value

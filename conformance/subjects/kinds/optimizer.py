@@ -6,8 +6,8 @@ averaged. Any other wrapper stands for one optimizer of all ranks. If it claims 
 have different gradients, and it steps with their mean. Otherwise, as a sharded optimizer under DDP,
 all ranks receive the same gradients, which are averaged already; the certificate names that limit.
 
-The optimizer inside is torch's SGD, or Adam. The averager belongs to the kit, so that every
-difference comes from the wrapper.
+The optimizer inside is torch's SGD, Adam, AdamW or Adagrad, or one as users write them. The
+averager belongs to the kit, so that every difference comes from the wrapper.
 """
 
 from collections.abc import Mapping
@@ -47,6 +47,7 @@ from conformance.scenarios.optimizer import (
     UNUSED,
     ZEROED,
 )
+from conformance.scenarios.optimizer_states import ALL as OF_STATES
 from conformance.scenarios.optimizer_training import (
     ALL,
     LARGE,
@@ -122,6 +123,7 @@ OPTIMIZER = Kind(
         *(PLAIN, ADAM, RANDOM, GROUPS, SCHEDULED, CLOSURE, ZEROED, UNUSED, DTYPES, SUBGROUPS),
         *(ORDERED, SAVED, RESUMED, RELOADED, DDP, DDP_VIEWS, UNEVEN),
         *ALL,
+        *OF_STATES,
         *FAILING,
         *CLUSTERS,
         DEFAULT_DTYPES,

@@ -1,0 +1,85 @@
+"""Requirements on the calls of an optimizer wrapper: its averager's, and what it was given."""
+
+from conformance.judging.oracles.optimizer import (
+    construction,
+    overflows,
+    require_right,
+    steps,
+)
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.optimizer_training import plan_of
+
+
+def require_one_averager_call(run: Run, found: Found) -> None:
+    """Require one call of the averager in each step, with all parameters, after the local step."""
+    for rank, step in steps(run):
+        place = f"rank {rank}, step {step}"
+        calls = list(run.ranks[rank].all("asked", step=step))
+        if len(calls) != 1:
+            cause = "the averager's count runs ahead of the steps" if calls else ""
+            actual = f"{place}: the averager was called {len(calls)} times"
+            found.require(False, "one call of the averager", actual, cause)
+            continue
+        found.checked(1)
+        found.require(
+            calls[0]["stepped"],
+            "a call of the averager after the optimizer's step",
+            f"{place}: no parameter had been stepped before the call",
+        )
+        missing = ", ".join(f"p{index}" for index in calls[0]["missing"])
+        found.require(
+            not missing,
+            "a call of the averager with all parameters",
+            f"{place}: {missing} missing",
+            "the averager was given copies" if calls[0]["others"] else "",
+        )
+
+
+def require_right_with_rates(run: Run, found: Found) -> None:
+    """Require right parameters after every step, and that learning rates in tensors stay there."""
+    if plan_of(run.scenario).has_tensor_rates:
+        if not construction(run)["takes_any"]:
+            found.leaves_out("learning rates in tensors are not judged: it takes no optimizer")
+            return
+        _require_tensor_rates(run, found)
+    require_right(run, found)
+
+
+def _require_tensor_rates(run: Run, found: Found) -> None:
+    """Require that every learning rate is still a tensor before each step."""
+    for rank in run.ranks:
+        for event in rank.all("rates"):
+            groups = [str(n) for n, is_tensor in enumerate(event["tensors"]) if not is_tensor]
+            found.require(
+                not groups,
+                "a learning rate that stays the tensor that was given",
+                f"rank {rank.rank}, step {event['step']}: it is a number in group "
+                f"{' and '.join(groups)}",
+                "compiled optimizers compile again for each number",
+            )
+
+
+def require_calls_under_scaler(run: Run, found: Found) -> None:
+    """Require one call of the averager in each step that a rank of the group takes.
+
+    If the gradients of all ranks overflow, the averager may be called or not, but in all of these
+    steps and on all ranks alike.
+    """
+    in_skipped: dict[int, str] = {}
+    for rank, step in steps(run):
+        group = run.group(rank)
+        calls = len(list(run.ranks[rank].all("asked", step=step)))
+        place = f"rank {rank}, step {step}"
+        actual = f"{place}: the averager was called {calls} times"
+        if not all(overflows(run, other, step) for other in group):
+            expected = "one call of the averager, also if this rank's gradients overflow"
+            found.require(calls == 1, expected, actual)
+            continue
+        found.require(calls < 2, "one call of the averager at most", actual)
+        in_skipped.setdefault(calls, place)
+    found.require(
+        len(in_skipped) < 2,
+        "the same number of calls of the averager in all steps that are skipped on all ranks",
+        "; ".join(f"{place}: {calls}" for calls, place in in_skipped.items()),
+    )

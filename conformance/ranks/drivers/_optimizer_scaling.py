@@ -1,0 +1,63 @@
+"""Training steps of an optimizer wrapper with a ``GradScaler`` around it."""
+
+import math
+
+import torch
+
+from conformance.scenarios.optimizer import Scaling
+
+
+class Scaler:
+    """A GradScaler, and its plan.
+
+    Args:
+        plan: the steps with an overflow, and the scales.
+        device: of the parameters.
+        optimizer: the subject's.
+        alone: whether one rank alone has an overflow in some steps.
+    """
+
+    def __init__(
+        self, plan: Scaling, device: torch.device, optimizer: torch.optim.Optimizer, alone: bool
+    ) -> None:
+        self._plan = plan
+        self._optimizer = optimizer
+        self._scaler = torch.amp.GradScaler(
+            device.type, init_scale=plan.first_scale, growth_interval=plan.interval
+        )
+        self.alone = alone
+
+    def overflows(self, step: int, place: int, size: int) -> bool:
+        """Whether the rank in a place of its group has an overflow at a step."""
+        return self._plan.overflows(step, place, size, self.alone)
+
+    def scaled(
+        self, grads: list[torch.Tensor | None], overflows: bool
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of the scaled loss; with infinities in some if it overflows."""
+        scale = self._scaler.get_scale()
+        scaled = [None if grad is None else grad * scale for grad in grads]
+        for grad in scaled[:: self._plan.apart] if overflows else ():
+            if grad is not None:
+                grad[(0,) * grad.dim()] = math.inf
+        return scaled
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward of the scaled loss."""
+        self._scaler.scale(loss).backward()
+
+    def unscale(self, step: int, params: list[torch.nn.Parameter] | None) -> None:
+        """Unscale the gradients before the step in some steps, and clip those of ``params``."""
+        if step not in self._plan.unscaled:
+            return
+        self._scaler.unscale_(self._optimizer)
+        if params is not None:
+            torch.nn.utils.clip_grad_value_(params, self._plan.clip)
+
+    def step(self) -> None:
+        """Step the optimizer, unless the gradients overflow."""
+        self._scaler.step(self._optimizer)
+
+    def update(self) -> None:
+        """Update the scale."""
+        self._scaler.update()

@@ -1,0 +1,50 @@
+"""The use of an optimizer wrapper as a ``torch.optim.Optimizer``."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from conformance.ranks.drivers._kit_averager import Averager
+
+
+def errors_as_optimizer(optimizer: Any, averager: Averager | None) -> dict[str, str]:
+    """Use the optimizer as programs use optimizers, and return the errors that they would get.
+
+    Args:
+        optimizer: the subject's; it is stepped once.
+        averager: the kit's, if the optimizer was given it.
+    """
+    errors = {"isinstance": "", "hook": "", "scheduler": ""}
+    calls: list[int] = []
+
+    def calls_of_averager() -> int:
+        return averager.step if averager else 0
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        errors["isinstance"] = f"{type(optimizer).__name__} is no torch.optim.Optimizer"
+    with _noting(errors, "hook"):
+        optimizer.register_step_post_hook(lambda *_: calls.append(calls_of_averager()))
+    before = calls_of_averager()
+    with _noting(errors, "scheduler"):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+    optimizer.step()
+    if not errors["scheduler"]:
+        with _noting(errors, "scheduler"):
+            scheduler.step()
+    if not errors["hook"]:
+        # The hook has to be called once, after the averager.
+        if len(calls) != 1:
+            errors["hook"] = f"called {len(calls)} times in a step"
+        elif calls != [before + bool(averager)]:
+            errors["hook"] = "called before the averager"
+    return errors
+
+
+@contextlib.contextmanager
+def _noting(errors: dict[str, str], name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        errors[name] = f"{type(error).__name__}: {error}"[:300]

@@ -1,0 +1,125 @@
+"""Scenarios for optimizer wrappers: states and options of other forms than numbers and tensors.
+
+Their numbers are drawn from the session's seed.
+"""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from conformance.scenarios.optimizer import PLAIN, RELOADED, SCHEDULED, Scaling, Setting
+
+TENSOR_RATES = replace(
+    SCHEDULED,
+    name="optimizer_tensor_rates",
+    summary="learning rates are tensors that are filled in place before steps; a group is added",
+    steps=("normal",) * 6,
+    variant="tensor_rates",
+)
+
+RESTORED_RATES = replace(
+    TENSOR_RATES,
+    name="optimizer_restored_rates",
+    summary="the same, and before a drawn step everything is restored to an earlier step",
+    steps=("normal",) * 10,
+    variant="restored_rates",
+)
+
+SCALED = replace(
+    PLAIN,
+    name="optimizer_scaled",
+    summary="a GradScaler is around the optimizer: in drawn steps the gradients of all ranks "
+    "overflow, and in one those of a rank alone if the optimizer takes the scale itself",
+    steps=("crafted",) * 12,
+    world_sizes=(2,),
+    variant="scaled",
+)
+
+USERS = replace(
+    RELOADED,
+    name="optimizer_users",
+    summary="an optimizer of the user's own, whose state is an integer and a dict of tensors; "
+    "before a drawn step everything is restored to an earlier step",
+    steps=("crafted",) * 9,
+    variant="users",
+)
+
+ALL = (TENSOR_RATES, RESTORED_RATES, SCALED, USERS)
+
+# The first parameter group, the second, and the group that is added.
+_GROUPS = ((0, 3), (1, 2), (4,))
+
+
+def tensor_rates(draw: random.Random, restores: bool) -> Setting:
+    """Return the plan of learning rates in tensors.
+
+    Args:
+        restores: whether everything is restored. No rate is written in the step after that: the
+            restored one counts.
+    """
+
+    def options() -> dict[str, Any]:
+        return {"lr": draw.uniform(0.01, 0.1), "momentum": draw.uniform(0.5, 0.95)}
+
+    groups = tuple((indices, options()) for indices in _GROUPS)
+    added = draw.randint(1, 2)
+    saved = draw.randint(added + 1, 4)
+    restored = draw.randint(saved + 2, 7)
+    changes = {
+        step: {
+            place: {"lr": draw.uniform(0.01, 0.1)}
+            for place in range(len(groups) if step >= added else len(groups) - 1)
+        }
+        for step in range(1, len(RESTORED_RATES.steps))
+        if not (restores and step == restored)
+    }
+    return Setting(
+        warmup=draw.randint(1, 3),
+        options={"lr": 2.0**-3},
+        groups=groups,
+        added=added,
+        changes=changes,
+        back=(restored, saved) if restores else (-1, -1),
+        has_tensor_rates=True,
+    )
+
+
+def scaled(draw: random.Random) -> Setting:
+    """Return the plan of a GradScaler: steps that overflow, scales, and steps that are clipped."""
+    first, second, alone = draw.sample(range(1, 9), 3)
+    # Each kind of step is unscaled once before the step, and once by the GradScaler.
+    unscaled = {step for step in range(12) if draw.random() < 0.5}
+    unscaled = (unscaled | {first, 9}) - {second, 10}
+    return Setting(
+        warmup=draw.randint(2, 4),
+        scaling=Scaling(
+            first_scale=2.0 ** draw.randint(8, 14),
+            interval=draw.randint(2, 3),
+            everywhere=(first, second),
+            alone=alone,
+            alone_place=draw.randrange(8),
+            unscaled=tuple(sorted(unscaled)),
+            clip=2.0 ** draw.randint(1, 3),
+            apart=draw.randint(1, 3),
+        ),
+    )
+
+
+def users(draw: random.Random) -> Setting:
+    """Return the plan of an optimizer of the user's own; powers of two keep it exact."""
+
+    def options() -> dict[str, Any]:
+        return {"lr": 2.0 ** -draw.randint(3, 4), "share": 2.0 ** -draw.randint(0, 2)}
+
+    saved = draw.randint(1, 3)
+    restored = draw.randint(saved + 2, 6)
+    # The restored options count afterwards; 15.14 judges what is written later.
+    changes = {step: {draw.randrange(2): options()} for step in range(1, restored)}
+    return Setting(
+        warmup=draw.randint(1, 3),
+        period=3,
+        options=options(),
+        groups=(((0, 3, 4), options()), ((1, 2), options())),
+        changes=changes,
+        back=(restored, saved),
+    )
