@@ -17,10 +17,12 @@ from conformance.errors import TargetError
 from conformance.ranks.drivers._contexts import Contexts, Steps
 from conformance.ranks.drivers._join_numbers import Numbers
 from conformance.ranks.drivers._joinables import Counter
-from conformance.ranks.drivers._joins_in_training import ContextInTraining
+from conformance.ranks.drivers._joins_in_loops import ContextInLoops
+from conformance.ranks.drivers._mode_reader import ModeReader, ReadingCounter
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.resolve import Factory
 from conformance.scenarios.join_draws import DIVISOR, breaks_off, divides_by_all
+from conformance.scenarios.join_loop_draws import ENDS, loop_contexts
 from conformance.scenarios.joinable import KEYWORDS
 
 _CHOSEN_BY_KIT = {"enable", "throw_on_early_termination"}
@@ -38,12 +40,12 @@ class JoinableDriver(RankDriver):
             if given := _CHOSEN_BY_KIT & arguments.keys():
                 names = ", ".join(sorted(given))
                 raise TargetError(f"{names}: the scenarios choose it; leave it out of the target")
-            self._run_context(ContextInTraining(self, subject, function.notify_join_context))
+            self._run_context(ContextInLoops(self, subject, function.notify_join_context))
             return
         make = functools.partial(self._make_from, function, arguments)
         made = make()
         if _is_context(made):
-            self._run_context(ContextInTraining(self, made, made.notify_join_context))
+            self._run_context(ContextInLoops(self, made, made.notify_join_context))
         else:
             self._run_joinable(made, make)
 
@@ -55,7 +57,7 @@ class JoinableDriver(RankDriver):
         with self.doing("make"):
             return Factory(function, arguments).make(self.context)
 
-    def _run_context(self, context: ContextInTraining) -> None:
+    def _run_context(self, context: ContextInLoops) -> None:
         self.recorder.event("subject", is_context=True)
         # The numbers that a joinable computes are no concern of a context's.
         if self.scenario.variant != "numbers":
@@ -153,6 +155,20 @@ class _Joinable(Contexts):
             self.run_to_its_error(
                 [self.subject], self.own(inputs), [self._step], throw_on_early_termination=True
             )
+
+    def modes(self) -> None:
+        """Run it beside a joinable that reads the modes; the modes of its modules are drawn."""
+        self.reader = ModeReader(self.driver)
+        counter = ReadingCounter(self.reader, 0, self.notify)
+        parts = getattr(self.subject, "__dict__", {})
+        for name, part in {"subject": self.subject, **parts}.items():
+            if isinstance(part, torch.nn.Module):
+                self.reader.watch(name, part)
+        for number, context in enumerate(loop_contexts(self.driver.scenario, self.driver.world)):
+            if context.ending == ENDS:
+                self._contexts = number
+                self.reader.draw(number)
+                self._run_beside(counter, context.inputs, is_first=number % 2 == 0)
 
     def numbers(self) -> None:
         """Train the joinable, a new one in each context but the last; record what it computes.
