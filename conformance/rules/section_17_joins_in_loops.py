@@ -1,10 +1,28 @@
 """Section 17: joins in the loops of real programs: settings of torch, groups, nested contexts."""
 
-from conformance.judging.oracles.join_loops import require_modes
+from conformance.judging.oracles.join import (
+    applies_to_context,
+    is_context,
+    members,
+    require_agreement,
+    require_keywords,
+    require_no_hooks,
+    require_post_hooks,
+    require_raised,
+    require_steps,
+)
+from conformance.judging.oracles.join_loops import (
+    refuses_to_be_entered_again,
+    require_came_to_its_end,
+    require_collectives_of_group,
+    require_modes,
+)
+from conformance.judging.oracles.join_numbers import require_numbers
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.joins_in_loops import MODES
+from conformance.scenarios.join_loop_draws import EVEN_ON_GROUPS, RAISES, loop_contexts
+from conformance.scenarios.joins_in_loops import ENTERED, MODES, TWO_GROUPS
 from conformance.subjects.claims import Claims
 
 
@@ -33,3 +51,75 @@ def modes(run: Run, claims: Claims, found: Found) -> None:
     change the modes of the joinable's own modules.
     """
     require_modes(run, found)
+
+
+@rule(
+    "17.32",
+    "Contexts on two groups of a process are independent",
+    on=(TWO_GROUPS,),
+    owns=(TWO_GROUPS,),
+    needs=("17.7", "17.11"),
+    since="1.6",
+    source="torch documentation, torch.distributed.new_group; torch.distributed.algorithms.join, "
+    "Join: the group is that of its joinables; a model on all ranks and one on fewer",
+    remedy="a group, a rank, a number of ranks or of joinables that is kept in a class, a module "
+    "or a cache; a current context in a global variable, which the end of a nested one resets",
+)
+def two_groups(run: Run, claims: Claims, found: Found) -> None:
+    """In a process that has contexts on WORLD and on a part of it in turn, each shadows the steps
+    of the ranks of its own group; so does a context within a step of another one, on the other
+    group.
+
+    The part, the order of the groups, the joinables and the inputs are drawn. A joinable on each of
+    the groups has the gradients, and the state afterwards, of 17.18 to 17.20.
+    """
+    if any(rank.first("one_object") for rank in run.ranks):
+        found.does_not_apply("the target is one object, and makes none for another group")
+        return
+    for member in members(run):
+        require_steps(run, member, found)
+        require_collectives_of_group(member, found)
+        if is_context(run):
+            require_post_hooks(run, member, found)
+    require_agreement(run, found)
+    if not is_context(run):
+        require_numbers(run, found, EVEN_ON_GROUPS)
+
+
+@rule(
+    "17.33",
+    "A context object can be entered again",
+    on=(ENTERED,),
+    owns=(ENTERED,),
+    needs=("17.7", "17.10"),
+    since="1.6",
+    source="Python documentation, contextlib, Reusable context managers; torch's Join can be "
+    "entered again, and a generator's context refuses",
+    remedy="a count of shadowed steps, or a list of hooks, that the constructor sets and __enter__ "
+    "does not; settings of joinables that __exit__ has put back",
+)
+def entered_again(run: Run, claims: Claims, found: Found) -> None:
+    """A context object that is entered four or five times shadows the steps of other ranks each
+    time, and calls all post hooks with a right is_last_joiner; or it raises an exception on every
+    rank when it is entered for the second time. Each call of a join_hook gets the keyword arguments
+    of the constructor.
+
+    The inputs are drawn, and an exception ends one of the bodies.
+    """
+    if not applies_to_context(run, found):
+        return
+    if refuses_to_be_entered_again(run):
+        found.does_not_apply("it refuses to be entered again")
+        return
+    contexts = loop_contexts(run.scenario, run.world)
+    for member in members(run):
+        if contexts[member.context].ending == RAISES:
+            require_raised(member, "ArithmeticError", found)
+            require_no_hooks(member, found)
+            continue
+        require_came_to_its_end(member, found)
+        if list(member.events("asked")):
+            require_keywords(run, member, found)
+        require_steps(run, member, found)
+        require_post_hooks(run, member, found)
+    require_agreement(run, found)

@@ -31,6 +31,10 @@ _CONTEXTS_WITH_SETTINGS = 4
 
 JOINABLES = 3
 
+# The first context on each of two groups: it shows the meaning of a joinable's gradients, and the
+# state that it replicates.
+EVEN_ON_GROUPS = (0, 1)
+
 
 @dataclass(frozen=True)
 class LoopContext:
@@ -62,10 +66,11 @@ def loop_contexts(scenario: Scenario, world: int) -> tuple[LoopContext, ...]:
     - ``modes``: four contexts of the kit's joinables in a row of drawn settings, each of which is
       on in two of the four. Then four with DDP among the joinables: two end, and one each ends by
       an exception and by throw_on_early_termination. One more is disabled. They come in any order.
-    - ``two_groups``: four contexts, two on each of two groups, and then a context within another
-      one twice: on the part within one on WORLD, and the reverse. The order of the groups is
-      drawn.
-    - ``entered``: three or four contexts, and one more that an exception ends, but not the first.
+    - ``two_groups``: a context with even inputs on each of two groups, one with uneven inputs on
+      each, and then a context within another one twice: on the part within one on WORLD, and the
+      reverse. The order of the groups is drawn.
+    - ``entered``: three or four contexts, and one more that an exception ends: not the first two
+      and not the last.
     """
     draw = generator(scenario, "contexts")
     drawers: dict[str, Callable[[Scenario, int, random.Random], list[LoopContext]]] = {
@@ -115,20 +120,36 @@ def _in_modes(scenario: Scenario, world: int, draw: random.Random) -> list[LoopC
     ]
 
 
+def draw_groups(scenario: Scenario, draw: random.Random, least: int = 2) -> Scenario:
+    """Return the scenario with one rank more than the subject needs, and a drawn part of them.
+
+    The ranks of the part have other numbers in it than in WORLD.
+    """
+    size = least + 1
+    without = draw.randrange(size - 1)
+    part = tuple(rank for rank in range(size) if rank != without)
+    return replace(scenario, size=size, twin_groups=(part,))
+
+
 def _on_two_groups(scenario: Scenario, world: int, draw: random.Random) -> list[LoopContext]:
     part = scenario.twin_groups[0]
-    groups = [False, True] * 2
+    groups = [False, True]
     draw.shuffle(groups)
+    groups += draw.sample(groups, 2)
     turn = draw.randrange(world)
+    # More joinables in a later context on the other group than in the first.
+    numbers = [
+        draw.randint(1, 2),
+        *(JOINABLES if other != groups[0] else 2 for other in groups[1:]),
+    ]
     contexts = []
     for number, on_part in enumerate(groups):
         size = len(part) if on_part else world
-        # The first one shows the state that a joinable replicates.
         even = (draw.randint(1, 3),) * size
         contexts.append(
             LoopContext(
-                _uneven(draw, size, turn + number) if number else even,
-                joinables=_some(draw),
+                even if number in EVEN_ON_GROUPS else _uneven(draw, size, turn + number),
+                joinables=_some(draw, numbers[number]),
                 on_part=on_part,
             )
         )
@@ -141,25 +162,30 @@ def _on_two_groups(scenario: Scenario, world: int, draw: random.Random) -> list[
 def _nested(draw: random.Random, world: int, part: Group, on_part: bool) -> list[LoopContext]:
     """Return a context, and one within it, on the other group.
 
-    The ranks of both groups have the step in which the other context is entered.
+    The ranks of both groups have the step in which the other context is entered. The rank with the
+    most inputs in one of them has fewest in the other.
     """
     step = draw.randint(0, 2)
-    outer = part if on_part else tuple(range(world))
-    inner_size = world if on_part else len(part)
-    more = list(range(len(outer)))
-    draw.shuffle(more)
-    inputs = dict(zip(outer, (step + 1 + extra for extra in more), strict=True))
-    for rank in set(outer) - set(part):
-        inputs[rank] = draw.randint(0, 4)
-    return [
-        LoopContext(tuple(inputs[rank] for rank in outer), joinables=_some(draw), on_part=on_part),
-        LoopContext(
-            _uneven(draw, inner_size, draw.randrange(inner_size)),
-            joinables=_some(draw),
-            on_part=not on_part,
-            nested_at=step,
-        ),
-    ]
+    everybody = tuple(range(world))
+    outer = part if on_part else everybody
+    inner = everybody if on_part else part
+    order = draw.sample(part, len(part))
+    inputs = {rank: draw.randint(0, step) for rank in outer}
+    inputs |= {rank: step + 1 + more for more, rank in enumerate(order)}
+    inner_inputs = dict(zip(inner, _uneven(draw, len(inner), inner.index(order[0])), strict=True))
+    inner_inputs[order[-1]] = 0
+    outer_context = LoopContext(
+        tuple(inputs[rank] for rank in outer),
+        joinables=_some(draw, draw.randint(1, JOINABLES)),
+        on_part=on_part,
+    )
+    inner_context = LoopContext(
+        tuple(inner_inputs[rank] for rank in inner),
+        joinables=_some(draw, draw.randint(1, JOINABLES)),
+        on_part=not on_part,
+        nested_at=step,
+    )
+    return [outer_context, inner_context]
 
 
 def _entered_again(scenario: Scenario, world: int, draw: random.Random) -> list[LoopContext]:
@@ -167,13 +193,13 @@ def _entered_again(scenario: Scenario, world: int, draw: random.Random) -> list[
     rows = [_uneven(draw, world, turn + number) for number in range(draw.randint(3, 4))]
     contexts = [LoopContext(row) for row in rows]
     broken = LoopContext((draw.randint(1, 3),) * world, RAISES)
-    contexts.insert(draw.randint(1, len(contexts) - 1), broken)
+    contexts.insert(draw.randint(2, len(contexts) - 1), broken)
     return contexts
 
 
-def _some(draw: random.Random) -> tuple[int, ...]:
-    """Return one to three of the kit's joinables, in any order."""
-    return tuple(draw.sample(range(JOINABLES), draw.randint(1, JOINABLES)))
+def _some(draw: random.Random, count: int) -> tuple[int, ...]:
+    """Return some of the kit's joinables, in any order."""
+    return tuple(draw.sample(range(JOINABLES), count))
 
 
 def _uneven(draw: random.Random, size: int, turn: int) -> tuple[int, ...]:

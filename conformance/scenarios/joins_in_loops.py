@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from conformance.scenarios.join_loop_draws import draw_groups
 from conformance.scenarios.joinable import PLAIN
 from conformance.scenarios.model import Param, Scenario
 
@@ -20,6 +21,25 @@ MODES = replace(
     world_sizes=(2,),
 )
 
-ALL = (MODES,)
+TWO_GROUPS = replace(
+    PLAIN,
+    name="joinable_two_groups",
+    summary="contexts on WORLD and on a part of it in turn, then a context within another one on "
+    "the other group; the part, the order and the numbers of inputs are drawn",
+    variant="two_groups",
+    size=3,
+    twin_groups=((0, 2),),
+)
 
-DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {}
+ENTERED = replace(
+    PLAIN,
+    name="joinable_entered",
+    summary="one context object is entered four or five times, with drawn numbers of inputs; an "
+    "exception ends one of them",
+    variant="entered",
+    world_sizes=(2, 3),
+)
+
+ALL = (MODES, TWO_GROUPS, ENTERED)
+
+DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {TWO_GROUPS.name: draw_groups}

@@ -5,9 +5,10 @@ work of their own; others remember the first group, or the first time that they 
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from tests.mutants import Mutant
 from tests.mutants.joins import Right
@@ -185,7 +186,225 @@ class ShadowsUntilTheEnd(Averages):
         super().hand_out(is_last)
 
 
+# ---- Two groups
+
+
+class KeepsTheGroup(Right):
+    """Keep the group of the first context for the collectives of all contexts."""
+
+    known: ClassVar[list[Any]] = []
+
+    def say(self, value: float) -> float:
+        self.known.append(self.group)
+        own = self.group
+        self.group = self.known[0]
+        try:
+            return super().say(value)
+        finally:
+            self.group = own
+
+
+_ranks: dict[int, int] = {}
+
+
+class KeepsItsRank(Right):
+    """Compute the last joiners from a list of all ranks, at the rank's place in its first group."""
+
+    def is_last(self) -> bool:
+        size = self.group.size()
+        place = _ranks.setdefault(0, self.group.rank())
+        steps = [torch.zeros(1) for _ in range(size)]
+        dist.all_gather(steps, torch.full((1,), float(self.shadowed)), group=self.group)
+        return not steps[place % size].item()
+
+
+class KeepsTheCount(Right):
+    """Make a list for the hooks of the first context, and use its length on any other group."""
+
+    first: ClassVar[list[tuple[Any, int]]] = []
+
+    def finish(self) -> None:
+        self.first.append((self.group, len(self.joinables)))
+        group, count = self.first[0]
+        hooks = self.hooks if group is self.group else self.hooks[:count]
+        for hook in hooks:
+            hook.post_hook(self.is_last())
+
+
+class KeepsTheTail(Right):
+    """Shadow the last joinable first if the group is another one than before."""
+
+    groups: ClassVar[list[Any]] = []
+
+    def call_main_hooks(self) -> None:
+        if not self.shadowed:
+            self.groups.append(self.group)
+        is_other = self.groups[-2:][0] is not self.group
+        for hook in self.hooks[:: -1 if is_other else 1]:
+            hook.main_hook()
+
+
+class SharesTheCount(Right):
+    """Count shadowed steps for all contexts of the process; entering one resets the count."""
+
+    count = 0
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        SharesTheCount.count = 0
+
+    def call_main_hooks(self) -> None:
+        SharesTheCount.count += 1
+        super().call_main_hooks()
+
+    def is_last(self) -> bool:
+        return not SharesTheCount.count
+
+
+class HasOneAtATime(Right):
+    """Know one context at a time, and forget it at the end of any context."""
+
+    current: ClassVar[list[Any]] = []
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.current[:] = [self]
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
+        self.current.clear()
+        return super().__exit__(kind, error, trace)
+
+    @staticmethod
+    def notify_join_context(joinable: Any) -> Any:
+        if not HasOneAtATime.current:
+            return None
+        return Right.notify_join_context(joinable)
+
+
+class RestoresEverything(Right):
+    """Disable the joinables of all contexts at the end of one."""
+
+    entered: ClassVar[list[Any]] = []
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.entered.append(self)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
+        result = super().__exit__(kind, error, trace)
+        for context in self.entered:
+            for joinable in context.joinables:
+                joinable._join_config = joinable._join_config._replace(enable=False)
+        self.entered.clear()
+        return result
+
+
+_sizes: list[int] = []
+
+
+class KeepsTheSize(Averages):
+    """Divide by the number of ranks of the first joinable of the process."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(process_group)
+        _sizes.append(process_group.size())
+
+    def divisor(self, training: float) -> float:
+        return _sizes[0] if self.by_all else training
+
+
+class KeepsItsNeighbours(Averages):
+    """Hand out the last model on the group of the first joinable that did so."""
+
+    groups: ClassVar[list[Any]] = []
+
+    def hand_out(self, is_last: bool) -> None:
+        self.groups.append(self.group)
+        own = self.group
+        self.group = self.groups[0]
+        super().hand_out(is_last)
+        self.group = own
+
+
+# ---- Entered again
+
+
+class KeepsItsSteps(Right):
+    """Count shadowed steps from the constructor on."""
+
+    def __enter__(self) -> None:
+        known = self.shadowed
+        super().__enter__()
+        self.shadowed = known
+
+
+class FinishesOnce(Right):
+    """Call post hooks at the end of the first time alone."""
+
+    is_finished = False
+
+    def finish(self) -> None:
+        if not self.is_finished:
+            super().finish()
+        self.is_finished = True
+
+
+class ConfiguresOnce(Right):
+    """Configure joinables when it is made; __enter__ does nothing."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        super().__enter__()
+
+    def __enter__(self) -> None:
+        pass
+
+
+class AddsHooks(Right):
+    """Make the hooks in __enter__, and add them to those of the time before."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.options = {
+            key: value
+            for key, value in options.items()
+            if key not in ("enable", "throw_on_early_termination")
+        }
+        self.hooks = []
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.hooks += self.ask(self.options)
+
+
+class AsksWithoutKeywords(Right):
+    """Make new hooks each time, without the keyword arguments from the second time on."""
+
+    times = 0
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.times += 1
+        if self.times > 1:
+            self.hooks = self.ask({})
+
+
+class RemembersErrors(Right):
+    """Skip the join at the end of each body after one that an exception has ended."""
+
+    has_failed = False
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
+        self.has_failed = self.has_failed or kind is not None
+        self.enable = self.enable and not self.has_failed
+        return super().__exit__(kind, error, trace)
+
+
 KIND = "joinable"
+HANG = (
+    *("KeepsTheGroup", "HasOneAtATime", "RestoresEverything", "KeepsItsNeighbours"),
+    *("ConfiguresOnce", "AddsHooks", "RemembersErrors"),
+)
 MUTANTS = [
     *(
         Mutant(name, ("17.31",), kind=KIND)
@@ -206,6 +425,31 @@ MUTANTS = [
             "EvaluatesItsNet",
             "TrainsItsNet",
             "ShadowsUntilTheEnd",
+        )
+    ),
+    *(
+        Mutant(name, ("17.32",), kind=KIND, hangs=name in HANG)
+        for name in (
+            "KeepsTheGroup",
+            "KeepsItsRank",
+            "KeepsTheCount",
+            "KeepsTheTail",
+            "SharesTheCount",
+            "HasOneAtATime",
+            "RestoresEverything",
+            "KeepsTheSize",
+            "KeepsItsNeighbours",
+        )
+    ),
+    *(
+        Mutant(name, ("17.33",), kind=KIND, hangs=name in HANG)
+        for name in (
+            "KeepsItsSteps",
+            "FinishesOnce",
+            "ConfiguresOnce",
+            "AddsHooks",
+            "AsksWithoutKeywords",
+            "RemembersErrors",
         )
     ),
 ]

@@ -1,4 +1,4 @@
-"""Right modes in a join context, of torch and of modules.
+"""Right modes in a join context, and other requirements of joins in loops.
 
 The code around a context sets modes: of autograd and autocast, torch's default dtype, and the mode
 of training of each module. The body of the context, its hooks and the code after it are that
@@ -10,7 +10,7 @@ join is judged then: after it, they are those at the end of the body, on ranks w
 
 from collections.abc import Iterator
 
-from conformance.judging.oracles.join import Event, Member, is_context, members
+from conformance.judging.oracles.join import Event, Member, is_context, members, raised
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 
@@ -31,6 +31,31 @@ def require_modes(run: Run, found: Found) -> None:
         hooks += _count_of_hooks(member, found)
     if not hooks and not found.failures:
         found.lacks_evidence("no hook has read the modes")
+
+
+def require_collectives_of_group(member: Member, found: Found) -> None:
+    """Require that a context issues collectives on ranks of its group alone."""
+    for event in member.events("collective"):
+        found.require(
+            set(event["group"]) <= set(member.group),
+            f"collectives of ranks {member.group} only",
+            f"{member}: {event['what']} on ranks {event['group']}",
+            "the group of another context of the process",
+        )
+
+
+def refuses_to_be_entered_again(run: Run) -> bool:
+    """Return whether a context raises on all ranks as it is entered for the second time."""
+    second = [member for member in members(run) if member.context == 1]
+    return len(second) == run.world and all(
+        raised(member) and not list(member.events("begun")) for member in second
+    )
+
+
+def require_came_to_its_end(member: Member, found: Found) -> None:
+    """Require that no exception has left a context."""
+    error = raised(member)
+    found.require(not error, "no exception", f"{member}: {error}")
 
 
 def _require_modes_of_torch(member: Member, readings: list[Event], found: Found) -> None:

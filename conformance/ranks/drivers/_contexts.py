@@ -140,9 +140,13 @@ class Contexts:
         options: dict[str, Any],
         then: Callable[[], object] = lambda: None,
     ) -> None:
-        with self.join(joinables, **options):
+        with self._context(joinables, options):
             self._take_steps(inputs, steps, then)
         self.note("left")
+
+    def _context(self, joinables: list[Any], options: dict[str, Any]) -> Any:
+        """Return the context to enter."""
+        return self.join(joinables, **options)
 
     def _take_steps(self, inputs: int, steps: Steps, then: Callable[[], object]) -> None:
         """Run the body of a context."""

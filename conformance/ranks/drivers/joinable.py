@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchsJoin
 
 from conformance.errors import TargetError
@@ -22,7 +23,7 @@ from conformance.ranks.drivers._mode_reader import ModeReader, ReadingCounter
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.resolve import Factory
 from conformance.scenarios.join_draws import DIVISOR, breaks_off, divides_by_all
-from conformance.scenarios.join_loop_draws import ENDS, loop_contexts
+from conformance.scenarios.join_loop_draws import ENDS, group_of_loop, loop_contexts
 from conformance.scenarios.joinable import KEYWORDS
 
 _CHOSEN_BY_KIT = {"enable", "throw_on_early_termination"}
@@ -49,13 +50,25 @@ class JoinableDriver(RankDriver):
         else:
             self._run_joinable(made, make)
 
-    def _make_from(self, function: Any, arguments: dict[str, Any]) -> Any:
-        """Return the object that the target makes, or the target if it is an object itself."""
+    def _make_from(self, function: Any, arguments: dict[str, Any], group: Any = None) -> Any:
+        """Return the object that the target makes, or the target if it is an object itself.
+
+        Args:
+            group: another group than the driver's.
+        """
         is_joinable = hasattr(function, "join_hook") and not isinstance(function, type)
         if not callable(function) or is_joinable:
             return function
         with self.doing("make"):
-            return Factory(function, arguments).make(self.context)
+            context = self.context
+            if group is not None:
+                context = {
+                    **context,
+                    "process_group": lambda: group,
+                    "rank": lambda: dist.get_rank(group),
+                    "world_size": lambda: dist.get_world_size(group),
+                }
+            return Factory(function, arguments).make(context)
 
     def _run_context(self, context: ContextInLoops) -> None:
         self.recorder.event("subject", is_context=True)
@@ -63,7 +76,7 @@ class JoinableDriver(RankDriver):
         if self.scenario.variant != "numbers":
             getattr(context, self.scenario.variant)()
 
-    def _run_joinable(self, made: Any, make: Callable[[], Any]) -> None:
+    def _run_joinable(self, made: Any, make: Callable[..., Any]) -> None:
         if not hasattr(made, "join_hook"):
             name = getattr(made, "__name__", type(made).__name__)
             raise TargetError(
@@ -100,7 +113,7 @@ class _Joinable(Contexts):
         make: makes more of them.
     """
 
-    def __init__(self, driver: RankDriver, made: Any, make: Callable[[], Any]) -> None:
+    def __init__(self, driver: RankDriver, made: Any, make: Callable[..., Any]) -> None:
         torchs = TorchsJoin.notify_join_context
         self._torchs = vars(TorchsJoin)["notify_join_context"]
 
@@ -187,6 +200,31 @@ class _Joinable(Contexts):
                 self.run(
                     [self.subject], self.own(inputs), [numbers.step], numbers.leaving, **options
                 )
+                numbers.left()
+
+    def two_groups(self) -> None:
+        """Train two joinables on two groups in turn; record what they compute.
+
+        A rank that is in one group alone has one joinable.
+        """
+        driver = self.driver
+        contexts = loop_contexts(driver.scenario, driver.world)
+        subjects = {False: self.subject}
+        if driver.rank in driver.scenario.twin_groups[0]:
+            subjects[True] = self._make(group=driver.twin_group)
+            if subjects[True] is subjects[False]:
+                self.note("one_object")
+                return
+        for number, context in enumerate(contexts):
+            if context.on_part not in subjects:
+                continue
+            self.subject = subjects[context.on_part]
+            self._contexts = number
+            ranks = group_of_loop(driver.scenario, driver.world, number)
+            numbers = Numbers(driver, self.subject, self._step)
+            with numbers.watched(number):
+                inputs = context.inputs[ranks.index(driver.rank)]
+                self.run([self.subject], inputs, [numbers.step], numbers.leaving)
                 numbers.left()
 
     def many(self) -> None:
