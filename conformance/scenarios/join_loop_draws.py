@@ -121,7 +121,7 @@ def _in_modes(scenario: Scenario, world: int, draw: random.Random) -> list[LoopC
 
 
 def draw_groups(scenario: Scenario, draw: random.Random, least: int = 2) -> Scenario:
-    """Return the scenario with one rank more than the subject needs, and a drawn part of them.
+    """Return the scenario with one rank more than the subject needs, and a drawn part.
 
     The ranks of the part have other numbers in it than in WORLD.
     """
