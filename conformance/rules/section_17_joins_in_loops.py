@@ -1,5 +1,6 @@
 """Section 17: joins in the loops of real programs: settings of torch, groups, nested contexts."""
 
+from conformance.judging.common_rules import require_error_of_collective
 from conformance.judging.oracles.join import (
     applies_to_context,
     is_context,
@@ -21,6 +22,7 @@ from conformance.judging.oracles.join_numbers import require_numbers
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.failing_collectives import JOINABLE as FAILING
 from conformance.scenarios.join_loop_draws import EVEN_ON_GROUPS, RAISES, loop_contexts
 from conformance.scenarios.joins_in_loops import ENTERED, MODES, TWO_GROUPS
 from conformance.subjects.claims import Claims
@@ -58,7 +60,7 @@ def modes(run: Run, claims: Claims, found: Found) -> None:
     "Contexts on two groups of a process are independent",
     on=(TWO_GROUPS,),
     owns=(TWO_GROUPS,),
-    needs=("17.7", "17.11"),
+    needs=("17.7", "17.11", "17.18", "17.20"),
     since="1.6",
     source="torch documentation, torch.distributed.new_group; torch.distributed.algorithms.join, "
     "Join: the group is that of its joinables; a model on all ranks and one on fewer",
@@ -91,7 +93,7 @@ def two_groups(run: Run, claims: Claims, found: Found) -> None:
     "A context object can be entered again",
     on=(ENTERED,),
     owns=(ENTERED,),
-    needs=("17.7", "17.10"),
+    needs=("17.5", "17.7", "17.10"),
     since="1.6",
     source="Python documentation, contextlib, Reusable context managers; torch's Join can be "
     "entered again, and a generator's context refuses",
@@ -123,3 +125,28 @@ def entered_again(run: Run, claims: Claims, found: Found) -> None:
         require_steps(run, member, found)
         require_post_hooks(run, member, found)
     require_agreement(run, found)
+
+
+@rule(
+    "17.34",
+    "Raises if a collective fails",
+    on=FAILING,
+    owns=FAILING,
+    needs=("17.7", "17.10", "17.23"),
+    since="1.6",
+    source="torch documentation, torch.distributed.Work.wait: a failed collective raises; the same "
+    "as 12.1 of hooks",
+    remedy="an except clause around a collective or around the calls of hooks; a context that ends "
+    "errors; a failure that is taken for the end of all inputs",
+)
+def fails(run: Run, claims: Claims, found: Found) -> None:
+    """If the call of a collective raises on one rank, of the context or of a joinable, in a step or
+    in a shadow, an error leaves the context on that rank: the collective's own, or one that names
+    it.
+
+    From a drawn context on, the first, the second or the third collective of the rank fails, each
+    in a run of its own. In a context with one joinable of the kit these are the collective of its
+    notification, that of a main hook, and the one in which the context finds out whether any rank
+    trains.
+    """
+    require_error_of_collective(run, "the context", found)

@@ -4,6 +4,7 @@ The contexts are the right one with one method changed. Some change modes of tor
 work of their own; others remember the first group, or the first time that they were entered.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -400,6 +401,71 @@ class RemembersErrors(Right):
         return super().__exit__(kind, error, trace)
 
 
+# ---- A collective fails
+
+
+class TakesErrorsForTheEnd(Right):
+    """Take an error of a main hook for the end of all inputs: no peer is there."""
+
+    def call_main_hooks(self) -> None:
+        try:
+            super().call_main_hooks()
+        except RuntimeError:
+            self.joinables = self.joinables[:0]
+            self.hooks = self.hooks[:0]
+            self.enable = False
+
+    def anybody_trains(self) -> bool:
+        return self.enable and super().anybody_trains()
+
+
+class NobodyAnswers(Right):
+    """Go on to the post hooks if it cannot find out whether any rank trains."""
+
+    def anybody_trains(self) -> bool:
+        try:
+            return super().anybody_trains()
+        except RuntimeError:
+            return False
+
+
+class NotifiesIfItCan(Right):
+    """Take steps without the notification if that fails."""
+
+    @staticmethod
+    def notify_join_context(joinable: Any) -> Any:
+        try:
+            return Right.notify_join_context(joinable)
+        except dist.DistBackendError:
+            return None
+
+
+class EndsErrorsOfPeers(Right):
+    """End the epoch quietly after a lost connection in its body."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
+        super().__exit__(kind, error, trace)
+        return isinstance(error, dist.DistNetworkError)
+
+
+class ShadowsIfItCan(Averages):
+    """Ignore the error of a shadow: a rank that has joined has nothing to lose."""
+
+    def shadow(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            super().shadow()
+
+
+class StepsIfItCan(Averages):
+    """Take part in a step with zeros if its notification fails."""
+
+    def step(self) -> None:
+        try:
+            super().step()
+        except dist.DistBackendError:
+            self.shadow()
+
+
 KIND = "joinable"
 HANG = (
     *("KeepsTheGroup", "HasOneAtATime", "RestoresEverything", "KeepsItsNeighbours"),
@@ -450,6 +516,17 @@ MUTANTS = [
             "AddsHooks",
             "AsksWithoutKeywords",
             "RemembersErrors",
+        )
+    ),
+    *(
+        Mutant(name, ("17.34",), kind=KIND)
+        for name in (
+            "TakesErrorsForTheEnd",
+            "NobodyAnswers",
+            "NotifiesIfItCan",
+            "EndsErrorsOfPeers",
+            "ShadowsIfItCan",
+            "StepsIfItCan",
         )
     ),
 ]

@@ -130,6 +130,12 @@ class ContextInLoops(ContextInTraining):
             if not self._has_begun:
                 return
 
+    def failing(self) -> None:
+        """Run contexts of one joinable; a collective of one of them fails on a rank."""
+        counters = self.counters()[:1]
+        for inputs in self.lengths:
+            self.count(counters, self.own(inputs))
+
     def _run_on_group(self, number: int) -> None:
         """Run a context, and the next one within it if that is nested."""
         ranks = group_of_loop(self.driver.scenario, self.driver.world, number)

@@ -227,6 +227,11 @@ class _Joinable(Contexts):
                 self.run([self.subject], inputs, [numbers.step], numbers.leaving)
                 numbers.left()
 
+    def failing(self) -> None:
+        """Run the joinable by itself; a collective of one of the contexts fails on a rank."""
+        for inputs in self.lengths:
+            self.run([self.subject], self.own(inputs), [self._step])
+
     def many(self) -> None:
         """Train one joinable in all contexts; record what it computes."""
         for number, inputs in enumerate(self.lengths):

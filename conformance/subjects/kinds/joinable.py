@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from conformance.scenarios import joins_in_loops, joins_in_training
+from conformance.scenarios.failing_collectives import JOINABLE as FAILING
 from conformance.scenarios.joinable import SCENARIOS
 from conformance.scenarios.kinds_in_clusters import JOINABLE as CLUSTERS
 from conformance.scenarios.kinds_in_clusters import JOINABLE_NUMBERS as CLUSTERS_OF_NUMBERS
@@ -38,6 +39,7 @@ JOINABLE = Kind(
         *CLUSTERS,
         *CLUSTERS_OF_NUMBERS,
         *joins_in_loops.ALL,
+        *FAILING,
     ),
     claims=table(min_world_size()),
     default_claims=_default,
