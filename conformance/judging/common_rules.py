@@ -212,7 +212,7 @@ def raises_if_collective_fails(
         its own; if wait() fails, one that is drawn, and sizes are drawn, too: 2**12 to 2**19
         elements. Both ranks have their turn.
         """
-        _require_raised(run, call, found)
+        require_error_of_collective(run, call, found)
 
     enter = rule(
         number,
@@ -236,7 +236,14 @@ _SWALLOWED = {
 }
 
 
-def _require_raised(run: Run, call: str, found: Found) -> None:
+def require_error_of_collective(run: Run, call: str, found: Found) -> None:
+    """Require that the error of the collective that the kit has failed leaves a call.
+
+    Args:
+        run: the run.
+        call: the call, in words.
+        found: receives the findings.
+    """
     rank = run.ranks[run.scenario.fault.rank]
     for fault in rank.all("fault"):
         if not fault["started"]:

@@ -20,6 +20,7 @@ from conformance.judging.oracles.join import (
 from conformance.judging.oracles.join_numbers import (
     require_gradients_of_trainers,
     require_last_state,
+    require_numbers,
     require_replicas,
 )
 from conformance.judging.rule import rule
@@ -247,18 +248,9 @@ def many(run: Run, claims: Claims, found: Found) -> None:
                 require_steps(part, member, found)
                 require_post_hooks(part, member, found)
         else:
-            _require_numbers(part, found)
+            require_numbers(part, found)
     if not found.checks:
         found.does_not_apply(NOTHING_TO_JUDGE)
-
-
-def _require_numbers(run: Run, found: Found) -> None:
-    """Require gradients, replicas and the last state, as far as each of them applies."""
-    for require in (require_gradients_of_trainers, require_replicas, require_last_state):
-        trial = Found()
-        require(run, trial)
-        found.checked(trial.checks)
-        found.failures += trial.failures
 
 
 @rule(

@@ -1,4 +1,4 @@
-"""Scenarios of averagers, optimizers, strategies and quantized collectives: a collective fails.
+"""Scenarios of averagers, optimizers, strategies, joins and quantized collectives: one fails.
 
 In some of them the call that issues the collective raises; parameters are small. The first, second
 and third collective from a step on fail, each in a run of its own. Optimizers have the same with
@@ -21,7 +21,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from conformance.scenarios import averager, collective, optimizer, strategy
+from conformance.scenarios import averager, collective, joinable, optimizer, strategy
 from conformance.scenarios.model import (
     CALL_FAILS,
     FAULTY_RANK,
@@ -102,6 +102,8 @@ COLLECTIVE = (
     *_call_fails(collective.PLAIN, "collective_call_fails", ""),
     *_work_fails(collective.PLAIN, "collective_work_fails", ""),
 )
+# A step is a context (``join_draws.py``).
+JOINABLE = _call_fails(joinable.PLAIN, "joinable_call_fails", "failing")
 _WAIT_FAILS = "waited"
 ASYNCHRONOUS = (
     replace(
@@ -112,7 +114,15 @@ ASYNCHRONOUS = (
         order="rank0_first",
     ),
 )
-ALL = (*AVERAGER, *OPTIMIZER, *OPTIMIZER_WITH_CLOSURES, *STRATEGY, *COLLECTIVE, *ASYNCHRONOUS)
+ALL = (
+    *AVERAGER,
+    *OPTIMIZER,
+    *OPTIMIZER_WITH_CLOSURES,
+    *STRATEGY,
+    *JOINABLE,
+    *COLLECTIVE,
+    *ASYNCHRONOUS,
+)
 
 
 def _log_uniform(draw: random.Random, first: int, last: int) -> int:
@@ -124,7 +134,8 @@ def _with_steps(scenario: Scenario, step: int, succeeding: int) -> Scenario:
     fault = replace(
         scenario.fault, step=step, succeeding=succeeding, rank=_rank_of_failure(scenario)
     )
-    return replace(scenario, steps=scenario.steps[:1] * (step + 1 + _MORE), fault=fault)
+    kind = scenario.steps[:1] or ("context",)
+    return replace(scenario, steps=kind * (step + 1 + _MORE), fault=fault)
 
 
 def _rank_of_failure(scenario: Scenario) -> int:

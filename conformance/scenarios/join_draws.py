@@ -33,6 +33,8 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
     - ``epochs``: 5 to 8 rows of uneven inputs.
     - ``many``: 3 on all ranks; then a row for each step of the scenario, with 0 to 3 inputs on each
       rank, and one more on a drawn rank; the same number on all ranks if the context breaks off.
+    - ``failing``: for each step of the scenario 1 to 3 on a rank whose first collective fails, and
+      none on the other one; if a later collective fails, none on the rank and 2 to 4 on the other.
 
     In rows of uneven inputs one rank has 3 to 6 inputs, one has 1 or 2, and one more has none.
     Ranks take turns, beginning with a drawn one.
@@ -62,6 +64,11 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
             # No rank shadows the steps of a rank whose context breaks off.
             rows.append(row[:1] * size if breaks_off(scenario, context) else row)
         return rows
+    if scenario.variant == "failing":
+        joins_early = scenario.fault.succeeding > 0
+        trains = [(place == scenario.fault.rank) != joins_early for place in range(size)]
+        most_inputs = [numbers.randint(1, 3) + joins_early for _ in scenario.steps]
+        return [tuple(count * one for one in trains) for count in most_inputs]
     if scenario.variant == "epochs":
         return [_uneven(numbers, size, first + row) for row in range(numbers.randint(5, 8))]
     return []

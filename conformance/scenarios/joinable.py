@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.scenarios.join_draws import drawn_lengths, drawn_order
+from conformance.scenarios.join_loop_draws import group_of_loop, loop_contexts
 from conformance.scenarios.model import Observation, Param, Scenario
 
 _JOINABLES = 3  # of the kit, in one context
@@ -183,8 +184,24 @@ SCENARIOS = (
 _ORDERS: dict[str, list[tuple[int, ...]]] = {"again": [(0, 1, 2), (2, 0, 1), (1, 2)]}
 
 
-def order(scenario: Scenario, context: int) -> tuple[int, ...]:
+def group_in_context(scenario: Scenario, rank: int, world: int, context: int) -> tuple[int, ...]:
+    """Return the global ranks of the group of a context; the rank may be none of them."""
+    if loop_contexts(scenario, world):
+        return group_of_loop(scenario, world, context)
+    return scenario.group_of(rank, world)
+
+
+def inputs_in_context(scenario: Scenario, group: Lengths, world: int, context: int) -> Lengths:
+    """Return the numbers of inputs of a group's ranks in a context."""
+    if contexts := loop_contexts(scenario, world):
+        return contexts[context].inputs
+    return lengths(scenario, group)[context]
+
+
+def order(scenario: Scenario, world: int, context: int) -> tuple[int, ...]:
     """Return the numbers of the kit's joinables in a context, in their order."""
+    if contexts := loop_contexts(scenario, world):
+        return contexts[context].joinables
     if scenario.variant in ("long", "epochs", "many"):
         return drawn_order(scenario, context)
     if scenario.variant in _ORDERS:

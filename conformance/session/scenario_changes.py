@@ -16,7 +16,13 @@ from conformance.judging.oracles.lossy import (
     TRIALS,
     TRIALS_OF_VALUES,
 )
-from conformance.scenarios import averager_training, kinds_in_clusters, optimizer_training
+from conformance.scenarios import (
+    averager_training,
+    join_loop_draws,
+    joins_in_loops,
+    kinds_in_clusters,
+    optimizer_training,
+)
 from conformance.scenarios.clusters import CLUSTERS, with_groups_of
 from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
 from conformance.scenarios.hook import (
@@ -119,6 +125,8 @@ def bring_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
     """Give every group as many ranks as the subject needs."""
     if scenario.name in _ON_TWO_GROUPS:
         return averager_training.on_two_groups(scenario, generator(scenario), claims.min_world_size)
+    if scenario.name == joins_in_loops.TWO_GROUPS.name:
+        return join_loop_draws.draw_groups(scenario, generator(scenario), claims.min_world_size)
     if scenario.name == JOINT.name:
         return with_ranks(scenario, claims.min_world_size)
     return with_groups_of(scenario, claims.min_world_size)
@@ -138,7 +146,12 @@ def has_fewer_ranks(scenario: Scenario, claims: Claims) -> bool:
     """Whether a scenario that brings its ranks has too few for the subject."""
     groups = (*scenario.groups, *scenario.twin_groups)
     smallest = min((len(group) for group in groups), default=scenario.size)
-    brings_ranks = scenario.name in (*_NAMES_OF_CLUSTERS, *_ON_TWO_GROUPS, JOINT.name)
+    brings_ranks = scenario.name in (
+        *_NAMES_OF_CLUSTERS,
+        *_ON_TWO_GROUPS,
+        joins_in_loops.TWO_GROUPS.name,
+        JOINT.name,
+    )
     return brings_ranks and smallest < claims.min_world_size
 
 

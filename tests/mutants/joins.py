@@ -44,6 +44,7 @@ class Right:
         return [joinable.join_hook(**kwargs) for joinable in self.joinables]
 
     def __enter__(self) -> None:
+        self.shadowed = 0
         for number, joinable in enumerate(self.joinables):
             joinable._join_config = _JoinConfig(self.enable, self.throw, self.is_first(number))
 

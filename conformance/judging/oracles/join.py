@@ -30,7 +30,13 @@ from conformance.judging.collective_order import disagreement
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import IncompleteRecord, RankRecord
 from conformance.records.run import Run, fed
-from conformance.scenarios.joinable import KEYWORDS, LEARNING_RATE, lengths, order
+from conformance.scenarios.joinable import (
+    KEYWORDS,
+    LEARNING_RATE,
+    group_in_context,
+    inputs_in_context,
+    order,
+)
 
 Event = dict[str, Any]
 
@@ -106,8 +112,10 @@ def members(run: Run) -> Iterator[Member]:
     """Yield every rank in every context, in the order of the contexts."""
     for context in sorted({event["step"] for rank in run.ranks for event in rank.all("step")}):
         for rank in run.ranks:
-            group = run.group(rank.rank)
-            yield Member(rank, context, lengths(run.scenario, group)[context], group)
+            group = group_in_context(run.scenario, rank.rank, run.world, context)
+            if rank.rank in group:
+                inputs = inputs_in_context(run.scenario, group, run.world, context)
+                yield Member(rank, context, inputs, group)
 
 
 def parts(run: Run, count: int) -> Iterator[Run]:
@@ -139,7 +147,9 @@ def joinables(run: Run, member: Member) -> tuple[int, ...]:
     The list of a context that is judged holds joinables of the kit only. The list of a joinable
     that is judged holds one of the kit beside it, or none.
     """
-    return order(run.scenario, member.context) if is_context(run) else (0,)
+    if not is_context(run):
+        return (0,)
+    return order(run.scenario, run.world, member.context)
 
 
 def require_steps(run: Run, member: Member, found: Found) -> None:

@@ -28,6 +28,7 @@ for bit: copies round nothing.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -42,19 +43,26 @@ NO_STATE = "it has no parameters, buffers or state_dict() that ranks replicate a
 COMPUTED_STATE = "its join computes a state: after even inputs it is not what a rank held before"
 
 
-def require_gradients_of_trainers(run: Run, found: Found, presumed: bool = False) -> None:
+Place = tuple[Member, int, int]
+"""A rank in a context, a step, and the number of a parameter."""
+
+
+def require_gradients_of_trainers(
+    run: Run, found: Found, presumed: bool = False, even_contexts: tuple[int, ...] = (0,)
+) -> None:
     """Require gradients that hold nothing of ranks that have joined, with the right divisor.
 
     Args:
         run: the run.
         found: receives the findings.
         presumed: at smaller sizes the gradients are means or sums: here they have to be, too.
+        even_contexts: have even inputs, on different groups; gradients that are means or sums in
+            one of them have to be so in all contexts.
     """
     places = {member.context: list(_places(run, member.context)) for member in members(run)}
     if not places[0]:
         found.does_not_apply(NO_GRADIENTS)
         return
-    size = len(run.group(0))
     for member, at, index in places[0]:
         got = _grad(member, at, index)
         is_finite = bool(_local_sum(run, member, at, index)[1].isfinite().all())
@@ -62,7 +70,7 @@ def require_gradients_of_trainers(run: Run, found: Found, presumed: bool = False
             place = f"{member}, step {at}, gradient of parameter {index}"
             found.require(False, "finite values", f"{place}: a value that is not finite")
             return
-    even = [d for d in (size, 1) if all(_fits(run, place, d) for place in places[0])]
+    even = [way for context in even_contexts for way in _ways(run, places[context])]
     if not even:
         if not presumed:
             found.does_not_apply(OTHER_GRADIENTS)
@@ -76,9 +84,21 @@ def require_gradients_of_trainers(run: Run, found: Found, presumed: bool = False
         )
         return
     own: set[bool] = set()
-    for context in sorted(places)[1:]:
+    # One even context alone shows the meaning, and needs no judgement.
+    begin = 0 if len(even_contexts) > 1 else 1
+    for context in sorted(places)[begin:]:
         for fed in places[context]:
-            _require_gradient(run, fed, found, even[0] > 1, own)
+            _require_gradient(run, fed, found, even[0], own)
+
+
+def _ways(run: Run, places: list[Place]) -> list[bool]:
+    """Return True if gradients after even inputs are means, and False if they are sums."""
+    size = len(places[0][0].group) if places else 0
+    return [
+        is_mean
+        for is_mean, divisor in ((True, size), (False, 1))
+        if places and all(_fits(run, place, divisor) for place in places)
+    ]
 
 
 def require_replicas(run: Run, found: Found) -> None:
@@ -133,8 +153,14 @@ def require_last_state(run: Run, found: Found) -> None:
                 )
 
 
-Place = tuple[Member, int, int]
-"""A rank in a context, a step, and the number of a parameter."""
+def require_numbers(run: Run, found: Found, even_contexts: tuple[int, ...] = (0,)) -> None:
+    """Require gradients, replicas and the last state, as far as each of them applies."""
+    require_gradients = partial(require_gradients_of_trainers, even_contexts=even_contexts)
+    for require in (require_gradients, require_replicas, require_last_state):
+        trial = Found()
+        require(run, trial)
+        found.checked(trial.checks)
+        found.failures += trial.failures
 
 
 def _contexts(run: Run) -> list[int]:

@@ -3,7 +3,7 @@
 import builtins
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.ranks.drivers._joinables import Counter, Model, Setter
+from conformance.ranks.drivers._mode_reader import ModeReader
 from conformance.ranks.drivers.base import RankDriver
 from conformance.scenarios.joinable import (
     KEYWORDS,
@@ -40,12 +41,18 @@ class Contexts:
         self.join = join
         self.notify = notify
         self._contexts = 0
+        self.reader: ModeReader | None = None
         group = driver.scenario.group_of(driver.rank, driver.world)
         self.lengths = lengths(driver.scenario, group)
 
     def counters(self) -> list[Counter]:
         count = joinables_of(self.driver.scenario)
         return [Counter(self.driver, index, self.notify) for index in range(count)]
+
+    def in_order(self, counters: list[Counter], context: int) -> list[Counter]:
+        """Return the joinables of a context, in its order."""
+        chosen = order(self.driver.scenario, self.driver.world, context)
+        return [counters[index] for index in chosen]
 
     def own(self, inputs: tuple[int, ...]) -> int:
         """Return the number of this rank's inputs."""
@@ -120,7 +127,9 @@ class Contexts:
         self.driver.begin_step(self._contexts, "context")
         self._contexts += 1
         names = ", ".join(type(joinable).__name__ for joinable in joinables)
-        with self.driver.inside(f"the context of {names}"):
+        with self.driver.inside(f"the context of {names}"), ExitStack() as stack:
+            if self.reader:
+                stack.enter_context(self.reader.watched())
             yield
 
     def _train(
@@ -131,15 +140,23 @@ class Contexts:
         options: dict[str, Any],
         then: Callable[[], object] = lambda: None,
     ) -> None:
-        with self.join(joinables, **options):
-            self.note("begun")
-            for at in range(inputs):
-                for step in steps:
-                    step()
-                self.note("took", at=at)
-            then()
-            self.note("leaving")
+        with self._context(joinables, options):
+            self._take_steps(inputs, steps, then)
         self.note("left")
+
+    def _context(self, joinables: list[Any], options: dict[str, Any]) -> Any:
+        """Return the context to enter."""
+        return self.join(joinables, **options)
+
+    def _take_steps(self, inputs: int, steps: Steps, then: Callable[[], object]) -> None:
+        """Run the body of a context."""
+        self.note("begun")
+        for at in range(inputs):
+            for step in steps:
+                step()
+            self.note("took", at=at)
+        then()
+        self.note("leaving")
 
     def _train_to_its_error(
         self,
@@ -166,6 +183,8 @@ class Contexts:
 
     def note(self, name: str, /, **fields: Any) -> None:
         self.driver.recorder.event(name, **fields)
+        if self.reader:
+            self.reader.at(name)
 
 
 class JudgedContext(Contexts):
@@ -188,8 +207,7 @@ class JudgedContext(Contexts):
         """Use the same joinables again, in another order and number."""
         counters = self.counters()
         for number, inputs in enumerate(self.lengths):
-            chosen = [counters[index] for index in order(self.driver.scenario, number)]
-            self.count(chosen, self.own(inputs))
+            self.count(self.in_order(counters, number), self.own(inputs))
 
     def disabled(self) -> None:
         counters = self.counters()

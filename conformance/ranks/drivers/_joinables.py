@@ -70,7 +70,7 @@ class Counter(OfGroup):
         The slots of steps come first, then the slots of shadows.
         """
         bits = torch.zeros(2 * self.count, dtype=torch.int64, device=self.device)
-        bits[slot] = 1 << self.driver.group_rank
+        bits[slot] = 1 << dist.get_rank(self.group)
         self.note("sums")
         dist.all_reduce(bits, group=self.group)
         self.note("summed", sums=bits.tolist())

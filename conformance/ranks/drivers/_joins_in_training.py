@@ -13,7 +13,6 @@ from conformance.scenarios.join_draws import (
     divides_by_all,
     place_of_ddp,
 )
-from conformance.scenarios.joinable import order
 
 
 class HookFailed(Exception):
@@ -31,7 +30,7 @@ class ContextInTraining(JudgedContext):
         """Use the same joinables in one context after another; some end with an exception."""
         counters = self.counters()
         for number, inputs in enumerate(self.lengths):
-            chosen = [counters[index] for index in order(self.driver.scenario, number)]
+            chosen = self.in_order(counters, number)
             if breaks_off(self.driver.scenario, number):
                 self.break_off(chosen, self.own(inputs), [one.step for one in chosen], number)
             else:
@@ -80,9 +79,7 @@ class ContextInTraining(JudgedContext):
             with torch.no_grad():
                 for tensor in (*model.parameters(), *model.buffers()):
                     tensor.zero_()
-            joinables: list[Any] = [
-                counters[index] for index in order(self.driver.scenario, number)
-            ]
+            joinables: list[Any] = [*self.in_order(counters, number)]
             steps: list[Any] = [counter.step for counter in joinables]
             place = place_of_ddp(self.driver.scenario, number)
             joinables.insert(place, ddp)

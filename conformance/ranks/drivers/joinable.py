@@ -11,16 +11,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchsJoin
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._contexts import Contexts, Steps
 from conformance.ranks.drivers._join_numbers import Numbers
 from conformance.ranks.drivers._joinables import Counter
-from conformance.ranks.drivers._joins_in_training import ContextInTraining
+from conformance.ranks.drivers._joins_in_loops import ContextInLoops
+from conformance.ranks.drivers._mode_reader import ModeReader, ReadingCounter
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.resolve import Factory
 from conformance.scenarios.join_draws import DIVISOR, breaks_off, divides_by_all
+from conformance.scenarios.join_loop_draws import ENDS, group_of_loop, loop_contexts
 from conformance.scenarios.joinable import KEYWORDS
 
 _CHOSEN_BY_KIT = {"enable", "throw_on_early_termination"}
@@ -38,30 +41,42 @@ class JoinableDriver(RankDriver):
             if given := _CHOSEN_BY_KIT & arguments.keys():
                 names = ", ".join(sorted(given))
                 raise TargetError(f"{names}: the scenarios choose it; leave it out of the target")
-            self._run_context(ContextInTraining(self, subject, function.notify_join_context))
+            self._run_context(ContextInLoops(self, subject, function.notify_join_context))
             return
         make = functools.partial(self._make_from, function, arguments)
         made = make()
         if _is_context(made):
-            self._run_context(ContextInTraining(self, made, made.notify_join_context))
+            self._run_context(ContextInLoops(self, made, made.notify_join_context))
         else:
             self._run_joinable(made, make)
 
-    def _make_from(self, function: Any, arguments: dict[str, Any]) -> Any:
-        """Return the object that the target makes, or the target if it is an object itself."""
+    def _make_from(self, function: Any, arguments: dict[str, Any], group: Any = None) -> Any:
+        """Return the object that the target makes, or the target if it is an object itself.
+
+        Args:
+            group: another group than the driver's.
+        """
         is_joinable = hasattr(function, "join_hook") and not isinstance(function, type)
         if not callable(function) or is_joinable:
             return function
         with self.doing("make"):
-            return Factory(function, arguments).make(self.context)
+            context = self.context
+            if group is not None:
+                context = {
+                    **context,
+                    "process_group": lambda: group,
+                    "rank": lambda: dist.get_rank(group),
+                    "world_size": lambda: dist.get_world_size(group),
+                }
+            return Factory(function, arguments).make(context)
 
-    def _run_context(self, context: ContextInTraining) -> None:
+    def _run_context(self, context: ContextInLoops) -> None:
         self.recorder.event("subject", is_context=True)
         # The numbers that a joinable computes are no concern of a context's.
         if self.scenario.variant != "numbers":
             getattr(context, self.scenario.variant)()
 
-    def _run_joinable(self, made: Any, make: Callable[[], Any]) -> None:
+    def _run_joinable(self, made: Any, make: Callable[..., Any]) -> None:
         if not hasattr(made, "join_hook"):
             name = getattr(made, "__name__", type(made).__name__)
             raise TargetError(
@@ -98,7 +113,7 @@ class _Joinable(Contexts):
         make: makes more of them.
     """
 
-    def __init__(self, driver: RankDriver, made: Any, make: Callable[[], Any]) -> None:
+    def __init__(self, driver: RankDriver, made: Any, make: Callable[..., Any]) -> None:
         torchs = TorchsJoin.notify_join_context
         self._torchs = vars(TorchsJoin)["notify_join_context"]
 
@@ -154,6 +169,20 @@ class _Joinable(Contexts):
                 [self.subject], self.own(inputs), [self._step], throw_on_early_termination=True
             )
 
+    def modes(self) -> None:
+        """Run it beside a joinable that reads the modes; the modes of its modules are drawn."""
+        self.reader = ModeReader(self.driver)
+        counter = ReadingCounter(self.reader, 0, self.notify)
+        parts = getattr(self.subject, "__dict__", {})
+        for name, part in {"subject": self.subject, **parts}.items():
+            if isinstance(part, torch.nn.Module):
+                self.reader.watch(name, part)
+        for number, context in enumerate(loop_contexts(self.driver.scenario, self.driver.world)):
+            if context.ending == ENDS:
+                self._contexts = number
+                self.reader.draw(number)
+                self._run_beside(counter, context.inputs, is_first=number % 2 == 0)
+
     def numbers(self) -> None:
         """Train the joinable, a new one in each context but the last; record what it computes.
 
@@ -172,6 +201,36 @@ class _Joinable(Contexts):
                     [self.subject], self.own(inputs), [numbers.step], numbers.leaving, **options
                 )
                 numbers.left()
+
+    def two_groups(self) -> None:
+        """Train two joinables on two groups in turn; record what they compute.
+
+        A rank that is in one group alone has one joinable.
+        """
+        driver = self.driver
+        contexts = loop_contexts(driver.scenario, driver.world)
+        subjects = {False: self.subject}
+        if driver.rank in driver.scenario.twin_groups[0]:
+            subjects[True] = self._make(group=driver.twin_group)
+            if subjects[True] is subjects[False]:
+                self.note("one_object")
+                return
+        for number, context in enumerate(contexts):
+            if context.on_part not in subjects:
+                continue
+            self.subject = subjects[context.on_part]
+            self._contexts = number
+            ranks = group_of_loop(driver.scenario, driver.world, number)
+            numbers = Numbers(driver, self.subject, self._step)
+            with numbers.watched(number):
+                inputs = context.inputs[ranks.index(driver.rank)]
+                self.run([self.subject], inputs, [numbers.step], numbers.leaving)
+                numbers.left()
+
+    def failing(self) -> None:
+        """Run the joinable by itself; a collective of one of the contexts fails on a rank."""
+        for inputs in self.lengths:
+            self.run([self.subject], self.own(inputs), [self._step])
 
     def many(self) -> None:
         """Train one joinable in all contexts; record what it computes."""

@@ -15,7 +15,8 @@ A run is a sequence of contexts; a step of its record is a context.
 from collections.abc import Mapping
 from typing import Any
 
-from conformance.scenarios import joins_in_training
+from conformance.scenarios import joins_in_loops, joins_in_training
+from conformance.scenarios.failing_collectives import JOINABLE as FAILING
 from conformance.scenarios.joinable import SCENARIOS
 from conformance.scenarios.kinds_in_clusters import JOINABLE as CLUSTERS
 from conformance.scenarios.kinds_in_clusters import JOINABLE_NUMBERS as CLUSTERS_OF_NUMBERS
@@ -32,7 +33,14 @@ JOINABLE = Kind(
     "a join context, as torch's Join, or a joinable",
     ("17",),
     reference="hooks_ref:Join",
-    scenarios=(*SCENARIOS, *joins_in_training.ALL, *CLUSTERS, *CLUSTERS_OF_NUMBERS),
+    scenarios=(
+        *SCENARIOS,
+        *joins_in_training.ALL,
+        *CLUSTERS,
+        *CLUSTERS_OF_NUMBERS,
+        *joins_in_loops.ALL,
+        *FAILING,
+    ),
     claims=table(min_world_size()),
     default_claims=_default,
     bound=True,

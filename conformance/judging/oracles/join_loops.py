@@ -1,0 +1,115 @@
+"""Right modes in a join context, and other requirements of joins in loops.
+
+The code around a context sets modes: of autograd and autocast, torch's default dtype, and the mode
+of training of each module. The body of the context, its hooks and the code after it are that
+code's, too. So all readings in a context have to be those of the reading before it.
+
+A joinable's own step may change the modes of its modules, and the first of its steps does. Only the
+join is judged then: after it, they are those at the end of the body, on ranks with an input.
+"""
+
+from collections.abc import Iterator
+
+from conformance.judging.oracles.join import Event, Member, is_context, members, raised
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+
+_BEFORE = "before the context"
+_IN_HOOKS = ("in a main hook", "in a post hook")
+
+
+def require_modes(run: Run, found: Found) -> None:
+    """Require the modes that the code around each context has set."""
+    hooks = 0
+    for member in members(run):
+        readings = list(member.events("modes"))
+        if not readings or readings[0]["place"] != _BEFORE:
+            found.require(False, "modes on record", f"{member}: none")
+            continue
+        _require_modes_of_torch(member, readings, found)
+        _require_modes_of_modules(run, member, readings, found)
+        hooks += _count_of_hooks(member, found)
+    if not hooks and not found.failures:
+        found.lacks_evidence("no hook has read the modes")
+
+
+def require_collectives_of_group(member: Member, found: Found) -> None:
+    """Require that a context issues collectives on ranks of its group alone."""
+    for event in member.events("collective"):
+        found.require(
+            set(event["group"]) <= set(member.group),
+            f"collectives of ranks {member.group} only",
+            f"{member}: {event['what']} on ranks {event['group']}",
+            "the group of another context of the process",
+        )
+
+
+def refuses_to_be_entered_again(run: Run) -> bool:
+    """Return whether a context raises on all ranks as it is entered for the second time."""
+    second = [member for member in members(run) if member.context == 1]
+    return len(second) == run.world and all(
+        raised(member) and not list(member.events("begun")) for member in second
+    )
+
+
+def require_came_to_its_end(member: Member, found: Found) -> None:
+    """Require that no exception has left a context."""
+    error = raised(member)
+    found.require(not error, "no exception", f"{member}: {error}")
+
+
+def _require_modes_of_torch(member: Member, readings: list[Event], found: Found) -> None:
+    before = readings[0]["modes"]
+    for event in readings[1:]:
+        for name, value in event["modes"].items():
+            right = before.get(name)
+            found.require(
+                value == right,
+                f"{name} {right}, as before the context",
+                f"{member}: {name} {value} {event['place']}",
+                "the context, or a hook, changes it for its own work",
+            )
+
+
+def _require_modes_of_modules(
+    run: Run, member: Member, readings: list[Event], found: Found
+) -> None:
+    before: Event = readings[0]
+    judged = readings[1:]
+    if not is_context(run):
+        if not member.own_inputs:
+            return
+        before = list(_until_end_of_body(readings))[-1]
+        judged = readings[readings.index(before) + 1 :]
+    for event in judged:
+        changed = [
+            name for name, mode in event["training"].items() if mode != before["training"].get(name)
+        ]
+        names = ", ".join(f"{name} {event['training'][name]}" for name in changed[:3])
+        found.require(
+            not changed,
+            f"the mode of training that {_owner(run)} has set on each module",
+            f"{member}: training is {names} {event['place']}",
+            "train() or eval() changes all parts of a model, also those that were frozen",
+        )
+
+
+def _until_end_of_body(readings: list[Event]) -> Iterator[Event]:
+    """Yield the readings up to the last one of the body."""
+    for event in readings:
+        if event["place"] in (*_IN_HOOKS, "after the context"):
+            return
+        yield event
+
+
+def _owner(run: Run) -> str:
+    return "the trainer" if is_context(run) else "the trainer or a step"
+
+
+def _count_of_hooks(member: Member, found: Found) -> int:
+    """Return the number of readings in hooks, and count all of them."""
+    hooks = 0
+    for event in member.events("modes_read"):
+        found.checked(sum(event["counts"].values()))
+        hooks += sum(event["counts"].get(place, 0) for place in _IN_HOOKS)
+    return hooks
