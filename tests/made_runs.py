@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from conformance.judging.oracles.mean import mean
-from conformance.judging.verdict import Failure
+from conformance.judging.verdict import Failure, Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
+from conformance.rules import book
 from conformance.scenarios.hook import VALUES
 from conformance.scenarios.model import Scenario
+from conformance.subjects.claims import parse_claims
 
 Result = Callable[[Run, int, int, int], torch.Tensor]
 
@@ -102,3 +104,12 @@ def read_failures(failures: Iterable[Failure]) -> str:
     return "\n".join(
         textwrap.fill(line, 90, subsequent_indent="    ", break_long_words=False) for line in lines
     )
+
+
+def refused(number: str, records: Run | dict[str, Run], claims: str = "exact") -> str:
+    """Return the failures of one rule as people read them, each sort of failure once."""
+    rule = book()[number]
+    found = Found()
+    rule.check(records, parse_claims(claims, rule.kind), found)
+    first = {failure.expected: failure for failure in reversed(found.failures)}
+    return read_failures(reversed(first.values()))
