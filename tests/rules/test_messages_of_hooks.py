@@ -4,6 +4,7 @@ Mutants show the messages of most failures. Here are those of failures that anot
 first, or that take two defects.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import expecttest
@@ -12,7 +13,16 @@ import torch
 
 from conformance.judging.oracles.mean import mean
 from conformance.records.run import Run
-from conformance.scenarios.hook import BUCKETS, LONG, ORDERED, UNUSED, VALUES, VIEWS
+from conformance.scenarios.hook import (
+    BUCKETS,
+    LONG,
+    OPTIMIZERS,
+    ORDERED,
+    SPECIAL,
+    UNUSED,
+    VALUES,
+    VIEWS,
+)
 from tests.made_runs import Result, event, made_run, refused
 
 
@@ -112,6 +122,10 @@ Actual: rank 0, step 0: calls for buckets [0, 0]""",
     )
 
 
+WITH_AND_WITHOUT = "the same gradients with the option and without"
+NEARLY_THE_SAME = "the same results with gradient_as_bucket_view=True and without"
+
+
 @pytest.mark.parametrize(
     ("views", "values", "claims", "text"),
     [
@@ -123,9 +137,7 @@ Actual: rank 0, step 0: calls for buckets [0, 0]""",
 def test_gradients_as_views(views: Result, values: Result, claims: str, text: str) -> None:
     runs = {"views@2": made_run(views, VIEWS), "values@2": made_run(values)}
     found = refused("1.10", runs, claims)
-    expected = "the same gradients with the option and without"
-    if claims == "compressed":
-        expected = "the same results with gradient_as_bucket_view=True and without"
+    expected = NEARLY_THE_SAME if claims == "compressed" else WITH_AND_WITHOUT
     assert found.startswith(f"Expected: {expected}\nActual: {text}")
 
 
@@ -330,3 +342,98 @@ def test_failures_that_are_swallowed(number: str, event_before: str) -> None:
     other.ranks[1].exit = 77
     found = refused(number, other).replace("\n    ", " ")
     assert f"after {event_before}: the collective's own, or one that names it" in found
+
+
+def test_parity_with_vanilla_ddp() -> None:
+    ours = noted(*(event("model", step, scale=1024) for step in range(9)), scenario=OPTIMIZERS)
+    theirs = noted(*(event("model", step, scale=512) for step in range(9)), scenario=OPTIMIZERS)
+    runs = {"optimizers@2": ours, "vanilla optimizers@2": theirs}
+    expecttest.assert_expected_inline(
+        "\n".join((refused("6.1", runs), refused("6.2", runs))),
+        """\
+Expected: a loss scale of 512, as under vanilla DDP
+Actual: rank 0, step 0: 1024
+Expected: a skipped step
+Actual: rank 0, step 3: the scaler found no overflow""",
+    )
+
+
+def test_zeros() -> None:
+    special = made_run(lambda run, r, s, i: mean(run, r, s, i) + 1, SPECIAL)
+    expecttest.assert_expected_inline(
+        refused("8.3", special, "unbiased"),
+        """\
+Expected: zeros for zeros
+Actual: rank 0, step 4, parameter p0: other values""",
+    )
+
+
+def test_schedules_of_collectives() -> None:
+    fields = {"named": "0", "call": 1, "inside": True, "callback": False}
+    one = event("collective", 1, what="allreduce SUM 47 float32", group=[0, 1], **fields)
+    other = event("collective", 1, what="allreduce 94 float32", group=[0, 1], **fields)
+    late = {**other, "group": [1, 0], "inside": False}
+    differing = noted(one)
+    differing.ranks[1].one("collective")["what"] = "allreduce SUM 94 float32"
+    crossed = noted(one, late)
+    crossed.ranks[1].events.sort(key=lambda event: event.get("group") == [0, 1])
+    expecttest.assert_expected_inline(
+        "\n".join(
+            (
+                refused("10.2", differing),
+                refused("10.6", crossed),
+                refused("10.7", {"values@2": noted(one), "other_values@2": noted(other)}),
+            )
+        ),
+        """\
+Expected: the same collectives on every rank of a group
+Actual: ranks disagree in collective 1 of the group of ranks 0, 1: rank 0 issues allreduce
+    SUM 47 float32 (step 1, bucket 0), rank 1 allreduce SUM 94 float32 (step 1, bucket 0)
+Expected: one order of groups on ranks that share several
+Actual: rank 0 issues allreduce SUM 47 float32 (step 1, bucket 0) on the group of ranks 0,
+    1, and rank 1 allreduce 94 float32 (step 1, bucket 0, outside the hook) on the group
+    of ranks 1, 0 first
+Expected: the same collectives whatever PYTHONHASHSEED is
+Actual: rank 0 issues allreduce SUM 47 float32 (step 1, bucket 0) as collective 1 in
+    values@2, and in values@2 allreduce 94 float32 (step 1, bucket 0)""",
+    )
+
+
+def test_orders_and_runs_that_differ() -> None:
+    def other(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+        return mean(run, rank, step, index) * (1 + rank)
+
+    expecttest.assert_expected_inline(
+        refused("3.1", made_run(other)),
+        """\
+Expected: the same bits
+Actual: ranks 0 and 1 differ at step 0, grad/p0, element 0: -64 and -128""",
+    )
+
+
+def test_fewer_ranks_than_claimed() -> None:
+    expecttest.assert_expected_inline(
+        refused("2.11", made_run(world=1)),
+        """\
+Expected: an error on every rank
+Actual: values@1: every rank came to its end without an error
+Likely cause: min_world_size is claimed, but the subject does not check it""",
+    )
+
+
+def test_draws_that_all_ranks_share() -> None:
+    def noisy(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + index)
+        right = mean(run, rank, step, index)
+        return right + torch.randn(right.shape, generator=generator)
+
+    scenario = replace(VALUES, steps=("constant",) * 8)
+    runs = {f"draws@{world}": made_run(noisy, scenario, world) for world in (2, 4)}
+    expecttest.assert_expected_inline(
+        refused("13.14", runs, "unbiased"),
+        """\
+Expected: a variance on 4 ranks of at most 0.75 of that on 2, where independent draws give
+    0.5
+Actual: 1 of it
+Likely cause: all ranks draw the same random numbers""",
+    )
