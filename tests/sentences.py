@@ -9,7 +9,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from tests.failures_on_file import without_values
@@ -73,6 +73,7 @@ class Template:
         return any(longest in text and self.pattern.search(text) for text in texts)
 
 
+@cache
 def templates() -> list[Template]:
     """Return the sentences of the code that judges."""
     trees = {
@@ -89,6 +90,16 @@ def templates() -> list[Template]:
         sentences.visit(tree)
         found += sentences.found
     return found
+
+
+def of_module(path: str, source: str) -> list[Template]:
+    """Return the sentences of one module."""
+    tree = ast.parse(source)
+    names = _Names()
+    names.visit(tree)
+    sentences = _Sentences(path, names)
+    sentences.visit(tree)
+    return sentences.found
 
 
 class _Names(ast.NodeVisitor):
@@ -235,7 +246,7 @@ def _parts(node: ast.AST) -> list[str | ast.AST] | None:
     return None
 
 
-_SAME_PLACES = re.compile(rf"{PLACE}(?:(?:, | and |,? ){PLACE})+")
+_SAME_PLACES = re.compile(rf"(?:{PLACE}|\?)(?:(?:, | and |,? )(?:{PLACE}|\?))+")
 
 
 def _plain(text: str) -> str:
