@@ -1,16 +1,19 @@
 """The messages on contexts and joinables, on records written by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import expecttest
 import pytest
+import torch
 
 from conformance.judging.oracles import join
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import IncompleteRecord, RankRecord
 from conformance.records.run import Run
-from conformance.scenarios.joinable import UNEVEN
-from tests.made_runs import event, read_failures
+from conformance.scenarios.joinable import DISABLED, OUTSIDE, RAISES, SUBGROUPS, THROWS, UNEVEN
+from conformance.scenarios.model import Scenario
+from tests.made_runs import event, read_failures, refused
 
 
 def run(*events: dict[str, Any], is_context: bool = True) -> Run:
@@ -101,3 +104,117 @@ def test_ranks_with_other_kinds_of_subjects_are_described() -> None:
     assert caught.value.actual == (
         "it is a context on ranks [0] alone, and a joinable on the others"
     )
+
+
+def of_rule(number: str, scenario: Scenario, *events: dict[str, Any], **fields: Any) -> str:
+    """Return the failures of a rule on two ranks with the same events."""
+    records = run(*events, **fields)
+    records.scenario = scenario
+    return refused(number, records)
+
+
+def test_contexts_are_described() -> None:
+    what = "allreduce SUM 4 float32"
+    place = {"named": "0", "call": 0, "inside": True}
+    issued = event("collective", 0, what=what, group=[0, 1, 2, 3], **place)
+    swallowed = event("came_out", 0, error="", same=False)
+    steps = [
+        event("outside", 0, name="DDP", when="before the context", at="begin"),
+        event("outside", 0, name="DDP", when="before the context", at="end"),
+        event("outside", 0, name="DDP", when="after the context", at="begin"),
+        event("collective", 0, what="allreduce SUM 4 float32"),
+        event("outside", 0, name="DDP", when="after the context", at="end"),
+    ]
+    expecttest.assert_expected_inline(
+        "\n".join(
+            (
+                of_rule("17.2", UNEVEN, is_context=False),
+                of_rule("17.8", DISABLED, issued),
+                of_rule("17.9", THROWS, event("came_out", 0, error="Ended: no", same=False)),
+                of_rule("17.9", replace(THROWS, variant="uneven"), swallowed),
+                of_rule("17.10", RAISES, swallowed),
+                of_rule("17.11", SUBGROUPS, issued),
+                of_rule("17.16", OUTSIDE, *steps),
+                of_rule("17.17", UNEVEN, event("main", 0, joinable=1, would_notify=True)),
+                of_rule("17.23", UNEVEN, swallowed, event("post", 0, joinable=1, last=True)),
+            )
+        ),
+        """\
+Expected: steps on record
+Actual: there are none
+Expected: 2 collectives of joinable 0
+Actual: rank 0, context 0 with inputs (2, 2): 0
+Expected: 0 collectives, those of the joinables
+Actual: rank 0, context 0 with inputs (2, 2): 1 collectives
+Expected: no exception
+Actual: rank 0, context 0 with inputs (2, 2): Ended: no
+Expected: 2 steps
+Actual: rank 0, context 0 with inputs (2, 2): 0 steps
+Expected: an exception on every rank
+Actual: rank 0, context 0 with inputs (3, 2): it left the context without one
+Expected: 2 steps
+Actual: rank 0, context 0 with inputs (3, 2): 0 steps
+Expected: the exception that was raised
+Actual: rank 0, context 0 with inputs (1, 1): nothing came out: it was swallowed
+Expected: 4 collectives of joinable 0
+Actual: rank 0, context 0 with inputs (4, 3): 0
+Expected: post hooks
+Actual: rank 0, context 0 with inputs (4, 3): none
+Expected: collectives of ranks (0, 2) only
+Actual: rank 0, context 0 with inputs (4, 3): allreduce SUM 4 float32 on ranks [0, 1, 2,
+    3]
+Likely cause: join_process_group is WORLD, or a group= is missing
+Expected: 0 collectives, as before
+Actual: rank 0, a step of DDP after the context: 1
+Likely cause: its joinables stay enabled
+Expected: a joinable that does not notify
+Actual: rank 0, context 0 with inputs (3, 2): joinable 1 is enabled and first in its main
+    hook
+Expected: the HookFailed that was raised
+Actual: rank 0, context 0 with inputs (3, 2): nothing came out: it was swallowed
+Expected: no post hook
+Actual: rank 0, context 0 with inputs (3, 2): post hooks of joinables [1] after the
+    exception""",
+    )
+
+
+def test_numbers_are_described() -> None:
+    records = run(event("summed", 0, joinable=1, sums=[1, 0, 2, 0, 0, 0]))
+    for rank in records.ranks:
+        rank.tensors = {"0/buffer": torch.zeros(1)}
+        for step in range(3):
+            for index, spec in enumerate(UNEVEN.params):
+                rank.tensors[f"0/{step}/grad/p{index}"] = torch.ones(spec.shape)
+    found = Found()
+    member = next(join.members(records))
+    join.require_steps(records, member, found)
+    join.require_step_count(member, found)
+    join.require_gradients(records, member, found, by_all=False)
+    join.require_parameters(records, member, found, by_all=True)
+    join.require_raised(member, "HookFailed", found)
+    different = run(event("collective", 0, what="allreduce 1 float32", group=[0, 1], named="0"))
+    for rank in different.ranks:
+        rank.one("collective")["what"] = f"allreduce {rank.rank} float32"
+        rank.one("collective").update(call=0, inside=True)
+    join.require_agreement(different, found)
+    first = {failure.expected: failure for failure in reversed(found.failures)}
+    expecttest.assert_expected_inline(
+        read_failures(reversed(first.values())),
+        """\
+Expected: 3 collectives of joinable 0
+Actual: rank 0, context 0 with inputs (3, 2): 0
+Expected: 3 collectives of joinable 1
+Actual: rank 0, context 0 with inputs (3, 2): 1
+Expected: joinable 1 stepped by ranks [0, 1], shadowed by ranks []
+Actual: rank 0, context 0 with inputs (3, 2), step 0: joinable 0 stepped by ranks [0],
+    joinable 2 stepped by ranks [1]
+Likely cause: ranks meet in collectives of different joinables: main hooks are called in
+    another order than the list's
+Expected: 3 collectives of joinable 2
+Actual: rank 0, context 0 with inputs (3, 2): 0
+Expected: 3
+Actual: rank 0, context 0 with inputs (3, 2), the buffer that counts steps, index 0: 0
+Expected: the HookFailed that was raised
+Actual: rank 0, context 0 with inputs (3, 2): nothing came out: it was swallowed""",
+    )
+    assert join.raised(next(join.members(run()))) == "it never came out"
