@@ -1,18 +1,19 @@
 """The messages on contexts and joinables, on records written by hand."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import expecttest
 import pytest
 import torch
 
-from conformance.judging.oracles import join
+from conformance.judging.oracles import join, join_numbers
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import IncompleteRecord, RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.joinable import DISABLED, OUTSIDE, RAISES, SUBGROUPS, THROWS, UNEVEN
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import Param, Scenario
 from tests.made_runs import event, read_failures, refused
 
 
@@ -179,12 +180,12 @@ Actual: rank 0, context 0 with inputs (3, 2): post hooks of joinables [1] after 
 
 
 def test_numbers_are_described() -> None:
-    records = run(event("summed", 0, joinable=1, sums=[1, 0, 2, 0, 0, 0]))
+    summed = event("summed", 0, joinable=1, sums=[1, 0, 2, 0, 0, 0])
+    records = run(summed, event("summed", 0, joinable=0, sums=[0] * 6))
+    records.scenario = replace(UNEVEN, params=(Param((5,)),))
     for rank in records.ranks:
         rank.tensors = {"0/buffer": torch.zeros(1)}
-        for step in range(3):
-            for index, spec in enumerate(UNEVEN.params):
-                rank.tensors[f"0/{step}/grad/p{index}"] = torch.ones(spec.shape)
+        rank.tensors["0/0/grad/p0"] = torch.ones(5)
     found = Found()
     member = next(join.members(records))
     join.require_steps(records, member, found)
@@ -194,15 +195,16 @@ def test_numbers_are_described() -> None:
     join.require_raised(member, "HookFailed", found)
     different = run(event("collective", 0, what="allreduce 1 float32", group=[0, 1], named="0"))
     for rank in different.ranks:
-        rank.one("collective")["what"] = f"allreduce {rank.rank} float32"
+        rank.one("collective")["what"] = f"allreduce {rank.rank + 1} float32"
         rank.one("collective").update(call=0, inside=True)
     join.require_agreement(different, found)
-    first = {failure.expected: failure for failure in reversed(found.failures)}
     expecttest.assert_expected_inline(
-        read_failures(reversed(first.values())),
+        read_failures(found.failures[:8] + found.failures[-4:]),
         """\
 Expected: 3 collectives of joinable 0
-Actual: rank 0, context 0 with inputs (3, 2): 0
+Actual: rank 0, context 0 with inputs (3, 2): 1
+Expected: joinable 0 stepped by ranks [0, 1], shadowed by ranks []
+Actual: rank 0, context 0 with inputs (3, 2), step 0: by no rank
 Expected: 3 collectives of joinable 1
 Actual: rank 0, context 0 with inputs (3, 2): 1
 Expected: joinable 1 stepped by ranks [0, 1], shadowed by ranks []
@@ -214,7 +216,82 @@ Expected: 3 collectives of joinable 2
 Actual: rank 0, context 0 with inputs (3, 2): 0
 Expected: 3
 Actual: rank 0, context 0 with inputs (3, 2), the buffer that counts steps, index 0: 0
+Expected: -64
+Actual: rank 0, context 0 with inputs (3, 2), step 0, gradient of p0, index 0: 1
+Likely cause: DDP divides by the sum over all ranks in its notification: joined ranks have
+    to add 0
+Expected: a record
+Actual: rank 0, context 0 with inputs (3, 2), step 1, gradient of p0: none
+Expected: a record
+Actual: rank 0, context 0 with inputs (3, 2), step 1, gradient of p0: none
+Expected: a record
+Actual: rank 0, context 0 with inputs (3, 2), step 2, gradient of p0: none
+Expected: a record
+Actual: rank 0, context 0 with inputs (3, 2), parameter p0 afterwards: none
 Expected: the HookFailed that was raised
 Actual: rank 0, context 0 with inputs (3, 2): nothing came out: it was swallowed""",
     )
     assert join.raised(next(join.members(run()))) == "it never came out"
+
+
+def trained(*states: dict[str, dict[str, str]], grad: float = 3.0, **fields: Any) -> Run:
+    """Return two contexts of two ranks with gradients, and the state of a joinable.
+
+    Args:
+        states: the digests of the state by rank in the second context, as each rank leaves it.
+        grad: all elements of the gradients after the first context.
+        fields: those of the events of gradients.
+    """
+    records = run(is_context=False)
+    for rank in records.ranks:
+        rank.events.append(event("step", 1, kind="context"))
+        for context in (0, 1):
+            rank.events.append(event("gradients", context, at=0, parameters=1, calls=1, **fields))
+            rank.tensors[f"{context}/0/local/p0"] = torch.tensor([1.0, 3.0])
+            rank.tensors[f"{context}/0/grad/p0"] = torch.tensor([1.0, 3.0])
+            digests = {"p0": "same"}
+            for when in ("leaving", "left"):
+                if context == 1 and states:
+                    digests = {"p0": states[0][when][str(rank.rank)]}
+                state = event("state_of_joinable", context, when=when, divides=False)
+                rank.events.append(state | {"digests": digests})
+        if grad != 3.0:
+            rank.tensors["1/0/grad/p0"] = torch.tensor([1.0, grad])
+    return records
+
+
+def test_numbers_of_joinables_are_described() -> None:
+    texts = []
+    infinite = trained()
+    infinite.ranks[0].tensors["0/0/grad/p0"] /= 0
+    neither = trained()
+    neither.ranks[0].tensors["0/0/grad/p0"] *= 0.9
+    left = {"leaving": {"0": "a", "1": "b"}, "left": {"0": "a", "1": "b"}}
+    for records, require in (
+        (infinite, join_numbers.require_gradients_of_trainers),
+        (neither, partial(join_numbers.require_gradients_of_trainers, presumed=True)),
+        (trained(grad=5.0), join_numbers.require_gradients_of_trainers),
+        (trained(left), join_numbers.require_replicas),
+        (trained(left), join_numbers.require_last_state),
+    ):
+        found = Found()
+        require(records, found)
+        texts.append(read_failures(found.failures[:1]))
+    expecttest.assert_expected_inline(
+        "\n".join(texts),
+        """\
+Expected: finite values
+Actual: rank 0, context 0 with inputs (3, 2), step 0, gradient of parameter 0: a value
+    that is not finite
+Expected: after even inputs the mean or the sum of the gradients of ranks [0, 1]
+Actual: rank 0, context 0 with inputs (3, 2), step 0, parameter 0: neither
+Expected: the sum of the gradients of ranks [0, 1], divided by 2
+Actual: rank 0, context 1 with inputs (2, 3), step 0, parameter 0: another gradient
+Likely cause: the main hook has to add zeros
+Expected: the same p0 on all ranks
+Actual: rank 0, context 1 with inputs (2, 3): p0 differs on ranks [1]
+Likely cause: ranks that joined early keep values of their own
+Expected: p0 as on ranks [1] at the end of their bodies
+Actual: rank 0, context 1 with inputs (2, 3): p0 has other values
+Likely cause: these are the values of rank 0, which joined early""",
+    )
