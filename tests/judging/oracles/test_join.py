@@ -10,7 +10,7 @@ import torch
 
 from conformance.judging.oracles import join, join_numbers
 from conformance.judging.verdict import Found
-from conformance.records.rank_record import IncompleteRecord, RankRecord
+from conformance.records.rank_record import Event, IncompleteRecord, RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.joinable import DISABLED, OUTSIDE, RAISES, SUBGROUPS, THROWS, UNEVEN
 from conformance.scenarios.model import Param, Scenario
@@ -21,7 +21,11 @@ def run(*events: dict[str, Any], is_context: bool = True) -> Run:
     """Return a run of two ranks with the same events in the first context."""
     subject = event("subject", -1, is_context=is_context)
     step = event("step", 0, kind="context")
-    return Run(UNEVEN, 2, [RankRecord(rank, [subject, step, *events], exit=0) for rank in (0, 1)])
+    records = [
+        RankRecord(rank, [Event(one) for one in (subject, step, *events)], exit=0)
+        for rank in (0, 1)
+    ]
+    return Run(UNEVEN, 2, records)
 
 
 def test_hooks_and_their_arguments_are_described() -> None:
@@ -223,13 +227,14 @@ Likely cause: DDP divides by the sum over all ranks in its notification: joined 
 Expected: a record
 Actual: rank 0, context 0 with inputs (3, 2), step 1, gradient of p0: none
 Expected: a record
-Actual: rank 0, context 0 with inputs (3, 2), step 1, gradient of p0: none
-Expected: a record
 Actual: rank 0, context 0 with inputs (3, 2), step 2, gradient of p0: none
 Expected: a record
 Actual: rank 0, context 0 with inputs (3, 2), parameter p0 afterwards: none
 Expected: the HookFailed that was raised
-Actual: rank 0, context 0 with inputs (3, 2): nothing came out: it was swallowed""",
+Actual: rank 0, context 0 with inputs (3, 2): nothing came out: it was swallowed
+Expected: the same collectives on all ranks
+Actual: ranks disagree in collective 1 of the group of ranks 0, 1: rank 0 issues allreduce
+    1 float32 (step 0), rank 1 allreduce 2 float32 (step 0)""",
     )
     assert join.raised(next(join.members(run()))) == "it never came out"
 
