@@ -48,8 +48,14 @@ def called(
 ) -> Run:
     """Return a run in which a function of the right values arrives.
 
-    ``only`` is the number of the parameter whose values are changed; None changes all. ``fields`` are
-    those of the events of calls.
+    Args:
+        scenario: the scenario, before it is adapted to the claims.
+        claims: the claims.
+        change: the function.
+        steps: the number of steps.
+        world: the number of ranks.
+        only: the number of the parameter whose values are changed; None changes all.
+        fields: those of the events of calls.
     """
     parsed = parse_claims(claims, "collective")
     adapted = adapt_scenario(scenario, parsed)
