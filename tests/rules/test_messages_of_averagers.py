@@ -1,19 +1,23 @@
 """The messages of rules for averagers, on runs written by hand."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import expecttest
 import torch
 
 from conformance.judging.oracles.averager import due
+from conformance.judging.oracles.averager_like import require_restored
 from conformance.judging.oracles.averager_records import fed_to
+from conformance.judging.verdict import Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.averager import PLAIN, RANDOM
+from conformance.scenarios.averaging_schedule import QUIET
 from conformance.scenarios.model import Scenario
 from conformance.subjects.claims import parse_claims
-from tests.made_runs import event, refused
+from tests.made_runs import event, read_failures, refused
 
 PERIODIC = "periodic(period=4, warmup_steps=10)"
 LIKE = "like(EMAModelAverager, decay=0.5)"
@@ -143,4 +147,45 @@ Actual: rank 0, step 10: p0, p1, p2, p3, p4 changed
 Likely cause: the schedule is shifted, or a step was not counted or counted twice
 Expected: replicas that agree whenever those of the reference agree
 Actual: ranks 0 and 1 differ in 4/parameter/p2 of averager@2""",
+    )
+
+
+def test_quiet_steps_and_evaluations_are_described() -> None:
+    quiet = replace(PLAIN, steps=("crafted", QUIET, "crafted"))
+    changing = averaged(scenario=quiet)
+    for rank in changing.ranks:
+        rank.events.append(event("quiet_change", 1, parameters=[0, 2]))
+    frozen = averaged()
+    for rank in frozen.ranks:
+        rank.tensors["0/parameter/p0"] += 1
+    found = Found()
+    evaluated = averaged()
+    for rank in evaluated.ranks:
+        rank.events += [event("evaluated", 3, failed=failed, changed=[0]) for failed in (0, 1)]
+    require_restored(evaluated, found)
+    expecttest.assert_expected_inline(
+        "\n".join(
+            (
+                refused("14.2", changing, PERIODIC),
+                refused("14.2", beside(changing, averaged(scenario=quiet)), LIKE),
+                refused("14.5", frozen, PERIODIC),
+                read_failures(found.failures[:2]),
+            )
+        ),
+        """\
+Expected: parameters as they were
+Actual: rank 0, step 1: p0, p2 changed
+Likely cause: the schedule is shifted, or a step was not counted or counted twice
+Expected: changes in the steps []
+Actual: rank 0: steps [1] changed them
+Likely cause: the schedule is shifted, or a step was not counted or counted twice
+Expected: the parameter as it was
+Actual: rank 0, step 0, p0, index 0: -111 (15 of 15 elements differ)
+Likely cause: averaged at a step that does not average
+Expected: the parameters as they were, after the end of an evaluation inside applied()
+Actual: rank 0, step 3: other values of p0
+Expected: the parameters as they were, after an exception of an evaluation inside
+    applied()
+Actual: rank 0, step 3: other values of p0
+Likely cause: the parameters are not restored if an exception ends the context""",
     )

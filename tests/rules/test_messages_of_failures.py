@@ -19,6 +19,13 @@ from conformance.scenarios.model import CALL_FAILS, WORK_FAILS
 from conformance.subjects.claims import Claims, parse_claims
 from tests.made_runs import event, made_run, read_failures, refused
 
+CAUSES = {
+    CALL_FAILS: "an except clause around the collective, or a context that ends errors, swallows "
+    "the failure",
+    WORK_FAILS: "wait() of an asynchronous collective is never called, or its error is swallowed; "
+    "so is that of a future whose value is never read",
+}
+
 
 @pytest.mark.parametrize("kind", [CALL_FAILS, WORK_FAILS])
 @pytest.mark.parametrize(
@@ -32,12 +39,6 @@ from tests.made_runs import event, made_run, read_failures, refused
     ],
 )
 def test_a_failure_that_is_swallowed_is_described(number: str, call: str, kind: str) -> None:
-    cause = {
-        CALL_FAILS: "an except clause around the collective, or a context that ends errors, "
-        "swallows the failure",
-        WORK_FAILS: "wait() of an asynchronous collective is never called, or its error is "
-        "swallowed; so is that of a future whose value is never read",
-    }
     scenario = book()[number].on[0]
     fault = replace(scenario.fault, kind=kind)
     events = [event("fault", 3, started=1, unused=False, collective="allreduce", raised=False)]
@@ -46,7 +47,7 @@ def test_a_failure_that_is_swallowed_is_described(number: str, call: str, kind: 
     assert found == (
         f"Expected: an error from {call} on rank {fault.rank}, after allreduce had failed\n"
         f"Actual: {call} returned on rank {fault.rank} without an error\n"
-        f"Likely cause: {cause[kind]}"
+        f"Likely cause: {CAUSES[kind]}"
     )
 
 

@@ -4,12 +4,13 @@ from typing import Any
 
 import expecttest
 
-from conformance.judging.oracles.optimizer import right_steps
+from conformance.judging.oracles.optimizer import require_steps_with_some_gradient, right_steps
+from conformance.judging.verdict import Found
 from conformance.records.rank_record import Event, RankRecord, Tensors
 from conformance.records.run import Run
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import CLOSURE, PLAIN, RANDOM, SAVED
-from tests.made_runs import event, refused
+from tests.made_runs import event, read_failures, refused
 
 OPTIONS = {"lr": 0.125, "momentum": 1.0}  # more digits at each step with 0.5
 
@@ -140,6 +141,7 @@ def test_options_and_states_are_described() -> None:
         right = right_steps(saved)[rank.rank, last].momenta
         rank.tensors[f"{last}/state/0/momentum_buffer"] = right[1]
         rank.tensors[f"{last}/state/1/momentum_buffer"] = right[0]
+    bare = stepped(SAVED)
     groups = [{"lr": 0.5, "momentum": 0.5, "params": [0]}]
     expecttest.assert_expected_inline(
         "\n".join(
@@ -150,6 +152,7 @@ def test_options_and_states_are_described() -> None:
                     "15.15",
                     noted(saved, event("consolidated", 3, form=True, groups=groups)),
                 ),
+                refused("15.15", noted(bare, event("consolidated", 3, form=True, groups=groups))),
                 refused("15.18", noted(stepped(), event("as_optimizer", 3, **errors))),
             )
         ),
@@ -165,10 +168,28 @@ Actual: rank 0, step 12: [{'lr': 0.5, 'momentum': 0.5, 'params': [0]}]
 Expected: the momentum of p0
 Actual: rank 0, step 12: state[0] has another momentum_buffer
 Likely cause: it is the momentum of p1
+Expected: param_groups [{'lr': 0.125, 'momentum': 1.0, 'params': [0, 1, 2, 3, 4]}]
+Actual: rank 0, step 12: [{'lr': 0.5, 'momentum': 0.5, 'params': [0]}]
+Expected: the momentum of p0
+Actual: rank 0, step 12: state[0] has no momentum_buffer
 Expected: a torch.optim.Optimizer
 Actual: rank 0: it is a Wrapper
 Expected: a scheduler that steps it
 Actual: rank 0: TypeError: no
 Expected: a post-step hook that runs once, at the end of a step
 Actual: rank 0: 2 calls""",
+    )
+
+
+def test_steps_without_an_average_are_described() -> None:
+    plain = {"lr": 0.125, "momentum": 0.0}
+    found = Found()
+    require_steps_with_some_gradient(
+        moved(changed(stepped(), "made", options=plain), 0, 0, lambda values: values + 1), found
+    )
+    expecttest.assert_expected_inline(
+        read_failures(found.failures[:1]),
+        """\
+Expected: a step with the gradient of one rank; or the claim averages
+Actual: rank 0, step 1: p0 has been stepped with another gradient""",
     )

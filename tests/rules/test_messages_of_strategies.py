@@ -3,13 +3,15 @@
 from typing import Any
 
 import expecttest
+import torch
 
-from conformance.judging.oracles.strategy import right
+from conformance.judging.oracles.strategy import require_buffers, right
+from conformance.judging.verdict import Found
 from conformance.records.rank_record import Event, RankRecord, Tensors
 from conformance.records.run import Run
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.strategy import COUNTED, PLAIN, RAISES, RANDOM, SUBGROUPS
-from tests.made_runs import event, refused
+from tests.made_runs import event, read_failures, refused
 
 RIGHT = {
     "without": [],
@@ -120,4 +122,20 @@ Actual: rank 0, step 1: allreduce 4 float32 over ranks [0, 1, 2, 3]
 Likely cause: the model's process_group was not used
 Expected: at most twice the bytes of its gradients
 Actual: rank 0, step 0: 4.00 times the bytes of its gradients, in 4 collectives""",
+    )
+
+
+def test_buffers_are_described() -> None:
+    found = Found()
+    run = synchronised()
+    for rank in run.ranks:
+        for step in range(3):
+            rank.tensors[f"{step}/buffer/running"] = torch.tensor([100.0])
+    require_buffers(run, found)
+    expecttest.assert_expected_inline(
+        read_failures(found.failures[:1]),
+        """\
+Expected: running statistics of 32: the step begins with those of rank 0
+Actual: rank 0, step 0: 100
+Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only""",
     )

@@ -1,16 +1,17 @@
 """The messages on wrapped modules, on records written by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import expecttest
 import torch
 
-from conformance.judging.oracles import wrapper
+from conformance.judging.oracles import wrapper, wrapper_training
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
-from conformance.scenarios.wrapper import PLAIN
-from tests.made_runs import event, read_failures
+from conformance.scenarios.wrapper import PLAIN, RANDOM
+from tests.made_runs import event, read_failures, refused
 
 Tensors = dict[str, torch.Tensor]
 
@@ -145,24 +146,65 @@ Likely cause: they are updated again when the forward runs again""",
 def test_names_are_described_by_those_that_differ() -> None:
     wanted = ["0.weight", "0.bias", "1.weight"]
     inserted = ["wrapped.0.weight", "wrapped.0.bias", "1.weight"]
+    repeated = [*wanted, "1.weight"]
     one = run(
-        event("compared", 0, what="names: keys", got=inserted, wanted=wanted),
-        event("compared", 0, what="names: order", got=wanted[::-1], wanted=wanted),
-        event("compared", 0, what="names: twice", got=[*wanted, "1.weight"], wanted=wanted),
-        event("compared", 0, what="names: mode", got=False, wanted=True),
+        event("compared", 0, what="parameter names: wrapper", got=inserted, wanted=wanted),
+        event("compared", 0, what="parameter names: network", got=wanted[::-1], wanted=wanted),
+        event("compared", 0, what="buffer names: network", got=repeated, wanted=wanted),
+        event("compared", 0, what="mode: train", got=False, wanted=True),
     )
     found = Found()
-    wrapper.require_compared(one, found, "names: ")
+    wrapper.require_compared(one, found, "parameter names: ", "buffer names: ", "mode: ")
     expecttest.assert_expected_inline(
         read_failures(found.failures),
         """\
 Expected: 0.weight, 0.bias
-Actual: rank 0, names: keys: wrapped.0.weight, wrapped.0.bias
+Actual: rank 0, parameter names: wrapper: wrapped.0.weight, wrapped.0.bias
 Likely cause: the wrapper's own name is part of them
 Expected: 0.weight as number 1
-Actual: rank 0, names: order: 1.weight as number 1
+Actual: rank 0, parameter names: network: 1.weight as number 1
 Expected: 3 items
-Actual: rank 0, names: twice: 1.weight as number 4
+Actual: rank 0, buffer names: network: 1.weight as number 4
 Expected: True
-Actual: rank 0, names: mode: False""",
+Actual: rank 0, mode: train: False""",
+    )
+
+
+def memory(before: int, between: int, after: int) -> dict[str, Any]:
+    return event("memory", 2, before=before, between=between, after=after)
+
+
+def test_training_is_described() -> None:
+    stepped = event("stepped", 1, generator="a", packs=False)
+    buffers = {"0/buffer/rows": torch.tensor([0, 3]), "0/buffer/mean": torch.ones(2)}
+    one = run(memory(0, 500, 700), stepped, tensors={"0/buffer/rows": torch.tensor([0, 2])})
+    other = run(memory(0, 400, 0), stepped | {"generator": "b"}, tensors=buffers)
+    runs = {"plain@1": one, "vanilla-plain@1": other}
+    found = Found()
+    wrapper_training.require_all_batches(runs, found)
+    rank, plain = one.ranks[0], other.ranks[0]
+    wrapper_training._require_no_growth(rank, plain, 64, True, "rank 0", found)
+    wrapper_training._require_less(rank, plain, False, "rank 0", found)
+    texts = [read_failures(found.failures), refused("19.3", runs)]
+    drawing = replace(one, scenario=RANDOM)
+    texts.append(refused("19.18", {"random@1": drawing, "vanilla-random@1": drawing}, "draws_anew"))
+    expecttest.assert_expected_inline(
+        "\n".join(texts),
+        """\
+Expected: 3 batches of 1 rows, as counted, or more
+Actual: rank 0, step 0 of plain@1: buffer rows: 2
+Likely cause: buffers are set back to a forward before another one
+Expected: a buffer of shape (2,)
+Actual: rank 0, step 0 of plain@1: buffer mean
+Expected: 64 bytes more after a step than without the wrapper at most
+Actual: rank 0, step 2: 700 bytes more
+Likely cause: copies of activations are kept after the backward
+Expected: less than the 400 bytes that are kept without the wrapper
+Actual: rank 0, step 2: 500 bytes between forward and backward
+Likely cause: copies of activations are kept beside the recomputed ones
+Expected: torch's generator in the same state as without the wrapper
+Actual: rank 0, step 1 of plain@1: it is in another state
+Expected: some difference, as it claims draws_anew
+Actual: none in random@1
+Likely cause: it claims draws_anew in vain""",
     )
