@@ -15,6 +15,8 @@ from conformance.records.rank_record import Event, RankRecord
 from conformance.records.run import Run
 from conformance.rules import book
 from conformance.scenarios.clusters import BYSTANDERS, TWO_GROUPS
+from conformance.scenarios.gradients import at_scale
+from conformance.scenarios.hook import AT_SCALE
 from conformance.scenarios.model import CALL_FAILS, WORK_FAILS
 from conformance.subjects.claims import Claims, parse_claims
 from tests.made_runs import event, made_run, read_failures, refused
@@ -138,4 +140,23 @@ def test_results_of_other_bits_are_described() -> None:
         """\
 Expected: the same bits
 Actual: ranks 0 and 1: the results of step 2, bucket 0, differ""",
+    )
+
+
+def test_simulated_ranks_are_described() -> None:
+    size = 5  # the smallest beyond those that check the simulation
+    record = RankRecord(0, [Event(event("simulated", 0, size=size, alike=False))])
+    record.tensors = {f"at scale/{size}": at_scale(size).mean(0, keepdim=True).float() + 1}
+    run = Run(AT_SCALE, 1, [record])
+    texts = [refused(number, run) for number in ("20.1", "20.2")]
+    expecttest.assert_expected_inline(
+        "\n".join(texts),
+        """\
+Expected: -0.430167, within the bound of a sum
+Actual: 0.569833 among 5 simulated ranks in step 0: -1.325 times the right result
+Expected: the same bits on all ranks
+Actual: 5 simulated ranks: some have others than rank 0
+Expected: the mean of large gradients, within 0.00098
+Actual: off by 0.0039 among 5 ranks
+Likely cause: the sum is taken before it is divided, and overflows""",
     )

@@ -302,9 +302,14 @@ def test_the_messages_on_long_runs() -> None:
     section_23.every_step.check(run, claims, incomplete)
     found.append(incomplete)
     fused = Found()
-    section_23.fused.check(*long_run("fused(SGD, lr=0.1)", mean), fused)
-    found.append(fused)
+    stepped, claims = long_run("fused(SGD, lr=0.1)", mean)
+    section_23.fused.check(stepped, claims, fused)
+    for rank in stepped.ranks:
+        values = {name.replace("/", "/parameter/"): rows for name, rows in rank.tensors.items()}
+        rank.tensors |= values
+    section_23.fused.check(stepped, claims, fused)
     texts = [read_failures(one.failures[:1]) for one in found]
+    texts.append(read_failures(fused.failures[:2]))
     expecttest.assert_expected_inline(
         "\n".join(texts),
         """\
@@ -339,5 +344,8 @@ Likely cause: ranks no longer communicate, or the partners of a schedule no long
 Expected: results of every step
 Actual: rank 0, parameter p0: none
 Expected: parameters of every step
-Actual: rank 0: none""",
+Actual: rank 0: none
+Expected: as SGD(lr=0.1) leaves it: 6.4000001
+Actual: rank 0, step 0, parameter p0: -64
+Likely cause: all steps from step 0 on are wrong: look for a count of steps or calls""",
     )
