@@ -1,15 +1,20 @@
 """Runs made without ranks: a rule is a pure function of records, so its tests need no rank."""
 
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from conformance.judging.oracles.mean import mean
+from conformance.judging.verdict import Failure, Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
+from conformance.rules import book
 from conformance.scenarios.hook import VALUES
 from conformance.scenarios.model import Scenario
+from conformance.subjects.claims import Claims, parse_claims
+from tests.failures_on_file import without_values
 
 Result = Callable[[Run, int, int, int], torch.Tensor]
 
@@ -88,3 +93,25 @@ def broken_run(scenario: Scenario = VALUES, world: int = 2, **evidence: Any) -> 
     run.ranks[0] = RankRecord(0, run.ranks[0].events[:4], {}, -9, {"killed": True})
     run.stopped = "peer"
     return run
+
+
+def read_failures(failures: Iterable[Failure]) -> str:
+    """Return failures as people read them; a line that is indented continues the one before it."""
+    lines = []
+    for failure in failures:
+        lines += [f"Expected: {failure.expected}", f"Actual: {failure.actual}"]
+        if failure.cause:
+            lines.append(f"Likely cause: {failure.cause}")
+    return "\n".join(
+        textwrap.fill(line, 90, subsequent_indent="    ", break_long_words=False) for line in lines
+    )
+
+
+def refused(number: str, records: Run | dict[str, Run], claims: str = "") -> str:
+    """Return the failures of one rule as people read them, each sort of failure once."""
+    rule = book()[number]
+    found = Found()
+    parsed = parse_claims(claims, rule.kind) if claims else Claims(kind=rule.kind)
+    rule.check(records, parsed, found)
+    first = {without_values(failure.expected): failure for failure in reversed(found.failures)}
+    return read_failures(reversed(first.values()))

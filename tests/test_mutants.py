@@ -4,8 +4,6 @@ other MUST rule.
 ``pytest tests/test_mutants.py -k rule-2.2-`` runs those that break rule 2.2.
 """
 
-import json
-import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,13 +15,14 @@ import pytest
 from conformance.judging.rule import MUST, Rule
 from conformance.judging.verdict import Failure, Verdict
 from conformance.rules import book
+from tests import failures_on_file
 from tests.cases import Case, Judgements, is_costly, own_judge
+from tests.failures_on_file import normal
 from tests.mutants import Mutant, catalogue
 
 BOOK = book()
 CATALOGUE = catalogue()
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "mutants.md"
-SAID = Path(__file__).resolve().parent / "mutants_said.json"
 
 
 def case(module: str, mutant: Mutant) -> Case:
@@ -124,85 +123,23 @@ def differences(case: Case, judgements: Judgements, rules: dict[str, Rule]) -> d
     return {name: value for name, value in wrong.items() if value}
 
 
-# If several ranks fail, chance decides which of them is first, and so whether the first failure is
-# the defect or an error of Gloo's that follows from it. Such lines are not compared.
-RACES = re.compile(r"gloo|SIGABRT|Connection|Timed out|timed out")
+def unlike_on_file(case: Case, rule: str, first: Failure) -> dict[str, failures_on_file.Entry]:
+    """Compare a failure with the one on file for this mutant; return both if they differ.
 
-# Of a run that hangs, the kit reports where the ranks are at the deadline, or how the collectives
-# differ that they have issued by then. On a busy machine ranks may not have come as far. So of a
-# mutant that hangs, any such line is as good as another; test_pool.py has the lines themselves.
-HANGS = re.compile("did not return|was never completed|did not come to its end|ranks disagree")
-
-
-# The norms of all steps, which follow a cause or stand alone.
-NORMS = re.compile(r"(^| \[)norm of result / norm of mean.*", re.DOTALL)
-
-
-def unlike_on_file(case: Case, rule: str, first: Failure) -> dict[str, str]:
-    """Compare a failure with the line on file for this mutant; EXPECTTEST_ACCEPT=1 stores the line.
-
-    The stored line is null if ranks race to fail first. Return both lines if they differ.
+    EXPECTTEST_ACCEPT=1 stores the failure.
     """
-    races = RACES.search(first.actual) is not None
-    line = f"{rule} {normal(NORMS.sub('', first.cause) or first.actual)}"
-    said = json.loads(SAID.read_text()) if SAID.exists() else {}
+    on_file = failures_on_file.entries()
     if expecttest.ACCEPT:
-        said[str(case)] = None if races else line
-        SAID.write_text(json.dumps(dict(sorted(said.items())), indent=1, ensure_ascii=False) + "\n")
-    if str(case) not in said:
-        return {"line": line, "on file": "no line; EXPECTTEST_ACCEPT=1 writes it"}
-    on_file = said[str(case)]
-    if races or on_file is None or line == on_file:
-        return {}
-    if case.hangs and HANGS.search(on_file) and HANGS.search(line):
-        return {}
-    return {"line": line, "on file": on_file}
+        on_file[str(case)] = failures_on_file.entry(rule, first)
+        failures_on_file.store(on_file)
+    if str(case) not in on_file:
+        return {"on file": "nothing; EXPECTTEST_ACCEPT=1 writes it"}
+    return failures_on_file.unlike(rule, first, on_file[str(case)], case.hangs)
 
 
-def test_each_mutant_has_a_line_on_file() -> None:
-    """A mutant that a run rarely judges would miss its line long after it was written."""
-    assert set(json.loads(SAID.read_text())) == {str(case) for case in CASES}
-
-
-WIDTH = 120
-_NUMBER = r"[-+]?\d+(?:\.\d+)*(?:e[-+]?\d+)?"
-# Values that a run does not determine become "?", or are cut off. The order matters.
-_VARIES = [
-    (re.compile(pattern), plain)
-    for pattern, plain in (
-        # The deadline decides how far each rank has come if it hangs.
-        (r"(did not return|was never completed|did not come to its end): .*", r"\1"),
-        # All ranks that failed are listed; how many had failed by then depends on the clock.
-        (r"; rank [\d?].*", ""),
-        # With unseeded draws, hashes or addresses, so does the place of the first difference.
-        (r"differ at step .*", "differ"),
-        # Addresses, network endpoints, paths, and the line of a path. A file name in quotes stays.
-        (r"0x[0-9a-f]+", "?"),
-        (r"\[[0-9a-f.:]+\]:\d+|\[?127\.0\.0\.1\]?:\d+|\blocalhost:\d+", "?"),
-        (r'"/[^"]*/', '"'),
-        (r"""(?<![^\s"'(=])/[^\s,;:)"']*(?::\d+)?""", "?"),
-        # All numbers, except in names such as float16. A value, a count or an index depends on the
-        # order in which ranks and parameters come wherever a mutant does, and mutants do so by
-        # design.
-        (rf"(?<![\w.]){_NUMBER}(?!\w)", "?"),
-        # Digests of environment variables.
-        (r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b", "?"),
-        # For the same reason: the parameter that is the first to differ, and how many are listed.
-        (r"\bp\d+\b", "p?"),
-        (r"(p?\?)(?:(?:, | and |,? )\1(?![\w?]))+", r"\1"),
-        (r"\(\?,\)", "(?)"),
-    )
-]
-
-
-def normal(text: str) -> str:
-    """Return ``text`` without values that differ from run to run, cut to ``WIDTH`` columns between
-    words.
-    """
-    for pattern, plain in _VARIES:
-        text = pattern.sub(plain, text)
-    text = " ".join(text.split())
-    return text if len(text) <= WIDTH else text[: WIDTH + 1].rpartition(" ")[0]
+def test_a_failure_of_each_mutant_is_on_file() -> None:
+    """A mutant that a run rarely judges would miss its failure long after it was written."""
+    assert set(failures_on_file.entries()) == {str(case) for case in CASES}
 
 
 @pytest.mark.parametrize(
@@ -253,11 +190,61 @@ def test_names_and_words_are_compared(text: str, compared: str) -> None:
 
 
 def test_what_is_on_file_is_normal() -> None:
-    """A line on file is a rule and a text that ``normal`` leaves as it is."""
-    lines = [line for line in json.loads(SAID.read_text()).values() if line is not None]
-    assert [
-        line for line in lines if normal(line.partition(" ")[2]) != line.partition(" ")[2]
-    ] == []
+    """Texts on file are as ``normal`` leaves them; a line is a rule and such a text."""
+    texts = []
+    for entry in failures_on_file.entries().values():
+        if isinstance(entry, str):
+            texts.append(entry.partition(" ")[2])
+        elif entry is not None:
+            texts += [entry[name] for name in ("expected", "actual", "cause")]
+    assert [text for text in texts if normal(text) != text] == []
+
+
+def test_whole_failures_are_on_file() -> None:
+    """Of a mutant that every run judges, each sentence is compared."""
+    on_file = failures_on_file.entries()
+    often = [str(case) for case in CASES if case not in RARELY]
+    assert [name for name in often if isinstance(on_file.get(name), str)] == []
+
+
+FAILURE = Failure("the mean 1.5", "0.25 on rank 1", "divided twice [norm of result / norm of mean]")
+WHOLE = {
+    "rule": "2.1",
+    "expected": "the mean ?",
+    "actual": "? on rank ?",
+    # A slash by itself is a path.
+    "cause": "divided twice [norm of result ? norm of mean]",
+}
+
+
+@pytest.mark.parametrize("on_file", [WHOLE, "2.1 divided twice", None])
+def test_a_failure_is_compared_in_the_form_on_file(on_file: failures_on_file.Entry) -> None:
+    assert failures_on_file.unlike("2.1", FAILURE, on_file, hangs=False) == {}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_each_text_of_a_whole_failure_is_compared(name: str) -> None:
+    on_file = WHOLE | {name: "other"}
+    wrong = failures_on_file.unlike("2.1", FAILURE, on_file, hangs=False)
+    assert wrong == {"found": WHOLE, "on file": on_file}
+
+
+def test_a_short_line_is_compared() -> None:
+    wrong = failures_on_file.unlike("2.1", FAILURE, "2.1 not divided", hangs=False)
+    assert wrong == {"found": "2.1 divided twice", "on file": "2.1 not divided"}
+
+
+def test_ranks_that_race_to_fail_are_not_compared() -> None:
+    race = Failure("a run that comes to its end", "rank 0 died (signal SIGABRT)")
+    assert failures_on_file.entry("2.1", race) is None
+    assert failures_on_file.unlike("2.1", race, WHOLE, hangs=False) == {}
+
+
+def test_the_places_of_a_hang_are_not_compared() -> None:
+    hang = Failure("a run that comes to its end", "a rank did not come to its end: rank 0 in step")
+    on_file = "2.1 ranks disagree in collective ?"
+    assert failures_on_file.unlike("2.1", hang, on_file, hangs=True) == {}
+    assert failures_on_file.unlike("2.1", hang, on_file, hangs=False) != {}
 
 
 def test_every_rule_has_a_mutant(rules: dict[str, Rule]) -> None:
@@ -273,7 +260,7 @@ def test_a_second_rule_needs_a_reason() -> None:
 
 
 def test_nothing_is_on_file_for_mutants_that_are_gone() -> None:
-    assert set(json.loads(SAID.read_text())) <= set(map(str, CASES))
+    assert set(failures_on_file.entries()) <= set(map(str, CASES))
 
 
 def test_the_matrix_is_as_published(rules: dict[str, Rule]) -> None:

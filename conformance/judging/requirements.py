@@ -127,7 +127,8 @@ def require_same(
             element's place in C order.
     """
     only_one = sorted(one.keys() ^ other.keys())[:3]
-    found.require(not only_one, "the same gradients", f"{pair}: only one has {only_one}")
+    actual = f"{pair}: only one has {', '.join(only_one)}"
+    found.require(not only_one, "the same gradients", actual)
     for name in sorted(one.keys() & other.keys(), key=_step_and_rest):
         first = one[name]
         second = other[name]

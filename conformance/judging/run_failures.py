@@ -151,8 +151,8 @@ def _kind_and_line(run: Run) -> tuple[str, str]:
         return "host", line
     for rank in run.ranks:
         if rank.exit == KIT_FAILED or "unreadable" in rank.evidence:
-            last_line = str(rank.evidence.get("output", "")).strip().splitlines()[-1:]
-            reason = rank.evidence.get("unreadable") or last_line
+            printed = str(rank.evidence.get("output", "")).strip() or "it printed no reason"
+            reason = rank.evidence.get("unreadable") or printed.splitlines()[-1]
             return "kit", f"the record of rank {rank.rank} could not be written: {reason}"
     if run.stopped == "flood":
         worst = max(run.ranks, key=lambda rank: rank.evidence.get("printed", 0))

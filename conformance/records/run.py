@@ -49,12 +49,10 @@ class Run:
         """Whether every rank has a complete record, except one that the kit killed."""
         if self.stopped != "ended" or not self.ranks:
             return False
-        killed_by_kit: dict[int, int] = {}
+        killed_by_kit: set[tuple[int, int | None]] = set()
         if self.scenario.fault.kind in ("peer_dies", "peer_dies_later"):
-            killed_by_kit = {1: PEER_DIED}
-        return all(
-            rank.finished or rank.exit == killed_by_kit.get(rank.rank) for rank in self.ranks
-        )
+            killed_by_kit = {(1, PEER_DIED)}
+        return all(rank.finished or (rank.rank, rank.exit) in killed_by_kit for rank in self.ranks)
 
     def group(self, rank: int) -> tuple[int, ...]:
         """Return the global ranks of the group that the model of ``rank`` lives on."""

@@ -2,7 +2,7 @@
 
 import traceback
 
-from conformance.judging.misshapen import misshapen
+from conformance.judging.misshapen import field_without_value, misshapen
 from conformance.judging.rule import Rule
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import IncompleteRecord
@@ -17,9 +17,9 @@ class RuleCrashed(Exception):
 def apply_rule(rule: Rule, records: Run | dict[str, Run], claims: Claims) -> Found:
     """Return the findings of a rule.
 
-    A record may lack a part that the rule reads, or hold a tensor of another shape: the subject has
-    kept the kit from recording, or has changed its parameters. That is a failure. If the reference
-    fails in the same way, the engine makes a kit error of it.
+    A record may lack a part that the rule reads, hold None for a value, or hold a tensor of another
+    shape: the subject has kept the kit from recording, or has changed its parameters. That is a
+    failure. If the reference fails in the same way, the engine makes a kit error of it.
 
     Raises:
         RuleCrashed: the rule raised any other exception.
@@ -30,8 +30,8 @@ def apply_rule(rule: Rule, records: Run | dict[str, Run], claims: Claims) -> Fou
     except IncompleteRecord as error:
         found.require(False, error.expected, error.actual)
     except Exception:
-        runs = records.values() if isinstance(records, dict) else [records]
-        wrong = misshapen(runs)
+        runs = list(records.values()) if isinstance(records, dict) else [records]
+        wrong = misshapen(runs) or field_without_value(runs)
         if wrong is None:
             raise RuleCrashed(traceback.format_exc()) from None
         found.require(False, *wrong)

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 
 from conformance.errors import KitError, TargetError, UsageError
 from conformance.judging.collective_order import disagreement
+from conformance.judging.misshapen import field_without_value
 from conformance.judging.run_failures import FailedRun, failed_run
+from conformance.records.rank_record import IncompleteRecord
 from conformance.records.run import Run
 from conformance.scenarios.hook import explained
 from conformance.scenarios.model import Scenario
@@ -216,8 +218,17 @@ class RunMaker:
             again = self._source.run(scenario, run.world, self._subject, name)
         except UsageError:
             return ""  # the replayed records do not hold this run
+        # A record that is incomplete explains nothing.
+        try:
+            cause = disagreement(again) or ""
+        except IncompleteRecord:
+            return ""
+        except (AttributeError, TypeError):
+            if field_without_value([again]) is None:
+                raise
+            return ""
         self.explained[run.name] = again
-        return disagreement(again) or ""
+        return cause
 
 
 def _ignore(_: str) -> None:

@@ -6,9 +6,9 @@ import torch
 from conformance.judging.likely_causes import diagnose
 from conformance.judging.oracles.mean import mean
 from conformance.records.run import Run
-from conformance.scenarios.hook import SUBGROUPS, VALUES
+from conformance.scenarios.hook import ACCUMULATED, SUBGROUPS, VALUES
 from conformance.subjects.claims import Claims
-from tests.made_runs import made_run
+from tests.made_runs import Result, made_run
 
 
 def _ramp(run: Run, index: int) -> torch.Tensor:
@@ -64,3 +64,39 @@ def test_names_the_wrong_group() -> None:
     assert "mean over WORLD" in diagnose(run, 0, Claims())
     run = made_run(lambda run, r, s, i: mean(run, r, s, i) / 2, SUBGROUPS, world=4)
     assert "divided by the size of WORLD" in diagnose(run, 0, Claims())
+
+
+@pytest.mark.parametrize(
+    ("result", "cause"),
+    [
+        (
+            lambda run, r, s, i: run.fed(r, s, i) / run.world,
+            "equal to this rank's own gradient divided by world_size: it was divided, but nothing "
+            "was communicated",
+        ),
+        (
+            lambda run, r, s, i: mean(run, r, s, i).trunc(),
+            "equal to the mean with its fraction cut off: it went through an integer dtype",
+        ),
+        (
+            lambda run, r, s, i: mean(run, r, s, i) * (1 + 2.0**-23),
+            "within the roundings of a factor before the sum and another after it, such as "
+            "1 / sqrt(world_size): if they are meant, claim scaled",
+        ),
+    ],
+)
+def test_the_whole_cause_is_given(result: Result, cause: str) -> None:
+    assert diagnose(made_run(result, world=3), 1, Claims()) == cause
+
+
+@pytest.mark.parametrize(
+    ("place", "cause"),
+    [
+        (1, "equal to the mean of one of the first micro-batches alone: gradients did not"),
+        (-1, "equal to the mean of the last micro-batch alone: gradients did not accumulate"),
+    ],
+)
+def test_names_a_micro_batch(place: int, cause: str) -> None:
+    weight = ACCUMULATED.microbatch_weights[place]
+    run = made_run(lambda run, r, s, i: mean(run, r, s, i) * weight, ACCUMULATED)
+    assert diagnose(run, 0, Claims()).startswith(cause)

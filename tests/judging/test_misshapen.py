@@ -1,10 +1,10 @@
-"""Tensors that do not have the shape of their parameter are named."""
+"""Tensors that do not have the shape of their parameter are named, and fields that are None."""
 
 from dataclasses import replace
 
 import torch
 
-from conformance.judging.misshapen import misshapen
+from conformance.judging.misshapen import field_without_value, misshapen
 from tests.made_runs import made_run
 
 
@@ -41,3 +41,13 @@ def test_complex_values_are_pairs_of_reals() -> None:
             name = f"{step}/grad/p0"
             rank.tensors[name] = torch.stack([rank.tensors[name]] * 2, dim=-1)
     assert misshapen([run]) is None
+
+
+def test_the_first_field_without_a_value_is_named() -> None:
+    run = made_run()
+    assert field_without_value([run]) is None
+    run.ranks[1].one("stepped", step=2)["rng_changed"] = None
+    assert field_without_value([made_run(), run]) == (
+        "a value of 'rng_changed' of the event 'stepped' on record",
+        "rank 1, values@2: it is None in step 2",
+    )

@@ -1,8 +1,9 @@
 """Damaged records: what a broken subject can leave behind, or a rank that was cut off.
 
 A subject can give tensors other values, types and shapes, and keep the kit from recording a tensor,
-an event or the end of a run. It does not write the record: a field with a value of another type is
-nothing that it can produce (RULES.md, "Untested here").
+an event, the value of a field or the end of a run. It does not write the record: a field with a
+value of another type than its own and None is nothing that it can produce (RULES.md, "Untested
+here").
 """
 
 import random
@@ -152,15 +153,36 @@ def _without_field(draw: Draw, run: Run) -> str:
     """Take a field of events away."""
     rank, ranks = _one_or_all(draw, run)
     text, is_one = _drawn_events(draw, rank)
-    names = {name for event in rank.events if is_one(event) for name in event}
-    fields = sorted(names - {"event", "step", "time"})
-    if not fields:
+    field = _drawn_field(draw, rank, is_one)
+    if field is None:
         return "nothing"
-    field = draw.choice(fields)
     for one in ranks:
         for event in filter(is_one, one.events):
             event.pop(field, None)
     return f"{text} without {field}, rank {[one.rank for one in ranks]}"
+
+
+def _drawn_field(
+    draw: Draw, rank: RankRecord, is_one: Callable[[dict[str, Any]], bool]
+) -> str | None:
+    """Return the name of a field of some events, or None if they have no fields."""
+    names = {name for event in rank.events if is_one(event) for name in event}
+    fields = sorted(names - {"event", "step", "time"})
+    return draw.choice(fields) if fields else None
+
+
+def _without_value(draw: Draw, run: Run) -> str:
+    """Set a field of events to None: the kit could not find out its value."""
+    rank, ranks = _one_or_all(draw, run)
+    text, is_one = _drawn_events(draw, rank)
+    field = _drawn_field(draw, rank, is_one)
+    if field is None:
+        return "nothing"
+    for one in ranks:
+        for event in filter(is_one, one.events):
+            if field in event:
+                event[field] = None
+    return f"None as {field} of {text}, rank {[one.rank for one in ranks]}"
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -201,5 +223,6 @@ DAMAGES: tuple[Damage, ...] = (
     _with_events_twice,
     _with_events_late,
     _without_field,
+    _without_value,
     _cut_off,
 )

@@ -37,6 +37,30 @@ CLAIMS = {
         "hooks_ref:PowerSGDState,matrix_approximation_rank=1,start_powerSGD_iter=2",
         worlds=WORLDS,
     ),
+    "ef21": Case(
+        "hooks_ref:compression_hook",
+        "compressed(feedback=ef21, delta=0.25), checkpointable, rescaled(call=rescale)",
+        "examples.states:top_k_ef21",
+        worlds=WORLDS,
+    ),
+    "unbiased": Case(
+        "hooks_ref:compression_hook", "unbiased", "examples.states:qsgd", worlds=WORLDS
+    ),
+    "local": Case(
+        "hooks_ref:gossip_grad_hook", "local", "hooks_ref:GossipGraDState", worlds=WORLDS
+    ),
+    "fused": Case(
+        "examples.setups:sgd_in_the_hook",
+        "fused(SGD, lr=0.1, momentum=0.9)",
+        setup=True,
+        worlds=WORLDS,
+    ),
+    "like": Case(
+        "hooks_ref:EMAModelAverager,decay=0.5",
+        "like(EMAModelAverager, decay=0.5)",
+        worlds=WORLDS,
+        kind="averager",
+    ),
 }
 SUBJECTS = REFERENCES | CLAIMS
 

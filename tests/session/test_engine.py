@@ -10,7 +10,7 @@ from conformance.errors import KitError, TargetError
 from conformance.judging.oracles.mean import mean
 from conformance.judging.rule import Rule
 from conformance.judging.verdict import Found, Judgement, Verdict
-from conformance.records.rank_record import Tensors
+from conformance.records.rank_record import Event, Tensors
 from conformance.records.run import Run
 from conformance.rules import book
 from conformance.scenarios.hook import VALUES
@@ -288,6 +288,24 @@ def test_a_hang_costs_its_deadline_once(rules: dict[str, Rule]) -> None:
         "values@2",
         "values_explained@2",
     ]
+
+
+@pytest.mark.parametrize("damage", [{"group": None}, {}])
+def test_a_repetition_with_an_incomplete_record_explains_nothing(
+    rules: dict[str, Rule], damage: dict[str, None]
+) -> None:
+    def dies(scenario: Scenario, world: int) -> Run:
+        run = made_run(scenario=scenario, world=world)
+        for rank in run.ranks:
+            collective = Event(event("collective", 0, what="allreduce 47 float32", **damage))
+            rank.events = [*rank.events[:3], collective]
+            rank.tensors = {}
+            rank.exit = -9
+        return run
+
+    judged = engine(rules, MadeSource(dies)).judge("1.5")
+    assert judged.verdict is Verdict.FAIL
+    assert judged.failures[0].cause == ""
 
 
 def test_hangs_in_special_scenarios_are_limited(rules: dict[str, Rule]) -> None:

@@ -262,7 +262,8 @@ def require_zero_signs(found: Found, arrival: Arrival) -> None:
     assert arrival.got is not None
     exact = arrival.allowed.exact
     wrong = ((exact == 0) & (arrival.got.signbit() != exact.signbit())).nonzero().reshape(-1)
-    actual = f"{arrival}: a zero with another sign, index {wrong[:1].tolist()}"
+    first = ", ".join(map(str, wrong[:1].tolist()))
+    actual = f"{arrival}: a zero with another sign, index {first}"
     found.require(not len(wrong), "zeros with the signs that were sent", actual)
 
 

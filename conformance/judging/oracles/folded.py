@@ -271,10 +271,11 @@ def require_weights(run: Run, claims: Claims, found: Found, steps: list[int]) ->
                 weights = _weights_of(run, rank, step, call, values, found)
                 if weights is None:
                     return False
+                shares = ", ".join(f"{float(weight):.3g}" for weight in weights)
                 if step < claims.warmup and not found.require(
                     bool(((weights - 1 / run.world).abs() <= WEIGHT_SLACK).all()),
                     "the mean in the warm-up",
-                    f"rank {rank}, step {step}, bucket {call['index']}: weights {weights.tolist()}",
+                    f"rank {rank}, step {step}, bucket {call['index']}: weights {shares}",
                 ):
                     return False
                 sums[call["index"]] = sums.get(call["index"], 0) + weights

@@ -215,7 +215,7 @@ def pattern(wrong: torch.Tensor, feed: Feed) -> str:
         which = "all steps" if len(steps) == after else f"{len(steps)} of {after} steps"
         return f"{which} from step {steps[0]} on are wrong: look for a count of steps or calls"
     strides = {after - before for before, after in itertools.pairwise(steps)}
-    if len(strides) == 1:
+    if len(strides) == 1 and strides != {1}:
         return f"{count}: every {strides.pop()}th from step {steps[0]} on"
     return f"{count}, among them steps {', '.join(map(str, steps[:4]))}"
 

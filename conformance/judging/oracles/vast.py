@@ -157,7 +157,8 @@ def _moments(run: Run, rank: int, step: int, name: str, found: Found) -> torch.T
     event = run.ranks[rank].first("folded", step=step)
     missing = event["missing"] if event else ["all"]
     place = f"rank {rank}, step {step}"
-    if not found.require(not missing, "a gradient", f"{place}: none of {missing[:3]}"):
+    names = ", ".join(missing[:3])
+    if not found.require(not missing, "a gradient", f"{place}: none of {names}"):
         return None
     moments = run.ranks[rank].tensors[f"{step}/moments/{name}"]
     finite = bool(moments.isfinite().all())

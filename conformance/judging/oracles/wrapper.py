@@ -16,6 +16,7 @@ comparable, but no gradients if some are missing: DDP has not averaged the other
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -173,7 +174,8 @@ def require_recomputation(run: Run, found: Found) -> None:
     for record in run.ranks:
         for event in record.all("evaluated"):
             repeated = {block: count for block, count in event["runs"].items() if count != 1}
-            actual = f"rank {record.rank}, step {event['step']}: {repeated}"
+            counts = ", ".join(f"{count} of {block}" for block, count in repeated.items())
+            actual = f"rank {record.rank}, step {event['step']}: {counts}"
             found.require(not repeated, f"one forward in {event['what']}", actual)
 
 
@@ -371,11 +373,15 @@ def _cause(quantity: str, got: torch.Tensor, right: torch.Tensor) -> str:
 
 
 def _shortened(one: Any, other: Any) -> str:
-    """Return a value as text; of a long list only its items that the other list lacks."""
+    """Return a value as text; of a long list only its items that the other list lacks, or the first
+    item that is at another place.
+    """
     if not (isinstance(one, list) and isinstance(other, list) and len(one) > 2):
         return str(one)
     different = [str(item) for item in one if item not in other]
     if not different:
-        return "the same in another order"
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+        at = len(list(same))
+        return f"{one[at]} as number {at + 1}" if at < len(one) else f"{len(one)} items"
     more = ", ..." if len(different) > 3 else ""
     return f"{', '.join(different[:3])}{more}"

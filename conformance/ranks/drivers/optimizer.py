@@ -463,7 +463,11 @@ class OptimizerDriver(RankDriver):
                 if isinstance(value, torch.Tensor):
                     self.keep(f"state/{index}/{name}", value)
         names = (*_KEPT_OPTIONS, "params")
-        options = [{name: group.get(name) for name in names} for group in groups]
+        options = [
+            {name: group.get(name) for name in names}
+            for group in groups
+            if isinstance(group, Mapping)
+        ]
         self.recorder.event("consolidated", form=True, groups=options)
 
 

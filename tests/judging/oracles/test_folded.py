@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import expecttest
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run, fed
 from conformance.scenarios.model import Param, Scenario
 from conformance.subjects.claims import parse_claims
+from tests.made_runs import read_failures
 
 PARAMS = (Param((40,)), Param((7, 50)), Param((3,)))
 SCENARIO = Scenario(
@@ -189,3 +191,101 @@ def test_each_step_without_feedback_keeps_the_bound():
     claims = "compressed(feedback=False, delta=0.99)"
     assert contracted(claims, lambda *place: mean(*place) * 1.05, scenario) == []
     assert contracted(claims, lambda *place: mean(*place) * 1.2, scenario) != []
+
+
+def test_the_messages_on_folded_results():
+    own = lambda run, rank, step, index: of(run, rank, step, index).float()  # noqa: E731
+    missing = made()
+    missing.ranks[0].events[0]["missing"] = ["p1"]
+    signs = made(lambda *place: -mean(*place))
+    failures = [
+        *judged(missing)[:1],
+        *judged(made(own))[:1],
+        *judged(made(lambda *place: mean(*place) * 1.5))[:1],
+        *judged(signs)[:1],
+        *judged(made(lambda *place: mean(*place) + 1))[:1],
+        *weights("local", lambda run, rank, step, index: own(run, 0, step, index))[:1],
+        *weights("local", mixed(0.75, 0.01))[:1],
+        *weights("local", mixed(1.5))[:1],
+        *weights("local, warmup(3)", mixed(0.75))[:1],
+        *optimized(0.2)[:1],
+        *optimized(0.0)[:1],
+    ]
+    expecttest.assert_expected_inline(
+        read_failures(failures),
+        """\
+Expected: a gradient of every parameter
+Actual: rank 0, step 0: 1 parameters have none: p1
+Expected: mean -1.75, bit for bit, up to its sign
+Actual: -3 on rank 0, step 0, bucket 0 of 393 elements, parameter p0 of 40, index (14,);
+    94 of 101 places of the table have wrong elements
+Likely cause: equal to this rank's own gradient: nothing was communicated; every element
+    of the model is wrong in the same way
+Expected: mean -1.75, bit for bit, up to its sign
+Actual: -2.625 on rank 0, step 0, bucket 0 of 393 elements, parameter p0 of 40, index
+    (14,); 93 of 101 places of the table have wrong elements
+Likely cause: 1.5 times the mean: scaled by a wrong factor; every element of the model is
+    wrong in the same way
+Expected: mean -1.75, bit for bit, up to its sign
+Actual: 1.75 on rank 0, step 0, bucket 0 of 393 elements, parameter p0 of 40, index (14,);
+    93 of 101 places of the table have wrong elements
+Likely cause: -1 times the mean: scaled by a wrong factor; every element of the model is
+    wrong in the same way
+Expected: mean -1.75, bit for bit, up to its sign
+Actual: -2.75 on rank 0, step 0, bucket 0 of 393 elements, parameter p1 of 350, index (5,
+    46); 101 of 101 places of the table have wrong elements
+Likely cause: wrong in 1 of 1 buckets, among them bucket 0 of 393 elements and 3 tensors
+Expected: weights of at least 0 that sum to 1, this rank's own among them
+Actual: rank 1, step 0, bucket 0 of 393 elements: 1 of rank 0, -9.26e-18 of rank 1
+Expected: one weighted mean of ranks' gradients for all elements of a bucket
+Actual: rank 0, step 0, bucket 0 of 393 elements: 101 of 101 places of the table have
+    elements that are none; nearest is 0.755 of rank 0, 0.251 of rank 1
+Expected: weights of at least 0 that sum to 1, this rank's own among them
+Actual: rank 0, step 0, bucket 0 of 393 elements: 1.5 of rank 0, -0.5 of rank 1
+Expected: the mean in the warm-up
+Actual: rank 0, step 0, bucket 0: weights 0.75, 0.25
+Expected: as SGD(lr=0.1) leaves it
+Actual: rank 0, step 0, bucket 0 of 393 elements, parameter p0 of 40, index (14,):
+    0.349999994 instead of 0.174999997
+Expected: as SGD(lr=0.1) leaves it
+Actual: rank 0, step 0, bucket 0 of 393 elements, parameter p0 of 40, index (14,): -0
+    instead of 0.174999997
+Likely cause: it was not stepped at all""",
+    )
+
+
+def test_the_messages_on_moments():
+    own = lambda run, rank, step, index: of(run, rank, step, index).float()  # noqa: E731
+    without = made(mean, VAST)
+    for rank in without.ranks:
+        for event in rank.all("folded"):
+            event["missing"] = ["p1"]
+    found = Found()
+    vast.require_contracted(without, parse_claims(FEEDBACK), found)
+    every = replace(VAST, steps=("heavy_last",) * 2)
+    failures = [
+        *found.failures[:1],
+        *contracted(FEEDBACK, own)[:1],
+        *contracted(FEEDBACK, lambda *place: mean(*place) * 2)[:1],
+        *contracted(FEEDBACK, lambda *place: mean(*place) / 0)[:1],
+        *contracted(
+            "compressed(feedback=False, delta=0.99)", lambda *place: mean(*place) * 1.2, every
+        )[:1],
+    ]
+    expecttest.assert_expected_inline(
+        read_failures(failures),
+        """\
+Expected: a gradient
+Actual: rank 0, step 1: none of p1
+Expected: the sum of all results within 0.75 of the gradients from the mean
+Actual: rank 0, step 1: 0.939 of the gradients away, in parameter p1 of [7, 50]
+Likely cause: in that parameter it is 1.94 times the mean, along the mean
+Expected: the sum of all results within 0.75 of the gradients from the mean
+Actual: rank 0, step 1: 1 of the gradients away, in parameter p1 of [7, 50]
+Likely cause: in that parameter it is 2 times the mean, along the mean
+Expected: finite values for finite gradients
+Actual: rank 0, step 1: some are not
+Expected: the result within 0.1 of the gradients from the mean
+Actual: rank 0, step 0: 0.2 of the gradients away, in parameter p1 of [7, 50]
+Likely cause: in that parameter it is 1.2 times the mean, along the mean""",
+    )

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import expecttest
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from conformance.judging.rule import Rule
 from conformance.judging.verdict import Found
 from conformance.rules import section_23_long_runs as section_23
 from tests.made_long_runs import Simulated, long_run
+from tests.made_runs import read_failures
 
 pytestmark = pytest.mark.ranks  # ranks are simulated, over thousands of steps
 
@@ -261,3 +263,89 @@ def test_a_longer_run_has_rounds_of_several_steps() -> None:
     assert not judged(section_23.every_step, "exact", mean, steps=steps).failures
     (failure,) = judged(section_23.every_step, "exact", hook, steps=steps).failures
     assert "steps 4320 to 4322" in failure.actual
+
+
+def test_the_messages_on_long_runs() -> None:
+    def swapped(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        """Mix elements of both ranks from one step on."""
+        mixed = mean(step, index, gradients).clone()
+        if step >= 900:
+            mixed[:, ::2] = gradients[:1, ::2]
+        return mixed
+
+    def infinite(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        return mean(step, index, gradients) / float(step != 77)
+
+    def warming_up(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        return mean(step, index, gradients) if step < 2 else late(step, index, gradients)
+
+    def at_every_thousandth(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        return mean(step, index, gradients) * (1 + (step % 1000 == 900))
+
+    late = Feedback(left=lambda step: 1.0 if step < 900 else 0.9)
+    repeating = RandomRounding(seed=lambda step, index, rank: (step % 7, index, rank))
+    shared = RandomRounding(seed=lambda step, index, rank: (step, index))
+    found = [
+        judged(section_23.every_step, "exact", at_every_thousandth, steps=5000),
+        judged(section_23.every_step, f"{FEEDBACK}, warmup(2)", warming_up),
+        judged(section_23.every_step, FEEDBACK, infinite),
+        judged(section_23.every_step, CHANGE, Estimates(until=1000)),
+        judged(section_23.every_step, "local", swapped),
+        judged(section_23.independent_in_time, "unbiased", repeating),
+        judged(section_23.independent_among_ranks, "unbiased", shared),
+        judged(section_23.mixing, "local", partners(500)),
+    ]
+    run, claims = long_run("exact", mean)
+    incomplete = Found()
+    for rank in run.ranks:
+        rank.tensors = {}
+    section_23.every_step.check(run, claims, incomplete)
+    found.append(incomplete)
+    fused = Found()
+    stepped, claims = long_run("fused(SGD, lr=0.1)", mean)
+    section_23.fused.check(stepped, claims, fused)
+    for rank in stepped.ranks:
+        values = {name.replace("/", "/parameter/"): rows for name, rows in rank.tensors.items()}
+        rank.tensors |= values
+    section_23.fused.check(stepped, claims, fused)
+    texts = [read_failures(one.failures[:1]) for one in found]
+    texts.append(read_failures(fused.failures[:2]))
+    expecttest.assert_expected_inline(
+        "\n".join(texts),
+        """\
+Expected: mean 0.100094527 within 1.45e-07
+Actual: 0.133459369 on rank 0, steps 900 to 902, parameter p0, index (0, 0)
+Likely cause: 5 of 1667 groups of steps are wrong, among them steps 900, 1899, 2898, 3900
+Expected: results that sum to the means, within 73.5, the largest sum of residuals
+Actual: rank 0, step 1280, parameter p0 (step 1278 after the warm-up): the sum of all
+    results so far is off by 81.5; at the end by 81.5, with a limit of 7.76
+Likely cause: over the whole run results are 0.9879 times the means
+Expected: finite values for finite gradients
+Actual: rank 0, step 77, parameter p0: some are not, or there is no gradient
+Likely cause: this step alone, of 1316, is wrong
+Expected: a result within 14.5 of the mean
+Actual: rank 0, step 1055: 15 away
+Likely cause: 188 of 1276 are wrong, among them steps 1055, 1056, 1057, 1058
+Expected: one weighted mean of ranks' gradients for all elements
+Actual: rank 0, step 900, parameter p0: it is none; nearest is 0.646 of rank 0, 0.164 of
+    rank 1, 0.191 of rank 2
+Likely cause: all steps from step 900 on are wrong: look for a count of steps or calls
+Expected: errors that have nothing to do with those of earlier steps
+Actual: rank 0: errors 7 steps apart are alike: on average their product is 0.73 of their
+    square, 4.46 times the limit
+Likely cause: the random numbers repeat after 7 steps: a seed that comes again
+Expected: the variance of independent draws: 2 times that of one rank's, and below 2.83
+    times
+Actual: 3.99 times
+Likely cause: all ranks draw the same numbers, so that their errors do not average out
+Expected: a rank that is heard in the first steps and then at least every 200 steps
+Actual: rank 0 hears rank 1 in step 498, then not for 769 steps
+Likely cause: ranks no longer communicate, or the partners of a schedule no longer change
+Expected: results of every step
+Actual: rank 0, parameter p0: none
+Expected: parameters of every step
+Actual: rank 0: none
+Expected: as SGD(lr=0.1) leaves it: 6.4000001
+Actual: rank 0, step 0, parameter p0: -64
+Likely cause: all steps from step 0 on are wrong: look for a count of steps or calls""",
+    )

@@ -1,0 +1,264 @@
+"""The messages of section 13, on runs written by hand."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import expecttest
+import torch
+
+from conformance.judging.oracles import lossy
+from conformance.judging.oracles.lossy import compression, likeness, local, unbiased
+from conformance.judging.oracles.lossy.common import JudgedRun
+from conformance.judging.oracles.mean import mean
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.hook import SPECIAL, VALUES
+from conformance.scenarios.model import Param, Scenario
+from conformance.subjects.claims import parse_claims
+from tests.made_runs import Result, made_run, read_failures
+
+WIDE = replace(VALUES, params=(Param((40, 50)),), steps=("constant",) * 160)
+LAYER = replace(WIDE, params=(Param((40, 50)),) * 3, steps=("training_constant",) * 160)
+PAIR = replace(WIDE, params=(Param((40, 50)), Param((1,))))
+NORMAL = replace(VALUES, steps=("normal",) * 6)
+WITHOUT_FEEDBACK = "compressed(feedback=False, delta=0.5)"
+Judge = Callable[[JudgedRun, range], object]
+
+
+def judged(
+    judge: Judge, result: Result, scenario: Scenario = NORMAL, claims: str = "local", world: int = 2
+) -> str:
+    """Return the failures of a requirement on a run with these results."""
+    run = made_run(result, scenario, world)
+    found = Found()
+    judge(JudgedRun(run, parse_claims(claims), found), range(len(scenario.steps)))
+    return read_failures(found.failures[:1])
+
+
+def weights(judged: JudgedRun, steps: range) -> None:
+    """Require weighted means of the ranks' gradients in the first step."""
+    local.require_weights(judged, steps)
+
+
+def own(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    return run.fed(rank, step, index)
+
+
+def of_first(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return a mean to which the first rank contributes more on all ranks."""
+    return 0.75 * run.fed(0, step, index) + 0.25 * run.fed(1, step, index)
+
+
+def mixed(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return the elements of both ranks in turn."""
+    is_odd = torch.arange(len(run.fed(0, step, index))) % 2 == 1
+    return torch.where(is_odd, run.fed(0, step, index), run.fed(1, step, index))
+
+
+def other(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    return run.fed(1 - rank, step, index)
+
+
+def larger(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    return mean(run, rank, step, index) * 9
+
+
+def off(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return the mean and its largest element a second time."""
+    right = mean(run, rank, step, index)
+    return right + right.abs().max()
+
+
+def infinite(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    return mean(run, rank, step, index) / 0
+
+
+def repeating(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return the mean and noise that is drawn again after two steps."""
+    generator = torch.Generator().manual_seed(step % 2 + 2 * index)
+    right = mean(run, rank, step, index)
+    return right + torch.randn(right.shape, generator=generator)
+
+
+def noisy(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+    """Return the mean and noise; a constant in its place for parameters of one element."""
+    generator = torch.Generator().manual_seed(step)
+    right = mean(run, rank, step, index)
+    if len(right) == 1:
+        return 1.5 * right
+    return right.clamp(-200, 200) + torch.randn(right.shape, generator=generator)
+
+
+def test_weighted_means_are_described() -> None:
+    texts = (
+        judged(weights, larger),
+        judged(weights, mixed),
+        judged(weights, other),
+        judged(weights, of_first),
+    )
+    expecttest.assert_expected_inline(
+        "\n".join(texts),
+        """\
+Expected: between the smallest and the largest gradient of the ranks
+Actual: rank 0, step 0, bucket 0: 46 of 47 elements lie outside
+Expected: one weighted mean of ranks' gradients for all elements of a bucket
+Actual: rank 0, step 0, bucket 0: 47 of 47 elements are none; nearest is 0.516 of rank 0,
+    0.416 of rank 1
+Expected: weights of at least 0 that sum to 1, this rank's own among them
+Actual: rank 0, step 0, bucket 0: 0 of rank 0, 1 of rank 1
+Expected: every rank's gradient counts once over all ranks
+Actual: step 0, bucket 0: they count 1.5, 0.5 times""",
+    )
+
+
+def test_ranks_that_are_apart_are_described() -> None:
+    texts = (
+        judged(local.require_mixing, own),
+        judged(lambda run, steps: local.require_period(run, steps, 2), own),
+    )
+    expecttest.assert_expected_inline(
+        "\n".join(texts),
+        """\
+Expected: gradients of every rank that reach all others within 6 steps
+Actual: parameter p0: ranks 0; 1 are apart
+Likely cause: nothing is communicated: claim local(ratio=0) if that is meant
+Expected: the mean over all ranks in one of 2 steps
+Actual: parameter p0: not in the 2 steps up to step 1
+Likely cause: a period that is counted in buckets, or never begins""",
+    )
+
+
+def test_compressed_results_are_described() -> None:
+    texts = (
+        judged(compression.require_sum_of_means, own, claims="compressed"),
+        judged(
+            lambda run, steps: compression.require_convergence(run, steps[-1]),
+            off,
+            claims="compressed(feedback=ef21)",
+        ),
+        judged(
+            compression.require_contraction, off, claims="compressed(feedback=False, delta=0.5)"
+        ),
+        judged(compression.require_size, lambda *of: 1000 * off(*of), claims="compressed"),
+        judged(compression.require_size, infinite, claims="compressed"),
+    )
+    expecttest.assert_expected_inline(
+        "\n".join(texts),
+        """\
+Expected: results of 6 steps, and of 0 steps of faint gradients after them, that sum to
+    the means, within 0.0625
+Actual: rank 0, parameter p0: their sum is off by 0.775 of the gradients
+Likely cause: equal to this rank's own gradients: nothing was communicated, or its
+    residual is taken against the values that it received
+Expected: the mean, within 0.0625, of gradients that were fed again and again
+Actual: rank 0, parameter p0: off by 2.34
+Likely cause: along the mean -0.002 times as long as it, and not in its direction
+Expected: ||result - mean|| <= sqrt(1 - 0.5) ||gradient|| = 4.87
+Actual: rank 0, step 0, bucket 0: 12
+Expected: results of a norm of at most 150
+Actual: rank 0, parameter p0: 2.92e+04
+Expected: finite values for finite gradients
+Actual: rank 0, step 0, parameter p0: some are not""",
+    )
+
+
+def test_random_results_are_described() -> None:
+    texts = (
+        judged(unbiased.require_expectation, off, WIDE, "unbiased"),
+        judged(unbiased.require_expectation, noisy, LAYER, "unbiased"),
+        judged(unbiased.require_expectation, noisy, PAIR, "unbiased"),
+        judged(
+            unbiased.require_expectation, lambda *of: off(*of) + repeating(*of), WIDE, "unbiased"
+        ),
+        judged(unbiased.require_fresh_draws, repeating, WIDE, "unbiased"),
+    )
+    expecttest.assert_expected_inline(
+        "\n".join(texts),
+        """\
+Expected: errors of 160 draws that cancel out: a sum of at most 316
+Actual: rank 0, all parameters: 575; on average the result is off by 0.114 of the mean
+Likely cause: along the mean 1.1 times as long as it, and not in its direction
+Expected: an element of -6338 beside small ones, on average, within 1.9e+03
+Actual: rank 0, parameter p2, element 96: -200.1 on average of 160 draws
+Likely cause: a range that is cut, or values that are clamped
+Expected: the mean, if results do not vary
+Actual: rank 0, parameter p1: the same 0.5 off in each of 160 draws
+Expected: errors of 160 draws that cancel out: a sum of at most 3.03e+03
+Actual: rank 0, all parameters: 5.5e+03; on average the result is off by 1.09 of the mean
+Likely cause: along the mean 2.1 times as long as it, and not in its direction
+Expected: errors that have nothing in common with those of 2 steps later
+Actual: rank 0, all parameters: 0.988 of their squares in common
+Likely cause: a seed that repeats after 2 steps""",
+    )
+
+
+def test_missing_results_are_described() -> None:
+    run = made_run(scenario=NORMAL)
+    for rank in run.ranks:
+        del rank.tensors["1/grad/p0"]
+    found = Found()
+    compressed = JudgedRun(run, parse_claims(WITHOUT_FEEDBACK), found)
+    compression.require_contraction(compressed, range(6))
+    compression.require_size(compressed, range(6))
+    lossy.require_finite(run, found, [1])
+    lossy.require_finite(made_run(infinite, NORMAL), found, [1])
+    likeness.require_near_reference({"values@2": run, "reference@2": run}, 0, 1, found)
+    expecttest.assert_expected_inline(
+        read_failures(found.failures),
+        """\
+Expected: a gradient
+Actual: rank 0, step 1, bucket 0: a parameter has none
+Expected: a gradient
+Actual: rank 0, step 1, parameter p0: none
+Expected: finite values for finite gradients
+Actual: rank 0, step 1, parameter p0: no gradient
+Likely cause: a division by zero, or state that keeps a NaN or an infinity of an earlier
+    step
+Expected: finite values for finite gradients
+Actual: rank 0, step 1, parameter p0: 15 elements are not
+Likely cause: a division by zero, or state that keeps a NaN or an infinity of an earlier
+    step
+Expected: a gradient
+Actual: rank 0, step 1: a parameter has none""",
+    )
+
+
+def test_special_values_and_noise_are_described() -> None:
+    found = Found()
+    finite = made_run(lambda run, r, s, i: mean(run, r, s, i).nan_to_num(0, 0, 0), SPECIAL)
+    claims = parse_claims("unbiased(noise=0.5)")
+    lossy.require_seen(finite, claims, found, finite.steps("nan"))
+    lossy.require_noise(finite, claims, found, finite.steps("zero_all"))
+    expecttest.assert_expected_inline(
+        read_failures(found.failures),
+        """\
+Expected: a result that is not finite if a gradient is not
+Actual: rank 0, step 1: all are finite
+Likely cause: NaN or infinities of rank 0, 1 are lost
+Expected: a result that is not finite if a gradient is not
+Actual: rank 1, step 1: all are finite
+Likely cause: NaN or infinities of rank 0, 1 are lost
+Expected: noise with a root mean square of 0.236 to 0.75 if zeros are fed
+Actual: rank 0, step 4: 0""",
+    )
+
+
+def test_differences_from_a_reference_are_described() -> None:
+    found = Found()
+    runs = {"values@2": made_run(off, NORMAL), "reference@2": made_run(scenario=NORMAL)}
+    likeness.require_near_reference(runs, 0, 1, found)
+    lengths = torch.tensor([[9.0, 1.0], [2.0, 1.0], [2.5, 1.0]])
+    likeness.require_lengths(0, "normal", lengths, found)
+    likeness.require_lengths(0, "normal", lengths.flip(1), found)
+    expecttest.assert_expected_inline(
+        read_failures(found.failures),
+        """\
+Expected: a result within 0.0168 of the reference's
+Actual: rank 0, step 1: 7.88 away
+Expected: results of normal gradients 2 to 2.5 long, as the reference's, or 1.04 more or
+    less
+Actual: rank 0: 9
+Expected: results of normal gradients 2 to 2.5 from the mean, as the reference's, or 1.04
+    more or less
+Actual: rank 0: 9""",
+    )

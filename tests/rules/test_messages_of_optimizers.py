@@ -1,0 +1,195 @@
+"""The messages of rules for optimizer wrappers, on runs written by hand."""
+
+from typing import Any
+
+import expecttest
+
+from conformance.judging.oracles.optimizer import require_steps_with_some_gradient, right_steps
+from conformance.judging.verdict import Found
+from conformance.records.rank_record import Event, RankRecord, Tensors
+from conformance.records.run import Run
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.optimizer import CLOSURE, PLAIN, RANDOM, SAVED
+from tests.made_runs import event, read_failures, refused
+
+OPTIONS = {"lr": 0.125, "momentum": 1.0}  # more digits at each step with 0.5
+
+
+def stepped(scenario: Scenario = PLAIN, averager: bool = False, world: int = 2) -> Run:
+    """Return a run of a right optimizer with an averager or without."""
+    made = event("made", -1, averager=averager, options=OPTIONS, takes_any=True)
+    run = Run(scenario, world, [RankRecord(rank, [made], Tensors(rank)) for rank in range(world)])
+    for rank in run.ranks:
+        for step in range(len(scenario.steps)):
+            rank.events.append(Event(event("stepped", step)))
+            if averager:
+                asked = event("asked", step, stepped=True, missing=[], others=0)
+                rank.events.append(Event(asked))
+    for (rank, step), right in right_steps(run).items():
+        if step < len(scenario.steps):
+            for index, (values, spec) in enumerate(zip(right.after, scenario.params, strict=True)):
+                kept = values.float().reshape(spec.shape)
+                run.ranks[rank].tensors[f"{step}/parameter/p{index}"] = kept
+    return run
+
+
+def changed(run: Run, name: str, **fields: Any) -> Run:
+    """Change fields of all events of a name."""
+    for rank in run.ranks:
+        for one in rank.all(name):
+            one |= fields
+    return run
+
+
+def noted(run: Run, *events: dict[str, Any]) -> Run:
+    """Add events to each rank."""
+    for rank in run.ranks:
+        rank.events += [Event(one) for one in events]
+    return run
+
+
+def moved(run: Run, step: int, index: int, change: Any) -> Run:
+    """Change a parameter of rank 1 after a step."""
+    tensors = run.ranks[1].tensors
+    name = f"{step}/parameter/p{index}"
+    tensors[name] = change(tensors[name])
+    return run
+
+
+def test_a_right_optimizer_is_not_refused() -> None:
+    for averager in (False, True):
+        assert refused("15.1", stepped(averager=averager)) == ""
+
+
+def test_parameters_are_described() -> None:
+    late = stepped(averager=True)
+    for rank in late.ranks:
+        right = right_steps(late)[rank.rank, 10]
+        for index, spec in enumerate(PLAIN.params):
+            kept = right.stepped[index].float().reshape(spec.shape)
+            rank.tensors[f"10/parameter/p{index}"] = kept
+    expecttest.assert_expected_inline(
+        "\n".join(
+            (
+                refused("15.1", moved(stepped(), 3, 0, lambda values: values + 1)),
+                refused("15.1", moved(stepped(), 3, 0, lambda values: values.double())),
+                refused("15.3", late),
+                refused("15.4", moved(stepped(RANDOM, world=3), 3, 0, lambda values: values + 1)),
+            )
+        ),
+        """\
+Expected: the optimizer's step: 69.5625
+Actual: rank 1, step 3, p0, index 0: 70.5625 (15 of 15 elements differ)
+Expected: a parameter of float32
+Actual: rank 1, step 3: p0 is torch.float64
+Expected: the optimizer's step, averaged over ranks [0, 1]: 94
+Actual: rank 0, step 10, p0, index 0: 163.8125 (15 of 15 elements differ)
+Likely cause: it stepped, and the average is lost
+Expected: the optimizer's step: 11.7318206
+Actual: rank 1, step 3, p0, index 0: 12.7318201 (15 of 15 elements differ)
+Expected: the bits of rank 0
+Actual: rank 1, step 3: p0 differs""",
+    )
+
+
+def test_calls_of_the_averager_are_described() -> None:
+    twice = stepped(averager=True)
+    noted(twice, event("asked", 3, stepped=True, missing=[], others=0))
+    expecttest.assert_expected_inline(
+        "\n".join(
+            (
+                refused("15.2", twice),
+                refused("15.2", changed(stepped(averager=True), "asked", stepped=False)),
+                refused("15.2", changed(stepped(averager=True), "asked", missing=[2], others=1)),
+            )
+        ),
+        """\
+Expected: one call of the averager
+Actual: rank 0, step 3: the averager was called 2 times
+Likely cause: the averager's count runs ahead of the steps
+Expected: a call of the averager after the optimizer's step
+Actual: rank 0, step 0: no parameter had been stepped before the call
+Expected: a call of the averager with all parameters
+Actual: rank 0, step 0: p2 missing
+Likely cause: the averager was given copies""",
+    )
+
+
+def test_closures_are_described() -> None:
+    closure = {"calls": [False, True], "loss": None}
+    called = noted(stepped(CLOSURE), *(event("closure", step, **closure) for step in range(6)))
+    expecttest.assert_expected_inline(
+        "\n".join((refused("15.7", stepped(CLOSURE)), refused("15.7", called))),
+        """\
+Expected: a step with a closure
+Actual: rank 0, step 0: no record of one
+Expected: one call of the closure
+Actual: rank 0, step 0: 2 calls of the closure
+Expected: gradients enabled in the closure
+Actual: rank 0, step 0: torch.is_grad_enabled() was False
+Expected: the closure's loss, 1
+Actual: rank 0, step 0: step returned None""",
+    )
+
+
+def test_options_and_states_are_described() -> None:
+    zeroed = event("zeroed", 1, keeps=True, left=[0], none=[1])
+    errors = {"isinstance": "it is a Wrapper", "scheduler": "TypeError: no", "hook": "2 calls"}
+    saved = stepped(SAVED)
+    for rank in saved.ranks:
+        last = SAVED.resume.saves_at - 1
+        right = right_steps(saved)[rank.rank, last].momenta
+        rank.tensors[f"{last}/state/0/momentum_buffer"] = right[1]
+        rank.tensors[f"{last}/state/1/momentum_buffer"] = right[0]
+    bare = stepped(SAVED)
+    groups = [{"lr": 0.5, "momentum": 0.5, "params": [0]}]
+    expecttest.assert_expected_inline(
+        "\n".join(
+            (
+                refused("15.8", noted(stepped(), zeroed)),
+                refused("15.15", noted(stepped(), event("consolidated", 3, form=False))),
+                refused(
+                    "15.15",
+                    noted(saved, event("consolidated", 3, form=True, groups=groups)),
+                ),
+                refused("15.15", noted(bare, event("consolidated", 3, form=True, groups=groups))),
+                refused("15.18", noted(stepped(), event("as_optimizer", 3, **errors))),
+            )
+        ),
+        """\
+Expected: no gradient, or zeros
+Actual: rank 0, step 1: zero_grad(set_to_none=False) left the gradients of p0
+Expected: zeros
+Actual: rank 0, step 1: zero_grad(set_to_none=False) left None for p1
+Expected: a dict with state and param_groups
+Actual: rank 0: state_dict() returned something else
+Expected: param_groups [{'lr': 0.125, 'momentum': 1.0, 'params': [0, 1, 2, 3, 4]}]
+Actual: rank 0, step 12: [{'lr': 0.5, 'momentum': 0.5, 'params': [0]}]
+Expected: the momentum of p0
+Actual: rank 0, step 12: state[0] has another momentum_buffer
+Likely cause: it is the momentum of p1
+Expected: param_groups [{'lr': 0.125, 'momentum': 1.0, 'params': [0, 1, 2, 3, 4]}]
+Actual: rank 0, step 12: [{'lr': 0.5, 'momentum': 0.5, 'params': [0]}]
+Expected: the momentum of p0
+Actual: rank 0, step 12: state[0] has no momentum_buffer
+Expected: a torch.optim.Optimizer
+Actual: rank 0: it is a Wrapper
+Expected: a scheduler that steps it
+Actual: rank 0: TypeError: no
+Expected: a post-step hook that runs once, at the end of a step
+Actual: rank 0: 2 calls""",
+    )
+
+
+def test_steps_without_an_average_are_described() -> None:
+    plain = {"lr": 0.125, "momentum": 0.0}
+    found = Found()
+    require_steps_with_some_gradient(
+        moved(changed(stepped(), "made", options=plain), 0, 0, lambda values: values + 1), found
+    )
+    expecttest.assert_expected_inline(
+        read_failures(found.failures[:1]),
+        """\
+Expected: a step with the gradient of one rank; or the claim averages
+Actual: rank 0, step 1: p0 has been stepped with another gradient""",
+    )

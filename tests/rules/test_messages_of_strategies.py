@@ -1,0 +1,141 @@
+"""The messages of rules for sync strategies, on runs written by hand."""
+
+from typing import Any
+
+import expecttest
+import torch
+
+from conformance.judging.oracles.strategy import require_buffers, right
+from conformance.judging.verdict import Found
+from conformance.records.rank_record import Event, RankRecord, Tensors
+from conformance.records.run import Run
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.strategy import COUNTED, PLAIN, RAISES, RANDOM, SUBGROUPS
+from tests.made_runs import event, read_failures, refused
+
+RIGHT = {
+    "without": [],
+    "strides_changed": [],
+    "synchronises": True,
+    "sent": [1, 64],
+    "gradients": 64,
+}
+
+
+def synchronised(scenario: Scenario = PLAIN, world: int = 2, **fields: Any) -> Run:
+    """Return a run in which every step leaves the right gradients.
+
+    ``fields`` are those of the events of steps.
+    """
+    run = Run(scenario, world, [RankRecord(rank, [], Tensors(rank)) for rank in range(world)])
+    for rank in run.ranks:
+        for step in range(len(scenario.steps)):
+            rank.events.append(Event(event("synchronised", step, **(RIGHT | fields))))
+            for index, spec in enumerate(scenario.params):
+                values = right(run, rank.rank, step, index).float()
+                rank.tensors[f"{step}/grad/p{index}"] = values.reshape(spec.shape)
+    return run
+
+
+def noted(run: Run, *events: dict[str, Any]) -> Run:
+    """Add events to each rank."""
+    for rank in run.ranks:
+        rank.events += [Event(one) for one in events]
+    return run
+
+
+def without(run: Run, rank: int) -> Run:
+    """Take a gradient of the first step from a rank."""
+    del run.ranks[rank].tensors["0/grad/p0"]
+    return run
+
+
+def test_a_right_strategy_is_not_refused() -> None:
+    for number in ("16.1", "16.6"):
+        assert refused(number, synchronised()) == ""
+
+
+def test_gradients_are_described() -> None:
+    wrong = synchronised()
+    wrong.ranks[1].tensors["0/grad/p0"] *= 2
+    expecttest.assert_expected_inline(
+        "\n".join(
+            (
+                refused("16.1", wrong),
+                refused("16.1", without(synchronised(), 1)),
+                refused("16.6", without(synchronised(RANDOM), 0)),
+                refused("16.6", without(synchronised(RANDOM), 1)),
+                refused("16.6", wrong),
+                refused("16.10", synchronised(strides_changed=[1])),
+                refused("16.16", synchronised(), "all_used"),
+            )
+        ),
+        """\
+Expected: the sum over micro-batches of the means: -64
+Actual: rank 1, step 0, p0, index 0: -128 (14 of 15 elements differ)
+Likely cause: the sum, not divided
+Expected: the mean
+Actual: rank 1, step 0, p0: there is no gradient
+Likely cause: it was lost
+Expected: a gradient on every rank, or on none
+Actual: rank 1, step 0: p0 has a gradient, but not on rank 0
+Likely cause: to an optimizer zeros differ from no gradient
+Expected: a gradient on every rank, or on none
+Actual: rank 1, step 0: p0 has no gradient, but has one on rank 0
+Likely cause: to an optimizer zeros differ from no gradient
+Expected: the bits of rank 0
+Actual: rank 1, step 0: p0 differs
+Expected: the strides of the parameter
+Actual: rank 0, step 0: the gradient of p1 has other strides
+Expected: a gradient other than the mean
+Actual: strategy@2: every gradient is the mean: all_used is not needed""",
+    )
+
+
+def test_settings_and_traffic_are_described() -> None:
+    failed = event("failed", 1, same=False, came="nothing")
+    outside = event("collective", 1, inside=True, what="allreduce 4 float32", group=[0, 1, 2, 3])
+    expecttest.assert_expected_inline(
+        "\n".join(
+            (
+                refused("16.13", synchronised(synchronises=False)),
+                refused("16.14", noted(synchronised(RAISES, synchronises=False), failed)),
+                refused("16.26", noted(synchronised(), failed)),
+                refused("16.9", noted(synchronised(SUBGROUPS, 4), outside)),
+                refused("16.18", synchronised(COUNTED, sent=[4, 256])),
+            )
+        ),
+        """\
+Expected: True, as before
+Actual: rank 0, step 0: model.require_backward_grad_sync is False after the last context
+Likely cause: a setting of the context was not restored
+Expected: the exception that was raised inside
+Actual: rank 0, step 1: nothing came out
+Likely cause: __exit__ returned True
+Expected: True, as before
+Actual: rank 0, step 2: model.require_backward_grad_sync is False after the last context
+Likely cause: a setting of the context was not restored after an error
+Expected: the exception that was raised inside
+Actual: rank 0, step 1: nothing came out
+Expected: collectives over ranks [0, 2]
+Actual: rank 0, step 1: allreduce 4 float32 over ranks [0, 1, 2, 3]
+Likely cause: the model's process_group was not used
+Expected: at most twice the bytes of its gradients
+Actual: rank 0, step 0: 4.00 times the bytes of its gradients, in 4 collectives""",
+    )
+
+
+def test_buffers_are_described() -> None:
+    found = Found()
+    run = synchronised()
+    for rank in run.ranks:
+        for step in range(3):
+            rank.tensors[f"{step}/buffer/running"] = torch.tensor([100.0])
+    require_buffers(run, found)
+    expecttest.assert_expected_inline(
+        read_failures(found.failures[:1]),
+        """\
+Expected: running statistics of 32: the step begins with those of rank 0
+Actual: rank 0, step 0: 100
+Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only""",
+    )
