@@ -99,9 +99,10 @@ def run(groups: Iterable[str], file: Path, *, small: bool = False) -> dict[str, 
             ready = found[group] | {name: entry}
             order = [str(case) for case in cases[group]]
             found[group] = {name: ready[name] for name in order if name in ready}
-            found["seconds"] = round(time.monotonic() - began)
+            seconds = round(time.monotonic() - began)
+            found["seconds"][group] = seconds
             write(file, found)
-            print(f"{found['seconds']} s: {group}: {name}: {cell(entry)}", flush=True)
+            print(f"{seconds} s: {group}: {name}: {cell(entry)}", flush=True)
     return found
 
 
@@ -109,7 +110,8 @@ def begun(file: Path, planned: Mapping[str, int], small: bool) -> dict[str, Any]
     """Write and return the results of a version, with none of those that are about to be judged.
 
     The number of planned results is in the file from the beginning, so that a run that is cut off
-    does not look complete.
+    does not look complete. For each group the file has the seconds from the start of its run to its
+    last result, so that a later run of one group keeps the seconds of the others.
 
     Args:
         file: of this version.
@@ -118,6 +120,7 @@ def begun(file: Path, planned: Mapping[str, int], small: bool) -> dict[str, Any]
     """
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     kept = [group for group in found.get("small", ()) if group not in planned]
+    seconds = found.get("seconds", {})
     found |= {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -125,7 +128,7 @@ def begun(file: Path, planned: Mapping[str, int], small: bool) -> dict[str, Any]
         "world sizes": list(WORLDS),
         "planned": found.get("planned", {}) | planned,
         "small": [*kept, *planned] if small else kept,
-        "seconds": 0,
+        "seconds": {group: taken for group, taken in seconds.items() if group not in planned},
     }
     found |= {group: {} for group in planned}
     write(file, found)
@@ -196,7 +199,8 @@ def main() -> int:
     wrong = wrong_in(result)
     for line in wrong:
         print(f"WRONG {line}")
-    print(f"torch {torch.__version__}, release {release(torch.__version__)}: {result['seconds']} s")
+    seconds = max(result["seconds"][group] for group in groups)
+    print(f"torch {torch.__version__}, release {release(torch.__version__)}: {seconds} s")
     return bool(wrong)
 
 

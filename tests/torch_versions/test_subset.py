@@ -50,10 +50,12 @@ def test_a_later_run_keeps_the_other_groups(tmp_path: Path) -> None:
     file = tmp_path / "2.6.0.json"
     found = begun(file, {"references": 1, "mutants": 1}, small=True)
     found |= {"references": {"a": {}}, "mutants": {"m": {}}}
+    found["seconds"] = {"references": 30, "mutants": 240}
     file.write_text(json.dumps(found))
     found = begun(file, {"mutants": 40}, small=False)
     assert found["references"] == {"a": {}}
     assert found["mutants"] == {}
     assert found["small"] == ["references"]
+    assert found["seconds"] == {"references": 30}
     assert not is_cut_off(found, "references")
     assert is_cut_off(found, "mutants")
