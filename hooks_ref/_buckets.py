@@ -24,6 +24,9 @@ def pieces(bucket: dist.GradBucket, flat: torch.Tensor | None = None) -> list[to
         number for a complex parameter.
     """
     whole = bucket.buffer() if flat is None else flat
+    if whole.is_complex():
+        # In torch 2.9 the buffer of complex parameters is itself complex.
+        whole = torch.view_as_real(whole).view(-1)
     return list(
         whole.split([p.numel() * (2 if p.is_complex() else 1) for p in bucket.parameters()])
     )

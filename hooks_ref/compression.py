@@ -39,7 +39,7 @@ import torch.distributed as dist
 from hooks_ref._buckets import clear_unused, pieces, used
 from hooks_ref._collectives import gather, when_all
 from hooks_ref._state import HookState, Memory, check_int, check_number, savable
-from hooks_ref.default_hooks import Hook, allreduce_hook
+from hooks_ref.default_hooks import Hook, allreduce_hook, real_view
 
 Encoded = tuple[torch.Tensor, ...]
 
@@ -251,6 +251,7 @@ def compression_hook(
     buffer = bucket.buffer()
     if buffer.is_sparse or step < state.start_iter:
         return allreduce_hook(state.group, bucket)
+    numbers = real_view(buffer)
     compressor = state.compressor
     group = state.group
     parts = pieces(bucket)
@@ -260,9 +261,9 @@ def compression_hook(
     def add_decoded(encoded: Encoded, flat: torch.Tensor, sign: int = 1) -> None:
         compressor.add_decoded(encoded, flat.split(sizes), keys, step, sign)
 
-    memory.before_encoding(buffer)
+    memory.before_encoding(numbers)
     encoded = compressor.encode(parts, keys, step, dist.get_rank(group))
-    memory.after_encoding(buffer, partial(add_decoded, encoded))
+    memory.after_encoding(numbers, partial(add_decoded, encoded))
 
     if compressor.summable:
         means = tuple(tensor.div(group.size()) for tensor in encoded)
@@ -276,14 +277,14 @@ def compression_hook(
         # In half precision the sum could overflow although the mean does not, and small values
         # would be lost.
         half = buffer.dtype in (torch.float16, torch.bfloat16)
-        total = buffer.float() if half else buffer
+        total = numbers.float() if half else numbers
         total.zero_()
         for one in arriving:
             add_decoded(one, total)
         if not compressor.summable:
             total.div_(group.size())
-        buffer.copy_(total)
-        memory.after_decoding(buffer)
+        numbers.copy_(total)
+        memory.after_decoding(numbers)
         return buffer
 
     return when_all(works, decode)

@@ -37,10 +37,10 @@ def allreduce_hook(
     group = process_group if process_group is not None else dist.group.WORLD
     buffer = bucket.buffer().div_(group.size())
     future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
-    return future.then(lambda fut: _in_dtype_of(buffer, fut.value()[0]))
+    return future.then(lambda fut: in_dtype_of(buffer, fut.value()[0]))
 
 
-def _in_dtype_of(buffer: torch.Tensor, reduced: torch.Tensor) -> torch.Tensor:
+def in_dtype_of(buffer: torch.Tensor, reduced: torch.Tensor) -> torch.Tensor:
     """Return the reduced buffer; in torch 2.9 that of a complex one arrives as pairs of reals."""
     if buffer.is_complex() and not reduced.is_complex():
         return torch.view_as_complex(reduced)

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from hooks_ref._state import HookState, check_int, generator, savable
-from hooks_ref.default_hooks import allreduce_hook
+from hooks_ref.default_hooks import allreduce_hook, in_dtype_of
 
 
 @savable
@@ -135,4 +135,4 @@ def gossip_grad_hook(
     work = dist.all_to_all_single(
         received, buffer, received_parts, sent_parts, group=group, async_op=True
     )
-    return work.get_future().then(lambda fut: buffer.add_(fut.value()[0]))
+    return work.get_future().then(lambda fut: buffer.add_(in_dtype_of(buffer, fut.value()[0])))

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from hooks_ref._buckets import gradient, pieces
 from hooks_ref._state import HookState
-from hooks_ref.default_hooks import Hook, allreduce_hook
+from hooks_ref.default_hooks import Hook, allreduce_hook, in_dtype_of
 
 
 class FunctionalOptimizer(Protocol):
@@ -235,7 +235,7 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
 
         def step(fut: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             # The result of a compressing hook may be in half precision.
-            result = fut.value().to(dtype)
+            result = in_dtype_of(bucket.buffer(), fut.value()).to(dtype)
             if result.is_sparse:
                 gradients = [result]
             else:

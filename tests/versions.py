@@ -14,7 +14,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,16 @@ def result_of(judgements: Judgements) -> dict[str, Any]:
     }
 
 
-def run(groups: Iterable[str], file: Path, *, small: bool = False) -> dict[str, Any]:
+def run(
+    groups: Iterable[str], file: Path, *, small: bool = False, resume: bool = False
+) -> dict[str, Any]:
     """Judge the subset; write each result as it comes, and return all results of the file.
 
     Args:
         groups: the groups to judge; the file keeps the results of the others.
         file: of this version.
         small: judge the small subset.
+        resume: judge the subjects alone that the file has no result of.
     """
     began = time.monotonic()
     chosen = {str(one.case): one for one in mutants(small)}
@@ -79,12 +82,15 @@ def run(groups: Iterable[str], file: Path, *, small: bool = False) -> dict[str, 
         "mutants": [one.case for one in chosen.values()],
     }
     cases = {group: every[group] for group in GROUPS if group in groups}
-    found = begun(file, {group: len(members) for group, members in cases.items()}, small)
+    names = {group: [str(case) for case in members] for group, members in cases.items()}
+    found = begun(file, names, small=small, resume=resume)
+    earlier = dict(found["seconds"])
     with judges(WORKERS + 1, nice=0) as judged:
         futures = {
             judged(case): (group, str(case))
             for group in sorted(cases, key=START.index)
             for case in cases[group]
+            if str(case) not in found[group]
         }
         for future in as_completed(futures):
             group, name = futures[future]
@@ -97,24 +103,28 @@ def run(groups: Iterable[str], file: Path, *, small: bool = False) -> dict[str, 
                 by = set(entry.get("refused by", ()))
                 entry["as elsewhere"] = breaks <= by <= breaks | chosen[name].may
             ready = found[group] | {name: entry}
-            order = [str(case) for case in cases[group]]
-            found[group] = {name: ready[name] for name in order if name in ready}
-            found["seconds"] = round(time.monotonic() - began)
+            found[group] = {name: ready[name] for name in names[group] if name in ready}
+            seconds = round(time.monotonic() - began)
+            found["seconds"][group] = earlier.get(group, 0) + seconds
             write(file, found)
-            print(f"{found['seconds']} s: {group}: {name}: {cell(entry)}", flush=True)
+            print(f"{seconds} s: {group}: {name}: {cell(entry)}", flush=True)
     return found
 
 
-def begun(file: Path, planned: Mapping[str, int], small: bool) -> dict[str, Any]:
+def begun(
+    file: Path, planned: Mapping[str, Sequence[str]], *, small: bool, resume: bool = False
+) -> dict[str, Any]:
     """Write and return the results of a version, with none of those that are about to be judged.
 
     The number of planned results is in the file from the beginning, so that a run that is cut off
-    does not look complete.
+    does not look complete. For each group the file has the seconds from the start of its run to its
+    last result, so that a later run of one group keeps the seconds of the others.
 
     Args:
         file: of this version.
-        planned: the number of subjects by group.
+        planned: the names of the subjects by group.
         small: whether they are the small subset.
+        resume: keep the results of these groups, but for subjects that could not be judged.
     """
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     kept = [group for group in found.get("small", ()) if group not in planned]
@@ -123,11 +133,19 @@ def begun(file: Path, planned: Mapping[str, int], small: bool) -> dict[str, Any]
         "python": platform.python_version(),
         "missing private names": missing_parts(torch.__version__),
         "world sizes": list(WORLDS),
-        "planned": found.get("planned", {}) | planned,
+        "planned": found.get("planned", {})
+        | {group: len(names) for group, names in planned.items()},
         "small": [*kept, *planned] if small else kept,
-        "seconds": 0,
+        "seconds": {
+            group: seconds
+            for group, seconds in found.get("seconds", {}).items()
+            if resume or group not in planned
+        },
     }
-    found |= {group: {} for group in planned}
+    for group, names in planned.items():
+        results = found.get(group, {}) if resume else {}
+        is_judged = {name for name, entry in results.items() if "error" not in entry}
+        found[group] = {name: results[name] for name in names if name in is_judged}
     write(file, found)
     return found
 
@@ -181,6 +199,12 @@ def main() -> int:
         action="append",
         help="judge this group alone; the file keeps the other groups",
     )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the results on file, and judge the subjects alone that have none: after a run "
+        "that was cut off, or for mutants that joined the subset since",
+    )
     options = parser.parse_args()
     if options.page:
         from tests.versions_page import page
@@ -192,11 +216,12 @@ def main() -> int:
     python = ".".join(platform.python_version_tuple()[:2])
     file = RESULTS / (f"{version}.json" if python == "3.11" else f"{version}-python{python}.json")
     RESULTS.mkdir(exist_ok=True)
-    result = run(groups, file, small=options.small)
+    result = run(groups, file, small=options.small, resume=options.resume)
     wrong = wrong_in(result)
     for line in wrong:
         print(f"WRONG {line}")
-    print(f"torch {torch.__version__}, release {release(torch.__version__)}: {result['seconds']} s")
+    seconds = max(result["seconds"].get(group, 0) for group in groups)
+    print(f"torch {torch.__version__}, release {release(torch.__version__)}: {seconds} s")
     return bool(wrong)
 
 

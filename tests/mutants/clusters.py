@@ -85,7 +85,7 @@ def mean_of_node_means(state: Nodes, bucket: Bucket) -> Result:
     _within_node(state, buffer.div_(len(state.here)))
     if state.leaders:
         dist.all_reduce(buffer.div_(len(state.members)), group=state.leaders)
-    dist.broadcast(buffer, group_src=0, group=state.node)
+    dist.broadcast(buffer, src=dist.get_global_rank(state.node, 0), group=state.node)
     return completed(buffer)
 
 
@@ -95,7 +95,7 @@ def node_counts_itself_for_all(state: Nodes, bucket: Bucket) -> Result:
     _within_node(state, buffer)
     if state.leaders:
         dist.all_reduce(buffer, group=state.leaders)
-    dist.broadcast(buffer, group_src=0, group=state.node)
+    dist.broadcast(buffer, src=dist.get_global_rank(state.node, 0), group=state.node)
     return completed(buffer.div_(len(state.here) * len(state.members)))
 
 
@@ -307,7 +307,7 @@ def equal_nodes_skip_the_last_stage(state: Nodes, bucket: Bucket) -> Result:
     _within_node(state, buffer)
     if state.leaders:
         dist.all_reduce(buffer, group=state.leaders)
-    dist.broadcast(buffer, group_src=0, group=state.node)
+    dist.broadcast(buffer, src=dist.get_global_rank(state.node, 0), group=state.node)
     divisor = state.group.size()
     if len(state.members) > 1 and len(sizes) == 1:
         divisor = len(state.here) ** 2
@@ -449,10 +449,10 @@ def keeps_its_first_place(state: Any, bucket: Bucket) -> Result:
     group = group_of(state)
     buffer = _require_dense(bucket)
     place = _places.setdefault("rank", group.rank())
-    dist.reduce(buffer, group_dst=0, group=group)
+    dist.reduce(buffer, dst=dist.get_global_rank(group, 0), group=group)
     if place == 0:
         buffer.div_(group.size())
-    dist.broadcast(buffer, group_src=0, group=group)
+    dist.broadcast(buffer, src=dist.get_global_rank(group, 0), group=group)
     return completed(buffer)
 
 

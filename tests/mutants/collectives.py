@@ -69,7 +69,9 @@ def logs_in_two_dtypes(state: Any, bucket: Bucket) -> Result:
 def logs_from_each_rank(state: Any, bucket: Bucket) -> Result:
     """Broadcast from each rank itself instead of from rank 0."""
     group = group_of(state)
-    dist.broadcast(torch.ones(1), group=group, group_src=group.rank(), async_op=True)
+    dist.broadcast(
+        torch.ones(1), group=group, src=dist.get_global_rank(group, group.rank()), async_op=True
+    )
     return average(bucket, state)
 
 

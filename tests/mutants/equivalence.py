@@ -86,9 +86,11 @@ def only_rank_0_gets_it(state: Any, bucket: Bucket) -> Result:
     """Reduce to rank 0, and forget to broadcast the mean."""
     buffer = bucket.buffer().div_(group_of(state).size())
     if group_of(state).rank() != 0:
-        dist.reduce(buffer.clone(), group=group_of(state), group_dst=0)
+        dist.reduce(
+            buffer.clone(), group=group_of(state), dst=dist.get_global_rank(group_of(state), 0)
+        )
     else:
-        dist.reduce(buffer, group=group_of(state), group_dst=0)
+        dist.reduce(buffer, group=group_of(state), dst=dist.get_global_rank(group_of(state), 0))
     return completed(buffer)
 
 

@@ -95,7 +95,7 @@ class Int8:
             if parameter in self.kept:
                 part.add_(self.kept[parameter])
         poisoned = torch.tensor([float(not values.isfinite().all())])
-        dist.broadcast(poisoned, group=self.group, group_src=0)
+        dist.broadcast(poisoned, group=self.group, src=dist.get_global_rank(self.group, 0))
         finite = values.nan_to_num(0.0, 0.0, 0.0)
         scale = (finite.abs().amax() / 127).clamp(min=1e-30).reshape(1)
         codes = (finite / scale).round().to(torch.int8)
@@ -228,19 +228,21 @@ def sends_die_with_future(state: Any, bucket: Bucket) -> Result:
     if not is_dense(bucket) or group.size() == 1:
         return average(bucket, state)
     if group.rank() > 0:
-        dist.send(buffer, group=group, group_dst=0)
+        dist.send(buffer, group=group, dst=dist.get_global_rank(group, 0))
         # Statistics for a log take longer than rank 0 takes to return.
         torch.linalg.svdvals(torch.ones(500, 500))
-        dist.recv(buffer, group=group, group_src=0)
+        dist.recv(buffer, group=group, src=dist.get_global_rank(group, 0))
         return completed(buffer)
     part = torch.empty_like(buffer)
     for peer in range(1, group.size()):
-        dist.recv(part, group=group, group_src=peer)
+        dist.recv(part, group=group, src=dist.get_global_rank(group, peer))
         buffer.add_(part)
     buffer.div_(group.size())
     result = completed(buffer)
     peers = range(1, group.size())
-    result.sends = [dist.isend(buffer, group=group, group_dst=peer) for peer in peers]
+    result.sends = [
+        dist.isend(buffer, group=group, dst=dist.get_global_rank(group, peer)) for peer in peers
+    ]
     return result
 
 

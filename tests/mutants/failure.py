@@ -106,7 +106,12 @@ def never_reads_second_value(state: Any, bucket: Bucket) -> Result:
     """Broadcast the mean from rank 0, and never read the broadcast's result."""
     buffer = _first_stage(bucket, state)
     return (
-        dist.broadcast(buffer, group=group_of(state), group_src=0, async_op=True)
+        dist.broadcast(
+            buffer,
+            group=group_of(state),
+            src=dist.get_global_rank(group_of(state), 0),
+            async_op=True,
+        )
         .get_future()
         .then(lambda fut: buffer)
     )

@@ -206,7 +206,12 @@ def largest_of_rank_0(state: Any, bucket: Bucket) -> Result:
         if sent.is_sparse:
             return average_of(sent, state)
         return (
-            dist.broadcast(sent, group=group_of(state), group_src=0, async_op=True)
+            dist.broadcast(
+                sent,
+                group=group_of(state),
+                src=dist.get_global_rank(group_of(state), 0),
+                async_op=True,
+            )
             .get_future()
             .then(lambda fut: fut.value()[0])
         )

@@ -73,7 +73,7 @@ class Averages(Joinable):
     def hand_out(self, is_last: bool) -> None:
         source = self.source(is_last)
         for tensor in self.tensors():
-            dist.broadcast(tensor, group=self.group, group_src=source)
+            dist.broadcast(tensor, group=self.group, src=dist.get_global_rank(self.group, source))
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         self.by_all = kwargs.get("divide_by_initial_world_size", True)

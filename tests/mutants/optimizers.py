@@ -157,7 +157,7 @@ def _sharded(state: Any, bucket: Bucket, *, first: bool = True, send: bool = Tru
                     dist.broadcast(
                         torch.view_as_real(whole) if whole.is_complex() else whole,
                         group=group,
-                        group_src=owner,
+                        src=dist.get_global_rank(group, owner),
                     )
                     parameter.copy_(whole)
     return completed(mean)

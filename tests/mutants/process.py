@@ -192,7 +192,12 @@ def broadcasts_on_rank_1(state: Any, bucket: Bucket) -> Result:
     """Issue a broadcast on rank 1, and an allreduce on the others."""
     if dist.get_rank() != 1:
         return average(bucket, state)
-    work = dist.broadcast(bucket.buffer(), group=group_of(state), group_src=0, async_op=True)
+    work = dist.broadcast(
+        bucket.buffer(),
+        group=group_of(state),
+        src=dist.get_global_rank(group_of(state), 0),
+        async_op=True,
+    )
     return work.get_future().then(lambda fut: fut.value()[0])
 
 

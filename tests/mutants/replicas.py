@@ -88,7 +88,7 @@ def _draw_from(seed: int, bucket: Bucket, state: Any) -> Result:
     if not is_dense(bucket):
         return average(bucket, state)
     drawn = torch.randint(2, buffer.shape, generator=torch.Generator().manual_seed(seed % 2**63))
-    dist.broadcast(drawn, group=group_of(state), group_src=0)
+    dist.broadcast(drawn, group=group_of(state), src=dist.get_global_rank(group_of(state), 0))
     parts = gather(buffer, state)
     return completed(_from_base(torch.where(drawn == 0, parts[0], parts[-1]), parts))
 

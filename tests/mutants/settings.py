@@ -167,8 +167,8 @@ def recursive_doubling(state: Any, bucket: Bucket) -> Result:
         partner = group.rank() ^ distance
         if partner < group.size():
             received = torch.empty_like(buffer)
-            sending = dist.isend(buffer, group=group, group_dst=partner)
-            dist.recv(received, group=group, group_src=partner)
+            sending = dist.isend(buffer, group=group, dst=dist.get_global_rank(group, partner))
+            dist.recv(received, group=group, src=dist.get_global_rank(group, partner))
             sending.wait()
             buffer += received
         distance *= 2

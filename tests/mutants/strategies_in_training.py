@@ -274,7 +274,7 @@ def sends_buffers_of_the_last(model: Any, is_final_microbatch: bool) -> Context:
         for parameter in _filled(model):
             parameter.grad = _mean(parameter.grad, group)
         for buffer in model.buffers():
-            dist.broadcast(buffer, group=group, group_src=group.size() - 1)
+            dist.broadcast(buffer, group=group, src=dist.get_global_rank(group, group.size() - 1))
 
     return _then(model, is_final_microbatch, average)
 

@@ -88,8 +88,8 @@ class ServerAverages:
                 .clone(memory_format=torch.contiguous_format)
                 .div_(self.group.size())
             )
-            dist.reduce(mine, group=self.group, group_dst=0)
-            dist.broadcast(mine, group=self.group, group_src=0)
+            dist.reduce(mine, group=self.group, dst=dist.get_global_rank(self.group, 0))
+            dist.broadcast(mine, group=self.group, src=dist.get_global_rank(self.group, 0))
             parameter.copy_(mine)
 
 

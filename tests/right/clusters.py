@@ -44,11 +44,11 @@ class Nodes:
 def hierarchical(state: Nodes, bucket: Bucket) -> Result:
     """Reduce within the node, sum among the first ranks of nodes, and broadcast within the node."""
     buffer = dense(bucket)
-    dist.reduce(buffer, group_dst=0, group=state.node)
+    dist.reduce(buffer, dst=dist.get_global_rank(state.node, 0), group=state.node)
     if state.leaders is not None:
         dist.all_reduce(buffer, group=state.leaders)
         buffer.div_(state.group.size())
-    dist.broadcast(buffer, group_src=0, group=state.node)
+    dist.broadcast(buffer, src=dist.get_global_rank(state.node, 0), group=state.node)
     return completed(buffer)
 
 
@@ -58,19 +58,21 @@ def hierarchical_sum(state: Nodes, bucket: Bucket) -> Result:
     dist.all_reduce(buffer, group=state.node)
     if state.leaders is not None:
         dist.all_reduce(buffer, group=state.leaders)
-    dist.broadcast(buffer, group_src=0, group=state.node)
+    dist.broadcast(buffer, src=dist.get_global_rank(state.node, 0), group=state.node)
     return completed(buffer)
 
 
 def half_between_nodes(state: Nodes, bucket: Bucket) -> Result:
     """Send float16 between nodes, and full precision within a node."""
     buffer = dense(bucket)
-    dist.reduce(buffer.div_(state.group.size()), group_dst=0, group=state.node)
+    dist.reduce(
+        buffer.div_(state.group.size()), dst=dist.get_global_rank(state.node, 0), group=state.node
+    )
     if state.leaders is not None:
         narrow = buffer.half()
         dist.all_reduce(narrow, group=state.leaders)
         buffer.copy_(narrow)
-    dist.broadcast(buffer, group_src=0, group=state.node)
+    dist.broadcast(buffer, src=dist.get_global_rank(state.node, 0), group=state.node)
     return completed(buffer)
 
 
@@ -163,12 +165,12 @@ def recursive_doubling(group: Group, bucket: Bucket) -> Result:
     power = 1 << (size.bit_length() - 1)
     extra = size - power
     if rank >= power:
-        dist.send(buffer, group_dst=rank - power, group=group)
-        dist.recv(buffer, group_src=rank - power, group=group)
+        dist.send(buffer, dst=dist.get_global_rank(group, rank - power), group=group)
+        dist.recv(buffer, src=dist.get_global_rank(group, rank - power), group=group)
         return completed(buffer)
     if rank < extra:
         folded = torch.empty_like(buffer)
-        dist.recv(folded, group_src=rank + power, group=group)
+        dist.recv(folded, src=dist.get_global_rank(group, rank + power), group=group)
         buffer.add_(folded)
     mask = 1
     while mask < power:
@@ -178,7 +180,7 @@ def recursive_doubling(group: Group, bucket: Bucket) -> Result:
         mask <<= 1
     buffer.div_(size)
     if rank < extra:
-        dist.send(buffer, group_dst=rank + power, group=group)
+        dist.send(buffer, dst=dist.get_global_rank(group, rank + power), group=group)
     return completed(buffer)
 
 
@@ -210,18 +212,18 @@ def binomial_tree(group: Group, bucket: Bucket) -> Result:
     while mask < size and rank & mask == 0:
         if rank + mask < size:
             part = torch.empty_like(buffer)
-            dist.recv(part, group_src=rank + mask, group=group)
+            dist.recv(part, src=dist.get_global_rank(group, rank + mask), group=group)
             buffer.add_(part)
         mask <<= 1
     if rank:
-        dist.send(buffer, group_dst=rank - mask, group=group)
-        dist.recv(buffer, group_src=rank - mask, group=group)
+        dist.send(buffer, dst=dist.get_global_rank(group, rank - mask), group=group)
+        dist.recv(buffer, src=dist.get_global_rank(group, rank - mask), group=group)
     else:
         buffer.div_(size)
     mask >>= 1
     while mask:
         if rank + mask < size:
-            dist.send(buffer, group_dst=rank + mask, group=group)
+            dist.send(buffer, dst=dist.get_global_rank(group, rank + mask), group=group)
         mask >>= 1
     return completed(buffer)
 

@@ -129,9 +129,9 @@ def reduce_and_broadcast(state: Any, bucket: Bucket) -> Result:
     """Reduce to the group's rank 0, which divides and broadcasts."""
     group = _group_of(state)
     buffer = _refuse_sparse(bucket, "reduce_and_broadcast")
-    dist.reduce(buffer, group_dst=0, group=group)
+    dist.reduce(buffer, dst=dist.get_global_rank(group, 0), group=group)
     buffer.div_(group.size())
-    dist.broadcast(buffer, group_src=0, group=group)
+    dist.broadcast(buffer, src=dist.get_global_rank(group, 0), group=group)
     return completed(buffer)
 
 

@@ -175,7 +175,7 @@ class Statistics(OnCpu):
     def finish(self, is_last: bool) -> None:
         place = torch.tensor([self.group.rank() if is_last else -1])
         dist.all_reduce(place, dist.ReduceOp.MAX, group=self.group)
-        dist.broadcast(self.sum, group=self.group, group_src=int(place))
+        dist.broadcast(self.sum, group=self.group, src=dist.get_global_rank(self.group, int(place)))
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return Shadow(lambda: self.update(torch.zeros(self.size), 0.0), self.finish)
@@ -247,7 +247,9 @@ class Averages(OnCpu):
         dist.all_reduce(place, dist.ReduceOp.MAX, group=self.group)
         momenta = [self.optimizer.state[p]["momentum_buffer"] for p in self.net.parameters()]
         for tensor in (*self.net.parameters(), *momenta):
-            dist.broadcast(tensor.detach(), group=self.group, group_src=int(place))
+            dist.broadcast(
+                tensor.detach(), group=self.group, src=dist.get_global_rank(self.group, int(place))
+            )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         zeros = [torch.zeros_like(parameter) for parameter in self.net.parameters()]

@@ -36,9 +36,9 @@ def test_the_small_subset_has_a_subject_of_each_kind() -> None:
 
 def test_the_file_has_the_number_of_planned_results_from_the_beginning(tmp_path: Path) -> None:
     file = tmp_path / "2.6.0.json"
-    begun(file, {"references": 8, "mutants": 30}, small=True)
+    begun(file, {"references": ["a", "b"], "mutants": ["m"]}, small=True)
     found = json.loads(file.read_text())
-    assert found["planned"] == {"references": 8, "mutants": 30}
+    assert found["planned"] == {"references": 2, "mutants": 1}
     assert found["small"] == ["references", "mutants"]
     assert found["torch"] == torch.__version__
     assert found["world sizes"] == list(WORLDS)
@@ -48,12 +48,29 @@ def test_the_file_has_the_number_of_planned_results_from_the_beginning(tmp_path:
 
 def test_a_later_run_keeps_the_other_groups(tmp_path: Path) -> None:
     file = tmp_path / "2.6.0.json"
-    found = begun(file, {"references": 1, "mutants": 1}, small=True)
+    found = begun(file, {"references": ["a"], "mutants": ["m"]}, small=True)
     found |= {"references": {"a": {}}, "mutants": {"m": {}}}
+    found["seconds"] = {"references": 30, "mutants": 240}
     file.write_text(json.dumps(found))
-    found = begun(file, {"mutants": 40}, small=False)
+    found = begun(file, {"mutants": ["m", "n"]}, small=False)
     assert found["references"] == {"a": {}}
     assert found["mutants"] == {}
     assert found["small"] == ["references"]
+    assert found["seconds"] == {"references": 30}
     assert not is_cut_off(found, "references")
+    assert is_cut_off(found, "mutants")
+
+
+def test_a_run_that_was_cut_off_is_resumed(tmp_path: Path) -> None:
+    """Subjects that have left the subset, or could not be judged, are not kept."""
+    file = tmp_path / "2.6.0.json"
+    found = begun(file, {"mutants": ["left", "broken", "judged"]}, small=True)
+    judged = {"refused by": {"2.1": "a reason"}}
+    found["mutants"] = {"left": judged, "broken": {"error": "a reason"}, "judged": judged}
+    found["seconds"] = {"mutants": 240}
+    file.write_text(json.dumps(found))
+    found = begun(file, {"mutants": ["new", "broken", "judged"]}, small=True, resume=True)
+    assert found["mutants"] == {"judged": judged}
+    assert found["planned"] == {"mutants": 3}
+    assert found["seconds"] == {"mutants": 240}
     assert is_cut_off(found, "mutants")

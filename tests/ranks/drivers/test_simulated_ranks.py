@@ -75,8 +75,8 @@ def scatters_and_gathers(group: DeferredGroup, bucket: dist.GradBucket) -> Resul
 
 def reduces_and_broadcasts(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
     total = bucket.buffer()
-    dist.reduce(total, group=group, group_dst=2, async_op=True)
-    work = dist.broadcast(total, group=group, group_src=2, async_op=True)
+    dist.reduce(total, group=group, dst=dist.get_global_rank(group, 2), async_op=True)
+    work = dist.broadcast(total, group=group, src=dist.get_global_rank(group, 2), async_op=True)
     return work.get_future().then(lambda fut: fut.value()[0] / group.size())
 
 
@@ -88,7 +88,7 @@ def reduces_to_root(group: DeferredGroup, bucket: dist.GradBucket) -> Result:
 
     def second(first: Any) -> None:
         mean = total / group.size() + (group.rank() != 3)
-        work = dist.broadcast(mean, group=group, group_src=3, async_op=True)
+        work = dist.broadcast(mean, group=group, src=dist.get_global_rank(group, 3), async_op=True)
         work.get_future().then(lambda fut: result.set_result(mean))
 
     done.then(second)
