@@ -1,15 +1,19 @@
 """The messages of rules for optimizer wrappers, on runs written by hand."""
 
+import re
 from typing import Any
 
 import expecttest
 
 from conformance.judging.oracles.optimizer import require_steps_with_some_gradient, right_steps
+from conformance.judging.oracles.optimizer_calls import require_calls_under_scaler
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import Event, RankRecord, Tensors
 from conformance.records.run import Run
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import CLOSURE, PLAIN, RANDOM, SAVED
+from conformance.scenarios.optimizer_states import SCALED
+from conformance.scenarios.optimizer_training import plan_of
 from tests.made_runs import event, read_failures, refused
 
 OPTIONS = {"lr": 0.125, "momentum": 1.0}  # more digits at each step with 0.5
@@ -192,4 +196,28 @@ def test_steps_without_an_average_are_described() -> None:
         """\
 Expected: a step with the gradient of one rank; or the claim averages
 Actual: rank 0, step 1: p0 has been stepped with another gradient""",
+    )
+
+
+def test_calls_under_a_gradient_scaler_are_described() -> None:
+    scaling = plan_of(SCALED).scaling
+    assert scaling is not None
+    first, second, *_ = sorted(scaling.everywhere)
+    taken = min(set(range(len(SCALED.steps))) - {*scaling.everywhere, scaling.alone})
+    rank = RankRecord(0, [], Tensors(0))
+    for step, calls in ((taken, 0), (first, 2), (second, 0)):
+        rank.events += [Event(event("stepped", step))]
+        rank.events += [Event(event("asked", step))] * calls
+    found = Found()
+    require_calls_under_scaler(Run(SCALED, 1, [rank]), found)
+    expecttest.assert_expected_inline(
+        re.sub(r"step \d+", "step N", read_failures(found.failures)),
+        """\
+Expected: one call of the averager, also if this rank's gradients overflow
+Actual: rank 0, step N: the averager was called 0 times
+Expected: one call of the averager at most
+Actual: rank 0, step N: the averager was called 2 times
+Expected: the same number of calls of the averager in all steps that are skipped on all
+    ranks
+Actual: rank 0, step N: 2; rank 0, step N: 0""",
     )

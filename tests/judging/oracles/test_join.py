@@ -8,7 +8,7 @@ import expecttest
 import pytest
 import torch
 
-from conformance.judging.oracles import join, join_numbers
+from conformance.judging.oracles import join, join_loops, join_numbers
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import Event, IncompleteRecord, RankRecord
 from conformance.records.run import Run
@@ -299,4 +299,22 @@ Likely cause: ranks that joined early keep values of their own
 Expected: p0 as on ranks [1] at the end of their bodies
 Actual: rank 0, context 1 with inputs (2, 3): p0 has other values
 Likely cause: these are the values of rank 0, which joined early""",
+    )
+
+
+def test_modes_and_groups_of_other_contexts_are_described() -> None:
+    records = run(event("collective", 0, what="allreduce SUM 4 float32", group=[0, 1, 2]))
+    found = Found()
+    join_loops.require_modes(records, found)
+    join_loops.require_collectives_of_group(next(join.members(records)), found)
+    expecttest.assert_expected_inline(
+        read_failures(found.failures),
+        """\
+Expected: modes on record
+Actual: rank 0, context 0 with inputs (3, 2): none
+Expected: modes on record
+Actual: rank 1, context 0 with inputs (3, 2): none
+Expected: collectives of ranks (0, 1) only
+Actual: rank 0, context 0 with inputs (3, 2): allreduce SUM 4 float32 on ranks [0, 1, 2]
+Likely cause: the group of another context of the process""",
     )
