@@ -158,6 +158,24 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def require_same_gaps(run: Run, views: str, found: Found) -> None:
+    """Require that the values of a flat buffer between its views stayed as they were.
+
+    Args:
+        run: of tensors that are views of flat buffers; the rank notes each change between them.
+        views: the views in words, such as "the parameters".
+        found: the findings of the rule.
+    """
+    for rank in run.ranks:
+        for event in rank.all("gap_change"):
+            found.require(
+                False,
+                f"the values of the buffer between {views} as they were",
+                f"rank {rank.rank}, step {event['step']}: they changed",
+                "the whole buffer was averaged",
+            )
+
+
 def require_optimizer(run: Run, claims: Claims, found: Found) -> None:
     """Require the parameters that the optimizer of ``claims.fused`` makes of the gradients.
 

@@ -17,6 +17,7 @@ from conformance.judging.oracles.averager_like import (
     require_same_agreement,
 )
 from conformance.judging.oracles.averager_records import calls, result
+from conformance.judging.requirements import require_same_gaps
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -215,14 +216,7 @@ def dtypes(run: Run, claims: Claims, found: Found) -> None:
     them are drawn from the session's seed.
     """
     require_right(run, claims, found, must_change=True)
-    for rank in run.ranks:
-        for event in rank.all("gap_change"):
-            found.require(
-                False,
-                "the values of the buffer between the parameters as they were",
-                f"rank {rank.rank}, step {event['step']}: they changed",
-                "the whole buffer was averaged",
-            )
+    require_same_gaps(run, "the parameters", found)
 
 
 @rule(

@@ -50,6 +50,10 @@ ALONE = (
     "overflows of one rank alone are not judged: this takes an averager, and the attribute "
     "_step_supports_amp_scaling, since a GradScaler does not call other optimizers then"
 )
+NOT_SCALED = (
+    "a GradScaler cannot be used with it, and raises an exception: no parameter in its "
+    "param_groups has a gradient"
+)
 LIMIT = (
     "it was given equal gradients on all ranks, and averages none: the certificate covers its use "
     "with gradients that DDP, or another subject, has averaged"
@@ -414,7 +418,14 @@ def under_scaler(run: Run, claims: Claims, found: Found) -> None:
     and all ranks call the averager. Without this attribute nothing is promised for such a step,
     since that rank does not call the optimizer. The steps, scales and clipped magnitudes are drawn
     from the session's seed.
+
+    If param_groups hold no parameter with a gradient, but slices that are copied in step(), a
+    GradScaler raises an exception, and no step is silently wrong. The rule does not apply
+    then, unless the optimizer declares its support of GradScaler by _step_supports_amp_scaling.
     """
+    if all(rank.first("not_scaled") for rank in run.ranks):
+        found.does_not_apply(NOT_SCALED)
+        return
     if not run.ranks[0].one("scaler")["alone"]:
         found.note(ALONE)
     if takes_averager(run):

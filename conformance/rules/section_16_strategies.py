@@ -11,6 +11,7 @@ from conformance.judging.oracles.strategy import (
     result,
     steps,
 )
+from conformance.judging.requirements import require_same_gaps
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -268,14 +269,7 @@ def forms(run: Run, claims: Claims, found: Found) -> None:
     them are drawn from the session's seed.
     """
     require_means(run, found)
-    for one in run.ranks:
-        for event in one.all("gap_change"):
-            found.require(
-                False,
-                "the values of the buffer between the gradients as they were",
-                f"rank {one.rank}, step {event['step']}: they changed",
-                "the whole buffer was averaged",
-            )
+    require_same_gaps(run, "the gradients", found)
     for rank, step in steps(run):
         names = ", ".join(f"p{index}" for index in record(run, rank, step)["strides_changed"])
         actual = f"rank {rank}, step {step}: the gradient of {names} has other strides"

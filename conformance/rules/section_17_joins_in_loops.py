@@ -19,7 +19,7 @@ from conformance.judging.oracles.join_loops import (
     require_modes,
 )
 from conformance.judging.oracles.join_numbers import require_numbers
-from conformance.judging.rule import rule
+from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.failing_collectives import JOINABLE as FAILING
@@ -91,6 +91,7 @@ def two_groups(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "17.33",
     "A context object can be entered again",
+    level=SHOULD,
     on=(ENTERED,),
     owns=(ENTERED,),
     needs=("17.5", "17.7", "17.10"),
@@ -106,7 +107,9 @@ def entered_again(run: Run, claims: Claims, found: Found) -> None:
     rank when it is entered for the second time. Each call of a join_hook gets the keyword arguments
     of the constructor.
 
-    The inputs are drawn, and an exception ends one of the bodies.
+    The inputs are drawn, and an exception ends one of the bodies. No documentation of torch
+    promises that a join can be entered again, and a training loop that makes a context for every
+    epoch does not need it.
     """
     if not applies_to_context(run, found):
         return

@@ -292,8 +292,9 @@ class CountsBackwards(PostLocal):
 
 
 class ShowsDetached(PostLocal):
-    """Show detached parameters in param_groups, which have no gradients."""
+    """Show detached parameters in param_groups, whose gradients no GradScaler sees."""
 
+    _step_supports_amp_scaling = True
     shown: Groups
 
     def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:

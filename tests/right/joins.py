@@ -17,11 +17,10 @@ from tests.right import Right
 class Tidy(TorchsJoin):
     """torch's context, which also restores its joinables and the warning filters.
 
-    It can be entered again, as torch's can: the joinables are in it from then on.
+    It is for one use: entered again, its joinables do not know that they are in a context.
     """
 
     def __enter__(self) -> "Tidy":
-        self._set_joinable_configs()
         return self
 
     def __exit__(self, *error: Any) -> None:

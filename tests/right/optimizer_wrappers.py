@@ -128,18 +128,10 @@ class BySlices:
         self.wholes: list[list[torch.nn.Parameter]] = []
         groups = params if isinstance(params[0], dict) else [{"params": params}]
         self.inner = optimizer_class([self._sliced(group) for group in groups], **defaults)
-        self._share_options()
 
-    def _share_options(self) -> None:
-        """Show the options of the slices, with the whole parameters, to schedulers and scalers."""
-        self.param_groups = [
-            {**group, "params": wholes}
-            for group, wholes in zip(self.inner.param_groups, self.wholes, strict=True)
-        ]
-
-    def _take_options(self) -> None:
-        for shown, group in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update({name: value for name, value in shown.items() if name != "params"})
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return list(self.inner.param_groups)
 
     def _sliced(self, group: dict[str, Any]) -> dict[str, Any]:
         self.wholes.append(list(group["params"]))
@@ -158,7 +150,6 @@ class BySlices:
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         self.inner.add_param_group(self._sliced(group))
-        self.param_groups.append({**self.inner.param_groups[-1], "params": self.wholes[-1]})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -166,7 +157,6 @@ class BySlices:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._take_options()
         pairs = [
             (whole, own)
             for wholes, group in zip(self.wholes, self.inner.param_groups, strict=True)
@@ -190,12 +180,10 @@ class BySlices:
                 whole.grad.zero_()
 
     def state_dict(self) -> Any:
-        self._take_options()
         return self.inner.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
         self.inner.load_state_dict(state)
-        self._share_options()
 
 
 def every_rank_for_itself(params: Any, optimizer_class: Any, **defaults: Any) -> Any:

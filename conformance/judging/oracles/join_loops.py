@@ -2,7 +2,7 @@
 
 The code around a context sets modes: of autograd and autocast, torch's default dtype, and the mode
 of training of each module. The body of the context, its hooks and the code after it are that
-code's, too. So all readings in a context have to be those of the reading before it.
+code's, too. So every reading in a context, and after it, has to equal the reading before it.
 
 A joinable's own step may change the modes of its modules, and the first of its steps does. Only the
 join is judged then: after it, they are those at the end of the body, on ranks with an input.

@@ -14,18 +14,40 @@ class Scaler:
         plan: the steps with an overflow, and the scales.
         device: of the parameters.
         optimizer: the subject's.
+        takes_scale: whether the optimizer has the attribute ``_step_supports_amp_scaling``.
         alone: whether one rank alone has an overflow in some steps.
+
+    Attributes:
+        is_refused: the optimizer cannot be used with a GradScaler, which raises an exception.
     """
 
     def __init__(
-        self, plan: Scaling, device: torch.device, optimizer: torch.optim.Optimizer, alone: bool
+        self,
+        plan: Scaling,
+        device: torch.device,
+        optimizer: torch.optim.Optimizer,
+        takes_scale: bool,
+        alone: bool,
     ) -> None:
         self._plan = plan
         self._optimizer = optimizer
         self._scaler = torch.amp.GradScaler(
             device.type, init_scale=plan.first_scale, growth_interval=plan.interval
         )
+        self._takes_scale = takes_scale
         self.alone = alone
+        self.is_refused = False
+
+    def can_step(self) -> bool:
+        """Whether the optimizer can be used with a GradScaler, or declares that it can.
+
+        ``GradScaler.step`` raises an exception if it finds no gradient to unscale in the groups of
+        an optimizer that does not take the scale itself.
+        """
+        if self._takes_scale:
+            return True
+        groups = self._optimizer.param_groups
+        return any(p.grad is not None for group in groups for p in group["params"])
 
     def overflows(self, step: int, place: int, size: int) -> bool:
         """Whether the rank in a place of its group has an overflow at a step."""

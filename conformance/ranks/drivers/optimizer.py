@@ -143,7 +143,7 @@ class OptimizerDriver(RankDriver):
             self.averager.before_step()
         if is_closed(self.scenario, number):
             self._step_with_closure(number, kind)
-        elif self._scaler:
+        elif self._scaler and not self._scaler.is_refused:
             self._step_with_scaler(self._scaler, number, kind)
         else:
             self._backward(number, kind)
@@ -361,13 +361,21 @@ class OptimizerDriver(RankDriver):
         takes_scale = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
         alone = takes_scale and self.averager is not None
         self.recorder.event("scaler", takes_scale=takes_scale, alone=alone)
-        return Scaler(plan, self.device, self.optimizer, alone)
+        return Scaler(plan, self.device, self.optimizer, takes_scale, alone)
 
     def _step_with_scaler(self, scaler: Scaler, number: int, kind: str) -> None:
         self._forget_gradients()
         overflows = scaler.overflows(number, self.group_rank, self.size)
         grads = scaler.scaled(self._gradients(number, kind), overflows)
         scaler.backward(self.model(grads))
+        if number == 0:
+            with self.doing("param_groups"):
+                scaler.is_refused = not scaler.can_step()
+        if scaler.is_refused:
+            self.recorder.event("not_scaled")
+            with self.inside("step"):
+                self.optimizer.step()
+            return
         # Gradients that are averaged later, or have been averaged, would be clipped otherwise.
         clipped = None if averages_gradients(self.scenario) else self.params
         with self.doing("unscale_"):
