@@ -14,7 +14,7 @@ from conformance.session.options import Options
 from conformance.session.request import named_subject
 from conformance.session.session import Session
 from conformance.subjects.claims import default_claims, parse_claims
-from tests.cases import Case, own_judge
+from tests.cases import Case, by_short_rules, own_judge
 from tests.made_runs import made_run
 
 TORCHS = "torch.distributed.algorithms.model_averaging"
@@ -23,7 +23,7 @@ TORCHS = "torch.distributed.algorithms.model_averaging"
 def refused(rules: dict[str, Rule], case: Case) -> dict[str, str]:
     """Return the MUST rules that do not hold, each with its first cause or observation."""
     reasons = {}
-    for judgement in own_judge().judge(case).values():
+    for judgement in own_judge().judge(by_short_rules(case)).values():
         if judgement.verdict.holds or rules[judgement.number].level != MUST:
             continue
         reasons[judgement.number] = judgement.reason

@@ -29,7 +29,7 @@ from conformance.subjects.claims import default_claims, parse_claims
 from conformance.subjects.spec import parse_other
 from conformance.subjects.target import parse_target
 from hooks_ref.quantized_collectives import dequantize, quantize
-from tests.cases import Case, Judgements
+from tests.cases import Case, Judgements, by_short_rules
 
 TORCHS = "torch.distributed.algorithms._quantization.quantization:auto_quantize"
 LISTS = {"18.7"}  # puts other tensors into lists
@@ -55,6 +55,7 @@ REFUSED = {
     | LISTS,
     Case(f"{TORCHS},func=scatter,qtype=FP16", worlds=(2,), kind="collective"): {"18.1"},
 }
+REFUSED = {by_short_rules(case): rules for case, rules in REFUSED.items()}
 CAUSES = {
     "18.3": "the factor is ignored",
     "18.7": "other tensors are put into the list",
@@ -95,11 +96,13 @@ def test_torchs_is_refused_by_these_rules_alone(
         assert traffic == {"largest": 0.5, "mean": 0.5}
 
 
-MATRICES = Case(
-    f"{TORCHS},func=all_gather,qtype=BFP16",
-    "collective(all_gather), rounded(bfloat16), dimensions(2)",
-    worlds=(2,),
-    kind="collective",
+MATRICES = by_short_rules(
+    Case(
+        f"{TORCHS},func=all_gather,qtype=BFP16",
+        "collective(all_gather), rounded(bfloat16), dimensions(2)",
+        worlds=(2,),
+        kind="collective",
+    )
 )
 
 
@@ -118,7 +121,9 @@ QTYPES = {
     "scatter": ("FP16", "INT8"),
 }
 OURS = [
-    Case(f"hooks_ref:auto_quantize,func={func},qtype={qtype}", worlds=(2,), kind="collective")
+    by_short_rules(
+        Case(f"hooks_ref:auto_quantize,func={func},qtype={qtype}", worlds=(2,), kind="collective")
+    )
     for func, qtypes in QTYPES.items()
     for qtype in qtypes
 ]

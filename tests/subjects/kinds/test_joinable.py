@@ -20,12 +20,14 @@ from conformance.session.engine import Engine
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.claims import parse_claims
 from conformance.subjects.spec import parse_other
-from tests.cases import Case, Judgements
+from tests.cases import Case, Judgements, by_short_rules
 from tests.made_runs import event
 
 EVEN_VARIANTS = ("even", "disabled", "keywords", "raises", "wrong", "outside")
 JOINABLES = joinables_of(PLAIN)
-TORCHS = Case("torch.distributed.algorithms.join:Join", worlds=(1, 2, 3), kind="joinable")
+TORCHS = by_short_rules(
+    Case("torch.distributed.algorithms.join:Join", worlds=(1, 2, 3), kind="joinable")
+)
 
 
 @pytest.mark.parametrize("case", [TORCHS], ids=str)

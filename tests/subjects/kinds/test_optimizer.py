@@ -18,13 +18,13 @@ from conformance.scenarios.optimizer import ADAM, RELOADED, START
 from conformance.scenarios.optimizer_training import is_exact, plan_of
 from conformance.subjects.claims import parse_claims
 from conformance.subjects.kinds.optimizer import OPTIMIZER
-from tests.cases import Case, Judgements, own_judge
+from tests.cases import Case, Judgements, by_short_rules, own_judge
 from tests.made_runs import event
 
 LOCAL_SGD = "torch.distributed.optim.post_localSGD_optimizer:PostLocalSGDOptimizer"
 ZERO_VIEWS = "torch.distributed.optim:ZeroRedundancyOptimizer,parameters_as_bucket_view=True"
-TORCHS = Case(LOCAL_SGD, worlds=(2,), kind="optimizer")
-VIEWS = Case(ZERO_VIEWS, worlds=(2,), kind="optimizer")
+TORCHS = by_short_rules(Case(LOCAL_SGD, worlds=(2,), kind="optimizer"))
+VIEWS = by_short_rules(Case(ZERO_VIEWS, worlds=(2,), kind="optimizer"))
 # The MUST rules that fail for each, with a part of the cause or of the observation.
 FAILURES = {
     TORCHS: {

@@ -26,11 +26,11 @@ from conformance.session.run_sources import LocalSource
 from conformance.subjects.claims import Claims, default_claims, parse_claims
 from conformance.subjects.kinds.strategy import STRATEGY
 from conformance.subjects.spec import parse_other
-from tests.cases import Case, Judgements
+from tests.cases import Case, Judgements, by_short_rules
 from tests.made_runs import event
 
 OURS = "hooks_ref:ddp_sync_context,sync_strategy="
-SINGLE = Case(f"{OURS}single_auto_sync", worlds=(2,), kind="strategy")
+SINGLE = by_short_rules(Case(f"{OURS}single_auto_sync", worlds=(2,), kind="strategy"))
 MULTI = Case(f"{OURS}multi_auto_sync", worlds=(2,), rules=("16.16", "16.18"), kind="strategy")
 DENSE = [
     scenario

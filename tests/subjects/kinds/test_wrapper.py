@@ -13,14 +13,16 @@ from conformance.session.engine import make_engine
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.claims import default_claims, parse_claims
 from conformance.subjects.spec import parse_other
-from tests.cases import Case, Judgements
+from tests.cases import Case, Judgements, by_short_rules
 
 TORCHS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-WRAPPER = Case(f"{TORCHS}:checkpoint_wrapper", "recomputes", worlds=(2,), kind="wrapper")
-REENTRANT = Case(
-    f"{TORCHS}:checkpoint_wrapper,checkpoint_impl=REENTRANT", worlds=(2,), kind="wrapper"
+WRAPPER = by_short_rules(
+    Case(f"{TORCHS}:checkpoint_wrapper", "recomputes", worlds=(2,), kind="wrapper")
 )
-OFFLOAD = Case(f"{TORCHS}:OffloadWrapper", worlds=(2,), kind="wrapper")
+REENTRANT = by_short_rules(
+    Case(f"{TORCHS}:checkpoint_wrapper,checkpoint_impl=REENTRANT", worlds=(2,), kind="wrapper")
+)
+OFFLOAD = by_short_rules(Case(f"{TORCHS}:OffloadWrapper", worlds=(2,), kind="wrapper"))
 # The SHOULD rules that do not hold: names of buffers and of the network around (19.12), and buffers
 # that are updated twice (19.20).
 ADVICE = {
