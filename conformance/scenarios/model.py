@@ -13,6 +13,8 @@ from conformance.scenarios.profiles import GLOO_CPU, Profile, profile_from_json
 # The kinds of gradient (``gradients.KINDS``) that are fed until residuals are empty, after the
 # steps in which ranks leave out parameters, or run out of inputs.
 DRAINING = ("faint", "small_faint", "settling")
+# A run of so many steps may take longer than a deadline.
+MANY_STEPS = 400
 
 
 @dataclass(frozen=True)
@@ -311,8 +313,12 @@ class Scenario:
         A deadline is for hangs: this is ten times as long as a step takes with three ranks on a
         busy core.
         """
-        rounds = len(self.steps) * bool(self.long_run)
-        return (rounds * self.long_run.steps_per_round + self.unrecorded_steps) / 10
+        steps = self.unrecorded_steps
+        if self.long_run:
+            steps += len(self.steps) * self.long_run.steps_per_round
+        elif len(self.steps) >= MANY_STEPS:
+            steps += len(self.steps)
+        return steps / 10
 
     def default_dtype(self, step: int) -> str:
         """Return the name of torch's default dtype in a step."""
