@@ -42,10 +42,10 @@ def nan(run: Run, claims: Claims, found: Found) -> None:
     """An element that is NaN on one rank is NaN on all; the elements beside it are still right.
 
     In one step every rank has some of them. In three more steps ranks 0, 1 and 2 in turn have a
-    single one, at a drawn place. A lossy subject gets NaN at every fifth element of a parameter of
-    one rank instead, since a compressor may leave out any single element. A lossy result has some
-    element that is not finite, on every rank; under ``local``, on each rank that fed or received
-    one.
+    single one, at a drawn place. In these a lossy subject gets NaN in all elements of one rank
+    instead, since a compressor may leave out any single one. A lossy result has some element that
+    is not finite, on every rank; under ``local``, on each rank that fed or received one. If every
+    rank has some, the result may instead be zero at all of their places: none was sent.
     """
     _require_special(run, claims, found, run.steps("nan"))
 
@@ -169,7 +169,8 @@ def lone(run: Run, claims: Claims, found: Found) -> None:
     ordinary step.
 
     Every size is as likely as its double. A lossy subject gets NaN at every fifth element of the
-    parameter, and its result has some element that is not finite.
+    parameter, or in all elements of a small one, and its result has some element that is not
+    finite.
     """
     _require_special(run, claims, found, run.steps("nan", "inf"))
     if claims.lossy:

@@ -35,7 +35,8 @@ tiled       crafted values of 4,099 elements, repeated: large gradients that cos
 nan         crafted, with NaN at every fifth element, each on one rank; ranks take turns.
 inf         crafted, with +inf, -inf and both at different elements, on ranks in turn.
 nan/1, nan/1/3, nan/1/3/-1, and the same with inf
-            tiled, with NaN on one rank, in one parameter, at one element (``specials.py``).
+            tiled, with NaN on one rank, in one parameter, at one element (``specials.py``, which
+            has more forms).
 zero_one    crafted, but all zeros on rank 0.
 zero_all    zeros on every rank.
 tiny, tiny_float16, tiny_bfloat16

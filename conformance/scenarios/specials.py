@@ -1,18 +1,20 @@
 """Kinds of gradients with NaN or infinities, and the places of these values.
 
 The kind of a step may name a place: ``nan/1`` has NaN on rank 1 alone, ``nan/1/3`` in parameter 3
-of rank 1 alone, and ``nan/1/3/-1`` in the last element of that parameter alone. Ranks are counted
-modulo the number of ranks, and elements modulo the number of elements, so that one kind fits every
-world size and every shape. ``inf`` has the same forms.
+of rank 1 alone, and ``nan/1/3/-1`` in the last element of that parameter alone. ``nan/1/all`` and
+``nan/1/3/all`` have NaN in every element there. Ranks are counted modulo the number of ranks, and
+elements modulo the number of elements, so that one kind fits every world size and every shape.
+``inf`` has the same forms.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 # Every fifth element of a nan or inf step is special. Most elements still show the mean.
 SPECIAL_EVERY = 5
+_ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,14 @@ class Place:
     Attributes:
         rank: the one rank that has them.
         param: the one parameter that has them; None for all.
-        element: the one element; None for every fifth.
+        element: the one element; None for several.
+        every: the distance of several elements.
     """
 
     rank: int
     param: int | None = None
     element: int | None = None
+    every: int = SPECIAL_EVERY
 
 
 def base_kind(kind: str) -> str:
@@ -37,13 +41,29 @@ def base_kind(kind: str) -> str:
 
 def place_of(kind: str) -> Place | None:
     """Return the place that a kind names, or None if it names none."""
-    _, *numbers = kind.split("/")
-    return Place(*map(int, numbers)) if numbers else None
+    _, *words = kind.split("/")
+    if not words:
+        return None
+    place = Place(*(int(word) for word in words if word != _ALL))
+    return replace(place, every=1) if words[-1] == _ALL else place
 
 
 def without_element(kind: str) -> str:
     """Return a kind whose place names no element."""
     return "/".join(kind.split("/")[:3])
+
+
+def with_all_elements(kind: str, of_one_parameter: bool) -> str:
+    """Return a kind with special values in all elements of its place's parameter, or of its rank.
+
+    Args:
+        kind: of any step.
+        of_one_parameter: of the parameter of the place, not of all parameters of the rank.
+    """
+    words = kind.split("/")
+    if len(words) < 4:
+        return kind
+    return "/".join([*words[: 3 if of_one_parameter else 2], _ALL])
 
 
 def put_at_place(
@@ -55,7 +75,7 @@ def put_at_place(
     """
     if place.rank % world != rank or place.param not in (None, param) or not len(values):
         return values
-    at = torch.arange(0, len(values), SPECIAL_EVERY)
+    at = torch.arange(0, len(values), place.every)
     if place.element is not None:
         at = torch.tensor([place.element % len(values)])
     if base_kind(kind) == "nan":

@@ -24,7 +24,12 @@ from conformance.scenarios import (
     optimizer_training,
 )
 from conformance.scenarios.clusters import CLUSTERS, with_groups_of
-from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
+from conformance.scenarios.evidence import (
+    FEEDBACK_RESCALED,
+    FEEDBACK_UNUSED,
+    SPECIAL_DEEP,
+    SPECIAL_LARGE,
+)
 from conformance.scenarios.hook import (
     AT_SCALE,
     RAW,
@@ -32,7 +37,7 @@ from conformance.scenarios.hook import (
 )
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
-from conformance.scenarios.specials import without_element
+from conformance.scenarios.specials import with_all_elements, without_element
 from conformance.scenarios.surroundings import (
     JOINT,
     with_ranks,
@@ -226,8 +231,17 @@ def watch_mixing(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def spread_special_values(scenario: Scenario, claims: Claims) -> Scenario:
-    """Put special values into many elements."""
-    return replace(scenario, steps=tuple(map(without_element, scenario.steps)))
+    """Put special values into so many elements that a compressor sends some of them.
+
+    These are every fifth element of a large parameter. In a small one these might be left out, so
+    that all of its elements are special. In a bucket of several small parameters a whole one might
+    be, so that all of them are.
+    """
+    if scenario.name == SPECIAL_LARGE.name:
+        return replace(scenario, steps=tuple(map(without_element, scenario.steps)))
+    is_alone = scenario.name == SPECIAL_DEEP.name
+    steps = tuple(with_all_elements(kind, is_alone) for kind in scenario.steps)
+    return replace(scenario, steps=steps)
 
 
 def drain_with_faint_gradients(scenario: Scenario, claims: Claims) -> Scenario:

@@ -109,6 +109,7 @@ from conformance.judging.oracles.lossy.common import (
 from conformance.judging.oracles.mean import mean
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.specials import place_of
 from conformance.subjects.claims import (
     CONTRACTION,
     DIFFERENCE,
@@ -318,7 +319,8 @@ def require_noise(run: Run, claims: Claims, found: Found, steps: list[int]) -> N
 def require_seen(run: Run, claims: Claims, found: Found, steps: list[int]) -> None:
     """Require non-finite gradients in ``steps`` to show on every rank.
 
-    A rank of a ``local`` subject may miss those of others, but not its own.
+    A rank of a ``local`` subject may miss those of others, but not its own. A compressor may leave
+    out the few of a step that names no place. Then the result is zero at all of their places.
     """
     indices = range(len(run.scenario.params))
     for step, rank in product(steps, range(run.world)):
@@ -327,6 +329,8 @@ def require_seen(run: Run, claims: Claims, found: Found, steps: list[int]) -> No
             continue
         results = [run.got(rank, step, index) for index in indices]
         seen = any(got is not None and not got.isfinite().all() for got in results)
+        if not seen and not place_of(run.scenario.steps[step]) and _left_out(run, rank, step):
+            continue
         feeding = [
             other
             for other in run.group(rank)
@@ -338,6 +342,20 @@ def require_seen(run: Run, claims: Claims, found: Found, steps: list[int]) -> No
             f"rank {rank}, step {step}: all are finite",
             f"NaN or infinities of rank {', '.join(map(str, feeding))} are lost",
         )
+
+
+def _left_out(run: Run, rank: int, step: int) -> bool:
+    """Return whether a result is zero wherever a rank of the group fed a value that is not finite,
+    and not zero everywhere."""
+    others = 0
+    for index in range(len(run.scenario.params)):
+        got = run.got(rank, step, index)
+        fed = torch.stack([run.fed(other, step, index) for other in run.group(rank)])
+        special = ~fed.isfinite().all(0)
+        if got is None or got.shape != special.shape or got[special].any():
+            return False
+        others += int(got[~special].count_nonzero())
+    return others > 0
 
 
 def whole_result(run: Run, rank: int, step: int) -> torch.Tensor | None:

@@ -1,0 +1,63 @@
+"""The places of special values that kinds of gradients name."""
+
+import math
+
+import pytest
+import torch
+
+from conformance.scenarios.specials import (
+    Place,
+    place_of,
+    put_at_place,
+    with_all_elements,
+    without_element,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("nan", None),
+        ("nan/1", Place(1)),
+        ("nan/1/3", Place(1, 3)),
+        ("inf/1/3/-1", Place(1, 3, -1)),
+        ("nan/1/all", Place(1, every=1)),
+        ("inf/2/3/all", Place(2, 3, every=1)),
+    ],
+)
+def test_a_kind_names_a_place(kind: str, place: Place | None) -> None:
+    assert place_of(kind) == place
+
+
+def test_a_place_is_widened() -> None:
+    assert without_element("nan/1/3/-1") == "nan/1/3"
+    assert with_all_elements("nan/1/3/-1", of_one_parameter=True) == "nan/1/3/all"
+    assert with_all_elements("nan/1/3/-1", of_one_parameter=False) == "nan/1/all"
+    for kind in ("tiled", "nan"):
+        assert with_all_elements(kind, of_one_parameter=False) == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "param", "count"),
+    [
+        ("nan/1/all", 1, 0, 12),
+        ("nan/1/all", 0, 0, 0),
+        ("nan/4/all", 1, 2, 12),  # of three ranks
+        ("nan/1/3/all", 1, 3, 12),
+        ("nan/1/3/all", 1, 2, 0),
+        ("nan/1/3", 1, 3, 3),
+        ("nan/1/3/7", 1, 3, 1),
+    ],
+)
+def test_values_at_a_place(kind: str, rank: int, param: int, count: int) -> None:
+    place = place_of(kind)
+    assert place is not None
+    values = put_at_place(kind, torch.zeros(12), place, 3, rank, param)
+    assert int(values.isnan().sum()) == count
+
+
+def test_infinities_have_both_signs() -> None:
+    place = place_of("inf/0/all")
+    assert place is not None
+    values = put_at_place("inf/0/all", torch.zeros(4, dtype=torch.float64), place, 2, 0, 0)
+    assert values.tolist() == [math.inf, -math.inf, math.inf, -math.inf]
