@@ -140,12 +140,15 @@ FLAT = replace(
     VIEWS,
     name="strategy_flat",
     summary="parameters, and their gradients, are views of one flat buffer for each dtype; their "
-    "order, and the sizes of the gaps between them, are drawn",
+    "order, and the sizes of the gaps between them, are drawn; two have no elements",
+    # Among views of one place, the one without elements comes first, or last.
     params=(
+        Param((0, 3)),
         *_PARAMS,
         Param((6, 5), layout="transposed"),
         Param((7,)),
         *(Param((9,), "bfloat16"),) * 2,
+        Param((0,)),
     ),
     steps=("crafted", "normal"),
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),

@@ -90,6 +90,31 @@ class OncePerShape(Averager):
         return list(first.values())
 
 
+class OncePerPlace(Averager):
+    """Take parameters that begin at one place of one storage for tied weights, also empty ones."""
+
+    def chosen(self, params):
+        found = []
+        places = set()
+        for parameter in super().chosen(params):
+            place = parameter.untyped_storage().data_ptr(), parameter.storage_offset()
+            if place not in places:
+                found.append(parameter)
+            places.add(place)
+        return found
+
+
+class LatestOfAPlace(Averager):
+    """Average the last of the parameters that begin at one place of one storage."""
+
+    def chosen(self, params):
+        places = {
+            (parameter.untyped_storage().data_ptr(), parameter.storage_offset()): parameter
+            for parameter in super().chosen(params)
+        }
+        return list(places.values())
+
+
 class WholeStorages(Averager):
     """Average the storage that a parameter lies in, once, with all that lies beside it."""
 
@@ -222,6 +247,7 @@ MUTANTS = [
         Mutant(f"{name},{AT}", ("14.7",), **OF)
         for name in ("OncePerStorage", "OncePerShape", "WholeStorages", "FromTheBeginning")
     ),
+    *(Mutant(f"{name},{AT}", ("14.7",), **OF) for name in ("OncePerPlace", "LatestOfAPlace")),
     Mutant(f"CountsDown,{AT}", ("14.19",), **OF),
     Mutant(f"TakesTheLatest,{AT}", ("14.19",), **OF),
     Mutant("DiLoCoKeepsItsMomentum", ("14.19",), **DILOCO),

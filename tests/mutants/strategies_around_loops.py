@@ -58,6 +58,20 @@ def leaves_out_tied_weights(model: Any, is_final_microbatch: bool) -> Context:
     return _averages(model, is_final_microbatch, choose)
 
 
+def once_per_place(model: Any, is_final_microbatch: bool) -> Context:
+    """Take gradients at one place of one storage for one tensor, and average the last of them."""
+
+    def choose(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        def place(p: torch.nn.Parameter) -> Any:
+            if p.grad.is_sparse:
+                return p
+            return p.grad.untyped_storage().data_ptr(), p.grad.storage_offset()
+
+        return list({place(p): p for p in params}.values())
+
+    return _averages(model, is_final_microbatch, choose)
+
+
 def whole_storages(model: Any, is_final_microbatch: bool) -> Context:
     """Average the storages of gradients, with all that lies in them."""
 
@@ -168,7 +182,7 @@ def the_first_optimizer_alone(model: Any, is_final_microbatch: bool, optimizers:
 
 MUTANTS = [
     *_mutants("16.10", "once_per_storage_of_gradients", "leaves_out_tied_weights"),
-    *_mutants("16.10", "whole_storages"),
+    *_mutants("16.10", "once_per_place", "whole_storages"),
     *_mutants("16.33", "ones_times_rows", "linear_for_large_rows", "sums_in_the_fast_dtype"),
     *_mutants("16.36", "keeps_the_first_optimizers", "of_the_last_step"),
     *_mutants("16.36", "the_first_optimizer_alone"),
