@@ -81,12 +81,17 @@ def local_steps(run: Run, claims: Claims, found: Found) -> None:
     "It calls the averager once in each step",
     on=(PLAIN,),
     needs=("15.1",),
-    source="torch documentation, PostLocalSGDOptimizer; pytorch #74737, averaging too often",
+    source="torch documentation, PostLocalSGDOptimizer; pytorch #74737, averaging too often; "
+    "torch.distributed.algorithms.model_averaging.utils, get_params_to_average",
     remedy="one call of average_parameters at the end of step(), independent of the number of "
-    "groups and parameters",
+    "groups and parameters, before gradients are cleared",
 )
 def asks_once(run: Run, claims: Claims, found: Found) -> None:
-    """In each step the averager is called once, after the optimizer's step, with all parameters."""
+    """In each step the averager is called once, after the optimizer's step, with all parameters and
+    their gradients.
+
+    Averagers such as torch's leave out parameters whose gradient is None.
+    """
     if not takes_averager(run):
         found.does_not_apply(NO_AVERAGER)
         return

@@ -273,6 +273,27 @@ class UnscalesTwice(StepsOverflows):
         return bool(getattr(self, "found_inf", None))
 
 
+class DropsOverflows(StepsOverflows):
+    """Skip a step whose gradients overflow, and clear these before the average."""
+
+    def leaves_out(self) -> bool:
+        overflows = bool(getattr(self, "found_inf", None))
+        for parameter in self.parameters() if overflows else ():
+            self.drop(parameter)
+        return overflows
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+
+class DropsInfinities(DropsOverflows):
+    """Clear the gradients with infinities alone, if a step is skipped."""
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and not parameter.grad.isfinite().all():
+            parameter.grad = None
+
+
 class CountsBackwards(PostLocal):
     """Count the backwards of a parameter, and so the steps that a GradScaler has skipped."""
 
@@ -361,5 +382,6 @@ MUTANTS = [
         Mutant(name, ("15.38",), **OF)
         for name in ("StepsOverflows", "UnscalesTwice", "CountsBackwards", "ShowsDetached")
     ),
+    *(Mutant(name, ("15.38",), **OF) for name in ("DropsOverflows", "DropsInfinities")),
     Mutant("StepsIfPeersDo", ("15.38",), hangs=True, **OF),
 ]

@@ -438,6 +438,11 @@ def _uses(run: Run, place: int, step: int, index: int) -> bool:
     return scenario.variant != "unused" or uses(size, place, step, index)
 
 
+def has_own_gradient(run: Run, rank: int, step: int, index: int) -> bool:
+    """Return whether a rank with gradients of its own has one for a parameter."""
+    return _uses(run, run.group(rank).index(rank), step, index)
+
+
 def _kind_of(run: Run, step: int, index: int) -> str:
     """Return the kind of gradient of a parameter; only float16 has a limit."""
     kind = run.scenario.steps[step]

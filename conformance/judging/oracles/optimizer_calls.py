@@ -1,7 +1,11 @@
 """Requirements on the calls of an optimizer wrapper: its averager's, and what it was given."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from conformance.judging.oracles.optimizer import (
     construction,
+    has_own_gradient,
     overflows,
     require_right,
     steps,
@@ -12,7 +16,9 @@ from conformance.scenarios.optimizer_training import plan_of
 
 
 def require_one_averager_call(run: Run, found: Found) -> None:
-    """Require one call of the averager in each step, with all parameters, after the local step."""
+    """Require one call of the averager in each step, after the local step, with all parameters and
+    with the gradients that they had.
+    """
     for rank, step in steps(run):
         place = f"rank {rank}, step {step}"
         calls = list(run.ranks[rank].all("asked", step=step))
@@ -27,13 +33,27 @@ def require_one_averager_call(run: Run, found: Found) -> None:
             "a call of the averager after the optimizer's step",
             f"{place}: no parameter had been stepped before the call",
         )
-        missing = ", ".join(f"p{index}" for index in calls[0]["missing"])
-        found.require(
-            not missing,
-            "a call of the averager with all parameters",
-            f"{place}: {missing} missing",
-            "the averager was given copies" if calls[0]["others"] else "",
-        )
+        _require_whole_call(run, found, rank, calls[0])
+
+
+def _require_whole_call(run: Run, found: Found, rank: int, call: Mapping[str, Any]) -> None:
+    """Require a call of the averager with all parameters, and with their gradients."""
+    step = call["step"]
+    place = f"rank {rank}, step {step}"
+    missing = ", ".join(f"p{index}" for index in call["missing"])
+    found.require(
+        not missing,
+        "a call of the averager with all parameters",
+        f"{place}: {missing} missing",
+        "the averager was given copies" if call["others"] else "",
+    )
+    lost = [index for index in call["without"] if has_own_gradient(run, rank, step, index)]
+    found.require(
+        not lost,
+        "gradients that stay until the averager was called",
+        f"{place}: those of {', '.join(f'p{index}' for index in lost)} were None in the call",
+        "averagers such as torch's leave out parameters without a gradient",
+    )
 
 
 def require_right_with_rates(run: Run, found: Found) -> None:
@@ -64,12 +84,15 @@ def require_calls_under_scaler(run: Run, found: Found) -> None:
     """Require one call of the averager in each step that a rank of the group takes.
 
     If the gradients of all ranks overflow, the averager may be called or not, but in all of these
-    steps and on all ranks alike.
+    steps and on all ranks alike. Each call is with all parameters and their gradients.
     """
     in_skipped: dict[int, str] = {}
     for rank, step in steps(run):
         group = run.group(rank)
-        calls = len(list(run.ranks[rank].all("asked", step=step)))
+        asked = list(run.ranks[rank].all("asked", step=step))
+        for call in asked:
+            _require_whole_call(run, found, rank, call)
+        calls = len(asked)
         place = f"rank {rank}, step {step}"
         actual = f"{place}: the averager was called {calls} times"
         if not all(overflows(run, other, step) for other in group):
