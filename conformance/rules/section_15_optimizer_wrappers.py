@@ -39,7 +39,7 @@ from conformance.scenarios.optimizer import (
     ZEROED,
     setting,
 )
-from conformance.scenarios.optimizer_states import RESTORED_RATES, TENSOR_RATES
+from conformance.scenarios.optimizer_states import RESTORED_RATES, SMALL_CHANGES, TENSOR_RATES
 from conformance.subjects.claims import Claims
 
 NO_AVERAGER = "it takes no averager"
@@ -171,19 +171,22 @@ def parameter_groups(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.6",
     "A learning-rate schedule takes effect",
-    on=(SCHEDULED, TENSOR_RATES),
-    owns=(SCHEDULED, TENSOR_RATES),
+    on=(SCHEDULED, SMALL_CHANGES, TENSOR_RATES),
+    owns=(SCHEDULED, SMALL_CHANGES, TENSOR_RATES),
     needs=(*BASIC, "15.5"),
     source="torch documentation, torch.optim.lr_scheduler, which writes to param_groups, and fills "
     "learning rates in tensors, as compiled and capturable optimizers have",
     remedy="param_groups have to be the wrapped optimizer's own, or be copied to it before a step; "
-    "a learning rate in a tensor may change although it is the same object",
+    "a learning rate in a tensor may change although it is the same object; rates that are copied "
+    "only if they differ by more than some number",
 )
 def scheduled(run: Run, claims: Claims, found: Found) -> None:
     """The next step uses the learning rate that was written to param_groups, also 0.
 
-    A learning rate in a tensor stays a tensor. The next step uses the value with which it is filled
-    in place, also in a group that is added. The rates are drawn from the session's seed.
+    Changes may be small, as schedulers make them: in one run rates change by 10**-6.5 to 10**-3 of
+    themselves, and are 10**-7 to 10**-5 at last. A learning rate in a tensor stays a tensor. The
+    next step uses the value with which it is filled in place, also in a group that is added. The
+    rates of both runs are drawn from the session's seed.
     """
     require_right_with_rates(run, found)
 

@@ -17,9 +17,11 @@ from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setti
 from conformance.scenarios.optimizer_states import (
     RESTORED_RATES,
     SCALED,
+    SMALL_CHANGES,
     TENSOR_RATES,
     USERS,
     scaled,
+    small_changes,
     tensor_rates,
     users,
 )
@@ -178,7 +180,7 @@ _OTHERS = {"adamw": "AdamW", "adagrad": "Adagrad"}
 USER_OPTIMIZER = "UserOptimizer"
 _RANDOM = (
     *("random", "random_dtypes", "options", "many_groups", "together", *ADAM, *_OTHERS),
-    *(TENSOR_RATES.variant, RESTORED_RATES.variant),
+    *(TENSOR_RATES.variant, RESTORED_RATES.variant, SMALL_CHANGES.variant),
 )
 
 
@@ -257,6 +259,8 @@ def plan_of(scenario: Scenario) -> Setting:
         case TENSOR_RATES.variant | RESTORED_RATES.variant:
             restores = scenario.variant == RESTORED_RATES.variant
             return tensor_rates(generator(scenario), restores)
+        case SMALL_CHANGES.variant:
+            return small_changes(generator(scenario))
         case SCALED.variant:
             return scaled(generator(scenario))
         case USERS.variant:

@@ -1,5 +1,6 @@
 """Mutants of section 15: rates in tensors, added groups, states of other forms, GradScalers."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,43 @@ class ComparesIdentities(Sharded):
             elif isinstance(mine["lr"], torch.Tensor):
                 mine["lr"] = mine["lr"].clone()
         self.latest = rates
+
+
+class IgnoresSmallChanges(Sharded):
+    """Copy a learning rate to the inner optimizer unless it is about as large as before."""
+
+    def write_options(self) -> None:
+        known = [mine["lr"] for mine in self.local.param_groups]
+        super().write_options()
+        for mine, rate in zip(self.local.param_groups, known, strict=True):
+            if self.is_about(mine["lr"], rate):
+                mine["lr"] = rate
+
+    def is_about(self, one: Any, other: Any) -> bool:
+        return not torch.is_tensor(one) and math.isclose(one, other, rel_tol=2e-6)
+
+
+class RoundsRates(Sharded):
+    """Round learning rates to eight digits behind the point."""
+
+    def write_options(self) -> None:
+        super().write_options()
+        for mine in self.local.param_groups:
+            if not torch.is_tensor(mine["lr"]):
+                mine["lr"] = round(mine["lr"], 8)
+
+
+class ComparesTensors(IgnoresSmallChanges):
+    """Copy a learning rate in a tensor unless torch.allclose finds no difference."""
+
+    def write_options(self) -> None:
+        for mine in self.local.param_groups:
+            if torch.is_tensor(mine["lr"]):
+                mine["lr"] = mine["lr"].clone()
+        super().write_options()
+
+    def is_about(self, one: Any, other: Any) -> bool:
+        return torch.is_tensor(one) and torch.allclose(one, other)
 
 
 class TurnsRatesIntoNumbers(PostLocal):
@@ -355,6 +393,10 @@ MUTANTS = [
     *(
         Mutant(name, ("15.6",), **OF)
         for name in ("CopiesTheNumber", "ComparesIdentities", "AddsNumbers")
+    ),
+    *(
+        Mutant(name, ("15.6",), **OF)
+        for name in ("IgnoresSmallChanges", "RoundsRates", "ComparesTensors")
     ),
     *(Mutant(name, ("15.14",), **OF) for name in ("TurnsRatesIntoNumbers", "KeepsTheFirstTensors")),
     *(

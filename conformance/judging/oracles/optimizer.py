@@ -289,10 +289,11 @@ def _require_parameter(
     average = ""
     if right_step.averaged:
         average = f", averaged over ranks {list(right_step.averaged)}"
+    digits = 17 if dtype == "float64" else 9
     found.require(
         False,
-        f"the optimizer's step{average}: {expected[at].item():.9g}",
-        f"{place}, p{index}, index {at}: {got[at].item():.9g} "
+        f"the optimizer's step{average}: {expected[at].item():.{digits}g}",
+        f"{place}, p{index}, index {at}: {got[at].item():.{digits}g} "
         f"({len(wrong)} of {len(got)} elements differ)",
         _cause(run, right, rank, step, index, got) if len(found.failures) < MAX_EXPLAINED else "",
     )
