@@ -14,6 +14,7 @@ from conformance.judging.oracles.optimizer import (
 )
 from conformance.judging.oracles.optimizer_calls import (
     require_one_averager_call,
+    require_own_entries,
     require_right_with_rates,
 )
 from conformance.judging.rule import SHOULD, rule
@@ -160,12 +161,14 @@ def replicas(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, torch.optim, Per-parameter options; Optimizer.add_param_group; "
     "pytorch #54736, #59973",
     remedy="options of a group other than the first; add_param_group has to update the wrapped "
-    "optimizer and the partition",
+    "optimizer and the partition; entries of a group that are no options",
 )
 def parameter_groups(run: Run, claims: Claims, found: Found) -> None:
     """Each parameter group is stepped with its own learning rate, momentum and weight decay, a
-    group from add_param_group from its next step on; parameters in no group keep their values."""
+    group from add_param_group from its next step on; parameters in no group keep their values. The
+    user's own entries in a group, such as a name, stay there."""
     require_right(run, found)
+    require_own_entries(run, found)
 
 
 @rule(
@@ -363,8 +366,10 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
 
     So does a schedule that fills tensors of learning rates in place. The steps that are saved and
     restored are drawn from the session's seed then, and the restored rates count in the first step.
+    The user's own entries in parameter groups are restored as well.
     """
     require_right_with_rates(run, found)
+    require_own_entries(run, found)
 
 
 @rule(

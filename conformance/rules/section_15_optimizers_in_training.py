@@ -14,7 +14,10 @@ from conformance.judging.oracles.optimizer import (
     require_steps_with_some_gradient,
     takes_averager,
 )
-from conformance.judging.oracles.optimizer_calls import require_calls_under_scaler
+from conformance.judging.oracles.optimizer_calls import (
+    require_calls_under_scaler,
+    require_own_entries,
+)
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -230,7 +233,7 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     "not by name; pytorch #63340, #78988",
     remedy="numbers of parameters across interleaved groups, or from before a group was added; "
     "global ranks in place of ranks in the group; load_state_dict that takes its argument apart; "
-    "options, or max_exp_avg_sq of amsgrad, that are not saved",
+    "options, entries of the user's own, or max_exp_avg_sq of amsgrad, that are not saved",
 )
 def saved_groups(run: Run, claims: Claims, found: Found) -> None:
     """On a subgroup, Adam with interleaved parameter groups, whose rates were rewritten, is saved
@@ -239,7 +242,8 @@ def saved_groups(run: Run, claims: Claims, found: Found) -> None:
     A group was added at a drawn step before the save. New processes make one or two groups at
     first, and add the others before they load. As by torch.optim, states and options are matched by
     places in the groups: in these processes parameters of equal shapes have changed places. One
-    group has amsgrad.
+    group has amsgrad. The user's own entries in groups, such as a name or initial_lr, are saved
+    and loaded like options; their names and values are drawn.
     """
     if claims.has("world_only"):
         found.does_not_apply("it claims world_only")
@@ -248,6 +252,7 @@ def saved_groups(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply(NO_OPTIMIZER)
         return
     require_right(run, found)
+    require_own_entries(run, found)
 
 
 @rule(

@@ -25,6 +25,7 @@ from conformance.scenarios.optimizer_states import (
     tensor_rates,
     users,
 )
+from conformance.scenarios.own_entries import with_entries
 from conformance.scenarios.seeds import generator, shared_generator
 
 OWN = replace(
@@ -226,6 +227,10 @@ def is_empty(scenario: Scenario, step: int, place: int, size: int) -> bool:
 
 def plan_of(scenario: Scenario) -> Setting:
     """Return the arguments of a scenario's optimizer and averager, drawn if they are."""
+    return with_entries(_plan_of(scenario), scenario)
+
+
+def _plan_of(scenario: Scenario) -> Setting:
     match scenario.variant:
         case "own":
             return Setting(options={"lr": 2.0**-3, "momentum": 0.0})

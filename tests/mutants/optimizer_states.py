@@ -159,6 +159,49 @@ class OptionsOfTheStart(Sharded):
             group.update(options)
 
 
+class LoadsOptionsAlone(PostLocal):
+    """Load the options of groups that the optimizer knows, and no other entries."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        known = {"params", *self.optim.defaults}
+        groups = [
+            {name: value for name, value in group.items() if name in known}
+            for group in state["optim"]["param_groups"]
+        ]
+        super().load_state_dict({**state, "optim": {**state["optim"], "param_groups": groups}})
+
+
+class SavesNumbers(Sharded):
+    """Save those entries of groups that are numbers, flags or pairs, as all options are."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            for name in [name for name, value in group.items() if isinstance(value, (str, list))]:
+                if name != "params":
+                    del group[name]
+        return state
+
+
+class KeepsItsEntries(PostLocal):
+    """Keep the entries that groups had before a state was loaded, if they are no options."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        before = [dict(group) for group in self.optim.param_groups]
+        super().load_state_dict(state)
+        for group, old in zip(self.optim.param_groups, before, strict=True):
+            names = set(old).difference(self.optim.defaults, {"params"})
+            group.update({name: old[name] for name in names})
+
+
+class AddsOptionsAlone(Sharded):
+    """Take the options of an added group, and none of its other entries."""
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        known = {"params", *self.local.defaults}
+        super().add_param_group({name: value for name, value in group.items() if name in known})
+
+
 class MatchesByValues(PostLocal):
     """Save the values of parameters, and give each state to the parameter with its values."""
 
@@ -389,6 +432,7 @@ class ShowsDetached(PostLocal):
 
 OF = {"kind": "optimizer"}
 SAME_PROCESS = {"15.14": "the added group is not restored in the same process either"}
+ENTRIES_TOO = {"15.14": "entries of groups are restored in the same process as well"}
 MUTANTS = [
     *(
         Mutant(name, ("15.6",), **OF)
@@ -404,6 +448,11 @@ MUTANTS = [
         for name in ("NumbersOfTheStart", "ForgetsAddedGroups", "OptionsOfTheStart")
     ),
     *(Mutant(name, ("15.28",), **OF) for name in ("MatchesByValues", "ForgetsTheLargest")),
+    *(
+        Mutant(name, ("15.28",), because=ENTRIES_TOO, **OF)
+        for name in ("LoadsOptionsAlone", "SavesNumbers", "KeepsItsEntries")
+    ),
+    Mutant("AddsOptionsAlone", ("15.5",), **OF),
     Mutant(
         "KnowsTheStateOfAdam",
         ("15.28",),

@@ -10,9 +10,17 @@ from conformance.judging.oracles.optimizer import (
     require_right,
     steps,
 )
+from conformance.judging.oracles.optimizer_options import Options
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.optimizer import Setting
 from conformance.scenarios.optimizer_training import plan_of
+from conformance.scenarios.own_entries import entries_at
+
+OLD_GROUPS = (
+    "the user's own entries in groups are not judged after a state was loaded: its param_groups "
+    "are not the loaded ones then"
+)
 
 
 def require_one_averager_call(run: Run, found: Found) -> None:
@@ -78,6 +86,47 @@ def _require_tensor_rates(run: Run, found: Found) -> None:
                 f"{' and '.join(groups)}",
                 "compiled optimizers compile again for each number",
             )
+
+
+def require_own_entries(run: Run, found: Found) -> None:
+    """Require that the user's own entries stay in parameter groups, also through a state.
+
+    If new processes load a state, and the groups that they see are still their old ones, that is a
+    finding of 15.14, and not another one here. The old groups have other learning rates.
+    """
+    plan = plan_of(run.scenario)
+    for rank in run.ranks:
+        for event in rank.all("entries"):
+            step = event["step"]
+            if run.scenario.resume.resumes and event["rates"] != _rates_at(plan, step):
+                found.leaves_out(OLD_GROUPS)
+                continue
+            for number, entries in enumerate(entries_at(plan, step)):
+                groups = event["groups"]
+                got = groups[number] if number < len(groups) else {}
+                for name, value in entries.items():
+                    found.require(
+                        got.get(name) == repr(value),
+                        f"the user's own entry {name!r} of group {number}: {value!r}",
+                        f"rank {rank.rank}, step {step}: {got.get(name, 'it is missing')}",
+                        _cause_of_entry(run, step),
+                    )
+
+
+def _rates_at(plan: Setting, step: int) -> list[float]:
+    """Return the learning rates of all groups before a step of processes that load a state."""
+    options = Options(plan, {})
+    for earlier in range(step + 1):
+        options.begin_step(earlier)
+    return options.rates()
+
+
+def _cause_of_entry(run: Run, step: int) -> str:
+    """Return the last event before a step that may change entries of parameter groups."""
+    plan = plan_of(run.scenario)
+    if run.scenario.resume.resumes or 0 <= plan.back[0] <= step:
+        return "it was not saved, or not loaded"
+    return "it was dropped by add_param_group" if 0 <= plan.added == step else ""
 
 
 def require_calls_under_scaler(run: Run, found: Found) -> None:
