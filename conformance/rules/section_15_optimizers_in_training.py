@@ -367,7 +367,8 @@ def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
     AdamW decays parameters apart from gradients; one of its two groups has amsgrad. Adagrad has its
     state from the start, and a rate that falls with its own count of steps. Their options are
     drawn, and rewritten before every other step. The state of the user's own optimizer is an
-    integer and a dict of tensors; it is saved and restored in the same process at drawn steps.
+    integer, and tensors in a dict and a list; it is saved and restored in the same process at drawn
+    steps.
     """
     if not construction(run)["takes_any"]:
         found.does_not_apply(NO_OPTIMIZER)

@@ -298,6 +298,29 @@ class ForgetsInnerDicts(Sharded):
                     inner.zero_()
 
 
+class BeginsListsAnew(Sharded):
+    """Load zeros in place of the tensors in lists of the state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for kept in self.local.state.values():
+            for name, value in kept.items():
+                if isinstance(value, list):
+                    kept[name] = [torch.zeros_like(entry) for entry in value]
+
+
+class SavesNoLists(PostLocal):
+    """Save numbers, tensors and dicts of a state, and no lists."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        numbered = {
+            number: {name: value for name, value in kept.items() if not isinstance(value, list)}
+            for number, kept in state["optim"]["state"].items()
+        }
+        return {**state, "optim": {**state["optim"], "state": numbered}}
+
+
 class ReplacesUnknownClasses(Sharded):
     """Use SGD in place of an optimizer that torch does not have."""
 
@@ -466,6 +489,8 @@ MUTANTS = [
             "SavesTensors",
             "RestartsCounts",
             "ForgetsInnerDicts",
+            "BeginsListsAnew",
+            "SavesNoLists",
             "ReplacesUnknownClasses",
         )
     ),

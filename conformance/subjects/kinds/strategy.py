@@ -71,8 +71,8 @@ def _adapt(scenario: Scenario, claimed: Collection[str]) -> Scenario:
         # A parameter of 2**20 to 2**21 elements is the largest.
         scenario = replace(scenario, params=many_params(generator(scenario), 2**20))
     if scenario.name == AUTOCAST.name:
-        large = two_large(generator(scenario))
-        scenario = replace(scenario, params=(*scenario.params, *large))
+        params = (*scenario.params, *two_large(generator(scenario)))
+        scenario = replace(scenario, params=params)
     if scenario.name == LONG.name:
         number = generator(scenario).randint(*LONG_STEPS)
         scenario = replace(scenario, steps=scenario.steps[:1] * number)
