@@ -338,7 +338,7 @@ def added_parameters(run: Run, claims: Claims, found: Found) -> None:
 
     A step uses the parameters of one of the two or of both, and the strategy is given the
     optimizers that step. In a further run an optimizer drops parameters and is given as many
-    others; later some layers are replaced by new ones of the same shapes, and the model is wrapped
+    others; later all layers are replaced by new ones of the same shapes, and the model is wrapped
     in DDP again. The steps and the parameters, the parts and the turns are drawn from the session's
     seed.
     """

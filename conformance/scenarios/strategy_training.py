@@ -93,7 +93,7 @@ SWAPPED = replace(
     COMBINED,
     name="strategy_swapped",
     summary="before a drawn step the optimizer is given other parameters in place of as many; "
-    "later some layers are replaced by new ones of the same shapes",
+    "later all layers are replaced by new ones of the same shapes",
     steps=("crafted",) * 6,
     world_sizes=(2,),
     variant="swapped",
