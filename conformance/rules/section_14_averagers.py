@@ -205,7 +205,8 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, torch.cat promotes dtypes; bugs in flattened averaging; FSDP, "
     "apex and ZeRO, which keep parameters in flat buffers",
     remedy="one flat buffer for several dtypes; offsets after an empty or 0-d parameter; tied "
-    "weights that are found by their storage: views of one buffer share it, too",
+    "weights that are found by their storage: views of one buffer share it, too, and one without "
+    "elements has the offset of the next one as well",
 )
 def dtypes(run: Run, claims: Claims, found: Found) -> None:
     """In a model of float32, float64, float16 and bfloat16 parameters, 0-d, empty and one-element
@@ -213,7 +214,8 @@ def dtypes(run: Run, claims: Claims, found: Found) -> None:
     flat buffer; the values between the views stay.
 
     There is one buffer for each dtype. The order of the views and the sizes of the gaps between
-    them are drawn from the session's seed.
+    them are drawn from the session's seed. Two views have no elements: the first and the last of
+    the parameters. Each begins at the place at which another view, a drawn one, begins.
     """
     require_right(run, claims, found, must_change=True)
     require_same_gaps(run, "the parameters", found)

@@ -253,6 +253,7 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     the first of the three dtypes.
 
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
+    elements. Under autocast there are two: one of 2**10 to 2**20, and one of 2**20 to 2**21
     elements. The parameters are float32.
     """
     require_right(run, claims, found, must_change=True, evaluated=True)

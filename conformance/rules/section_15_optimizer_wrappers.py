@@ -14,6 +14,7 @@ from conformance.judging.oracles.optimizer import (
 )
 from conformance.judging.oracles.optimizer_calls import (
     require_one_averager_call,
+    require_own_entries,
     require_right_with_rates,
 )
 from conformance.judging.rule import SHOULD, rule
@@ -39,7 +40,7 @@ from conformance.scenarios.optimizer import (
     ZEROED,
     setting,
 )
-from conformance.scenarios.optimizer_states import RESTORED_RATES, TENSOR_RATES
+from conformance.scenarios.optimizer_states import RESTORED_RATES, SMALL_CHANGES, TENSOR_RATES
 from conformance.subjects.claims import Claims
 
 NO_AVERAGER = "it takes no averager"
@@ -81,12 +82,17 @@ def local_steps(run: Run, claims: Claims, found: Found) -> None:
     "It calls the averager once in each step",
     on=(PLAIN,),
     needs=("15.1",),
-    source="torch documentation, PostLocalSGDOptimizer; pytorch #74737, averaging too often",
+    source="torch documentation, PostLocalSGDOptimizer; pytorch #74737, averaging too often; "
+    "torch.distributed.algorithms.model_averaging.utils, get_params_to_average",
     remedy="one call of average_parameters at the end of step(), independent of the number of "
-    "groups and parameters",
+    "groups and parameters, before gradients are cleared",
 )
 def asks_once(run: Run, claims: Claims, found: Found) -> None:
-    """In each step the averager is called once, after the optimizer's step, with all parameters."""
+    """In each step the averager is called once, after the optimizer's step, with all parameters and
+    their gradients.
+
+    Averagers such as torch's leave out parameters whose gradient is None.
+    """
     if not takes_averager(run):
         found.does_not_apply(NO_AVERAGER)
         return
@@ -155,30 +161,35 @@ def replicas(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, torch.optim, Per-parameter options; Optimizer.add_param_group; "
     "pytorch #54736, #59973",
     remedy="options of a group other than the first; add_param_group has to update the wrapped "
-    "optimizer and the partition",
+    "optimizer and the partition; entries of a group that are no options",
 )
 def parameter_groups(run: Run, claims: Claims, found: Found) -> None:
     """Each parameter group is stepped with its own learning rate, momentum and weight decay, a
-    group from add_param_group from its next step on; parameters in no group keep their values."""
+    group from add_param_group from its next step on; parameters in no group keep their values. The
+    user's own entries in a group, such as a name, stay there."""
     require_right(run, found)
+    require_own_entries(run, found)
 
 
 @rule(
     "15.6",
     "A learning-rate schedule takes effect",
-    on=(SCHEDULED, TENSOR_RATES),
-    owns=(SCHEDULED, TENSOR_RATES),
+    on=(SCHEDULED, SMALL_CHANGES, TENSOR_RATES),
+    owns=(SCHEDULED, SMALL_CHANGES, TENSOR_RATES),
     needs=(*BASIC, "15.5"),
     source="torch documentation, torch.optim.lr_scheduler, which writes to param_groups, and fills "
     "learning rates in tensors, as compiled and capturable optimizers have",
     remedy="param_groups have to be the wrapped optimizer's own, or be copied to it before a step; "
-    "a learning rate in a tensor may change although it is the same object",
+    "a learning rate in a tensor may change although it is the same object; rates that are copied "
+    "only if they differ by more than some number",
 )
 def scheduled(run: Run, claims: Claims, found: Found) -> None:
     """The next step uses the learning rate that was written to param_groups, also 0.
 
-    A learning rate in a tensor stays a tensor. The next step uses the value with which it is filled
-    in place, also in a group that is added. The rates are drawn from the session's seed.
+    Changes may be small, as schedulers make them: in one run rates change by 10**-6.5 to 10**-3 of
+    themselves, and are 10**-7 to 10**-5 at last. A learning rate in a tensor stays a tensor. The
+    next step uses the value with which it is filled in place, also in a group that is added. The
+    rates of both runs are drawn from the session's seed.
     """
     require_right_with_rates(run, found)
 
@@ -355,8 +366,10 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
 
     So does a schedule that fills tensors of learning rates in place. The steps that are saved and
     restored are drawn from the session's seed then, and the restored rates count in the first step.
+    The user's own entries in parameter groups are restored as well.
     """
     require_right_with_rates(run, found)
+    require_own_entries(run, found)
 
 
 @rule(

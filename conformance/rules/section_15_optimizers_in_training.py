@@ -14,7 +14,10 @@ from conformance.judging.oracles.optimizer import (
     require_steps_with_some_gradient,
     takes_averager,
 )
-from conformance.judging.oracles.optimizer_calls import require_calls_under_scaler
+from conformance.judging.oracles.optimizer_calls import (
+    require_calls_under_scaler,
+    require_own_entries,
+)
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -230,7 +233,7 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     "not by name; pytorch #63340, #78988",
     remedy="numbers of parameters across interleaved groups, or from before a group was added; "
     "global ranks in place of ranks in the group; load_state_dict that takes its argument apart; "
-    "options, or max_exp_avg_sq of amsgrad, that are not saved",
+    "options, entries of the user's own, or max_exp_avg_sq of amsgrad, that are not saved",
 )
 def saved_groups(run: Run, claims: Claims, found: Found) -> None:
     """On a subgroup, Adam with interleaved parameter groups, whose rates were rewritten, is saved
@@ -239,7 +242,8 @@ def saved_groups(run: Run, claims: Claims, found: Found) -> None:
     A group was added at a drawn step before the save. New processes make one or two groups at
     first, and add the others before they load. As by torch.optim, states and options are matched by
     places in the groups: in these processes parameters of equal shapes have changed places. One
-    group has amsgrad.
+    group has amsgrad. The user's own entries in groups, such as a name or initial_lr, are saved
+    and loaded like options; their names and values are drawn.
     """
     if claims.has("world_only"):
         found.does_not_apply("it claims world_only")
@@ -248,6 +252,7 @@ def saved_groups(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply(NO_OPTIMIZER)
         return
     require_right(run, found)
+    require_own_entries(run, found)
 
 
 @rule(
@@ -362,7 +367,8 @@ def other_optimizers(run: Run, claims: Claims, found: Found) -> None:
     AdamW decays parameters apart from gradients; one of its two groups has amsgrad. Adagrad has its
     state from the start, and a rate that falls with its own count of steps. Their options are
     drawn, and rewritten before every other step. The state of the user's own optimizer is an
-    integer and a dict of tensors; it is saved and restored in the same process at drawn steps.
+    integer, and tensors in a dict and a list; it is saved and restored in the same process at drawn
+    steps.
     """
     if not construction(run)["takes_any"]:
         found.does_not_apply(NO_OPTIMIZER)
@@ -406,12 +412,13 @@ def together(run: Run, claims: Claims, found: Found) -> None:
     "Working with Unscaled Gradients; GradScaler.step, _step_supports_amp_scaling",
     remedy="param_groups with the parameters themselves, whose gradients a GradScaler unscales; a "
     "count of steps that no step() was called for; grad_scale and found_inf, if the optimizer has "
-    "_step_supports_amp_scaling",
+    "_step_supports_amp_scaling; gradients that are cleared before the averager is called",
 )
 def under_scaler(run: Run, claims: Claims, found: Found) -> None:
     """With a GradScaler around the optimizer, parameters are those of the unscaled gradients,
     which are clipped in some steps. A step whose gradients overflow on all ranks moves nothing, and
-    the averager is not called, or on all ranks in each of these steps.
+    the averager is not called, or on all ranks in each of these steps. If it is called, parameters
+    still have their gradients: averagers such as torch's leave out those without one.
 
     An optimizer with the attribute _step_supports_amp_scaling is called in every step. If it takes
     an averager, the gradients of one rank alone overflow in a further step: the other ranks step,

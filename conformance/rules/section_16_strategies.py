@@ -257,7 +257,8 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
     "gradients of other strides; apex and ZeRO, which keep gradients in flat buffers",
     remedy="one flat buffer for gradients of several dtypes; offsets after an empty or 0-d "
     "gradient; a collective, or p.grad = ..., that makes a channels_last gradient contiguous; "
-    "tied weights that are found by their storage: views of one buffer share it, too",
+    "tied weights that are found by their storage: views of one buffer share it, too, and one "
+    "without elements has the offset of the next one as well",
 )
 def forms(run: Run, claims: Claims, found: Found) -> None:
     """Gradients of four dtypes in one model, 0-d, empty, channels_last and transposed ones, are
@@ -266,7 +267,8 @@ def forms(run: Run, claims: Claims, found: Found) -> None:
     views stay.
 
     There are two buffers for each dtype. The order of the views and the sizes of the gaps between
-    them are drawn from the session's seed.
+    them are drawn from the session's seed. Two views of each buffer of float32 have no elements:
+    each begins at the place at which another view, a drawn one, begins.
     """
     require_means(run, found)
     require_same_gaps(run, "the gradients", found)

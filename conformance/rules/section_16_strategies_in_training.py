@@ -29,6 +29,7 @@ from conformance.scenarios.strategy_training import (
     RECOVERED,
     SECOND,
     SPECIAL,
+    SWAPPED,
     TURNS,
     TWO,
 )
@@ -273,6 +274,7 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     backward and the strategy's context.
 
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
+    elements. Under autocast there are two: one of 2**10 to 2**20, and one of 2**20 to 2**21
     elements. The parameters are float32.
     """
     require_means(run, found)
@@ -320,23 +322,25 @@ def together(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "16.36",
     "Optimizers may take turns, or be given parameters later",
-    on=(ADDED, TURNS),
-    owns=(ADDED, TURNS),
+    on=(ADDED, TURNS, SWAPPED),
+    owns=(ADDED, TURNS, SWAPPED),
     needs=("16.2", "16.5"),
     since="1.6",
     source="torch documentation, torch.optim.Optimizer.add_param_group: layers that are frozen at "
     "first are added as training goes on; GANs; an optimizer for the body of a model, "
     "and one for its head",
     remedy="optimizers, lists of parameters, flags or buffers that are kept from the first step: "
-    "other optimizers, or other param_groups, may be given since",
+    "other optimizers, or other param_groups, may be given since, also with as many parameters",
 )
 def added_parameters(run: Run, claims: Claims, found: Found) -> None:
     """Gradients are means for parameters too that no rank uses, and no optimizer has, before a
     later step, and if two optimizers of parts of one model take turns.
 
     A step uses the parameters of one of the two or of both, and the strategy is given the
-    optimizers that step. The step and the parameters, the parts and the turns are drawn from the
-    session's seed.
+    optimizers that step. In a further run an optimizer drops parameters and is given as many
+    others; later all layers are replaced by new ones of the same shapes, and the model is wrapped
+    in DDP again. The steps and the parameters, the parts and the turns are drawn from the session's
+    seed.
     """
     if claims.has("all_used"):
         found.does_not_apply("it claims all_used: 16.16")

@@ -71,8 +71,16 @@ FLAT = replace(
     PLAIN,
     name="averager_flat",
     summary="parameters are views of one flat buffer for each dtype; their order, and the sizes of "
-    "the gaps between them, are drawn",
-    params=(*_PARAMS, Param((5, 3)), Param((7,)), *(Param((9,), "bfloat16"),) * 2),
+    "the gaps between them, are drawn; two have no elements",
+    # Among views of one place, the one without elements comes first, or last.
+    params=(
+        Param((0, 3)),
+        *_PARAMS,
+        Param((5, 3)),
+        Param((7,)),
+        *(Param((9,), "bfloat16"),) * 2,
+        Param((0,)),
+    ),
     world_sizes=(2,),
     variant="flat",
 )

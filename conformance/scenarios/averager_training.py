@@ -131,7 +131,7 @@ DRIFTING = replace(
 AUTOCAST = replace(
     RANDOM,
     name="averager_autocast",
-    summary="random values, in a large parameter too, under autocast to bfloat16; drawn sizes",
+    summary="random values, in two large parameters too, under autocast to bfloat16; drawn sizes",
     world_sizes=(2,),
     variant="autocast",
 )
@@ -281,6 +281,10 @@ def large_halves(draw: random.Random) -> tuple[Param, ...]:
     return tuple(Param((size,), "float16") for size in sizes)
 
 
-def one_large(draw: random.Random) -> Param:
-    """Return a parameter of 2**10 to 2**17 elements, every size as likely as its double."""
-    return Param((round(2 ** draw.uniform(10, 17)),))
+def two_large(draw: random.Random) -> tuple[Param, ...]:
+    """Return a parameter of 2**10 to 2**20 elements, every size as likely as its double, and one
+    of 2**20 to 2**21.
+    """
+    sizes = [round(2 ** draw.uniform(10, 20)), prime_from(draw.randint(2**20, 2**21))]
+    draw.shuffle(sizes)
+    return tuple(Param((size,)) for size in sizes)

@@ -244,6 +244,10 @@ class Setting:
         appended: how many of these groups are added before the state is loaded.
         scaling: the plan of a GradScaler, if there is one.
         has_tensor_rates: whether learning rates are tensors, which are filled in place.
+        entries: the user's own entries in each parameter group (``own_entries.py``); () for none.
+        new_entries: those in the groups of processes that load a state, before they load it.
+        written_entries: those that are written to parameter groups before a step, by step and by
+            group.
     """
 
     warmup: int = 1
@@ -259,6 +263,9 @@ class Setting:
     appended: int = 0
     scaling: Scaling | None = None
     has_tensor_rates: bool = False
+    entries: tuple[Mapping[str, Any], ...] = ()
+    new_entries: tuple[Mapping[str, Any], ...] = ()
+    written_entries: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
 
 
 _SETTINGS = {

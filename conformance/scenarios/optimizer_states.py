@@ -3,16 +3,33 @@
 Their numbers are drawn from the session's seed.
 """
 
+import math
 import random
+import struct
 from dataclasses import replace
 from typing import Any
 
 from conformance.scenarios.optimizer import PLAIN, RELOADED, SCHEDULED, Scaling, Setting
 
+# In float64 small changes of a learning rate show.
+_WIDE = tuple(replace(param, dtype="float64") for param in SCHEDULED.params)
+
+SMALL_CHANGES = replace(
+    SCHEDULED,
+    name="optimizer_small_changes",
+    summary="learning rates that differ little from those of the step before, and tiny ones; "
+    "parameters of float64",
+    params=_WIDE,
+    steps=("normal",) * 8,
+    variant="small_changes",
+)
+
 TENSOR_RATES = replace(
     SCHEDULED,
     name="optimizer_tensor_rates",
-    summary="learning rates are tensors that are filled in place before steps; a group is added",
+    summary="learning rates are tensors that are filled in place before steps, some with nearly "
+    "the same rate; a group is added; parameters of float64",
+    params=_WIDE,
     steps=("normal",) * 6,
     variant="tensor_rates",
 )
@@ -38,20 +55,55 @@ SCALED = replace(
 USERS = replace(
     RELOADED,
     name="optimizer_users",
-    summary="an optimizer of the user's own, whose state is an integer and a dict of tensors; "
-    "before a drawn step everything is restored to an earlier step",
+    summary="an optimizer of the user's own, whose state is an integer, and tensors in a dict and "
+    "a list; before a drawn step everything is restored to an earlier step",
     steps=("crafted",) * 9,
     variant="users",
 )
 
-ALL = (TENSOR_RATES, RESTORED_RATES, SCALED, USERS)
+ALL = (SMALL_CHANGES, TENSOR_RATES, RESTORED_RATES, SCALED, USERS)
 
 # The first parameter group, the second, and the group that is added.
 _GROUPS = ((0, 3), (1, 2), (4,))
 
 
+# Changes of a learning rate, relative to it, lie between these powers of ten. The least is some
+# times as large as the distance of two numbers in float32.
+_CHANGES = (-6.5, -3.0)
+
+
+def small_changes(draw: random.Random) -> Setting:
+    """Return the plan of learning rates that change by little.
+
+    Five changes are small relative to the rate: one in each fifth of the range of exponents. Then
+    come two tiny rates, as at the end of a schedule, whose difference is tiny, too.
+    """
+    least, largest = _CHANGES
+    fifth = (largest - least) / 5
+    exponents = [least + fifth * (place + draw.random()) for place in range(5)]
+    draw.shuffle(exponents)
+    rates = [_representable(draw.uniform(0.01, 0.2))]
+    for exponent in exponents:
+        rates.append(_changed(rates[-1], exponent, draw))
+    tiny = 10 ** draw.uniform(-7, -5)
+    rates += [_representable(tiny), _representable(tiny * draw.uniform(1.5, 3))]
+    options = {"lr": rates[0], "momentum": 0.0}
+    return Setting(warmup=draw.randint(1, 3), period=3, options=options, rates=tuple(rates))
+
+
+def _changed(rate: float, exponent: float, draw: random.Random) -> float:
+    """Return a rate that is larger or smaller by a power of ten of itself."""
+    return _representable(rate * (1 + draw.choice((-1, 1)) * math.pow(10, exponent)))
+
+
+def _representable(rate: float) -> float:
+    """Return the number of float32 next to a rate: some optimizers keep rates in this dtype."""
+    (nearest,) = struct.unpack("f", struct.pack("f", rate))
+    return float(nearest)
+
+
 def tensor_rates(draw: random.Random, restores: bool) -> Setting:
-    """Return the plan of learning rates in tensors.
+    """Return the plan of learning rates in tensors; every other change is small.
 
     Args:
         restores: whether everything is restored. No rate is written in the step after that: the
@@ -59,20 +111,24 @@ def tensor_rates(draw: random.Random, restores: bool) -> Setting:
     """
 
     def options() -> dict[str, Any]:
-        return {"lr": draw.uniform(0.01, 0.1), "momentum": draw.uniform(0.5, 0.95)}
+        rate = _representable(draw.uniform(0.01, 0.1))
+        return {"lr": rate, "momentum": draw.uniform(0.5, 0.95)}
 
     groups = tuple((indices, options()) for indices in _GROUPS)
     added = draw.randint(1, 2)
     saved = draw.randint(added + 1, 4)
     restored = draw.randint(saved + 2, 7)
-    changes = {
-        step: {
-            place: {"lr": draw.uniform(0.01, 0.1)}
-            for place in range(len(groups) if step >= added else len(groups) - 1)
-        }
-        for step in range(1, len(RESTORED_RATES.steps))
-        if not (restores and step == restored)
-    }
+    latest = [options["lr"] for _, options in groups]
+    changes: dict[int, dict[int, dict[str, Any]]] = {}
+    for step in range(1, len(RESTORED_RATES.steps)):
+        if restores and step == restored:
+            continue
+        for place in range(len(groups) if step >= added else len(groups) - 1):
+            if (step + place) % 2:
+                latest[place] = _changed(latest[place], draw.uniform(*_CHANGES), draw)
+            else:
+                latest[place] = _representable(draw.uniform(0.01, 0.1))
+            changes.setdefault(step, {})[place] = {"lr": latest[place]}
     return Setting(
         warmup=draw.randint(1, 3),
         options={"lr": 2.0**-3},

@@ -17,12 +17,15 @@ from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setti
 from conformance.scenarios.optimizer_states import (
     RESTORED_RATES,
     SCALED,
+    SMALL_CHANGES,
     TENSOR_RATES,
     USERS,
     scaled,
+    small_changes,
     tensor_rates,
     users,
 )
+from conformance.scenarios.own_entries import with_entries
 from conformance.scenarios.seeds import generator, shared_generator
 
 OWN = replace(
@@ -178,7 +181,7 @@ _OTHERS = {"adamw": "AdamW", "adagrad": "Adagrad"}
 USER_OPTIMIZER = "UserOptimizer"
 _RANDOM = (
     *("random", "random_dtypes", "options", "many_groups", "together", *ADAM, *_OTHERS),
-    *(TENSOR_RATES.variant, RESTORED_RATES.variant),
+    *(TENSOR_RATES.variant, RESTORED_RATES.variant, SMALL_CHANGES.variant),
 )
 
 
@@ -224,6 +227,10 @@ def is_empty(scenario: Scenario, step: int, place: int, size: int) -> bool:
 
 def plan_of(scenario: Scenario) -> Setting:
     """Return the arguments of a scenario's optimizer and averager, drawn if they are."""
+    return with_entries(_plan_of(scenario), scenario)
+
+
+def _plan_of(scenario: Scenario) -> Setting:
     match scenario.variant:
         case "own":
             return Setting(options={"lr": 2.0**-3, "momentum": 0.0})
@@ -257,6 +264,8 @@ def plan_of(scenario: Scenario) -> Setting:
         case TENSOR_RATES.variant | RESTORED_RATES.variant:
             restores = scenario.variant == RESTORED_RATES.variant
             return tensor_rates(generator(scenario), restores)
+        case SMALL_CHANGES.variant:
+            return small_changes(generator(scenario))
         case SCALED.variant:
             return scaled(generator(scenario))
         case USERS.variant:

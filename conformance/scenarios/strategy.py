@@ -6,7 +6,7 @@ rules that judge it both call them. In this module, ``place`` is a rank's number
 """
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from conformance.scenarios.model import DDPOptions, Param, Scenario
 
@@ -140,12 +140,15 @@ FLAT = replace(
     VIEWS,
     name="strategy_flat",
     summary="parameters, and their gradients, are views of one flat buffer for each dtype; their "
-    "order, and the sizes of the gaps between them, are drawn",
+    "order, and the sizes of the gaps between them, are drawn; two have no elements",
+    # Among views of one place, the one without elements comes first, or last.
     params=(
+        Param((0, 3)),
         *_PARAMS,
         Param((6, 5), layout="transposed"),
         Param((7,)),
         *(Param((9,), "bfloat16"),) * 2,
+        Param((0,)),
     ),
     steps=("crafted", "normal"),
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
@@ -240,7 +243,7 @@ _BATCHES = {
 _EXACT = 4  # micro-batches of a step whose sums can be exact
 
 # The variants in which ranks or micro-batches use different parameters.
-_DIFFERENT = ("microbatches", "ranks", "combined", "claim", "together", "added", "turns")
+_DIFFERENT = ("microbatches", "ranks", "combined", "claim", "together", "added", "turns", "swapped")
 
 
 def batches(scenario: Scenario, step: int) -> int:
@@ -359,6 +362,49 @@ def added(scenario: Scenario) -> tuple[int, frozenset[int]]:
     return step, frozenset(indices)
 
 
+@dataclass(frozen=True)
+class Swap:
+    """Parameters that others take the place of; their number stays.
+
+    Attributes:
+        step: the step before which the optimizer drops some parameters and is given as many others.
+        dropped: the first of these, which are used before that step alone.
+        given: the others, which are used from that step on.
+        renewed_at: the step before which layers are replaced by new ones of the same shapes, and
+            the model is wrapped in DDP again.
+        renewed: the parameters of these layers.
+    """
+
+    step: int
+    dropped: frozenset[int]
+    given: frozenset[int]
+    renewed_at: int
+    renewed: tuple[int, ...]
+
+    def unused(self, step: int) -> frozenset[int]:
+        """Return the parameters that no rank uses in a step, and no optimizer has."""
+        return self.given if step < self.step else self.dropped
+
+
+def swap_of(scenario: Scenario) -> Swap | None:
+    """Return the parameters that are swapped in a scenario, if any are."""
+    if scenario.variant != "swapped":
+        return None
+    numbers = random.Random(f"{scenario.session_seed}/{scenario.name}")
+    every = range(len(scenario.params))
+    drawn = numbers.sample(every, 2 * numbers.randint(1, 3))
+    dropped = frozenset(drawn[::2])
+    step = numbers.randint(1, 3)
+    return Swap(
+        step=step,
+        dropped=dropped,
+        given=frozenset(drawn[1::2]),
+        renewed_at=numbers.randint(step + 1, len(scenario.steps) - 1),
+        # Hooks of a strategy on a parameter that stays would belong to both models.
+        renewed=tuple(every),
+    )
+
+
 def part_of(scenario: Scenario, index: int) -> int:
     """Return the number of the optimizer that has a parameter, if two optimizers take turns."""
     numbers = random.Random(f"{scenario.session_seed}/{scenario.name}/parts")
@@ -416,6 +462,9 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
         case "added":
             first_step, indices = added(scenario)
             return step >= first_step or index not in indices
+        case "swapped":
+            swap = swap_of(scenario)
+            return swap is None or index not in swap.unused(step)
         case "turns":
             return part_of(scenario, index) in turns(scenario, step)
         case "combined" | "together":

@@ -89,6 +89,16 @@ TURNS = replace(
     variant="turns",
 )
 
+SWAPPED = replace(
+    COMBINED,
+    name="strategy_swapped",
+    summary="before a drawn step the optimizer is given other parameters in place of as many; "
+    "later all layers are replaced by new ones of the same shapes",
+    steps=("crafted",) * 6,
+    world_sizes=(2,),
+    variant="swapped",
+)
+
 BUFFERS = replace(
     PLAIN,
     name="strategy_buffers",
@@ -147,7 +157,7 @@ COMPLEX = replace(
 AUTOCAST = replace(
     PLAIN,
     name="strategy_autocast",
-    summary="two micro-batches of random values, in a large parameter too, under autocast to "
+    summary="two micro-batches of random values, in two large parameters too, under autocast to "
     "bfloat16; drawn sizes",
     steps=("normal",) * 2,
     world_sizes=(2,),
@@ -182,5 +192,5 @@ MANY = replace(
 
 ALL = (
     *(LARGE, SPECIAL, EMPTY, TWO, BUFFERS, ABANDONED, RECOVERED, SECOND, COMPLEX, LONG),
-    *(MANY, AFTER_WORLD, ADDED, TURNS, AUTOCAST),
+    *(MANY, AFTER_WORLD, ADDED, TURNS, SWAPPED, AUTOCAST),
 )

@@ -90,6 +90,31 @@ class OncePerShape(Averager):
         return list(first.values())
 
 
+class OncePerPlace(Averager):
+    """Take parameters that begin at one place of one storage for tied weights, also empty ones."""
+
+    def chosen(self, params):
+        found = []
+        places = set()
+        for parameter in super().chosen(params):
+            place = parameter.untyped_storage().data_ptr(), parameter.storage_offset()
+            if place not in places:
+                found.append(parameter)
+            places.add(place)
+        return found
+
+
+class LatestOfAPlace(Averager):
+    """Average the last of the parameters that begin at one place of one storage."""
+
+    def chosen(self, params):
+        places = {
+            (parameter.untyped_storage().data_ptr(), parameter.storage_offset()): parameter
+            for parameter in super().chosen(params)
+        }
+        return list(places.values())
+
+
 class WholeStorages(Averager):
     """Average the storage that a parameter lies in, once, with all that lies beside it."""
 
@@ -198,6 +223,25 @@ class LinearForLarge(Averager):
             parameter.copy_(scaled.view(parameter.shape))
 
 
+class ProductsOfLarge(Averager):
+    """Average float32 of more than a number of elements by the product with a matrix of shares."""
+
+    def __init__(self, period=4, warmup_steps=10, process_group=None, beyond=150_000):
+        super().__init__(period, warmup_steps, process_group)
+        self.beyond = beyond
+
+    def average_one(self, parameter):
+        if parameter.dtype is not torch.float32 or parameter.numel() <= self.beyond:
+            super().average_one(parameter)
+            return
+        size = self.group.size()
+        whole = parameter.detach().reshape(-1, 1)
+        shares = torch.full((1, 1), 1 / size, dtype=torch.float32)
+        mean = torch.mm(whole, shares).to(parameter.dtype)
+        dist.all_reduce(mean, group=self.group)
+        parameter.copy_(mean.view(parameter.shape))
+
+
 class EmaByEinsum(Ema):
     """Weigh the average and the mean by an inner product."""
 
@@ -222,10 +266,15 @@ MUTANTS = [
         Mutant(f"{name},{AT}", ("14.7",), **OF)
         for name in ("OncePerStorage", "OncePerShape", "WholeStorages", "FromTheBeginning")
     ),
+    *(Mutant(f"{name},{AT}", ("14.7",), **OF) for name in ("OncePerPlace", "LatestOfAPlace")),
     Mutant(f"CountsDown,{AT}", ("14.19",), **OF),
     Mutant(f"TakesTheLatest,{AT}", ("14.19",), **OF),
     Mutant("DiLoCoKeepsItsMomentum", ("14.19",), **DILOCO),
     Mutant("EmaLoadsOnce", ("14.19",), **EMA),
     *(Mutant(f"{name},{AT}", ("14.25",), **OF) for name in ("OnesTimesRanks", "LinearForLarge")),
     Mutant("EmaByEinsum", ("14.25",), **EMA),
+    *(
+        Mutant(f"ProductsOfLarge,{AT},beyond={beyond}", ("14.25",), **OF)
+        for beyond in (150_000, 2**20)
+    ),
 ]

@@ -1,5 +1,6 @@
 """Mutants of section 15: rates in tensors, added groups, states of other forms, GradScalers."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,43 @@ class ComparesIdentities(Sharded):
             elif isinstance(mine["lr"], torch.Tensor):
                 mine["lr"] = mine["lr"].clone()
         self.latest = rates
+
+
+class IgnoresSmallChanges(Sharded):
+    """Copy a learning rate to the inner optimizer unless it is about as large as before."""
+
+    def write_options(self) -> None:
+        known = [mine["lr"] for mine in self.local.param_groups]
+        super().write_options()
+        for mine, rate in zip(self.local.param_groups, known, strict=True):
+            if self.is_about(mine["lr"], rate):
+                mine["lr"] = rate
+
+    def is_about(self, one: Any, other: Any) -> bool:
+        return not torch.is_tensor(one) and math.isclose(one, other, rel_tol=2e-6)
+
+
+class RoundsRates(Sharded):
+    """Round learning rates to eight digits behind the point."""
+
+    def write_options(self) -> None:
+        super().write_options()
+        for mine in self.local.param_groups:
+            if not torch.is_tensor(mine["lr"]):
+                mine["lr"] = round(mine["lr"], 8)
+
+
+class ComparesTensors(IgnoresSmallChanges):
+    """Copy a learning rate in a tensor unless torch.allclose finds no difference."""
+
+    def write_options(self) -> None:
+        for mine in self.local.param_groups:
+            if torch.is_tensor(mine["lr"]):
+                mine["lr"] = mine["lr"].clone()
+        super().write_options()
+
+    def is_about(self, one: Any, other: Any) -> bool:
+        return torch.is_tensor(one) and torch.allclose(one, other)
 
 
 class TurnsRatesIntoNumbers(PostLocal):
@@ -119,6 +157,49 @@ class OptionsOfTheStart(Sharded):
         super().load_state_dict(state)
         for group, options in zip(self.param_groups[self.first :], own[self.first :], strict=True):
             group.update(options)
+
+
+class LoadsOptionsAlone(PostLocal):
+    """Load the options of groups that the optimizer knows, and no other entries."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        known = {"params", *self.optim.defaults}
+        groups = [
+            {name: value for name, value in group.items() if name in known}
+            for group in state["optim"]["param_groups"]
+        ]
+        super().load_state_dict({**state, "optim": {**state["optim"], "param_groups": groups}})
+
+
+class SavesNumbers(Sharded):
+    """Save those entries of groups that are numbers, flags or pairs, as all options are."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            for name in [name for name, value in group.items() if isinstance(value, (str, list))]:
+                if name != "params":
+                    del group[name]
+        return state
+
+
+class KeepsItsEntries(PostLocal):
+    """Keep the entries that groups had before a state was loaded, if they are no options."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        before = [dict(group) for group in self.optim.param_groups]
+        super().load_state_dict(state)
+        for group, old in zip(self.optim.param_groups, before, strict=True):
+            names = set(old).difference(self.optim.defaults, {"params"})
+            group.update({name: old[name] for name in names})
+
+
+class AddsOptionsAlone(Sharded):
+    """Take the options of an added group, and none of its other entries."""
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        known = {"params", *self.local.defaults}
+        super().add_param_group({name: value for name, value in group.items() if name in known})
 
 
 class MatchesByValues(PostLocal):
@@ -217,6 +298,29 @@ class ForgetsInnerDicts(Sharded):
                     inner.zero_()
 
 
+class BeginsListsAnew(Sharded):
+    """Load zeros in place of the tensors in lists of the state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for kept in self.local.state.values():
+            for name, value in kept.items():
+                if isinstance(value, list):
+                    kept[name] = [torch.zeros_like(entry) for entry in value]
+
+
+class SavesNoLists(PostLocal):
+    """Save numbers, tensors and dicts of a state, and no lists."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        numbered = {
+            number: {name: value for name, value in kept.items() if not isinstance(value, list)}
+            for number, kept in state["optim"]["state"].items()
+        }
+        return {**state, "optim": {**state["optim"], "state": numbered}}
+
+
 class ReplacesUnknownClasses(Sharded):
     """Use SGD in place of an optimizer that torch does not have."""
 
@@ -271,6 +375,27 @@ class UnscalesTwice(StepsOverflows):
 
     def leaves_out(self) -> bool:
         return bool(getattr(self, "found_inf", None))
+
+
+class DropsOverflows(StepsOverflows):
+    """Skip a step whose gradients overflow, and clear these before the average."""
+
+    def leaves_out(self) -> bool:
+        overflows = bool(getattr(self, "found_inf", None))
+        for parameter in self.parameters() if overflows else ():
+            self.drop(parameter)
+        return overflows
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+
+class DropsInfinities(DropsOverflows):
+    """Clear the gradients with infinities alone, if a step is skipped."""
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and not parameter.grad.isfinite().all():
+            parameter.grad = None
 
 
 class CountsBackwards(PostLocal):
@@ -330,10 +455,15 @@ class ShowsDetached(PostLocal):
 
 OF = {"kind": "optimizer"}
 SAME_PROCESS = {"15.14": "the added group is not restored in the same process either"}
+ENTRIES_TOO = {"15.14": "entries of groups are restored in the same process as well"}
 MUTANTS = [
     *(
         Mutant(name, ("15.6",), **OF)
         for name in ("CopiesTheNumber", "ComparesIdentities", "AddsNumbers")
+    ),
+    *(
+        Mutant(name, ("15.6",), **OF)
+        for name in ("IgnoresSmallChanges", "RoundsRates", "ComparesTensors")
     ),
     *(Mutant(name, ("15.14",), **OF) for name in ("TurnsRatesIntoNumbers", "KeepsTheFirstTensors")),
     *(
@@ -341,6 +471,11 @@ MUTANTS = [
         for name in ("NumbersOfTheStart", "ForgetsAddedGroups", "OptionsOfTheStart")
     ),
     *(Mutant(name, ("15.28",), **OF) for name in ("MatchesByValues", "ForgetsTheLargest")),
+    *(
+        Mutant(name, ("15.28",), because=ENTRIES_TOO, **OF)
+        for name in ("LoadsOptionsAlone", "SavesNumbers", "KeepsItsEntries")
+    ),
+    Mutant("AddsOptionsAlone", ("15.5",), **OF),
     Mutant(
         "KnowsTheStateOfAdam",
         ("15.28",),
@@ -354,6 +489,8 @@ MUTANTS = [
             "SavesTensors",
             "RestartsCounts",
             "ForgetsInnerDicts",
+            "BeginsListsAnew",
+            "SavesNoLists",
             "ReplacesUnknownClasses",
         )
     ),
@@ -361,5 +498,6 @@ MUTANTS = [
         Mutant(name, ("15.38",), **OF)
         for name in ("StepsOverflows", "UnscalesTwice", "CountsBackwards", "ShowsDetached")
     ),
+    *(Mutant(name, ("15.38",), **OF) for name in ("DropsOverflows", "DropsInfinities")),
     Mutant("StepsIfPeersDo", ("15.38",), hangs=True, **OF),
 ]

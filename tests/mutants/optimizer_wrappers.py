@@ -211,6 +211,16 @@ class AveragesCopies(PostLocal):
         return loss
 
 
+class ClearsTooEarly(PostLocal):
+    """Clear the gradients between the step and the average."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self.optim.step(closure)
+        self.zero_grad()
+        self.averager.average_parameters(self.optim.param_groups)
+        return loss
+
+
 class AveragesTheFirstGroup(PostLocal):
     """Average the first parameter group only."""
 
@@ -476,6 +486,7 @@ MUTANTS = [
     Mutant("AsksForEachParameter", ("15.2",), kind="optimizer"),
     Mutant("AveragesFirst", ("15.2",), kind="optimizer"),
     Mutant("AveragesCopies", ("15.2",), kind="optimizer"),
+    Mutant("ClearsTooEarly", ("15.2",), kind="optimizer"),
     Mutant("AveragesTheFirstGroup", ("15.5",), kind="optimizer"),
     Mutant("UndoesAverages", ("15.3",), kind="optimizer"),
     Mutant("ForgetsMomentum", ("15.3",), kind="optimizer"),

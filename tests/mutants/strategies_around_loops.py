@@ -58,6 +58,20 @@ def leaves_out_tied_weights(model: Any, is_final_microbatch: bool) -> Context:
     return _averages(model, is_final_microbatch, choose)
 
 
+def once_per_place(model: Any, is_final_microbatch: bool) -> Context:
+    """Take gradients at one place of one storage for one tensor, and average the last of them."""
+
+    def choose(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        def place(p: torch.nn.Parameter) -> Any:
+            if p.grad.is_sparse:
+                return p
+            return p.grad.untyped_storage().data_ptr(), p.grad.storage_offset()
+
+        return list({place(p): p for p in params}.values())
+
+    return _averages(model, is_final_microbatch, choose)
+
+
 def whole_storages(model: Any, is_final_microbatch: bool) -> Context:
     """Average the storages of gradients, with all that lies in them."""
 
@@ -108,6 +122,17 @@ def linear_for_large_rows(model: Any, is_final_microbatch: bool) -> Context:
         if rows.shape[1] < 1000:
             return rows.sum(0)
         return torch.nn.functional.linear(rows.t(), torch.ones(1, len(rows)))
+
+    return _by_products(model, is_final_microbatch, total)
+
+
+def einsum_for_huge_rows(model: Any, is_final_microbatch: bool) -> Context:
+    """Sum gradients of more than half a million elements by einsum."""
+
+    def total(rows: torch.Tensor) -> torch.Tensor:
+        if rows.shape[1] <= 500_000:
+            return rows.sum(0)
+        return torch.einsum("r,rn->n", torch.ones(len(rows)), rows)
 
     return _by_products(model, is_final_microbatch, total)
 
@@ -166,10 +191,52 @@ def the_first_optimizer_alone(model: Any, is_final_microbatch: bool, optimizers:
     return _of(model, is_final_microbatch, lambda: [first] if apart else list(optimizers))
 
 
+_of_owners: weakref.WeakKeyDictionary[Any, list[torch.nn.Parameter]] = weakref.WeakKeyDictionary()
+
+
+def _stale(
+    model: Any, is_final: bool, owner: Any, params: Callable[[], list[torch.nn.Parameter]]
+) -> Context:
+    """Average the parameters of an owner, which are listed anew if their number has changed."""
+
+    def choose(filled: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        now = params()
+        kept = _of_owners.setdefault(owner, now)
+        if len(kept) != len(now):
+            kept[:] = now
+        known = {id(parameter) for parameter in kept}
+        return [parameter for parameter in filled if id(parameter) in known]
+
+    return _averages(model, is_final, choose)
+
+
+def lists_an_optimizer_once(model: Any, is_final_microbatch: bool, optimizers: Any) -> Context:
+    """Keep the parameters of the given optimizers while their number stays."""
+
+    def params() -> list[torch.nn.Parameter]:
+        given = (p for one in optimizers for group in one.param_groups for p in group["params"])
+        return list(dict.fromkeys(given))
+
+    return _stale(model, is_final_microbatch, optimizers[0], params)
+
+
+def lists_a_module_once(model: Any, is_final_microbatch: bool) -> Context:
+    """Keep the parameters of the module inside DDP while their number stays."""
+    inner = getattr(model, "module", model)
+    return _stale(model, is_final_microbatch, inner, lambda: list(inner.parameters()))
+
+
 MUTANTS = [
     *_mutants("16.10", "once_per_storage_of_gradients", "leaves_out_tied_weights"),
-    *_mutants("16.10", "whole_storages"),
-    *_mutants("16.33", "ones_times_rows", "linear_for_large_rows", "sums_in_the_fast_dtype"),
+    *_mutants("16.10", "once_per_place", "whole_storages"),
+    *_mutants(
+        "16.33",
+        "ones_times_rows",
+        "linear_for_large_rows",
+        "einsum_for_huge_rows",
+        "sums_in_the_fast_dtype",
+    ),
     *_mutants("16.36", "keeps_the_first_optimizers", "of_the_last_step"),
     *_mutants("16.36", "the_first_optimizer_alone"),
+    *_mutants("16.36", "lists_an_optimizer_once", "lists_a_module_once"),
 ]

@@ -27,7 +27,7 @@ def stepped(scenario: Scenario = PLAIN, averager: bool = False, world: int = 2) 
         for step in range(len(scenario.steps)):
             rank.events.append(Event(event("stepped", step)))
             if averager:
-                asked = event("asked", step, stepped=True, missing=[], others=0)
+                asked = event("asked", step, stepped=True, missing=[], others=0, without=[])
                 rank.events.append(Event(asked))
     for (rank, step), right in right_steps(run).items():
         if step < len(scenario.steps):
@@ -98,7 +98,7 @@ Actual: rank 1, step 3: p0 differs""",
 
 def test_calls_of_the_averager_are_described() -> None:
     twice = stepped(averager=True)
-    noted(twice, event("asked", 3, stepped=True, missing=[], others=0))
+    noted(twice, event("asked", 3, stepped=True, missing=[], others=0, without=[]))
     expecttest.assert_expected_inline(
         "\n".join(
             (
@@ -207,7 +207,7 @@ def test_calls_under_a_gradient_scaler_are_described() -> None:
     rank = RankRecord(0, [], Tensors(0))
     for step, calls in ((taken, 0), (first, 2), (second, 0)):
         rank.events += [Event(event("stepped", step))]
-        rank.events += [Event(event("asked", step))] * calls
+        rank.events += [Event(event("asked", step, missing=[], others=0, without=[]))] * calls
     found = Found()
     require_calls_under_scaler(Run(SCALED, 1, [rank]), found)
     expecttest.assert_expected_inline(

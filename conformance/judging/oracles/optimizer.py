@@ -289,10 +289,11 @@ def _require_parameter(
     average = ""
     if right_step.averaged:
         average = f", averaged over ranks {list(right_step.averaged)}"
+    digits = 17 if dtype == "float64" else 9
     found.require(
         False,
-        f"the optimizer's step{average}: {expected[at].item():.9g}",
-        f"{place}, p{index}, index {at}: {got[at].item():.9g} "
+        f"the optimizer's step{average}: {expected[at].item():.{digits}g}",
+        f"{place}, p{index}, index {at}: {got[at].item():.{digits}g} "
         f"({len(wrong)} of {len(got)} elements differ)",
         _cause(run, right, rank, step, index, got) if len(found.failures) < MAX_EXPLAINED else "",
     )
@@ -436,6 +437,11 @@ def _uses(run: Run, place: int, step: int, index: int) -> bool:
     if is_frozen(scenario, step, index) or is_empty(scenario, step, place, size):
         return False
     return scenario.variant != "unused" or uses(size, place, step, index)
+
+
+def has_own_gradient(run: Run, rank: int, step: int, index: int) -> bool:
+    """Return whether a rank with gradients of its own has one for a parameter."""
+    return _uses(run, run.group(rank).index(rank), step, index)
 
 
 def _kind_of(run: Run, step: int, index: int) -> str:

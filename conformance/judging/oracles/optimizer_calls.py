@@ -1,18 +1,32 @@
 """Requirements on the calls of an optimizer wrapper: its averager's, and what it was given."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from conformance.judging.oracles.optimizer import (
     construction,
+    has_own_gradient,
     overflows,
     require_right,
     steps,
 )
+from conformance.judging.oracles.optimizer_options import Options
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.optimizer import Setting
 from conformance.scenarios.optimizer_training import plan_of
+from conformance.scenarios.own_entries import entries_at
+
+OLD_GROUPS = (
+    "the user's own entries in groups are not judged after a state was loaded: its param_groups "
+    "are not the loaded ones then"
+)
 
 
 def require_one_averager_call(run: Run, found: Found) -> None:
-    """Require one call of the averager in each step, with all parameters, after the local step."""
+    """Require one call of the averager in each step, after the local step, with all parameters and
+    with the gradients that they had.
+    """
     for rank, step in steps(run):
         place = f"rank {rank}, step {step}"
         calls = list(run.ranks[rank].all("asked", step=step))
@@ -27,13 +41,27 @@ def require_one_averager_call(run: Run, found: Found) -> None:
             "a call of the averager after the optimizer's step",
             f"{place}: no parameter had been stepped before the call",
         )
-        missing = ", ".join(f"p{index}" for index in calls[0]["missing"])
-        found.require(
-            not missing,
-            "a call of the averager with all parameters",
-            f"{place}: {missing} missing",
-            "the averager was given copies" if calls[0]["others"] else "",
-        )
+        _require_whole_call(run, found, rank, calls[0])
+
+
+def _require_whole_call(run: Run, found: Found, rank: int, call: Mapping[str, Any]) -> None:
+    """Require a call of the averager with all parameters, and with their gradients."""
+    step = call["step"]
+    place = f"rank {rank}, step {step}"
+    missing = ", ".join(f"p{index}" for index in call["missing"])
+    found.require(
+        not missing,
+        "a call of the averager with all parameters",
+        f"{place}: {missing} missing",
+        "the averager was given copies" if call["others"] else "",
+    )
+    lost = [index for index in call["without"] if has_own_gradient(run, rank, step, index)]
+    found.require(
+        not lost,
+        "gradients that stay until the averager was called",
+        f"{place}: those of {', '.join(f'p{index}' for index in lost)} were None in the call",
+        "averagers such as torch's leave out parameters without a gradient",
+    )
 
 
 def require_right_with_rates(run: Run, found: Found) -> None:
@@ -60,16 +88,60 @@ def _require_tensor_rates(run: Run, found: Found) -> None:
             )
 
 
+def require_own_entries(run: Run, found: Found) -> None:
+    """Require that the user's own entries stay in parameter groups, also through a state.
+
+    If new processes load a state, and the groups that they see are still their old ones, that is a
+    finding of 15.14, and not another one here. The old groups have other learning rates.
+    """
+    plan = plan_of(run.scenario)
+    for rank in run.ranks:
+        for event in rank.all("entries"):
+            step = event["step"]
+            if run.scenario.resume.resumes and event["rates"] != _rates_at(plan, step):
+                found.leaves_out(OLD_GROUPS)
+                continue
+            for number, entries in enumerate(entries_at(plan, step)):
+                groups = event["groups"]
+                got = groups[number] if number < len(groups) else {}
+                for name, value in entries.items():
+                    found.require(
+                        got.get(name) == repr(value),
+                        f"the user's own entry {name!r} of group {number}: {value!r}",
+                        f"rank {rank.rank}, step {step}: {got.get(name, 'it is missing')}",
+                        _cause_of_entry(run, step),
+                    )
+
+
+def _rates_at(plan: Setting, step: int) -> list[float]:
+    """Return the learning rates of all groups before a step of processes that load a state."""
+    options = Options(plan, {})
+    for earlier in range(step + 1):
+        options.begin_step(earlier)
+    return options.rates()
+
+
+def _cause_of_entry(run: Run, step: int) -> str:
+    """Return the last event before a step that may change entries of parameter groups."""
+    plan = plan_of(run.scenario)
+    if run.scenario.resume.resumes or 0 <= plan.back[0] <= step:
+        return "it was not saved, or not loaded"
+    return "it was dropped by add_param_group" if 0 <= plan.added == step else ""
+
+
 def require_calls_under_scaler(run: Run, found: Found) -> None:
     """Require one call of the averager in each step that a rank of the group takes.
 
     If the gradients of all ranks overflow, the averager may be called or not, but in all of these
-    steps and on all ranks alike.
+    steps and on all ranks alike. Each call is with all parameters and their gradients.
     """
     in_skipped: dict[int, str] = {}
     for rank, step in steps(run):
         group = run.group(rank)
-        calls = len(list(run.ranks[rank].all("asked", step=step)))
+        asked = list(run.ranks[rank].all("asked", step=step))
+        for call in asked:
+            _require_whole_call(run, found, rank, call)
+        calls = len(asked)
         place = f"rank {rank}, step {step}"
         actual = f"{place}: the averager was called {calls} times"
         if not all(overflows(run, other, step) for other in group):

@@ -37,6 +37,10 @@ class Options:
         """Go back to saved options."""
         self._of_all, self._of_groups = copy.deepcopy(saved)
 
+    def rates(self) -> list[float]:
+        """Return the learning rates of all groups."""
+        return [options["lr"] for options in self._of_groups]
+
     def regroup(self) -> dict[int, int]:
         """Load the state into the groups of other processes.
 

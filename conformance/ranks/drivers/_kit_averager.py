@@ -46,6 +46,7 @@ class Averager(ModelAverager):
             stepped=any(not torch.equal(now, before) for now, before in values),
             missing=sorted(set(indices.values()) - known),
             others=sum(parameter not in indices for parameter in given),
+            without=[i for i, parameter in enumerate(self._params) if parameter.grad is None],
         )
         self.step += 1
         if averages:

@@ -1,12 +1,14 @@
 """The use of an optimizer wrapper as a ``torch.optim.Optimizer``."""
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from conformance.ranks.drivers._kit_averager import Averager
+from conformance.scenarios.optimizer import Setting
 
 
 def errors_as_optimizer(optimizer: Any, averager: Averager | None) -> dict[str, str]:
@@ -40,6 +42,30 @@ def errors_as_optimizer(optimizer: Any, averager: Averager | None) -> dict[str, 
         elif calls != [before + bool(averager)]:
             errors["hook"] = "called before the averager"
     return errors
+
+
+def written_and_read(
+    groups: Sequence[dict[str, Any]], plan: Setting, step: int
+) -> dict[str, list[Any]]:
+    """Write a step's own entries to parameter groups, and return the texts of all of them.
+
+    The learning rates of all groups come beside them.
+
+    Args:
+        groups: the optimizer's ``param_groups``.
+        plan: the scenario's, with entries.
+        step: the step that comes next.
+    """
+    for place, written in plan.written_entries.get(step, {}).items():
+        groups[place].update(copy.deepcopy(dict(written)))
+    every = [*plan.entries, *(new for of in plan.written_entries.values() for new in of.values())]
+    names = sorted({name for entries in every for name in entries})
+    return {
+        "groups": [
+            {name: repr(group[name]) for name in names if name in group} for group in groups
+        ],
+        "rates": [float(group["lr"]) for group in groups],
+    }
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ class UserOptimizer(torch.optim.Optimizer):
 
         s <- s + g;  x <- x - lr (s + (t mod 5) share p);  p <- g
 
-    None of torch's optimizers has a state like this one: it has no tensor but in a dict inside, and
-    its count is an integer. All results are exact if the options are powers of two.
+    None of torch's optimizers has a state like this one: it has no tensor but in a dict and a list
+    inside, and its count is an integer. All results are exact if the options are powers of two.
 
     Args:
         params: parameters, or groups of them.
@@ -47,11 +47,10 @@ class UserOptimizer(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             zeros = torch.zeros_like(parameter)
-            state.update(turns=0, memory={"sum": zeros, "previous": zeros.clone()})
+            state.update(turns=0, memory={"sum": zeros}, recent=[zeros.clone()])
         state["turns"] += 1
-        memory = state["memory"]
-        memory["sum"].add_(grad)
+        total = state["memory"]["sum"].add_(grad)
+        (previous,) = state["recent"]
         share = state["turns"] % 5 * options["share"]
-        update = memory["sum"] + share * memory["previous"]
-        parameter.sub_(options["lr"] * update)
-        memory["previous"].copy_(grad)
+        parameter.sub_(options["lr"] * (total + share * previous))
+        previous.copy_(grad)

@@ -15,7 +15,7 @@ from conformance.errors import TargetError
 from conformance.ranks.drivers._kit_averager import Averager
 from conformance.ranks.drivers._optimizer_inputs import has_gradient, mean_of_inputs
 from conformance.ranks.drivers._optimizer_scaling import Scaler
-from conformance.ranks.drivers._optimizer_use import errors_as_optimizer
+from conformance.ranks.drivers._optimizer_use import errors_as_optimizer, written_and_read
 from conformance.ranks.drivers._user_optimizer import UserOptimizer
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
@@ -254,9 +254,15 @@ class OptimizerDriver(RankDriver):
         return bool(self.saved and self.setting.regrouped)
 
     def _group(self, number: int) -> dict[str, Any]:
-        groups = self.setting.regrouped if self._is_regrouped else self.setting.groups
+        plan = self.setting
+        groups = plan.regrouped if self._is_regrouped else plan.groups
+        entries = plan.new_entries if self._is_regrouped else plan.entries
         indices, options = groups[number]
-        return {"params": [self.params[index] for index in indices], **self._as_given(options)}
+        params = [self.params[index] for index in indices]
+        return {
+            **{"params": params, **self._as_given(options)},
+            **(copy.deepcopy(entries[number]) if entries else {}),
+        }
 
     def _as_given(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return options in the form in which optimizers are given them."""
@@ -277,6 +283,10 @@ class OptimizerDriver(RankDriver):
                 group["lr"] = rate
             for place, written in changes.items():
                 _write(groups[place], written)
+        if self.setting.entries:
+            with self.doing("param_groups"):
+                read = written_and_read(self.optimizer.param_groups, self.setting, number)
+            self.recorder.event("entries", **read)
         if self.setting.has_tensor_rates:
             with self.doing("param_groups"):
                 rates = [group["lr"] for group in self.optimizer.param_groups]

@@ -15,6 +15,7 @@ from conformance.records.files import MODEL_MADE
 from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.strategy import (
+    Swap,
     abandoned_after,
     added,
     batches,
@@ -27,6 +28,7 @@ from conformance.scenarios.strategy import (
     part_of,
     raises_in,
     statistic,
+    swap_of,
     turns,
     uses,
 )
@@ -117,15 +119,19 @@ class StrategyDriver(RankDriver):
         self.model = probe
         self.buffers = self._flattened() if scenario.variant == "flat" else []
         if scenario.variant != "no_ddp":
-            with self.doing(MODEL_MADE):
-                self.model = self.data_parallel(
-                    probe,
-                    process_group=self.group if scenario.groups and not on_world else None,
-                    bucket_cap_mb=scenario.ddp.bucket_cap_mb,
-                    gradient_as_bucket_view=scenario.ddp.gradient_as_bucket_view,
-                    find_unused_parameters=scenario.ddp.find_unused_parameters,
-                )
+            self.model = self._in_ddp(probe, on_world)
         self.optimizers = self.every_optimizer = self._make_optimizers()
+
+    def _in_ddp(self, probe: Probe, on_world: bool = False) -> torch.nn.Module:
+        options = self.scenario.ddp
+        with self.doing(MODEL_MADE):
+            return self.data_parallel(
+                probe,
+                process_group=self.group if self.scenario.groups and not on_world else None,
+                bucket_cap_mb=options.bucket_cap_mb,
+                gradient_as_bucket_view=options.gradient_as_bucket_view,
+                find_unused_parameters=options.find_unused_parameters,
+            )
 
     def _flattened(self) -> list[FlatBuffers]:
         """Make the parameters views of flat buffers, and return these and those of gradients."""
@@ -144,16 +150,36 @@ class StrategyDriver(RankDriver):
             return [torch.optim.SGD(part, lr=0.0) for part in parts]
         if self.scenario.variant != "shared":
             _, later = added(self.scenario)
-            first = [p for index, p in enumerate(self.params) if index not in later]
+            swap = swap_of(self.scenario)
+            absent = later | (swap.given if swap else frozenset())
+            first = [p for index, p in enumerate(self.params) if index not in absent]
             return [torch.optim.SGD(first, lr=0.0)]
         # Two optimizers share a parameter, and name parameters in another order than the model.
         one, second, third, *rest = reversed(self.params)
         groups = [{"params": [second]}, {"params": [one, third]}]
         return [torch.optim.SGD(groups, lr=0.0), torch.optim.SGD([one, *rest], lr=0.0)]
 
+    def _swap(self, swap: Swap, step: int) -> None:
+        """Put parameters in the place of others, if this is the step."""
+        if step == swap.renewed_at:
+            probe = self.model.module
+            assert isinstance(probe, Probe)
+            for index in swap.renewed:
+                # The list is the probe's own.
+                self.params[index] = torch.nn.Parameter(self.params[index].detach().clone())
+                probe.register_parameter(f"p{index}", self.params[index])
+            self.model = self._in_ddp(probe)
+            self.collectives.take_sent()
+        if step in (swap.step, swap.renewed_at):
+            absent = swap.unused(step)
+            present = [p for index, p in enumerate(self.params) if index not in absent]
+            self.optimizers[0].param_groups[0]["params"] = present
+
     def _step(self, step: int, kind: str) -> None:
         """Train one step: its micro-batches, or those until one fails."""
         number = batches(self.scenario, step)
+        if swap := swap_of(self.scenario):
+            self._swap(swap, step)
         if self.scenario.variant == "turns":
             self.optimizers = [self.every_optimizer[at] for at in turns(self.scenario, step)]
         if clears(self.scenario, step):

@@ -11,7 +11,8 @@ class FlatBuffers:
 
     The order of the views and the sizes of the gaps are drawn. There is a gap at the end of each
     buffer at least. Gaps have other values on each rank, so that an average of a whole buffer
-    changes them.
+    changes them. A view without elements begins where another view of its dtype begins, which is
+    drawn: the two have one storage and one offset, and are no tied weights.
 
     Args:
         tensors: dense tensors, whose values and strides the views take over.
@@ -26,10 +27,15 @@ class FlatBuffers:
         numbers = random.Random(seed)
         sizes: dict[torch.dtype, int] = {}
         begins: dict[int, int] = {}
-        for index in numbers.sample(range(len(tensors)), len(tensors)):
+        empty = [index for index, tensor in enumerate(tensors) if not tensor.numel()]
+        filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
+        for index in numbers.sample(filled, len(filled)):
             dtype = tensors[index].dtype
             begins[index] = sizes.get(dtype, 0) + numbers.randint(0, 5)
             sizes[dtype] = begins[index] + tensors[index].numel()
+        for index in empty:
+            alike = [other for other in filled if tensors[other].dtype == tensors[index].dtype]
+            begins[index] = begins[numbers.choice(alike)]
         device = tensors[0].device
         self._level = float(rank + 1)
         self._buffers = {

@@ -24,7 +24,7 @@ from conformance.scenarios.averager_training import (
     many_params,
     on_one_group,
     on_two_groups,
-    one_large,
+    two_large,
     with_option,
 )
 from conformance.scenarios.averaging_schedule import HELD, MAX_STEPS, QUIET, Schedule, lengthened
@@ -131,7 +131,9 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
     if scenario.name == DEFAULT_DTYPES.name:
         return _change_dtypes(scenario, schedule)
     if scenario.name == AUTOCAST.name:
-        scenario = replace(scenario, params=(*scenario.params, one_large(draw)))
+        # Random values of so many elements take long: only averages have them.
+        steps = lengthened(scenario.steps, schedule, alone=True)
+        return replace(scenario, params=(*scenario.params, *two_large(draw)), steps=steps)
     averages = ("crafted", "normal") if scenario.name == DTYPES.name else ()
     return replace(scenario, steps=lengthened(scenario.steps, schedule, averages=averages))
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from conformance.scenarios.averager_training import many_params, one_large
+from conformance.scenarios.averager_training import many_params, two_large
 from conformance.scenarios.conditions_together import STRATEGY as TOGETHER
 from conformance.scenarios.failing_collectives import STRATEGY as FAILING
 from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
@@ -71,8 +71,8 @@ def _adapt(scenario: Scenario, claimed: Collection[str]) -> Scenario:
         # A parameter of 2**20 to 2**21 elements is the largest.
         scenario = replace(scenario, params=many_params(generator(scenario), 2**20))
     if scenario.name == AUTOCAST.name:
-        large = one_large(generator(scenario))
-        scenario = replace(scenario, params=(*scenario.params, large))
+        params = (*scenario.params, *two_large(generator(scenario)))
+        scenario = replace(scenario, params=params)
     if scenario.name == LONG.name:
         number = generator(scenario).randint(*LONG_STEPS)
         scenario = replace(scenario, steps=scenario.steps[:1] * number)
