@@ -38,19 +38,21 @@ from conformance.subjects.claims import Claims
     source="torch documentation, Module.eval: the same as train(False), for all parts; Locally "
     "disabling gradient computation; torch.distributed.algorithms.join, Join.__exit__, which calls "
     "hooks in the modes of its caller",
-    remedy="a call of train() or eval(); torch.no_grad(), inference_mode() or autocast() around "
-    "the calls of hooks, or around the body",
+    remedy="a call of train(), eval() or requires_grad_(); torch.no_grad(), inference_mode() or "
+    "autocast() around the calls of hooks, or around the body",
 )
 def modes(run: Run, claims: Claims, found: Found) -> None:
-    """In the body of a context, in main and post hooks, and after the context, modes of torch and
-    the mode of training of every module are those of the code around the context.
+    """In the body of a context, in main and post hooks, and after the context, modes of torch, the
+    mode of training of every module and requires_grad of every parameter are those of the code
+    around the context.
 
     Modes of torch are those of autograd and autocast, the default dtype and device, deterministic
     algorithms and the number of threads. In four contexts the code around has drawn ones. Each
-    module of a DDP model is in a drawn mode of training, so that some parts are frozen. The nine
-    contexts include one that an exception ends, one with throw_on_early_termination, and a disabled
-    one. A joinable has a joinable of the kit beside it, which reads the modes; a join must not
-    change the modes of the joinable's own modules.
+    module of a DDP model is in a drawn mode of training, and parameters without gradients are
+    frozen or not, as drawn for each context. The nine contexts include one that an exception ends,
+    one with throw_on_early_termination, and a disabled one. Modules and parameters are read at the
+    collectives of the join, too. A joinable has a joinable of the kit beside it, which reads the
+    modes; a join must not change those of the joinable's own modules and parameters.
     """
     require_modes(run, found)
 

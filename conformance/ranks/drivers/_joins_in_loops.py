@@ -32,19 +32,23 @@ from conformance.scenarios.seeds import generator
 
 
 class Blocks(Model):
-    """A probe beside modules without parameters, whose number and nesting are drawn."""
+    """A probe beside other modules, whose number and nesting are drawn.
+
+    Their parameters are frozen, so that DDP does not wait for their gradients.
+    """
 
     def __init__(self, driver: RankDriver) -> None:
         super().__init__(driver)
         draw = generator(driver.scenario, "blocks")
         self.blocks = torch.nn.ModuleList(_block(draw) for _ in range(draw.randint(2, 4)))
+        self.blocks.requires_grad_(False).to(driver.device)
 
 
 def _block(draw: random.Random) -> torch.nn.Module:
     leaves: list[torch.nn.Module] = [
         torch.nn.Dropout(0.5),
-        torch.nn.BatchNorm1d(3, affine=False, track_running_stats=False),
-        torch.nn.Identity(),
+        torch.nn.BatchNorm1d(3, track_running_stats=False),
+        torch.nn.Linear(2, 3),
     ]
     draw.shuffle(leaves)
     return torch.nn.Sequential(*leaves[:2], torch.nn.Sequential(leaves[2]))
@@ -85,7 +89,7 @@ class ContextInLoops(ContextInTraining):
             for index in range(joinables_of(self.driver.scenario))
         ]
         ddp = self._ddp(Blocks(self.driver))
-        self.reader.watch("model", ddp)
+        self.reader.watch_model(ddp)
         trains = self._trains(ddp, steps_too=False)
         contexts = loop_contexts(self.driver.scenario, self.driver.world)
         for number, context in enumerate(contexts):

@@ -175,8 +175,7 @@ class _Joinable(Contexts):
         counter = ReadingCounter(self.reader, 0, self.notify)
         parts = getattr(self.subject, "__dict__", {})
         for name, part in {"subject": self.subject, **parts}.items():
-            if isinstance(part, torch.nn.Module):
-                self.reader.watch(name, part)
+            self.reader.watch(name, part)
         for number, context in enumerate(loop_contexts(self.driver.scenario, self.driver.world)):
             if context.ending == ENDS:
                 self._contexts = number
