@@ -145,13 +145,15 @@ def entered_again(run: Run, claims: Claims, found: Found) -> None:
     "errors; a failure that is taken for the end of all inputs",
 )
 def fails(run: Run, claims: Claims, found: Found) -> None:
-    """If the call of a collective raises on one rank, of the context or of a joinable, in a step or
-    in a shadow, an error leaves the context on that rank: the collective's own, or one that names
-    it.
+    """If the call of a collective raises on one rank, an error leaves the context on that rank: the
+    collective's own, or one that names it. The collective is one of the context or of a joinable,
+    in a step, in a shadow or in a post hook.
 
     From a drawn context on, the first, the second or the third collective of the rank fails, each
     in a run of its own. In a context with one joinable of the kit these are the collective of its
     notification, that of a main hook, and the one in which the context finds out whether any rank
-    trains.
+    trains. In three more runs it is a collective of a post hook: the first one on a rank that joins
+    last, the first one on a rank that joins early, and any one there. These runs do not apply to a
+    joinable whose post hook issues none.
     """
     require_error_of_collective(run, "the context", found)

@@ -5,8 +5,9 @@ training of each module, and requires_grad of each parameter. The body of the co
 the code after it are that code's, too. So every reading in a context, and after it, has to equal
 the reading before it.
 
-A joinable's own step may change the modes of its modules and parameters, and the first of its steps does. Only the
-join is judged then: after it, they are those at the end of the body, on ranks with an input.
+A joinable's own step may change the modes of its modules and parameters, and the first of its steps
+does. Only the join is judged then: after it, they are those at the end of the body, on ranks with
+an input.
 """
 
 from collections.abc import Iterator

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from conformance.ranks.drivers._contexts import Steps
-from conformance.ranks.drivers._joinables import Counter, Model
+from conformance.ranks.drivers._joinables import Counter, Finisher, Model
 from conformance.ranks.drivers._joins_in_training import ContextInTraining
 from conformance.ranks.drivers._mode_reader import ModeReader, ReadingCounter
 from conformance.ranks.drivers.base import RankDriver
@@ -139,6 +139,14 @@ class ContextInLoops(ContextInTraining):
         counters = self.counters()[:1]
         for inputs in self.lengths:
             self.count(counters, self.own(inputs))
+
+    def fails_last(self) -> None:
+        """Run contexts of joinables with a collective in their post hooks, one of which fails."""
+        count = joinables_of(self.driver.scenario)
+        finishers = [Finisher(self.driver, index, self.notify) for index in range(count)]
+        self.fail_at_end(finishers, [finisher.step for finisher in finishers])
+
+    fails_early = fails_last
 
     def _run_on_group(self, number: int) -> None:
         """Run a context, and the next one within it if that is nested."""

@@ -231,6 +231,12 @@ class _Joinable(Contexts):
         for inputs in self.lengths:
             self.run([self.subject], self.own(inputs), [self._step])
 
+    def fails_last(self) -> None:
+        """Run the joinable; a collective of its post hook fails on a rank."""
+        self.fail_at_end([self.subject], [self._step])
+
+    fails_early = fails_last
+
     def many(self) -> None:
         """Train one joinable in all contexts; record what it computes."""
         for number, inputs in enumerate(self.lengths):
