@@ -79,7 +79,10 @@ def _prepare(config: pytest.Config, namespace: argparse.Namespace) -> None:
     An error that has an exit code of its own is kept: pytest knows exit codes from
     ``pytest_configure`` on only.
     """
-    options = options_of(namespace)
+    try:
+        options = options_of(namespace)
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from error
     if namespace.list_rules or not (options.named_subjects or options.replay):
         return
     if reason := reason_unsupported(installed_version()):

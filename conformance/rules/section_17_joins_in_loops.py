@@ -38,19 +38,21 @@ from conformance.subjects.claims import Claims
     source="torch documentation, Module.eval: the same as train(False), for all parts; Locally "
     "disabling gradient computation; torch.distributed.algorithms.join, Join.__exit__, which calls "
     "hooks in the modes of its caller",
-    remedy="a call of train() or eval(); torch.no_grad(), inference_mode() or autocast() around "
-    "the calls of hooks, or around the body",
+    remedy="a call of train(), eval() or requires_grad_(); torch.no_grad(), inference_mode() or "
+    "autocast() around the calls of hooks, or around the body",
 )
 def modes(run: Run, claims: Claims, found: Found) -> None:
-    """In the body of a context, in main and post hooks, and after the context, modes of torch and
-    the mode of training of every module are those of the code around the context.
+    """In the body of a context, in main and post hooks, and after the context, modes of torch, the
+    mode of training of every module and requires_grad of every parameter are those of the code
+    around the context.
 
     Modes of torch are those of autograd and autocast, the default dtype and device, deterministic
     algorithms and the number of threads. In four contexts the code around has drawn ones. Each
-    module of a DDP model is in a drawn mode of training, so that some parts are frozen. The nine
-    contexts include one that an exception ends, one with throw_on_early_termination, and a disabled
-    one. A joinable has a joinable of the kit beside it, which reads the modes; a join must not
-    change the modes of the joinable's own modules.
+    module of a DDP model is in a drawn mode of training, and parameters without gradients are
+    frozen or not, as drawn for each context. The nine contexts include one that an exception ends,
+    one with throw_on_early_termination, and a disabled one. Modules and parameters are read at the
+    collectives of the join, too. A joinable has a joinable of the kit beside it, which reads the
+    modes; a join must not change those of the joinable's own modules and parameters.
     """
     require_modes(run, found)
 
@@ -72,8 +74,10 @@ def two_groups(run: Run, claims: Claims, found: Found) -> None:
     of the ranks of its own group; so does a context within a step of another one, on the other
     group.
 
-    The part, the order of the groups, the joinables and the inputs are drawn. A joinable on each of
-    the groups has the gradients, and the state afterwards, of 17.18 to 17.20.
+    The part, the order of the groups, the joinables and the inputs are drawn. At the end come three
+    to five contexts on new groups, each of which has the id() of the one before, which has ended. A
+    joinable on each of the first groups has the gradients, and the state afterwards, of 17.18 to
+    17.20.
     """
     if any(rank.first("one_object") for rank in run.ranks):
         found.does_not_apply("the target is one object, and makes none for another group")
@@ -143,13 +147,15 @@ def entered_again(run: Run, claims: Claims, found: Found) -> None:
     "errors; a failure that is taken for the end of all inputs",
 )
 def fails(run: Run, claims: Claims, found: Found) -> None:
-    """If the call of a collective raises on one rank, of the context or of a joinable, in a step or
-    in a shadow, an error leaves the context on that rank: the collective's own, or one that names
-    it.
+    """If the call of a collective raises on one rank, an error leaves the context on that rank: the
+    collective's own, or one that names it. The collective is one of the context or of a joinable,
+    in a step, in a shadow or in a post hook.
 
     From a drawn context on, the first, the second or the third collective of the rank fails, each
     in a run of its own. In a context with one joinable of the kit these are the collective of its
     notification, that of a main hook, and the one in which the context finds out whether any rank
-    trains.
+    trains. In three more runs it is a collective of a post hook: the first one on a rank that joins
+    last, the first one on a rank that joins early, and any one there. These runs do not apply to a
+    joinable whose post hook issues none.
     """
     require_error_of_collective(run, "the context", found)

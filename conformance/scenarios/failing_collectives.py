@@ -11,7 +11,8 @@ step            from which on collectives count: 1 to 47 with small parameters, 
                 ones, every step as likely as the one of twice its number; averagers count averages
                 from 0 (``subjects/kinds/_averager_schedule.py``)
 rank            on which the first collective fails; the second one fails on the other rank
-succeeding      if wait() fails, 0 to 2 collectives succeed from that step on before one fails
+succeeding      in post hooks of a join, 1 to 11 collectives, modulo the number that there are;
+                if wait() fails, 0 to 2 collectives succeed from that step on before one fails
 size            2**12 to 2**19 elements, every size as likely as its double; parameters have some
                 elements more
 """
@@ -43,6 +44,8 @@ _MORE = 2 * (MOST_SUCCEEDING + 1)
 
 
 _PLACES = ("first", "second", "third")
+_LATER = "_later"
+_LATEST_IN_POST_HOOKS = 11
 
 
 def _call_fails(plain: Scenario, name: str, variant: str) -> tuple[Scenario, ...]:
@@ -102,8 +105,27 @@ COLLECTIVE = (
     *_call_fails(collective.PLAIN, "collective_call_fails", ""),
     *_work_fails(collective.PLAIN, "collective_work_fails", ""),
 )
-# A step is a context (``join_draws.py``).
-JOINABLE = _call_fails(joinable.PLAIN, "joinable_call_fails", "failing")
+# A step is a context (``join_draws.py``). The rank of the failure is one that joins last in
+# ``joinable_post_fails``, and one that joins early in the others.
+JOINABLE = (
+    *_call_fails(joinable.PLAIN, "joinable_call_fails", "failing"),
+    *(
+        replace(
+            joinable.PLAIN,
+            name=f"joinable_post_fails{suffix}",
+            summary=f"from a drawn context on, the call of {collective_that_fails} in the post "
+            f"hooks raises on a rank that joins {order}",
+            world_sizes=(2,),
+            variant=f"fails_{order}",
+            fault=Fault(CALL_FAILS, rank=int(order == "early"), in_post_hooks=True),
+        )
+        for suffix, collective_that_fails, order in (
+            ("", "the first collective", "last"),
+            ("_early", "the first collective", "early"),
+            (_LATER, "a drawn collective", "early"),
+        )
+    ),
+)
 _WAIT_FAILS = "waited"
 ASYNCHRONOUS = (
     replace(
@@ -147,8 +169,11 @@ def _rank_of_failure(scenario: Scenario) -> int:
 
 
 def _draw_call(scenario: Scenario, draw: random.Random) -> Scenario:
-    """Draw the step."""
-    return _with_steps(scenario, _log_uniform(draw, 1, _LAST_STEP), scenario.fault.succeeding)
+    """Draw the step; and the collective, if it is any in the post hooks of a join."""
+    succeeding = scenario.fault.succeeding
+    if scenario.name.endswith(_LATER):
+        succeeding = draw.randint(1, _LATEST_IN_POST_HOOKS)
+    return _with_steps(scenario, _log_uniform(draw, 1, _LAST_STEP), succeeding)
 
 
 def _draw_work(scenario: Scenario, draw: random.Random) -> Scenario:

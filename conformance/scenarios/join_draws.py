@@ -35,6 +35,7 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
       rank, and one more on a drawn rank; the same number on all ranks if the context breaks off.
     - ``failing``: for each step of the scenario 1 to 3 on a rank whose first collective fails, and
       none on the other one; if a later collective fails, none on the rank and 2 to 4 on the other.
+    - ``fails_last`` and ``fails_early``: the same, where a collective of a post hook fails.
 
     In rows of uneven inputs one rank has 3 to 6 inputs, one has 1 or 2, and one more has none.
     Ranks take turns, beginning with a drawn one.
@@ -64,8 +65,10 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
             # No rank shadows the steps of a rank whose context breaks off.
             rows.append(row[:1] * size if breaks_off(scenario, context) else row)
         return rows
-    if scenario.variant == "failing":
-        joins_early = scenario.fault.succeeding > 0
+    if scenario.variant in ("failing", "fails_last", "fails_early"):
+        joins_early = scenario.variant == "fails_early"
+        if scenario.variant == "failing":
+            joins_early = scenario.fault.succeeding > 0
         trains = [(place == scenario.fault.rank) != joins_early for place in range(size)]
         most_inputs = [numbers.randint(1, 3) + joins_early for _ in scenario.steps]
         return [tuple(count * one for one in trains) for count in most_inputs]

@@ -116,6 +116,8 @@ class Fault:
         least_bytes: collectives to which the rank gives fewer bytes, and from which it receives
             fewer, are not counted.
         rank: for other kinds than hooks, the rank on which the collective fails.
+        in_post_hooks: collectives in post hooks of joins alone are counted, and ``succeeding`` is
+            taken modulo their number in an earlier context.
     """
 
     kind: str = "none"
@@ -124,6 +126,7 @@ class Fault:
     succeeding: int = 0
     least_bytes: int = 0
     rank: int = FAULTY_RANK
+    in_post_hooks: bool = False
 
 
 @dataclass(frozen=True)

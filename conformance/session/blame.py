@@ -14,6 +14,7 @@ from conformance.judging.run_failures import FailedRun, fault_of_torch, refused_
 from conformance.judging.verdict import Verdict
 from conformance.records.run import Run
 from conformance.subjects.claims import Claims
+from conformance.subjects.kinds import KINDS
 
 
 @dataclass(frozen=True)
@@ -88,3 +89,11 @@ def claims_exclude(claims: Claims, run: Run) -> bool:
         return True
     dtypes = {spec.dtype for spec in run.scenario.params}
     return bool(claims.dtypes) and not dtypes <= set(claims.dtypes)
+
+
+def missing_claim(claims: Claims, run: Run, failed: FailedRun) -> str:
+    """Return the claim that would exclude a run that raised, as advice, or '' if there is none."""
+    if failed.kind != "raised":
+        return ""
+    size = min(map(len, run.scenario.groups), default=run.world)
+    return KINDS[run.scenario.kind].missing_claim(claims.options, size)

@@ -15,7 +15,7 @@ from conformance.judging.verdict import NOT_CLAIMED, Failure, Judgement, Verdict
 from conformance.records.run import Run
 from conformance.scenarios.model import Scenario
 from conformance.session.apply_rule import RuleCrashed, apply_rule
-from conformance.session.blame import blamed_rule, consequence, is_responsible, owns
+from conformance.session.blame import blamed_rule, consequence, is_responsible, missing_claim, owns
 from conformance.session.coverage import Measured, measure, runs_of
 from conformance.session.plan import Plan
 from conformance.session.prerequisites import builds_on, needs_of, reason_not_applicable
@@ -466,7 +466,11 @@ class Engine:
         if meaning is None:
             return
         if meaning.verdict is Verdict.FAIL:
-            cause = failed.cause or self.maker.explain(run, failed)
+            cause = (
+                failed.cause
+                or missing_claim(self.claims, run, failed)
+                or self.maker.explain(run, failed)
+            )
             judgement.failures.append(Failure(failed.expected, failed.line, cause, failed.evidence))
         judgement.note_run(run.name, meaning.verdict, meaning.reason, checks=meaning.checks)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from conformance.errors import UsageError
 from conformance.subjects.claims import claims_help
 from conformance.subjects.kinds import HOOK, KINDS
 
@@ -71,7 +72,9 @@ class Options:
     require_profile: str | None = _option(
         None, "exit with code 1 unless this profile is the one that runs", "NAME"
     )
-    world_size: str = _option(WORLD_SIZES, "world sizes; default: %(default)s", "N,N")
+    world_size: str = _option(
+        WORLD_SIZES, f"world sizes; default: {WORLD_SIZES}; may be repeated", "N,N"
+    )
     rule: tuple[str, ...] = _option((), "judge only this rule or section; may be repeated", "N.N")
     seed: int | None = _option(
         None,
@@ -138,6 +141,10 @@ class Options:
 SUBJECTS = (HOOK, "setup", *(kind for kind in KINDS if kind != HOOK))
 
 
+# Lists in one text: an option that is repeated adds to it.
+_LISTS = ("world_size", "claims")
+
+
 def flag(name: str) -> str:
     """Return the option of a field: ``--world-size`` of ``world_size``."""
     return f"--{name.replace('_', '-')}"
@@ -159,7 +166,7 @@ def add_options(add: Callable[..., object]) -> None:
             "metavar": option.metadata["metavar"] or option.name.upper(),
             "default": option.default,
         }
-        if option.name == "rule":
+        if option.name in ("rule", "state", *_LISTS, *SUBJECTS):
             settings.update(action="append", default=[])
         elif option.metadata["read"] is bool:
             settings = {"help": settings["help"], "action": "store_true"}
@@ -170,6 +177,20 @@ def add_options(add: Callable[..., object]) -> None:
 
 
 def options_of(namespace: argparse.Namespace) -> Options:
-    """Return the options that a command line was parsed into."""
+    """Return the options that a command line was parsed into.
+
+    Raises:
+        UsageError: it names two subjects, or two states, with one option.
+    """
     values = {option.name: getattr(namespace, option.name) for option in fields(Options)}
-    return Options(**{**values, "rule": tuple(values["rule"])})
+    values["rule"] = tuple(values["rule"])
+    for name in _LISTS:
+        values[name] = ",".join(values[name]) or getattr(Options, name)
+    for name in ("state", *SUBJECTS):
+        given = dict.fromkeys(values[name])
+        if len(given) > 1:
+            # The last one alone would be judged, and nobody would miss the other.
+            texts = " and ".join(f"{flag(name)} {shlex.quote(text)}" for text in given)
+            raise UsageError(f"{texts}: a run judges one; type one of them, and run pytest twice")
+        values[name] = next(iter(given), None)
+    return Options(**values)

@@ -263,7 +263,8 @@ def claims_help() -> str:
     every = [KINDS[HOOK].claims[name].forms[0].text for name in sorted(shared)]
     parts.append(f"of every kind: {', '.join(every)}")
     return (
-        f"the claims of the subject, with commas between them; {'; '.join(parts)}; "
+        "the claims of the subject, with commas between them; may be repeated; "
+        f"{'; '.join(parts)}; "
         "auto tries claims of a hook and proposes some; default: exact for a hook, otherwise "
         "the claims that follow from the arguments of the target"
     )

@@ -296,6 +296,7 @@ def test_bad_input_is_an_error_of_one_line(
     ("arguments", "code", "said"),
     [
         ([], 4, "no subject: pass --hook module:attribute"),
+        (["--hook", "mypkg:mean", "--hook", "mypkg:half"], 4, "a run judges one; type one of them"),
         (["--hook", "mypkg:mean", "--rule", "99"], 4, "--rule 99: there is no such rule"),
         (
             ["--hook", "mypkg:mean", "--backend", "nccl", "--device", "cpu"],

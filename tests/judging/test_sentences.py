@@ -3,13 +3,15 @@
 ``tests/sentences.py`` finds the sentences in the sources of rules and oracles, and the texts.
 """
 
+from pathlib import Path
+
 import pytest
 
 from tests import failures_on_file, sentences
 from tests.sentences import PLACE, Template
 
 # Folders of the tests that compare messages.
-COMPARING = ("judging", "rules", "session", "hosts")
+COMPARING = ("judging", "rules", "session", "hosts", "ranks")
 
 # Sentences that are part of no failure, by the place of a module.
 NO_FAILURES = {
@@ -27,6 +29,7 @@ NO_SENTENCES = {
     "connection reset",
     "finders of imports",
     "in new_group",
+    "not simulated",
     "root logger",
     "timed out waiting",
 }
@@ -58,6 +61,26 @@ def test_every_sentence_of_a_failure_is_compared() -> None:
         and not template.is_shown_by(texts)
     ]
     assert missing == []
+
+
+# Reasons of other verdicts and notes that no test shows yet. The list may only get shorter: show a
+# new reason by a test (tests/rules/test_more_reasons.py), and take the shown ones away.
+REASONS_LEFT = Path(__file__).parent / "reasons_left.txt"
+MOST_REASONS_LEFT = 22
+
+
+def test_every_reason_is_compared_or_on_the_list() -> None:
+    texts = shown_texts()
+    missing = [
+        template.text.replace(PLACE, "{}")
+        for template in sentences.templates()
+        if template.is_reason
+        and template.path not in NO_FAILURES
+        and template.text not in NO_SENTENCES
+        and not template.is_shown_by(texts)
+    ]
+    assert sorted(missing) == REASONS_LEFT.read_text(encoding="utf-8").splitlines()
+    assert len(missing) <= MOST_REASONS_LEFT
 
 
 def test_the_exceptions_are_there() -> None:

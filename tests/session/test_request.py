@@ -1,6 +1,8 @@
 """Tests of requests: the command line, parsed once."""
 
+import argparse
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +10,54 @@ import pytest
 
 from conformance.errors import UsageError
 from conformance.scenarios.draws import LARGEST_SEED
-from conformance.session.options import Options
+from conformance.session.options import Options, add_options, options_of
 from conformance.session.request import SESSION, read_request
 
 HOOK = Options(hook="hooks_ref:allreduce_hook")
+
+
+def parsed(line: str) -> Options:
+    """Return the options of a command line."""
+    parser = argparse.ArgumentParser()
+    add_options(parser.add_argument)
+    return options_of(parser.parse_args(shlex.split(line)))
+
+
+def test_a_repeated_list_is_longer() -> None:
+    options = parsed(
+        "--hook hooks_ref:allreduce_hook --world-size 2 --world-size 4,3 --claims sum "
+        "--claims 'dtypes(float32, float64), checkpointable' --rule 2.1 --rule 3"
+    )
+    request = read_request(options)
+    assert request.world_sizes == (2, 3, 4)
+    assert str(request.claims) == "sum, dtypes(float32, float64), checkpointable"
+    assert options.rule == ("2.1", "3")
+
+
+def test_options_that_are_left_out_have_their_defaults() -> None:
+    assert parsed("--hook hooks_ref:allreduce_hook") == HOOK
+
+
+def test_a_repeated_subject_has_to_be_the_same() -> None:
+    assert parsed("--hook a:b --hook a:b").hook == "a:b"
+    assert parsed("--hook a:b --hook a:b").state is None
+
+
+@pytest.mark.parametrize(
+    ("line", "given"),
+    [
+        ("--hook a:b --hook 'a:c,size=[1, 2]'", "--hook a:b and --hook 'a:c,size=[1, 2]'"),
+        ("--averager a:b --averager a:c --averager a:b", "--averager a:b and --averager a:c"),
+        ("--hook a:b --state pg --state a:s", "--state pg and --state a:s"),
+        ("--setup a:b --setup a:c", "--setup a:b and --setup a:c"),
+    ],
+)
+def test_two_subjects_of_one_option_are_refused(line: str, given: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parsed(line)
+    assert str(error.value) == (
+        f"{given}: a run judges one; type one of them, and run pytest twice"
+    )
 
 
 def test_a_session_without_a_seed_draws_a_new_one() -> None:

@@ -1,14 +1,17 @@
 """Right modes in a join context, and other requirements of joins in loops.
 
-The code around a context sets modes: of autograd and autocast, torch's default dtype, and the mode
-of training of each module. The body of the context, its hooks and the code after it are that
-code's, too. So every reading in a context, and after it, has to equal the reading before it.
+The code around a context sets modes: of autograd and autocast, torch's default dtype, the mode of
+training of each module, and requires_grad of each parameter. The body of the context, its hooks and
+the code after it are that code's, too. So every reading in a context, and after it, has to equal
+the reading before it.
 
-A joinable's own step may change the modes of its modules, and the first of its steps does. Only the
-join is judged then: after it, they are those at the end of the body, on ranks with an input.
+A joinable's own step may change the modes of its modules and parameters, and the first of its steps
+does. Only the join is judged then: after it, they are those at the end of the body, on ranks with
+an input.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from conformance.judging.oracles.join import Event, Member, is_context, members, raised
 from conformance.judging.verdict import Found
@@ -82,16 +85,55 @@ def _require_modes_of_modules(
         before = list(_until_end_of_body(readings))[-1]
         judged = readings[readings.index(before) + 1 :]
     for event in judged:
-        changed = [
-            name for name, mode in event["training"].items() if mode != before["training"].get(name)
-        ]
-        names = ", ".join(f"{name} {event['training'][name]}" for name in changed[:3])
-        found.require(
-            not changed,
-            f"the mode of training that {_owner(run)} has set on each module",
-            f"{member}: training is {names} {event['place']}",
-            "train() or eval() changes all parts of a model, also those that were frozen",
-        )
+        for mode in _OF_MODULES:
+            _require_mode(mode, before, event, run, member, found)
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """A mode of modules.
+
+    Attributes:
+        field: of the events of readings.
+        name: for people.
+        part: has the mode.
+        cause: the likely cause of a change.
+    """
+
+    field: str
+    name: str
+    part: str
+    cause: str
+
+
+_OF_MODULES = (
+    _Mode(
+        "training",
+        "the mode of training",
+        "module",
+        "train() or eval() changes all parts of a model, also those that were frozen",
+    ),
+    _Mode(
+        "requires_grad",
+        "requires_grad",
+        "parameter",
+        "requires_grad_() of a module changes all of its parameters, also those that were frozen",
+    ),
+)
+
+
+def _require_mode(
+    mode: _Mode, before: Event, event: Event, run: Run, member: Member, found: Found
+) -> None:
+    right = before[mode.field]
+    changed = [name for name, value in event[mode.field].items() if value != right.get(name)]
+    names = ", ".join(f"{name} {event[mode.field][name]}" for name in changed[:3])
+    found.require(
+        not changed,
+        f"{mode.name} that {_owner(run)} has set on each {mode.part}",
+        f"{member}: {mode.field} is {names} {event['place']}",
+        mode.cause,
+    )
 
 
 def _until_end_of_body(readings: list[Event]) -> Iterator[Event]:

@@ -27,6 +27,7 @@ has to be that of a rank that joined last: all others have missed steps. Digests
 for bit: copies round nothing.
 """
 
+import re
 from collections.abc import Iterator
 from functools import partial
 
@@ -42,6 +43,8 @@ OTHER_GRADIENTS = "after even inputs its gradients are neither means nor sums ov
 NO_STATE = "it has no parameters, buffers or state_dict() that ranks replicate after even inputs"
 COMPUTED_STATE = "its join computes a state: after even inputs it is not what a rank held before"
 
+
+_OF_STEP = re.compile(r"\d+/\d+/(?:grad|local)/p\d+")
 
 Place = tuple[Member, int, int]
 """A rank in a context, a step, and the number of a parameter."""
@@ -59,6 +62,8 @@ def require_gradients_of_trainers(
         even_contexts: have even inputs, on different groups; gradients that are means or sums in
             one of them have to be so in all contexts.
     """
+    if not _have_shapes(run, found):
+        return
     places = {member.context: list(_places(run, member.context)) for member in members(run)}
     if not places[0]:
         found.does_not_apply(NO_GRADIENTS)
@@ -89,6 +94,36 @@ def require_gradients_of_trainers(
     for context in sorted(places)[begin:]:
         for fed in places[context]:
             _require_gradient(run, fed, found, even[0], own)
+
+
+def _have_shapes(run: Run, found: Found) -> bool:
+    """Require floating-point gradients of one shape on all ranks and in all steps of a context.
+
+    Return whether they are; other gradients cannot be compared.
+    """
+    gradients = [
+        (rank.rank, name, tensor)
+        for rank in run.ranks
+        for name, tensor in rank.tensors.items()
+        if _OF_STEP.fullmatch(name)
+    ]
+    # Gradients of autograd come first: they decide the shape.
+    gradients.sort(key=lambda gradient: "/local/" not in gradient[1])
+    shapes: dict[tuple[str, str], list[int]] = {}
+    for rank, name, tensor in gradients:
+        context, at, _, parameter = name.split("/")
+        got = list(tensor.shape)
+        shape = shapes.setdefault((context, parameter), got)
+        if got != shape or not (tensor.is_floating_point() or tensor.is_complex()):
+            number = parameter.removeprefix("p")
+            found.require(
+                False,
+                f"gradients of parameter {number} of shape {shape} and of a floating-point dtype",
+                f"rank {rank}, context {context}, step {at}: shape {got}, {tensor.dtype}",
+                "a parameter or its gradient was replaced",
+            )
+            return False
+    return True
 
 
 def _ways(run: Run, places: list[Place]) -> list[bool]:

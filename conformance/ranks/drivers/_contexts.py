@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from conformance.ranks.drivers._joinables import Counter, Model, Setter
+from conformance.ranks.drivers._joinables import Counter, Marker, Model, Setter
 from conformance.ranks.drivers._mode_reader import ModeReader
 from conformance.ranks.drivers.base import RankDriver
 from conformance.scenarios.joinable import (
@@ -180,6 +180,18 @@ class Contexts:
     def count(self, counters: list[Counter], inputs: int, **options: Any) -> None:
         """Run a context of the kit's own joinables."""
         self.run(counters, inputs, [counter.step for counter in counters], **options)
+
+    def fail_at_end(self, joinables: list[Any], steps: Steps) -> None:
+        """Run contexts in which a collective of a post hook fails on a rank.
+
+        The joinables are between two others, whose post hooks show the driver that theirs begin,
+        and that they are over.
+        """
+        failing = self.driver.failing
+        begin = Marker(self.driver, self.notify, failing.begin_post_hooks)
+        end = Marker(self.driver, self.notify, failing.end_post_hooks)
+        for inputs in self.lengths:
+            self.run([begin, *joinables, end], self.own(inputs), [begin.step, *steps, end.step])
 
     def note(self, name: str, /, **fields: Any) -> None:
         self.driver.recorder.event(name, **fields)

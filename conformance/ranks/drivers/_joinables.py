@@ -83,6 +83,43 @@ class Counter(OfGroup):
         self.driver.recorder.event(name, joinable=self.index, **fields)
 
 
+class Finisher(Counter):
+    """Has a collective in its post hook, too."""
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _FinisherHook(self)
+
+
+class Marker(OfGroup):
+    """Calls a function in its post hook; its steps have no collective.
+
+    Args:
+        driver: of this rank.
+        notify: the context's ``notify_join_context``.
+        function: called in the post hook.
+    """
+
+    def __init__(
+        self, driver: RankDriver, notify: Callable[[Any], Any], function: Callable[[], None]
+    ) -> None:
+        super().__init__(driver.group, driver.device)
+        self.notify = notify
+        self.function = function
+
+    def step(self) -> None:
+        """Notify the other ranks if it is the first joinable of its context."""
+        self.notify(self)
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        marker = self
+
+        class Hook(JoinHook):
+            def post_hook(self, is_last_joiner: bool) -> None:
+                marker.function()
+
+        return Hook()
+
+
 class _CounterHook(JoinHook):
     def __init__(self, counter: Counter) -> None:
         self.counter = counter
@@ -101,6 +138,12 @@ class _CounterHook(JoinHook):
     def _raise(self, hook: str) -> None:
         if hook in self.counter.hook_raises:
             raise self.counter.hook_raises[hook]
+
+
+class _FinisherHook(_CounterHook):
+    def post_hook(self, is_last_joiner: bool) -> None:
+        super().post_hook(is_last_joiner)
+        dist.all_reduce(torch.ones(3, device=self.counter.device), group=self.counter.group)
 
 
 class Setter(OfGroup):

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from conformance.ranks.drivers._contexts import Steps
-from conformance.ranks.drivers._joinables import Counter, Model
+from conformance.ranks.drivers._joinables import Counter, Finisher, Model
 from conformance.ranks.drivers._joins_in_training import ContextInTraining
 from conformance.ranks.drivers._mode_reader import ModeReader, ReadingCounter
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.default_dtype import default_dtype
+from conformance.ranks.instruments.reused_ids import GroupsWithOneId
 from conformance.scenarios.join_loop_draws import (
     AUTOCAST,
     DETERMINISTIC,
@@ -32,19 +33,23 @@ from conformance.scenarios.seeds import generator
 
 
 class Blocks(Model):
-    """A probe beside modules without parameters, whose number and nesting are drawn."""
+    """A probe beside other modules, whose number and nesting are drawn.
+
+    Their parameters are frozen, so that DDP does not wait for their gradients.
+    """
 
     def __init__(self, driver: RankDriver) -> None:
         super().__init__(driver)
         draw = generator(driver.scenario, "blocks")
         self.blocks = torch.nn.ModuleList(_block(draw) for _ in range(draw.randint(2, 4)))
+        self.blocks.requires_grad_(False).to(driver.device)
 
 
 def _block(draw: random.Random) -> torch.nn.Module:
     leaves: list[torch.nn.Module] = [
         torch.nn.Dropout(0.5),
-        torch.nn.BatchNorm1d(3, affine=False, track_running_stats=False),
-        torch.nn.Identity(),
+        torch.nn.BatchNorm1d(3, track_running_stats=False),
+        torch.nn.Linear(2, 3),
     ]
     draw.shuffle(leaves)
     return torch.nn.Sequential(*leaves[:2], torch.nn.Sequential(leaves[2]))
@@ -85,7 +90,7 @@ class ContextInLoops(ContextInTraining):
             for index in range(joinables_of(self.driver.scenario))
         ]
         ddp = self._ddp(Blocks(self.driver))
-        self.reader.watch("model", ddp)
+        self.reader.watch_model(ddp)
         trains = self._trains(ddp, steps_too=False)
         contexts = loop_contexts(self.driver.scenario, self.driver.world)
         for number, context in enumerate(contexts):
@@ -111,8 +116,11 @@ class ContextInLoops(ContextInTraining):
             ]
             for on_part, group in ((False, self.driver.group), (True, self.driver.twin_group))
         }
+        groups = GroupsWithOneId()
         for number, context in enumerate(self._plan):
-            if context.nested_at < 0:
+            if context.is_remade:
+                self._run_on_new_group(number, groups)
+            elif context.nested_at < 0:
                 self._run_on_group(number)
 
     def entered(self) -> None:
@@ -136,6 +144,14 @@ class ContextInLoops(ContextInTraining):
         for inputs in self.lengths:
             self.count(counters, self.own(inputs))
 
+    def fails_last(self) -> None:
+        """Run contexts of joinables with a collective in their post hooks, one of which fails."""
+        count = joinables_of(self.driver.scenario)
+        finishers = [Finisher(self.driver, index, self.notify) for index in range(count)]
+        self.fail_at_end(finishers, [finisher.step for finisher in finishers])
+
+    fails_early = fails_last
+
     def _run_on_group(self, number: int) -> None:
         """Run a context, and the next one within it if that is nested."""
         ranks = group_of_loop(self.driver.scenario, self.driver.world, number)
@@ -145,6 +161,26 @@ class ContextInLoops(ContextInTraining):
             self.run(*self._work(number, ranks, is_outer))
         elif is_outer:
             self._run_on_group(number + 1)
+
+    def _run_on_new_group(self, number: int, groups: GroupsWithOneId) -> None:
+        """Run a context on a group that is made for it."""
+        ranks = group_of_loop(self.driver.scenario, self.driver.world, number)
+        group = groups.make(ranks)
+        if self.driver.rank in ranks:
+            self._counters = {
+                self._plan[number].on_part: [
+                    Counter(self.driver, index, self.notify, group)
+                    for index in range(joinables_of(self.driver.scenario))
+                ]
+            }
+            self._contexts = number
+            self.run(*self._work(number, ranks, is_outer=False))
+            self.note("remade", has_last_id=groups.has_last_id(group))
+            self._counters = {}
+        # No rank ends the group while another one still reads from it.
+        self.driver.barrier(f"context {number} is over")
+        if self.driver.rank in ranks:
+            groups.end(group)
 
     def _work(
         self, number: int, ranks: tuple[int, ...], is_outer: bool

@@ -1,4 +1,7 @@
-"""The modes of torch and of modules, as hooks and steps in a join context find them."""
+"""The modes of torch and of modules, as hooks and steps in a join context find them.
+
+The modes of modules are the mode of training of each module, and requires_grad of each parameter.
+"""
 
 import collections
 from collections.abc import Callable, Iterator
@@ -33,13 +36,17 @@ class ModeReader:
 
     Attributes:
         modules: the modules whose modes of training are read, by name.
+        parameters: the parameters whose requires_grad is read, by name.
     """
 
     def __init__(self, driver: RankDriver) -> None:
         self.driver = driver
         self.modules: dict[str, torch.nn.Module] = {}
+        self.parameters: dict[str, torch.Tensor] = {}
+        self._frozen: set[str] = set()
+        self._is_joining = False
         self._known: dict[str, str] = {}
-        self._known_modules: dict[str, bool] = {}
+        self._known_modules: dict[str, dict[str, bool]] = {}
         self._counts: collections.Counter[str] = collections.Counter()
 
     @contextmanager
@@ -49,34 +56,86 @@ class ModeReader:
         self._counts.clear()
         self._read("before the context")
         yield
+        # Once more: the context and its hooks may have been collected since.
+        self._read("after the context")
         self.driver.recorder.event("modes_read", counts=dict(self._counts))
 
     def at(self, event: str) -> None:
         """Read them at an event, if it is a place for it."""
+        if event in ("leaving", "left", "came_out"):
+            self._is_joining = event == "leaving"
         if event in _PLACES:
             self._read(_PLACES[event])
 
-    def _read(self, place: str) -> None:
-        known = modes()
-        of_modules = {name: module.training for name, module in self.modules.items()}
+    def _at_collective(self) -> None:
+        """Read the modes of modules as the join, or a hook, issues a collective.
+
+        The modes of torch are those of a joinable's own code there.
+        """
+        if self._is_joining:
+            self._read("in a collective of the join", self._known)
+
+    def _read(self, place: str, modes_of_torch: dict[str, str] | None = None) -> None:
+        known = modes() if modes_of_torch is None else modes_of_torch
+        of_modules = {
+            "training": {name: module.training for name, module in self.modules.items()},
+            "requires_grad": {
+                name: parameter.requires_grad for name, parameter in self.parameters.items()
+            },
+        }
         self._counts[place] += 1
         if (known, of_modules) == (self._known, self._known_modules) and self._counts.total() > 1:
             return
         self._known = known
         self._known_modules = of_modules
-        self.driver.recorder.event("modes", place=place, modes=known, training=of_modules)
+        self.driver.recorder.event("modes", place=place, modes=known, **of_modules)
 
-    def watch(self, name: str, module: torch.nn.Module) -> None:
-        """Read the mode of training of a module, and those of its parts."""
-        for path, part in module.named_modules():
-            self.modules[f"{name}.{path}" if path else name] = part
+    def watch(self, name: str, part: Any) -> None:
+        """Read the modes of a module and of its parts, or requires_grad of other tensors.
+
+        Args:
+            name: of the part, for people.
+            part: a module, an optimizer, a tensor, or a list of tensors; others have no modes.
+        """
+        tensors: list[Any] = []
+        if isinstance(part, torch.nn.Module):
+            for path, module in part.named_modules():
+                self.modules[f"{name}.{path}" if path else name] = module
+            self.parameters |= {
+                f"{name}.{path}": parameter for path, parameter in part.named_parameters()
+            }
+        elif isinstance(part, torch.optim.Optimizer):
+            tensors = [tensor for group in part.param_groups for tensor in group["params"]]
+        elif isinstance(part, (list, tuple)):
+            tensors = list(part)
+        elif isinstance(part, torch.Tensor):
+            tensors = [part]
+        for place, tensor in enumerate(tensors):
+            if isinstance(tensor, torch.Tensor) and tensor.is_leaf:
+                self.parameters[f"{name}[{place}]"] = tensor
+
+    def watch_model(self, model: torch.nn.Module) -> None:
+        """Read the modes of a model of the kit's, also while its own hooks are at work."""
+        self.watch("model", model)
+        self.driver.collectives.before_each = self._at_collective
+        self._frozen = {
+            name for name, parameter in self.parameters.items() if not parameter.requires_grad
+        }
 
     def draw(self, context: int) -> None:
-        """Set a drawn mode of training on each module, and another one on its parts."""
+        """Set a drawn mode of training on each module, and another one on its parts.
+
+        Each frozen parameter of a model of the kit's is trained or not, as drawn. The others are
+        trained, whatever an earlier context has left.
+        """
         draw = generator(self.driver.scenario, f"training/{context}")
         for module in self.modules.values():
             # Not by train() and eval(), which set the modes of all parts.
             module.training = draw.random() < 0.5
+        if not self._frozen:
+            return
+        for name, parameter in self.parameters.items():
+            parameter.requires_grad = name not in self._frozen or draw.random() < 0.5
 
 
 class ReadingCounter(Counter):

@@ -175,8 +175,7 @@ class _Joinable(Contexts):
         counter = ReadingCounter(self.reader, 0, self.notify)
         parts = getattr(self.subject, "__dict__", {})
         for name, part in {"subject": self.subject, **parts}.items():
-            if isinstance(part, torch.nn.Module):
-                self.reader.watch(name, part)
+            self.reader.watch(name, part)
         for number, context in enumerate(loop_contexts(self.driver.scenario, self.driver.world)):
             if context.ending == ENDS:
                 self._contexts = number
@@ -205,7 +204,8 @@ class _Joinable(Contexts):
     def two_groups(self) -> None:
         """Train two joinables on two groups in turn; record what they compute.
 
-        A rank that is in one group alone has one joinable.
+        A rank that is in one group alone has one joinable. Contexts on groups that are made anew
+        are for contexts that are judged.
         """
         driver = self.driver
         contexts = loop_contexts(driver.scenario, driver.world)
@@ -216,7 +216,7 @@ class _Joinable(Contexts):
                 self.note("one_object")
                 return
         for number, context in enumerate(contexts):
-            if context.on_part not in subjects:
+            if context.is_remade or context.on_part not in subjects:
                 continue
             self.subject = subjects[context.on_part]
             self._contexts = number
@@ -231,6 +231,12 @@ class _Joinable(Contexts):
         """Run the joinable by itself; a collective of one of the contexts fails on a rank."""
         for inputs in self.lengths:
             self.run([self.subject], self.own(inputs), [self._step])
+
+    def fails_last(self) -> None:
+        """Run the joinable; a collective of its post hook fails on a rank."""
+        self.fail_at_end([self.subject], [self._step])
+
+    fails_early = fails_last
 
     def many(self) -> None:
         """Train one joinable in all contexts; record what it computes."""

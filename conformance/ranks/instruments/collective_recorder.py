@@ -97,6 +97,7 @@ class CollectiveRecorder:
         peer_death: receives the collectives instead of the recorder.
         raise_next: makes the exception that the next collective raises.
         failing: may let a collective fail that has been issued.
+        before_each: called before a collective is issued.
         taking_part: the ranks that take part in the present step; None if all do. A collective of
             a group with other ranks would never end: it is recorded and refused.
     """
@@ -134,6 +135,7 @@ class CollectiveRecorder:
         self.peer_death: PeerDeath | None = None
         self.raise_next: Callable[[], Exception] | None = None
         self.failing: FailingCollective | None = None
+        self.before_each: Callable[[], None] | None = None
         self.taking_part: frozenset[int] | None = None
 
     def install(self, schedule: Schedule) -> None:
@@ -268,6 +270,8 @@ class CollectiveRecorder:
             self.raise_next = None
         if failure is not None:
             raise failure()
+        if self.before_each is not None:
+            self.before_each()
         if is_collective and (self._records or self.peer_death):
             properties = fingerprint()
             self._record(properties)

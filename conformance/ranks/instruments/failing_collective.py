@@ -51,6 +51,8 @@ class FailingCollective:
         self._is_armed = False
         self._has_failed = False
         self._left = scenario.fault.succeeding
+        self._is_in_post_hook = False
+        self._in_post_hooks = 0  # collectives of the present context
         self._issued = 0
         self._failed_name = ""
         # Python's part of a Work has to live as long as C++ may call it.
@@ -68,6 +70,17 @@ class FailingCollective:
             raise _StepEnded
         if self.is_planned and step >= self._fault.step:
             self._is_armed = True
+
+    def begin_post_hooks(self) -> None:
+        """Count collectives, if those in post hooks alone are counted."""
+        self._is_in_post_hook = True
+        self._in_post_hooks = 0
+
+    def end_post_hooks(self) -> None:
+        """Count no more collectives; bring the one that fails below their number."""
+        self._is_in_post_hook = False
+        if self._in_post_hooks and not self._is_armed:
+            self._left = self._fault.succeeding % self._in_post_hooks
 
     def pass_on(self, name: str, size: int, result: Any) -> Any:
         """Return the result of a kernel that has issued a collective, or let the collective fail.
@@ -94,7 +107,10 @@ class FailingCollective:
     def _is_due(self, name: str, size: int) -> bool:
         """Count a collective, and return whether it is the one that fails."""
         with self._lock:
+            if self._fault.in_post_hooks and not self._is_in_post_hook:
+                return False
             self._issued += 1
+            self._in_post_hooks += 1
             is_counted = self._is_armed and size >= self._fault.least_bytes
             if not self._is_faulty or self._has_failed or not is_counted:
                 return False

@@ -53,8 +53,7 @@ def schedule_of(options: Mapping[str, Any]) -> Schedule | None:
         return _hierarchical(options["hierarchical"])
     if not options.get("like"):
         return None
-    reference = str(options["like"]["reference"])
-    arguments = parse_target(f"hooks_ref:{reference}", "--claims like").kwargs
+    reference, arguments = _reference_of(options)
     if "period_group_size_dict" in arguments:
         return _hierarchical(arguments)
     if reference.startswith("OuterStepModelAverager"):
@@ -62,6 +61,21 @@ def schedule_of(options: Mapping[str, Any]) -> Schedule | None:
         period = _number(arguments.get("period"), 1)
         return Schedule((period,), period - 1, period - 1)
     return _periodic(arguments)
+
+
+def largest_group(options: Mapping[str, Any]) -> int:
+    """Return the size of the largest group that the claims of an averager name, or 0."""
+    arguments = options.get("hierarchical") or {}
+    if options.get("like"):
+        _, arguments = _reference_of(options)
+    sizes = arguments.get("period_group_size_dict")
+    return max(sizes.values(), default=0) if isinstance(sizes, Mapping) else 0
+
+
+def _reference_of(options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return the reference that an averager is claimed to be like, and its arguments."""
+    reference = str(options["like"]["reference"])
+    return reference, parse_target(f"hooks_ref:{reference}", "--claims like").kwargs
 
 
 def _periodic(arguments: Mapping[str, Any]) -> Schedule:

@@ -12,6 +12,10 @@ def _no_contradiction(claimed: Mapping[str, Mapping[str, Any]]) -> str | None:
     return None
 
 
+def _no_missing_claim(options: Mapping[str, Any], size: int) -> str:
+    return ""
+
+
 def _as_it_is(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
     return scenario
 
@@ -32,6 +36,8 @@ class Kind:
             none follow. Raises ValueError if the kind needs claims.
         contradiction: returns the reason why claims do not go together or one is missing, or None
             if they are fine. It takes the values of the claims by name.
+        missing_claim: returns advice if a subject that raises on a group of so many ranks lacks a
+            claim, by its ``Claims.options``, or '' if it lacks none.
         adapt: returns a scenario as it is run for a subject, by the subject's ``Claims.options``.
         references: those that a subject can claim to be like, by name.
         default_reason: the author of the default claims, as the certificate names it.
@@ -48,6 +54,7 @@ class Kind:
     claims: Mapping[str, Claim]
     default_claims: Callable[[Mapping[str, Any]], str | None]
     contradiction: Callable[[Mapping[str, Mapping[str, Any]]], str | None] = _no_contradiction
+    missing_claim: Callable[[Mapping[str, Any], int], str] = _no_missing_claim
     adapt: Callable[[Scenario, Mapping[str, Any]], Scenario] = _as_it_is
     references: Mapping[str, Reference] = field(default_factory=dict)
     default_reason: str = "the arguments of the target"

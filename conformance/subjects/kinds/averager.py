@@ -26,7 +26,7 @@ from conformance.scenarios.failing_collectives import AVERAGER as FAILING
 from conformance.scenarios.kinds_in_clusters import AVERAGER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import AVERAGER as DEFAULT_DTYPES
 from conformance.subjects.arguments import write_call, write_named
-from conformance.subjects.kinds._averager_schedule import adapt, schedule_of
+from conformance.subjects.kinds._averager_schedule import adapt, largest_group, schedule_of
 from conformance.subjects.kinds._claim import (
     Claim,
     Form,
@@ -137,6 +137,16 @@ def _contradiction(claimed: Mapping[str, Mapping[str, Any]]) -> str | None:
     return too_long(schedule) if schedule else None
 
 
+def _missing_claim(options: Mapping[str, Any], size: int) -> str:
+    largest = largest_group(options)
+    if size >= largest:
+        return ""
+    return (
+        f"the claims name groups of {largest} ranks, and a group of {size} has no such group: if "
+        f"the averager is for {largest} ranks and more, add min_world_size({largest}) to --claims"
+    )
+
+
 def _default(arguments: Mapping[str, Any]) -> str:
     warmup = arguments.get("warmup_steps", 0)
     if "period_group_size_dict" in arguments:
@@ -182,6 +192,7 @@ AVERAGER = Kind(
     ),
     default_claims=_default,
     contradiction=_contradiction,
+    missing_claim=_missing_claim,
     adapt=adapt,
     references=REFERENCES,
 )

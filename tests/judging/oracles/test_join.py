@@ -272,7 +272,13 @@ def test_numbers_of_joinables_are_described() -> None:
     neither = trained()
     neither.ranks[0].tensors["0/0/grad/p0"] *= 0.9
     left = {"leaving": {"0": "a", "1": "b"}, "left": {"0": "a", "1": "b"}}
+    flat = trained()
+    flat.ranks[1].tensors["1/0/grad/p0"] = torch.tensor([[1.0, 3.0]])
+    whole = trained()
+    whole.ranks[0].tensors["0/0/local/p0"] = torch.tensor([1, 3])
     for records, require in (
+        (flat, join_numbers.require_gradients_of_trainers),
+        (whole, join_numbers.require_numbers),
         (infinite, join_numbers.require_gradients_of_trainers),
         (neither, partial(join_numbers.require_gradients_of_trainers, presumed=True)),
         (trained(grad=5.0), join_numbers.require_gradients_of_trainers),
@@ -285,6 +291,12 @@ def test_numbers_of_joinables_are_described() -> None:
     expecttest.assert_expected_inline(
         "\n".join(texts),
         """\
+Expected: gradients of parameter 0 of shape [2] and of a floating-point dtype
+Actual: rank 1, context 1, step 0: shape [1, 2], torch.float32
+Likely cause: a parameter or its gradient was replaced
+Expected: gradients of parameter 0 of shape [2] and of a floating-point dtype
+Actual: rank 0, context 0, step 0: shape [2], torch.int64
+Likely cause: a parameter or its gradient was replaced
 Expected: finite values
 Actual: rank 0, context 0 with inputs (3, 2), step 0, gradient of parameter 0: a value
     that is not finite

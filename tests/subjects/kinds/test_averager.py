@@ -14,6 +14,7 @@ from conformance.session.options import Options
 from conformance.session.request import named_subject
 from conformance.session.session import Session
 from conformance.subjects.claims import default_claims, parse_claims
+from conformance.subjects.kinds import KINDS
 from tests.cases import Case, by_short_rules, own_judge
 from tests.made_runs import made_run
 
@@ -47,6 +48,52 @@ def test_torchs_own_are_refused_by_these_rules_alone(rules: dict[str, Rule], tar
     assert wrong.keys() == {"14.5", "14.8"}
     assert "ranks disagree in collective" in wrong["14.5"]
     assert wrong["14.8"].endswith("strides of p3, p4 changed")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        f"{TORCHS}.hierarchical_model_averager:HierarchicalModelAverager",
+        "hooks_ref:HierarchicalModelAverager",
+    ],
+)
+@pytest.mark.ranks
+def test_a_missing_claim_of_the_smallest_group_is_named(
+    rules: dict[str, Rule], target: str
+) -> None:
+    claims = "hierarchical(period_group_size_dict={2: 2, 4: 4}, warmup_steps=0)"
+    case = Case(
+        f"{target},period_group_size_dict={{2: 2, 4: 4}}",
+        claims,
+        worlds=(2,),
+        kind="averager",
+        rules=("14.1",),
+        partly=True,
+    )
+    assert refused(rules, case) == {
+        "14.1": "the claims name groups of 4 ranks, and a group of 2 has no such group: if the "
+        "averager is for 4 ranks and more, add min_world_size(4) to --claims"
+    }
+
+
+@pytest.mark.parametrize(
+    ("claims", "size", "claim"),
+    [
+        ("hierarchical(period_group_size_dict={3: 2, 6: 3})", 2, "min_world_size(3)"),
+        ("hierarchical(period_group_size_dict={3: 2, 6: 3})", 3, ""),
+        (
+            "like(HierarchicalModelAverager, period_group_size_dict={2: 2, 4: 4})",
+            1,
+            "min_world_size(4)",
+        ),
+        ("periodic(period=4)", 1, ""),
+        ("like(EMAModelAverager, decay=0.5)", 1, ""),
+    ],
+)
+def test_groups_that_claims_name_need_ranks(claims: str, size: int, claim: str) -> None:
+    advice = KINDS["averager"].missing_claim(parse_claims(claims, "averager").options, size)
+    assert claim in advice
+    assert bool(advice) is bool(claim)
 
 
 @pytest.mark.parametrize(("period", "warmup"), [(1, 0), (100, 0), (4, 29)])

@@ -1,0 +1,190 @@
+"""Reasons and notes of rules on records that have an event, a claim or a scenario of their own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from conformance.records.run import Run
+from conformance.rules import book
+from conformance.scenarios.failing_collectives import AVERAGER, JOINABLE
+from conformance.scenarios.model import Scenario
+from tests.judging.oracles import test_join as joins
+from tests.made_runs import event, made_run
+from tests.rules.test_messages_of_averagers import averaged
+from tests.rules.test_messages_of_optimizers import stepped
+from tests.rules.test_reasons import FUSED, reasons
+
+Make = Callable[[], Run]
+
+
+def having(make: Make, name: str, /, **fields: Any) -> Make:
+    """Return a function that makes a run in which every rank has one more event in step 0."""
+
+    def made() -> Run:
+        run = make()
+        for rank in run.ranks:
+            rank.events.insert(0, event(name, 0, **fields))
+        return run
+
+    return made
+
+
+def of_scenario(make: Make, **fields: Any) -> Make:
+    """Return a function that makes a run of a changed scenario."""
+
+    def made() -> Run:
+        run = make()
+        scenario: Scenario = replace(run.scenario, **fields)
+        return replace(run, scenario=scenario)
+
+    return made
+
+
+def of_fault(make: Make, scenario: Scenario, **fields: Any) -> Make:
+    """Return a function that makes a run with the event of a failed collective."""
+    return having(of_scenario(make, fault=scenario.fault), "fault", raised=False, **fields)
+
+
+def without_gradients() -> Run:
+    """Return a run of a hook that frees the gradients, and is not observed."""
+    run = made_run()
+    for rank in run.ranks:
+        rank.tensors.clear()
+    scenario = replace(run.scenario, observe=replace(run.scenario.observe, hook=False))
+    return replace(run, scenario=scenario)
+
+
+def neither_means_nor_sums() -> Run:
+    """Return a run of a joinable that makes something else of gradients."""
+    run = joins.trained()
+    run.ranks[0].tensors["0/0/grad/p0"] *= 0.9
+    return run
+
+
+NONE_YET = {"unused": True, "started": 0}
+IN_POST_HOOKS = next(scenario for scenario in JOINABLE if scenario.fault.in_post_hooks)
+
+NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_grad": {}}
+
+
+@pytest.mark.parametrize(
+    ("number", "make", "claims", "reason"),
+    [
+        (
+            "10.1",
+            of_scenario(made_run, serialised=True),
+            "chained",
+            "the subject claims chained: with one collective at a time, its own waits cannot be "
+            "observed",
+        ),
+        (
+            "10.3",
+            having(made_run, "gate"),
+            "",
+            "the hook waits in a way that cannot be observed, e.g. by polling: no order could be "
+            "forced on it",
+        ),
+        (
+            "12.1",
+            having(made_run, "fault", raised=False, **NONE_YET),
+            "",
+            "the kit saw no collective in the step, and could fail none",
+        ),
+        (
+            "12.4",
+            having(made_run, "fault", raised=False, **NONE_YET),
+            "",
+            "the kit saw no collective in the step, and could fail none",
+        ),
+        (
+            "12.1",
+            having(made_run, "fault", raised=False, **NONE_YET),
+            "local",
+            "under local this rank takes part in no collective of the step",
+        ),
+        (
+            "14.11",
+            having(averaged, "saved", nothing=True),
+            "",
+            "it has neither state_dict() nor step: its schedule begins anew after a checkpoint",
+        ),
+        (
+            "14.19",
+            having(averaged, "saved", nothing=True),
+            "",
+            "it has neither state_dict() nor step: its schedule begins anew after a checkpoint",
+        ),
+        (
+            "14.19",
+            having(averaged, "not_rolled_back"),
+            "",
+            "it lacks state_dict() or load_state_dict(): no run that goes back is judged",
+        ),
+        ("14.20", averaged, "like(GossipModelAverager)", "the reference keeps no moving average"),
+        (
+            "14.26",
+            having(averaged, "loaded", nothing=True),
+            "",
+            "it saves no state: no run that continues from a checkpoint is judged",
+        ),
+        (
+            "14.22",
+            of_fault(averaged, AVERAGER[0], **NONE_YET),
+            "",
+            "the subject issues no collective that the kit sees",
+        ),
+        (
+            "14.22",
+            of_fault(averaged, AVERAGER[0], unused=True, started=3),
+            "",
+            "no collective came that the kit could fail",
+        ),
+        (
+            "17.34",
+            of_fault(joins.run, IN_POST_HOOKS, **NONE_YET),
+            "",
+            "its post hooks issue no collective that the kit sees",
+        ),
+        ("15.17", having(stepped, "not_joinable"), "", "it has no join_hook"),
+        (
+            "17.32",
+            having(joins.run, "one_object"),
+            "",
+            "the target is one object, and makes none for another group",
+        ),
+        (
+            "2.1",
+            without_gradients,
+            FUSED,
+            "the hook frees the gradients, and its results are not observed here",
+        ),
+        (
+            "15.21",
+            lambda: stepped(averager=True),
+            "",
+            "it takes an averager: 15.3",
+        ),
+        (
+            "19.3",
+            averaged,
+            "draws_anew",
+            "its recomputation draws new numbers, as it claims: 19.18",
+        ),
+        (
+            "17.31",
+            having(joins.run, "modes", place="before the context", **NO_MODES),
+            "",
+            "no hook has read the modes",
+        ),
+        (
+            "17.18",
+            neither_means_nor_sums,
+            "",
+            "after even inputs its gradients are neither means nor sums over ranks",
+        ),
+    ],
+)
+def test_the_reason_is_given(number: str, make: Make, claims: str, reason: str) -> None:
+    assert reason in reasons(number, make(), claims), book()[number].title
