@@ -74,10 +74,8 @@ def two_groups(run: Run, claims: Claims, found: Found) -> None:
     of the ranks of its own group; so does a context within a step of another one, on the other
     group.
 
-    The part, the order of the groups, the joinables and the inputs are drawn. At the end come three
-    to five contexts on new groups, each of which has the id() of the one before, which has ended. A
-    joinable on each of the first groups has the gradients, and the state afterwards, of 17.18 to
-    17.20.
+    The part, the order of the groups, the joinables and the inputs are drawn. A joinable on each of
+    the groups has the gradients, and the state afterwards, of 17.18 to 17.20.
     """
     if any(rank.first("one_object") for rank in run.ranks):
         found.does_not_apply("the target is one object, and makes none for another group")

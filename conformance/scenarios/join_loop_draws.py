@@ -48,7 +48,6 @@ class LoopContext:
         place_of_model: how many joinables come before DDP; -1 if the context has no DDP.
         on_part: the group is a part of WORLD.
         nested_at: the step of the context before in which this one is nested; -1 if in none.
-        is_remade: the group is made for this context, and ended after it.
     """
 
     inputs: tuple[int, ...]
@@ -58,7 +57,6 @@ class LoopContext:
     place_of_model: int = -1
     on_part: bool = False
     nested_at: int = -1
-    is_remade: bool = False
 
 
 @lru_cache(maxsize=64)
@@ -70,8 +68,7 @@ def loop_contexts(scenario: Scenario, world: int) -> tuple[LoopContext, ...]:
       an exception and by throw_on_early_termination. One more is disabled. They come in any order.
     - ``two_groups``: a context with even inputs on each of two groups, one with uneven inputs on
       each, and then a context within another one twice: on the part within one on WORLD, and the
-      reverse. The order of the groups is drawn. Then three to five on new groups of the same ranks,
-      each of which ends before the next one is made: all ranks and the part in turn.
+      reverse. The order of the groups is drawn.
     - ``entered``: three or four contexts, and one more that an exception ends: not the first two
       and not the last.
     """
@@ -159,15 +156,6 @@ def _on_two_groups(scenario: Scenario, world: int, draw: random.Random) -> list[
     outer_on_part = draw.random() < 0.5
     for on_part in (outer_on_part, not outer_on_part):
         contexts += _nested(draw, world, part, on_part)
-    on_part = draw.random() < 0.5
-    for _ in range(draw.randint(3, 5)):
-        group = part if on_part else tuple(range(world))
-        # A rank that has another place on the other group joins last.
-        last = draw.choice([rank for place, rank in enumerate(part) if place != rank])
-        inputs = _uneven(draw, len(group), group.index(last))
-        some = _some(draw, draw.randint(1, JOINABLES))
-        contexts.append(LoopContext(inputs, joinables=some, on_part=on_part, is_remade=True))
-        on_part = not on_part
     return contexts
 
 

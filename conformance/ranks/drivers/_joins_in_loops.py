@@ -14,7 +14,6 @@ from conformance.ranks.drivers._joins_in_training import ContextInTraining
 from conformance.ranks.drivers._mode_reader import ModeReader, ReadingCounter
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.default_dtype import default_dtype
-from conformance.ranks.instruments.reused_ids import GroupsWithOneId
 from conformance.scenarios.join_loop_draws import (
     AUTOCAST,
     DETERMINISTIC,
@@ -116,11 +115,8 @@ class ContextInLoops(ContextInTraining):
             ]
             for on_part, group in ((False, self.driver.group), (True, self.driver.twin_group))
         }
-        groups = GroupsWithOneId()
         for number, context in enumerate(self._plan):
-            if context.is_remade:
-                self._run_on_new_group(number, groups)
-            elif context.nested_at < 0:
+            if context.nested_at < 0:
                 self._run_on_group(number)
 
     def entered(self) -> None:
@@ -161,26 +157,6 @@ class ContextInLoops(ContextInTraining):
             self.run(*self._work(number, ranks, is_outer))
         elif is_outer:
             self._run_on_group(number + 1)
-
-    def _run_on_new_group(self, number: int, groups: GroupsWithOneId) -> None:
-        """Run a context on a group that is made for it."""
-        ranks = group_of_loop(self.driver.scenario, self.driver.world, number)
-        group = groups.make(ranks)
-        if self.driver.rank in ranks:
-            self._counters = {
-                self._plan[number].on_part: [
-                    Counter(self.driver, index, self.notify, group)
-                    for index in range(joinables_of(self.driver.scenario))
-                ]
-            }
-            self._contexts = number
-            self.run(*self._work(number, ranks, is_outer=False))
-            self.note("remade", has_last_id=groups.has_last_id(group))
-            self._counters = {}
-        # No rank ends the group while another one still reads from it.
-        self.driver.barrier(f"context {number} is over")
-        if self.driver.rank in ranks:
-            groups.end(group)
 
     def _work(
         self, number: int, ranks: tuple[int, ...], is_outer: bool

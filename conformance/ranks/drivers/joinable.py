@@ -204,8 +204,7 @@ class _Joinable(Contexts):
     def two_groups(self) -> None:
         """Train two joinables on two groups in turn; record what they compute.
 
-        A rank that is in one group alone has one joinable. Contexts on groups that are made anew
-        are for contexts that are judged.
+        A rank that is in one group alone has one joinable.
         """
         driver = self.driver
         contexts = loop_contexts(driver.scenario, driver.world)
@@ -216,7 +215,7 @@ class _Joinable(Contexts):
                 self.note("one_object")
                 return
         for number, context in enumerate(contexts):
-            if context.is_remade or context.on_part not in subjects:
+            if context.on_part not in subjects:
                 continue
             self.subject = subjects[context.on_part]
             self._contexts = number
