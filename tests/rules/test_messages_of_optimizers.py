@@ -6,14 +6,17 @@ from typing import Any
 import expecttest
 
 from conformance.judging.oracles.optimizer import require_steps_with_some_gradient, right_steps
-from conformance.judging.oracles.optimizer_calls import require_calls_under_scaler
+from conformance.judging.oracles.optimizer_calls import (
+    require_calls_under_scaler,
+    require_own_entries,
+)
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import Event, RankRecord, Tensors
 from conformance.records.run import Run
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import CLOSURE, PLAIN, RANDOM, SAVED
 from conformance.scenarios.optimizer_states import SCALED
-from conformance.scenarios.optimizer_training import plan_of
+from conformance.scenarios.optimizer_training import RESUMED_GROUPS, plan_of
 from tests.made_runs import event, read_failures, refused
 
 OPTIONS = {"lr": 0.125, "momentum": 1.0}  # more digits at each step with 0.5
@@ -221,3 +224,14 @@ Expected: the same number of calls of the averager in all steps that are skipped
     ranks
 Actual: rank 0, step N: 2; rank 0, step N: 0""",
     )
+
+
+def test_entries_in_groups_that_are_still_the_old_ones_are_left_out() -> None:
+    rank = RankRecord(0, [event("entries", 0, rates=[0.5], groups=[])], Tensors(0))
+    found = Found()
+    require_own_entries(Run(RESUMED_GROUPS, 1, [rank]), found)
+    assert not found.failures
+    assert found.notes == [
+        "the user's own entries in groups are not judged after a state was loaded: its "
+        "param_groups are not the loaded ones then"
+    ]

@@ -225,7 +225,8 @@ Actual: rank 0, step 1: a parameter has none""",
 
 def test_special_values_and_noise_are_described() -> None:
     found = Found()
-    finite = made_run(lambda run, r, s, i: mean(run, r, s, i).nan_to_num(0, 0, 0), SPECIAL)
+    scenario = replace(SPECIAL, steps=("crafted", "nan/1/all", *SPECIAL.steps[2:]))
+    finite = made_run(lambda run, r, s, i: mean(run, r, s, i).nan_to_num(0, 0, 0), scenario)
     claims = parse_claims("unbiased(noise=0.5)")
     lossy.require_seen(finite, claims, found, finite.steps("nan"))
     lossy.require_noise(finite, claims, found, finite.steps("zero_all"))
@@ -234,13 +235,35 @@ def test_special_values_and_noise_are_described() -> None:
         """\
 Expected: a result that is not finite if a gradient is not
 Actual: rank 0, step 1: all are finite
-Likely cause: NaN or infinities of rank 0, 1 are lost
+Likely cause: NaN or infinities of rank 1 are lost
 Expected: a result that is not finite if a gradient is not
 Actual: rank 1, step 1: all are finite
-Likely cause: NaN or infinities of rank 0, 1 are lost
+Likely cause: NaN or infinities of rank 1 are lost
 Expected: noise with a root mean square of 0.236 to 0.75 if zeros are fed
 Actual: rank 0, step 4: 0""",
     )
+
+
+def test_a_compressor_may_leave_out_a_few_special_values() -> None:
+    """Then they are zero; a result that has other ranks' values at their places has lost them."""
+    claims = parse_claims("compressed")
+
+    def seen(result: Callable[[Run, int, int, int], torch.Tensor]) -> bool:
+        found = Found()
+        run = made_run(result, SPECIAL)
+        lossy.require_seen(run, claims, found, run.steps("nan"))
+        return not found.failures
+
+    def left_out(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+        return mean(run, rank, step, index).nan_to_num(0, 0, 0)
+
+    def lost(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+        return mean(run, rank, step, index).nan_to_num(1, 0, 0)
+
+    assert seen(mean)
+    assert seen(left_out)
+    assert not seen(lost)
+    assert not seen(lambda *place: torch.zeros_like(mean(*place)))
 
 
 def test_differences_from_a_reference_are_described() -> None:
