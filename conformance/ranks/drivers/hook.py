@@ -71,8 +71,8 @@ class HookDriver(RankDriver):
         """Make the process groups and the models."""
         self._registered: list[Any] = []
         self._warm_up_inputs: dict[int, list[torch.Tensor | None]] = {}
-        # As scripts do: alike on all ranks, or with the rank added. The seed is the same in all runs,
-        # so that a hook draws the same numbers in each of them.
+        # As scripts do: alike on all ranks, or with the rank added. All runs have the same seed, so
+        # that a hook draws the same numbers in each of them.
         seed_generators(self.scenario.session_seed + self.rank * self.scenario.seeds_differ)
         # Under CUDA graphs, DDP has to be made on the stream that is captured, and the stream
         # before there is a group.
