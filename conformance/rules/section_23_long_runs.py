@@ -29,7 +29,8 @@ _COUNTS = "a count of steps or calls: a warm-up, a schedule, a restart, a counte
     source="Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, lemma 3: residuals are "
     "bounded, however long a run is; torch documentation, PowerSGDState: start_powerSGD_iter",
     remedy=f"{_COUNTS}, a collective that one rank starts at every so many steps; residuals that "
-    "are dropped, scaled or forgotten now and then",
+    "are dropped, scaled or forgotten now and then, or when the model is evaluated; a forward "
+    "without gradients that a hook on the module takes for the one of the step",
 )
 def every_step(run: Run, claims: Claims, found: Found) -> None:
     """In a run of 1,200 to 1,500 steps after the warm-up, and of more under ``--steps``, every
@@ -43,6 +44,10 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
     ``unbiased`` the errors of all steps cancel out in six directions; under ``local`` each result
     is a weighted mean (see ``judging/oracles/long_runs.py``). A run that ends early or hangs fails
     this rule.
+
+    Every 5 to 40 steps the model is evaluated, on all ranks or on one alone: between two steps, by
+    eval(), forwards under no_grad or inference_mode, and train(); or by such forwards between the
+    forward and the backward of a step (``scenarios/evaluations.py``).
     """
     record = LongRecord(run, claims)
     if not record.complete(found):
@@ -159,13 +164,16 @@ def mixing(run: Run, claims: Claims, found: Found) -> None:
     needs=(*_NEEDS, "13.6", "23.1"),
     since="1.6",
     source="torch documentation, torch.optim; Kingma and Ba, Adam, ICLR 2015: bias corrections",
-    remedy="counts in the optimizer's state: bias corrections, schedules; state that is reset",
+    remedy="counts in the optimizer's state: bias corrections, schedules; state that is reset; a "
+    "copy of the weights that the hook steps in place of the parameters",
 )
 def fused(run: Run, claims: Claims, found: Found) -> None:
     """Under ``fused(...)`` every step of a long run changes the parameters as the named optimizer
     of torch.optim does, from their values before it and the gradients so far.
 
-    The bound is 64 units in the last place of the sum of all changes, and two of the value.
+    Every 40 to 250 steps values that the parameters had after an earlier step are loaded into the
+    model, on all ranks alike. The bound is 64 units in the last place of the sum of all changes,
+    and two of the value.
     """
     record = LongRecord(run, claims)
     if run.scenario.long_run.steps_per_round > 1 and claims.lossy:

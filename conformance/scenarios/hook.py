@@ -37,9 +37,11 @@ _CAP = 64 / 2**20
 
 VALUES = Scenario(
     name="values",
-    summary="one bucket; crafted, random and wide-ranged gradients",
+    summary="one bucket; crafted, random and wide-ranged gradients; the global generators of each "
+    "rank are seeded differently",
     params=_SMALL,
     steps=("crafted", "crafted", "crafted", "normal", "normal", "wide"),
+    seeds_differ=True,
 )
 
 FEWER = replace(

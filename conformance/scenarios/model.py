@@ -237,6 +237,8 @@ class Scenario:
         loss_scales: for each step, the exponent of two of the loss scale that its gradients are
             multiplied by; () for none.
         rescale_call: the name of the call that tells the subject of a new loss scale, or ''.
+        seeds_differ: of hooks; each rank seeds the global generators with a number of its own, as
+            scripts do that add the rank to the seed. If false, all ranks seed them alike.
     """
 
     name: str
@@ -287,6 +289,7 @@ class Scenario:
     folded: str = ""
     loss_scales: tuple[int, ...] = ()
     rescale_call: str = ""
+    seeds_differ: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -4,7 +4,7 @@ A parameter is compared with the step that the optimizer of torch.optim makes of
 record, from the value on record before it. So roundings of earlier steps do not add up in the
 parameter; those in the optimizer's own state do, and are relative to all changes so far. The bound
 is 64 units in the last place of the sum of all changes, as in section 13, and of the value itself,
-which a step rounds.
+which a step rounds. Values that the training script loads count from the step after it on.
 """
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from conformance.judging.oracles.long_runs import LongRecord, pattern
 from conformance.judging.oracles.optimizer_claim import make_optimizer
 from conformance.judging.verdict import Found
+from conformance.scenarios.evaluations import loaded_rounds
 
 ROUNDINGS = 64
 ROUNDINGS_OF_VALUE = 2
@@ -55,7 +56,11 @@ def _require_rank(
     optimizer = make_optimizer(record.claims.fused, parameters)
     right = [torch.zeros_like(rows) for rows in values]
     changes = [torch.zeros_like(rows) for rows in values]
+    loaded = loaded_rounds(record.run.scenario)
     for number in range(record.feed.rounds):
+        if number in loaded:
+            for parameter, rows in zip(parameters, values, strict=True):
+                _set(parameter, rows[loaded[number]])
         count = len(record.feed.steps_of(number))
         before = [parameter.detach().clone() for parameter in parameters]
         for step in record.feed.steps_of(number):
@@ -68,8 +73,7 @@ def _require_rank(
             now = parameter.detach()
             right[index][number] = now.reshape(-1).double()
             changes[index][number] = (now - before[index]).abs().reshape(-1).double()
-            on_record = values[index][number].to(parameter.dtype)
-            parameter.data.copy_(on_record.reshape(parameter.shape))
+            _set(parameter, values[index][number])
     for index, rows in enumerate(values):
         eps = torch.finfo(getattr(torch, specs[index].dtype)).eps
         bound = eps * (
@@ -81,11 +85,20 @@ def _require_rank(
         if wrong.any():
             number, element = map(int, wrong.nonzero()[0])
             place = record.place(rank, number, index)
+            if number in loaded:
+                place += (
+                    f" (those after step {record.last_step(loaded[number])} were loaded before it)"
+                )
             value = float(rows[number, element])
             return found.require(
                 False,
                 f"as {record.claims.fused} leaves it: {float(right[index][number, element]):.9g}",
                 f"{place}: {value:.9g}",
-                pattern(wrong.any(1), record.feed),
+                pattern(wrong.any(1), record),
             )
     return True
+
+
+def _set(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a parameter values that are on record."""
+    parameter.data.copy_(values.to(parameter.dtype).reshape(parameter.shape))

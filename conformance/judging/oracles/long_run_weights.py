@@ -64,7 +64,7 @@ def _fail(
         return True
     number = int(wrong.nonzero()[0])
     place = record.place(rank, number, index)
-    cause = pattern(wrong, record.feed)
+    cause = pattern(wrong, record)
     return found.require(False, expected, f"{place}: {actual(number)}", cause)
 
 

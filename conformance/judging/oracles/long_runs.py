@@ -58,7 +58,7 @@ one pair of weights, and each of its parameters shows them if it has at least fo
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,6 +67,7 @@ import torch
 from conformance.judging.oracles.mean import expected_of_inputs, is_right, precision
 from conformance.judging.verdict import Found
 from conformance.records.run import Run, fed
+from conformance.scenarios.evaluations import Evaluation, evaluations
 from conformance.scenarios.feed import Feed, feed_of
 from conformance.scenarios.model import DRAINING
 from conformance.subjects.claims import CONTRACTION, DIFFERENCE, FEEDBACK, Claims
@@ -92,6 +93,11 @@ class LongRecord:
     @cached_property
     def feed(self) -> Feed:
         return feed_of(self.run.scenario)
+
+    @cached_property
+    def evaluations(self) -> Mapping[int, Evaluation]:
+        """The evaluations of the model, by step."""
+        return evaluations(self.run.scenario)
 
     @property
     def warm_up(self) -> int:
@@ -191,6 +197,10 @@ class LongRecord:
             if rank == 0 or not bool(same.all()):
                 yield rank, rows
 
+    def last_step(self, number: int) -> int:
+        """Return the last step of a round."""
+        return self.feed.steps_of(number)[-1]
+
     def place(self, rank: int, number: int, index: int | None = None) -> str:
         """Return the words for a round of a rank."""
         steps = self.feed.steps_of(number)
@@ -201,8 +211,9 @@ class LongRecord:
         return words if index is None else f"{words}, parameter {self.run.parameter_name(index)}"
 
 
-def pattern(wrong: torch.Tensor, feed: Feed) -> str:
+def pattern(wrong: torch.Tensor, record: LongRecord) -> str:
     """Return in words which rounds are wrong, from a mask ``[rounds]`` with at least one."""
+    feed = record.feed
     numbers = wrong.nonzero().reshape(-1)
     steps = [feed.first_steps[int(number)] for number in numbers]
     count = f"{len(steps)} of {feed.rounds} are wrong"
@@ -210,6 +221,14 @@ def pattern(wrong: torch.Tensor, feed: Feed) -> str:
         count = f"{len(steps)} of {feed.rounds} groups of steps are wrong"
     if len(steps) == 1:
         return f"this step alone, of {feed.steps}, is wrong"
+    evaluated = {step for step, one in record.evaluations.items() if one.within_step}
+    if evaluated.issuperset(steps):
+        return (
+            f"{count}: all of them have a forward without gradients between the step's forward and "
+            "its backward"
+        )
+    if evaluated.union(record.evaluations).issuperset(steps):
+        return f"{count}: all of them follow an evaluation of the model, or have one within"
     after = feed.rounds - int(numbers[0])
     if len(steps) >= MOST_OF_THEM * after:
         which = "all steps" if len(steps) == after else f"{len(steps)} of {after} steps"
@@ -231,7 +250,7 @@ def require_exact(record: LongRecord, rounds: range, found: Found) -> bool:
                 first = mistake
     if first is None:
         return True
-    return found.require(False, first[1], first[2], pattern(wrong, record.feed))
+    return found.require(False, first[1], first[2], pattern(wrong, record))
 
 
 def _compare(
@@ -311,7 +330,7 @@ def require_same_bits(record: LongRecord, found: Found) -> bool:
                     False,
                     "the same bits on all ranks",
                     f"ranks 0 and {where}: {values}",
-                    pattern(differs.any(1), record.feed),
+                    pattern(differs.any(1), record),
                 )
     return True
 
@@ -450,7 +469,7 @@ def _require_near(record: LongRecord, limits: torch.Tensor, found: Found) -> boo
                 False,
                 f"a result within {float(limits[number]):.3g} of the mean",
                 f"{record.place(rank, number)}: {float(off[number]):.3g} away",
-                pattern(wrong, record.feed),
+                pattern(wrong, record),
             )
         shares = (off / limits.clamp(min=1e-300))[record.warm_up :]
         found.checked(1, float(shares[limits[record.warm_up :] > 0].max()))
@@ -469,5 +488,5 @@ def _require_finite(
         False,
         "finite values for finite gradients",
         f"{record.place(rank, number, index)}: some are not, or there is no gradient",
-        pattern(broken, record.feed),
+        pattern(broken, record),
     )

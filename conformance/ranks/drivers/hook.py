@@ -19,6 +19,7 @@ from conformance.ranks.instruments.clocks import Clocks
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
 from conformance.ranks.instruments.default_dtype import default_dtype
 from conformance.ranks.instruments.faults import Faults
+from conformance.ranks.instruments.global_seeds import seed_generators
 from conformance.ranks.instruments.hook_observer import Observer
 from conformance.ranks.instruments.source_files import module_of, qualified_name
 from conformance.ranks.instruments.step_recorder import StepRecorder
@@ -70,6 +71,9 @@ class HookDriver(RankDriver):
         """Make the process groups and the models."""
         self._registered: list[Any] = []
         self._warm_up_inputs: dict[int, list[torch.Tensor | None]] = {}
+        # As scripts do: alike on all ranks, or with the rank added. All runs have the same seed, so
+        # that a hook draws the same numbers in each of them.
+        seed_generators(self.scenario.session_seed + self.rank * self.scenario.seeds_differ)
         # Under CUDA graphs, DDP has to be made on the stream that is captured, and the stream
         # before there is a group.
         self._side_stream = side_stream(self.scenario.captured)

@@ -4,6 +4,8 @@ The steps are ordinary steps of DDP. On the model of that scenario one takes two
 milliseconds of a core, so that nothing else has to stand in for it. What would take longer than the
 steps is left out: the observer records no events, gradients are computed once and fed again, and
 the results of all steps go into one tensor for each parameter.
+
+Now and then the model is evaluated, or values are loaded into it (``scenarios/evaluations.py``).
 """
 
 import gc
@@ -19,6 +21,7 @@ from conformance.ranks.instruments.process_settings import FrozenObjects
 from conformance.ranks.models.ddp_model import DDPModel
 from conformance.ranks.models.probe import scripted_gradients
 from conformance.records.recorder import Recorder
+from conformance.scenarios.evaluations import Evaluation, evaluations, loaded_rounds
 from conformance.scenarios.feed import Key, feed_of
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.model import Scenario
@@ -70,6 +73,8 @@ class LongRunTrainer:
         self._begin_step = begin_step
         self._end_step = end_step
         self._feed = feed_of(scenario)
+        self._evaluations = evaluations(scenario)
+        self._loaded_rounds = loaded_rounds(scenario) if scenario.fused else {}
         self._gradients: dict[Key, Gradients] = {}
         # Sums of several steps are exact in float64 if the results are.
         is_sum = scenario.long_run.steps_per_round > 1
@@ -104,6 +109,8 @@ class LongRunTrainer:
         FrozenObjects.freeze()
         for number, place in enumerate(self._feed.places):
             key = self._feed.keys[place]
+            if number in self._loaded_rounds:
+                self._load_values_of(self._loaded_rounds[number])
             for step in self._feed.steps_of(number):
                 self._step(step, key)
                 self._keep(number)
@@ -119,17 +126,46 @@ class LongRunTrainer:
 
     def _step(self, step: int, key: Key) -> None:
         self._begin_step(step, key[0])
+        evaluation = self._evaluations.get(step)
+        if evaluation and not evaluation.within_step:
+            self._evaluate(evaluation, key)
         case = self._model.case
         if case.on_step:
             with self._doing("on_step"):
                 case.on_step(step)
         with self._doing("forward"):
             loss = self._model.ddp(self._gradients[key])
+        if evaluation and evaluation.within_step:
+            self._evaluate(evaluation, key)
         with self._doing("backward"):
             loss.backward()
         if case.after_backward:
             with self._doing("after_backward"):
                 case.after_backward()
+
+    def _evaluate(self, evaluation: Evaluation, key: Key) -> None:
+        """Make forwards without gradients, on all ranks or on one."""
+        if evaluation.rank not in (None, self._rank):
+            return
+        # DDP may communicate in a forward: one rank alone calls the module.
+        model = self._model.ddp if evaluation.rank is None else self._model.model
+        with self._doing("forward"):
+            if evaluation.changes_mode:
+                model.eval()
+            with getattr(torch, evaluation.context)():
+                for _ in range(evaluation.forwards):
+                    model(self._gradients[key])
+            if evaluation.changes_mode:
+                model.train()
+
+    def _load_values_of(self, number: int) -> None:
+        """Load the values of parameters after an earlier round, as of the best weights so far."""
+        values = {
+            name: self._followed[name][number].reshape(parameter.shape)
+            for name, parameter in self._parameters.items()
+        }
+        with self._doing("load_state"):
+            self._model.model.load_state_dict(values)
 
     def _keep(self, number: int) -> None:
         """Keep the results of a step in the row of its round, and forget the gradients."""
