@@ -131,11 +131,14 @@ class Resume:
     Attributes:
         saves_at: the number of steps after which the subject's state is saved; 0 for never.
         resumes: start from the state that the run of the prerequisite saved.
+        of_rank_0: all ranks start from the state that rank 0 saved, and there may be another number
+            of ranks than saved it.
         saved_in: the folder of that run; '' before it is known.
     """
 
     saves_at: int = 0
     resumes: bool = False
+    of_rank_0: bool = False
     saved_in: str = ""
 
 

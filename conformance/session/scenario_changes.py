@@ -31,6 +31,7 @@ from conformance.scenarios.hook import (
     VALUES,
 )
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.reused_states import RESUMED_BY_OTHER_RANKS
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.specials import without_element
 from conformance.scenarios.surroundings import (
@@ -129,6 +130,8 @@ def bring_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
         return join_loop_draws.draw_groups(scenario, generator(scenario), claims.min_world_size)
     if scenario.name == JOINT.name:
         return with_ranks(scenario, claims.min_world_size)
+    if scenario.name == RESUMED_BY_OTHER_RANKS.name:
+        return replace(scenario, size=claims.min_world_size + 1)
     return with_groups_of(scenario, claims.min_world_size)
 
 
@@ -151,6 +154,7 @@ def has_fewer_ranks(scenario: Scenario, claims: Claims) -> bool:
         *_ON_TWO_GROUPS,
         joins_in_loops.TWO_GROUPS.name,
         JOINT.name,
+        RESUMED_BY_OTHER_RANKS.name,
     )
     return brings_ranks and smallest < claims.min_world_size
 

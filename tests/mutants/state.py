@@ -1,8 +1,10 @@
 """Mutants of section 11: state that is shared between models, or lost in a checkpoint."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.mutants import Mutant
 from tests.mutants._helpers import (
@@ -157,8 +159,112 @@ def half_at_random_by_place(state: SavedByPlace, bucket: Bucket) -> Result:
     return half_at_random(state, bucket)
 
 
+# 11.3 The state of rank 0 on all ranks, and on another number of ranks
+
+
+class Divides:
+    """Save the weight of a rank's gradient, which is right for the first number of ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        self.weight = torch.ones(()) / world_size
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        vars(self).update(saved)
+
+
+def saved_weight(state: Divides, bucket: Bucket) -> Result:
+    """Weight gradients with a number from the checkpoint."""
+    buffer = bucket.buffer()
+    if is_dense(bucket):
+        buffer.mul_(state.weight)
+    else:
+        buffer = buffer * state.weight
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda fut: fut.value()[0])
+
+
+class Members:
+    """Save the ranks that take part."""
+
+    def __init__(self, world_size: int) -> None:
+        self.members = list(range(world_size))
+
+
+def _gathered(bucket: Bucket, mean: Callable[[list[torch.Tensor]], torch.Tensor]) -> Result:
+    """Send a dense bucket to all ranks, and make a mean of all of them."""
+    buffer = bucket.buffer()
+    if not is_dense(bucket):
+        return average(bucket, None)
+    parts = [torch.empty_like(buffer) for _ in range(dist.get_world_size())]
+    work = dist.all_gather(parts, buffer, async_op=True)
+    return work.get_future().then(lambda fut: (fut.value(), mean(parts))[1])
+
+
+def mean_of_saved_members(state: Members, bucket: Bucket) -> Result:
+    """Average the gradients of those ranks that took part when the state was saved."""
+
+    def mean(parts: list[torch.Tensor]) -> torch.Tensor:
+        scaled = [parts[rank] / len(state.members) for rank in state.members]
+        return torch.stack(scaled).sum(0)
+
+    return _gathered(bucket, mean)
+
+
+class Peers:
+    """Save the other ranks, which are others on each rank."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.peers = [other for other in range(world_size) if other != rank]
+
+
+def own_and_peers(state: Peers, bucket: Bucket) -> Result:
+    """Add the gradients of the peers in the state to the rank's own."""
+    own = bucket.buffer().clone() if is_dense(bucket) else None
+
+    def mean(parts: list[torch.Tensor]) -> torch.Tensor:
+        world = dist.get_world_size()
+        peers = [other for other in state.peers if other < world]
+        peers += range(len(peers) + 1, world)
+        return torch.stack([own, *(parts[other] for other in peers)]).div_(world).sum(0)
+
+    return _gathered(bucket, mean)
+
+
+class Shard:
+    """Save the place of the rank's part of each bucket."""
+
+    def __init__(self, rank: int) -> None:
+        self.place = rank
+
+
+def saved_shard(state: Shard, bucket: Bucket) -> Result:
+    """Average the part of the bucket that the state names, and collect the parts of all ranks."""
+    buffer = bucket.buffer()
+    if not is_dense(bucket):
+        return average(bucket, None)
+    world = dist.get_world_size()
+    size = -(-buffer.numel() // world)
+    padded = torch.nn.functional.pad(buffer / world, (0, size * world - buffer.numel()))
+    whole = dist.all_reduce(padded, async_op=True).get_future()
+
+    def place(fut: Result) -> torch.Tensor:
+        mean = fut.value()[0]
+        begin = size * (state.place % world)
+        mine = torch.zeros_like(mean)
+        mine[begin : begin + size] = mean[begin : begin + size]
+        first = size * dist.get_rank()
+        # Of the other ranks' parts, all hold the mean already: only the own part is at stake.
+        mean[first : first + size] = mine[first : first + size]
+        return mean[: buffer.numel()]
+
+    return whole.then(place)
+
+
 _RESIDUALS = "compressed(delta=0.25), world_only"
 _SAVED = "compressed(delta=0.25), world_only, checkpointable"
+_EXACT = "exact, world_only, checkpointable"
 _STATE = "tests.mutants.state:"
 
 MUTANTS = [
@@ -170,4 +276,8 @@ MUTANTS = [
     ),
     Mutant("half_at_random_by_place", ("11.3",), _SAVED, f"{_STATE}SavedByPlace"),
     Mutant("half_at_random", ("11.4",), _SAVED, f"{_STATE}Residuals"),
+    Mutant("saved_weight", ("11.3",), _EXACT, f"{_STATE}Divides"),
+    Mutant("mean_of_saved_members", ("11.3", "11.4"), _EXACT, f"{_STATE}Members"),
+    Mutant("own_and_peers", ("11.3", "11.4"), _EXACT, f"{_STATE}Peers"),
+    Mutant("saved_shard", ("11.3", "11.4"), _EXACT, f"{_STATE}Shard"),
 ]
