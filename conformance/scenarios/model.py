@@ -25,6 +25,7 @@ class Param:
         layout: ``contiguous``, ``channels_last``, ``channels_last_3d``, ``transposed``, or
             ``sparse`` (an embedding whose gradient is a sparse tensor).
         frozen: it requires no gradient.
+        frozen_under: the numbers of the DDPs under which it requires no gradient; the first is 0.
         uses: how often the forward uses it. Its gradient is the sum over all uses.
         exponent: its gradients are multiplied by ``2**exponent``, which is exact; if they repeat a
             table, only those from element 2**24 on.
@@ -35,6 +36,7 @@ class Param:
     dtype: str = "float32"
     layout: str = "contiguous"
     frozen: bool = False
+    frozen_under: tuple[int, ...] = ()
     uses: int = 1
     exponent: int = 0
     exponents: tuple[int, ...] = ()
@@ -193,6 +195,8 @@ class Scenario:
             ``ranks/instruments/schedule.py``.
         seed: the seed of that order.
         fault: the failure that the kit causes.
+        rewraps: steps before which DDP is made anew over the same model, with other frozen
+            parameters; the same hook and state are registered on it.
         prerequisite: a scenario; if its run breaks, this one is skipped, since it would break too.
         first_step: the number of the first step for the inputs, if a run continues another.
         repeat: distinguishes runs of the same experiment.
@@ -254,6 +258,7 @@ class Scenario:
     seed: int = 0
     fault: Fault = Fault()
     resume: Resume = Resume()
+    rewraps: tuple[int, ...] = ()
     prerequisite: str = "values"
     first_step: int = 0
     repeat: int = 0
@@ -323,6 +328,12 @@ class Scenario:
             return "float32"
         return self.default_dtypes[max(step, 0) % len(self.default_dtypes)]
 
+    def is_frozen(self, index: int, step: int) -> bool:
+        """Whether a parameter requires no gradient in a step."""
+        spec = self.params[index]
+        number = sum(step >= at for at in self.rewraps)
+        return spec.frozen or number in spec.frozen_under
+
     def group_of(self, rank: int, world: int) -> tuple[int, ...]:
         """Return the global ranks of the group that ``rank`` trains in."""
         return next((group for group in self.groups if rank in group), tuple(range(world)))
@@ -379,7 +390,7 @@ class Scenario:
 def scenario_from_json(data: dict[str, Any]) -> Scenario:
     """Rebuild a scenario that travelled as JSON."""
     params = tuple(
-        Param(**{**p, "shape": tuple(p["shape"]), "exponents": tuple(p["exponents"])})
+        Param(**{**p, **{name: tuple(p[name]) for name in ("shape", "exponents", "frozen_under")}})
         for p in data["params"]
     )
     groups, twin_groups = (
@@ -397,6 +408,7 @@ def scenario_from_json(data: dict[str, Any]) -> Scenario:
             "default_dtypes",
             "nodes",
             "idle",
+            "rewraps",
         )
     }
     nested = {

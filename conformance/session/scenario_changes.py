@@ -296,6 +296,7 @@ def begin_with_warmup(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(
         scenario,
         steps=("crafted",) * claims.warmup + scenario.steps,
+        rewraps=tuple(at + claims.warmup for at in scenario.rewraps),
         unrecorded_steps=claims.steps_of_warmup - claims.warmup,
         fault=replace(scenario.fault, step=scenario.fault.step + claims.warmup),
         resume=replace(scenario.resume, saves_at=saves_at + claims.warmup if saves_at else 0),

@@ -11,6 +11,7 @@ from tests.mutants._helpers import (
     Bucket,
     Result,
     average,
+    average_of,
     change_gradient,
     finite,
     is_dense,
@@ -262,6 +263,66 @@ def saved_shard(state: Shard, bucket: Bucket) -> Result:
     return whole.then(place)
 
 
+# 4.2 A state that DDP is made anew with
+
+
+class SettledSteps(Steps):
+    """A state that keeps numbers of each bucket once DDP no longer changes its buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Any] = {}
+
+    def keep(self, bucket: Bucket, made: Any) -> Any:
+        """Return the object that is kept for the bucket's index, or ``made``."""
+        if self.step >= 3:
+            made = self.kept.setdefault(bucket.index(), made)
+        self.step += bucket.is_last()
+        return made
+
+
+def settled_lengths(state: SettledSteps, bucket: Bucket) -> Result:
+    """Average as many elements as the bucket of that index had in the fourth step."""
+    if not is_dense(bucket):
+        return average(bucket, None)
+    buffer = bucket.buffer()
+    length = state.keep(bucket, buffer.numel())
+    average_of_first = average_of(buffer[:length], None)
+    return average_of_first.then(lambda fut: (fut.wait(), buffer)[1])
+
+
+def settled_staging(state: SettledSteps, bucket: Bucket) -> Result:
+    """Send a bucket from a buffer that is kept, and fill the rest of a longer one with zeros."""
+    if not is_dense(bucket):
+        return average(bucket, None)
+    buffer = bucket.buffer()
+    staging = state.keep(bucket, torch.empty_like(buffer))
+    if staging.dtype != buffer.dtype:
+        staging = torch.empty_like(buffer)
+    shared = min(len(staging), len(buffer))
+    staging[:shared] = buffer[:shared]
+
+    def take(mean: torch.Tensor) -> torch.Tensor:
+        buffer.zero_()
+        buffer[:shared] = mean[:shared]
+        return buffer
+
+    return average_of(staging, None).then(lambda fut: take(fut.value()))
+
+
+def settled_parameters(state: SettledSteps, bucket: Bucket) -> Result:
+    """Divide the parts of those parameters that were in the bucket in the fourth step."""
+    if not is_dense(bucket):
+        return average(bucket, None)
+    parameters = state.keep(bucket, list(bucket.parameters()))
+    world = dist.get_world_size()
+    for parameter, part in zip(bucket.parameters(), pieces_of(bucket), strict=True):
+        if any(parameter is one for one in parameters):
+            part.div_(world)
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda fut: fut.value()[0])
+
+
 _RESIDUALS = "compressed(delta=0.25), world_only"
 _SAVED = "compressed(delta=0.25), world_only, checkpointable"
 _EXACT = "exact, world_only, checkpointable"
@@ -276,6 +337,9 @@ MUTANTS = [
     ),
     Mutant("half_at_random_by_place", ("11.3",), _SAVED, f"{_STATE}SavedByPlace"),
     Mutant("half_at_random", ("11.4",), _SAVED, f"{_STATE}Residuals"),
+    Mutant("settled_lengths", ("4.2",), "exact, world_only", f"{_STATE}SettledSteps"),
+    Mutant("settled_staging", ("4.2",), "exact, world_only", f"{_STATE}SettledSteps"),
+    Mutant("settled_parameters", ("4.2",), "exact, world_only", f"{_STATE}SettledSteps"),
     Mutant("saved_weight", ("11.3",), _EXACT, f"{_STATE}Divides"),
     Mutant("mean_of_saved_members", ("11.3", "11.4"), _EXACT, f"{_STATE}Members"),
     Mutant("own_and_peers", ("11.3", "11.4"), _EXACT, f"{_STATE}Peers"),
