@@ -21,7 +21,9 @@ _MAY_BE_NONE = {
     ("value", "digest"),
     ("value", "memory"),
 }
-_OF_PARAMETER = re.compile(r"(?:^|/)(?:grad|parameter|result|dropped|applied|twin)/p(\d+)(?:\.weight)?$")
+_OF_PARAMETER = re.compile(
+    r"(?:^|/)(?:grad|parameter|result|dropped|applied|twin)/p(\d+)(?:\.weight)?$"
+)
 
 
 def misshapen(runs: Iterable[Run]) -> tuple[str, str] | None:

@@ -79,6 +79,8 @@ class Rule:
             of them fails, or does not apply itself.
         reads_all_runs: the function gets all runs at once, instead of one after another.
         may_refuse: the hook may raise an exception on every rank instead.
+        refusable: the scenarios among them that the hook may refuse in this way; the others then
+            decide.
         claimed: the claim (an attribute of ``Claims``) that the rule applies to. A subject without
             the claim is not run for it. Empty if the rule applies to all.
         unless: the claim under which the rule does not apply. Empty if there is none.
@@ -111,6 +113,7 @@ class Rule:
     presumes: tuple[str, ...]
     reads_all_runs: bool
     may_refuse: bool
+    refusable: tuple[Scenario, ...]
     claimed: str
     unless: str
     baseline: str
@@ -170,6 +173,7 @@ def rule(
     watches: bool = False,
     reads_all_runs: bool = False,
     may_refuse: bool = False,
+    refusable: tuple[Scenario, ...] = (),
     claimed: str = "",
     unless: str = "",
     baseline: str = "",
@@ -200,6 +204,7 @@ def rule(
             presumes=presumes,
             reads_all_runs=reads_all_runs,
             may_refuse=may_refuse,
+            refusable=refusable,
             claimed=claimed,
             unless=unless,
             baseline=baseline,

@@ -179,7 +179,8 @@ def refused_on_every_rank(run: Run) -> bool:
     """
     if run.stopped != "ended":
         return False
-    refusals = [_is_refusal(rank) for rank in run.ranks]
+    may_refuse = {"load_state"} if run.scenario.resume.of_rank_0 else set()
+    refusals = [_is_refusal(rank, may_refuse) for rank in run.ranks]
     if run.scenario.uneven:
         return any(refusals) and all(rank.first("error") for rank in run.ranks)
     return all(refusals)
@@ -204,8 +205,9 @@ def fault_of_torch(run: Run) -> str | None:
     return found
 
 
-def _is_refusal(rank: RankRecord) -> bool:
-    errors = (error for error in rank.all("error") if error["where"] not in _NO_REFUSAL)
+def _is_refusal(rank: RankRecord, may_refuse: set[str]) -> bool:
+    no_refusal = set(_NO_REFUSAL) - may_refuse
+    errors = (error for error in rank.all("error") if error["where"] not in no_refusal)
     error = next(errors, None)
     return error is not None and not _is_secondary(f"{error['type']}: {error['message']}")
 

@@ -171,7 +171,7 @@ class Run:
         all_used = not self.scenario.ddp.find_unused_parameters
         used = all_used or self._uses(group, rank, step, index)
         has_input = self.scenario.has_input(rank, self.world, step)
-        return has_input and used and not self.scenario.params[index].frozen
+        return has_input and used and not self.scenario.is_frozen(index, step)
 
     def _uses(self, group: tuple[int, ...], rank: int, step: int, index: int) -> bool:
         """Whether the forward of a rank uses a parameter, if some are left out."""

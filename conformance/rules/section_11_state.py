@@ -11,6 +11,7 @@ from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
 from conformance.scenarios.hook import RESUMED, RESUMED_ONE, SAVED, SAVED_ONE, TWO_MODELS, VALUES
+from conformance.scenarios.reused_states import RESUMED_ELSEWHERE
 from conformance.scenarios.surroundings import JOINT
 from conformance.subjects.claims import DIFFERENCE, Claims
 
@@ -77,16 +78,17 @@ def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 @rule(
     "11.3",
     "Resumes parameter by parameter",
-    on=(SAVED, RESUMED),
-    owns=(SAVED, RESUMED),
+    on=(SAVED, RESUMED, *RESUMED_ELSEWHERE),
+    owns=(SAVED, RESUMED, *RESUMED_ELSEWHERE),
+    refusable=RESUMED_ELSEWHERE,
     claimed="checkpointable",
     reads_all_runs=True,
     needs=("11.2",),
     since="1.2",
     source="torch documentation, DistributedDataParallel: buckets are rebuilt after the first "
     "step, and a new process starts over",
-    remedy="state that is kept by bucket, or by a parameter's address; keep it by the parameter's "
-    "place in the model",
+    remedy="state that is kept by bucket, or by a parameter's address: keep it by the parameter's "
+    "place in the model; a rank or a number of ranks in the saved state: ask the group for it",
 )
 def by_parameter(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` the steps before and after the change of processes, taken as one
@@ -94,8 +96,27 @@ def by_parameter(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
     So are the parameters of a fused hook. Bits may differ here: a new process has its parameters in
     other places of the bucket until DDP has rebuilt it.
+
+    Training scripts let rank 0 save, load that state on every rank, and may resume with another
+    number of ranks: two save, and three or four resume. A hook that is neither lossy nor fused has
+    no memory of its rank, so that its results are right then, too. Or it refuses such a state with
+    an error on every rank.
     """
-    saved, resumed = runs.values()
+    saved, resumed, *elsewhere = runs.values()
+    if not _require_joined(saved, resumed, claims, found):
+        return
+    for other in elsewhere:
+        at = other.scenario.resume.saves_at
+        later = [step for step in other.steps("crafted", "normal") if step >= at]
+        if not require_steps(other, claims, found, later):
+            last = found.failures[-1]
+            by = f"resumed by {other.world} ranks, all from the state of rank 0 of {saved.world}"
+            found.failures[-1] = replace(last, actual=f"{by}: {last.actual}")
+            return
+
+
+def _require_joined(saved: Run, resumed: Run, claims: Claims, found: Found) -> bool:
+    """Require the steps of two runs, taken as one, to be right; return whether they are."""
     at = saved.scenario.resume.saves_at
     pairs = zip(saved.ranks, resumed.ranks, strict=True)
     ranks = [_joined(one, other, at, len(saved.scenario.steps)) for one, other in pairs]
@@ -103,6 +124,7 @@ def by_parameter(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     require_steps(joined, claims, found, joined.steps("crafted"))
     if claims.fused:
         require_optimizer(joined, claims, found)
+    return not found.failures
 
 
 @rule(

@@ -1,5 +1,6 @@
 """Section 4: models and options of DDP that change the buckets."""
 
+from dataclasses import replace
 from itertools import product
 
 from conformance.judging.common_rules import DEFAULT_DTYPE
@@ -8,6 +9,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.hook import COMBINED, FROZEN, STATIC, UNUSED
+from conformance.scenarios.reused_states import REWRAPPED
 from conformance.scenarios.surroundings import DEFAULT_DTYPES
 from conformance.subjects.claims import Claims
 
@@ -47,19 +49,38 @@ def left_out(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "4.2",
     "Works beside frozen parameters and with one that is used twice",
-    on=(FROZEN,),
-    owns=(FROZEN,),
+    on=(FROZEN, REWRAPPED),
+    owns=(FROZEN, REWRAPPED),
+    refusable=(REWRAPPED,),
     needs=("2.1",),
     since="1.1",
     source="torch documentation, DistributedDataParallel: parameters that require no gradient are "
     "not in buckets",
     remedy="offsets or names made from all of model.parameters(); tensor hooks on parameters that "
-    "require no gradient",
+    "require no gradient; plans, offsets or buffers that a state keeps for each bucket: once DDP "
+    "is made anew, they have other parameters",
 )
 def frozen(run: Run, claims: Claims, found: Found) -> None:
     """Frozen parameters change nothing for the parameters between them. A parameter that the
-    forward uses twice gets the mean of the sum."""
-    require_steps(run, claims, found, run.steps("crafted"))
+    forward uses twice gets the mean of the sum.
+
+    So it is if layers thaw or freeze after some steps: DDP is made anew over the same model, with
+    the same hook and state, and its buckets have other parameters and sizes. Or the subject refuses
+    to reuse its state with an error on every rank. A set-up, or a factory that takes the model, may
+    keep DDP: it is not judged so.
+    """
+    if any(rank.first("keeps_ddp") for rank in run.ranks):
+        found.leaves_out(
+            "states that serve DDP anew, after layers have thawed, are not judged: the subject "
+            "takes the model under DDP"
+        )
+        return
+    steps = run.steps("crafted")
+    if not require_steps(run, claims, found, steps) and run.scenario.rewraps:
+        places = " and ".join(map(str, run.scenario.rewraps))
+        last = found.failures[-1]
+        actual = f"DDP is made anew in steps {places}: {last.actual}"
+        found.failures[-1] = replace(last, actual=actual)
 
 
 @rule(

@@ -27,6 +27,7 @@ class Param:
         layout: ``contiguous``, ``channels_last``, ``channels_last_3d``, ``transposed``, or
             ``sparse`` (an embedding whose gradient is a sparse tensor).
         frozen: it requires no gradient.
+        frozen_under: the numbers of the DDPs under which it requires no gradient; the first is 0.
         uses: how often the forward uses it. Its gradient is the sum over all uses.
         exponent: its gradients are multiplied by ``2**exponent``, which is exact; if they repeat a
             table, only those from element 2**24 on.
@@ -37,6 +38,7 @@ class Param:
     dtype: str = "float32"
     layout: str = "contiguous"
     frozen: bool = False
+    frozen_under: tuple[int, ...] = ()
     uses: int = 1
     exponent: int = 0
     exponents: tuple[int, ...] = ()
@@ -136,11 +138,14 @@ class Resume:
     Attributes:
         saves_at: the number of steps after which the subject's state is saved; 0 for never.
         resumes: start from the state that the run of the prerequisite saved.
+        of_rank_0: all ranks start from the state that rank 0 saved, and there may be another number
+            of ranks than saved it.
         saved_in: the folder of that run; '' before it is known.
     """
 
     saves_at: int = 0
     resumes: bool = False
+    of_rank_0: bool = False
     saved_in: str = ""
 
 
@@ -195,6 +200,8 @@ class Scenario:
             ``ranks/instruments/schedule.py``.
         seed: the seed of that order.
         fault: the failure that the kit causes.
+        rewraps: steps before which DDP is made anew over the same model, with other frozen
+            parameters; the same hook and state are registered on it.
         prerequisite: a scenario; if its run breaks, this one is skipped, since it would break too.
         first_step: the number of the first step for the inputs, if a run continues another.
         repeat: distinguishes runs of the same experiment.
@@ -258,6 +265,7 @@ class Scenario:
     seed: int = 0
     fault: Fault = Fault()
     resume: Resume = Resume()
+    rewraps: tuple[int, ...] = ()
     prerequisite: str = "values"
     first_step: int = 0
     repeat: int = 0
@@ -332,6 +340,12 @@ class Scenario:
             return "float32"
         return self.default_dtypes[max(step, 0) % len(self.default_dtypes)]
 
+    def is_frozen(self, index: int, step: int) -> bool:
+        """Whether a parameter requires no gradient in a step."""
+        spec = self.params[index]
+        number = sum(step >= at for at in self.rewraps)
+        return spec.frozen or number in spec.frozen_under
+
     def group_of(self, rank: int, world: int) -> tuple[int, ...]:
         """Return the global ranks of the group that ``rank`` trains in."""
         return next((group for group in self.groups if rank in group), tuple(range(world)))
@@ -388,7 +402,7 @@ class Scenario:
 def scenario_from_json(data: dict[str, Any]) -> Scenario:
     """Rebuild a scenario that travelled as JSON."""
     params = tuple(
-        Param(**{**p, "shape": tuple(p["shape"]), "exponents": tuple(p["exponents"])})
+        Param(**{**p, **{name: tuple(p[name]) for name in ("shape", "exponents", "frozen_under")}})
         for p in data["params"]
     )
     groups, twin_groups = (
@@ -406,6 +420,7 @@ def scenario_from_json(data: dict[str, Any]) -> Scenario:
             "default_dtypes",
             "nodes",
             "idle",
+            "rewraps",
         )
     }
     nested = {

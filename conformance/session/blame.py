@@ -50,6 +50,8 @@ def consequence(
         return Consequence(Verdict.NOT_APPLICABLE, reason, checks=1)
     if rule.worlds is WorldSizes.BELOW_MINIMUM and refuses:
         return Consequence(Verdict.PASS, failed.line, checks=1)
+    if refuses_reuse(rule, run):
+        return Consequence(Verdict.PASS, f"refused with an error on every rank: {failed.line}", 1)
     if excluded and refuses and len(rule.on) > 1 and not owns(rule, run):
         return None
     if (rule.may_refuse or excluded) and refuses:
@@ -58,6 +60,14 @@ def consequence(
     if is_responsible(rules, rule, run, failed):
         return Consequence(Verdict.FAIL, failed.line)
     return Consequence(Verdict.NOT_RUN, f"{run.name} broke: {failed.line}")
+
+
+def refuses_reuse(rule: Rule, run: Run) -> bool:
+    """Whether a subject has refused, with an error on every rank, to use a state anew as the
+    scenario does; the rule is judged on its other runs.
+    """
+    refusable = {scenario.name for scenario in rule.refusable}
+    return run.scenario.family in refusable and refused_on_every_rank(run)
 
 
 def is_responsible(rules: Mapping[str, Rule], rule: Rule, run: Run, failed: FailedRun) -> bool:

@@ -15,7 +15,14 @@ from conformance.judging.verdict import NOT_CLAIMED, Failure, Judgement, Verdict
 from conformance.records.run import Run
 from conformance.scenarios.model import Scenario
 from conformance.session.apply_rule import RuleCrashed, apply_rule
-from conformance.session.blame import blamed_rule, consequence, is_responsible, missing_claim, owns
+from conformance.session.blame import (
+    blamed_rule,
+    consequence,
+    is_responsible,
+    missing_claim,
+    owns,
+    refuses_reuse,
+)
 from conformance.session.coverage import Measured, measure, runs_of
 from conformance.session.plan import Plan
 from conformance.session.prerequisites import builds_on, needs_of, reason_not_applicable
@@ -319,10 +326,13 @@ class Engine:
             )
             return Judgement(rule.number, Verdict.NOT_APPLICABLE, reason)
         names = {scenario.name for scenario, _ in wanted}
-        if not wanted or (rule.reads_all_runs and names < {scenario.name for scenario in rule.on}):
+        if not wanted or (
+            rule.reads_all_runs and names < {one.name for one in self.plan.scenarios_of(rule)}
+        ):
             return Judgement(rule.number, Verdict.NOT_RUN, "no world size of this profile runs it")
         judgement = Judgement(rule.number, Verdict.PASS)
         usable: dict[str, Run] = {}
+        refused = 0
         baselines: dict[str, Run] = {}
         for scenario, size in wanted:
             run = self.maker.run(scenario, size)
@@ -335,6 +345,7 @@ class Engine:
                 judgement.note_run(name, Verdict.NOT_RUN, run.reason)
             elif failed := self.maker.failure_of(run):
                 self._note_failed_run(rule, run, failed, judgement)
+                refused += refuses_reuse(rule, run)
             elif not rule.reads_all_runs:
                 try:
                     self._set_beside(rule, run, scenario, size)
@@ -347,7 +358,7 @@ class Engine:
                     usable[name] = run
                 except NodeLost as error:
                     judgement.note_run(name, Verdict.NOT_RUN, str(error))
-        if rule.reads_all_runs and len(usable) == len(wanted):
+        if rule.reads_all_runs and len(usable) + refused == len(wanted):
             self._note_findings(judgement, _joined(list(usable)), rule, {**usable, **baselines})
         # A rule without any check had no chance to fail, whatever its runs say.
         if judgement.verdict is Verdict.PASS and not judgement.checks:

@@ -78,11 +78,24 @@ class Plan:
         """Return the place of a scenario in the order in which scenarios run."""
         return list(self._by_name).index(scenario.name)
 
+    def scenarios_of(self, rule: Rule) -> list[Scenario]:
+        """Return the scenarios that a rule reads for this subject, as written.
+
+        A lossy or fused hook may keep memory of its rank alone, which serves no other rank.
+        """
+        has_memory = bool(self._claims.lossy or self._claims.fused)
+        return [
+            scenario
+            for scenario in rule.on
+            if not scenario.resume.of_rank_0
+            or not (has_memory or self._exceeds_limit(self.adapted(scenario)))
+        ]
+
     def runs_of(self, rule: Rule) -> list[tuple[Scenario, int]]:
         """Return the scenarios that a rule reads, each with a world size."""
         if rule.probes:
             return []  # its runs are known once others have been made
-        scenarios = [self.adapted(scenario) for scenario in rule.on]
+        scenarios = [self.adapted(scenario) for scenario in self.scenarios_of(rule)]
         if rule.worlds is WorldSizes.BELOW_MINIMUM:
             return [(scenario, size) for scenario in scenarios for size in self.below_minimum]
         runs = [
@@ -117,4 +130,7 @@ class Plan:
         adapted = [self.adapted(plainer) for plainer in before]
         if size not in self.world_sizes:
             size = self.primary
-        return [(plainer, size) for plainer in adapted if size in plainer.fits(self.world_sizes)]
+        runs = [(plainer, size) for plainer in adapted if size in plainer.fits(self.world_sizes)]
+        if scenario.resume.of_rank_0 and adapted[1] not in [plainer for plainer, _ in runs]:
+            runs.append((adapted[1], adapted[1].fits(self.world_sizes)[0]))
+        return runs

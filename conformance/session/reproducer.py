@@ -132,6 +132,7 @@ def _is_ordinary(scenario: Scenario) -> bool:
         scenario.ddp.find_unused_parameters,
         bool(scenario.simulated),
         bool(scenario.resume.saves_at),
+        bool(scenario.rewraps),
         scenario.fault.kind != "none",
         not scenario.params,
         len(scenario.params) > _MOST_PARAMETERS,

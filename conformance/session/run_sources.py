@@ -106,8 +106,7 @@ class LocalSource(RunSource):
         self, scenario: Scenario, world: int, subject: SubjectSpec | None, folder_name: str
     ) -> Run:
         if scenario.resume.resumes:
-            earlier = folder_name.replace(f"{scenario.name}@", f"{scenario.prerequisite}@")
-            saved_in = str(self._saved[earlier])
+            saved_in = str(self._saved_for(scenario, folder_name))
             scenario = replace(scenario, resume=replace(scenario.resume, saved_in=saved_in))
         folder = self._pool.run(scenario, world, subject, folder_name)
         try:
@@ -116,6 +115,14 @@ class LocalSource(RunSource):
             if self._keep:
                 _keep(folder, self._keep)
             self._remove(folder, folder_name, scenario)
+
+    def _saved_for(self, scenario: Scenario, folder_name: str) -> Path:
+        """Return the folder of the run that a run continues, which may have other ranks."""
+        earlier = folder_name.replace(f"{scenario.name}@", f"{scenario.prerequisite}@")
+        if earlier in self._saved:
+            return self._saved[earlier]
+        prefix = earlier.rpartition("@")[0] + "@"
+        return next(folder for name, folder in self._saved.items() if name.startswith(prefix))
 
     def _remove(self, folder: Path, folder_name: str, scenario: Scenario) -> None:
         """Remove a run's folder; if others resume from it, keep it and remove its predecessor."""

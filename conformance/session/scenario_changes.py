@@ -36,6 +36,7 @@ from conformance.scenarios.hook import (
     VALUES,
 )
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.reused_states import RESUMED_BY_OTHER_RANKS
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.specials import with_all_elements, without_element
 from conformance.scenarios.surroundings import (
@@ -134,6 +135,8 @@ def bring_enough_ranks(scenario: Scenario, claims: Claims) -> Scenario:
         return join_loop_draws.draw_groups(scenario, generator(scenario), claims.min_world_size)
     if scenario.name == JOINT.name:
         return with_ranks(scenario, claims.min_world_size)
+    if scenario.name == RESUMED_BY_OTHER_RANKS.name:
+        return replace(scenario, size=claims.min_world_size + 1)
     return with_groups_of(scenario, claims.min_world_size)
 
 
@@ -156,6 +159,7 @@ def has_fewer_ranks(scenario: Scenario, claims: Claims) -> bool:
         *_ON_TWO_GROUPS,
         joins_in_loops.TWO_GROUPS.name,
         JOINT.name,
+        RESUMED_BY_OTHER_RANKS.name,
     )
     return brings_ranks and smallest < claims.min_world_size
 
@@ -306,6 +310,7 @@ def begin_with_warmup(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(
         scenario,
         steps=("crafted",) * claims.warmup + scenario.steps,
+        rewraps=tuple(at + claims.warmup for at in scenario.rewraps),
         unrecorded_steps=claims.steps_of_warmup - claims.warmup,
         fault=replace(scenario.fault, step=scenario.fault.step + claims.warmup),
         resume=replace(scenario.resume, saves_at=saves_at + claims.warmup if saves_at else 0),

@@ -418,7 +418,12 @@ def _saved_files(scenario: Scenario, world: int) -> list[tuple[int, Path]]:
     if not scenario.resume.saved_in:
         return []
     saved = Path(scenario.resume.saved_in)
-    return [(rank, saved / str(rank) / name) for rank in range(world) for name in SAVED]
+    of_rank_0 = scenario.resume.of_rank_0
+    return [
+        (rank, saved / str(0 if of_rank_0 else rank) / name)
+        for rank in range(world)
+        for name in SAVED
+    ]
 
 
 def _describe_losses(lost: list[tuple[Member, str]]) -> str:

@@ -98,7 +98,8 @@ class RankDriver(ABC):
         self.activity = KIT
         self.saved: Path | None = None
         if scenario.resume.saved_in:
-            self.saved = Path(scenario.resume.saved_in) / str(rank)
+            saved_by = 0 if scenario.resume.of_rank_0 else rank
+            self.saved = Path(scenario.resume.saved_in) / str(saved_by)
         self.calls = SubjectCalls(any_thread=self.calls_own_all_threads)
         self.collectives = self.make_collective_recorder()
         self.failing = FailingCollective(scenario, rank, recorder)

@@ -293,6 +293,11 @@ class HookDriver(RankDriver):
     def _step(self, step: int, kind: str) -> bool:
         """Run one step; return False if an injected fault has ended the run as it should."""
         self.begin_step(step, kind)
+        if step in self.scenario.rewraps:
+            if self.model.belongs_to_ddp:
+                self.recorder.event("keeps_ddp")
+                return False
+            self.model.wrap_anew(step, self.doing)
         # The twin's steps belong to the subject as well.
         self._steps.before_step()
         # A hook may keep what it sees in its first call: on two groups, that of the larger one.

@@ -17,7 +17,7 @@ from conformance.errors import TargetError
 from conformance.ranks.models.probe import Probe, training_network
 from conformance.ranks.models.training_loop import TrainingLoop
 from conformance.ranks.resolve import Context, Resolved, call_with_names, make_hook, make_state
-from conformance.records.files import MODEL, STATE
+from conformance.records.files import MODEL, MODEL_MADE, STATE
 from conformance.scenarios.model import Scenario
 from conformance.subjects.spec import Case
 
@@ -41,6 +41,7 @@ class DDPModel:
         nameless: the type of a hook that has no name of its own; '' if it has a name.
         not_weights_only: why a saved state could not be loaded with ``weights_only=True``; '' if
             it could.
+        belongs_to_ddp: the subject has been given the model under DDP, and may keep it.
     """
 
     def __init__(
@@ -61,14 +62,7 @@ class DDPModel:
             self.model: torch.nn.Module = probe.to(device)
         else:
             self.model = training_network().to(device)
-        self.ddp = DistributedDataParallel(
-            self.model,
-            process_group=group if names_group else None,
-            bucket_cap_mb=scenario.ddp.bucket_cap_mb,
-            gradient_as_bucket_view=scenario.ddp.gradient_as_bucket_view,
-            find_unused_parameters=scenario.ddp.find_unused_parameters,
-            static_graph=scenario.ddp.static_graph,
-        )
+        self.ddp = self._wrap()
         self.parameters = dict(self.model.named_parameters())
         parameters = list(self.model.parameters())
         # A probe keeps its parameters: rules judge its gradients alone.
@@ -81,6 +75,27 @@ class DDPModel:
         self.rescale: Callable[[float], object] | None = None
         self.nameless = ""
         self.not_weights_only = ""
+        self.belongs_to_ddp = False
+
+    def _wrap(self) -> DistributedDataParallel:
+        options = self._scenario.ddp
+        return DistributedDataParallel(
+            self.model,
+            process_group=self._group if self._names_group else None,
+            bucket_cap_mb=options.bucket_cap_mb,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            find_unused_parameters=options.find_unused_parameters,
+            static_graph=options.static_graph,
+        )
+
+    def wrap_anew(self, step: int, doing: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Make DDP anew with the frozen parameters of a step, and register the same state on it."""
+        with doing(MODEL_MADE):
+            for index, parameter in enumerate(self.parameters.values()):
+                parameter.requires_grad_(not self._scenario.is_frozen(index, step))
+            self.ddp = self._wrap()
+        with doing("register"):
+            self._register_hook()
 
     def register(
         self,
@@ -99,6 +114,7 @@ class DDPModel:
         """
         context = self._context(resolved)
         if resolved.setup is not None:
+            self.belongs_to_ddp = True
             with doing("setup"):
                 self.case = _case_of(call_with_names(resolved.setup, {}, context))
                 if self.case.saved is not None and not _has_state_dict(self.case.saved):
@@ -232,7 +248,7 @@ class DDPModel:
         counted = dist.group.WORLD if self._scenario.world_only else self._group
         context: Context = {
             "process_group": lambda: self._group,
-            "model": lambda: self.ddp,
+            "model": self._named_ddp,
             "rank": lambda: dist.get_rank(counted),
             "world_size": lambda: dist.get_world_size(counted),
             "device": lambda: self._device,
@@ -245,6 +261,10 @@ class DDPModel:
             return make_state(resolved.state, context)
 
         return {**context, "state": state}
+
+    def _named_ddp(self) -> DistributedDataParallel:
+        self.belongs_to_ddp = True
+        return self.ddp
 
     def _default_state(self) -> Any:
         """Return the state if none is given, as torch's default hooks take it."""

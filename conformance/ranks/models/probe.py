@@ -57,14 +57,14 @@ class Probe(nn.Module):
             else:
                 values = torch.full(spec.shape, level, dtype=getattr(torch, spec.dtype))
                 parameter.data = lay_out(values, spec.layout)
-                parameter.requires_grad_(not spec.frozen)
+                parameter.requires_grad_(not (spec.frozen or 0 in spec.frozen_under))
                 self.register_parameter(f"p{index}", parameter)
 
     def forward(self, grads: list[torch.Tensor | None]) -> torch.Tensor:
         """Return a loss with these gradients; a parameter with None takes no part in it."""
         losses = []
         for spec, parameter, grad in zip(self.params, self.tensors, grads, strict=True):
-            if grad is not None and not spec.frozen:
+            if grad is not None and parameter.requires_grad and not spec.frozen:
                 part = grad / spec.uses if spec.uses > 1 else grad
                 losses += [_Scripted.apply(parameter, part) for _ in range(spec.uses)]
         return torch.stack(losses).sum()

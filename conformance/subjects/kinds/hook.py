@@ -14,7 +14,13 @@ number of steps of a run. It is 0.1 unless it is given.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from conformance.scenarios import evidence, process, surroundings, training_sizes
+from conformance.scenarios import (
+    evidence,
+    process,
+    reused_states,
+    surroundings,
+    training_sizes,
+)
 from conformance.scenarios.clusters import CLUSTERS
 from conformance.scenarios.hook import ALL
 from conformance.scenarios.long_runs import ENDURANCE
@@ -445,6 +451,7 @@ HOOK = Kind(
         *evidence.SCENARIOS,
         *VALUES_IN_TRAINING,
         *surroundings.ALL,
+        *reused_states.ALL,
         *process.ALL,
         *training_sizes.ALL,
         ENDURANCE,

@@ -1,0 +1,87 @@
+"""Scenarios in which a state serves more than the ranks and the DDP that it was made for.
+
+resumed_from_rank_0       as many ranks continue as have saved, all from the state of rank 0
+resumed_by_other_ranks    three or four ranks continue from the state of rank 0 of two
+rewrapped                 layers thaw, then others freeze: DDP is made anew each time, and the same
+                          hook and state are registered on it
+"""
+
+import random
+from dataclasses import replace
+
+from conformance.scenarios.hook import FROZEN, RESUMED
+from conformance.scenarios.model import Param, Scenario
+
+_OF_RANK_0 = replace(RESUMED.resume, of_rank_0=True)
+
+RESUMED_FROM_RANK_0 = replace(
+    RESUMED,
+    name="resumed_from_rank_0",
+    summary="all ranks continue from the state that rank 0 saved",
+    resume=_OF_RANK_0,
+)
+
+RESUMED_BY_OTHER_RANKS = replace(
+    RESUMED,
+    name="resumed_by_other_ranks",
+    summary="another number of ranks continues from the state that rank 0 saved; it is drawn",
+    world_sizes=(),
+    size=3,
+    resume=_OF_RANK_0,
+)
+
+RESUMED_ELSEWHERE = (RESUMED_FROM_RANK_0, RESUMED_BY_OTHER_RANKS)
+
+# The first and the last parameter thaw. Later the last one freezes again, and one in the middle.
+REWRAPPED = replace(
+    FROZEN,
+    name="rewrapped",
+    summary="after three to five steps frozen parameters thaw, and later others freeze: DDP is "
+    "made anew over the same model each time, and the same hook and state are registered on it; "
+    "sizes of parameters and buckets are drawn",
+    params=(
+        Param((40,), frozen_under=(0,)),
+        Param((30,)),
+        Param((20,)),
+        Param((11,), frozen_under=(2,)),
+        Param((7,)),
+        Param((60,), frozen_under=(0, 2)),
+    ),
+    steps=("crafted",) * 12,
+    rewraps=(4, 8),
+    prerequisite="frozen",
+)
+
+ALL = (*RESUMED_ELSEWHERE, REWRAPPED)
+
+_BUCKET_CAPS = (16, 4096, 25 * 2**20)  # bytes
+
+
+def _draw_size(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw three or four ranks; two have saved."""
+    return replace(scenario, size=numbers.choice((3, 4)))
+
+
+def _draw_sizes(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the steps, the largest size of a bucket, and six sizes from 1 to 4,000 elements.
+
+    The parameter that thaws last in the model is two to three times as large as the one before it,
+    which is in the first bucket until then: that bucket grows.
+    """
+    sizes = [round(2 ** numbers.uniform(0, 10)) for _ in scenario.params]
+    sizes[-2] += 8
+    sizes[-1] = round(sizes[-2] * numbers.uniform(2, 3))
+    params = zip(scenario.params, sizes, strict=True)
+    first = numbers.randint(3, 5)
+    second = first + numbers.randint(3, 5)
+    cap = numbers.choice(_BUCKET_CAPS) / 2**20
+    return replace(
+        scenario,
+        params=tuple(replace(spec, shape=(size,)) for spec, size in params),
+        steps=scenario.steps[:1] * (second + 3),
+        rewraps=(first, second),
+        ddp=replace(scenario.ddp, bucket_cap_mb=cap),
+    )
+
+
+DRAWS = {RESUMED_BY_OTHER_RANKS.name: _draw_size, REWRAPPED.name: _draw_sizes}
