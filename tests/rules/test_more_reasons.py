@@ -73,6 +73,13 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
     ("number", "make", "claims", "reason"),
     [
         (
+            "4.2",
+            having(made_run, "keeps_ddp"),
+            "",
+            "states that serve DDP anew, after layers have thawed, are not judged: the subject takes "
+            "the model under DDP",
+        ),
+        (
             "10.1",
             of_scenario(made_run, serialised=True),
             "chained",
