@@ -76,8 +76,8 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "4.2",
             having(made_run, "keeps_ddp"),
             "",
-            "states that serve DDP anew, after layers have thawed, are not judged: the subject takes "
-            "the model under DDP",
+            "states that serve DDP anew, after layers have thawed, are not judged: the subject "
+            "takes the model under DDP",
         ),
         (
             "10.1",
