@@ -328,6 +328,8 @@ _SAVED = "compressed(delta=0.25), world_only, checkpointable"
 _EXACT = "exact, world_only, checkpointable"
 _STATE = "tests.mutants.state:"
 
+_OBJECTS = {"11.4": "the state is an object of a class of its own"}
+
 MUTANTS = [
     Mutant("residuals_in_module", ("11.1",), _RESIDUALS, f"{_STATE}Steps"),
     Mutant("seeds_by_class", ("11.1",), "unbiased, world_only", f"{_STATE}StepsOfAll"),
@@ -341,7 +343,7 @@ MUTANTS = [
     Mutant("settled_staging", ("4.2",), "exact, world_only", f"{_STATE}SettledSteps"),
     Mutant("settled_parameters", ("4.2",), "exact, world_only", f"{_STATE}SettledSteps"),
     Mutant("saved_weight", ("11.3",), _EXACT, f"{_STATE}Divides"),
-    Mutant("mean_of_saved_members", ("11.3", "11.4"), _EXACT, f"{_STATE}Members"),
-    Mutant("own_and_peers", ("11.3", "11.4"), _EXACT, f"{_STATE}Peers"),
-    Mutant("saved_shard", ("11.3", "11.4"), _EXACT, f"{_STATE}Shard"),
+    Mutant("mean_of_saved_members", ("11.3", "11.4"), _EXACT, f"{_STATE}Members", because=_OBJECTS),
+    Mutant("own_and_peers", ("11.3", "11.4"), _EXACT, f"{_STATE}Peers", because=_OBJECTS),
+    Mutant("saved_shard", ("11.3", "11.4"), _EXACT, f"{_STATE}Shard", because=_OBJECTS),
 ]

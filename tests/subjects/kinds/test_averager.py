@@ -24,7 +24,7 @@ TORCHS = "torch.distributed.algorithms.model_averaging"
 def refused(rules: dict[str, Rule], case: Case) -> dict[str, str]:
     """Return the MUST rules that do not hold, each with its first cause or observation."""
     reasons = {}
-    for judgement in own_judge().judge(by_short_rules(case)).values():
+    for judgement in own_judge().judge(case if case.rules else by_short_rules(case)).values():
         if judgement.verdict.holds or rules[judgement.number].level != MUST:
             continue
         reasons[judgement.number] = judgement.reason
