@@ -203,6 +203,22 @@ def _steps_with_inputs(run: Run, rank: int) -> list[int]:
     return [step for step in steps if scenario.has_input(rank, run.world, step)]
 
 
+def _steps_and_sources(run: Run, rank: int) -> list[tuple[int, int]]:
+    """Return the steps that change a rank's parameters, each with the rank whose result it takes.
+
+    A rank that has run out of inputs shadows the steps of the others, and takes their parameters
+    when the context ends. It may have inputs again after that.
+    """
+    steps = []
+    for step in range(len(run.scenario.steps)):
+        trains = [r for r in run.group(rank) if run.scenario.has_input(r, run.world, step)]
+        if rank in trains:
+            steps.append((step, rank))
+        elif trains:
+            steps.append((step, trains[0]))
+    return steps
+
+
 def _ways_to_step(run: Run, claims: Claims, rank: int, index: int) -> list[tuple[int, bool]]:
     """Return the steps before a hook's first, and whether it steps unused parameters."""
     steps = _steps_with_inputs(run, rank)
@@ -239,11 +255,11 @@ def _require_optimized(
     parameter = _first_values(spec)
     optimizer = make_optimizer(claims.fused, [parameter])
     changes = torch.zeros(())
-    for step in _steps_with_inputs(run, rank):
-        is_used = run.receives(rank, step, index)
-        got = run.got(rank, step, index) if is_used else run.dropped(rank, step, index)
+    for step, source in _steps_and_sources(run, rank):
+        is_used = run.receives(source, step, index)
+        got = run.got(source, step, index) if is_used else run.dropped(source, step, index)
         if not is_used and got is None:
-            got = run.fed(rank, step, index)
+            got = run.fed(source, step, index)
         if got is None:
             return True  # a missing gradient is a failure of 2.1
         before = parameter.detach().clone()
@@ -252,6 +268,8 @@ def _require_optimized(
             optimizer.step()
         right = parameter.detach()
         changes = changes + (right - before).abs()
+        if source != rank:
+            continue
         now = run.ranks[rank].tensors[f"{step}/parameter/{name}"]
         bound = ROUNDINGS_OF_OPTIMIZER * torch.finfo(parameter.dtype).eps * changes
         near = (now - right).abs() <= bound
