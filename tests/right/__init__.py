@@ -64,6 +64,7 @@ _MODULES = (
     "wrappers",
     "clusters",
     "own_code",
+    "saved_numbers",
     "bounded",
 )
 
