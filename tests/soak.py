@@ -2,6 +2,7 @@
 like.
 
     python -m tests.soak --runs 20 --judges 6
+    python -m tests.soak --rule 24.5,13.1 --only one_bit
 
 Not part of the test run: a rule that is wrong once in twenty runs is found here. Each run draws its
 scenarios from a seed of its own.
@@ -9,24 +10,75 @@ scenarios from a seed of its own.
 
 import argparse
 import collections
-import dataclasses
 import multiprocessing
 import os
 import re
 import sys
 import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from conformance.judging.rule import MUST, WorldSizes
-from conformance.judging.verdict import Verdict
+from conformance.judging.rule import MUST, Rule, WorldSizes
+from conformance.judging.verdict import Judgement, Verdict
 from conformance.rules import book
 from conformance.subjects.claims import LOCAL
 from conformance.subjects.kinds import KINDS
 from tests import test_mutants, test_right
 from tests.cases import WORKERS, Case, judges, subject_and_claims
 from tests.hooks_ref import test_certified
+from tests.mutants import Mutant
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--runs", type=int, default=20)
+    add(
+        "--judges",
+        type=int,
+        default=WORKERS,
+        help="number of judges; more than there are cores load each other",
+    )
+    add("--load", type=int, default=0, help="processes that only keep a core busy")
+    add("--mutants", action="store_true", help="judge the mutants instead of the right hooks")
+    add(
+        "--named",
+        action="store_true",
+        help="judge mutants by the rules that they break, not by the whole book",
+    )
+    add(
+        "--rule",
+        default="",
+        metavar="N.N,N.N",
+        help="judge by these rules alone, and only subjects of their kinds",
+    )
+    add(
+        "--only",
+        default="",
+        help="judge only cases whose name or claims match, e.g. 'exact|rounded'",
+    )
+    add(
+        "--world-size",
+        default="",
+        metavar="N,N",
+        help="judge right subjects at these instead of up to 4",
+    )
+    add(
+        "--kind",
+        nargs="+",
+        choices=KINDS,
+        default=KINDS,
+        help="judge subjects of these kinds alone",
+    )
+    add("--seed", type=int, default=0, help="the seed of the first run")
+    return parser
 
 
 def spin() -> None:
+    """Keep a core busy for ever."""
     os.nice(10)  # the same as the judges: they get half of each core, and not a tenth
     while True:
         pass
@@ -41,105 +93,88 @@ def takes(case: Case, worlds: tuple[int, ...]) -> bool:
     return max(worlds) >= least
 
 
+def right_cases(worlds: tuple[int, ...]) -> list[Case]:
+    """Return right subjects, judged by the whole book although tests judge some by a few sections.
+
+    Args:
+        worlds: their world sizes; if empty, those that the tests use.
+    """
+    shapes = [
+        replace(case, worlds=(1, 2, 3, 4) if ".exact:" in case.target else (2, 3))
+        for case in test_right.CASES
+    ]
+    certified = [replace(case, worlds=tuple({*case.worlds, 4})) for case in test_certified.CASES]
+    cases = [replace(case, rules=(), partly=False) for case in (*shapes, *certified)]
+    if worlds:
+        cases = [replace(case, worlds=worlds) for case in cases if takes(case, worlds)]
+    return list(dict.fromkeys(cases))
+
+
+def by_rules(case: Case, numbers: tuple[str, ...]) -> Case | None:
+    """Return a case judged by some rules alone; None if they are rules of other kinds."""
+    own = tuple(number for number in numbers if book()[number].kind == case.kind)
+    return replace(case, rules=own, partly=True) if own else None
+
+
+def is_expected(case: Case, mutant: Mutant | None, rule: Rule, verdict: Verdict) -> bool:
+    """Whether a verdict on a case is right."""
+    asked = rule.number in mutant.breaks if mutant else False
+    if (rule.level != MUST and not asked) or (mutant and rule.number in mutant.because):
+        return True
+    if mutant is None:
+        # At one world size there are no others, and none with fewer ranks than it takes.
+        return verdict.holds or (
+            verdict is Verdict.NOT_RUN
+            and rule.worlds in (WorldSizes.OTHERS, WorldSizes.BELOW_MINIMUM)
+            and len(case.worlds) == 1
+        )
+    return (verdict is Verdict.FAIL) == asked and verdict is not Verdict.KIT_ERROR
+
+
+def wrong_verdicts(
+    case: Case, mutant: Mutant | None, judgements: Mapping[str, Judgement]
+) -> Iterable[str]:
+    """Return a line for each verdict that is not right."""
+    rules = book()
+    for number, judgement in judgements.items():
+        if not is_expected(case, mutant, rules[number], judgement.verdict):
+            seen = judgement.failures[0].actual if judgement.failures else judgement.reason
+            yield f"{case} {number}, seed {case.seed}: {judgement.verdict}: {seen[:300]}"
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument(
-        "--judges",
-        type=int,
-        default=WORKERS,
-        help=("number of judges; more than there are cores load each other"),
-    )
-    parser.add_argument("--load", type=int, default=0, help="processes that only keep a core busy")
-    parser.add_argument(
-        "--mutants", action="store_true", help=("judge the mutants instead of the right hooks")
-    )
-    parser.add_argument(
-        "--named",
-        action="store_true",
-        help=("judge them by the rules that they break, not by the whole book"),
-    )
-    parser.add_argument(
-        "--only",
-        default="",
-        help=("judge only cases whose name or claims match, e.g. 'exact|rounded'"),
-    )
-    parser.add_argument(
-        "--world-size",
-        default="",
-        metavar="N,N",
-        help=("judge right subjects at these instead of up to 4"),
-    )
-    parser.add_argument(
-        "--kind",
-        nargs="+",
-        choices=KINDS,
-        default=KINDS,
-        help=("judge subjects of these kinds alone"),
-    )
-    parser.add_argument("--seed", type=int, default=0, help="the seed of the first run")
-    options = parser.parse_args()
+    """Judge the cases that the command line names, and return 1 if a verdict was wrong."""
+    options = parser().parse_args()
+    worlds = tuple(map(int, options.world_size.split(","))) if options.world_size else ()
+    numbers = tuple(options.rule.split(",")) if options.rule else ()
+    unknown = [number for number in numbers if number not in book()]
+    if unknown:
+        raise SystemExit(f"there is no rule {unknown[0]}: conformance/RULES.md has the numbers")
+    cases: dict[Case, Mutant | None] = dict.fromkeys(right_cases(worlds))
+    if options.mutants:
+        cases = {
+            case if options.named else replace(case, rules=()): mutant
+            for case, mutant in test_mutants.CASES.items()
+        }
+    cases = {
+        chosen: mutant
+        for case, mutant in cases.items()
+        if case.kind in options.kind and re.search(options.only, f"{case} {case.claims}")
+        if (chosen := by_rules(case, numbers) if numbers else case)
+    }
     burners = [multiprocessing.Process(target=spin, daemon=True) for _ in range(options.load)]
     for burner in burners:
         burner.start()
-    # By the whole book, although tests judge some cases by a few sections only.
-    shapes = [
-        dataclasses.replace(case, worlds=(1, 2, 3, 4) if ".exact:" in case.target else (2, 3))
-        for case in test_right.CASES
-    ]
-    certified = [
-        dataclasses.replace(case, worlds=tuple({*case.worlds, 4})) for case in test_certified.CASES
-    ]
-    right = list(
-        dict.fromkeys(dataclasses.replace(case, rules=()) for case in (*shapes, *certified))
-    )
-    if options.world_size:
-        worlds = tuple(map(int, options.world_size.split(",")))
-        right = list(
-            dict.fromkeys(
-                dataclasses.replace(case, worlds=worlds) for case in right if takes(case, worlds)
-            )
-        )
-    mutants = {
-        case if options.named else dataclasses.replace(case, rules=()): mutant
-        for case, mutant in test_mutants.CASES.items()
-    }
-    cases = [
-        case
-        for case in (mutants if options.mutants else right)
-        if case.kind in options.kind and re.search(options.only, f"{case} {case.claims}")
-    ]
-    rules, wrong, begin = book(), collections.Counter[str](), time.monotonic()
-
-    def expected(case: Case, number: str, verdict: Verdict) -> bool:
-        mutant = mutants.get(case)
-        asked = number in mutant.breaks if mutant else False
-        if (rules[number].level != MUST and not asked) or (mutant and number in mutant.because):
-            return True
-        if mutant is None:
-            # At one world size there are no others, and none with fewer ranks than it takes.
-            return verdict.holds or (
-                verdict is Verdict.NOT_RUN
-                and rules[number].worlds in (WorldSizes.OTHERS, WorldSizes.BELOW_MINIMUM)
-                and len(case.worlds) == 1
-            )
-        return (verdict is Verdict.FAIL) == asked and verdict is not Verdict.KIT_ERROR
-
+    wrong, begin = collections.Counter[str](), time.monotonic()
     with judges(options.judges) as judged:
         for run in range(options.runs):
             seed = options.seed + run
-            started = {case: judged(dataclasses.replace(case, seed=seed)) for case in cases}
+            started = {case: judged(replace(case, seed=seed)) for case in cases}
             for case, future in started.items():
-                for number, judgement in future.result().items():
-                    if not expected(case, number, judgement.verdict):
-                        what = (
-                            f"{case} {number}, seed {seed}: {judgement.verdict}: "
-                            f"{judgement.reason[:300]}"
-                        )
-                        wrong[what] += 1
-                        print(f"wrong: {what}", flush=True)
+                seeded = replace(case, seed=seed)
+                for what in wrong_verdicts(seeded, cases[case], future.result()):
+                    wrong[what] += 1
+                    print(f"wrong: {what}", flush=True)
             said = (
                 f"{len(cases)} subjects, {sum(wrong.values())} wrong verdicts so far, load "
                 f"average {os.getloadavg()[0]:.0f}"

@@ -21,6 +21,7 @@ import torch
 
 from conformance.judging.oracles.mean import EXACT_KINDS, judge_values
 from conformance.judging.oracles.optimizer_claim import ROUNDINGS_OF_OPTIMIZER, make_optimizer
+from conformance.judging.oracles.weights import WEIGHT_SLACK, named_weights
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.gradients import table
@@ -29,7 +30,6 @@ from conformance.scenarios.tables import ROWS, row_at, rows
 from conformance.subjects.claims import Claims
 
 DTYPE = "float32"  # of all parameters in folded scenarios
-WEIGHT_SLACK = 1e-3  # of a weight of a local result, as in ``lossy.py``
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def _weights_of(
         weights += torch.linalg.lstsq(fed, rest.unsqueeze(1)).solution.squeeze(1)
     slack = 16 * torch.finfo(torch.float32).eps / 2 * fed.abs().sum(1)
     place = f"rank {rank}, step {step}, bucket {call['index']} of {call['numel']} elements"
-    nearest = ", ".join(f"{float(weight):.3g} of rank {r}" for r, weight in enumerate(weights))
+    nearest = named_weights(weights, range(run.world))
     for part in ("low", "high"):
         wrong = ~((fold[part][used] - fed @ weights).abs() <= slack)
         if not found.require(

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import torch
 
 from conformance.judging.oracles.long_runs import LongRecord, pattern
+from conformance.judging.oracles.weights import WEIGHT_SLACK, named_weights
 from conformance.judging.verdict import Found
 
 ROUNDINGS = 16
-WEIGHT_SLACK = 1e-3  # of a weight of a local result, which is exact up to rounding
 FEWEST_ELEMENTS = 4  # for each rank, of a parameter whose weights are solved
 # A rank that is heard in the first steps is heard again within so many.
 SILENT = 200
@@ -117,7 +117,7 @@ def _require_solved(
         away[at] = ((each[at] - solved @ gradients.t()).abs() > slack[place]).any(1)
 
     def words(number: int) -> str:
-        return ", ".join(f"{float(w):.3g} of rank {r}" for r, w in enumerate(weights[number]))
+        return named_weights(weights[number], range(size))
 
     expected = "one weighted mean of ranks' gradients for all elements"
     nearest = "it is none; nearest is "

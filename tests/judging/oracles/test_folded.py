@@ -236,7 +236,7 @@ Actual: -2.75 on rank 0, step 0, bucket 0 of 393 elements, parameter p1 of 350, 
     46); 101 of 101 places of the table have wrong elements
 Likely cause: wrong in 1 of 1 buckets, among them bucket 0 of 393 elements and 3 tensors
 Expected: weights of at least 0 that sum to 1, this rank's own among them
-Actual: rank 1, step 0, bucket 0 of 393 elements: 1 of rank 0, -9.26e-18 of rank 1
+Actual: rank 1, step 0, bucket 0 of 393 elements: 1 of rank 0, 0 of rank 1
 Expected: one weighted mean of ranks' gradients for all elements of a bucket
 Actual: rank 0, step 0, bucket 0 of 393 elements: 101 of 101 places of the table have
     elements that are none; nearest is 0.755 of rank 0, 0.251 of rank 1

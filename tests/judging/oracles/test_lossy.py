@@ -5,13 +5,15 @@ from dataclasses import replace
 import torch
 
 from conformance.judging.oracles import lossy
-from conformance.judging.oracles.lossy.common import ROUNDINGS
+from conformance.judging.oracles.lossy import compression
+from conformance.judging.oracles.lossy.common import ROUNDINGS, JudgedRun
 from conformance.judging.oracles.lossy.local import connected, solve
 from conformance.judging.oracles.mean import mean
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.hook import VALUES
+from conformance.scenarios.model import Param
 from conformance.scenarios.values import LAYERS
 from conformance.subjects.claims import parse_claims
 from tests.made_runs import Result, made_run
@@ -100,3 +102,30 @@ def test_a_value_that_is_lost_does_not_come_out_slowly() -> None:
         found = Found()
         lossy.require(made_run(result, scenario), claims, found)
         assert bool(found.failures) is not holds
+
+
+def test_a_slow_compressor_has_lost_nothing() -> None:
+    """Signs with one scale need many steps for a few elements that are far above the others."""
+    kinds = ("training",) * 4 + ("faint",) * 40
+    scenario = replace(VALUES, params=(Param((200,)),), steps=kinds)
+    for loses, expected in ((False, []), (True, ["rank 0, parameter p0: their sum is off by"])):
+        found = Found()
+        run = made_run(_signs(loses), scenario, world=1)
+        judged = JudgedRun(run, parse_claims("compressed(delta=0.25)"), found)
+        compression.require_sum_of_means(judged, range(len(kinds)))
+        assert [failure.actual.split(" 0.")[0] for failure in found.failures] == expected
+
+
+def _signs(loses: bool) -> Result:
+    """Return a function of signs with one scale and feedback; it may lose large residuals."""
+    residual = torch.zeros(200, dtype=torch.float64)
+
+    def result(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
+        residual.add_(run.fed(rank, step, index))
+        sent = residual.sign() * residual.abs().mean()
+        residual.sub_(sent)
+        if loses:
+            residual[residual.abs() > 4 * sent.abs()] = 0
+        return sent
+
+    return result

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from conformance.judging.oracles.lossy.common import ROUNDINGS, JudgedRun, unit_roundoff
+from conformance.judging.oracles.weights import WEIGHT_SLACK, named_weights
 from conformance.scenarios.specials import base_kind
-
-WEIGHT_SLACK = 1e-3  # of a weight of a local result, which is exact up to rounding
 
 # Kinds of gradients from which the weights of a local result cannot be solved.
 _WITHOUT_WEIGHTS = ("zero_all", "nan", "inf", "minus_zero")
@@ -111,8 +110,7 @@ def _require_solution(
 ) -> bool:
     """Require the solved weights to explain every element, and to be those of a mean."""
     wrong = (got - fed @ solved).abs() > slack
-    pairs = zip(group, solved, strict=True)
-    nearest = ", ".join(f"{float(weight):.3g} of rank {r}" for r, weight in pairs)
+    nearest = named_weights(solved, group)
     if not judged.found.require(
         not wrong.any(),
         "one weighted mean of ranks' gradients for all elements of a bucket",
