@@ -185,6 +185,7 @@ def weighted_mean(run: Run, claims: Claims, found: Found) -> None:
         UNEVEN,
         LAYERS,
     ),
+    refusable=(UNUSED, UNEVEN),
     needs=(*CONTRACT, "2.1", "13.1", "13.2", "13.3", "13.5"),
     source="torch documentation, torch.optim; DistributedDataParallel._register_fused_optim",
     remedy="a step before the gradient is reduced, or with bucket.buffer() instead of the result; "
@@ -198,7 +199,8 @@ def fused(run: Run, claims: Claims, found: Found) -> None:
     operations in another order. Layers whose gradients are 2**-25 and 2**-24 show an optimizer's
     epsilon. Under find_unused_parameters a parameter that no rank has used is either left alone in
     every such step, or stepped with the hook's result in every such step. With a static graph the
-    first step may be one later than claimed, if ``after`` is claimed.
+    first step may be one later than claimed, if ``after`` is claimed. A hook may refuse unused
+    parameters, and ranks without inputs, with an error on every rank.
     """
     if not claims.fused:
         found.does_not_apply()

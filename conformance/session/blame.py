@@ -50,7 +50,7 @@ def consequence(
         return Consequence(Verdict.NOT_APPLICABLE, reason, checks=1)
     if rule.worlds is WorldSizes.BELOW_MINIMUM and refuses:
         return Consequence(Verdict.PASS, failed.line, checks=1)
-    if refuses_reuse(rule, run):
+    if refuses_scenario(rule, run):
         return Consequence(Verdict.PASS, f"refused with an error on every rank: {failed.line}", 1)
     if excluded and refuses and len(rule.on) > 1 and not owns(rule, run):
         return None
@@ -62,9 +62,9 @@ def consequence(
     return Consequence(Verdict.NOT_RUN, f"{run.name} broke: {failed.line}")
 
 
-def refuses_reuse(rule: Rule, run: Run) -> bool:
-    """Whether a subject has refused, with an error on every rank, to use a state anew as the
-    scenario does; the rule is judged on its other runs.
+def refuses_scenario(rule: Rule, run: Run) -> bool:
+    """Whether a subject has refused, with an error on every rank, a scenario that the rule lets it
+    refuse; the rule is judged on its other runs.
     """
     refusable = {scenario.name for scenario in rule.refusable}
     return run.scenario.family in refusable and refused_on_every_rank(run)

@@ -21,7 +21,7 @@ from conformance.session.blame import (
     is_responsible,
     missing_claim,
     owns,
-    refuses_reuse,
+    refuses_scenario,
 )
 from conformance.session.coverage import Measured, measure, runs_of
 from conformance.session.plan import Plan
@@ -345,7 +345,7 @@ class Engine:
                 judgement.note_run(name, Verdict.NOT_RUN, run.reason)
             elif failed := self.maker.failure_of(run):
                 self._note_failed_run(rule, run, failed, judgement)
-                refused += refuses_reuse(rule, run)
+                refused += refuses_scenario(rule, run)
             elif not rule.reads_all_runs:
                 try:
                     self._set_beside(rule, run, scenario, size)

@@ -153,6 +153,26 @@ def test_noop_is_refused_as_what_it_is(
     assert "nothing was communicated" in judgements_of(case)["2.1"].failures[0].cause
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(
+            "examples.setups:zero_after_backward",
+            "fused(SGD, lr=0.1, after=2), dtypes(float32)",
+            setup=True,
+            worlds=(2, 3),
+            rules=("13.6",),
+        )
+    ],
+    ids=str,
+)
+def test_a_fused_hook_may_refuse_ranks_without_inputs(
+    judgements_of: Callable[[Case], Judgements], case: Case
+) -> None:
+    """It raises an exception under find_unused_parameters, too."""
+    assert judgements_of(case)["13.6"].verdict.holds, judgements_of(case)["13.6"].reason
+
+
 def test_every_hook_has_a_command() -> None:
     """Every hook, compressor and factory of hooks has a command in the README."""
     named = set(re.findall(r"^\| `(\w+)` \| `--", README.read_text(), re.M))
