@@ -5,6 +5,7 @@ seed; the requirements name the ranges (``scenarios/draws.py``). All ranks are o
 node is what the variables of torchrun describe.
 """
 
+from conformance.judging.oracles import lossy
 from conformance.judging.oracles.clusters import cause_in_nodes
 from conformance.judging.requirements import require_optimizer, require_same, require_steps
 from conformance.judging.rule import rule
@@ -34,6 +35,16 @@ def _require_results(run: Run, claims: Claims, found: Found) -> None:
             found.failures[-1].cause = next(filter(None, causes), found.failures[-1].cause)
     elif claims.fused:
         require_optimizer(run, claims, found)
+    elif claims.lossy == LOCAL:
+        _require_meeting(run, claims, found)
+
+
+def _require_meeting(run: Run, claims: Claims, found: Found) -> None:
+    """Require the ranks of a group to meet, and its mean at a claimed period."""
+    if claims.mixes:
+        lossy.require_mixing(run, claims, found)
+    if claims.period:
+        lossy.require_period(run, claims, found)
 
 
 @rule(
@@ -54,6 +65,8 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
 
     torchrun's variables describe the nodes: ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``
     and ``GROUP_WORLD_SIZE``. One of the parameters has a prime number of elements from 257 to 1019.
+    Under ``local`` the ranks of all nodes meet within 24 steps, and get the mean over all ranks at
+    a claimed period.
     """
     _require_results(run, claims, found)
 
@@ -71,7 +84,7 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
 )
 def equal_nodes(run: Run, claims: Claims, found: Found) -> None:
     """Six or eight ranks on two nodes or more, all of the same size, get the right result under the
-    subject's claims."""
+    subject's claims. Under ``local`` they meet, as in 24.1."""
     _require_results(run, claims, found)
 
 
@@ -112,8 +125,11 @@ def identical_results(run: Run, claims: Claims, found: Found) -> None:
 )
 def uneven_groups(run: Run, claims: Claims, found: Found) -> None:
     """Two models on two groups of three and two ranks get the means over their groups. The ranks of
-    the larger group have two different distances, such as 0, 1 and 3."""
-    require_steps(run, claims, found, run.steps("crafted", "normal"))
+    the larger group have two different distances, such as 0, 1 and 3. Under ``local`` all ranks of
+    a group meet within 24 steps, and get its mean at a claimed period."""
+    steps = run.steps("crafted", "normal")
+    if require_steps(run, claims, found, steps) and claims.lossy == LOCAL:
+        _require_meeting(run, claims, found)
 
 
 @rule(

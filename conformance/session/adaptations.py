@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from conformance.judging.oracles.lossy import (
     ONE_WORLD_SCENARIOS,
 )
+from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GROUPS
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
 from conformance.scenarios.hook import (
@@ -47,6 +48,9 @@ from conformance.subjects.claims import (
     Claims,
 )
 from conformance.subjects.kinds import KINDS
+
+# The scenarios in which local results are watched until all ranks have met.
+_MIXING = tuple(s.name for s in (VALUES, BUCKETS, UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS))
 
 
 @dataclass(frozen=True)
@@ -204,7 +208,7 @@ ADAPTATIONS = (
         lambda scenario, claims: (
             changes.is_lossy(scenario, claims)
             and claims.lossy == LOCAL
-            and scenario.name in (VALUES.name, BUCKETS.name)
+            and scenario.name in _MIXING
         ),
         changes.watch_mixing,
         "partners that are drawn meet within these steps (see oracles/lossy)",

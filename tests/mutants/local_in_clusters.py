@@ -1,0 +1,111 @@
+"""Mutants of ``local`` claims in section 24: on the ranks of one machine all meet."""
+
+import os
+
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants._helpers import Bucket, Result, average_of, completed, gather
+from tests.mutants.clusters import Nodes
+
+
+class Steps:
+    """The steps of one model; the mean over all ranks is due in one of ``period``."""
+
+    def __init__(self, process_group: dist.ProcessGroup, period: int = 4) -> None:
+        self.group = process_group
+        self.period = period
+        self.step = 0
+
+    def is_due(self, bucket: Bucket) -> bool:
+        """Whether the mean is due; to be called once for each bucket."""
+        is_due = self.step % self.period == self.period - 1
+        self.step += bucket.is_last()
+        return is_due
+
+
+class Parts(Steps):
+    """Steps, and the group of those ranks of which four in a row are a part."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        super().__init__(process_group)
+        ranks = dist.get_process_group_ranks(process_group)
+        first = process_group.rank() // 4 * 4
+        self.part = dist.new_group(ranks[first : first + 4], use_local_synchronization=True)
+
+
+class Hosts(Steps):
+    """Steps, and the group of the ranks on this rank's node."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        super().__init__(process_group)
+        self.part = Nodes(process_group).node
+
+
+class AtOneDistance(Steps):
+    """Steps, and the group of the ranks that lie at the distance of the first two."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        super().__init__(process_group)
+        ranks = dist.get_process_group_ranks(process_group)
+        distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        part = [rank for place, rank in enumerate(ranks) if rank == ranks[0] + place * distance]
+        others = [rank for rank in ranks if rank not in part]
+        mine = part if dist.get_rank() in part else others
+        self.part = dist.new_group(mine, use_local_synchronization=True)
+
+
+def mean_of_a_part(state: Parts | Hosts | AtOneDistance, bucket: Bucket) -> Result:
+    """Take the mean over the group of a part where that over all ranks is due."""
+    if not state.is_due(bucket):
+        return completed(bucket.buffer())
+    return average_of(bucket.buffer(), state.part)
+
+
+def due_on_small_groups(state: Steps, bucket: Bucket) -> Result:
+    """Leave the mean out, as too dear, in groups of more than four ranks."""
+    is_due = state.is_due(bucket) and state.group.size() <= 4
+    return average_of(bucket.buffer(), state.group) if is_due else completed(bucket.buffer())
+
+
+def due_at_a_rate_of_nodes(state: Steps, bucket: Bucket) -> Result:
+    """Take the mean at a period that grows with the number of nodes."""
+    state.period = 4 * int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return (
+        average_of(bucket.buffer(), state.group)
+        if state.is_due(bucket)
+        else completed(bucket.buffer())
+    )
+
+
+def meets_a_part(state: Hosts | AtOneDistance, bucket: Bucket) -> Result:
+    """Average over the ranks of a part, and never with others."""
+    return average_of(bucket.buffer(), state.part)
+
+
+def meets_within_a_power_of_two(state: Steps, bucket: Bucket) -> Result:
+    """Average with the partner of a hypercube; ranks that it has no place for have no partner."""
+    buffer = bucket.buffer()
+    size, rank = state.group.size(), state.group.rank()
+    cube = 4 if size > 4 else 2
+    gathered = gather(buffer, state.group)
+    partner = rank ^ (1 << state.step % (cube.bit_length() - 1))
+    state.is_due(bucket)
+    has_partner = rank < cube and partner < min(cube, size)
+    return completed(buffer.add_(gathered[partner]).div_(2) if has_partner else buffer)
+
+
+_STEPS, _PARTS, _HOSTS = (f"{__name__}:{name}" for name in ("Steps", "Parts", "Hosts"))
+_DISTANCE = f"{__name__}:AtOneDistance"
+_ALL = (1, 2, 3, 4)
+
+MUTANTS = [
+    Mutant("mean_of_a_part", ("24.1",), "local(period=4)", state=_PARTS, worlds=_ALL),
+    Mutant("mean_of_a_part", ("24.1",), "local(period=4)", state=_HOSTS, worlds=_ALL),
+    Mutant("due_on_small_groups", ("24.1",), "local(period=4)", state=_STEPS, worlds=_ALL),
+    Mutant("due_at_a_rate_of_nodes", ("24.1",), "local(period=4)", state=_STEPS, worlds=_ALL),
+    Mutant("meets_a_part", ("24.1",), "local", state=_HOSTS, worlds=_ALL),
+    Mutant("meets_within_a_power_of_two", ("24.1",), "local", state=_STEPS, worlds=_ALL),
+    Mutant("mean_of_a_part", ("24.4",), "local(period=4)", state=_DISTANCE, worlds=_ALL),
+    Mutant("meets_a_part", ("24.4",), "local", state=_DISTANCE, worlds=_ALL),
+]
