@@ -38,6 +38,14 @@ def require_steps(run: Run, claims: Claims, found: Found, steps: list[int]) -> b
     return True
 
 
+def require_meeting(run: Run, claims: Claims, found: Found) -> None:
+    """Require the ranks of a group to meet, and its mean at a claimed period."""
+    if claims.mixes:
+        lossy.require_mixing(run, claims, found)
+    if claims.period:
+        lossy.require_period(run, claims, found)
+
+
 def skip_if_lossy(claims: Claims, found: Found, reason: str) -> bool:
     """Declare a rule not applicable if the claims are lossy, and return whether they are.
 

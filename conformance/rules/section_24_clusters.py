@@ -5,9 +5,13 @@ seed; the requirements name the ranges (``scenarios/draws.py``). All ranks are o
 node is what the variables of torchrun describe.
 """
 
-from conformance.judging.oracles import lossy
 from conformance.judging.oracles.clusters import cause_in_nodes
-from conformance.judging.requirements import require_optimizer, require_same, require_steps
+from conformance.judging.requirements import (
+    require_meeting,
+    require_optimizer,
+    require_same,
+    require_steps,
+)
 from conformance.judging.rule import rule
 from conformance.judging.twins import require_models_and_twins
 from conformance.judging.verdict import Found
@@ -36,15 +40,7 @@ def _require_results(run: Run, claims: Claims, found: Found) -> None:
     elif claims.fused:
         require_optimizer(run, claims, found)
     elif claims.lossy == LOCAL:
-        _require_meeting(run, claims, found)
-
-
-def _require_meeting(run: Run, claims: Claims, found: Found) -> None:
-    """Require the ranks of a group to meet, and its mean at a claimed period."""
-    if claims.mixes:
-        lossy.require_mixing(run, claims, found)
-    if claims.period:
-        lossy.require_period(run, claims, found)
+        require_meeting(run, claims, found)
 
 
 @rule(
@@ -129,7 +125,7 @@ def uneven_groups(run: Run, claims: Claims, found: Found) -> None:
     a group meet within 24 steps, and get its mean at a claimed period."""
     steps = run.steps("crafted", "normal")
     if require_steps(run, claims, found, steps) and claims.lossy == LOCAL:
-        _require_meeting(run, claims, found)
+        require_meeting(run, claims, found)
 
 
 @rule(

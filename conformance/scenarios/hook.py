@@ -321,7 +321,8 @@ UNUSED = replace(
 
 FROZEN = Scenario(
     name="frozen",
-    summary="frozen parameters between others, and one that is used twice",
+    summary="frozen parameters between others, and one that is used twice; the model trains in "
+    "eval mode",
     params=(
         Param((5, 3)),
         Param((4, 4), frozen=True),
@@ -331,6 +332,7 @@ FROZEN = Scenario(
     ),
     steps=("crafted",) * 3,
     world_sizes=(2,),
+    in_eval_mode=True,
 )
 
 STATIC = replace(
@@ -345,7 +347,8 @@ STATIC = replace(
 ACCUMULATED = replace(
     _SEVERAL_BUCKETS,
     name="accumulated",
-    summary="three micro-batches a step, the first two under no_sync",
+    summary="two to five micro-batches a step, all but the last one under no_sync; the number is "
+    "drawn",
     microbatch_weights=(2, -3, 2),
 )
 

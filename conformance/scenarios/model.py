@@ -246,6 +246,8 @@ class Scenario:
         rescale_call: the name of the call that tells the subject of a new loss scale, or ''.
         seeds_differ: of hooks; each rank seeds the global generators with a number of its own, as
             scripts do that add the rank to the seed. If false, all ranks seed them alike.
+        in_eval_mode: of hooks; the model trains in eval mode, as fine-tuning with frozen batch norm
+            does.
     """
 
     name: str
@@ -298,6 +300,7 @@ class Scenario:
     loss_scales: tuple[int, ...] = ()
     rescale_call: str = ""
     seeds_differ: bool = False
+    in_eval_mode: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,6 +14,7 @@ from conformance.scenarios.clusters import EQUAL_NODES, UNEQUAL_NODES, UNEVEN_GR
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
 from conformance.scenarios.hook import (
+    ACCUMULATED,
     BUCKETS,
     DTYPES,
     SIZES,
@@ -50,7 +51,9 @@ from conformance.subjects.claims import (
 from conformance.subjects.kinds import KINDS
 
 # The scenarios in which local results are watched until all ranks have met.
-_MIXING = tuple(s.name for s in (VALUES, BUCKETS, UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS))
+_MIXING = tuple(
+    s.name for s in (VALUES, BUCKETS, ACCUMULATED, UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS)
+)
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,11 @@ ADAPTATIONS = (
         ),
         changes.watch_mixing,
         "partners that are drawn meet within these steps (see oracles/lossy)",
+    ),
+    Adaptation(
+        lambda scenario, claims: scenario.name == ACCUMULATED.name and claims.period > 1,
+        changes.take_micro_batches_of_period,
+        "a period that counts micro-batches shows if their number has a factor in common with it",
     ),
     Adaptation(
         lambda scenario, claims: (

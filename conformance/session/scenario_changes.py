@@ -33,8 +33,11 @@ from conformance.scenarios.evidence import (
 from conformance.scenarios.hook import (
     AT_SCALE,
     RAW,
+    RESUMED_ONE,
+    SAVED_ONE,
     VALUES,
 )
+from conformance.scenarios.micro_batches import with_micro_batches
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.reused_states import RESUMED_BY_OTHER_RANKS
 from conformance.scenarios.seeds import generator
@@ -49,6 +52,8 @@ from conformance.subjects.claims import (
     LOCAL,
     Claims,
 )
+
+_MOST_MICRO_BATCHES = 13
 
 # Shapes that a low rank compresses: (n + m) rank 2 < n m up to rank 6. Of the largest shape nearly
 # a whole block is left at the end, whatever power of two a block has, so that a dropped tail shows.
@@ -234,6 +239,17 @@ def watch_mixing(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(scenario, steps=scenario.steps + ("normal",) * more)
 
 
+def take_micro_batches_of_period(scenario: Scenario, claims: Claims) -> Scenario:
+    """Take as many micro-batches a step as the smallest factor of the claimed period, thirteen at
+    most; two or four if the period is even.
+    """
+    numbers = generator(scenario)
+    count = next(n for n in range(2, claims.period + 1) if claims.period % n == 0)
+    if count == 2:
+        count = numbers.choice((2, 4))
+    return with_micro_batches(scenario, min(count, _MOST_MICRO_BATCHES), numbers)
+
+
 def spread_special_values(scenario: Scenario, claims: Claims) -> Scenario:
     """Put special values into so many elements that a compressor sends some of them.
 
@@ -305,15 +321,21 @@ def run_at_three_ranks(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def begin_with_warmup(scenario: Scenario, claims: Claims) -> Scenario:
-    """Begin with the steps of a claimed warm-up."""
+    """Begin with the steps of a claimed warm-up.
+
+    The scenario with one parameter is saved within a warm-up of two steps or more.
+    """
     saves_at = scenario.resume.saves_at
+    saves_early = claims.warmup > 1 and scenario.name in (SAVED_ONE.name, RESUMED_ONE.name)
+    if saves_at:
+        saves_at = 1 if saves_early else saves_at + claims.warmup
     return replace(
         scenario,
         steps=("crafted",) * claims.warmup + scenario.steps,
         rewraps=tuple(at + claims.warmup for at in scenario.rewraps),
         unrecorded_steps=claims.steps_of_warmup - claims.warmup,
         fault=replace(scenario.fault, step=scenario.fault.step + claims.warmup),
-        resume=replace(scenario.resume, saves_at=saves_at + claims.warmup if saves_at else 0),
+        resume=replace(scenario.resume, saves_at=saves_at),
     )
 
 

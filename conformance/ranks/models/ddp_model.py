@@ -79,7 +79,7 @@ class DDPModel:
 
     def _wrap(self) -> DistributedDataParallel:
         options = self._scenario.ddp
-        return DistributedDataParallel(
+        ddp = DistributedDataParallel(
             self.model,
             process_group=self._group if self._names_group else None,
             bucket_cap_mb=options.bucket_cap_mb,
@@ -87,6 +87,8 @@ class DDPModel:
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
         )
+        ddp.train(not self._scenario.in_eval_mode)
+        return ddp
 
     def wrap_anew(self, step: int, doing: Callable[[str], AbstractContextManager[None]]) -> None:
         """Make DDP anew with the frozen parameters of a step, and register the same state on it."""

@@ -131,6 +131,7 @@ OPTION_SCENARIOS = (
     "accumulated",
     "combined",
     "frozen",
+    "rewrapped",
     "sizes",
     "static",
     "two_models",

@@ -60,11 +60,16 @@ class JudgedRun:
     def parameters(self, *ranks: int) -> Iterator[tuple[int, int, str]]:
         """Yield (rank, index, place in words) of each nonempty parameter, on all ranks or some.
 
-        Frozen parameters are left out: they get no gradient.
+        Frozen parameters are left out: they get no gradient. So are those that freeze before the
+        last step, with what is held back of them, and under ``unbiased`` those that thaw.
         """
+        scenario = self.run.scenario
+        last = len(scenario.steps) - 1
+        steps = range(len(scenario.steps)) if self.claims.unbiased else (last,)
         for rank in ranks or range(self.run.world):
-            for index, spec in enumerate(self.run.scenario.params):
-                if math.prod(spec.shape) and not spec.frozen:
+            for index, spec in enumerate(scenario.params):
+                is_frozen = any(scenario.is_frozen(index, step) for step in steps)
+                if math.prod(spec.shape) and not is_frozen:
                     yield rank, index, f"rank {rank}, parameter {self.run.parameter_name(index)}"
 
     def trains_throughout(self, rank: int) -> bool:
