@@ -76,7 +76,7 @@ def frozen(run: Run, claims: Claims, found: Found) -> None:
             "takes the model under DDP"
         )
         return
-    steps = run.steps("crafted")
+    steps = run.steps("crafted", "normal")
     if not require_steps(run, claims, found, steps) and run.scenario.rewraps:
         places = " and ".join(map(str, run.scenario.rewraps))
         last = found.failures[-1]

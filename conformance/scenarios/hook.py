@@ -330,7 +330,7 @@ FROZEN = Scenario(
         Param((11,), frozen=True),
         Param((2, 3, 4)),
     ),
-    steps=("crafted",) * 3,
+    steps=("crafted", "normal", "crafted"),
     world_sizes=(2,),
     in_eval_mode=True,
 )

@@ -78,7 +78,7 @@ def _draw_sizes(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(
         scenario,
         params=tuple(replace(spec, shape=(size,)) for spec, size in params),
-        steps=scenario.steps[:1] * (second + 3),
+        steps=tuple("normal" if step % 2 else "crafted" for step in range(second + 3)),
         rewraps=(first, second),
         ddp=replace(scenario.ddp, bucket_cap_mb=cap),
     )
