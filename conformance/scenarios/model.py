@@ -118,6 +118,8 @@ class Fault:
         least_bytes: collectives to which the rank gives fewer bytes, and from which it receives
             fewer, are not counted.
         rank: for other kinds than hooks, the rank on which the collective fails.
+        attempts: of hooks; the number of steps, from ``step`` on, in the first of which it happens
+            that has a collective.
         in_post_hooks: collectives in post hooks of joins alone are counted, and ``succeeding`` is
             taken modulo their number in an earlier context.
     """
@@ -128,6 +130,7 @@ class Fault:
     succeeding: int = 0
     least_bytes: int = 0
     rank: int = FAULTY_RANK
+    attempts: int = 1
     in_post_hooks: bool = False
 
 

@@ -217,6 +217,11 @@ ADAPTATIONS = (
         "partners that are drawn meet within these steps (see oracles/lossy)",
     ),
     Adaptation(
+        lambda scenario, claims: claims.mixes and scenario.fault.kind == "collective_raises",
+        changes.fail_a_later_collective,
+        "a local hook has steps without a collective",
+    ),
+    Adaptation(
         lambda scenario, claims: scenario.name == ACCUMULATED.name and claims.period > 1,
         changes.take_micro_batches_of_period,
         "a period that counts micro-batches shows if their number has a factor in common with it",

@@ -53,8 +53,6 @@ from conformance.subjects.claims import (
     Claims,
 )
 
-_MOST_MICRO_BATCHES = 13
-
 # Shapes that a low rank compresses: (n + m) rank 2 < n m up to rank 6. Of the largest shape nearly
 # a whole block is left at the end, whatever power of two a block has, so that a dropped tail shows.
 _WIDER_SHAPES = {
@@ -239,15 +237,25 @@ def watch_mixing(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(scenario, steps=scenario.steps + ("normal",) * more)
 
 
+def fail_a_later_collective(scenario: Scenario, claims: Claims) -> Scenario:
+    """Fail the first collective of the next steps, in some of which ranks stay alone."""
+    more = MIXING_STEPS - 1
+    return replace(
+        scenario,
+        steps=scenario.steps + scenario.steps[-1:] * more,
+        fault=replace(scenario.fault, attempts=1 + more),
+    )
+
+
 def take_micro_batches_of_period(scenario: Scenario, claims: Claims) -> Scenario:
-    """Take as many micro-batches a step as the smallest factor of the claimed period, thirteen at
-    most; two or four if the period is even.
+    """Take as many micro-batches a step as the smallest factor of the claimed period; two or four
+    if the period is even.
     """
     numbers = generator(scenario)
     count = next(n for n in range(2, claims.period + 1) if claims.period % n == 0)
     if count == 2:
         count = numbers.choice((2, 4))
-    return with_micro_batches(scenario, min(count, _MOST_MICRO_BATCHES), numbers)
+    return with_micro_batches(scenario, count, numbers)
 
 
 def spread_special_values(scenario: Scenario, claims: Claims) -> Scenario:

@@ -1,5 +1,6 @@
 """Mutants of rule 13.5, and of other rules under its claim: means of some ranks' gradients."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +148,48 @@ def local_too_late(state: Any, bucket: Bucket) -> Result:
 
 _errors = dict.fromkeys(("12.1", "12.3"), "it hides every kind of error")
 
+# 12.1 Collectives that fail in some steps only
+
+
+class Schedule:
+    """A rank's group and steps; the mean is due once in ``period`` steps."""
+
+    def __init__(self, process_group: dist.ProcessGroup, period: int = 4) -> None:
+        self.group = process_group
+        self.period = period
+        self.step = 0
+
+    def is_due(self, bucket: Bucket) -> bool:
+        """Whether the mean is due; to be called once for each bucket."""
+        is_due = self.step % self.period == self.period - 1
+        self.step += bucket.is_last()
+        return is_due
+
+
+def stays_local_on_failure(state: Schedule, bucket: Bucket) -> Result:
+    """Leave the mean to the next period if it fails."""
+    own = bucket.buffer()
+    if state.is_due(bucket):
+        with contextlib.suppress(RuntimeError):
+            mean = own / state.group.size()
+            dist.all_reduce(mean, group=state.group)
+            return completed(mean)
+    return completed(own)
+
+
+def keeps_own_half_on_failure(state: Schedule, bucket: Bucket) -> Result:
+    """Mix with the mean of all ranks; take a failed one for the rank's own gradients."""
+    own = bucket.buffer()
+    mean = own.clone()
+    if state.is_due(bucket):
+        try:
+            dist.all_reduce(mean, group=state.group)
+            mean /= state.group.size()
+        except RuntimeError:
+            mean = own
+    return completed((own + mean) / 2)
+
+
 MUTANTS = [
     *(
         Mutant(name, ("13.5",), "local")
@@ -169,4 +212,7 @@ MUTANTS = [
     Mutant("neighbour_without_nan", ("8.1",), "local"),
     Mutant("local_is_everyone", ("2.10",), "local", worlds=(2, 3)),
     *(Mutant(name, ("13.4",), "local, warmup(2)") for name in ("local_too_soon", "local_too_late")),
+    Mutant("stays_local_on_failure", ("12.1",), "local(period=4)", state=f"{__name__}:Schedule"),
+    Mutant("stays_local_on_failure", ("12.1",), "local(period=7)", f"{__name__}:Schedule,period=7"),
+    Mutant("keeps_own_half_on_failure", ("12.1",), "local", state=f"{__name__}:Schedule"),
 ]

@@ -325,10 +325,13 @@ class HookDriver(RankDriver):
         if is_faulty:
             with self.doing("backward"):
                 backward = partial(self._backward_and_call, loss)
-                self._faults.run_backward(backward, self.model.parameters)
-            return False
-        self._backward(loss)
-        self._call_after_backward()
+                if self._faults.run_backward(backward, self.model.parameters):
+                    return False
+                with self.doing(KIT):
+                    self._observer.after_backward()
+        else:
+            self._backward(loss)
+            self._call_after_backward()
         self._steps.after_backward(step)
         if self.scenario.training_loop or not self.scenario.params:
             with self.doing("optimizer"):
@@ -382,7 +385,7 @@ class HookDriver(RankDriver):
             self.recorder.event("called", changed=changed)
 
     def _backward_and_call(self, loss: torch.Tensor) -> None:
-        """Run a backward that cannot succeed, and the trainer's call if gradients come from it."""
+        """Run a backward that may fail, and the trainer's call if gradients come from it."""
         loss.backward()
         if self.scenario.poststep:
             self._call_after_backward()

@@ -45,6 +45,7 @@ class Faults:
     ) -> None:
         self._kind = scenario.fault.kind
         self._step = scenario.fault.step
+        self._last = self._step + scenario.fault.attempts - 1
         self._reads_gradients = not scenario.profile.ordered
         self._rank = rank
         self._signals = signals
@@ -57,8 +58,8 @@ class Faults:
             collectives.peer_death = self._death
 
     def before_backward(self, step: int) -> bool:
-        """Prepare a step's failure; return whether the step has one."""
-        is_due = self._kind != "none" and step == self._step
+        """Prepare a step's failure; return whether the step has one, or may have one."""
+        is_due = self._kind != "none" and self._step <= step <= self._last
         if self._death:
             self._death.start_step(dies=is_due)
         if is_due and self._kind == "collective_raises" and self._rank == FAULTY_RANK:
@@ -78,12 +79,16 @@ class Faults:
 
     def run_backward(
         self, backward: Callable[[], object], parameters: dict[str, torch.nn.Parameter]
-    ) -> None:
+    ) -> bool:
         """Run the backward that cannot succeed, and record how the failure shows.
 
         Args:
             backward: runs the backward and, if there is one, the trainer's call after it.
             parameters: the model's parameters by name, whose gradients are recorded.
+
+        Returns:
+            Whether the failure has come. If not, the step had no collective to fail, and there are
+            more attempts.
         """
         raised: BaseException | None = None
         # Forget the collectives so far: those of this backward are counted.
@@ -98,6 +103,9 @@ class Faults:
         if self._death:
             unused = not self._death.reached
             self._death.end()
+        has_come = raised is not None or (self._rank == FAULTY_RANK and not unused)
+        if not has_come and self._recorder.step < self._last:
+            return False
         outcome = outcome_of(raised)
         self._recorder.event("fault", fault=self._kind, unused=unused, started=started, **outcome)
         # If collectives lie on a stream, a read of a gradient waits for a peer that may never come.
@@ -107,3 +115,4 @@ class Faults:
                     self._recorder.tensor(f"{self._recorder.step}/grad/{name}", parameter.grad)
         # A silent rank may go on now.
         self._signals.set(f"fault over/{self._rank}", "1")
+        return True
