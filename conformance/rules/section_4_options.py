@@ -57,13 +57,13 @@ def left_out(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, DistributedDataParallel: parameters that require no gradient are "
     "not in buckets",
     remedy="offsets or names made from all of model.parameters(); tensor hooks on parameters that "
-    "require no gradient; model.training; plans, offsets or buffers that a state keeps for each "
-    "bucket: once DDP is made anew, they have other parameters",
+    "require no gradient; model.training; addresses of parameters; plans, offsets or buffers that "
+    "a state keeps for each bucket: once DDP is made anew, they have other parameters",
 )
 def frozen(run: Run, claims: Claims, found: Found) -> None:
     """Frozen parameters change nothing for the parameters between them, and neither does eval mode,
-    in which models with frozen parts are often trained. A parameter that the forward uses twice
-    gets the mean of the sum.
+    in which models with frozen parts are often trained, nor an optimizer that gives parameters new
+    storage. A parameter that the forward uses twice gets the mean of the sum.
 
     So it is if layers thaw or freeze after some steps: DDP is made anew over the same model, with
     the same hook and state, and its buckets have other parameters and sizes. Or the subject refuses

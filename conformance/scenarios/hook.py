@@ -322,7 +322,7 @@ UNUSED = replace(
 FROZEN = Scenario(
     name="frozen",
     summary="frozen parameters between others, and one that is used twice; the model trains in "
-    "eval mode",
+    "eval mode, and parameters get new storage after every step",
     params=(
         Param((5, 3)),
         Param((4, 4), frozen=True),
@@ -333,6 +333,7 @@ FROZEN = Scenario(
     steps=("crafted", "normal", "crafted"),
     world_sizes=(2,),
     in_eval_mode=True,
+    renews_storage=True,
 )
 
 STATIC = replace(

@@ -118,8 +118,8 @@ class Fault:
         least_bytes: collectives to which the rank gives fewer bytes, and from which it receives
             fewer, are not counted.
         rank: for other kinds than hooks, the rank on which the collective fails.
-        attempts: of hooks; the number of steps, from ``step`` on, in the first of which it happens
-            that has a collective.
+        attempts: of hooks; the number of steps, from ``step`` on, that may fail: the first one with
+            a collective does.
         in_post_hooks: collectives in post hooks of joins alone are counted, and ``succeeding`` is
             taken modulo their number in an earlier context.
     """
@@ -251,6 +251,8 @@ class Scenario:
             scripts do that add the rank to the seed. If false, all ranks seed them alike.
         in_eval_mode: of hooks; the model trains in eval mode, as fine-tuning with frozen batch norm
             does.
+        renews_storage: of hooks; parameters get new storage after every step, as by
+            ``parameter.data = parameter.data - update``.
     """
 
     name: str
@@ -304,6 +306,7 @@ class Scenario:
     rescale_call: str = ""
     seeds_differ: bool = False
     in_eval_mode: bool = False
+    renews_storage: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

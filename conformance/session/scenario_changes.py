@@ -237,6 +237,13 @@ def watch_mixing(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(scenario, steps=scenario.steps + ("normal",) * more)
 
 
+def run_on_many_ranks(scenario: Scenario, claims: Claims) -> Scenario:
+    """Run on 12 or 16 ranks, on two to four nodes of equal size."""
+    numbers = generator(scenario)
+    size, nodes = numbers.choice((12, 16)), numbers.choice((2, 4))
+    return replace(scenario, size=size, nodes=(size // nodes,) * nodes)
+
+
 def fail_a_later_collective(scenario: Scenario, claims: Claims) -> Scenario:
     """Fail the first collective of the next steps, in some of which ranks stay alone."""
     more = MIXING_STEPS - 1

@@ -341,6 +341,8 @@ class HookDriver(RankDriver):
             self.recorder.event("trained", loss=loss.item())
         # A probe is not stepped: its parameters stay as they are, unless the hook steps them.
         self.model.zero_grad(step)
+        if self.scenario.renews_storage:
+            self.model.renew_storage()
         if self.twin and self.scenario.joint:
             self._end_step_of_twin(self.twin, step)
         elif self.twin and twin_is_last:

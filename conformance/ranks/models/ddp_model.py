@@ -90,6 +90,11 @@ class DDPModel:
         ddp.train(not self._scenario.in_eval_mode)
         return ddp
 
+    def renew_storage(self) -> None:
+        """Move all parameters to new memory."""
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.clone()
+
     def wrap_anew(self, step: int, doing: Callable[[str], AbstractContextManager[None]]) -> None:
         """Make DDP anew with the frozen parameters of a step, and register the same state on it."""
         with doing(MODEL_MADE):
