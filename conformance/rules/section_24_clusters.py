@@ -75,13 +75,13 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
     needs=("24.1",),
     since="1.6",
     source=f"{_TORCHRUN}; fairscale#132, hivemind#440: equal on two ranks, different on more",
-    remedy="the first rank of a node that keeps the result; trees of a fixed depth; tables, buffers "
-    "and tags for four ranks; sums in a dtype that overflows",
+    remedy="the first rank of a node that keeps the result; trees of a fixed depth; tables, "
+    "buffers and tags for four ranks; sums in a dtype that overflows",
 )
 def equal_nodes(run: Run, claims: Claims, found: Found) -> None:
     """Six or eight ranks on two nodes or more, all of the same size, get the right result under the
-    subject's claims. Lossy hooks run on 12 or 16 ranks, whose sums may need more bits. Under
-    ``local`` all ranks meet, as in 24.1.
+    subject's claims. Lossy hooks run on 16 ranks, whose sums may need more bits. Under ``local``
+    all ranks meet, as in 24.1.
     """
     _require_results(run, claims, found)
 

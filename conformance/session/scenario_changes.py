@@ -238,9 +238,9 @@ def watch_mixing(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def run_on_many_ranks(scenario: Scenario, claims: Claims) -> Scenario:
-    """Run on 12 or 16 ranks, on two to four nodes of equal size."""
-    numbers = generator(scenario)
-    size, nodes = numbers.choice((12, 16)), numbers.choice((2, 4))
+    """Run on 16 ranks, on two, four or eight nodes of equal size."""
+    size = 16
+    nodes = generator(scenario).choice((2, 4, 8))
     return replace(scenario, size=size, nodes=(size // nodes,) * nodes)
 
 

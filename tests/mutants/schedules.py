@@ -92,6 +92,27 @@ class KeptUntilThawed(Residuals):
             super().keep(parameter, residual)
 
 
+class ByAddress(Residuals):
+    """Keeps residuals by the address of a parameter's values."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        super().__init__(process_group)
+        self.at: dict[int, torch.Tensor] = {}
+
+    def keep(self, parameter: torch.nn.Parameter, residual: torch.Tensor) -> None:
+        super().keep(parameter, residual)
+        self.at[parameter.data_ptr()] = self.kept.pop(parameter)
+
+
+def quarter_by_address(state: ByAddress, bucket: Bucket) -> Result:
+    """Send the largest quarters; the residuals are those of the parameters' memory."""
+    for parameter in bucket.parameters():
+        kept = state.at.get(parameter.data_ptr())
+        if kept is not None and kept.numel() == parameter.numel():
+            state.kept[parameter] = kept
+    return quarter_with_feedback(state, bucket)
+
+
 # 11.2 A warm-up that is resumed
 
 
@@ -194,6 +215,7 @@ MUTANTS = [
     Mutant("halves_in_eval_mode", ("4.2",), state=_of("Trains")),
     Mutant("quarter_with_feedback", ("4.2",), _FEEDBACK, _of("FirstParameters")),
     Mutant("quarter_with_feedback", ("4.2",), _FEEDBACK, _of("KeptUntilThawed")),
+    Mutant("quarter_by_address", ("4.2",), _FEEDBACK, _of("ByAddress")),
     Mutant("quarter_after_warmup", ("11.2",), _WARM, _of("LoadsPastWarmup")),
     Mutant("quarter_after_warmup", ("11.2",), _WARM, _of("LoadsOneFurther")),
     Mutant("quarter_after_warmup", ("11.2",), _WARM, _of("LoadsAnew")),

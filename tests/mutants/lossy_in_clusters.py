@@ -1,11 +1,22 @@
-"""Mutants of ``local`` claims in section 24: on the ranks of one machine all meet."""
+"""Mutants of lossy claims in section 24: on the ranks of one machine all meet, and sums of a few
+bits fit.
+"""
 
 import os
 
+import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants._helpers import Bucket, Result, average_of, completed, gather
+from tests.mutants._helpers import (
+    Bucket,
+    Result,
+    average_of,
+    completed,
+    gather,
+    is_dense,
+    pieces_of,
+)
 from tests.mutants.clusters import Nodes
 
 
@@ -95,6 +106,36 @@ def meets_within_a_power_of_two(state: Steps, bucket: Bucket) -> Result:
     return completed(buffer.add_(gathered[partner]).div_(2) if has_partner else buffer)
 
 
+class Levels:
+    """Residuals, and a group whose gradients have levels from -15 to 15."""
+
+    most = 15
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.group = process_group
+        self.kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+
+def sums_levels_in_a_byte(state: Levels, bucket: Bucket) -> Result:
+    """Sum levels of one scale in eight bits, with feedback."""
+    buffer = bucket.buffer()
+    if not is_dense(bucket) or not buffer.is_floating_point():
+        return average_of(buffer, state.group)
+    for parameter, part in zip(bucket.parameters(), pieces_of(bucket), strict=True):
+        value = part + state.kept.get(parameter, 0)
+        scale = value.abs().max() if len(value) else value.new_zeros(())
+        dist.all_reduce(scale, op=dist.ReduceOp.MAX, group=state.group)
+        if not scale.isfinite():
+            part.mul_(float("nan"))
+            continue
+        step = scale / state.most if scale else torch.ones_like(scale)
+        levels = (value / step).round().to(torch.int8)
+        state.kept[parameter] = value - levels * step
+        dist.all_reduce(levels, group=state.group)
+        part.copy_(levels * step / state.group.size())
+    return completed(buffer)
+
+
 _STEPS, _PARTS, _HOSTS = (f"{__name__}:{name}" for name in ("Steps", "Parts", "Hosts"))
 _DISTANCE = f"{__name__}:AtOneDistance"
 _ALL = (1, 2, 3, 4)
@@ -108,4 +149,11 @@ MUTANTS = [
     Mutant("meets_within_a_power_of_two", ("24.1",), "local", state=_STEPS, worlds=_ALL),
     Mutant("mean_of_a_part", ("24.4",), "local(period=4)", state=_DISTANCE, worlds=_ALL),
     Mutant("meets_a_part", ("24.4",), "local", state=_DISTANCE, worlds=_ALL),
+    Mutant(
+        "sums_levels_in_a_byte",
+        ("24.2",),
+        "compressed(delta=0.9)",
+        state=f"{__name__}:Levels",
+        worlds=_ALL,
+    ),
 ]
