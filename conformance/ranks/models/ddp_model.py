@@ -1,5 +1,6 @@
 """A model under DDP, its optimizer, and the subject registered on it. Runs in ranks only."""
 
+import functools
 import inspect
 import pickle
 import re
@@ -292,11 +293,16 @@ def _has_state_dict(state: Any) -> bool:
 
 
 def _named(hook: Any) -> Callable[..., Any]:
-    """Give a name to a callable that has none; its signature, which DDP checks, stays."""
+    """Give a callable that has no name that of its class, or of its function if it is partial.
+
+    Its signature, which DDP checks, stays.
+    """
+    origin = hook.func if isinstance(hook, functools.partial) else type(hook)
 
     def named(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return hook(state, bucket)
 
-    named.__name__ = type(hook).__name__
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(named, name, getattr(origin, name, type(hook).__name__))
     named.__signature__ = inspect.signature(hook)  # type: ignore[attr-defined]
     return named
