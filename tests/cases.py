@@ -45,7 +45,8 @@ class Case:
     A subject of another kind than hook has the claims that its target's arguments imply, unless
     ``claims`` is other than ``exact``. ``seed`` is the one that scenarios are drawn from; the suite
     judges with the same in every run. Rules that watch every run watch those of ``rules`` alone if
-    it is judged ``partly``.
+    it is judged ``partly``. Judged ``alone``, rules do not ask whether those hold that they build
+    on.
     """
 
     target: str
@@ -58,6 +59,7 @@ class Case:
     kind: str = HOOK
     seed: int = 0
     partly: bool = False
+    alone: bool = False
 
     def __str__(self) -> str:
         return self.target.removeprefix("tests.").replace("mutants.", "") + (
@@ -154,6 +156,8 @@ class Judge:
         """Return the book for a case: the whole one, or its rules and those that they build on."""
         if not case.partly or not case.rules:
             return self._rules
+        if case.alone:
+            return {n: replace(self._rules[n], needs=(), presumes=()) for n in case.rules}
         return with_needed(self._rules, case.rules)
 
     def _source(self, hangs: bool, seed: int) -> LocalSource:

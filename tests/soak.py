@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         "--rule",
         default="",
         metavar="N.N,N.N",
-        help="judge by these rules alone, and only subjects of their kinds",
+        help="judge by these rules, not by those that they build on; only subjects of their kinds",
     )
     add(
         "--only",
@@ -113,7 +113,7 @@ def right_cases(worlds: tuple[int, ...]) -> list[Case]:
 def by_rules(case: Case, numbers: tuple[str, ...]) -> Case | None:
     """Return a case judged by some rules alone; None if they are rules of other kinds."""
     own = tuple(number for number in numbers if book()[number].kind == case.kind)
-    return replace(case, rules=own, partly=True) if own else None
+    return replace(case, rules=own, partly=True, alone=True) if own else None
 
 
 def is_expected(case: Case, mutant: Mutant | None, rule: Rule, verdict: Verdict) -> bool:

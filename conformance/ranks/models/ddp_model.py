@@ -293,16 +293,19 @@ def _has_state_dict(state: Any) -> bool:
 
 
 def _named(hook: Any) -> Callable[..., Any]:
-    """Give a callable that has no name that of its class, or of its function if it is partial.
+    """Give a callable that has no name that of its class, or the place of its function if it is
+    partial.
 
-    Its signature, which DDP checks, stays.
+    Its signature, which DDP checks, stays. DDP refuses some names on some backends, which are those
+    of torch's own hooks: the name of a partial function is not that of the function.
     """
     origin = hook.func if isinstance(hook, functools.partial) else type(hook)
 
     def named(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return hook(state, bucket)
 
-    for name in ("__name__", "__qualname__", "__module__"):
+    named.__name__ = type(hook).__name__
+    for name in ("__qualname__", "__module__"):
         setattr(named, name, getattr(origin, name, type(hook).__name__))
     named.__signature__ = inspect.signature(hook)  # type: ignore[attr-defined]
     return named
