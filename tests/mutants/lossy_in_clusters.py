@@ -18,25 +18,11 @@ from tests.mutants._helpers import (
     pieces_of,
 )
 from tests.mutants.clusters import Nodes
+from tests.mutants.local import Schedule
 
 
-class Steps:
-    """The steps of one model; the mean over all ranks is due in one of ``period``."""
-
-    def __init__(self, process_group: dist.ProcessGroup, period: int = 4) -> None:
-        self.group = process_group
-        self.period = period
-        self.step = 0
-
-    def is_due(self, bucket: Bucket) -> bool:
-        """Whether the mean is due; to be called once for each bucket."""
-        is_due = self.step % self.period == self.period - 1
-        self.step += bucket.is_last()
-        return is_due
-
-
-class Parts(Steps):
-    """Steps, and the group of those ranks of which four in a row are a part."""
+class Parts(Schedule):
+    """A schedule, and the group of those ranks of which four in a row are a part."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         super().__init__(process_group)
@@ -45,16 +31,16 @@ class Parts(Steps):
         self.part = dist.new_group(ranks[first : first + 4], use_local_synchronization=True)
 
 
-class Hosts(Steps):
-    """Steps, and the group of the ranks on this rank's node."""
+class Hosts(Schedule):
+    """A schedule, and the group of the ranks on this rank's node."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         super().__init__(process_group)
         self.part = Nodes(process_group).node
 
 
-class AtOneDistance(Steps):
-    """Steps, and the group of the ranks that lie at the distance of the first two."""
+class AtOneDistance(Schedule):
+    """A schedule, and the group of the ranks that lie at the distance of the first two."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         super().__init__(process_group)
@@ -73,13 +59,13 @@ def mean_of_a_part(state: Parts | Hosts | AtOneDistance, bucket: Bucket) -> Resu
     return average_of(bucket.buffer(), state.part)
 
 
-def due_on_small_groups(state: Steps, bucket: Bucket) -> Result:
+def due_on_small_groups(state: Schedule, bucket: Bucket) -> Result:
     """Leave the mean out, as too dear, in groups of more than four ranks."""
     is_due = state.is_due(bucket) and state.group.size() <= 4
     return average_of(bucket.buffer(), state.group) if is_due else completed(bucket.buffer())
 
 
-def due_at_a_rate_of_nodes(state: Steps, bucket: Bucket) -> Result:
+def due_at_a_rate_of_nodes(state: Schedule, bucket: Bucket) -> Result:
     """Take the mean at a period that grows with the number of nodes."""
     state.period = 4 * int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     return (
@@ -94,7 +80,7 @@ def meets_a_part(state: Hosts | AtOneDistance, bucket: Bucket) -> Result:
     return average_of(bucket.buffer(), state.part)
 
 
-def meets_within_a_power_of_two(state: Steps, bucket: Bucket) -> Result:
+def meets_within_a_power_of_two(state: Schedule, bucket: Bucket) -> Result:
     """Average with the partner of a hypercube; ranks that it has no place for have no partner."""
     buffer = bucket.buffer()
     size, rank = state.group.size(), state.group.rank()
@@ -136,17 +122,18 @@ def sums_levels_in_a_byte(state: Levels, bucket: Bucket) -> Result:
     return completed(buffer)
 
 
-_STEPS, _PARTS, _HOSTS = (f"{__name__}:{name}" for name in ("Steps", "Parts", "Hosts"))
+_PARTS, _HOSTS = (f"{__name__}:{name}" for name in ("Parts", "Hosts"))
+_SCHEDULE = "tests.mutants.local:Schedule"
 _DISTANCE = f"{__name__}:AtOneDistance"
 _ALL = (1, 2, 3, 4)
 
 MUTANTS = [
     Mutant("mean_of_a_part", ("24.1",), "local(period=4)", state=_PARTS, worlds=_ALL),
     Mutant("mean_of_a_part", ("24.1",), "local(period=4)", state=_HOSTS, worlds=_ALL),
-    Mutant("due_on_small_groups", ("24.1",), "local(period=4)", state=_STEPS, worlds=_ALL),
-    Mutant("due_at_a_rate_of_nodes", ("24.1",), "local(period=4)", state=_STEPS, worlds=_ALL),
+    Mutant("due_on_small_groups", ("24.1",), "local(period=4)", state=_SCHEDULE, worlds=_ALL),
+    Mutant("due_at_a_rate_of_nodes", ("24.1",), "local(period=4)", state=_SCHEDULE, worlds=_ALL),
     Mutant("meets_a_part", ("24.1",), "local", state=_HOSTS, worlds=_ALL),
-    Mutant("meets_within_a_power_of_two", ("24.1",), "local", state=_STEPS, worlds=_ALL),
+    Mutant("meets_within_a_power_of_two", ("24.1",), "local", state=_SCHEDULE, worlds=_ALL),
     Mutant("mean_of_a_part", ("24.4",), "local(period=4)", state=_DISTANCE, worlds=_ALL),
     Mutant("meets_a_part", ("24.4",), "local", state=_DISTANCE, worlds=_ALL),
     Mutant(

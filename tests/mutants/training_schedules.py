@@ -64,7 +64,7 @@ def halves_in_eval_mode(state: Trains, bucket: Bucket) -> Result:
 
 
 class FirstParameters(Residuals):
-    """Makes room for residuals in the first call alone."""
+    """Makes room for residuals in the first two steps alone."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         super().__init__(process_group)
@@ -72,7 +72,7 @@ class FirstParameters(Residuals):
 
     def keep(self, parameter: torch.nn.Parameter, residual: torch.Tensor) -> None:
         self.calls += 1
-        # DDP has one bucket in its first step, and others in the second.
+        # Four parameters train until others thaw.
         if self.calls <= 8 or parameter in self.kept:
             super().keep(parameter, residual)
 

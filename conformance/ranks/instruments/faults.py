@@ -105,6 +105,8 @@ class Faults:
             self._death.end()
         has_come = raised is not None or (self._rank == FAULTY_RANK and not unused)
         if not has_come and self._recorder.step < self._last:
+            # A collective outside of backward, of the trainer, is not to fail.
+            self._collectives.raise_next = None
             return False
         outcome = outcome_of(raised)
         self._recorder.event("fault", fault=self._kind, unused=unused, started=started, **outcome)
