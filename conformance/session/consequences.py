@@ -1,7 +1,7 @@
 """The rules that were not run because another one fails: they follow from it."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from conformance.judging.verdict import Judgement, Verdict
 
@@ -25,6 +25,27 @@ def consequences(judgements: Mapping[str, Judgement]) -> dict[str, list[str]]:
             if origin is not None:
                 followers[origin].append(number)
     return followers
+
+
+def left_out_causes(
+    judgements: Mapping[str, Judgement], selected: Collection[str], blamed: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the findings of rules that were left out, and that selected ones were not run for.
+
+    Args:
+        judgements: all judgements, also those on rules that only selected ones build on.
+        selected: the numbers of the selected rules.
+        blamed: the rules that broken runs are blamed on, with their findings.
+    """
+    not_run = [n for n in selected if n in judgements and judgements[n].verdict is Verdict.NOT_RUN]
+    found = {}
+    for number, followers in consequences(judgements).items():
+        if number not in selected and not set(not_run).isdisjoint(followers):
+            judgement = judgements[number]
+            found[number] = judgement.failures[0].actual if judgement.failures else judgement.reason
+    if not_run and not found:
+        found = {number: line for number, line in blamed.items() if number not in judgements}
+    return found
 
 
 def _origin(number: str, judgements: Mapping[str, Judgement], seen: frozenset[str]) -> str | None:

@@ -5,7 +5,7 @@ machine: the control. If the reference fails too, the verdict is "kit error". ``
 which runs a rule reads, and ``blame.py`` which rule a failed run fails.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from conformance.errors import KitError, UsageError
@@ -115,6 +115,22 @@ class Engine:
         if number not in self._judgements:
             self._judgements[number] = self._judge(self._rules[number])
         return self._judgements[number]
+
+    @property
+    def judgements(self) -> Mapping[str, Judgement]:
+        """All judgements made so far, also those on rules that only others build on."""
+        return self._judgements
+
+    def blamed(self) -> dict[str, str]:
+        """Return the rules that broken runs are blamed on, each with its first reason."""
+        reasons: dict[str, str] = {}
+        for run in runs_of(self.maker.made):
+            if failed := self.maker.failure_of(run):
+                rule = blamed_rule(self._rules, run, failed)
+                owners = [one for one in self._rules.values() if owns(one, run)]
+                for one in [rule] if rule else owners[:1]:
+                    reasons.setdefault(one.number, f"{failed.line} [{run.name}]")
+        return reasons
 
     def announce(self, numbers: Sequence[str]) -> None:
         """Announce the selected rules, so that their runs can be prefetched once the first run has

@@ -30,6 +30,7 @@ from conformance.scenarios.profiles import (
     resolve_profile,
 )
 from conformance.session.claim_search import SEARCHED, Tried, search_claims
+from conformance.session.consequences import left_out_causes
 from conformance.session.coverage import entry
 from conformance.session.engine import Engine, make_engine
 from conformance.session.options import Options
@@ -168,6 +169,12 @@ class Session:
         finally:
             self.progress.clear()
         return self.judgements[number]
+
+    def left_out_causes(self) -> dict[str, str]:
+        """Return the findings of rules that were left out, and that others were not run for."""
+        if self.engine is None:
+            return {}
+        return left_out_causes(self.engine.judgements, self.judgements, self.engine.blamed())
 
     def conclude(self, plugins: list[str] | None = None) -> Conclusion:
         """Weigh all judgements, and write the certificate if there is one.

@@ -143,6 +143,15 @@ def _cause_lines(session: Session, conclusion: Conclusion) -> list[str]:
     lines += [_cut(f"  {reason}") for reason in others[:_SHOWN_REASONS]]
     if len(others) > _SHOWN_REASONS:
         lines.append(f"  and {len(others) - _SHOWN_REASONS} more reasons, see report.html")
+    return [*lines, *_left_out_cause_lines(session)]
+
+
+def _left_out_cause_lines(session: Session) -> list[str]:
+    """Return the failed rules that nobody selected, and that selected ones were not run for."""
+    lines = []
+    for number, finding in session.left_out_causes().items():
+        lines.append(_cut(f"  {number} {session.rules[number].title}, fails: {finding}"))
+        lines.append(f"  {_row_line('Rerun', session.rerun(number))}")
     return lines
 
 

@@ -1,7 +1,7 @@
 """Rules that were not run follow from a rule that fails."""
 
 from conformance.judging.verdict import Judgement, Verdict
-from conformance.session.consequences import consequences
+from conformance.session.consequences import consequences, left_out_causes
 
 
 def not_run(number: str, reason: str) -> Judgement:
@@ -34,3 +34,30 @@ def test_rules_that_wait_for_each_other_follow_from_none() -> None:
         not_run("1.2", "judged only if 1.1 holds"),
     ]
     assert consequences({one.number: one for one in judgements}) == {}
+
+
+def causes(judgements: list[Judgement], *selected: str) -> dict[str, str]:
+    blamed = {"1.5": "rank 0 raised RuntimeError [values@2]"}
+    return left_out_causes({one.number: one for one in judgements}, selected, blamed)
+
+
+def test_a_failed_rule_that_was_left_out_is_named() -> None:
+    judgements = [
+        Judgement("1.5", Verdict.FAIL, "values@2: hung"),
+        not_run("2.1", "judged only if 1.5 holds"),
+        not_run("4.2", "judged only if 2.1 holds"),
+    ]
+    assert causes(judgements, "4.2") == {"1.5": "values@2: hung"}
+    assert causes(judgements, "1.5", "4.2") == {}
+
+
+def test_so_is_one_that_a_broken_run_is_blamed_on() -> None:
+    judgements = [
+        not_run("1.1", "not tried: values@2 broke"),
+        not_run("2.1", "judged only if 1.1 holds"),
+    ]
+    assert causes(judgements, "2.1") == {"1.5": "rank 0 raised RuntimeError [values@2]"}
+
+
+def test_rules_that_were_run_need_no_cause() -> None:
+    assert causes([Judgement("2.1", Verdict.PASS)], "2.1") == {}
