@@ -30,7 +30,7 @@ from conformance.subjects.claims import Claims
 
 @rule(
     "17.31",
-    "Modes of torch and of modules stay as they are",
+    "Modes, random generators and gradients stay as they are",
     on=(MODES,),
     owns=(MODES,),
     needs=("17.9", "17.10", "17.24"),
@@ -44,15 +44,16 @@ from conformance.subjects.claims import Claims
 def modes(run: Run, claims: Claims, found: Found) -> None:
     """In the body of a context, in main and post hooks, and after the context, modes of torch, the
     mode of training of every module and requires_grad of every parameter are those of the code
-    around the context.
+    around the context. A context leaves random generators and gradients as its body has left them.
 
     Modes of torch are those of autograd and autocast, the default dtype and device, deterministic
     algorithms and the number of threads. In four contexts the code around has drawn ones. Each
     module of a DDP model is in a drawn mode of training, and parameters without gradients are
     frozen or not, as drawn for each context. The nine contexts include one that an exception ends,
     one with throw_on_early_termination, and a disabled one. Modules and parameters are read at the
-    collectives of the join, too. A joinable has a joinable of the kit beside it, which reads the
-    modes; a join must not change those of the joinable's own modules and parameters.
+    collectives of the join, too. The bodies draw from the generators of torch, Python and NumPy,
+    and keep the gradients of the model. A joinable has a joinable of the kit beside it, which reads
+    the modes; a join must not change those of the joinable's own modules and parameters.
     """
     require_modes(run, found)
 

@@ -5,6 +5,11 @@ training of each module, and requires_grad of each parameter. The body of the co
 the code after it are that code's, too. So every reading in a context, and after it, has to equal
 the reading before it.
 
+Random generators and gradients are read with the modes. The body of a context draws numbers and
+computes gradients, and the context itself does neither: after it, in its hooks and after an
+exception, both are as at the end of the body. A context that puts generators back to their states
+at its beginning would make every epoch draw the same numbers.
+
 A joinable's own step may change the modes of its modules and parameters, and the first of its steps
 does. Only the join is judged then: after it, they are those at the end of the body, on ranks with
 an input.
@@ -19,6 +24,7 @@ from conformance.records.run import Run
 
 _BEFORE = "before the context"
 _IN_HOOKS = ("in a main hook", "in a post hook")
+_AFTER = ("in a collective of the join", "after the context", "after an exception")
 
 
 def require_modes(run: Run, found: Found) -> None:
@@ -31,6 +37,8 @@ def require_modes(run: Run, found: Found) -> None:
             continue
         _require_modes_of_torch(member, readings, found)
         _require_modes_of_modules(run, member, readings, found)
+        if is_context(run):
+            _require_state_of_body(member, readings, found)
         hooks += _count_of_hooks(member, found)
     if not hooks and not found.failures:
         found.lacks_evidence("no hook has read the modes")
@@ -122,6 +130,42 @@ _OF_MODULES = (
 )
 
 
+def _require_state_of_body(member: Member, readings: list[Event], found: Found) -> None:
+    """Require the random generators and the gradients that the code before a context, and its body,
+    have left.
+    """
+    of_body = list(_until_end_of_body(readings))
+    # The first reading of the body comes before its first draw. A reading that equals the one
+    # before it is not on record.
+    entered = [event for event in of_body[1:2] if not event["drawn"]]
+    for event in entered:
+        _require_same_state(member, of_body[0], event, "before the context", found)
+    left = of_body[-1]
+    if any(event["error"] and not event["same"] for event in member.events("came_out")):
+        # An exception of the context has ended a step, which may have computed gradients before.
+        left = {**left, "gradients": {}}
+    for event in readings[len(of_body) :]:
+        _require_same_state(member, left, event, "at the end of the body", found)
+
+
+def _require_same_state(member: Member, left: Event, event: Event, when: str, found: Found) -> None:
+    for field, cause in _STATES.items():
+        changed = [name for name, value in left[field].items() if value != event[field].get(name)]
+        found.require(
+            not changed,
+            f"{field} as {when}",
+            f"{member}: those of {', '.join(changed[:3])} are others {event['place']}",
+            cause,
+        )
+
+
+# What a context leaves alone, with the likely causes of a change.
+_STATES = {
+    "generators": "a state that was saved on entering is set again; a seed, or a number is drawn",
+    "gradients": "zero_grad() as the context begins or ends, or in a shadow",
+}
+
+
 def _require_mode(
     mode: _Mode, before: Event, event: Event, run: Run, member: Member, found: Found
 ) -> None:
@@ -139,7 +183,7 @@ def _require_mode(
 def _until_end_of_body(readings: list[Event]) -> Iterator[Event]:
     """Yield the readings up to the last one of the body."""
     for event in readings:
-        if event["place"] in (*_IN_HOOKS, "after the context"):
+        if event["place"] in (*_IN_HOOKS, *_AFTER):
             return
         yield event
 

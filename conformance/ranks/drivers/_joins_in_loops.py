@@ -14,6 +14,7 @@ from conformance.ranks.drivers._joins_in_training import ContextInTraining
 from conformance.ranks.drivers._mode_reader import ModeReader, ReadingCounter
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.default_dtype import default_dtype
+from conformance.ranks.instruments.global_seeds import kept_generators
 from conformance.scenarios.join_loop_draws import (
     AUTOCAST,
     DETERMINISTIC,
@@ -83,7 +84,11 @@ class ContextInLoops(ContextInTraining):
 
     def modes(self) -> None:
         """Run contexts under drawn settings, and with a model of drawn modes of training."""
-        self.reader = ModeReader(self.driver)
+        with kept_generators():
+            self._run_in_modes()
+
+    def _run_in_modes(self) -> None:
+        self.reader = ModeReader(self.driver, draws=True)
         counters = [
             ReadingCounter(self.reader, index, self.notify)
             for index in range(joinables_of(self.driver.scenario))

@@ -1,9 +1,12 @@
 """The modes of torch and of modules, as hooks and steps in a join context find them.
 
 The modes of modules are the mode of training of each module, and requires_grad of each parameter.
+The random generators and the gradients of parameters are read with them.
 """
 
 import collections
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +15,9 @@ import torch
 
 from conformance.ranks.drivers._joinables import Counter
 from conformance.ranks.drivers.base import RankDriver
+from conformance.ranks.instruments.digest import digest
 from conformance.ranks.instruments.process_settings import modes
+from conformance.ranks.instruments.process_state import rng
 from conformance.scenarios.seeds import generator
 
 # The events at which the modes are read, and their places for people.
@@ -33,26 +38,30 @@ class ModeReader:
 
     Args:
         driver: of this rank.
+        draws: whether the body of each context draws from the global random generators.
 
     Attributes:
         modules: the modules whose modes of training are read, by name.
-        parameters: the parameters whose requires_grad is read, by name.
+        parameters: the parameters whose requires_grad and gradients are read, by name.
     """
 
-    def __init__(self, driver: RankDriver) -> None:
+    def __init__(self, driver: RankDriver, draws: bool = False) -> None:
         self.driver = driver
+        self._draws = draws
         self.modules: dict[str, torch.nn.Module] = {}
         self.parameters: dict[str, torch.Tensor] = {}
         self._frozen: set[str] = set()
         self._is_joining = False
         self._known: dict[str, str] = {}
-        self._known_modules: dict[str, dict[str, bool]] = {}
+        self._known_modules: dict[str, dict[str, Any]] = {}
         self._counts: collections.Counter[str] = collections.Counter()
+        self._drawn = 0
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Read them before and after a context; each event of the block is a reading, too."""
         self._known = {}
+        self._drawn = 0
         self._counts.clear()
         self._read("before the context")
         yield
@@ -64,6 +73,11 @@ class ModeReader:
         """Read them at an event, if it is a place for it."""
         if event in ("leaving", "left", "came_out"):
             self._is_joining = event == "leaving"
+        if event == "begun" and self._draws:
+            self._read(_PLACES[event])
+        if event in ("begun", "took") and self._draws:
+            self._drawn += 1
+            _draw_numbers()
         if event in _PLACES:
             self._read(_PLACES[event])
 
@@ -82,13 +96,20 @@ class ModeReader:
             "requires_grad": {
                 name: parameter.requires_grad for name, parameter in self.parameters.items()
             },
+            "generators": rng(),
+            "gradients": {
+                name: "" if parameter.grad is None else digest(parameter.grad)
+                for name, parameter in self.parameters.items()
+            },
         }
         self._counts[place] += 1
         if (known, of_modules) == (self._known, self._known_modules) and self._counts.total() > 1:
             return
         self._known = known
         self._known_modules = of_modules
-        self.driver.recorder.event("modes", place=place, modes=known, **of_modules)
+        self.driver.recorder.event(
+            "modes", place=place, modes=known, drawn=self._drawn, **of_modules
+        )
 
     def watch(self, name: str, part: Any) -> None:
         """Read the modes of a module and of its parts, or requires_grad of other tensors.
@@ -136,6 +157,14 @@ class ModeReader:
             return
         for name, parameter in self.parameters.items():
             parameter.requires_grad = name not in self._frozen or draw.random() < 0.5
+
+
+def _draw_numbers() -> None:
+    """Draw from each global random generator on the CPU, as the body of a loop does."""
+    torch.rand(1)
+    random.random()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.random()
 
 
 class ReadingCounter(Counter):

@@ -4,13 +4,11 @@ The subject is a join context, or a joinable that is run in torch's context.
 """
 
 import functools
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchsJoin
 
@@ -21,6 +19,7 @@ from conformance.ranks.drivers._joinables import Counter
 from conformance.ranks.drivers._joins_in_loops import ContextInLoops
 from conformance.ranks.drivers._mode_reader import ModeReader, ReadingCounter
 from conformance.ranks.drivers.base import RankDriver
+from conformance.ranks.instruments.global_seeds import kept_generators
 from conformance.ranks.resolve import Factory
 from conformance.scenarios.join_draws import DIVISOR, breaks_off, divides_by_all
 from conformance.scenarios.join_loop_draws import ENDS, group_of_loop, loop_contexts
@@ -132,17 +131,11 @@ class _Joinable(Contexts):
 
     @contextmanager
     def _inside(self, joinables: list[Any]) -> Iterator[None]:
-        torch_state = torch.get_rng_state()
-        python_state = random.getstate()
-        cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         # torch's own context changes the filters of warnings, which is not the joinable's fault.
-        with super()._inside(joinables), warnings.catch_warnings():
+        # Generators are put back inside the call, so that numbers drawn there do not count as a
+        # change.
+        with super()._inside(joinables), warnings.catch_warnings(), kept_generators():
             yield
-            # Put back inside the call, so that numbers drawn there do not count as a change.
-            torch.set_rng_state(torch_state)
-            if cuda_state is not None:
-                torch.cuda.set_rng_state(cuda_state)
-            random.setstate(python_state)
 
     def even(self) -> None:
         """Run the joinable by itself; a new one in each context."""
