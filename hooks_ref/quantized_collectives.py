@@ -12,6 +12,9 @@ is given:
     FP8      in blocks of 128, e4m3 of                  error at most 2**-4 of the value,
              x * 448 / max|x|                           or 2**-10 of a level
 
+A ``reduce_scatter`` gives the sum of ``D(Q(x))``; an ``all_reduce`` quantizes that sum once more,
+to gather it.
+
 The elements sent to different ranks are in different blocks, so each rank can decode its part
 alone; a block's scale is sent with it, as 4 bytes. NaN and infinities arrive as such under FP16
 (infinities as 65504), BFP16, and as NaN for the whole block under INT8 and FP8.
@@ -88,8 +91,9 @@ def auto_quantize(
     """Return a collective that has the arguments of ``func``, and sends fewer bits.
 
     Args:
-        func: ``torch.distributed``'s ``all_gather``, ``all_to_all``, ``all_to_all_single`` or
-            ``scatter``.
+        func: ``torch.distributed``'s ``all_gather``, ``all_gather_into_tensor``, ``all_to_all``,
+            ``all_to_all_single``, ``scatter``, ``reduce_scatter``, ``reduce_scatter_tensor`` or
+            ``all_reduce``.
         qtype: the quantization of the values.
         quant_loss: received values are divided by this factor; None is 1.
         error_feedback: keep the rounding error, and add it to the input of the next call. All calls
@@ -99,7 +103,8 @@ def auto_quantize(
         A function with the arguments of ``func``. With ``async_op=True`` its result has a
         ``wait()`` after which the tensors have arrived; otherwise it returns None. The function
         raises TypeError if a tensor is not of floating point, and, with error_feedback, ValueError
-        if shapes differ from those of the call before.
+        if shapes differ from those of the call before. Collectives that sum raise ValueError if
+        ``op`` is neither SUM nor AVG.
 
     Raises:
         TypeError: ``func`` is another collective, or ``qtype`` is not a DQuantType.
@@ -109,13 +114,16 @@ def auto_quantize(
     quantized_ones: dict[Callable[..., Any], Callable[..., Arriving | None]] = {
         **{dist.all_gather: _all_gather, dist.all_to_all: _all_to_all},
         **{dist.all_to_all_single: _all_to_all_single, dist.scatter: _scatter},
+        **{dist.all_gather_into_tensor: _all_gather_into_tensor, dist.all_reduce: _all_reduce},
+        **{
+            dist.reduce_scatter: _reduce_scatter,
+            dist.reduce_scatter_tensor: _reduce_scatter_tensor,
+        },
     }
     made = quantized_ones.get(func)
     if made is None:
-        raise TypeError(
-            f"func: all_gather, all_to_all, all_to_all_single or scatter of torch.distributed; "
-            f"got {func!r}"
-        )
+        names = ", ".join(one.__name__ for one in quantized_ones)
+        raise TypeError(f"func: one of torch.distributed's {names}; got {func!r}")
     wire = _Wire(qtype, 1.0 if quant_loss is None else float(quant_loss), error_feedback)
 
     def quantized(*args: Any, **kwargs: Any) -> "Arriving | None":
@@ -158,22 +166,24 @@ class _Wire:
         self.qtype = qtype
         self.loss = loss
         self.feedback = feedback
-        self.errors: list[torch.Tensor] = []
+        self.errors: dict[str, list[torch.Tensor]] = {}
 
-    def encode(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def encode(self, tensors: Sequence[torch.Tensor], stage: str = "") -> list[torch.Tensor]:
+        """Return the encodings of tensors; each stage of a collective keeps its own errors."""
         _require_floating_point(tensors)
         if not self.feedback:
             return [quantize(tensor, self.qtype) for tensor in tensors]
-        if not self.errors:
-            self.errors = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors]
-        if [error.shape for error in self.errors] != [tensor.shape for tensor in tensors]:
+        if stage not in self.errors:
+            self.errors[stage] = [torch.zeros_like(one, dtype=torch.float32) for one in tensors]
+        errors = self.errors[stage]
+        if [error.shape for error in errors] != [tensor.shape for tensor in tensors]:
             raise ValueError(
                 f"error_feedback: shapes {[tuple(tensor.shape) for tensor in tensors]} "
                 f"differ from those of the call before"
             )
-        fed = [tensor.detach() + error for tensor, error in zip(tensors, self.errors, strict=True)]
+        fed = [tensor.detach() + error for tensor, error in zip(tensors, errors, strict=True)]
         sent = [quantize(tensor, self.qtype) for tensor in fed]
-        for error, tensor, code in zip(self.errors, fed, sent, strict=True):
+        for error, tensor, code in zip(errors, fed, sent, strict=True):
             lost = tensor - dequantize(code, self.qtype, tensor)
             # The loss of an infinity cannot be compensated.
             error.copy_(torch.where(lost.isfinite(), lost, 0))
@@ -203,15 +213,26 @@ class _Wire:
         async_op: bool,
     ) -> Arriving | None:
         def decode() -> None:
-            with torch.no_grad():
-                for code, tensor in zip(received, into, strict=True):
-                    tensor.copy_(dequantize(code, self.qtype, tensor).div_(self.loss))
+            for code, tensor in zip(received, into, strict=True):
+                tensor.copy_(dequantize(code, self.qtype, tensor).div_(self.loss))
 
-        arriving = Arriving(work, decode)
-        if async_op:
-            return arriving
-        arriving.wait()
-        return None
+        return _begun(work, decode, async_op)
+
+    def sum_of(self, codes: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """Return the sum of encoded tensors, in float32."""
+        total = torch.zeros_like(like, dtype=torch.float32)
+        for code in codes:
+            total += dequantize(code, self.qtype, total)
+        return total
+
+
+def _begun(work: dist.Work, decode: Callable[[], None], async_op: bool) -> Arriving | None:
+    """Return the collective under way, or None after it."""
+    arriving = Arriving(work, torch.no_grad()(decode))
+    if async_op:
+        return arriving
+    arriving.wait()
+    return None
 
 
 def _all_gather(
@@ -286,3 +307,98 @@ def _scatter(
         [tensor],
         async_op,
     )
+
+
+def _all_gather_into_tensor(
+    wire: _Wire,
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Arriving | None:
+    if output_tensor.dim() > input_tensor.dim():
+        into = list(output_tensor.unbind())
+    else:
+        into = list(output_tensor.split([len(input_tensor)] * dist.get_world_size(group)))
+    return _all_gather(wire, into, input_tensor, group, async_op)
+
+
+def _reduce_scatter(
+    wire: _Wire,
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Arriving | None:
+    divisor = wire.loss * _divisor(op, group)
+    received, work = _exchange(wire, input_list, output, group)
+
+    def decode() -> None:
+        output.copy_(wire.sum_of(received, output).div_(divisor))
+
+    return _begun(work, decode, async_op)
+
+
+def _reduce_scatter_tensor(
+    wire: _Wire,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Arriving | None:
+    if input.dim() > output.dim():
+        parts = list(input.unbind())
+    else:
+        parts = list(input.split([len(output)] * dist.get_world_size(group)))
+    return _reduce_scatter(wire, output, parts, op, group, async_op)
+
+
+def _all_reduce(
+    wire: _Wire,
+    tensor: torch.Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Arriving | None:
+    """Sum a part of the tensor on each rank, and gather the sums; both are quantized."""
+    divisor = wire.loss * _divisor(op, group)
+    size = dist.get_world_size(group)
+    flat = tensor.detach().reshape(-1)
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % size))
+    parts = list(padded.view(size, -1))
+    received, work = _exchange(wire, parts, parts[0], group)
+
+    def decode() -> None:
+        total = wire.sum_of(received, parts[0])
+        (code,) = wire.encode([total], "sum")
+        codes = [torch.empty_like(code) for _ in range(size)]
+        dist.all_gather(codes, code, group)
+        sums = [dequantize(one, wire.qtype, total) for one in codes]
+        tensor.copy_(torch.cat(sums)[: len(flat)].div_(divisor).view(tensor.shape))
+
+    return _begun(work, decode, async_op)
+
+
+def _exchange(
+    wire: _Wire,
+    parts: list[torch.Tensor],
+    like: torch.Tensor,
+    group: dist.ProcessGroup | None,
+) -> tuple[Sequence[torch.Tensor], dist.Work]:
+    """Send a part to each rank, and return the codes that arrive once the work is complete."""
+    sent = wire.encode(parts)
+    sizes = [wire.size(like)] * len(parts)
+    received = torch.empty(sum(sizes), dtype=torch.uint8, device=like.device)
+    work = dist.all_to_all_single(received, torch.cat(sent), sizes, sizes, group, async_op=True)
+    return received.split(sizes), work
+
+
+def _divisor(op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> int:
+    """Return the number by which a sum is divided. Raises: ValueError."""
+    if op == dist.ReduceOp.SUM:
+        return 1
+    if op == dist.ReduceOp.AVG:
+        return dist.get_world_size(group)
+    raise ValueError(f"op: ReduceOp.SUM or ReduceOp.AVG; got {op}")

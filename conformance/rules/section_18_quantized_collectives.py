@@ -4,13 +4,10 @@ import torch
 
 from conformance.judging.common_rules import leaves_no_trace, refuses_fewer_ranks
 from conformance.judging.oracles.collective import (
-    FLOAT32,
     ROUGH,
     arrivals,
     arrived_tensor,
-    byte_limit,
     calls,
-    largest_share,
     loss_factor,
     require_arrival,
     require_call,
@@ -18,7 +15,13 @@ from conformance.judging.oracles.collective import (
     require_mean_of_calls,
     require_zero_signs,
 )
-from conformance.judging.oracles.collective_forms import is_plain, require_dtype, require_shape
+from conformance.judging.oracles.collective_bounds import FLOAT32, byte_limit, largest_share
+from conformance.judging.oracles.collective_forms import (
+    is_plain,
+    require_dtype,
+    require_same_bits,
+    require_shape,
+)
 from conformance.judging.oracles.collective_training import require_no_error_in_wait
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
@@ -43,8 +46,8 @@ from conformance.subjects.claims import Claims
     on=(PLAIN,),
     owns=(PLAIN,),
     certifies_machine=True,
-    source="torch documentation, torch.distributed.all_gather, all_to_all, all_to_all_single, "
-    "scatter",
+    source="torch documentation, torch.distributed.all_gather, all_to_all, scatter, "
+    "reduce_scatter, all_reduce, and those of one tensor",
     remedy="the order of the parts on the wire, and the output that each is written to; a rank "
     "that is taken for another",
 )
@@ -54,7 +57,8 @@ def arrives(run: Run, claims: Claims, found: Found) -> None:
 
     Each rank sends every other rank a different message. Values have four significant bits, which
     every format of 16 bits represents. With fewer bits they arrive approximately, and rule 18.2
-    judges the error. A rank's own part may arrive unchanged.
+    judges the error. A rank's own part may arrive unchanged. An output of a reduce_scatter or an
+    all_reduce is the sum of the messages of all ranks.
     """
     require_calls(run, claims, found, kinds=(ROUGH,))
 
@@ -78,7 +82,8 @@ def round_trip(run: Run, claims: Claims, found: Found) -> None:
     Magnitudes differ from message to message, and from block to block of 128 elements, which shows
     a scale that was computed from other values. With q the format's largest value, M the largest
     magnitude in a block and y = |x| q / M, the error is at most M / q times half a step of the
-    format at y, and some roundings of float32.
+    format at y, and some roundings of float32. A sum may be off by the errors of all its messages.
+    Under rounded(...) it may be computed in the narrow dtype; an all_reduce may quantize it again.
     """
     require_calls(run, claims, found, kinds=("normal", "uneven"))
 
@@ -437,17 +442,12 @@ def can_wait(run: Run, claims: Claims, found: Found) -> None:
     remedy="dequantize a rank's own part like the others",
 )
 def replicas(run: Run, claims: Claims, found: Found) -> None:
-    """After an all_gather all ranks of the group hold the same bits, also of their own parts."""
+    """After an all_gather all ranks of the group hold the same bits, also of their own parts.
+
+    18.34 requires it of an all_reduce.
+    """
     collective = run.scenario.options[0]
-    if collective != "all_gather":
-        found.does_not_apply(f"{collective} gives each rank other messages")
+    if collective not in ("all_gather", "all_gather_into_tensor"):
+        found.does_not_apply(f"{collective} gives each rank other messages, or 18.34 judges it")
         return
-    for call in calls(run):
-        same_calls = (c for c in calls(run) if (c.step, c.index) == (call.step, call.index))
-        first = next(same_calls)
-        for output in range(run.world):
-            mine = arrived_tensor(run, call, output)
-            other = arrived_tensor(run, first, output)
-            is_same = mine is not None and other is not None and torch.equal(mine, other)
-            actual = f"{call}, output {output}: it differs"
-            found.require(is_same, f"the bits of rank {first.rank}", actual)
+    require_same_bits(run, found)

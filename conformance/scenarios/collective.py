@@ -9,7 +9,20 @@ from dataclasses import replace
 
 from conformance.scenarios.model import Param, Scenario
 
-COLLECTIVES = ("all_gather", "all_to_all", "all_to_all_single", "scatter")
+# Collectives whose outputs are sums of messages, one from each rank.
+SUMMING = ("reduce_scatter", "reduce_scatter_tensor", "all_reduce")
+
+COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "scatter"),
+    *SUMMING,
+)
+
+# Collectives in which a rank sends one message, to all ranks.
+TO_ALL = ("all_gather", "all_gather_into_tensor", "all_reduce")
+
+# Collectives whose messages to all ranks, or from all ranks, are parts of one tensor.
+ONE_INPUT = ("all_to_all_single", "reduce_scatter_tensor")
+ONE_OUTPUT = ("all_to_all_single", "all_gather_into_tensor")
 
 # The block size of a claim that names none. The magnitudes of an ``uneven`` message change after as
 # many elements.
@@ -21,6 +34,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(COLLECTIVES, ("positional", "keywords")),
     "all_to_all_single": ("positional", "keywords", "splits", "positional_splits"),
     "scatter": ("positional", "keywords", "group_src"),
+    **dict.fromkeys(SUMMING, ("positional", "keywords", "average", "maximum")),
 }
 
 # The second message has 660 elements: more than five blocks of 128, the last one incomplete.

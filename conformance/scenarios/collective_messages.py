@@ -30,10 +30,12 @@ import random
 
 import torch
 
-from conformance.scenarios.collective import CALLED, CALLS
+from conformance.scenarios.collective import CALLED, CALLS, SUMMING, TO_ALL
 from conformance.scenarios.collective_training import TINY, TINY_HALF
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
+
+Pair = tuple[int, int]
 
 # The bits of the NaN that arithmetic on a CUDA device returns. A rounding to bfloat16 that adds to
 # these bits and cuts off the last 16 overflows into the sign, and returns -0.0.
@@ -97,13 +99,13 @@ def source_of(scenario: Scenario, size: int, step: int, index: int) -> int:
     return (step + index) % size
 
 
-def sent(scenario: Scenario, size: int, place: int, step: int, index: int) -> list[tuple[int, int]]:
+def sent(scenario: Scenario, size: int, place: int, step: int, index: int) -> list[Pair]:
     """Return the messages that a rank passes to a call, in order, as places (from, to).
 
-    An all_gather has one message for all ranks; its destination is given as 0.
+    A message for all ranks has the destination 0.
     """
     collective = scenario.options[0]
-    if collective == "all_gather":
+    if collective in TO_ALL:
         return [(place, 0)]
     if collective == "scatter" and place != source_of(scenario, size, step, index):
         return []
@@ -112,13 +114,23 @@ def sent(scenario: Scenario, size: int, place: int, step: int, index: int) -> li
 
 def received(
     scenario: Scenario, size: int, place: int, step: int, index: int
-) -> list[tuple[int, int]]:
-    """Return the messages that arrive at a rank, in order, as places (from, to)."""
+) -> list[tuple[Pair, ...]]:
+    """Return the messages of each output of a rank, in order, as places (from, to).
+
+    An output is one message, or the sum of its messages.
+    """
     collective = scenario.options[0]
     if collective == "scatter":
-        return [(source_of(scenario, size, step, index), place)]
-    destination = 0 if collective == "all_gather" else place
-    return [(source, destination) for source in range(size)]
+        return [((source_of(scenario, size, step, index), place),)]
+    destination = 0 if collective in TO_ALL else place
+    pairs = [(source, destination) for source in range(size)]
+    return [tuple(pairs)] if collective in SUMMING else [(pair,) for pair in pairs]
+
+
+def is_in_place(scenario: Scenario, step: int, index: int) -> bool:
+    """Whether the input of a call that gathers is the rank's own part of the outputs."""
+    first = random.Random(f"{scenario.session_seed}/in place").randrange(2)
+    return (first + step + index) % 2 == 0
 
 
 def shape_of(scenario: Scenario, size: int, index: int, source: int, to: int) -> tuple[int, ...]:
@@ -140,13 +152,13 @@ def is_poisoned(scenario: Scenario, size: int, step: int, source: int, to: int) 
     """Whether a message has the NaN or the infinities of its step.
 
     The rank that sends it, and the one that receives it, are drawn. A scatter has one sender, and
-    an all_gather sends one message.
+    some collectives send one message to all ranks.
     """
     draw = random.Random(f"{scenario.session_seed}/poisoned/{step}")
     poisoned_source = draw.randrange(size)
     poisoned_destination = draw.randrange(size)
     collective = scenario.options[0]
-    if collective == "all_gather":
+    if collective in TO_ALL:
         return source == poisoned_source
     if collective == "scatter":
         return to == poisoned_destination

@@ -86,6 +86,50 @@ def equals(
     return Case(None, hooks_ref.noop_hook, after_backward=check)
 
 
+def sums(
+    process_group: Any, rank: int, world_size: int, *, of: str, qtype: str, waits: bool = False
+) -> Case:
+    """One tensor holds the messages of all ranks, or an output is the sum or the average."""
+    kind = hooks_ref.DQuantType[qtype]
+    collective = hooks_ref.auto_quantize(getattr(dist, of), kind)
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        work = collective(*args, group=process_group, async_op=waits, **kwargs)
+        if waits:
+            work.wait()
+
+    def check() -> None:
+        ranks = range(world_size)
+        for number, shape in enumerate([(6,), (129, 2), (3, 2, 64), (0, 2)]):
+            # From r to s, and as they arrive.
+            fed = [[values(shape, number, r, s) for s in ranks] for r in ranks]
+            arrived = [[round_trip(tensor, kind, None) for tensor in row] for row in fed]
+            sum_here = sum(arrived[r][rank] for r in ranks)
+            got = torch.empty(shape)
+            if of == "all_gather_into_tensor":
+                for whole in (
+                    torch.empty(world_size * shape[0], *shape[1:]),
+                    torch.empty(3, *shape),
+                ):
+                    call(whole, fed[rank][0])
+                    assert torch.equal(
+                        whole.view(3, *shape), torch.stack([row[0] for row in arrived])
+                    )
+                continue
+            if of == "all_reduce":
+                got = fed[rank][0].clone()
+                call(got, dist.ReduceOp.AVG)
+                exact = sum(row[0] for row in fed) / world_size
+                assert torch.allclose(got, exact, rtol=0.2, atol=0.2)
+                continue
+            for op, right in ((dist.ReduceOp.SUM, sum_here), (dist.ReduceOp.AVG, sum_here / 3)):
+                given = fed[rank] if of == "reduce_scatter" else torch.cat(fed[rank])
+                call(got, given, op=op)
+                assert torch.allclose(got, right, atol=1e-5), (shape, got, right)
+
+    return Case(None, hooks_ref.noop_hook, after_backward=check)
+
+
 def fed_back(process_group: Any, rank: int, world_size: int, *, qtype: str) -> Case:
     """The received values sum to the inputs, up to one step's rounding; inputs do not change."""
     collective = hooks_ref.auto_quantize(

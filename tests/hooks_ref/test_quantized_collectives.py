@@ -59,6 +59,14 @@ def test_on_subgroups(pool: Pool, name: str) -> None:
     run(pool, "equals", 4, what, of=name, qtype="INT8")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_reduce"]
+)
+def test_collectives_of_sums_and_of_one_tensor(pool: Pool, name: str, kind: str) -> None:
+    run(pool, "sums", 3, of=name, qtype=kind, waits=kind in ("FP16", "FP8"))
+
+
 @pytest.mark.parametrize("kind", ["INT8", "FP8"])
 def test_errors_are_fed_back(pool: Pool, kind: str) -> None:
     run(pool, "fed_back", 2, qtype=kind)
@@ -95,11 +103,17 @@ def test_special_values(kind: hooks_ref.DQuantType) -> None:
 
 
 def test_arguments() -> None:
-    with pytest.raises(TypeError, match="func: all_gather"):
-        hooks_ref.auto_quantize(dist.all_reduce, hooks_ref.DQuantType.FP16)
+    with pytest.raises(
+        TypeError, match=r"func: one of torch\.distributed's all_gather, all_to_all,"
+    ):
+        hooks_ref.auto_quantize(dist.broadcast, hooks_ref.DQuantType.FP16)
     with pytest.raises(TypeError, match="qtype: a DQuantType"):
         hooks_ref.auto_quantize(dist.all_gather, "fp16")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="floating point"):
         hooks_ref.auto_quantize(dist.all_gather, hooks_ref.DQuantType.FP16)(
             [torch.ones(1)], torch.ones(1, dtype=torch.int32)
+        )
+    with pytest.raises(ValueError, match=r"op: ReduceOp\.SUM or ReduceOp\.AVG"):
+        hooks_ref.auto_quantize(dist.all_reduce, hooks_ref.DQuantType.FP16)(
+            torch.ones(1), dist.ReduceOp.MAX
         )

@@ -188,5 +188,5 @@ judged as a joinable, in torch's context
 it is a joinable: this rule applies to contexts
 it leaves no gradients in parameters that autograd trains
 it has no parameters, buffers or state_dict() that ranks replicate after even inputs
-scatter gives each rank other messages""",
+scatter gives each rank other messages, or 18.34 judges it""",
     )

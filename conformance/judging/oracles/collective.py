@@ -42,36 +42,27 @@ x + e, with e at most a twentieth of x, which makes its bound a little larger: a
 covers that. Roundings of float32 add 2**-21 |x| + 2**-40.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import torch
 
+from conformance.judging.oracles.allowed_values import Allowed
+from conformance.judging.oracles.collective_bounds import SLACK, claimed_bound, neighbours
+from conformance.judging.oracles.collective_causes import IGNORED, lost_value, mistaken
+from conformance.judging.oracles.collective_sums import allowed_sum, cause_of_wrong_sum
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios import collective_messages as messages
-from conformance.scenarios.collective import PLAIN, SPECIAL
+from conformance.scenarios.collective import PLAIN, SPECIAL, SUMMING, TO_ALL
 from conformance.subjects.claims import Claims
-from conformance.subjects.kinds.collective import NARROW
 
-LARGEST_HALF = torch.finfo(torch.float16).max
-SLACK = 1 + 2.0**-16
-FLOAT32 = 4  # bytes
-HEADER = 256  # bytes
 _EARLIER = 24  # calls whose messages are compared with one that is wrong
 ROUGH = "crafted"  # the kind of input that tells messages apart in the plain scenario
-
-# The likely cause of wrong values in a call of this form.
-_IGNORED = {
-    "positional": "an argument is not seen if it is given by position",
-    "keywords": "an argument is not seen if it is given by keyword",
-    "group_src": "group_src is ignored",
-    "splits": "the split sizes are ignored",
-    "positional_splits": "the split sizes are ignored",
-}
 
 
 @dataclass(frozen=True)
@@ -100,65 +91,27 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Allowed:
-    """The values that may arrive of a message, flat in float64.
+class Arrival:
+    """An output of a call at the rank in ``place``: a message, or the sum of messages.
 
     Attributes:
-        exact: the sent values, divided by the loss factor.
-        low, high: with ``two_values`` the two right values, otherwise the ends of an interval.
-        two_values: whether only ``low`` and ``high`` are right, and nothing between them.
-        bound: the largest error.
-        relative_rounding: the relative error of a few operations in the dtype of the output.
-        smallest_rounding: their absolute error, the smallest subnormal of that dtype.
+        pairs: the places (from, to) of the messages.
+        source: the rank that sent the message; -1 if it is a sum.
     """
 
-    exact: torch.Tensor
-    low: torch.Tensor
-    high: torch.Tensor
-    two_values: bool
-    bound: torch.Tensor
-    relative_rounding: float
-    smallest_rounding: float
-
-    def wrong(self, got: torch.Tensor, is_own: bool = False) -> torch.Tensor:
-        """Return which elements are wrong; a rank's own part may also be exact."""
-        if self.two_values:
-            right = self._near(got, self.low) | self._near(got, self.high)
-        else:
-            lowest = self.low - self.tolerance(self.low)
-            highest = self.high + self.tolerance(self.high)
-            right = (got >= lowest) & (got <= highest)
-        if is_own:
-            right |= self._near(got, self.exact)
-        return ~right
-
-    def tolerance(self, value: torch.Tensor) -> torch.Tensor:
-        """Return how far roundings of the output's dtype may move a value; 0 for infinities."""
-        tolerance = self.relative_rounding * value.abs() + self.smallest_rounding
-        return tolerance.nan_to_num(0.0, 0.0, 0.0)
-
-    @property
-    def has_rounding(self) -> bool:
-        return self.relative_rounding > 0 or self.smallest_rounding > 0
-
-    def _near(self, got: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        # Infinities are equal, but their difference is NaN.
-        is_same = (got == value) | (got.isnan() & value.isnan())
-        return is_same | ((got - value).abs() <= self.tolerance(value))
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A message that arrived in a call, from the rank ``source`` at the rank in ``place``."""
-
     call: Call
+    pairs: tuple[messages.Pair, ...]
     source: int
     place: int
     got: torch.Tensor | None
     allowed: Allowed
 
+    @property
+    def is_sum(self) -> bool:
+        return self.source < 0
+
     def __str__(self) -> str:
-        return f"{self.call}, from rank {self.source}"
+        return f"{self.call}, {'the sum' if self.is_sum else f'from rank {self.source}'}"
 
 
 def calls(run: Run) -> Iterator[Call]:
@@ -170,13 +123,15 @@ def calls(run: Run) -> Iterator[Call]:
 
 
 def arrivals(run: Run, claims: Claims, call: Call) -> Iterator[Arrival]:
-    """Yield the messages of a call in the order of its outputs."""
+    """Yield the outputs of a call, in order."""
     group = run.group(call.rank)
-    for output, (source, to) in enumerate(_pairs(run, call)):
+    is_sum = run.scenario.options[0] in SUMMING
+    for output, pairs in enumerate(_outputs(run, call)):
         tensor = arrived_tensor(run, call, output)
         got = None if tensor is None else tensor.reshape(-1).double()
-        allowed = _allowed(run, claims, call, source, to, call.step)
-        yield Arrival(call, group[source], group.index(call.rank), got, allowed)
+        allowed = _allowed(run, claims, call, pairs, call.step)
+        source = -1 if is_sum else group[pairs[0][0]]
+        yield Arrival(call, pairs, source, group.index(call.rank), got, allowed)
 
 
 def arrived_tensor(run: Run, call: Call, output: int) -> torch.Tensor | None:
@@ -235,15 +190,17 @@ def require_arrival(
         return found.require(False, expected, f"{arrival}: no tensor")
     if len(got) != len(allowed.exact):
         return found.require(False, expected, f"{arrival}: {len(got)} elements")
-    is_own = run.group(arrival.call.rank)[arrival.place] == arrival.source
+    is_own = arrival.pairs[0][0] == arrival.place and not arrival.is_sum
     is_wrong = got != allowed.exact if is_exact else allowed.wrong(got, is_own)
     wrong = is_wrong.nonzero().reshape(-1)
     if not len(wrong):
         margin = None
         if not allowed.two_values and len(got):
             bound = allowed.bound + allowed.tolerance(allowed.exact)
-            # An error of 0 beside a bound of 0 uses nothing of the bound.
-            used = ((got - allowed.exact).abs() / bound).nan_to_num(0.0)
+            # An error of 0 beside a bound of 0 uses nothing of the bound, nor does an infinity.
+            used = ((got - allowed.exact).abs() / bound).nan_to_num(0.0, 0.0, 0.0)
+            if allowed.is_free is not None:
+                used = used.masked_fill(allowed.is_free, 0.0)
             margin = used.max().item()
         found.checked(1, margin)
         return True
@@ -259,6 +216,9 @@ def require_arrival(
 
 def require_zero_signs(found: Found, arrival: Arrival) -> None:
     """Require the sign of every zero."""
+    if arrival.is_sum:
+        # The sum of zeros of both signs has the sign of neither.
+        return
     assert arrival.got is not None
     exact = arrival.allowed.exact
     wrong = ((exact == 0) & (arrival.got.signbit() != exact.signbit())).nonzero().reshape(-1)
@@ -280,6 +240,7 @@ def require_mean_of_calls(
     exact = arrival.allowed.exact
     bound_of_call = arrival.allowed.bound
     bound = 1.1 * bound_of_call / count + 2.0**-21 * exact.abs() + 2.0**-40
+    bound = bound + arrival.allowed.not_fed_back
     total = torch.zeros_like(exact)
     for tensor in tensors:
         total = total + tensor.reshape(-1).double()
@@ -306,9 +267,11 @@ def loss_factor(run: Run, claims: Claims) -> float:
         return loss
     got = tensor.double().reshape(-1)
     size = len(run.group(first.rank))
-    pair = _pairs(run, first)[0]
-    sent = messages.message(run.scenario, size, first.step, first.index, *pair).double()
-    sent = sent.reshape(-1)
+    parts = [
+        messages.message(run.scenario, size, first.step, first.index, *pair).double().reshape(-1)
+        for pair in _outputs(run, first)[0]
+    ]
+    sent = sum(parts[1:], parts[0])
     if len(sent) != len(got):
         return loss
     error_undivided = (got - sent).abs()
@@ -318,59 +281,53 @@ def loss_factor(run: Run, claims: Claims) -> float:
     return 1.0 if nearer_undivided > nearer_divided else loss
 
 
-def byte_limit(claims: Claims, size: int, count: int) -> float:
-    """Return the most bytes that ``size`` messages of ``count`` elements together may take."""
-    return largest_share(claims) * FLOAT32 * count + (HEADER + _padding(claims)) * size
-
-
-def largest_share(claims: Claims) -> float:
-    """Return the largest share of float32's bytes that values may take."""
-    if claims.has("bounded"):
-        return float(claims.options["bounded"]["ratio"])
-    if claims.has("rounded"):
-        return 0.5
-    return (1 + FLOAT32 / claims.options["blocks"]["size"]) / FLOAT32
-
-
-def neighbours(sent: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two values that a rounding may give: the same value twice if only one is right."""
-    if dtype == "float16":
-        nearest = sent.half().double()
-        return nearest.clamp(-LARGEST_HALF, LARGEST_HALF), nearest
-    # A bfloat16 is the upper half of a float32. One more in it is the next value away from zero.
-    bits = sent.float().view(torch.int32)
-    toward_zero = bits & ~0xFFFF
-    is_final = (bits == toward_zero) | ~sent.isfinite()
-    away = torch.where(is_final, toward_zero, toward_zero + 0x10000)
-    # Cutting off the lower half of a NaN's bits can leave those of an infinity.
-    low = torch.where(sent.isnan(), sent.float(), toward_zero.view(torch.float32))
-    high = torch.where(sent.isnan(), sent.float(), away.view(torch.float32))
-    return low.double(), high.double()
-
-
-def claimed_bound(claims: Claims, sent: torch.Tensor, largest_sent: torch.Tensor) -> torch.Tensor:
-    """Return the claimed bound of blocks(...) or bounded(...) for each element of a message.
-
-    ``largest_sent`` is the largest magnitude that the rank sends in the call.
-    """
-    if blocks := claims.options.get("blocks"):
-        largest_value, half_relative_step, half_smallest_step = NARROW[blocks["name"]]
-        scale = _largest_in_block(sent, blocks["size"]) / largest_value
-        return torch.maximum(sent.abs() * half_relative_step, scale * half_smallest_step)
-    bounded = claims.options["bounded"]
-    if "block" in bounded:
-        return bounded["relative"] * _largest_in_block(sent, bounded["block"])
-    return bounded["relative"] * largest_sent
-
-
-def _pairs(run: Run, call: Call) -> list[tuple[int, int]]:
-    """Return the places (source, destination) of the messages of a call, in their order."""
+def _outputs(run: Run, call: Call) -> list[tuple[messages.Pair, ...]]:
+    """Return the places (from, to) of the messages of each output of a call, in their order."""
     group = run.group(call.rank)
     place = group.index(call.rank)
     return messages.received(run.scenario, len(group), place, call.step, call.index)
 
 
-def _allowed(run: Run, claims: Claims, call: Call, source: int, to: int, step: int) -> Allowed:
+def _allowed(
+    run: Run, claims: Claims, call: Call, pairs: Sequence[messages.Pair], step: int
+) -> Allowed:
+    """Return the values that may arrive of a message, or of the sum of messages."""
+    parts = [_allowed_message(run, claims, call, *pair, step) for pair in pairs]
+    collective = run.scenario.options[0]
+    if collective not in SUMMING:
+        (allowed,) = parts
+        return allowed
+    narrow = claims.options["rounded"]["name"] if claims.has("rounded") else ""
+    dtype = getattr(torch, run.scenario.params[call.index].dtype)
+    total = allowed_sum(
+        parts,
+        functools.partial(_bound_of_sum, claims) if collective == "all_reduce" else None,
+        narrow,
+        torch.finfo(dtype).eps if dtype.is_floating_point else 0.0,
+        call.form,
+    )
+    if _is_rough(run, step) and not narrow:
+        # Once, and not for each of the messages.
+        largest = max(float(part.exact.abs().max()) for part in parts) if len(total.exact) else 0.0
+        rough = (largest / 8 - total.bound).clamp(min=0)
+        total = replace(
+            total, low=total.low - rough, high=total.high + rough, bound=total.bound + rough
+        )
+    return total
+
+
+def _bound_of_sum(claims: Claims, magnitude: torch.Tensor) -> torch.Tensor:
+    """Return the bound of quantizing a sum of these magnitudes."""
+    if claims.has("rounded") or not len(magnitude):
+        # The roundings of the sum count this one.
+        return torch.zeros_like(magnitude)
+    largest = magnitude.max().expand_as(magnitude)
+    return SLACK * claimed_bound(claims, magnitude, largest, anywhere=True)
+
+
+def _allowed_message(
+    run: Run, claims: Claims, call: Call, source: int, to: int, step: int
+) -> Allowed:
     """Return the values that may arrive of a message between two places of the group."""
     size = len(run.group(call.rank))
     loss = loss_factor(run, claims)
@@ -417,24 +374,16 @@ def _bound(
         if message.numel():
             largest = max(largest, float(message.abs().max()))
     largest_sent = torch.full_like(sent, largest)
-    bound = claimed_bound(claims, sent, largest_sent)
-    if run.scenario.name == PLAIN.name and run.scenario.steps[step] == ROUGH:
+    collective = run.scenario.options[0]
+    bound = claimed_bound(claims, sent, largest_sent, anywhere=collective == "all_reduce")
+    if _is_rough(run, step) and collective not in SUMMING:
         return torch.maximum(bound, largest_sent / 8)
     return bound
 
 
-def _largest_in_block(sent: torch.Tensor, block: int) -> torch.Tensor:
-    """Return for each element the largest magnitude in its block."""
-    if not len(sent):
-        return sent
-    blocks = torch.nn.functional.pad(sent.abs(), (0, -len(sent) % block)).view(-1, block)
-    return blocks.amax(1).repeat_interleave(block)[: len(sent)]
-
-
-def _padding(claims: Claims) -> int:
-    """Return how many more bytes a message takes if its last block is not full."""
-    blocks = claims.options.get("blocks")
-    return blocks["size"] + FLOAT32 if blocks else 0
+def _is_rough(run: Run, step: int) -> bool:
+    """Whether a step's messages only have to be told apart."""
+    return run.scenario.name == PLAIN.name and run.scenario.steps[step] == ROUGH
 
 
 def _describe_allowed(allowed: Allowed, at: int, is_exact: bool) -> str:
@@ -461,11 +410,13 @@ def _cause(run: Run, claims: Claims, arrival: Arrival, at: int) -> str:
     if got.isnan().all():
         return "nothing is written"
     if run.scenario.name == SPECIAL.name:
-        return _lost_value(allowed.exact[at].item(), got[at].item())
+        return lost_value(allowed.exact[at].item(), got[at].item())
     if not got.any():
         return "zeros arrive: the received buffer is read before the message is there"
+    if arrival.is_sum:
+        return _cause_of_sum(run, claims, arrival)
     rtol = 1e-3 if allowed.has_rounding else 0.0
-    for name, value in _mistaken(allowed, loss_factor(run, claims)).items():
+    for name, value in mistaken(allowed, loss_factor(run, claims)).items():
         if torch.allclose(got, value, rtol=rtol, atol=0.0):
             return name
     if other := _other_message(run, claims, arrival.call, got):
@@ -483,7 +434,17 @@ def _cause(run: Run, claims: Claims, arrival: Arrival, at: int) -> str:
     group_ignored = ""
     if run.scenario.groups:
         group_ignored = "the group is ignored, or ranks in the group are taken for global ranks"
-    return _IGNORED.get(arrival.call.form, group_ignored)
+    return IGNORED.get(arrival.call.form, group_ignored)
+
+
+def _cause_of_sum(run: Run, claims: Claims, arrival: Arrival) -> str:
+    """Return the known mistake that gives these values of a sum, or an empty text."""
+    call = arrival.call
+    assert arrival.got is not None
+    parts = [_allowed_message(run, claims, call, *pair, call.step) for pair in arrival.pairs]
+    operation = {"average": "op=AVG is ignored", "maximum": "op=MAX is ignored"}.get(call.form, "")
+    of_group = "the group is ignored" if run.scenario.groups else ""
+    return operation or cause_of_wrong_sum(arrival.got, parts, arrival.place) or of_group
 
 
 def _other_message(run: Run, claims: Claims, call: Call, got: torch.Tensor) -> str:
@@ -496,38 +457,9 @@ def _other_message(run: Run, claims: Claims, call: Call, got: torch.Tensor) -> s
     # This call first, and then earlier ones, whose buffers may be read again.
     before = range(max(0, call.step - _EARLIER), call.step)
     for step, source, to in product([call.step, *before], places, places):
-        other = _allowed(run, claims, call, source, to, step)
+        other = _allowed_message(run, claims, call, source, to, step)
         if len(other.exact) == len(got) and not other.wrong(got).any():
-            receiver = "" if run.scenario.options[0] == "all_gather" else f" to rank {group[to]}"
+            receiver = "" if run.scenario.options[0] in TO_ALL else f" to rank {group[to]}"
             earlier = "" if step == call.step else f" in step {step}"
             return f"from rank {group[source]}{receiver}{earlier}"
     return ""
-
-
-def _lost_value(sent: float, got: float) -> str:
-    if math.isnan(sent):
-        return "NaN is lost"
-    if math.isinf(sent):
-        return "an infinity is lost"
-    return "subnormal values are flushed to zero" if got == 0 else ""
-
-
-def _mistaken(allowed: Allowed, loss: float) -> dict[str, torch.Tensor]:
-    """Return the results of known mistakes with a message, by their names."""
-    exact = allowed.exact
-    known = {"the sent values arrive unrounded": exact}
-    if loss != 1.0:
-        known["it is divided twice"] = exact / loss
-        known["it is multiplied by the factor"] = exact * loss * loss
-    if allowed.two_values:
-        known["it is rounded to bfloat16"] = exact.bfloat16().double()
-        known["it is rounded toward zero"] = _toward_zero(exact)
-    return known
-
-
-def _toward_zero(values: torch.Tensor) -> torch.Tensor:
-    """Return values rounded to float16 toward zero."""
-    nearest = values.half()
-    is_beyond = nearest.double().abs() > values.abs()
-    nearer_zero = torch.nextafter(nearest, torch.zeros_like(nearest))
-    return torch.where(is_beyond, nearer_zero, nearest).double()

@@ -1,6 +1,10 @@
-"""Require calls of quantized collectives with tensors of all forms: shapes, layouts and dtypes."""
+"""Require calls of quantized collectives with tensors of all forms: shapes, layouts and dtypes;
+and the same bits on all ranks.
+"""
 
-from conformance.judging.oracles.collective import Call, require_call
+import torch
+
+from conformance.judging.oracles.collective import Call, arrived_tensor, calls, require_call
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.subjects.claims import Claims
@@ -40,3 +44,18 @@ def require_dtype(run: Run, claims: Claims, found: Found, call: Call) -> None:
     actual = f"{call}: {', '.join(others)} in their place"
     if found.require(not others, f"tensors of {dtype}", actual):
         require_call(run, claims, found, call, is_exact=dtype.startswith("int"))
+
+
+def require_same_bits(run: Run, found: Found) -> None:
+    """Require that all ranks of a group hold the same outputs after each call."""
+    first: dict[tuple[int, int, tuple[int, ...]], Call] = {}
+    for call in calls(run):
+        group = run.group(call.rank)
+        other = first.setdefault((call.step, call.index, tuple(group)), call)
+        output = 0
+        while (right := arrived_tensor(run, other, output)) is not None:
+            mine = arrived_tensor(run, call, output)
+            is_same = mine is not None and torch.equal(mine, right)
+            actual = f"{call}, output {output}: it differs"
+            found.require(is_same, f"the bits of rank {other.rank}", actual)
+            output += 1

@@ -24,30 +24,38 @@ nothing is promised, and at most everything is kept: E = |x| + E', without what 
 error that is itself not finite breaks the next call's bound.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from conformance.judging.oracles.collective import (
-    LARGEST_HALF,
-    SLACK,
     Arrival,
     Call,
     arrivals,
     calls,
-    claimed_bound,
     loss_factor,
     require_arrival,
     require_zero_signs,
 )
+from conformance.judging.oracles.collective_bounds import (
+    LARGEST_HALF,
+    SLACK,
+    claimed_bound,
+    largest_nearby,
+)
+from conformance.judging.oracles.collective_sums import unit_of
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios import collective_messages as messages
+from conformance.scenarios.collective import SUMMING
 from conformance.scenarios.model import Scenario
 from conformance.subjects.claims import Claims
 
-Pair = tuple[int, int]
+Pair = messages.Pair
+# The messages of an output, the number of the call's parameter, and its step.
+Output = tuple[tuple[Pair, ...], int, int]
 _MOST_FAILURES = 8
 
 
@@ -94,18 +102,23 @@ def require_long_run(run: Run, claims: Claims, found: Found) -> None:
             return
 
 
-def _promises_of_all_steps(
-    run: Run, claims: Claims
-) -> dict[tuple[int, int, int], dict[Pair, Promise]]:
-    """Return the promises about a run with one shape, by source, index and step."""
+def _promises_of_all_steps(run: Run, claims: Claims) -> dict[Output, Promise]:
+    """Return the promises about a run with one shape and with error feedback."""
     size = len(run.group(0))
-    found = {}
+    scenario = run.scenario
+    steps = range(len(scenario.steps))
+    found: dict[Output, Promise] = {}
+    if scenario.options[0] in SUMMING:
+        for place in range(size):
+            (pairs,) = messages.received(scenario, size, place, 0, 0)
+            of_steps = _promises_of_sums(scenario, claims, size, pairs, 0, steps)
+            found |= {(pairs, 0, step): one for step, one in zip(steps, of_steps, strict=True)}
+        return found
     for source in range(size):
         kept: dict[Pair, torch.Tensor] = {}
-        for step in range(len(run.scenario.steps)):
-            found[source, 0, step] = _promises_of_step(
-                run.scenario, claims, size, source, 0, step, kept
-            )
+        for step in steps:
+            of_call = _promises_of_step(scenario, claims, size, source, 0, step, kept)
+            found |= {((pair,), 0, step): promise for pair, promise in of_call.items()}
     return found
 
 
@@ -120,6 +133,66 @@ def require_no_error_in_wait(found: Found, call: Call) -> None:
         f"{call}: wait() raised {call.refused}",
         "a wait() that raises",
     )
+
+
+def promise_of(
+    scenario: Scenario,
+    claims: Claims,
+    size: int,
+    pairs: tuple[Pair, ...],
+    index: int,
+    step: int,
+) -> Promise:
+    """Return the promise about an output of a call, a message or a sum; see :func:`promises`."""
+    if scenario.options[0] not in SUMMING:
+        return promises(scenario, claims, size, pairs[0][0], index, step)[pairs[0]]
+    steps = range(0 if claims.has("feedback") else step, step + 1)
+    *_, promise = _promises_of_sums(scenario, claims, size, pairs, index, steps)
+    return promise
+
+
+def _promises_of_sums(
+    scenario: Scenario,
+    claims: Claims,
+    size: int,
+    pairs: tuple[Pair, ...],
+    index: int,
+    steps: range,
+) -> Iterator[Promise]:
+    """Yield the promise about a sum in each step, from the first call of the object on.
+
+    An all_reduce quantizes the sum again, and may keep the error of that, too.
+    """
+    kept: dict[Pair, torch.Tensor] = {}
+    kept_of_sum: torch.Tensor | float = 0.0
+    is_sent = scenario.options[0] == "all_reduce"
+    unit = unit_of(claims.options["rounded"]["name"] if claims.has("rounded") else "")
+    for step in steps:
+        of_messages: dict[Pair, Promise] = {}
+        for source, _ in pairs:
+            of_messages |= _promises_of_step(scenario, claims, size, source, index, step, kept)
+        parts = [of_messages[pair] for pair in pairs]
+        sent = sum((part.sent for part in parts[1:]), parts[0].sent)
+        magnitude = sum((_finite(part.sent).abs() for part in parts), torch.zeros_like(sent))
+        deviation = sum((part.deviation for part in parts), torch.zeros_like(sent))
+        deviation = deviation + len(pairs) * unit * (magnitude + deviation)
+        is_free = torch.stack([part.is_free for part in parts]).any(0)
+        if is_sent:
+            fed = magnitude + deviation + kept_of_sum
+            is_free = _poisoned(claims, {(0, 0): _nan_where(is_free)}, anywhere=True)[0, 0]
+            loss = SLACK * _loss(claims, fed, {(0, 0): fed}, anywhere=True)
+            deviation = deviation + loss + kept_of_sum
+            if claims.has("feedback"):
+                kept_of_sum = torch.where(is_free, fed, loss)
+        yield Promise(sent, deviation, is_free)
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    return values.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _nan_where(flags: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(flags.shape, dtype=torch.float64).masked_fill(flags, math.nan)
 
 
 def promises(
@@ -161,12 +234,10 @@ def _promises_of_step(
         pair: messages.message(scenario, size, step, index, *pair).double().reshape(-1)
         for pair in messages.sent(scenario, size, source, step, index)
     }
-    magnitude = {
-        pair: values.nan_to_num(0.0, 0.0, 0.0).abs() + kept.get(pair, 0.0)
-        for pair, values in sent.items()
-    }
-    for pair, is_free in _poisoned(claims, sent).items():
-        loss = _loss(claims, magnitude[pair], magnitude)
+    magnitude = {pair: _finite(values).abs() + kept.get(pair, 0.0) for pair, values in sent.items()}
+    anywhere = scenario.options[0] == "all_reduce"
+    for pair, is_free in _poisoned(claims, sent, anywhere).items():
+        loss = _loss(claims, magnitude[pair], magnitude, anywhere)
         if has_feedback:
             loss = loss * SLACK + 2.0**-22 * magnitude[pair]
         deviation = loss + kept.get(pair, 0.0)
@@ -176,8 +247,14 @@ def _promises_of_step(
     return found
 
 
-def _poisoned(claims: Claims, sent: Mapping[Pair, torch.Tensor]) -> dict[Pair, torch.Tensor]:
-    """Return the elements of each message about which nothing is promised."""
+def _poisoned(
+    claims: Claims, sent: Mapping[Pair, torch.Tensor], anywhere: bool
+) -> dict[Pair, torch.Tensor]:
+    """Return the elements of each message about which nothing is promised.
+
+    Args:
+        anywhere: a block may begin at any element.
+    """
     poison = {pair: ~values.isfinite() for pair, values in sent.items()}
     if claims.has("rounded"):
         return poison
@@ -186,6 +263,11 @@ def _poisoned(claims: Claims, sent: Mapping[Pair, torch.Tensor]) -> dict[Pair, t
         block = int(claims.options["blocks"]["size"])
     elif "block" in claims.options["bounded"]:
         block = int(claims.options["bounded"]["block"])
+    if block and anywhere:
+        return {
+            pair: largest_nearby(is_poison.double(), block) > 0
+            for pair, is_poison in poison.items()
+        }
     if block:
         return {pair: _in_block(is_poison, block) for pair, is_poison in poison.items()}
     is_anywhere = any(bool(is_poison.any()) for is_poison in poison.values())
@@ -199,7 +281,10 @@ def _in_block(flags: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _loss(
-    claims: Claims, fed: torch.Tensor, fed_in_call: Mapping[Pair, torch.Tensor]
+    claims: Claims,
+    fed: torch.Tensor,
+    fed_in_call: Mapping[Pair, torch.Tensor],
+    anywhere: bool = False,
 ) -> torch.Tensor:
     """Return the bound of one call for values of these magnitudes."""
     if claims.has("rounded"):
@@ -207,7 +292,7 @@ def _loss(
             return fed * 2.0**-11 + 2.0**-25
         return fed * 2.0**-7 + 2.0**-133
     largest = max(float(values.max()) for values in fed_in_call.values())
-    return SLACK * claimed_bound(claims, fed, torch.full_like(fed, largest))
+    return SLACK * claimed_bound(claims, fed, torch.full_like(fed, largest), anywhere)
 
 
 def _require_promised(
@@ -215,12 +300,12 @@ def _require_promised(
     claims: Claims,
     found: Found,
     arrival: Arrival,
-    promised: Mapping[tuple[int, int, int], dict[Pair, Promise]] | None = None,
+    promised: Mapping[Output, Promise] | None = None,
 ) -> None:
     """Require one message, as far as the claims promise it.
 
     Args:
-        promised: the promises by source, index and step, if they are computed already.
+        promised: the promises by output, if they are computed already.
     """
     got = arrival.got
     call = arrival.call
@@ -232,19 +317,9 @@ def _require_promised(
         if require_arrival(run, claims, found, arrival):
             require_zero_signs(found, arrival)
         return
-    group = run.group(call.rank)
-    source = group.index(arrival.source)
-    size = len(group)
-    to = next(
-        pair[1]
-        for pair in messages.received(run.scenario, size, arrival.place, call.step, call.index)
-        if pair[0] == source
-    )
-    if promised is None:
-        of_call = promises(run.scenario, claims, size, source, call.index, call.step)
-    else:
-        of_call = promised[source, call.index, call.step]
-    promise = of_call[source, to]
+    size = len(run.group(call.rank))
+    key = arrival.pairs, call.index, call.step
+    promise = promised[key] if promised else promise_of(run.scenario, claims, size, *key)
     if not _require_nothing_hidden(claims, found, arrival, promise.sent):
         return
     if not _require_finite(run, found, arrival, promise):

@@ -16,7 +16,7 @@ from conformance.ranks.enum_arguments import with_enum_members
 from conformance.ranks.instruments.digest import digest
 from conformance.ranks.resolve import Factory
 from conformance.scenarios import collective_messages as messages
-from conformance.scenarios.collective import COLLECTIVES
+from conformance.scenarios.collective import COLLECTIVES, ONE_INPUT, ONE_OUTPUT, SUMMING
 from conformance.scenarios.gradients import lay_out
 from conformance.subjects.spec import CONTEXT_NAMES
 
@@ -195,24 +195,32 @@ class _Call:
             )
             for pair in sent
         ]
-        shapes = [messages.shape_of(scenario, size, index, *pair) for pair in received]
+        collective = scenario.options[0]
+        shapes = [messages.shape_of(scenario, size, index, *pairs[0]) for pairs in received]
         self.rows = [
             [shape[0] for shape in shapes],
             [tensor.shape[0] for tensor in self.inputs],
         ]
-        if scenario.options[0] == "all_to_all_single":
+        if collective in ONE_INPUT:
             self.inputs = [lay_out(torch.cat(self.inputs), spec.layout)]
+        if collective in ONE_OUTPUT:
             shapes = [(sum(self.rows[0]), *shapes[0][1:])]
         self.outputs = [
             lay_out(torch.full(shape, self.fill, dtype=dtype, device=driver.device), spec.layout)
             for shape in shapes
         ]
+        if collective == "all_reduce":
+            # Its input is its output.
+            self.outputs = self.inputs
+            self.inputs = []
         self.buffers: Buffers | None = None
         if scenario.variant == "views":
             draw = random.Random(f"{scenario.session_seed}/views/{driver.rank}/{step}/{index}")
             self.inputs = Buffers(self.inputs, draw).views
             self.buffers = Buffers(self.outputs, draw)
             self.outputs = list(self.buffers.views)
+            if messages.is_in_place(scenario, step, index):
+                self._put_input_into_output(collective)
         self.handed = list(self.outputs)
         self.before = [digest(tensor) for tensor in self.inputs]
         self.positional, self.named = self._arguments()
@@ -220,6 +228,17 @@ class _Call:
         self.refused = ""
         self.is_asynchronous = messages.is_asynchronous(scenario, step)
         self.is_waited_for = False
+
+    def _put_input_into_output(self, collective: str) -> None:
+        """Let the input of a collective that gathers be this rank's part of its outputs."""
+        if collective == "all_gather":
+            own = self.outputs[self.driver.group_rank]
+        elif collective == "all_gather_into_tensor":
+            own = self.outputs[0].chunk(self.driver.size)[self.driver.group_rank]
+        else:
+            return
+        own.copy_(self.inputs[0])
+        self.inputs = [own]
 
     def begin(self) -> None:
         """Call the collective, as users do."""
@@ -253,7 +272,7 @@ class _Call:
             # As the owner of the buffer sees them, whatever the views hold by now.
             self.outputs = self.buffers.parts()
         parts = [out for out in self.outputs if isinstance(out, torch.Tensor)]
-        if self.driver.scenario.options[0] == "all_to_all_single":
+        if self.driver.scenario.options[0] in ONE_OUTPUT:
             parts = list(parts[0].split(self.rows[0]))
         for k, part in enumerate(parts):
             self.driver.keep(f"arrived/p{self.index}/{k}", lay_out(part, "contiguous"))
@@ -271,8 +290,10 @@ class _Call:
             extra = {"output_split_sizes": self.rows[0], "input_split_sizes": self.rows[1]}
         elif self.form == "group_src":
             extra = {"group_src": source}
+        elif collective in SUMMING and self.form in _OPERATIONS:
+            extra = {"op": _OPERATIONS[self.form]}
         of_group = {"group": group} if scenario.groups else {}
-        if self.form == "keywords":
+        if self.form in ("keywords", "average", "maximum"):
             return [], {**tensors, **extra, **of_group}
         if self.form.startswith("positional"):
             is_unsplit = collective == "all_to_all_single" and not extra
@@ -282,14 +303,29 @@ class _Call:
 
     def _tensor_arguments(self, collective: str) -> dict[str, Any]:
         """Return the outputs and inputs by the names that torch.distributed gives them."""
+        output, given = self.outputs[0], self.inputs[:1]
         if collective == "all_gather":
-            return {"tensor_list": self.outputs, "tensor": self.inputs[0]}
+            return {"tensor_list": self.outputs, "tensor": given[0]}
+        if collective == "all_gather_into_tensor":
+            return {"output_tensor": output, "input_tensor": given[0]}
         if collective == "all_to_all":
             return {"output_tensor_list": self.outputs, "input_tensor_list": self.inputs or None}
-        if collective == "all_to_all_single":
-            return {"output": self.outputs[0], "input": self.inputs[0]}
+        if collective in ("all_to_all_single", "reduce_scatter_tensor"):
+            return {"output": output, "input": given[0]}
+        if collective == "reduce_scatter":
+            return {"output": output, "input_list": self.inputs}
+        if collective == "all_reduce":
+            return {"tensor": output}
         # Only the source of a scatter has inputs.
-        return {"tensor": self.outputs[0], "scatter_list": self.inputs or None}
+        return {"tensor": output, "scatter_list": self.inputs or None}
+
+
+# By the form of a call; other forms leave the operation out, which is a sum then.
+_OPERATIONS = {
+    **dict.fromkeys(("positional", "keywords"), dist.ReduceOp.SUM),
+    "average": dist.ReduceOp.AVG,
+    "maximum": dist.ReduceOp.MAX,
+}
 
 
 def _is_same(out: Any, handed: torch.Tensor) -> bool:

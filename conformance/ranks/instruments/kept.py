@@ -7,6 +7,7 @@ caches are full. Sizes of the process are not: the C library's caches drift by h
 """
 
 import gc
+import os
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -19,6 +20,7 @@ from conformance.ranks.instruments.process_settings import FrozenObjects
 from conformance.records.recorder import Recorder
 
 INTERVALS = 40
+_READINGS = 4  # more than one, if tensors have grown
 # Beyond so many nodes a graph is not followed: a right step has less than a tenth.
 _MOST_NODES = 20_000
 _CONTAINERS = (list, dict, set, deque, bytearray)
@@ -37,6 +39,7 @@ class KeptRecorder:
         self._places = {place * (steps - 1) // INTERVALS for place in range(INTERVALS + 1)}
         self._recorder = recorder
         self._store = store if isinstance(store, dist.FileStore) else None
+        self._least: dict[str, int] = {}
         recorder.spool()
         # Collections leave out frozen objects: one takes less than 1 ms.
         gc.collect()
@@ -50,7 +53,24 @@ class KeptRecorder:
         """
         if step in self._places:
             keys = self._store.num_keys() if self._store else 0
-            self._recorder.event("kept", at=step, keys=keys, **kept())
+            self._recorder.event("kept", at=step, keys=keys, **self._settled())
+
+    def _settled(self) -> dict[str, int]:
+        """Return the counts; if tensors have grown, the least of some readings.
+
+        The threads of a process group let go of a collective's tensors a little after its wait().
+        """
+        counts = kept()
+        for _ in range(_READINGS):
+            if all(counts[name] <= self._least.get(name, -1) for name in ("tensors", "bytes")):
+                break
+            os.sched_yield()
+            again = kept()
+            counts = {name: min(count, again[name]) for name, count in counts.items()}
+        self._least = {
+            name: min(count, self._least.get(name, count)) for name, count in counts.items()
+        }
+        return counts
 
 
 def kept() -> dict[str, int]:

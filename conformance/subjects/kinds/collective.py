@@ -68,7 +68,8 @@ COLLECTIVE_NAME = option_claim(
     "collective",
     Form(
         "collective(all_gather)",
-        "The collective that the subject stands for; or all_to_all, all_to_all_single, scatter.",
+        "The collective that the subject stands for; or all_gather_into_tensor, all_to_all, "
+        "all_to_all_single, scatter, reduce_scatter, reduce_scatter_tensor, all_reduce.",
         "18.1",
     ),
     read=read_name(COLLECTIVES),

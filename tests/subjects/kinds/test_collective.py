@@ -170,8 +170,9 @@ def test_default_claims_follow_from_the_target(target: str, claims: str) -> None
             "claim how it loses precision, by one of",
         ),
         (
-            "collective(all_reduce), rounded(float16)",
-            "collective takes one of all_gather, all_to_all, all_to_all_single, scatter",
+            "collective(broadcast), rounded(float16)",
+            "collective takes one of all_gather, all_gather_into_tensor, all_to_all, "
+            "all_to_all_single, scatter, reduce_scatter, reduce_scatter_tensor, all_reduce",
         ),
         ("collective(scatter), rounded(int8)", "rounded takes one of float16, bfloat16"),
         ("collective(scatter), blocks(int4)", "blocks takes one of int8,"),
@@ -205,7 +206,7 @@ def test_claims_that_do_not_parse(text: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"func": "all_reduce", "qtype": "FP16"}, {"func": "all_gather", "qtype": "INT4"}],
+    [{}, {"func": "broadcast", "qtype": "FP16"}, {"func": "all_gather", "qtype": "INT4"}],
 )
 def test_other_arguments_need_claims(arguments: dict[str, Any]) -> None:
     text = r"--collective: no claims follow from func=.* and qtype=.*--claims"
@@ -217,8 +218,9 @@ def test_other_arguments_need_claims(arguments: dict[str, Any]) -> None:
     ("target", "message"),
     [
         (
-            "hooks_ref:auto_quantize,func=all_reduce,qtype=FP16",
-            "func=all_reduce: one of all_gather, all_to_all, all_to_all_single, scatter",
+            "hooks_ref:auto_quantize,func=broadcast,qtype=FP16",
+            "func=broadcast: one of all_gather, all_gather_into_tensor, all_to_all, "
+            "all_to_all_single, scatter, reduce_scatter, reduce_scatter_tensor, all_reduce",
         ),
         (
             "hooks_ref:auto_quantize,func=all_gather,qtype=FP4",

@@ -1,0 +1,86 @@
+"""The bounds of a claim about a quantized collective: of its errors, and of the bytes it sends."""
+
+import torch
+
+from conformance.subjects.claims import Claims
+from conformance.subjects.kinds.collective import NARROW
+
+LARGEST_HALF = torch.finfo(torch.float16).max
+SLACK = 1 + 2.0**-16
+FLOAT32 = 4  # bytes
+HEADER = 256  # bytes
+
+
+def byte_limit(claims: Claims, size: int, count: int) -> float:
+    """Return the most bytes that ``size`` messages of ``count`` elements together may take."""
+    return largest_share(claims) * FLOAT32 * count + (HEADER + _padding(claims)) * size
+
+
+def largest_share(claims: Claims) -> float:
+    """Return the largest share of float32's bytes that values may take."""
+    if claims.has("bounded"):
+        return float(claims.options["bounded"]["ratio"])
+    if claims.has("rounded"):
+        return 0.5
+    return (1 + FLOAT32 / claims.options["blocks"]["size"]) / FLOAT32
+
+
+def neighbours(sent: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two values that a rounding may give: the same value twice if only one is right."""
+    if dtype == "float16":
+        nearest = sent.half().double()
+        return nearest.clamp(-LARGEST_HALF, LARGEST_HALF), nearest
+    # A bfloat16 is the upper half of a float32. One more in it is the next value away from zero.
+    bits = sent.float().view(torch.int32)
+    toward_zero = bits & ~0xFFFF
+    is_final = (bits == toward_zero) | ~sent.isfinite()
+    away = torch.where(is_final, toward_zero, toward_zero + 0x10000)
+    # Cutting off the lower half of a NaN's bits can leave those of an infinity.
+    low = torch.where(sent.isnan(), sent.float(), toward_zero.view(torch.float32))
+    high = torch.where(sent.isnan(), sent.float(), away.view(torch.float32))
+    return low.double(), high.double()
+
+
+def claimed_bound(
+    claims: Claims, sent: torch.Tensor, largest_sent: torch.Tensor, anywhere: bool = False
+) -> torch.Tensor:
+    """Return the claimed bound of blocks(...) or bounded(...) for each element of a message.
+
+    Args:
+        largest_sent: the largest magnitude that the rank sends in the call.
+        anywhere: a block may begin at any element.
+    """
+    largest_around = largest_nearby if anywhere else _largest_in_block
+    if blocks := claims.options.get("blocks"):
+        largest_value, half_relative_step, half_smallest_step = NARROW[blocks["name"]]
+        scale = largest_around(sent, blocks["size"]) / largest_value
+        return torch.maximum(sent.abs() * half_relative_step, scale * half_smallest_step)
+    bounded = claims.options["bounded"]
+    if "block" in bounded:
+        return bounded["relative"] * largest_around(sent, bounded["block"])
+    return bounded["relative"] * largest_sent
+
+
+def _largest_in_block(sent: torch.Tensor, block: int) -> torch.Tensor:
+    """Return for each element the largest magnitude in its block."""
+    if not len(sent):
+        return sent
+    blocks = torch.nn.functional.pad(sent.abs(), (0, -len(sent) % block)).view(-1, block)
+    return blocks.amax(1).repeat_interleave(block)[: len(sent)]
+
+
+def largest_nearby(sent: torch.Tensor, block: int) -> torch.Tensor:
+    """Return for each element the largest magnitude in any block that could hold it."""
+    if not len(sent):
+        return sent
+    # No block reaches farther than the message.
+    reach = min(block, len(sent)) - 1
+    return torch.nn.functional.max_pool1d(
+        torch.nn.functional.pad(sent.abs()[None], (reach, reach)), 2 * reach + 1, stride=1
+    )[0]
+
+
+def _padding(claims: Claims) -> int:
+    """Return how many more bytes a message takes if its last block is not full."""
+    blocks = claims.options.get("blocks")
+    return blocks["size"] + FLOAT32 if blocks else 0

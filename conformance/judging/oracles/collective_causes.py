@@ -1,0 +1,46 @@
+"""Known mistakes of quantized collectives, for the likely cause of a failure."""
+
+import math
+
+import torch
+
+from conformance.judging.oracles.allowed_values import Allowed
+
+# The likely cause of wrong values in a call of this form.
+IGNORED = {
+    "positional": "an argument is not seen if it is given by position",
+    "keywords": "an argument is not seen if it is given by keyword",
+    "group_src": "group_src is ignored",
+    "splits": "the split sizes are ignored",
+    "positional_splits": "the split sizes are ignored",
+}
+
+
+def lost_value(sent: float, got: float) -> str:
+    """Return how a special value is lost."""
+    if math.isnan(sent):
+        return "NaN is lost"
+    if math.isinf(sent):
+        return "an infinity is lost"
+    return "subnormal values are flushed to zero" if got == 0 else ""
+
+
+def mistaken(allowed: Allowed, loss: float) -> dict[str, torch.Tensor]:
+    """Return the results of known mistakes with a message, by their names."""
+    exact = allowed.exact
+    known = {"the sent values arrive unrounded": exact}
+    if loss != 1.0:
+        known["it is divided twice"] = exact / loss
+        known["it is multiplied by the factor"] = exact * loss * loss
+    if allowed.two_values:
+        known["it is rounded to bfloat16"] = exact.bfloat16().double()
+        known["it is rounded toward zero"] = _toward_zero(exact)
+    return known
+
+
+def _toward_zero(values: torch.Tensor) -> torch.Tensor:
+    """Return values rounded to float16 toward zero."""
+    nearest = values.half()
+    is_beyond = nearest.double().abs() > values.abs()
+    nearer_zero = torch.nextafter(nearest, torch.zeros_like(nearest))
+    return torch.where(is_beyond, nearer_zero, nearest).double()

@@ -1,0 +1,121 @@
+"""Right values of a sum of messages: reduce_scatter, reduce_scatter_tensor and all_reduce.
+
+Let x_i be an element of the message of rank i, of W ranks, with the bound b(x_i) of
+``oracles.collective``, and s the sum of the x_i. Each message is sent with its own loss, so that
+the sum is off by at most the sum of the b(x_i).
+
+Roundings. Under rounded(...) the sum may be computed in the narrow dtype, as a collective of that
+dtype computes it: each of W roundings is off by at most u times the sum of all |x_i|, with u the
+relative error of one rounding. Under the other claims the sum is computed in float32, or in the
+dtype of the messages if that is narrower: W eps times the sum of all |x_i|.
+
+An all_reduce has a second part: the ranks exchange the sum, which is quantized again. That is off
+by at most b(s), for the values that are then sent. Ranks share the elements out as they like, so
+that a block of n elements may begin anywhere: the largest magnitude of a block is here that of the
+2 n - 1 elements around each element.
+
+Average and maximum. For ReduceOp.AVG sum and bound are divided by W. For ReduceOp.MAX the ends of
+the interval are the largest of the ends of all messages, and the bounds those of a sum.
+
+Special values. A NaN in any message gives NaN. Nothing is promised where infinities of both signs
+meet, and under rounded(float16) where the sum of all |x_i| is above half of its range: partial sums
+may be infinite.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import torch
+
+from conformance.judging.oracles.allowed_values import Allowed
+
+# Relative errors of one rounding, or of cutting off the lower half of a float32.
+_UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-7}
+_HALF_OF_RANGE = 32752.0
+
+
+def allowed_sum(
+    parts: Sequence[Allowed],
+    second_bound: Callable[[torch.Tensor], torch.Tensor] | None,
+    narrow: str,
+    eps: float,
+    operation: str = "",
+) -> Allowed:
+    """Return the right values of a sum.
+
+    Args:
+        parts: the right values of each message.
+        second_bound: the bound of quantizing values of these magnitudes again; None if the sum is
+            not sent.
+        narrow: the dtype that is claimed by rounded(...), or ''.
+        eps: of the dtype of the messages.
+        operation: ``average`` or ``maximum``; another text is a sum.
+    """
+    count = len(parts)
+    exact = _combined([part.exact for part in parts], operation)
+    magnitude = sum((_finite(part.exact).abs() for part in parts), torch.zeros_like(exact))
+    unit = max(unit_of(narrow), eps)
+    of_sum = count * unit * magnitude
+    of_messages = sum((part.bound for part in parts), torch.zeros_like(exact))
+    more = of_sum
+    if second_bound is not None:
+        more = more + second_bound(magnitude + of_messages)
+    low = _combined([part.low for part in parts], operation) - more
+    high = _combined([part.high for part in parts], operation) + more
+    is_free = exact.isnan() & ~_any_nan(parts)
+    if narrow == "float16":
+        is_free |= (magnitude > _HALF_OF_RANGE) & ~_any_nan(parts)
+    scale = count if operation == "average" else 1
+    return Allowed(
+        exact=exact / scale,
+        low=low / scale,
+        high=high / scale,
+        two_values=False,
+        bound=(of_messages + more) / scale,
+        relative_rounding=parts[0].relative_rounding,
+        smallest_rounding=parts[0].smallest_rounding,
+        is_free=is_free,
+        not_fed_back=of_sum / scale,
+    )
+
+
+def unit_of(narrow: str) -> float:
+    """Return the relative error of one addition in a claimed dtype; of float32 if it is ''."""
+    return _UNITS.get(narrow, 2.0**-24)
+
+
+def _combined(values: Sequence[torch.Tensor], operation: str) -> torch.Tensor:
+    if operation == "maximum":
+        return reduce(torch.maximum, values)
+    return sum(values[1:], values[0])
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    return values.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _any_nan(parts: Sequence[Allowed]) -> torch.Tensor:
+    return torch.stack([part.exact.isnan() for part in parts]).any(0)
+
+
+def cause_of_wrong_sum(got: torch.Tensor, parts: Sequence[Allowed], own: int) -> str:
+    """Return the known mistake that gives these values instead of a sum, or an empty text.
+
+    Args:
+        got: the values that arrived.
+        parts: the right values of each message, by place.
+        own: the place of the rank.
+    """
+    total = sum((part.exact for part in parts[1:]), parts[0].exact)
+    known = {"it is the rank's own message: nothing is summed": parts[own].exact}
+    known["it is divided by the number of ranks"] = total / len(parts)
+    known |= {
+        f"the message of the rank at place {place} is missing": total - part.exact
+        for place, part in enumerate(parts)
+    }
+    # Each mistake is off from the right sum by more than it is off from these values.
+    slack = sum((part.bound for part in parts), torch.zeros_like(total))
+    for name, value in known.items():
+        if ((got - value).abs() <= slack + 1e-3 * value.abs()).all():
+            return name
+    return ""

@@ -1,0 +1,242 @@
+"""Mutants of section 18 that sum: reduce_scatter, reduce_scatter_tensor and all_reduce; and of the
+form of all_gather in which the input is a part of the output.
+
+All of them send float16, but those that say so. They are made with ``func`` and ``qtype``; each
+changes a method of ``Halves``, which is right.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+
+Tensor = torch.Tensor
+SUM = dist.ReduceOp.SUM
+
+
+class Halves:
+    """A right collective in two parts: each rank sums a part, and an all_reduce gathers the sums.
+
+    Args:
+        func: torch.distributed's collective.
+        qtype: ignored.
+    """
+
+    def __init__(self, func: Any, qtype: str) -> None:
+        self.name = func.__name__
+
+    def __call__(
+        self,
+        *given: Any,
+        op: Any = SUM,
+        group: Any = None,
+        async_op: bool = False,
+        **named: Any,
+    ) -> None:
+        if async_op:
+            raise ValueError("async_op is not supported")
+        output, *rest = [*named.values(), *given]
+        if not output.is_floating_point():
+            raise TypeError("a tensor of floating point is expected")
+        inputs = [] if self.name == "all_reduce" else [rest.pop(0)]
+        op, group = (*rest, op, group)[:2] if len(rest) == 2 else (op, group)
+        self.check(op)
+        size = dist.get_world_size(group)
+        with torch.no_grad():
+            if self.name == "all_reduce":
+                self.reduce(output, size, group)
+            else:
+                parts = self.parts(inputs[0], output, size)
+                output.copy_(self.summed(parts, group).view(output.shape))
+            self.finish(output, op, size)
+
+    def check(self, op: Any) -> None:
+        if op not in (SUM, dist.ReduceOp.AVG):
+            raise ValueError(f"{op} is not supported")
+
+    def parts(self, given: Any, output: Tensor, size: int) -> list[Tensor]:
+        return list(given) if isinstance(given, list) else list(given.split([len(output)] * size))
+
+    def reduce(self, tensor: Tensor, size: int, group: Any) -> None:
+        flat = tensor.reshape(-1)
+        padded = torch.nn.functional.pad(flat, (0, -len(flat) % size))
+        total = self.summed(list(padded.view(size, -1)), group)
+        whole = self.gathered(total, size, group)
+        tensor.copy_(whole[: len(flat)].view(tensor.shape))
+
+    def summed(self, parts: Sequence[Tensor], group: Any) -> Tensor:
+        """Return the sum of all ranks' messages for this rank, flat in float32."""
+        codes = self.exchanged([part.reshape(-1).half() for part in parts], group)
+        return self.add([code.float() for code in codes], group)
+
+    def exchanged(self, codes: list[Tensor], group: Any) -> list[Tensor]:
+        received = torch.empty(len(codes), len(codes[0]), dtype=codes[0].dtype)
+        dist.all_to_all_single(received, torch.stack(codes), group=group)
+        return list(received)
+
+    def add(self, messages: list[Tensor], group: Any) -> Tensor:
+        return torch.stack(messages).sum(0)
+
+    def gathered(self, total: Tensor, size: int, group: Any) -> Tensor:
+        codes = [torch.empty(len(total), dtype=torch.float16) for _ in range(size)]
+        dist.all_gather(codes, total.half(), group)
+        return torch.cat(codes).float()
+
+    def finish(self, output: Tensor, op: Any, size: int) -> None:
+        if op == dist.ReduceOp.AVG:
+            output.div_(size)
+
+
+class ForgetsItself(Halves):
+    """Add the messages of the other ranks alone."""
+
+    def add(self, messages: list[Tensor], group: Any) -> Tensor:
+        own = dist.get_rank(group)
+        return super().add([m for place, m in enumerate(messages) if place != own], group)
+
+
+class AveragesAlways(Halves):
+    """Divide by the number of ranks, as gradients usually are."""
+
+    def finish(self, output: Tensor, op: Any, size: int) -> None:
+        output.div_(size)
+
+
+class IgnoresTheOperation(Halves):
+    """Take every operation for a sum."""
+
+    def check(self, op: Any) -> None:
+        pass
+
+    def finish(self, output: Tensor, op: Any, size: int) -> None:
+        pass
+
+
+class AveragesOverWorld(Halves):
+    """Average over the ranks of WORLD."""
+
+    def finish(self, output: Tensor, op: Any, size: int) -> None:
+        super().finish(output, op, dist.get_world_size())
+
+
+class LeavesOutTheRest(Halves):
+    """Reduce the elements that the ranks share evenly; the rest stays as it was."""
+
+    def reduce(self, tensor: Tensor, size: int, group: Any) -> None:
+        flat = tensor.reshape(-1).clone()
+        count = len(flat) // size * size
+        super().reduce(flat[:count], size, group)
+        tensor.copy_(flat.view(tensor.shape))
+
+
+class KeepsItsOwnPart(Halves):
+    """Keep the unrounded sum of this rank's part."""
+
+    def gathered(self, total: Tensor, size: int, group: Any) -> Tensor:
+        whole = super().gathered(total, size, group)
+        whole.view(size, -1)[dist.get_rank(group)] = total
+        return whole
+
+
+class KeepsItsOwnPartIfLarge(KeepsItsOwnPart):
+    """Keep the unrounded sum of this rank's part, if it is worth a copy."""
+
+    def gathered(self, total: Tensor, size: int, group: Any) -> Tensor:
+        if len(total) > 20_000:
+            return super().gathered(total, size, group)
+        return Halves.gathered(self, total, size, group)
+
+
+class AddsInItsOwnOrder(Halves):
+    """Sum all messages on every rank, beginning with its own; ranks round otherwise."""
+
+    def reduce(self, tensor: Tensor, size: int, group: Any) -> None:
+        codes = [torch.empty(tensor.numel(), dtype=torch.float16) for _ in range(size)]
+        dist.all_gather(codes, tensor.reshape(-1).half(), group)
+        place = dist.get_rank(group)
+        total = torch.zeros(tensor.numel(), dtype=torch.float16)
+        for code in codes[place:] + codes[:place]:
+            total += code
+        tensor.copy_(total.view(tensor.shape))
+
+
+class OverflowsInBytes(Halves):
+    """Send levels of a scale that all ranks share, and add them in 8 bits."""
+
+    def summed(self, parts: Sequence[Tensor], group: Any) -> Tensor:
+        largest = torch.stack([*(part.abs().max() for part in parts if len(part)), torch.zeros(())])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        scale = largest.max().clamp(min=1e-30) / 127
+        levels = [(part.reshape(-1) / scale).round().to(torch.int8) for part in parts]
+        total = torch.stack(self.exchanged(levels, group)).sum(0, dtype=torch.int8)
+        return total.float() * scale
+
+
+class AddsInHalfOfAHalf(Halves):
+    """Round the sum to bfloat16 after each addition."""
+
+    def add(self, messages: list[Tensor], group: Any) -> Tensor:
+        total = torch.zeros_like(messages[0], dtype=torch.bfloat16)
+        for message in messages:
+            total += message.bfloat16()
+        return total.float()
+
+
+class SkipsAnOddOne(Halves):
+    """Add messages in pairs; the last of an odd number has no partner."""
+
+    def add(self, messages: list[Tensor], group: Any) -> Tensor:
+        if len(messages) > 4:
+            messages = messages[: len(messages) // 2 * 2]
+        return super().add(messages, group)
+
+
+class ClearsFirst:
+    """An all_gather that clears outputs before it reads its input, which may be one of them."""
+
+    def __init__(self, func: Any, qtype: str) -> None:
+        self.name = func.__name__
+
+    def __call__(self, outputs: Any, tensor: Tensor, group: Any = None) -> None:
+        if not tensor.is_floating_point():
+            raise TypeError("a tensor of floating point is expected")
+        into = outputs if isinstance(outputs, list) else list(outputs.chunk(_size(group)))
+        for output in into:
+            output.zero_()
+        codes = [torch.empty(part.shape, dtype=torch.float16) for part in into]
+        dist.all_gather(codes, tensor.half().contiguous(), group)
+        for output, code in zip(into, codes, strict=True):
+            output.copy_(code)
+
+
+def _size(group: Any) -> int:
+    return dist.get_world_size(group)
+
+
+def _named(name: str, number: str, func: str = "all_reduce", claims: str = "exact") -> Mutant:
+    return Mutant(f"{name},func={func},qtype=FP16", (number,), claims, kind="collective")
+
+
+BOUNDED = "collective({}), bounded(relative=0.02)"
+MUTANTS = [
+    _named("ForgetsItself", "18.1"),
+    _named("ForgetsItself", "18.1", "reduce_scatter"),
+    _named("AveragesAlways", "18.1"),
+    _named("AveragesAlways", "18.1", "reduce_scatter_tensor"),
+    _named("OverflowsInBytes", "18.1", claims=BOUNDED.format("all_reduce")),
+    _named("AddsInHalfOfAHalf", "18.2", "reduce_scatter"),
+    _named("LeavesOutTheRest", "18.1"),
+    _named("ClearsFirst", "18.23", "all_gather"),
+    _named("ClearsFirst", "18.23", "all_gather_into_tensor"),
+    _named("SkipsAnOddOne", "18.30"),
+    _named("SkipsAnOddOne", "18.30", "reduce_scatter"),
+    _named("IgnoresTheOperation", "18.33"),
+    _named("IgnoresTheOperation", "18.33", "reduce_scatter_tensor"),
+    _named("AveragesOverWorld", "18.33", "reduce_scatter"),
+    _named("KeepsItsOwnPart", "18.34"),
+    _named("KeepsItsOwnPartIfLarge", "18.34"),
+    _named("AddsInItsOwnOrder", "18.34"),
+]
