@@ -61,6 +61,7 @@ _MODULES = (
     "strategies",
     "joins",
     "quantized_collectives",
+    "summing_collectives",
     "wrappers",
     "clusters",
     "own_code",

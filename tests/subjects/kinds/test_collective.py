@@ -119,6 +119,10 @@ QTYPES = {
     "all_to_all": ("FP16", "INT8"),
     "all_to_all_single": ("BFP16", "FP8"),
     "scatter": ("FP16", "INT8"),
+    "all_gather_into_tensor": ("INT8",),
+    "reduce_scatter": ("FP16",),
+    "reduce_scatter_tensor": ("INT8",),
+    "all_reduce": ("FP16",),
 }
 OURS = [
     by_short_rules(

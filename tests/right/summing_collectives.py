@@ -1,0 +1,104 @@
+"""Right quantized collectives that sum, each in another way than the references."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.right import Right
+
+Tensor = torch.Tensor
+SUM = dist.ReduceOp.SUM
+
+
+class _Later:
+    """A pending call, which does its last part in wait()."""
+
+    def __init__(self, work: Any, finish: Any) -> None:
+        self.work = work
+        self.finish = finish
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.finish:
+            finish, self.finish = self.finish, None
+            finish()
+
+
+def _require_float32(*tensors: Tensor) -> None:
+    if not all(tensor.dtype == torch.float32 for tensor in tensors):
+        raise TypeError("expected float32 tensors")
+
+
+def half_all_reduce(
+    tensor: Tensor, op: Any = SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    """Sum in float16: one all_reduce of that dtype, which rounds each partial sum."""
+    _require_float32(tensor)
+    code = tensor.contiguous().half()
+    if op == dist.ReduceOp.AVG:
+        code /= dist.get_world_size(group)
+        op = SUM
+    later = _Later(dist.all_reduce(code, op, group, async_op=True), lambda: tensor.copy_(code))
+    return later if async_op else later.wait()
+
+
+class SharedLevels:
+    """Sum integers of a scale that all ranks share, in blocks; no rank divides by another scale."""
+
+    def __init__(self, levels: int = 127) -> None:
+        self.levels = levels
+
+    def __call__(
+        self, output: Tensor, input_list: list[Tensor], op: Any = SUM, group: Any = None
+    ) -> None:
+        _require_float32(output, *input_list)
+        if op != SUM:
+            raise ValueError("sums only")
+        given = torch.stack([tensor.reshape(-1) for tensor in input_list])
+        scale = given.abs().max().view(1) if given.numel() else torch.zeros(1)
+        dist.all_reduce(scale, dist.ReduceOp.MAX, group)
+        codes = (given * (self.levels / scale)).nan_to_num().round().to(torch.int8)
+        received = torch.empty_like(codes)
+        dist.all_to_all_single(received, codes, group=group)
+        # NaN and infinities of any rank are in the scale.
+        total = received.sum(0, dtype=torch.int32) * (scale / self.levels)
+        output.copy_(total.view(output.shape))
+
+
+def ring_reduce_scatter(output: Tensor, input: Tensor, op: Any = SUM, group: Any = None) -> None:
+    """Send partial sums in bfloat16 around a ring; each rank adds its own part to what it gets."""
+    _require_float32(output, input)
+    if op not in (SUM, dist.ReduceOp.AVG):
+        raise ValueError("sums and averages only")
+    group = group or dist.group.WORLD
+    ranks = dist.get_process_group_ranks(group)
+    size = len(ranks)
+    me = ranks.index(dist.get_rank())
+    parts = input.contiguous().view(size, -1)
+    partial = parts[me - 1]
+    for hop in range(1, size):
+        sent = partial.bfloat16().view(torch.uint8)
+        arriving = torch.empty_like(sent)
+        if sent.numel():
+            work = dist.isend(sent, ranks[(me + 1) % size], group)
+            dist.recv(arriving, ranks[me - 1], group)
+            work.wait()
+        partial = arriving.view(torch.bfloat16).float() + parts[(me - 1 - hop) % size]
+    divisor = size if op == dist.ReduceOp.AVG else 1
+    output.copy_((partial / divisor).view(output.shape))
+
+
+RIGHT = [
+    Right("half_all_reduce", "collective(all_reduce), rounded(float16)", kind="collective"),
+    Right(
+        "SharedLevels",
+        "collective(reduce_scatter), bounded(relative=0.02, ratio=0.3)",
+        kind="collective",
+    ),
+    Right(
+        "ring_reduce_scatter",
+        "collective(reduce_scatter_tensor), rounded(bfloat16)",
+        kind="collective",
+    ),
+]

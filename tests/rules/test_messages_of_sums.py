@@ -1,0 +1,60 @@
+"""The messages of rules for quantized collectives that sum, on runs written by hand."""
+
+import expecttest
+import torch
+
+from conformance.scenarios import collective as scenarios
+from tests.rules.test_messages_of_collectives import called, text
+from tests.rules.test_more_reasons import reasons
+
+SUM = "collective(all_reduce), rounded(float16)"
+PARTS = "collective(reduce_scatter), blocks(int8, size=128)"
+
+
+def test_right_sums_are_not_refused() -> None:
+    for claims in (SUM, PARTS, SUM.replace("all_reduce", "reduce_scatter_tensor")):
+        for number in ("18.1", "18.2"):
+            assert text(number, claims) == ""
+    assert text("18.14", SUM, scenario=scenarios.SPECIAL) == ""
+
+
+def test_wrong_sums_are_described() -> None:
+    expecttest.assert_expected_inline(
+        "\n".join(
+            (
+                text("18.1", SUM, change=lambda values: values / 2),
+                text("18.2", PARTS, change=lambda values: values + 100),
+                text("18.14", SUM, scenario=scenarios.SPECIAL, change=torch.nan_to_num),
+                text("18.33", SUM, scenario=scenarios.CALLED, only=2, change=lambda v: v * 4),
+                text("18.33", SUM, scenario=scenarios.CALLED, only=3, change=lambda v: v - 9),
+                text("18.11", SUM, scenario=scenarios.SUBGROUPS, change=lambda v: v - 9, world=4),
+            )
+        ),
+        """\
+Expected: -32.078125 to -31.921875, for -32
+Actual: rank 0, step 0, p0, the sum, index 0: -16.0390625 (14 of 15 elements differ)
+Likely cause: it is divided by the number of ranks
+Expected: -0.946726027 to -0.918258843, for -0.932492435
+Actual: rank 0, step 1, p0, the sum, index 0: 99.053274 (15 of 15 elements differ)
+Expected: nan, for nan
+Actual: rank 0, step 0, p0, the sum, index 0: 0 (3 of 30 elements differ)
+Likely cause: NaN is lost
+Expected: 25.9746094 to 26.0253906, for 26
+Actual: rank 0, step 0, p2, arguments as average, the sum, index 0: 103.898438 (12 of 12
+    elements differ)
+Likely cause: op=AVG is ignored
+Expected: 3.98828125 to 4.01171875, for 4
+Actual: rank 0, step 0, p3, arguments as maximum, the sum, index 0: -5.01171875 (12 of 12
+    elements differ)
+Likely cause: op=MAX is ignored
+Expected: -32.078125 to -31.921875, for -32
+Actual: rank 0, step 0, p0, the sum, index 0: -41.078125 (15 of 15 elements differ)
+Likely cause: the group is ignored""",
+    )
+
+
+def test_reasons_name_the_collective() -> None:
+    gathers = called(scenarios.CALLED)
+    claims = "collective(all_gather), rounded(float16)"
+    assert "all_gather has no argument op" in reasons("18.33", gathers, claims)
+    assert "all_gather is no all_reduce" in reasons("18.34", called(), claims)
