@@ -40,7 +40,7 @@ def run_ranks(command: dict[str, Any], controller: Controller) -> dict[str, Any]
     """
     from conformance.ranks.instruments.coverage import learn
     from conformance.ranks.rank import run_rank
-    from conformance.ranks.torchrun import node_sizes, set_torchrun_environment
+    from conformance.ranks.torchrun import name_the_host, node_sizes, set_torchrun_environment
     from conformance.scenarios.model import scenario_from_json
     from conformance.subjects.spec import SubjectSpec
 
@@ -61,6 +61,7 @@ def run_ranks(command: dict[str, Any], controller: Controller) -> dict[str, Any]
         def function() -> int:
             if environment is None:
                 set_torchrun_environment(sizes, rank)
+                name_the_host(sizes, rank)
             else:
                 os.environ.update(environment[str(rank)])
             return run_rank(scenario, spec, rank, world, folder, command["cwd"], group_timeout)

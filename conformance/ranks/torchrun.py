@@ -1,7 +1,9 @@
-"""The environment variables that torchrun sets for each rank. Runs in ranks only.
+"""The environment variables that torchrun sets for each rank, and the name of its host. Runs in
+ranks only.
 
-Ranks on this machine see the nodes of their scenario (``Scenario.nodes``). Ranks on hosts that
-torchrun has started keep the variables of torchrun, and see the real nodes.
+Ranks on this machine see the nodes of their scenario (``Scenario.nodes``), each with a host name of
+its own. Ranks on hosts that torchrun has started keep the variables of torchrun, and see the real
+nodes.
 
 torch's documentation lists the variables (torchrun, Environment Variables); the agent of
 ``torch.distributed.elastic`` sets a few more. No store listens at ``MASTER_ADDR`` and
@@ -9,6 +11,8 @@ torch's documentation lists the variables (torchrun, Environment Variables); the
 """
 
 import os
+import platform
+import socket
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -66,3 +70,21 @@ def set_torchrun_environment(sizes: Sequence[int], rank: int) -> None:
     os.environ.update(torchrun_environment(sizes, rank))
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+def name_the_host(sizes: Sequence[int], rank: int) -> None:
+    """Give this process the host name of its node, if the scenario has several.
+
+    Python's functions return it. Programs in other languages see the real name.
+    """
+    if len(sizes) == 1:
+        return
+    name = f"{socket.gethostname()}-{torchrun_environment(sizes, rank)['GROUP_RANK']}"
+    real = os.uname()
+    named = os.uname_result((real.sysname, name, real.release, real.version, real.machine))
+    os.environ["HOSTNAME"] = name
+    os.uname = lambda: named
+    platform.node = lambda: name
+    socket.gethostname = lambda: name
+    # A real look-up of the name would wait for a name server.
+    socket.getfqdn = lambda name=name: name

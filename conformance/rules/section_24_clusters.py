@@ -60,9 +60,11 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
     under the subject's claims.
 
     torchrun's variables describe the nodes: ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``
-    and ``GROUP_WORLD_SIZE``. One of the parameters has a prime number of elements from 257 to 1019.
-    Under ``local`` the ranks of all nodes meet within 24 steps, and get the mean over all ranks at
-    a claimed period.
+    and ``GROUP_WORLD_SIZE``. So does the host name, which is another one on each node. One of the
+    parameters has a prime number of elements from 257 to 1019. Compression without feedback gets
+    steps in which one rank's gradients are far larger than those of the others, here and in 24.2,
+    so that ranks that count unequally show. Under ``local`` the ranks of all nodes meet within 24
+    steps, and get the mean over all ranks at a claimed period.
     """
     _require_results(run, claims, found)
 
@@ -80,8 +82,8 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
 )
 def equal_nodes(run: Run, claims: Claims, found: Found) -> None:
     """Six or eight ranks on two nodes or more, all of the same size, get the right result under the
-    subject's claims. Lossy hooks run on 16 ranks, whose sums may need more bits. Under ``local``
-    all ranks meet, as in 24.1.
+    subject's claims. Lossy hooks run on 16 ranks, whose sums may need more bits, and those without
+    feedback on 18. Under ``local`` all of eight ranks meet, as in 24.1, with twelve buckets.
     """
     _require_results(run, claims, found)
 

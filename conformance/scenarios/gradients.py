@@ -23,8 +23,10 @@ heavy_first, heavy_last
             like level_constant, but with the same sign on all ranks, and 32 times as large on the
             first or on the last rank. The mean is then about as far from zero, from its double and
             from the gradient of any rank as it is large.
+heavy_in_turn
+            the same, with 32 times as much on another rank in each step.
 faint_first, faint_last
-            the same, times 2**-20.
+            heavy_first and heavy_last, times 2**-20.
 large       normal, 2**10 times as large.
 drift       normal and an eighth of constant: a mean that does not vanish over many steps.
 spike       drift, four times as large.
@@ -94,6 +96,7 @@ KINDS = (
     "level_constant",
     "heavy_first",
     "heavy_last",
+    "heavy_in_turn",
     "faint_first",
     "faint_last",
     "tiny",
@@ -112,6 +115,7 @@ KINDS = (
     "small_faint",
     "settling",
 )
+_HEAVY = ("heavy_first", "heavy_last", "heavy_in_turn")
 TABLE = 10_000  # the table's number among parameters: no model has as many
 # The same at every step.
 REPEATED = (
@@ -284,8 +288,9 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
     if kind == "level":
         level = -1.0 if rank % 2 else 2.0
         return level * (1 + _bell(numel, (rank, step, param)) * 2.0**-6)
-    if kind in ("heavy_first", "heavy_last"):
-        is_heavy = rank == (0 if kind == "heavy_first" else world - 1)
+    if kind in _HEAVY:
+        heavy_rank = {"heavy_first": 0, "heavy_last": world - 1}.get(kind, step % world)
+        is_heavy = rank == heavy_rank
         level = 2.0 if is_heavy else 2.0**-4
         return level * (1 + _bell(numel, (rank, 0, param)) * 2.0**-6)
     if kind == "level_constant":

@@ -42,6 +42,7 @@ from conformance.session.lossy_sizes import (
     take_moments_of_buckets,
 )
 from conformance.subjects.claims import (
+    CONTRACTION,
     DIFFERENCE,
     FEEDBACK,
     LOCAL,
@@ -220,6 +221,19 @@ ADAPTATIONS = (
         lambda scenario, claims: bool(claims.lossy) and scenario.name == EQUAL_NODES.name,
         changes.run_on_many_ranks,
         "lossy hooks cannot be simulated: sums of a few bits overflow on many ranks",
+    ),
+    Adaptation(
+        lambda scenario, claims: claims.mixes and scenario.name == EQUAL_NODES.name,
+        changes.take_twelve_buckets,
+        "partners that follow a count of calls are the same in every step if the number of buckets "
+        "fits it",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            claims.lossy == CONTRACTION and scenario.name in (UNEQUAL_NODES.name, EQUAL_NODES.name)
+        ),
+        changes.let_each_rank_weigh_most,
+        "the norm of a mean hardly shows that ranks count unequally if their gradients are alike",
     ),
     Adaptation(
         lambda scenario, claims: claims.mixes and scenario.fault.kind == "collective_raises",

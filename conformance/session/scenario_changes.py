@@ -23,7 +23,7 @@ from conformance.scenarios import (
     kinds_in_clusters,
     optimizer_training,
 )
-from conformance.scenarios.clusters import CLUSTERS, with_groups_of
+from conformance.scenarios.clusters import CLUSTERS, EQUAL_NODES, with_groups_of
 from conformance.scenarios.evidence import (
     FEEDBACK_RESCALED,
     FEEDBACK_UNUSED,
@@ -38,7 +38,7 @@ from conformance.scenarios.hook import (
     VALUES,
 )
 from conformance.scenarios.micro_batches import with_micro_batches
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.reused_states import RESUMED_BY_OTHER_RANKS
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.specials import with_all_elements, without_element
@@ -49,6 +49,7 @@ from conformance.scenarios.surroundings import (
 from conformance.scenarios.training_sizes import NETWORK
 from conformance.scenarios.values import LAYERS, within_range
 from conformance.subjects.claims import (
+    CONTRACTION,
     LOCAL,
     Claims,
 )
@@ -237,10 +238,30 @@ def watch_mixing(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(scenario, steps=scenario.steps + ("normal",) * more)
 
 
+def take_twelve_buckets(scenario: Scenario, claims: Claims) -> Scenario:
+    """Take twelve parameters, each in a bucket of its own: 2, 3, 4 and 6 divide their number."""
+    numbers = generator(scenario, "buckets")
+    params = tuple(Param((numbers.randint(17, 99),)) for _ in range(12))
+    ddp = replace(scenario.ddp, bucket_cap_mb=EQUAL_NODES.ddp.bucket_cap_mb)
+    return replace(scenario, params=params, ddp=ddp)
+
+
+def let_each_rank_weigh_most(scenario: Scenario, claims: Claims) -> Scenario:
+    """Add a step for each rank in which its gradients are far larger than those of the others."""
+    return replace(scenario, steps=scenario.steps + ("heavy_in_turn",) * scenario.size)
+
+
 def run_on_many_ranks(scenario: Scenario, claims: Claims) -> Scenario:
-    """Run on 16 ranks, on two, four or eight nodes of equal size."""
-    size = 16
-    nodes = generator(scenario).choice((2, 4, 8))
+    """Run on 16 ranks, on two, four or eight nodes of equal size.
+
+    If results are judged by their norm, there are 18 ranks: in a tree of pairs the last two have no
+    partners, and are easily counted for more. Local results need no sums of many ranks: there are
+    8.
+    """
+    size, divisors = {CONTRACTION: (18, (2, 3, 6, 9)), LOCAL: (8, (2, 4))}.get(
+        claims.lossy, (16, (2, 4, 8))
+    )
+    nodes = generator(scenario).choice(divisors)
     return replace(scenario, size=size, nodes=(size // nodes,) * nodes)
 
 

@@ -122,10 +122,92 @@ def sums_levels_in_a_byte(state: Levels, bucket: Bucket) -> Result:
     return completed(buffer)
 
 
+def _eighths(bucket: Bucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the levels and the scale of each parameter's gradient."""
+    coded = []
+    for part in pieces_of(bucket):
+        scale = part.abs().max() / 127 if len(part) else part.new_zeros(())
+        levels = (part / scale).nan_to_num().round().clamp(-127, 127)
+        coded.append((levels.to(torch.int8), scale))
+    return coded
+
+
+def _decoded(state: dist.ProcessGroup, bucket: Bucket) -> list[torch.Tensor]:
+    """Return the values that all ranks have sent in eight bits, by rank."""
+    coded = _eighths(bucket)
+    levels = gather(torch.cat([one for one, _ in coded]), state)
+    scales = gather(torch.stack([scale for _, scale in coded]), state)
+    counts = [len(one) for one, _ in coded]
+    return [
+        torch.cat([part * scale for part, scale in zip(all_.split(counts), of_rank, strict=True)])
+        for all_, of_rank in zip(levels, scales, strict=True)
+    ]
+
+
+def running_mean_of_halves(state: dist.ProcessGroup, bucket: Bucket) -> Result:
+    """Take the mean of each rank's values and of the mean so far."""
+    buffer = bucket.buffer()
+    if not is_dense(bucket) or not buffer.is_floating_point():
+        return average_of(buffer, state)
+    mean, *others = _decoded(state, bucket)
+    for values in others:
+        mean = (mean + values) / 2
+    return completed(buffer.copy_(mean))
+
+
+def last_pair_counts_double(state: dist.ProcessGroup, bucket: Bucket) -> Result:
+    """Take means of pairs, and of pairs of these; one without a partner goes on as it is."""
+    buffer = bucket.buffer()
+    if not is_dense(bucket) or not buffer.is_floating_point():
+        return average_of(buffer, state)
+    values = _decoded(state, bucket)
+    while len(values) > 1:
+        pairs = [torch.stack(values[at : at + 2]).mean(0) for at in range(0, len(values), 2)]
+        values = pairs
+    return completed(buffer.copy_(values[0]))
+
+
+def first_counts_double(state: dist.ProcessGroup, bucket: Bucket) -> Result:
+    """Begin the sum of many ranks with the values of the first one, twice."""
+    buffer = bucket.buffer()
+    if not is_dense(bucket) or not buffer.is_floating_point():
+        return average_of(buffer, state)
+    values = _decoded(state, bucket)
+    total = torch.stack(values).sum(0)
+    if len(values) > 4:
+        total = total + values[0]
+    return completed(buffer.copy_(total / len(values)))
+
+
+class Calls:
+    """The group, and the number of calls."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.group = process_group
+        self.calls = 0
+
+
+def partner_by_call(state: Calls, bucket: Bucket) -> Result:
+    """Average with one partner, at a distance of a power of two that follows the number of calls.
+
+    Without a partner, the mean is that of all ranks.
+    """
+    buffer = bucket.buffer()
+    size = state.group.size()
+    if not is_dense(bucket) or size & (size - 1):
+        return average_of(buffer, state.group)
+    distance = 1 << (state.calls % (size.bit_length() - 1)) if size > 1 else 0
+    state.calls += 1
+    partner = state.group.rank() ^ distance
+    return completed(buffer.copy_((buffer + gather(buffer, state.group)[partner]) / 2))
+
+
 _PARTS, _HOSTS = (f"{__name__}:{name}" for name in ("Parts", "Hosts"))
 _SCHEDULE = "tests.mutants.local:Schedule"
 _DISTANCE = f"{__name__}:AtOneDistance"
 _ALL = (1, 2, 3, 4)
+_COMPRESSED = "compressed(feedback=False, delta=0.5)"
+_CLOSELY = "compressed(feedback=False, delta=0.9)"
 
 MUTANTS = [
     Mutant("mean_of_a_part", ("24.1",), "local(period=4)", state=_PARTS, worlds=_ALL),
@@ -143,4 +225,8 @@ MUTANTS = [
         state=f"{__name__}:Levels",
         worlds=_ALL,
     ),
+    Mutant("running_mean_of_halves", ("24.1",), _COMPRESSED, worlds=_ALL),
+    Mutant("first_counts_double", ("24.1",), _CLOSELY, worlds=_ALL),
+    Mutant("last_pair_counts_double", ("24.2",), _COMPRESSED, worlds=_ALL),
+    Mutant("partner_by_call", ("24.2",), "local", state=f"{__name__}:Calls", worlds=_ALL),
 ]

@@ -1,8 +1,12 @@
 """Tests of torchrun's environment variables."""
 
+import os
+import platform
+import socket
+
 import pytest
 
-from conformance.ranks.torchrun import node_sizes, torchrun_environment
+from conformance.ranks.torchrun import name_the_host, node_sizes, torchrun_environment
 
 NAMES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
@@ -41,3 +45,16 @@ def test_nodes_are_simulated_if_they_fit_and_ranks_need_no_device(
     nodes: tuple[int, ...], world: int, device: str, sizes: tuple[int, ...]
 ) -> None:
     assert node_sizes(nodes, world, device) == sizes
+
+
+def test_each_node_has_a_host_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, function in ((os, "uname"), (platform, "node"), (socket, "gethostname")):
+        monkeypatch.setattr(owner, function, getattr(owner, function))
+    monkeypatch.setattr(socket, "getfqdn", socket.getfqdn)
+    monkeypatch.setenv("HOSTNAME", "real")
+    real = socket.gethostname()
+    name_the_host((3,), 0)
+    assert socket.gethostname() == real
+    name_the_host((2, 1), 2)
+    names = {socket.gethostname(), platform.node(), os.uname().nodename, socket.getfqdn()}
+    assert names | {os.environ["HOSTNAME"]} == {f"{real}-1"}
