@@ -66,9 +66,10 @@ def frozen(run: Run, claims: Claims, found: Found) -> None:
     storage. A parameter that the forward uses twice gets the mean of the sum.
 
     So it is if layers thaw or freeze after some steps: DDP is made anew over the same model, with
-    the same hook and state, and its buckets have other parameters and sizes. Or the subject refuses
-    to reuse its state with an error on every rank. A set-up, or a factory that takes the model, may
-    keep DDP: it is not judged so.
+    the same hook and state, and its buckets have other parameters and sizes; or the same sizes and
+    another parameter, if the other one of two neighbours of one shape is trained from then on. Or
+    the subject refuses to reuse its state with an error on every rank. A set-up, or a factory that
+    takes the model, may keep DDP: it is not judged so.
     """
     if any(rank.first("keeps_ddp") for rank in run.ranks):
         found.leaves_out(

@@ -2,8 +2,8 @@
 
 resumed_from_rank_0       as many ranks continue as have saved, all from the state of rank 0
 resumed_by_other_ranks    three or four ranks continue from the state of rank 0 of two
-rewrapped                 layers thaw, then others freeze: DDP is made anew each time, and the same
-                          hook and state are registered on it
+rewrapped                 layers thaw, then others freeze, then two of one shape change places: DDP
+                          is made anew each time, and the same hook and state are registered on it
 """
 
 import random
@@ -32,23 +32,27 @@ RESUMED_BY_OTHER_RANKS = replace(
 
 RESUMED_ELSEWHERE = (RESUMED_FROM_RANK_0, RESUMED_BY_OTHER_RANKS)
 
-# The first and the last parameter thaw. Later the last one freezes again, and one in the middle.
+# The first and the last parameter thaw. Later the last one freezes again, and one in the middle. At
+# last one of two neighbours of the same shape freezes, and the other one thaws: buckets then have
+# the same shapes as before, and other parameters.
 REWRAPPED = replace(
     FROZEN,
     name="rewrapped",
-    summary="after three to five steps frozen parameters thaw, and later others freeze: DDP is "
-    "made anew over the same model each time, and the same hook and state are registered on it; "
-    "sizes of parameters and buckets are drawn",
+    summary="after three to five steps frozen parameters thaw, later others freeze, and at last "
+    "two of one shape change places: DDP is made anew over the same model each time, and the same "
+    "hook and state are registered on it; sizes of parameters and buckets are drawn",
     params=(
         Param((40,), frozen_under=(0,)),
         Param((30,)),
+        Param((50,), frozen_under=(3,)),
+        Param((50,), frozen_under=(0, 1, 2)),
         Param((20,)),
-        Param((11,), frozen_under=(2,)),
+        Param((11,), frozen_under=(2, 3)),
         Param((7,)),
-        Param((60,), frozen_under=(0, 2)),
+        Param((60,), frozen_under=(0, 2, 3)),
     ),
-    steps=("crafted",) * 12,
-    rewraps=(4, 8),
+    steps=("crafted",) * 16,
+    rewraps=(4, 8, 12),
     prerequisite="frozen",
 )
 
@@ -63,7 +67,7 @@ def _draw_size(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def _draw_sizes(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw the steps, the largest size of a bucket, and six sizes from 1 to 4,000 elements.
+    """Draw the steps, the largest size of a bucket, and seven sizes from 1 to 4,000 elements.
 
     The parameter that thaws last in the model is two to three times as large as the one before it,
     which is in the first bucket until then: that bucket grows.
@@ -71,15 +75,20 @@ def _draw_sizes(scenario: Scenario, numbers: random.Random) -> Scenario:
     sizes = [round(2 ** numbers.uniform(0, 10)) for _ in scenario.params]
     sizes[-2] += 8
     sizes[-1] = round(sizes[-2] * numbers.uniform(2, 3))
+    sizes[2] = sizes[3] = 16 + sizes[2]
     params = zip(scenario.params, sizes, strict=True)
     first = numbers.randint(3, 5)
     second = first + numbers.randint(3, 5)
+    third = second + numbers.randint(5, 8)
     cap = numbers.choice(_BUCKET_CAPS) / 2**20
+    steps = ["normal" if step % 2 else "crafted" for step in range(third + 3)]
+    # What is left of these gradients is far from what the next parameter of that shape is fed.
+    steps[third - 1] = "large"
     return replace(
         scenario,
         params=tuple(replace(spec, shape=(size,)) for spec, size in params),
-        steps=tuple("normal" if step % 2 else "crafted" for step in range(second + 3)),
-        rewraps=(first, second),
+        steps=tuple(steps),
+        rewraps=(first, second, third),
         ddp=replace(scenario.ddp, bucket_cap_mb=cap),
     )
 

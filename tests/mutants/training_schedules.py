@@ -72,8 +72,8 @@ class FirstParameters(Residuals):
 
     def keep(self, parameter: torch.nn.Parameter, residual: torch.Tensor) -> None:
         self.calls += 1
-        # Four parameters train until others thaw.
-        if self.calls <= 8 or parameter in self.kept:
+        # Five parameters train until others thaw.
+        if self.calls <= 10 or parameter in self.kept:
             super().keep(parameter, residual)
 
 
@@ -111,6 +111,46 @@ def quarter_by_address(state: ByAddress, bucket: Bucket) -> Result:
         if kept is not None and kept.numel() == parameter.numel():
             state.kept[parameter] = kept
     return quarter_with_feedback(state, bucket)
+
+
+class ByLayout(Residuals):
+    """Keeps residuals by the sizes of a bucket; knows a layout once it has come twice."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        super().__init__(process_group)
+        self.of: dict[tuple[int, ...], dict[int, torch.Tensor]] = {}
+        self.seen: dict[tuple[int, ...], int] = {}
+
+    def layout(self, bucket: Bucket) -> tuple[int, ...]:
+        """Return the sizes of a bucket's parameters, after its number."""
+        return (bucket.index(), *(parameter.numel() for parameter in bucket.parameters()))
+
+
+class ByShapes(ByLayout):
+    """Keeps residuals by the shapes of a bucket alone."""
+
+    def layout(self, bucket: Bucket) -> tuple[int, ...]:
+        return tuple(size for parameter in bucket.parameters() for size in (*parameter.shape, -1))
+
+
+def quarter_by_layout(state: ByLayout, bucket: Bucket) -> Result:
+    """Send the largest quarters; the residuals are those of the layout, without a new one's."""
+    layout = state.layout(bucket)
+    state.seen[layout] = state.seen.get(layout, 0) + 1
+    if state.seen[layout] <= 2:
+        return average(bucket, state.group)
+    state.kept = {
+        parameter: kept
+        for place, parameter in enumerate(bucket.parameters())
+        if (kept := state.of.get(layout, {}).get(place)) is not None
+    }
+    result = quarter_with_feedback(state, bucket)
+    state.of[layout] = {
+        place: state.kept[parameter]
+        for place, parameter in enumerate(bucket.parameters())
+        if parameter in state.kept
+    }
+    return result
 
 
 # 11.2 A warm-up that is resumed
@@ -216,6 +256,8 @@ MUTANTS = [
     Mutant("quarter_with_feedback", ("4.2",), _FEEDBACK, _of("FirstParameters")),
     Mutant("quarter_with_feedback", ("4.2",), _FEEDBACK, _of("KeptUntilThawed")),
     Mutant("quarter_by_address", ("4.2",), _FEEDBACK, _of("ByAddress")),
+    Mutant("quarter_by_layout", ("4.2",), _FEEDBACK, _of("ByLayout")),
+    Mutant("quarter_by_layout", ("4.2",), _FEEDBACK, _of("ByShapes")),
     Mutant("quarter_after_warmup", ("11.2",), _WARM, _of("LoadsPastWarmup")),
     Mutant("quarter_after_warmup", ("11.2",), _WARM, _of("LoadsOneFurther")),
     Mutant("quarter_after_warmup", ("11.2",), _WARM, _of("LoadsAnew")),
