@@ -39,6 +39,7 @@ _NO_REFUSAL = {
     "on_step",
     "optimizer",
     "register",
+    "roll_back",
     "save_state",
     "simulation",
     "twin",
@@ -68,6 +69,7 @@ _ACTIVITIES = {
     "twin": "while another model trained in between",
     "save_state": "while its state was saved",
     "load_state": "while its state was loaded in a new process",
+    "roll_back": "while a state that it had saved was loaded again",
 }
 _REFUSALS_BY_DDP = {
     "KeyError: 'bucket'": (

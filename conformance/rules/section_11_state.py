@@ -11,7 +11,7 @@ from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.evidence import FEEDBACK_RESCALED, FEEDBACK_UNUSED
 from conformance.scenarios.hook import RESUMED, RESUMED_ONE, SAVED, SAVED_ONE, TWO_MODELS, VALUES
-from conformance.scenarios.reused_states import RESUMED_ELSEWHERE
+from conformance.scenarios.reused_states import RESUMED_ELSEWHERE, ROLLED_BACK
 from conformance.scenarios.surroundings import JOINT
 from conformance.subjects.claims import DIFFERENCE, Claims
 
@@ -50,8 +50,8 @@ def two_models(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 @rule(
     "11.2",
     "Resumes with the same bits",
-    on=(SAVED_ONE, RESUMED_ONE),
-    owns=(SAVED_ONE, RESUMED_ONE),
+    on=(SAVED_ONE, RESUMED_ONE, ROLLED_BACK),
+    owns=(SAVED_ONE, RESUMED_ONE, ROLLED_BACK),
     claimed="checkpointable",
     reads_all_runs=True,
     needs=("2.1", "3.3"),
@@ -59,20 +59,42 @@ def two_models(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     source="torch documentation, DDP Communication Hooks: How to Checkpoint Communication Hook "
     "State",
     remedy="values that decide the next step and are not in the state: a step count, a residual, a "
-    "seed, warm-started factors",
+    "seed, warm-started factors; a load_state_dict that leaves values alone which exist already",
 )
 def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` new processes that load the state give the bits that the old
     processes go on to give.
 
     The state is saved with torch.save, or its state_dict if it has one. The model has one
-    parameter, so that the bucket is the same in both.
+    parameter, so that the bucket is the same in both. A state with load_state_dict also gives the
+    same bits again if its own process loads it three, five or seven steps later, as after a loss
+    spike, and repeats these steps.
     """
-    saved, resumed = runs.values()
+    saved, resumed, rolled_back = runs.values()
     later = range(saved.scenario.resume.saves_at, len(saved.scenario.steps))
     for one, other in zip(saved.ranks, resumed.ranks, strict=True):
         pair = f"going on and resuming on rank {one.rank}"
         require_same(_within(one, later).tensors, other.tensors, pair, found)
+    _require_repeated(rolled_back, found)
+
+
+def _require_repeated(run: Run, found: Found) -> None:
+    """Require the steps after a process has loaded its state to repeat those after it was saved."""
+    if any(rank.first("cannot_roll_back") for rank in run.ranks):
+        return
+    saved, loaded = run.scenario.resume.saves_at, run.scenario.resume.rolls_back_at
+    for rank in run.ranks:
+        first = _within(rank, range(saved, loaded)).tensors
+        again = _within(rank, range(loaded, 2 * loaded - saved)).tensors
+        renamed = {_moved(name, saved - loaded): tensor for name, tensor in again.items()}
+        pair = f"before and after the saved state is loaded in one process, rank {rank.rank}"
+        require_same(first, renamed, pair, found)
+
+
+def _moved(name: str, steps: int) -> str:
+    """Return the name of the same tensor in another step."""
+    step, _, rest = name.partition("/")
+    return f"{int(step) + steps}/{rest}"
 
 
 @rule(

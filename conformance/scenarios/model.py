@@ -144,12 +144,15 @@ class Resume:
         of_rank_0: all ranks start from the state that rank 0 saved, and there may be another number
             of ranks than saved it.
         saved_in: the folder of that run; '' before it is known.
+        rolls_back_at: the step before which the process loads the state that it has saved; 0 for
+            never.
     """
 
     saves_at: int = 0
     resumes: bool = False
     of_rank_0: bool = False
     saved_in: str = ""
+    rolls_back_at: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ resumed_from_rank_0       as many ranks continue as have saved, all from the sta
 resumed_by_other_ranks    three or four ranks continue from the state of rank 0 of two
 rewrapped                 layers thaw, then others freeze, then two of one shape change places: DDP
                           is made anew each time, and the same hook and state are registered on it
+rolled_back               a process loads the state that it has saved some steps before
 """
 
 import random
 from dataclasses import replace
 
-from conformance.scenarios.hook import FROZEN, RESUMED
+from conformance.scenarios.hook import FROZEN, RESUMED, SAVED_ONE
 from conformance.scenarios.model import Param, Scenario
 
 _OF_RANK_0 = replace(RESUMED.resume, of_rank_0=True)
@@ -56,7 +57,17 @@ REWRAPPED = replace(
     prerequisite="frozen",
 )
 
-ALL = (*RESUMED_ELSEWHERE, REWRAPPED)
+# All steps from the save on feed the same gradients.
+ROLLED_BACK = replace(
+    SAVED_ONE,
+    name="rolled_back",
+    summary="after three to seven more steps a process loads the state that it has saved, and "
+    "repeats these steps; the number is drawn",
+    steps=("crafted", "crafted", "normal", *("constant",) * 8),
+    resume=replace(SAVED_ONE.resume, rolls_back_at=7),
+)
+
+ALL = (*RESUMED_ELSEWHERE, REWRAPPED, ROLLED_BACK)
 
 _BUCKET_CAPS = (16, 4096, 25 * 2**20)  # bytes
 
@@ -93,4 +104,19 @@ def _draw_sizes(scenario: Scenario, numbers: random.Random) -> Scenario:
     )
 
 
-DRAWS = {RESUMED_BY_OTHER_RANKS.name: _draw_size, REWRAPPED.name: _draw_sizes}
+def _draw_repeated_steps(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the number of steps that are repeated: 3, 5 or 7."""
+    count = numbers.choice((3, 5, 7))
+    saves_at = scenario.resume.saves_at
+    return replace(
+        scenario,
+        steps=scenario.steps[:saves_at] + ("constant",) * (2 * count),
+        resume=replace(scenario.resume, rolls_back_at=saves_at + count),
+    )
+
+
+DRAWS = {
+    RESUMED_BY_OTHER_RANKS.name: _draw_size,
+    REWRAPPED.name: _draw_sizes,
+    ROLLED_BACK.name: _draw_repeated_steps,
+}

@@ -39,7 +39,7 @@ from conformance.scenarios.hook import (
 )
 from conformance.scenarios.micro_batches import with_micro_batches
 from conformance.scenarios.model import Param, Scenario
-from conformance.scenarios.reused_states import RESUMED_BY_OTHER_RANKS
+from conformance.scenarios.reused_states import RESUMED_BY_OTHER_RANKS, ROLLED_BACK
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.specials import with_all_elements, without_element
 from conformance.scenarios.surroundings import (
@@ -64,6 +64,7 @@ _WIDER_SHAPES = {
     (20_011,): (91, 225),
 }
 _ON_TWO_GROUPS = (averager_training.TWO_GROUPS.name, optimizer_training.TWO_GROUPS.name)
+_SAVED_EARLY = tuple(one.name for one in (SAVED_ONE, RESUMED_ONE, ROLLED_BACK))
 _NAMES_OF_CLUSTERS = tuple(scenario.name for scenario in (*CLUSTERS, *kinds_in_clusters.ALL))
 # Under DDP's options the largest parameter may be smaller: the runs are as long as the others.
 _SHORTER_SHAPES = {**_WIDER_SHAPES, (20_011,): (39, 27)}
@@ -359,19 +360,26 @@ def run_at_three_ranks(scenario: Scenario, claims: Claims) -> Scenario:
 def begin_with_warmup(scenario: Scenario, claims: Claims) -> Scenario:
     """Begin with the steps of a claimed warm-up.
 
-    The scenario with one parameter is saved within a warm-up of two steps or more.
+    The scenarios with one parameter are saved within a warm-up of two steps or more.
     """
-    saves_at = scenario.resume.saves_at
-    saves_early = claims.warmup > 1 and scenario.name in (SAVED_ONE.name, RESUMED_ONE.name)
-    if saves_at:
-        saves_at = 1 if saves_early else saves_at + claims.warmup
+    resume = scenario.resume
+    steps = ("crafted",) * claims.warmup + scenario.steps
+    saves_early = claims.warmup > 1 and scenario.name in _SAVED_EARLY
+    if resume.saves_at:
+        at = 1 if saves_early else resume.saves_at + claims.warmup
+        repeated = resume.rolls_back_at - resume.saves_at
+        if saves_early and resume.rolls_back_at:
+            repeated += claims.warmup
+            steps = ("crafted",) + ("constant",) * (2 * repeated)
+        rolls_back_at = at + repeated if resume.rolls_back_at else 0
+        resume = replace(resume, saves_at=at, rolls_back_at=rolls_back_at)
     return replace(
         scenario,
-        steps=("crafted",) * claims.warmup + scenario.steps,
+        steps=steps,
         rewraps=tuple(at + claims.warmup for at in scenario.rewraps),
         unrecorded_steps=claims.steps_of_warmup - claims.warmup,
         fault=replace(scenario.fault, step=scenario.fault.step + claims.warmup),
-        resume=replace(scenario.resume, saves_at=saves_at),
+        resume=resume,
     )
 
 

@@ -187,6 +187,22 @@ class LoadsPastWarmup(Warmup):
         return max(step, self.start)
 
 
+class NeverGoesBack(Warmup):
+    """Goes on with the larger number of steps, its own or the loaded one."""
+
+    def resumed_at(self, step: int) -> int:
+        return max(step, self.step)
+
+
+class FillsInWhatIsMissing(Warmup):
+    """Takes from a loaded state the residuals that it does not have yet."""
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        own = dict(self.kept)
+        super().load_state_dict(saved)
+        self.kept |= own
+
+
 class LoadsOneFurther(Warmup):
     """Counts the load as a step."""
 
@@ -261,6 +277,8 @@ MUTANTS = [
     Mutant("quarter_after_warmup", ("11.2",), _WARM, _of("LoadsPastWarmup")),
     Mutant("quarter_after_warmup", ("11.2",), _WARM, _of("LoadsOneFurther")),
     Mutant("quarter_after_warmup", ("11.2",), _WARM, _of("LoadsAnew")),
+    Mutant("quarter_after_warmup", ("11.2",), _WARM, _of("NeverGoesBack")),
+    Mutant("quarter_after_warmup", ("11.2",), _WARM, _of("FillsInWhatIsMissing")),
     Mutant("mean_by_forwards", ("5.1",), "local(period=3)", _of("Forwards")),
     Mutant("mean_by_forwards", ("5.1",), "local(period=4)", _of("Forwards,period=4")),
 ]

@@ -298,6 +298,8 @@ class HookDriver(RankDriver):
                 self.recorder.event("keeps_ddp")
                 return False
             self.model.wrap_anew(step, self.doing)
+        if step and step == self.scenario.resume.rolls_back_at and not self._roll_back():
+            return False
         # The twin's steps belong to the subject as well.
         self._steps.before_step()
         # A hook may keep what it sees in its first call: on two groups, that of the larger one.
@@ -306,7 +308,7 @@ class HookDriver(RankDriver):
             self._step_twin(self.twin, step, kind)
         if self.model.case.on_step:
             with self.doing("on_step"):
-                self.model.case.on_step(step + self.scenario.unrecorded_steps)
+                self.model.case.on_step(self._step_of_trainer(step))
         factor = self.scenario.loss_scale(step) / self.scenario.loss_scale(step - 1)
         if self.model.rescale and factor != 1:
             with self.doing("rescale"):
@@ -360,6 +362,22 @@ class HookDriver(RankDriver):
             del loss  # its graph holds the step's tensors
             self._steps.record_memory()
         return True
+
+    def _roll_back(self) -> bool:
+        """Load the state that this process has saved; return False if it cannot be loaded."""
+        if not self.model.can_be_loaded:
+            self.recorder.event("cannot_roll_back")
+            return False
+        with self.doing("roll_back"):
+            self.model.load(self.folder / str(self.rank))
+        return True
+
+    def _step_of_trainer(self, step: int) -> int:
+        """Return the number of a step as the trainer counts it, which may have gone back."""
+        resume = self.scenario.resume
+        if resume.rolls_back_at and step >= resume.rolls_back_at:
+            step -= resume.rolls_back_at - resume.saves_at
+        return step + self.scenario.unrecorded_steps
 
     def _backward(self, loss: torch.Tensor) -> None:
         with self.doing("backward"):

@@ -139,7 +139,7 @@ class DDPModel:
                 self.case = Case(state, hook)
         if saved:
             with doing("load_state"):
-                self._load(saved)
+                self.load(saved)
         with doing("register"):
             self._register_hook()
             if self._scenario.poststep:
@@ -229,7 +229,16 @@ class DDPModel:
         torch.save(state.state_dict() if _has_state_dict(state) else state, folder / STATE)
         torch.save(self.model.state_dict(), folder / MODEL)
 
-    def _load(self, folder: Path) -> None:
+    @property
+    def can_be_loaded(self) -> bool:
+        """Whether the subject's state, or what a Case saves, can load a state in this process."""
+        return _has_state_dict(self._saved)
+
+    def load(self, folder: Path) -> None:
+        """Load the subject's state and the model, which a training script has saved.
+
+        A state without load_state_dict is replaced by the saved one.
+        """
         self.model.load_state_dict(torch.load(folder / MODEL))
         try:
             saved = torch.load(folder / STATE, weights_only=True)
