@@ -43,6 +43,7 @@ def raised(where: str, kind: str = "ValueError", message: str = "no", step: int 
         ("twin", "(while another model trained in between, step 1)"),
         ("save_state", "(while its state was saved, step 1)"),
         ("load_state", "(while its state was loaded in a new process, step 1)"),
+        ("roll_back", "(while a state that it had saved was loaded again, step 1)"),
         ("step", "(in step, step 1)"),
     ],
 )
