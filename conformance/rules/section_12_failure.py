@@ -12,6 +12,13 @@ from conformance.scenarios.evidence import (
     PEER_DIES_LARGE,
 )
 from conformance.scenarios.hook import COLLECTIVE_RAISES, PEER_DIES, PEER_DIES_LATER, PEER_SILENT
+from conformance.scenarios.later_failures import (
+    BETWEEN_RAISES,
+    LARGE_BETWEEN_RAISES,
+    LARGE_LAST_RAISES,
+    LAST_RAISES,
+    LATE_RAISES,
+)
 from conformance.subjects.claims import LOCAL, Claims
 
 
@@ -40,22 +47,39 @@ def _is_alone(run: Run, rank: int, claims: Claims, found: Found) -> bool:
     return is_alone
 
 
+def _require_raised_by_collective(run: Run, claims: Claims, found: Found) -> None:
+    """Require the error of the collective that has raised on rank 1."""
+    faults = list(run.ranks[1].all("fault"))
+    if run.scenario.fault.succeeding and faults and all(fault["unused"] for fault in faults):
+        # The run in which the first collective raises decides whether there is any.
+        found.leaves_out(f"{run.name}: the collective that was to raise came in none of the steps")
+        return
+    place = max((fault.get("place", 1) for fault in faults), default=0)
+    event = f"collective {place} of its step" if place > 1 else "its collective"
+    if not _is_alone(run, 1, claims, found):
+        _require_raised(run, 1, f"{event} had raised", found)
+
+
 @rule(
     "12.1",
     "Raises the error of its own collective",
-    on=(COLLECTIVE_RAISES,),
-    owns=(COLLECTIVE_RAISES,),
+    on=(COLLECTIVE_RAISES, LAST_RAISES, BETWEEN_RAISES),
+    owns=(COLLECTIVE_RAISES, LAST_RAISES, BETWEEN_RAISES),
     needs=("2.1",),
     source="bugs in the wild: except clauses that fall back to the local gradient",
     remedy="except clauses around collectives: let their exceptions pass",
 )
 def collective_raises(run: Run, claims: Claims, found: Found) -> None:
-    """When a collective of the hook raises on one rank, backward() raises there.
+    """When a collective of the hook raises on one rank, backward() raises there: the first one of a
+    step, the last one, or a drawn one between them, each in a run of its own.
 
-    Under ``local`` the first collective of 24 steps raises, since a rank is alone in some of them.
+    The steps before show how many collectives a step has. With two of them the second raises in two
+    of the runs, and with one it raises in all. In the run of the first, it is not issued, and peers
+    wait for it; the others are issued, and raise on this rank alone. If a step has fewer than the
+    steps before, one of the next 29 fails. Under ``local`` the first collective of 24 steps raises,
+    since a rank is alone in some of them, and a later one in one of 53.
     """
-    if not _is_alone(run, 1, claims, found):
-        _require_raised(run, 1, "its collective had raised", found)
+    _require_raised_by_collective(run, claims, found)
 
 
 @rule(
@@ -119,11 +143,21 @@ def peer_dies_later(run: Run, claims: Claims, found: Found) -> None:
     _require_raised(run, 0, "its peer had died before the last collective", found)
 
 
+_OF_ANY_SIZE = (
+    COLLECTIVE_RAISES_LARGE,
+    PEER_DIES_LARGE,
+    COLLECTIVE_RAISES_LATE,
+    LARGE_LAST_RAISES,
+    LARGE_BETWEEN_RAISES,
+    LATE_RAISES,
+)
+
+
 @rule(
     "12.5",
     "Raises an error in a bucket of any size, at any step",
-    on=(COLLECTIVE_RAISES_LARGE, PEER_DIES_LARGE, COLLECTIVE_RAISES_LATE),
-    owns=(COLLECTIVE_RAISES_LARGE, PEER_DIES_LARGE, COLLECTIVE_RAISES_LATE),
+    on=_OF_ANY_SIZE,
+    owns=_OF_ANY_SIZE,
     needs=("12.1", "12.2"),
     since="1.6",
     source="issue 22; paths for large tensors, with an except around the collective",
@@ -135,10 +169,11 @@ def any_size(run: Run, claims: Claims, found: Found) -> None:
     size of 2**12 to 2**22 elements and the step is drawn from 1 to 5; and if a collective of a
     small bucket raises in a step drawn from 4 to 255.
 
-    Every size, and every late step, is as likely as its double.
+    Every size, and every late step, is as likely as its double. The first collective of the step
+    raises, the last one, or a drawn one between them, as in 12.1: in large buckets each in a run of
+    its own, and in late steps the first one in one run and a later one in another.
     """
-    is_raised = run.scenario.fault.kind == "collective_raises"
-    rank = 1 if is_raised else 0
-    event = "its collective had raised" if is_raised else "its peer had died"
-    if not _is_alone(run, rank, claims, found):
-        _require_raised(run, rank, event, found)
+    if run.scenario.fault.kind == "collective_raises":
+        _require_raised_by_collective(run, claims, found)
+    elif not _is_alone(run, 0, claims, found):
+        _require_raised(run, 0, "its peer had died", found)

@@ -18,6 +18,7 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.clusters import (
     BYSTANDERS,
+    EQUAL_GROUPS,
     EQUAL_NODES,
     TWO_GROUPS,
     UNEQUAL_NODES,
@@ -135,19 +136,22 @@ def uneven_groups(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "24.5",
     "Trains two models on two groups in one process",
-    on=(TWO_GROUPS,),
-    owns=(TWO_GROUPS,),
+    on=(TWO_GROUPS, EQUAL_GROUPS),
+    owns=(TWO_GROUPS, EQUAL_GROUPS),
     unless="world_only",
     needs=("2.7", "11.1"),
     since="1.6",
     source=f"{_GROUPS}; experts beside dense layers: the dense layers train on WORLD, the experts "
-    "on the ranks that have the same expert",
+    "on the ranks that have the same expert; rows and columns of a two-dimensional DeviceMesh",
     remedy="a group, its size or this rank's number in it that a module keeps from the first call, "
-    "or from the first model; state that models share",
+    "or from the first model; a communicator, a buffer or a neighbour that is kept by the size of "
+    "a group, which another group may have; state that models share",
 )
 def two_groups(run: Run, claims: Claims, found: Found) -> None:
     """Every rank trains two models in turns. One is on WORLD, and one is on a group with some of
-    the ranks. Each gets the mean over its own group.
+    the ranks. In another run the two models of a rank are on groups of the same size, two or three,
+    with other ranks: the one on 0 and 1, the other on 0 and 2. Each gets the mean over its own
+    group.
 
     A subject given as one object, instead of its class or factory, is shared by both models on
     purpose: the rule does not apply to it.

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.tables import prime_from
@@ -97,6 +97,32 @@ def _draw_two_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(scenario, size=size, twin_groups=(first, others))
 
 
+def _draw_equal_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw two ways to divide four ranks into pairs; or six ranks into threes, a third of the time.
+
+    A group of one way has ranks of both groups of the other. In each way another rank is the first
+    of its group, and another one the last, as rank 1 is last in 0 and 1, and first in 1 and 3.
+    """
+    size = numbers.choice((2, 2, 3))
+    ways = [_halves((0, *others), size) for others in combinations(range(1, 2 * size), size - 1)]
+    while True:
+        first, second = numbers.sample(ways, 2)
+        if all(_at(end, first) != _at(end, second) for end in (0, -1)):
+            break
+    groups = tuple(numbers.sample(first, 2))
+    return replace(scenario, groups=groups, twin_groups=tuple(numbers.sample(second, 2)))
+
+
+def _halves(first: tuple[int, ...], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return a group of ``size`` ranks, and a group of as many other ranks."""
+    return first, tuple(rank for rank in range(2 * size) if rank not in first)
+
+
+def _at(place: int, groups: tuple[tuple[int, ...], ...]) -> set[int]:
+    """Return the rank at a place of each group."""
+    return {group[place] for group in groups}
+
+
 def _draw_bystanders(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the two of three ranks that train, and 33 to 80 steps."""
     idle = numbers.randrange(3)
@@ -130,6 +156,7 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     "uneven_groups": _draw_uneven_groups,
     "wide_groups": _draw_wide_groups,
     "two_groups": _draw_two_groups,
+    "equal_groups": _draw_equal_groups,
     "bystanders": _draw_bystanders,
     "at_scale": _draw_simulated,
 }

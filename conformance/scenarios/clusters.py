@@ -64,6 +64,18 @@ TWO_GROUPS = replace(
     prerequisite="two_models",
 )
 
+# As the rows and the columns of ranks in a two-dimensional layout.
+EQUAL_GROUPS = replace(
+    TWO_GROUPS,
+    name="equal_groups",
+    summary="every rank trains two models in turns, each on a group of the same size with other "
+    "ranks; the groups are drawn",
+    size=0,
+    groups=((0, 1), (2, 3)),
+    twin_groups=((0, 2), (1, 3)),
+    prerequisite="two_groups",
+)
+
 # The idle ranks register the subject on a model of their own, as all ranks may have to: a state
 # that makes process groups needs all of them, by the documentation of torch.
 BYSTANDERS = replace(
@@ -98,7 +110,15 @@ WIDE_GROUPS = replace(
     nodes=(),
 )
 
-CLUSTERS = (UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS, WIDE_GROUPS, TWO_GROUPS, BYSTANDERS)
+CLUSTERS = (
+    UNEQUAL_NODES,
+    EQUAL_NODES,
+    UNEVEN_GROUPS,
+    WIDE_GROUPS,
+    TWO_GROUPS,
+    EQUAL_GROUPS,
+    BYSTANDERS,
+)
 
 
 def with_groups_of(scenario: Scenario, least: int) -> Scenario:
@@ -106,6 +126,10 @@ def with_groups_of(scenario: Scenario, least: int) -> Scenario:
 
     Nodes and groups stay uneven where they were.
     """
+    if scenario.groups and scenario.twin_groups:
+        ranks = tuple(range(2 * least))
+        halves = (ranks[:least], ranks[least:])
+        return replace(scenario, groups=halves, twin_groups=(ranks[::2], ranks[1::2]))
     if scenario.groups:
         sizes = [max(len(group), least) for group in scenario.groups]
         groups = _interleaved(sizes)

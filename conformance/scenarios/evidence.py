@@ -189,23 +189,25 @@ def _draw_special_deep(scenario: Scenario, draw: random.Random) -> Scenario:
     return replace(scenario, params=params, steps=(*before, *special, "tiled"))
 
 
-def _draw_failure(scenario: Scenario, draw: random.Random) -> Scenario:
-    """Draw the size of the bucket and the step of the failure, which is the last one."""
+def draw_failure(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Draw the size of the bucket, and the first step that may fail."""
     step = draw.randint(1, _LATEST_FAILURE)
     return replace(
         scenario,
         params=(Param((_draw_size(draw, _SMALLEST_FAILURE),)),),
-        steps=("tiled",) * (step + 1),
+        steps=("tiled",) * (step + scenario.fault.attempts),
         fault=replace(scenario.fault, step=step),
     )
 
 
-def _draw_late_failure(scenario: Scenario, draw: random.Random) -> Scenario:
-    """Draw the step of the failure, which is the last one."""
+def draw_late_failure(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Draw the first step that may fail."""
     exponents = (math.log2(_FIRST_LATE_FAILURE), math.log2(_LAST_LATE_FAILURE + 1))
     step = int(2.0 ** draw.uniform(*exponents))
     return replace(
-        scenario, steps=("tiled",) * (step + 1), fault=replace(scenario.fault, step=step)
+        scenario,
+        steps=("tiled",) * (step + scenario.fault.attempts),
+        fault=replace(scenario.fault, step=step),
     )
 
 
@@ -242,9 +244,9 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     SPECIAL.name: _draw_special,
     SPECIAL_LARGE.name: _draw_special_large,
     SPECIAL_DEEP.name: _draw_special_deep,
-    COLLECTIVE_RAISES_LARGE.name: _draw_failure,
-    PEER_DIES_LARGE.name: _draw_failure,
-    COLLECTIVE_RAISES_LATE.name: _draw_late_failure,
+    COLLECTIVE_RAISES_LARGE.name: draw_failure,
+    PEER_DIES_LARGE.name: draw_failure,
+    COLLECTIVE_RAISES_LATE.name: draw_late_failure,
     FEEDBACK_UNUSED.name: _draw_unused,
     FEEDBACK_RESCALED.name: _draw_rescaled,
 }

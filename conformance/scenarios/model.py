@@ -114,12 +114,14 @@ class Fault:
             may happen.
         group_timeout: the process group's own timeout in seconds, if it is to expire; else 0.
         succeeding: for other kinds than hooks, the number of collectives that succeed from that
-            step on, before one fails.
+            step on, before one fails. For hooks, 0 if the first collective of the step raises, -1
+            if the last one does, and a larger number for one between the first and the last
+            (``instruments/raising_collective.py``).
         least_bytes: collectives to which the rank gives fewer bytes, and from which it receives
             fewer, are not counted.
         rank: for other kinds than hooks, the rank on which the collective fails.
         attempts: of hooks; the number of steps, from ``step`` on, that may fail: the first one with
-            a collective does.
+            the collective that is to raise does.
         in_post_hooks: collectives in post hooks of joins alone are counted, and ``succeeding`` is
             taken modulo their number in an earlier context.
     """

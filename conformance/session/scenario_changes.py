@@ -272,7 +272,7 @@ def fail_a_later_collective(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(
         scenario,
         steps=scenario.steps + scenario.steps[-1:] * more,
-        fault=replace(scenario.fault, attempts=1 + more),
+        fault=replace(scenario.fault, attempts=scenario.fault.attempts + more),
     )
 
 

@@ -10,6 +10,7 @@ from conformance.scenarios.cluster_draws import SMALLEST_WIDE_SIZE, WIDE_SIZES
 from conformance.scenarios.clusters import (
     BYSTANDERS,
     CLUSTERS,
+    EQUAL_GROUPS,
     EQUAL_NODES,
     TWO_GROUPS,
     UNEQUAL_NODES,
@@ -50,6 +51,19 @@ def test_nodes_and_groups_have_the_ranks_of_the_run(seed: int) -> None:
         one = drawn(scenario, seed)
         ranks = sorted(rank for group in groups_of(one) for rank in group)
         assert ranks == list(range(one.own_size))
+    two_layouts = drawn(EQUAL_GROUPS, seed)
+    ranks = set(range(two_layouts.own_size))
+    for groups in (two_layouts.groups, two_layouts.twin_groups):
+        assert {rank for group in groups for rank in group} == ranks
+        assert {len(group) for group in groups} == {len(ranks) // 2}
+    assert not set(two_layouts.groups) & set(two_layouts.twin_groups)
+    for end in (0, -1):
+        first, second = (
+            {group[end] for group in groups}
+            for groups in (two_layouts.groups, two_layouts.twin_groups)
+        )
+        assert first - second
+        assert second - first
     uneven = drawn(UNEVEN_GROUPS, seed).groups[0]
     assert uneven[1] - uneven[0] != uneven[2] - uneven[1]
 

@@ -13,6 +13,7 @@ mean_r |x_r| decides nothing: that happens from 84 ranks on if values are rounde
 from 681 on if they are rounded to float16. In full precision all sizes are decided.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -20,13 +21,15 @@ from itertools import accumulate
 import torch
 
 from conformance.judging.oracles.mean import mean, precision
-from conformance.records.rank_record import RankRecord
+from conformance.records.rank_record import RankRecord, Tensors
 from conformance.records.run import Run, fed
 from conformance.scenarios.gradients import TWIN_FACTOR, TWIN_OFFSET
 from conformance.subjects.claims import Claims
 
 # The largest bound of a simulated result, as a share of the mean of the magnitudes, that decides.
 DECIDES = 1 / 2
+
+_OF_MODEL = re.compile(r"/(grad|result|dropped)/")
 
 
 @dataclass
@@ -38,12 +41,6 @@ class TwinRun(Run):
     """
 
     members: tuple[int, ...] = ()
-
-    def got(self, rank: int, step: int, index: int) -> torch.Tensor | None:
-        """Return the twin's gradient, in the form of :meth:`Run.got`."""
-        name = f"{step}/twin/{self.parameter_name(index)}"
-        tensor = self.ranks[rank].tensors.get(name)
-        return None if tensor is None else tensor.reshape(-1).double()
 
     def fed(self, rank: int, step: int, index: int) -> torch.Tensor:
         """Return the gradient that the kit fed to the twin."""
@@ -65,10 +62,17 @@ def twins_of(run: Run) -> Iterator[TwinRun]:
     for group in run.scenario.twin_groups:
         alone = replace(run.scenario, groups=(), twin_groups=(), size=0)
         ranks = [
-            RankRecord(place, run.ranks[rank].events, run.ranks[rank].tensors)
+            RankRecord(place, run.ranks[rank].events, _of_twin(run.ranks[rank]))
             for place, rank in enumerate(group)
         ]
         yield TwinRun(alone, len(group), ranks, members=group)
+
+
+def _of_twin(record: RankRecord) -> Tensors:
+    """Return a rank's tensors with the twin's gradients in place of the model's."""
+    own = {name: one for name, one in record.tensors.items() if not _OF_MODEL.search(name)}
+    gradients = {name.replace("/twin/", "/grad/"): tensor for name, tensor in own.items()}
+    return Tensors(record.rank, gradients)
 
 
 def cause_in_nodes(run: Run, step: int) -> str:

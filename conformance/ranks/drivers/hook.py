@@ -334,6 +334,7 @@ class HookDriver(RankDriver):
         else:
             self._backward(loss)
             self._call_after_backward()
+            self._faults.after_backward()
         self._steps.after_backward(step)
         if self.scenario.training_loop or not self.scenario.params:
             with self.doing("optimizer"):

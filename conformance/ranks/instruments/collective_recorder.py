@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from conformance.ranks.instruments.failing_collective import FailingCollective
+from conformance.ranks.instruments.injected import collective_failed
 from conformance.ranks.instruments.peer_death import PeerDeath
 from conformance.ranks.instruments.python_groups import Method, root_of, wrap_python_groups
+from conformance.ranks.instruments.raising_collective import RaisingCollective
 from conformance.ranks.instruments.schedule import Schedule
 from conformance.ranks.instruments.subject_calls import SubjectCalls
 from conformance.records.recorder import Recorder
@@ -95,7 +97,7 @@ class CollectiveRecorder:
 
     Attributes:
         peer_death: receives the collectives instead of the recorder.
-        raise_next: makes the exception that the next collective raises.
+        raising: decides which collective raises.
         failing: may let a collective fail that has been issued.
         before_each: called before a collective is issued.
         taking_part: the ranks that take part in the present step; None if all do. A collective of
@@ -133,7 +135,7 @@ class CollectiveRecorder:
         self._inside_group = threading.local()
         self._callbacks = threading.local()
         self.peer_death: PeerDeath | None = None
-        self.raise_next: Callable[[], Exception] | None = None
+        self.raising = RaisingCollective()
         self.failing: FailingCollective | None = None
         self.before_each: Callable[[], None] | None = None
         self.taking_part: frozenset[int] | None = None
@@ -266,10 +268,9 @@ class CollectiveRecorder:
         is_collective = name in _COLLECTIVES
         with self._lock:
             self._sent.append((name.strip("_"), size))
-            failure = self.raise_next
-            self.raise_next = None
-        if failure is not None:
-            raise failure()
+        raises = self.raising.is_due()
+        if raises and not self.raising.is_issued:
+            raise collective_failed()
         if self.before_each is not None:
             self.before_each()
         if is_collective and (self._records or self.peer_death):
@@ -283,6 +284,9 @@ class CollectiveRecorder:
                 self._works.append(work)
             if self._serialises:
                 self._wait_for(work)
+        if raises:
+            self.raising.keep(result)
+            raise collective_failed()
         return self.failing.pass_on(name, moved, result) if self.failing else result
 
     def _record(self, fingerprint: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 ``peer_dies``          rank 1 ends its process as it enters the hook
 ``peer_dies_later``    rank 1 ends its process as it starts the last collective of the step
 ``peer_silent``        rank 1 stays out of the hook until rank 0 has failed
-``collective_raises``  the next collective of rank 1 raises
+``collective_raises``  a collective of rank 1 raises (``raising_collective.py``)
 """
 
 import datetime
@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
-from conformance.ranks.instruments.injected import Injected, collective_failed, outcome_of
+from conformance.ranks.instruments.injected import Injected, outcome_of
 from conformance.ranks.instruments.peer_death import PeerDeath
+from conformance.ranks.instruments.raising_collective import RaisingCollective
 from conformance.records.files import PEER_DIED
 from conformance.records.recorder import Recorder
 from conformance.scenarios.model import FAULTY_RANK, Scenario
@@ -29,7 +30,7 @@ class Faults:
         rank, world: of this process.
         signals: the kit's own store.
         recorder: receives the ``fault`` event, and the gradients that the failure leaves.
-        collectives: raises the injected error, and counts the collectives of the step.
+        collectives: raises the injected error, and counts the collectives of each step.
         timeout: seconds that ranks wait for each other at most.
     """
 
@@ -52,6 +53,8 @@ class Faults:
         self._recorder = recorder
         self._collectives = collectives
         self._timeout = timeout
+        self._raising = RaisingCollective(scenario.fault.succeeding)
+        collectives.raising = self._raising
         self._death: PeerDeath | None = None
         if self._kind == "peer_dies_later":
             self._death = PeerDeath(rank, world, signals, collectives.settle, timeout)
@@ -62,9 +65,19 @@ class Faults:
         is_due = self._kind != "none" and self._step <= step <= self._last
         if self._death:
             self._death.start_step(dies=is_due)
-        if is_due and self._kind == "collective_raises" and self._rank == FAULTY_RANK:
-            self._collectives.raise_next = collective_failed
+        if self._raises_here:
+            self._raising.begin_step()
+            if is_due:
+                self._raising.arm(is_last_attempt=step == self._last)
         return is_due
+
+    def after_backward(self) -> None:
+        """End the step, once a backward without a failure, and the call after it, are over."""
+        self._raising.end_step()
+
+    @property
+    def _raises_here(self) -> bool:
+        return self._kind == "collective_raises" and self._rank == FAULTY_RANK
 
     def before_hook(self) -> None:
         """End this process, or keep it out of the hook, if the step has that failure."""
@@ -97,19 +110,26 @@ class Faults:
             backward()
         except BaseException as error:
             raised = error
+        self._raising.end_step()
         # A hook that issues no collective cannot be failed by one.
-        unused = self._collectives.raise_next is not None
+        unused = self._raises_here and not self._raising.raised_at
         started = len(self._collectives.take_sent())
         if self._death:
             unused = not self._death.reached
             self._death.end()
         has_come = raised is not None or (self._rank == FAULTY_RANK and not unused)
+        if self._raising.is_issued:
+            has_come = self._agree(has_come)
         if not has_come and self._recorder.step < self._last:
-            # A collective outside of backward, of the trainer, is not to fail.
-            self._collectives.raise_next = None
             return False
-        outcome = outcome_of(raised)
-        self._recorder.event("fault", fault=self._kind, unused=unused, started=started, **outcome)
+        self._recorder.event(
+            "fault",
+            fault=self._kind,
+            unused=unused,
+            started=started,
+            place=self._raising.raised_at,
+            **outcome_of(raised),
+        )
         # If collectives lie on a stream, a read of a gradient waits for a peer that may never come.
         if self._reads_gradients:
             for name, parameter in parameters.items():
@@ -118,3 +138,18 @@ class Faults:
         # A silent rank may go on now.
         self._signals.set(f"fault over/{self._rank}", "1")
         return True
+
+    def _agree(self, has_come: bool) -> bool:
+        """Return whether the failure has come on this rank, or on the rank that fails.
+
+        A peer whose backward succeeds would wait for that rank in the next step.
+        """
+        step = self._recorder.step
+        if self._rank == FAULTY_RANK:
+            if has_come:
+                self._signals.set(f"failed/{step}", "1")
+            self._signals.set(f"tried/{step}", "1")
+        elif not has_come:
+            self._signals.wait([f"tried/{step}"], datetime.timedelta(seconds=self._timeout))
+            return bool(self._signals.check([f"failed/{step}"]))
+        return has_come

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from conformance.scenarios import (
     evidence,
+    later_failures,
     process,
     reused_states,
     surroundings,
@@ -449,6 +450,7 @@ HOOK = Kind(
     scenarios=(
         *ALL,
         *evidence.SCENARIOS,
+        *later_failures.SCENARIOS,
         *VALUES_IN_TRAINING,
         *surroundings.ALL,
         *reused_states.ALL,

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from conformance.judging.oracles.clusters import cause_in_nodes, share_of_bound, twins_of
+from conformance.judging.oracles.lossy import require_same_bits
 from conformance.judging.oracles.mean import compare, mean
+from conformance.judging.verdict import Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.clusters import TWO_GROUPS, UNEQUAL_NODES
@@ -91,6 +93,17 @@ def test_twins_get_the_means_over_their_own_groups() -> None:
 def test_a_wrong_twin_is_found() -> None:
     for one in twins_of(twin_run(1.001)):
         assert compare(one, 0, Claims()).mismatch is not None
+
+
+def test_twins_of_a_lossy_subject_are_compared_with_each_other() -> None:
+    """The gradients of their models, on other groups, have other bits."""
+    run = twin_run(1.0)
+    first, second = run.scenario.twin_groups[0]
+    run.ranks[second].tensors["0/grad/p0"] = torch.ones(5, 3)
+    for is_alike in (True, False):
+        found = Found()
+        assert require_same_bits(next(twins_of(run)), Claims(), found) is is_alike
+        run.ranks[first].tensors["0/twin/p0"] += 1
 
 
 def test_the_bound_of_a_simulation_decides_as_its_module_states() -> None:

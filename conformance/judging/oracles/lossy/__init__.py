@@ -155,6 +155,7 @@ LONG_SCENARIOS = (
     "equal_nodes",
     "uneven_groups",
     "two_groups",
+    "equal_groups",
     "default_dtypes",
     "complex",
     "sparse",

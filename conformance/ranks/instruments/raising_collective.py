@@ -1,0 +1,94 @@
+"""A collective of a hook that raises on one rank: the first of a step, or a later one.
+
+The first one raises in place of being issued, so that its peers wait until this rank leaves. A
+later one is issued before it raises. Peers receive its result and go on, and a hook that swallows
+the error issues the collectives after it together with them.
+
+The number of collectives of a step is the largest of the steps before: of the last ``REMEMBERED``
+ones with a collective, since a hook may issue more in its first step than in others. If the step
+has fewer, the next step is tried. In the last step that may fail, the first collective does.
+"""
+
+import threading
+from collections import deque
+from typing import Any
+
+REMEMBERED = 24
+
+
+class RaisingCollective:
+    """Counts the collectives of each backward, and decides which one raises.
+
+    Args:
+        succeeding: ``Fault.succeeding``.
+
+    Attributes:
+        raised_at: the number of the collective that has raised, counted from 1; 0 if none has.
+    """
+
+    def __init__(self, succeeding: int = 0) -> None:
+        self._succeeding = succeeding
+        self._lock = threading.Lock()
+        self._is_counting = False
+        self._issued = 0
+        self._counts: deque[int] = deque(maxlen=REMEMBERED)
+        self._place: int | None = None
+        self._works: list[Any] = []
+        self.raised_at = 0
+
+    @property
+    def is_issued(self) -> bool:
+        """Whether the collective that raises is issued before."""
+        return self._succeeding != 0
+
+    def begin_step(self) -> None:
+        """Count the collectives of a step; none of them raises."""
+        with self._lock:
+            self._issued = 0
+            self._is_counting = True
+            self._place = None
+
+    def arm(self, is_last_attempt: bool) -> None:
+        """Let a collective of this step raise.
+
+        Args:
+            is_last_attempt: no later step may fail.
+        """
+        with self._lock:
+            self._place = 0 if is_last_attempt else self._place_by_counts()
+
+    def end_step(self) -> None:
+        """Count no more collectives: those to come are the trainer's and DDP's."""
+        with self._lock:
+            self._is_counting = False
+            self._place = None
+            if self._issued:
+                self._counts.append(self._issued)
+
+    def is_due(self) -> bool:
+        """Count a collective, and return whether it is the one that raises."""
+        with self._lock:
+            if not self._is_counting:
+                return False
+            place = self._issued
+            self._issued += 1
+            if place != self._place:
+                return False
+            self._place = None
+            self.raised_at = place + 1
+            return True
+
+    def keep(self, result: Any) -> None:
+        """Keep the Work of the collective that raises, which nobody else holds."""
+        self._works.append(result)
+
+    def _place_by_counts(self) -> int | None:
+        """Return the place of the collective that raises, or None if steps had none so far."""
+        if not self._succeeding:
+            return 0
+        if not self._counts:
+            return None
+        last = max(self._counts) - 1
+        if self._succeeding < 0 or last < 2:
+            return last
+        return 1 + (self._succeeding - 1) % (last - 1)
