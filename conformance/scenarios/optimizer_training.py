@@ -14,6 +14,7 @@ from typing import Any
 from conformance.scenarios.averager_training import LONG_STEPS, option
 from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
+from conformance.scenarios.optimizer_loops import AUTOCAST, RENEWED, WRITTEN, renewed, written
 from conformance.scenarios.optimizer_states import (
     RESTORED_RATES,
     SCALED,
@@ -182,6 +183,7 @@ USER_OPTIMIZER = "UserOptimizer"
 _RANDOM = (
     *("random", "random_dtypes", "options", "many_groups", "together", *ADAM, *_OTHERS),
     *(TENSOR_RATES.variant, RESTORED_RATES.variant, SMALL_CHANGES.variant),
+    *(WRITTEN.variant, RENEWED.variant, AUTOCAST.variant),
 )
 
 
@@ -205,7 +207,7 @@ def is_exact(scenario: Scenario) -> bool:
 def is_closed(scenario: Scenario, step: int) -> bool:
     """Whether a step is given a closure."""
     return scenario.variant == "closure" or (
-        scenario.variant in ("options", "adam_options") and step % 3 == 1
+        scenario.variant in ("options", "adam_options", AUTOCAST.variant) and step % 3 == 1
     )
 
 
@@ -270,6 +272,10 @@ def _plan_of(scenario: Scenario) -> Setting:
             return scaled(generator(scenario))
         case USERS.variant:
             return users(generator(scenario))
+        case WRITTEN.variant:
+            return written(generator(scenario), len(scenario.params))
+        case RENEWED.variant:
+            return renewed(generator(scenario), len(scenario.params))
         case "saved_groups":
             # The two scenarios of a saved state have one plan.
             return _saved_groups(random.Random(f"{scenario.session_seed}/saved groups"))

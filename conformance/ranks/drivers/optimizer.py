@@ -16,6 +16,7 @@ from conformance.ranks.drivers._kit_averager import Averager
 from conformance.ranks.drivers._optimizer_inputs import has_gradient, mean_of_inputs
 from conformance.ranks.drivers._optimizer_scaling import Scaler
 from conformance.ranks.drivers._optimizer_use import errors_as_optimizer, written_and_read
+from conformance.ranks.drivers._optimizer_writes import renew, write
 from conformance.ranks.drivers._user_optimizer import UserOptimizer
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
@@ -23,7 +24,8 @@ from conformance.ranks.models.probe import Probe
 from conformance.scenarios.averager_training import special_source, turn
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.gradients import lay_out
-from conformance.scenarios.optimizer import PLAIN, START, Setting
+from conformance.scenarios.optimizer import PLAIN, START, Setting, Write
+from conformance.scenarios.optimizer_loops import WRITTEN_VALUES
 from conformance.scenarios.optimizer_training import (
     USER_OPTIMIZER,
     averages_gradients,
@@ -139,16 +141,12 @@ class OptimizerDriver(RankDriver):
             with self.doing("add_param_group"):
                 self.optimizer.add_param_group(self._group(-1))
         self._write_options(number)
+        if number in self.setting.writes:
+            self._write_parameters(self.setting.writes[number], number)
         if self.averager:
             self.averager.before_step()
-        if is_closed(self.scenario, number):
-            self._step_with_closure(number, kind)
-        elif self._scaler and not self._scaler.is_refused:
-            self._step_with_scaler(self._scaler, number, kind)
-        else:
-            self._backward(number, kind)
-            with self.inside("step"):
-                self.optimizer.step()
+        with self.autocast():
+            self._train(number, kind)
         self._keep_parameters()
         if self.scenario.variant == "zeroed":
             self._zero_gradients(number)
@@ -158,6 +156,17 @@ class OptimizerDriver(RankDriver):
         resume = self.scenario.resume
         if number == resume.saves_at - 1 and not resume.resumes:
             self._save()
+
+    def _train(self, number: int, kind: str) -> None:
+        """Compute the gradients of a step, and step the optimizer."""
+        if is_closed(self.scenario, number):
+            self._step_with_closure(number, kind)
+        elif self._scaler and not self._scaler.is_refused:
+            self._step_with_scaler(self._scaler, number, kind)
+        else:
+            self._backward(number, kind)
+            with self.inside("step"):
+                self.optimizer.step()
 
     def _keep_parameters(self) -> None:
         for index, parameter in enumerate(self.params):
@@ -291,6 +300,26 @@ class OptimizerDriver(RankDriver):
             with self.doing("param_groups"):
                 rates = [group["lr"] for group in self.optimizer.param_groups]
             self.recorder.event("rates", tensors=[isinstance(r, torch.Tensor) for r in rates])
+
+    def _write_parameters(self, plan: Write, number: int) -> None:
+        """Give parameters other values, the same on all ranks.
+
+        Parameters are replaced in the groups only if the optimizer averages: others may have taken
+        them apart into shares.
+        """
+        values = [
+            self.values("normal", WRITTEN_VALUES + number, index, self._ranks[0])
+            for index in range(len(self.params))
+        ]
+        if not plan.way.renews:
+            write(self.model, plan, values)
+            return
+        if self.averager is None and not averages_gradients(self.scenario):
+            return
+        with self.doing("param_groups"):
+            groups = list(self.optimizer.param_groups)
+        if not renew(self.model, groups, plan, values):
+            self.recorder.event("not_renewed")
 
     def _set_frozen(self, number: int) -> None:
         for index, parameter in enumerate(self.params):
