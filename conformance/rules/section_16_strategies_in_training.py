@@ -20,6 +20,7 @@ from conformance.scenarios.strategy_training import (
     ABANDONED,
     ADDED,
     AUTOCAST,
+    AUTOCAST_HALF,
     BUFFERS,
     COMPLEX,
     EMPTY,
@@ -263,19 +264,19 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "16.33",
     "Works under any default dtype of torch, and under autocast",
-    on=(DEFAULT_DTYPES, AUTOCAST),
-    owns=(DEFAULT_DTYPES, AUTOCAST),
+    on=(DEFAULT_DTYPES, AUTOCAST, AUTOCAST_HALF),
+    owns=(DEFAULT_DTYPES, AUTOCAST, AUTOCAST_HALF),
     needs=("16.2",),
     since="1.6",
     source=f"{DEFAULT_DTYPE}; torch documentation, Automatic Mixed Precision, of operations that "
-    "autocast to bfloat16",
+    "autocast to half precision",
     remedy="tensors that are made without a dtype, as counts and flags: torch.zeros(n), "
-    "torch.tensor(1 / n); matmul, einsum or linear, which compute in bfloat16 under autocast",
+    "torch.tensor(1 / n); matmul, einsum or linear, which compute in half precision under autocast",
 )
 def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     """Gradients are means if torch's default dtype is float64, float16 or bfloat16, if it changes
-    between steps, and if autocast to bfloat16 is on around every micro-batch: its forward, its
-    backward and the strategy's context.
+    between steps, and if autocast to bfloat16 or float16 is on around every micro-batch: its
+    forward, its backward and the strategy's context.
 
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
     elements. Under autocast there are two: one of 2**10 to 2**20, and one of 2**20 to 2**21

@@ -275,7 +275,8 @@ class Setting:
         changes: the options that are written to parameter groups before a step, by step and by
             group.
         saves_at: the number of steps after which the state is saved, if it is drawn.
-        back: the step before which everything is restored, and the step whose end is restored.
+        back: the step before which everything is restored, and the step whose end is restored, or
+            -1 for the beginning.
         regrouped: the groups of the processes that load the state, if they have other ones: the
             parameters of each come in another order, with the same shapes in each place.
         appended: how many of these groups are added before the state is loaded.

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.optimizer import PLAIN, RANDOM, START, Setting, Write, Writing
+from conformance.scenarios.seeds import generator
 from conformance.scenarios.tables import prime_from
 
 WRITTEN = replace(
@@ -49,6 +50,21 @@ RENEWED = replace(
     variant="renewed",
 )
 
+RESET = replace(
+    PLAIN,
+    name="optimizer_reset",
+    summary="everything is restored to the beginning, when no parameter had a state",
+    steps=("normal",) * 10,
+    world_sizes=(2,),
+    variant="reset",
+)
+
+RESET_EARLY = replace(
+    RESET,
+    name="optimizer_reset_early",
+    summary="everything is restored to an early step, when some parameters were not trained yet",
+)
+
 AUTOCAST = replace(
     RANDOM,
     name="optimizer_autocast",
@@ -59,7 +75,23 @@ AUTOCAST = replace(
     variant="autocast",
 )
 
-ALL = (WRITTEN, WRITTEN_ONE_DTYPE, WRITTEN_DTYPES, RENEWED, AUTOCAST)
+AUTOCAST_HALF = replace(
+    AUTOCAST,
+    name="optimizer_autocast_half",
+    summary="the same under autocast to float16",
+    options=("autocast=float16",),
+)
+
+ALL = (
+    WRITTEN,
+    WRITTEN_ONE_DTYPE,
+    WRITTEN_DTYPES,
+    RENEWED,
+    RESET,
+    RESET_EARLY,
+    AUTOCAST,
+    AUTOCAST_HALF,
+)
 
 # Written values are made like the gradients of these steps, which no scenario reaches.
 WRITTEN_VALUES = START + 10
@@ -91,6 +123,24 @@ def renewed(draw: random.Random, params: int) -> Setting:
         for step, way in zip(steps, ways, strict=True)
     }
     return replace(_options(draw), writes=writes)
+
+
+def reset(scenario: Scenario) -> Setting:
+    """Return the plan of a training that begins anew, or nearly so."""
+    draw = generator(scenario)
+    saved = -1 if scenario.name == RESET.name else draw.randint(0, 2)
+    return replace(_options(draw), back=(draw.randint(saved + 4, 7), saved))
+
+
+def trained_late(scenario: Scenario) -> tuple[int, tuple[int, ...]]:
+    """Return the step from which on some parameters are trained, and these parameters.
+
+    It comes after the step that is restored, and before the one that restores it.
+    """
+    draw = generator(scenario, "late")
+    restored, saved = reset(scenario).back
+    late = _some(draw, len(scenario.params))
+    return draw.randint(saved + 1, restored - 2), late
 
 
 def _options(draw: random.Random) -> Setting:
@@ -133,4 +183,5 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     WRITTEN_ONE_DTYPE.name: _draw_dtype,
     WRITTEN_DTYPES.name: _draw_sizes,
     AUTOCAST.name: _draw_large,
+    AUTOCAST_HALF.name: _draw_large,
 }

@@ -14,7 +14,16 @@ from typing import Any
 from conformance.scenarios.averager_training import LONG_STEPS, option
 from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
-from conformance.scenarios.optimizer_loops import AUTOCAST, RENEWED, WRITTEN, renewed, written
+from conformance.scenarios.optimizer_loops import (
+    AUTOCAST,
+    RENEWED,
+    RESET,
+    WRITTEN,
+    renewed,
+    reset,
+    trained_late,
+    written,
+)
 from conformance.scenarios.optimizer_states import (
     RESTORED_RATES,
     SCALED,
@@ -183,7 +192,7 @@ USER_OPTIMIZER = "UserOptimizer"
 _RANDOM = (
     *("random", "random_dtypes", "options", "many_groups", "together", *ADAM, *_OTHERS),
     *(TENSOR_RATES.variant, RESTORED_RATES.variant, SMALL_CHANGES.variant),
-    *(WRITTEN.variant, RENEWED.variant, AUTOCAST.variant),
+    *(WRITTEN.variant, RENEWED.variant, RESET.variant, AUTOCAST.variant),
 )
 
 
@@ -213,6 +222,9 @@ def is_closed(scenario: Scenario, step: int) -> bool:
 
 def is_frozen(scenario: Scenario, step: int, index: int) -> bool:
     """Whether a parameter requires no gradient at a step."""
+    if scenario.variant == RESET.variant:
+        first_step, late = trained_late(scenario)
+        return index in late and step < first_step
     if scenario.variant != "empty":
         return False
     changed = step >= random.Random(f"{scenario.session_seed}/frozen").randint(2, 8)
@@ -274,6 +286,8 @@ def _plan_of(scenario: Scenario) -> Setting:
             return users(generator(scenario))
         case WRITTEN.variant:
             return written(generator(scenario), len(scenario.params))
+        case RESET.variant:
+            return reset(scenario)
         case RENEWED.variant:
             return renewed(generator(scenario), len(scenario.params))
         case "saved_groups":

@@ -182,6 +182,13 @@ AUTOCAST = replace(
     prerequisite="strategy_accumulated",
 )
 
+AUTOCAST_HALF = replace(
+    AUTOCAST,
+    name="strategy_autocast_half",
+    summary="the same under autocast to float16",
+    options=("autocast=float16",),
+)
+
 # The least and the largest number of steps of a long run.
 LONG_STEPS = (120, 240)
 
@@ -209,5 +216,6 @@ MANY = replace(
 
 ALL = (
     *(LARGE, SPECIAL, EMPTY, TWO, BUFFERS, ABANDONED, RECOVERED, SECOND, COMPLEX, LONG),
-    *(MANY, AFTER_WORLD, ADDED, TURNS, SWAPPED, FREEZING, OWN_BUFFERS, AUTOCAST),
+    *(MANY, AFTER_WORLD, ADDED, TURNS, SWAPPED, FREEZING, OWN_BUFFERS),
+    *(AUTOCAST, AUTOCAST_HALF),
 )

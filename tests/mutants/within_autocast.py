@@ -1,4 +1,4 @@
-"""Mutants of section 15 that compute products of matrices, which autocast rounds to bfloat16."""
+"""Mutants of sections 14 to 16 that compute in the dtype of autocast, or let autocast choose it."""
 
 from typing import Any
 
@@ -6,8 +6,12 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
+from tests.mutants.averagers import Averager
 from tests.mutants.optimizer_wrappers import Sharded
 from tests.mutants.optimizers_in_training import Averaging
+from tests.mutants.strategies_in_training import _with_each
+
+# ---- Products of matrices
 
 
 class WeighsByALayer(Averaging):
@@ -40,9 +44,49 @@ class SelectsByProducts(Sharded):
         parameter.detach().copy_(whole.view(parameter.shape))
 
 
+# ---- float16 alone, as old code for mixed precision has it
+
+
+def _is_half() -> bool:
+    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16
+
+
+class AveragesAsHalves(Averager):
+    """Average float32 parameters in float16 under autocast to float16."""
+
+    def average_one(self, parameter: torch.nn.Parameter) -> None:
+        if not _is_half() or parameter.dtype is not torch.float32:
+            super().average_one(parameter)
+            return
+        mean = parameter.half().div_(self.group.size()).contiguous()
+        dist.all_reduce(mean, group=self.group)
+        parameter.copy_(mean)
+
+
+class SendsHalves(Averaging):
+    """Send half of the bytes of each gradient under autocast to float16."""
+
+    def average_one(self, grad: torch.Tensor) -> None:
+        if _is_half():
+            grad.copy_(grad.half())
+        super().average_one(grad)
+
+
+def rounds_under_autocast(model: Any, is_final_microbatch: bool) -> Any:
+    """Round gradients to float16 before their average if the micro-batch ran in it."""
+    return _with_each(
+        model,
+        is_final_microbatch,
+        lambda grad: grad.copy_(grad.half()) if _is_half() else grad,
+    )
+
+
 OF: dict[str, Any] = {"kind": "optimizer"}
 
 MUTANTS = [
     Mutant("WeighsByALayer", ("15.34",), claims="averages", **OF),
     Mutant("SelectsByProducts", ("15.34",), **OF),
+    Mutant("SendsHalves", ("15.34",), claims="averages", **OF),
+    Mutant("AveragesAsHalves,period=4,warmup_steps=10", ("14.25",), kind="averager"),
+    Mutant("rounds_under_autocast", ("16.33",), kind="strategy"),
 ]

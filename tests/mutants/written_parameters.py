@@ -1,4 +1,4 @@
-"""Mutants of section 15 that keep parameters, or lists of them, from one step to the next."""
+"""Mutants of section 15 that keep parameters, lists of them, or states longer than they should."""
 
 from collections.abc import Callable
 from typing import Any
@@ -146,6 +146,28 @@ class AveragesThoseOfTheStart(Averaging):
         super().average([parameter for parameter in params if parameter in self.known])
 
 
+class UpdatesStates(PostLocal):
+    """Load the states that a checkpoint has into those that parameters have."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        parameters = self.parameters()
+        states = {p: self.optim.state[p] for p in parameters if p in self.optim.state}
+        super().load_state_dict(state)
+        for number, parameter in enumerate(self.parameters()):
+            if number not in state["optim"]["state"] and parameters[number] in states:
+                self.optim.state[parameter] = states[parameters[number]]
+
+
+class LoadsNoEmptyState(PostLocal):
+    """Load options alone if a checkpoint has no state of any parameter."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved = state["optim"]
+        if not saved["state"]:
+            saved = {**saved, "state": self.optim.state_dict()["state"]}
+        super().load_state_dict({**state, "optim": saved})
+
+
 def _is(one: Any, other: Any) -> bool:
     return one is other
 
@@ -159,5 +181,7 @@ MUTANTS = [
     Mutant("MastersFromTheStart", ("15.39",), **OF),
     Mutant("ListsInTheFirstStep", ("15.39",), **OF),
     Mutant("ComparesLists", ("15.39",), **OF),
+    Mutant("UpdatesStates", ("15.14",), **OF),
+    Mutant("LoadsNoEmptyState", ("15.14",), **OF),
     Mutant("AveragesThoseOfTheStart", ("15.39",), claims="averages", **OF),
 ]

@@ -156,7 +156,7 @@ def _steps_of_group(
     of_ranks = {rank: _local_optimizer(run, rank, model) for rank in group}
     restored_before, saved_after = plan.back
     count = 0
-    saved: tuple[int, dict[int, Any], Any] = (0, {}, None)
+    saved = (count, {rank: o.saved() for rank, o in of_ranks.items()}, options.saved())
     right = {}
     for step in range(len(run.scenario.steps)):
         if step == restored_before:

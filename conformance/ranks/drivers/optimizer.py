@@ -128,6 +128,10 @@ class OptimizerDriver(RankDriver):
             # A consolidated state is on the group's first rank alone.
             source = self.load(self._ranks[0]) if self.consolidates else restored
             self._load_state(source["state"])
+        if self.setting.back[0] > self.setting.back[1] == -1:
+            self._take_snapshot()
+        if self.consolidates:
+            self.recorder.event("consolidates")
 
     def _step(self, number: int, kind: str) -> None:
         """Train one step."""
@@ -151,8 +155,7 @@ class OptimizerDriver(RankDriver):
         if self.scenario.variant == "zeroed":
             self._zero_gradients(number)
         if number == self.setting.back[1]:
-            values = [parameter.detach().clone() for parameter in self.params]
-            self._snapshot = (values, self._state_of_all())
+            self._take_snapshot()
         resume = self.scenario.resume
         if number == resume.saves_at - 1 and not resume.resumes:
             self._save()
@@ -481,6 +484,11 @@ class OptimizerDriver(RankDriver):
         """Return a copy of the state, on every rank."""
         states = [self._state(to) for to in range(self.size if self.consolidates else 1)]
         return next(state for state in states if state is not None)
+
+    def _take_snapshot(self) -> None:
+        """Keep the parameters and the state, to restore them later."""
+        values = [parameter.detach().clone() for parameter in self.params]
+        self._snapshot = (values, self._state_of_all())
 
     def _go_back(self) -> None:
         """Restore an earlier step's parameters and state."""
