@@ -68,7 +68,8 @@ def ddp_sync_context(
         is_final_microbatch: whether it is the last of its step; the same on all ranks.
         sync_strategy: a member of :class:`DDPSyncStrategy`, or its value.
         optimizers: ``forced_sync`` and ``overlapped_sync`` average the parameters of these
-            optimizers, each parameter once; None is all parameters of the model.
+            optimizers, each parameter once; None is all parameters of the model. Which of them
+            require gradients is the same on all ranks.
 
     Raises:
         ValueError: there is no such strategy.
@@ -160,11 +161,13 @@ class _Overlapped(_Forced):
 
     Each parameter has one collective, from the last of the model to the first, on all ranks: in a
     backward gradients arrive in about that order. If a gradient has not arrived when the backward
-    is over, its collective begins then, with zeros if there is none.
+    is over, its collective begins then, with zeros if there is none. Frozen parameters may have
+    gradients of earlier micro-batches; these are averaged afterwards.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-        super().__init__(list(reversed(parameters)), group)
+        super().__init__([p for p in reversed(parameters) if p.requires_grad], group)
+        self._frozen = _Forced([p for p in parameters if not p.requires_grad], group)
         self._there: set[torch.Tensor] = set()
         self._begun: list[tuple[dist.Work, torch.Tensor]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -209,6 +212,8 @@ class _Overlapped(_Forced):
                 parameter.grad = mean
             elif parameter.grad is not None and parameter.grad is not mean:
                 parameter.grad.copy_(mean)
+        if self._frozen.parameters:
+            self._frozen.finish()
 
 
 _DENSE = 1
@@ -225,9 +230,12 @@ def _parameters(
     model: DistributedDataParallel,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
 ) -> list[torch.nn.Parameter]:
-    """Return the parameters to average, each once, in an order that all ranks share."""
+    """Return the parameters to average, each once, in an order that all ranks share.
+
+    Parameters that are frozen now are among them: they may have gradients of earlier micro-batches.
+    """
     if optimizers is None:
-        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return list(model.parameters())
     every = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     given = [
         parameter
@@ -235,4 +243,4 @@ def _parameters(
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]
-    return [parameter for parameter in dict.fromkeys(given) if parameter.requires_grad]
+    return list(dict.fromkeys(given))

@@ -72,7 +72,7 @@ class Case:
 COSTLY_SECTIONS = ("20", "22", "23", "24", "25")
 COSTLY_RULES = {
     *(f"14.{place}" for place in range(15, 27)),
-    *(f"15.{place}" for place in range(21, 38)),
+    *(f"15.{place}" for place in (*range(21, 38), 39)),
     *(f"16.{place}" for place in range(20, 37)),
     *(f"17.{place}" for place in range(18, 35)),
     *(f"18.{place}" for place in range(21, 33)),

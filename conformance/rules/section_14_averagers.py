@@ -22,6 +22,7 @@ from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.averager import (
+    COLUMNS,
     DTYPES,
     FLAT,
     FORMS,
@@ -198,15 +199,16 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "14.7",
     "Any dtype, shape and memory works",
-    on=(DTYPES, FLAT),
-    owns=(DTYPES, FLAT),
+    on=(DTYPES, FLAT, COLUMNS),
+    owns=(DTYPES, FLAT, COLUMNS),
+    refusable=(COLUMNS,),
     needs=("14.1", "14.2"),
     baseline="like",
     source="torch documentation, torch.cat promotes dtypes; bugs in flattened averaging; FSDP, "
     "apex and ZeRO, which keep parameters in flat buffers",
     remedy="one flat buffer for several dtypes; offsets after an empty or 0-d parameter; tied "
     "weights that are found by their storage: views of one buffer share it, too, and one without "
-    "elements has the offset of the next one as well",
+    "elements has the offset of the next one as well; a slice of columns that is taken for dense",
 )
 def dtypes(run: Run, claims: Claims, found: Found) -> None:
     """In a model of float32, float64, float16 and bfloat16 parameters, 0-d, empty and one-element
@@ -215,7 +217,9 @@ def dtypes(run: Run, claims: Claims, found: Found) -> None:
 
     There is one buffer for each dtype. The order of the views and the sizes of the gaps between
     them are drawn from the session's seed. Two views have no elements: the first and the last of
-    the parameters. Each begins at the place at which another view, a drawn one, begins.
+    the parameters. Each begins at the place at which another view, a drawn one, begins. In a
+    further run the rows of a parameter have gaps between them, as those of columns of a larger
+    weight; an error on every rank may refuse such a parameter.
     """
     require_right(run, claims, found, must_change=True)
     require_same_gaps(run, "the parameters", found)

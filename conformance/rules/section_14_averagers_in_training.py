@@ -15,6 +15,7 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.averager_training import (
     AUTOCAST,
+    AUTOCAST_HALF,
     CHANGING,
     DRIFTING,
     LARGE,
@@ -237,20 +238,21 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "14.25",
     "Works under any default dtype of torch, and under autocast",
-    on=(DEFAULT_DTYPES, AUTOCAST),
-    owns=(DEFAULT_DTYPES, AUTOCAST),
+    on=(DEFAULT_DTYPES, AUTOCAST, AUTOCAST_HALF),
+    owns=(DEFAULT_DTYPES, AUTOCAST, AUTOCAST_HALF),
     needs=("14.1", "14.2", "14.7", "14.12"),
     baseline="like",
     since="1.6",
     source=f"{DEFAULT_DTYPE}; torch documentation, Automatic Mixed Precision, of operations that "
-    "autocast to bfloat16",
+    "autocast to half precision",
     remedy="tensors that are made without a dtype: torch.zeros(n), torch.tensor(1 / n); take "
-    "that of the parameter; matmul, einsum or linear, which compute in bfloat16 under autocast",
+    "that of the parameter; matmul, einsum or linear, which compute in half precision under "
+    "autocast",
 )
 def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     """Averages are right if torch's default dtype is float64, float16 or bfloat16, if it changes
-    between averages, and if autocast to bfloat16 is on in every call. The averager is made under
-    the first of the three dtypes.
+    between averages, and if autocast to bfloat16 or float16 is on in every call. The averager is
+    made under the first of the three dtypes.
 
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
     elements. Under autocast there are two: one of 2**10 to 2**20, and one of 2**20 to 2**21

@@ -40,11 +40,16 @@ from conformance.scenarios.optimizer import (
     ZEROED,
     setting,
 )
+from conformance.scenarios.optimizer_loops import RESET, RESET_EARLY
 from conformance.scenarios.optimizer_states import RESTORED_RATES, SMALL_CHANGES, TENSOR_RATES
 from conformance.subjects.claims import Claims
 
 NO_AVERAGER = "it takes no averager"
 BASIC = ("15.1", "15.2", "15.3")
+KEEPS_STATES = (
+    "states from before parameters were trained are not restored: it has consolidate_state_dict(), "
+    "and torch's optimizer that has it keeps later ones"
+)
 
 
 @rule(
@@ -353,12 +358,12 @@ def checkpoint(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "15.14",
     "Its state can be restored in the same process",
-    on=(RELOADED, RESTORED_RATES),
-    owns=(RELOADED, RESTORED_RATES),
+    on=(RELOADED, RESTORED_RATES, RESET, RESET_EARLY),
+    owns=(RELOADED, RESTORED_RATES, RESET, RESET_EARLY),
     needs=(*BASIC, "15.6", "15.13"),
     source="torch documentation, Optimizer.load_state_dict and torch.optim.lr_scheduler",
     remedy="load_state_dict of the wrapped optimizer makes new param_groups: the wrapper's have to "
-    "be these, not the old ones",
+    "be these, not the old ones; states of parameters that have none in the loaded state are gone",
 )
 def reloaded(run: Run, claims: Claims, found: Found) -> None:
     """load_state_dict() in the same process restores the state of the matching state_dict(), and a
@@ -366,8 +371,13 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
 
     So does a schedule that fills tensors of learning rates in place. The steps that are saved and
     restored are drawn from the session's seed then, and the restored rates count in the first step.
-    The user's own entries in parameter groups are restored as well.
+    The user's own entries in parameter groups are restored as well. A state from the beginning, or
+    from before some parameters were trained, leaves these without a state. Subjects with
+    consolidate_state_dict() are not judged by that: torch's keeps such states.
     """
+    if run.scenario.variant == RESET.variant and run.ranks[0].first("consolidates"):
+        found.leaves_out(KEEPS_STATES)
+        return
     require_right_with_rates(run, found)
     require_own_entries(run, found)
 

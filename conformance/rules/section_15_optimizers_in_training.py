@@ -25,6 +25,7 @@ from conformance.scenarios.conditions_together import OPTIMIZER as CONDITIONS
 from conformance.scenarios.failing_collectives import OPTIMIZER, OPTIMIZER_WITH_CLOSURES
 from conformance.scenarios.kinds_in_clusters import OPTIMIZER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import OPTIMIZER as DEFAULT_DTYPES
+from conformance.scenarios.optimizer_loops import AUTOCAST, AUTOCAST_HALF
 from conformance.scenarios.optimizer_states import SCALED, USERS
 from conformance.scenarios.optimizer_training import (
     ADAGRAD,
@@ -306,20 +307,24 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "15.34",
-    "Works under any default dtype of torch",
-    on=(DEFAULT_DTYPES,),
-    owns=(DEFAULT_DTYPES,),
-    needs=(*BASIC, "15.11"),
+    "Works under any default dtype of torch, and under autocast",
+    on=(DEFAULT_DTYPES, AUTOCAST, AUTOCAST_HALF),
+    owns=(DEFAULT_DTYPES, AUTOCAST, AUTOCAST_HALF),
+    needs=(*BASIC, "15.7", "15.11"),
     since="1.6",
-    source=DEFAULT_DTYPE,
+    source=f"{DEFAULT_DTYPE}; torch documentation, Automatic Mixed Precision, of operations that "
+    "autocast to half precision",
     remedy="tensors that are made without a dtype, as counts, flags and moments: "
-    "torch.zeros(n), torch.tensor(x)",
+    "torch.zeros(n), torch.tensor(x); matmul, einsum or linear, which compute in half precision "
+    "under autocast",
 )
 def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
-    """Steps are right if torch's default dtype is float64, float16 or bfloat16, and if it changes
-    between steps. The optimizer is made under the first of them.
+    """Steps are right if torch's default dtype is float64, float16 or bfloat16, if it changes
+    between steps, and if autocast to bfloat16 or float16 is on around the backward and step(), with
+    closures too. The optimizer is made under the first of the three dtypes.
 
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
+    elements. Under autocast there are two: one of 2**10 to 2**17, and one of 2**17 to 2**19
     elements. The parameters are float32.
     """
     require_right(run, found)

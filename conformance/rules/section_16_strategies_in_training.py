@@ -20,12 +20,15 @@ from conformance.scenarios.strategy_training import (
     ABANDONED,
     ADDED,
     AUTOCAST,
+    AUTOCAST_HALF,
     BUFFERS,
     COMPLEX,
     EMPTY,
+    FREEZING,
     LARGE,
     LONG,
     MANY,
+    OWN_BUFFERS,
     RECOVERED,
     SECOND,
     SPECIAL,
@@ -122,20 +125,22 @@ def two(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "16.24",
     "Buffers stay those of the first rank",
-    on=(BUFFERS,),
-    owns=(BUFFERS,),
+    on=(BUFFERS, OWN_BUFFERS),
+    owns=(BUFFERS, OWN_BUFFERS),
     needs=("16.2",),
     since="1.2",
     source=f"{TORCH} (broadcast_buffers): buffers are sent from rank 0 in every iteration; under "
     "no_sync they are not",
     remedy="model.require_forward_param_sync, which a forward under no_sync leaves False: set it "
-    "to True when the step ends, or broadcast buffers",
+    "to True when the step ends, or broadcast buffers; neither sends any if "
+    "model.broadcast_buffers is False",
 )
 def buffers(run: Run, claims: Claims, found: Found) -> None:
     """Each step begins with the running statistics of the first rank on all ranks, as under DDP, so
     that those of a BatchNorm do not drift apart; gradients are the means.
 
-    A strategy may send buffers in every micro-batch too, or when the step ends.
+    A strategy may send buffers in every micro-batch too, or when the step ends. If DDP was made
+    with broadcast_buffers=False, each rank keeps buffers of its own.
     """
     require_means(run, found)
     require_buffers(run, found)
@@ -259,19 +264,19 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "16.33",
     "Works under any default dtype of torch, and under autocast",
-    on=(DEFAULT_DTYPES, AUTOCAST),
-    owns=(DEFAULT_DTYPES, AUTOCAST),
+    on=(DEFAULT_DTYPES, AUTOCAST, AUTOCAST_HALF),
+    owns=(DEFAULT_DTYPES, AUTOCAST, AUTOCAST_HALF),
     needs=("16.2",),
     since="1.6",
     source=f"{DEFAULT_DTYPE}; torch documentation, Automatic Mixed Precision, of operations that "
-    "autocast to bfloat16",
+    "autocast to half precision",
     remedy="tensors that are made without a dtype, as counts and flags: torch.zeros(n), "
-    "torch.tensor(1 / n); matmul, einsum or linear, which compute in bfloat16 under autocast",
+    "torch.tensor(1 / n); matmul, einsum or linear, which compute in half precision under autocast",
 )
 def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     """Gradients are means if torch's default dtype is float64, float16 or bfloat16, if it changes
-    between steps, and if autocast to bfloat16 is on around every micro-batch: its forward, its
-    backward and the strategy's context.
+    between steps, and if autocast to bfloat16 or float16 is on around every micro-batch: its
+    forward, its backward and the strategy's context.
 
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
     elements. Under autocast there are two: one of 2**10 to 2**20, and one of 2**20 to 2**21
@@ -322,15 +327,16 @@ def together(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "16.36",
     "Optimizers may take turns, or be given parameters later",
-    on=(ADDED, TURNS, SWAPPED),
-    owns=(ADDED, TURNS, SWAPPED),
+    on=(ADDED, TURNS, SWAPPED, FREEZING),
+    owns=(ADDED, TURNS, SWAPPED, FREEZING),
     needs=("16.2", "16.5"),
     since="1.6",
     source="torch documentation, torch.optim.Optimizer.add_param_group: layers that are frozen at "
     "first are added as training goes on; GANs; an optimizer for the body of a model, "
     "and one for its head",
     remedy="optimizers, lists of parameters, flags or buffers that are kept from the first step: "
-    "other optimizers, or other param_groups, may be given since, also with as many parameters",
+    "other optimizers, or other param_groups, may be given since, also with as many parameters; "
+    "parameters without requires_grad that are left out, although they have a gradient",
 )
 def added_parameters(run: Run, claims: Claims, found: Found) -> None:
     """Gradients are means for parameters too that no rank uses, and no optimizer has, before a
@@ -339,8 +345,9 @@ def added_parameters(run: Run, claims: Claims, found: Found) -> None:
     A step uses the parameters of one of the two or of both, and the strategy is given the
     optimizers that step. In a further run an optimizer drops parameters and is given as many
     others; later all layers are replaced by new ones of the same shapes, and the model is wrapped
-    in DDP again. The steps and the parameters, the parts and the turns are drawn from the session's
-    seed.
+    in DDP again. In a last one each micro-batch of a step freezes other parameters, as GANs do:
+    gradients of earlier micro-batches count, too. The steps and the parameters, the parts and the
+    turns are drawn from the session's seed.
     """
     if claims.has("all_used"):
         found.does_not_apply("it claims all_used: 16.16")

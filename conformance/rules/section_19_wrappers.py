@@ -8,6 +8,7 @@ from conformance.judging.oracles.wrapper import (
     require_less_memory,
     require_no_saved_tensor_hooks,
     require_recomputation,
+    require_same_bits,
     require_same_buffers,
     require_same_hooks,
     require_same_modes,
@@ -454,4 +455,4 @@ def no_trace(run: Run, claims: Claims, found: Found) -> None:
 def bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Results are those without the wrapper bit for bit, so that runs with and without it are
     indistinguishable."""
-    require_same_results(runs, found, tolerance=0.0)
+    require_same_bits(runs, found)

@@ -85,6 +85,14 @@ FLAT = replace(
     variant="flat",
 )
 
+# As some of the columns of a larger weight have them. Collectives refuse such tensors.
+COLUMNS = replace(
+    FLAT,
+    name="averager_columns",
+    summary="the same, and rows of a parameter have gaps of drawn sizes between them",
+    variant="columns",
+)
+
 UNUSED = replace(
     PLAIN,
     name="averager_unused",

@@ -136,6 +136,13 @@ AUTOCAST = replace(
     variant="autocast",
 )
 
+AUTOCAST_HALF = replace(
+    AUTOCAST,
+    name="averager_autocast_half",
+    summary="the same under autocast to float16",
+    options=("autocast=float16",),
+)
+
 # The least and the largest number of steps of a long run.
 LONG_STEPS = (400, 700)
 
@@ -151,7 +158,7 @@ LONG = replace(
 
 ALL = (
     *(LARGE, SPECIAL, NEAR_LIMIT, EMPTY, TWO, TWO_GROUPS, CHANGING),
-    *(SAVED_EARLY, RESUMED_EARLY, ROLLED_BACK, DRIFTING, AUTOCAST, LONG),
+    *(SAVED_EARLY, RESUMED_EARLY, ROLLED_BACK, DRIFTING, AUTOCAST, AUTOCAST_HALF, LONG),
 )
 
 

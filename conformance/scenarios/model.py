@@ -58,12 +58,14 @@ class DDPOptions:
         find_unused_parameters: some ranks leave some parameters out of the forward
             (``gradients.uses``).
         static_graph: the graph is the same in every step.
+        broadcast_buffers: the buffers of the first rank are sent to all ranks.
     """
 
     bucket_cap_mb: float = 25.0
     gradient_as_bucket_view: bool = False
     find_unused_parameters: bool = False
     static_graph: bool = False
+    broadcast_buffers: bool = True
 
 
 @dataclass(frozen=True)

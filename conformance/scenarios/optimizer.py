@@ -6,7 +6,10 @@ them are powers of two or 0 unless Adam is wrapped, so that SGD is exact on craf
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
+
+import torch
 
 from conformance.scenarios.model import Param, Scenario
 
@@ -222,6 +225,40 @@ class Scaling:
         return has_alone and step == self.alone and place == self.alone_place % size
 
 
+class Writing(Enum):
+    """A way to give parameters other values between steps."""
+
+    LOADED = "load_state_dict of the model"
+    IN_DATA = "a copy to .data"
+    ONE_ELEMENT = "one element of a parameter, in place"
+    NEW_ITEM = "another parameter in the list of its group"
+    NEW_LIST = "a new list of parameters in its group"
+
+    @property
+    def renews(self) -> bool:
+        """Whether parameters in the groups are replaced by others."""
+        return self in (Writing.NEW_ITEM, Writing.NEW_LIST)
+
+
+@dataclass(frozen=True)
+class Write:
+    """Parameters that are written before a step.
+
+    Attributes:
+        way: the way.
+        indices: the numbers of the parameters; a loaded state has all of them.
+        share: where in a parameter its one element is, from 0 to 1.
+    """
+
+    way: Writing
+    indices: tuple[int, ...]
+    share: float
+
+    def element(self, values: torch.Tensor) -> int:
+        """Return the number of the element that is written."""
+        return int(self.share * values.numel())
+
+
 @dataclass(frozen=True)
 class Setting:
     """The arguments with which a scenario's optimizer and averager are made.
@@ -238,7 +275,8 @@ class Setting:
         changes: the options that are written to parameter groups before a step, by step and by
             group.
         saves_at: the number of steps after which the state is saved, if it is drawn.
-        back: the step before which everything is restored, and the step whose end is restored.
+        back: the step before which everything is restored, and the step whose end is restored, or
+            -1 for the beginning.
         regrouped: the groups of the processes that load the state, if they have other ones: the
             parameters of each come in another order, with the same shapes in each place.
         appended: how many of these groups are added before the state is loaded.
@@ -248,6 +286,7 @@ class Setting:
         new_entries: those in the groups of processes that load a state, before they load it.
         written_entries: those that are written to parameter groups before a step, by step and by
             group.
+        writes: the parameters that are written before a step, by step.
     """
 
     warmup: int = 1
@@ -266,6 +305,7 @@ class Setting:
     entries: tuple[Mapping[str, Any], ...] = ()
     new_entries: tuple[Mapping[str, Any], ...] = ()
     written_entries: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
+    writes: Mapping[int, Write] = field(default_factory=dict)
 
 
 _SETTINGS = {

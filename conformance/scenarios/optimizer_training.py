@@ -14,6 +14,16 @@ from typing import Any
 from conformance.scenarios.averager_training import LONG_STEPS, option
 from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
+from conformance.scenarios.optimizer_loops import (
+    AUTOCAST,
+    RENEWED,
+    RESET,
+    WRITTEN,
+    renewed,
+    reset,
+    trained_late,
+    written,
+)
 from conformance.scenarios.optimizer_states import (
     RESTORED_RATES,
     SCALED,
@@ -182,6 +192,7 @@ USER_OPTIMIZER = "UserOptimizer"
 _RANDOM = (
     *("random", "random_dtypes", "options", "many_groups", "together", *ADAM, *_OTHERS),
     *(TENSOR_RATES.variant, RESTORED_RATES.variant, SMALL_CHANGES.variant),
+    *(WRITTEN.variant, RENEWED.variant, RESET.variant, AUTOCAST.variant),
 )
 
 
@@ -205,12 +216,15 @@ def is_exact(scenario: Scenario) -> bool:
 def is_closed(scenario: Scenario, step: int) -> bool:
     """Whether a step is given a closure."""
     return scenario.variant == "closure" or (
-        scenario.variant in ("options", "adam_options") and step % 3 == 1
+        scenario.variant in ("options", "adam_options", AUTOCAST.variant) and step % 3 == 1
     )
 
 
 def is_frozen(scenario: Scenario, step: int, index: int) -> bool:
     """Whether a parameter requires no gradient at a step."""
+    if scenario.variant == RESET.variant:
+        first_step, late = trained_late(scenario)
+        return index in late and step < first_step
     if scenario.variant != "empty":
         return False
     changed = step >= random.Random(f"{scenario.session_seed}/frozen").randint(2, 8)
@@ -270,6 +284,12 @@ def _plan_of(scenario: Scenario) -> Setting:
             return scaled(generator(scenario))
         case USERS.variant:
             return users(generator(scenario))
+        case WRITTEN.variant:
+            return written(generator(scenario), len(scenario.params))
+        case RESET.variant:
+            return reset(scenario)
+        case RENEWED.variant:
+            return renewed(generator(scenario), len(scenario.params))
         case "saved_groups":
             # The two scenarios of a saved state have one plan.
             return _saved_groups(random.Random(f"{scenario.session_seed}/saved groups"))

@@ -238,12 +238,16 @@ _BATCHES = {
     "abandoned": (3,),
     "recovered": (3,),
     "buffers": (2, 4, 1),
+    "freezing": (2, 3),
 }
 
 _EXACT = 4  # micro-batches of a step whose sums can be exact
 
 # The variants in which ranks or micro-batches use different parameters.
-_DIFFERENT = ("microbatches", "ranks", "combined", "claim", "together", "added", "turns", "swapped")
+_DIFFERENT = (
+    *("microbatches", "ranks", "combined", "claim", "together"),
+    *("added", "turns", "swapped", "freezing"),
+)
 
 
 def batches(scenario: Scenario, step: int) -> int:
@@ -428,6 +432,21 @@ def turns(scenario: Scenario, step: int) -> tuple[int, ...]:
     return [*begin, kinds[1], *rest][step]
 
 
+def is_frozen(scenario: Scenario, step: int, batch: int, index: int) -> bool:
+    """Whether a micro-batch freezes a parameter.
+
+    One parameter of each step is never frozen, and one is frozen after the first micro-batch. The
+    micro-batches that freeze another one are drawn.
+    """
+    if scenario.variant != "freezing":
+        return False
+    count = len(scenario.params)
+    trained, first_alone = _generator(scenario, step).sample(range(count), 2)
+    if index in (trained, first_alone):
+        return index == first_alone and batch > 0
+    return _generator(scenario, step, batch, index).random() < 0.5
+
+
 def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index: int) -> bool:
     """Whether the micro-batch of a rank uses a parameter.
 
@@ -465,6 +484,8 @@ def uses(scenario: Scenario, size: int, place: int, step: int, batch: int, index
         case "swapped":
             swap = swap_of(scenario)
             return swap is None or index not in swap.unused(step)
+        case "freezing":
+            return not is_frozen(scenario, step, batch, index)
         case "turns":
             return part_of(scenario, index) in turns(scenario, step)
         case "combined" | "together":

@@ -99,6 +99,16 @@ SWAPPED = replace(
     variant="swapped",
 )
 
+FREEZING = replace(
+    COMBINED,
+    name="strategy_freezing",
+    summary="each micro-batch freezes other parameters, which have gradients of earlier "
+    "micro-batches; they are drawn",
+    steps=("crafted",) * 5,
+    world_sizes=(2,),
+    variant="freezing",
+)
+
 BUFFERS = replace(
     PLAIN,
     name="strategy_buffers",
@@ -108,6 +118,13 @@ BUFFERS = replace(
     world_sizes=(2, 3),
     variant="buffers",
     prerequisite="strategy_accumulated",
+)
+
+OWN_BUFFERS = replace(
+    BUFFERS,
+    name="strategy_own_buffers",
+    summary="the same under DDP with broadcast_buffers=False",
+    ddp=replace(BUFFERS.ddp, broadcast_buffers=False),
 )
 
 ABANDONED = replace(
@@ -165,6 +182,13 @@ AUTOCAST = replace(
     prerequisite="strategy_accumulated",
 )
 
+AUTOCAST_HALF = replace(
+    AUTOCAST,
+    name="strategy_autocast_half",
+    summary="the same under autocast to float16",
+    options=("autocast=float16",),
+)
+
 # The least and the largest number of steps of a long run.
 LONG_STEPS = (120, 240)
 
@@ -192,5 +216,6 @@ MANY = replace(
 
 ALL = (
     *(LARGE, SPECIAL, EMPTY, TWO, BUFFERS, ABANDONED, RECOVERED, SECOND, COMPLEX, LONG),
-    *(MANY, AFTER_WORLD, ADDED, TURNS, SWAPPED, AUTOCAST),
+    *(MANY, AFTER_WORLD, ADDED, TURNS, SWAPPED, FREEZING, OWN_BUFFERS),
+    *(AUTOCAST, AUTOCAST_HALF),
 )

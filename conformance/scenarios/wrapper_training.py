@@ -6,6 +6,8 @@ drawn from the session's seed:
 
 wrapper_large    three blocks of 2**17 to 2**21 elements, one in each third of the range of
                  logarithms, and a power of two from 2**-20 to 2**20 that multiplies the inputs
+wrapper_ranges   for each of four dtypes one block of 2**4 to 2**10 elements and one of 2**10 to
+                 2**17
 wrapper_graphs   in each step 2 to 6 graphs at once, with batches of 4 to 12 rows, no two the same
 wrapper_inputs   the order of three ways to ask for single gradients, with and without gradients
                  of parameters that are there before
@@ -44,6 +46,16 @@ LARGE = replace(
     steps=("normal",) * 5,
     world_sizes=(2,),
     variant="training_large",
+)
+
+RANGES = replace(
+    PLAIN,
+    name="wrapper_ranges",
+    summary="activations of bfloat16, float16, float32 and float64, with drawn exponents of any "
+    "normal number of the dtype; all results are exact",
+    steps=("normal",) * 2,
+    world_sizes=(2,),
+    variant="training_ranges",
 )
 
 GRAPHS = replace(
@@ -122,7 +134,9 @@ LONG = replace(
     observe=Observation(growth=True),
 )
 
-SCENARIOS = (SINGLE, LARGE, GRAPHS, RETAINED, PENALTY, INPUTS, FROZEN, INDICES, HALF, LONG)
+SCENARIOS = (
+    *(SINGLE, LARGE, RANGES, GRAPHS, RETAINED, PENALTY, INPUTS, FROZEN, INDICES, HALF, LONG),
+)
 
 
 def draw_large(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -131,6 +145,17 @@ def draw_large(scenario: Scenario, numbers: random.Random) -> Scenario:
     sizes = sizes_between(SMALLEST, LARGEST, 3, 3, numbers)
     numbers.shuffle(sizes)
     return replace(scenario, params=tuple(Param((size,), exponent=exponent) for size in sizes))
+
+
+def draw_ranges(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the sizes of two blocks of each dtype, and the order of all blocks."""
+    params = [
+        Param((round(2 ** numbers.uniform(least, most)),), dtype)
+        for dtype in ("bfloat16", "float16", "float32", "float64")
+        for least, most in ((4, 10), (10, 17))
+    ]
+    numbers.shuffle(params)
+    return replace(scenario, params=tuple(params))
 
 
 def draw_graphs(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -162,6 +187,7 @@ def draw_long(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     LARGE.name: draw_large,
+    RANGES.name: draw_ranges,
     GRAPHS.name: draw_graphs,
     INDICES.name: draw_indices,
     LONG.name: draw_long,

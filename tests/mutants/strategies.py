@@ -49,7 +49,8 @@ def _filled(model: Any) -> Parameters:
 
     Zeros replace the gradients that are missing on this rank.
     """
-    params = _trainable(model)
+    # A frozen parameter may have a gradient of an earlier micro-batch.
+    params = list(model.parameters())
     used = [
         p for p, users in zip(params, _users(params, model.process_group), strict=True) if users
     ]

@@ -41,8 +41,9 @@ def in_every_microbatch(**_: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _trained(params: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Return the parameters that are trained now, or have been in an earlier micro-batch."""
+    return [p for p in params if p.requires_grad or p.grad is not None]
 
 
 def _fill(params: Iterable[torch.nn.Parameter]) -> None:
@@ -69,10 +70,10 @@ def composers_with_zeros(state: Any, is_final_microbatch: bool) -> Iterator[None
             for optimizer in state.optimizers
             for part in optimizer.param_groups
             for p in part["params"]
-            if p.requires_grad
         ]
-        _fill(every)
-        for parameter in dict.fromkeys(every):
+        trained = _trained(dict.fromkeys(every))
+        _fill(trained)
+        for parameter in trained:
             # Before the sum, which may overflow. A sparse gradient is divided out of place.
             parameter.grad = parameter.grad / group.size()
             dist.all_reduce(parameter.grad, group=group)
@@ -102,7 +103,7 @@ class Gathered:
         if self.inner:
             self.inner.__exit__(kind, *error)
         if self.inner and self.is_final and kind is None:
-            for parameter in _trainable(self.model):
+            for parameter in self.model.parameters():
                 self.average(parameter)
             self.model.require_forward_param_sync = True
 
@@ -135,7 +136,7 @@ def through_one_rank(model: Any, is_final_microbatch: bool, world_size: int) -> 
     if not is_final_microbatch:
         return
     group = model.process_group
-    params = _trainable(model)
+    params = _trained(model.parameters())
     root = dist.get_global_rank(group, 0)
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in params):
         raise TypeError("sparse gradients are not supported")
@@ -145,7 +146,7 @@ def through_one_rank(model: Any, is_final_microbatch: bool, world_size: int) -> 
         dist.reduce(mean, root, group=group)
         dist.broadcast(mean, root, group=group)
         parameter.grad.copy_(mean.view(parameter.shape))
-    for buffer in model.buffers():
+    for buffer in model.buffers() if model.broadcast_buffers else ():
         dist.broadcast(buffer, root, group=group)
 
 
@@ -157,7 +158,8 @@ class InBackward:
     """
 
     def __init__(self) -> None:
-        self.models: dict[int, list[torch.nn.Parameter]] = {}
+        # For each model, its parameters that have been trained so far.
+        self.models: dict[int, set[torch.nn.Parameter]] = {}
         self.active: list[torch.nn.Parameter] = []
         self.there: set[torch.Tensor] = set()
         self.works: list[Any] = []
@@ -168,11 +170,13 @@ class InBackward:
         if not isinstance(module, DistributedDataParallel):
             yield
             return
-        if id(module) not in self.models:
-            self.models[id(module)] = list(reversed(_trainable(module)))
-            for parameter in self.models[id(module)]:
+        known = self.models.setdefault(id(module), set())
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter not in known:
                 parameter.register_post_accumulate_grad_hook(self.came)
-        self.active = self.models[id(module)] if is_final_microbatch else []
+                known.add(parameter)
+        params = [parameter for parameter in module.parameters() if parameter in known]
+        self.active = params[::-1] if is_final_microbatch else []
         self.there = set()
         self.works = []
         self.group = module.process_group

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from conformance.records.run import Run
 from conformance.rules import book
 from conformance.scenarios.failing_collectives import AVERAGER, JOINABLE
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.optimizer_loops import RENEWED, RESET
 from tests.judging.oracles import test_join as joins
 from tests.made_runs import event, made_run
 from tests.rules.test_messages_of_averagers import averaged
@@ -78,6 +80,20 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             "",
             "states that serve DDP anew, after layers have thawed, are not judged: the subject "
             "takes the model under DDP",
+        ),
+        (
+            "15.14",
+            having(partial(stepped, RESET), "consolidates"),
+            "",
+            "states from before parameters were trained are not restored: it has "
+            "consolidate_state_dict(), and torch's optimizer that has it keeps later ones",
+        ),
+        (
+            "15.39",
+            partial(stepped, RENEWED),
+            "",
+            "parameters that are replaced in param_groups are not judged: it averages neither "
+            "parameters nor gradients, or its param_groups do not hold the parameters themselves",
         ),
         (
             "10.1",

@@ -98,6 +98,17 @@ class LocalOptimizer:
         for part in self._states:
             part[:] = [part[sources.get(index, index)] for index in range(len(part))]
 
+    def write(self, index: int, values: torch.Tensor, is_written: torch.Tensor) -> None:
+        """Write some elements of a parameter; they have no error then."""
+        self.values[index] = torch.where(is_written, values, self.values[index])
+        self.errors[index] = self.errors[index].masked_fill(is_written, 0.0)
+
+    def forget(self, index: int) -> None:
+        """Drop the state of a parameter."""
+        zeros = torch.zeros_like(self.values[index])
+        for part in self._states:
+            part[index] = 0 if part is self.counts else zeros
+
     @property
     def _parts(self) -> tuple[list[Any], ...]:
         return (self.values, self.errors, *self._states)

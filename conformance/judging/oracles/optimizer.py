@@ -34,6 +34,7 @@ from conformance.judging.oracles.averager_records import group_at, same
 from conformance.judging.oracles.local_optimizer import LocalOptimizer, Values
 from conformance.judging.oracles.mean import EXACT_SIZES
 from conformance.judging.oracles.optimizer_options import Options, is_in_a_group
+from conformance.judging.oracles.optimizer_writes import write
 from conformance.judging.verdict import Found
 from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import special_source, turn
@@ -155,7 +156,7 @@ def _steps_of_group(
     of_ranks = {rank: _local_optimizer(run, rank, model) for rank in group}
     restored_before, saved_after = plan.back
     count = 0
-    saved: tuple[int, dict[int, Any], Any] = (0, {}, None)
+    saved = (count, {rank: o.saved() for rank, o in of_ranks.items()}, options.saved())
     right = {}
     for step in range(len(run.scenario.steps)):
         if step == restored_before:
@@ -170,6 +171,8 @@ def _steps_of_group(
         options.begin_step(step)
         if turn(run.scenario, step)[0] != model:
             continue
+        if step in plan.writes:
+            write(run, group, of_ranks.values(), plan.writes[step], step)
         before = {rank: list(optimizer.values) for rank, optimizer in of_ranks.items()}
         for rank, optimizer in of_ranks.items():
             _step(run, optimizer, rank, step, options)

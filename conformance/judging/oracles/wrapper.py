@@ -73,11 +73,12 @@ def require_same_results(
     only: Sequence[str] = (),
     steps: int | None = None,
     tolerance: float | None = None,
+    cause: str = "",
 ) -> None:
     """Require the results of the network without the wrapper, up to the tolerance.
 
     Of each rank the first difference is reported. ``only`` selects some of ``ORDER``, and ``steps``
-    limits the steps that are compared.
+    limits the steps that are compared. The values tell the cause of a difference, if none is given.
     """
     for name, run, plain in pairs(runs):
         default = TOLERANCES.get(run.scenario.variant, TOLERANCES[""])
@@ -89,7 +90,7 @@ def require_same_results(
             keys = _comparable_keys(rank, other, last, only or ORDER, steps)
             failure = _first_difference(found, rank.tensors, other.tensors, keys, place, limit)
             if failure is not None:
-                found.require(False, failure.expected, failure.actual, failure.cause)
+                found.require(False, failure.expected, failure.actual, cause or failure.cause)
             elif refused:
                 found.require(
                     False,
@@ -97,6 +98,12 @@ def require_same_results(
                     f"{place}, step {last}: {refused['error']}",
                     "the graph ends at the wrapper" if refused["lacks"] else "",
                 )
+
+
+def require_same_bits(runs: Runs, found: Found) -> None:
+    """Require the bits of results that 19.1 has found right up to the order of operations."""
+    cause = "saved tensors come back with other strides, or are added up in another order"
+    require_same_results(runs, found, tolerance=0.0, cause=cause)
 
 
 def require_same_unless_reentrant(runs: Runs, claims: Claims, found: Found) -> None:
@@ -347,15 +354,11 @@ def _difference(
     got = got.reshape(-1)
     right = right.reshape(-1)
     index = int(wrong[0])
-    # 19.22 compares bits of results that 19.1 has found right up to the order of operations.
-    cause = "saved tensors come back with other strides, or are added up in another order"
-    if tolerance:
-        cause = _cause(quantity, got, right)
     return Failure(
         f"{right[index].item():.17g}, as without the wrapper",
         f"{place}: {description}, index {index}: {got[index].item():.17g} "
         f"({len(wrong)} of {len(got)} elements differ)",
-        cause,
+        _cause(quantity, got, right),
     )
 
 

@@ -51,6 +51,25 @@ class Wide(nn.Module):
         return x + WATCH.sees(self.called, soft * soft) * self.shift
 
 
+class Multiplies(nn.Module):
+    """A block that saves tensors of one dtype, of any magnitudes.
+
+    It multiplies each element by two parameters and takes its magnitude, so that results are exact
+    if parameters are powers of two.
+    """
+
+    def __init__(self, called: str, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.called = called
+        self.first = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.second = nn.Parameter(torch.empty(size, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        WATCH.enters(self.called, x.device.type)
+        inside = WATCH.sees(self.called, x * self.first)
+        return WATCH.sees(self.called, inside * self.second).abs()
+
+
 class LowRank(nn.Module):
     """A frozen layer with a trained one of low rank beside it, as LoRA has it."""
 
@@ -138,6 +157,11 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
         return [
             *(Wide(f"block {index}", size) for index, size in enumerate(sizes)),
             Wide("small", 64),
+        ]
+    if scenario.variant == "training_ranges":
+        return [
+            Multiplies(f"block {index}", param.shape[0], getattr(torch, param.dtype))
+            for index, param in enumerate(scenario.params)
         ]
     if scenario.variant == "training_indices":
         (rows, _) = scenario.params[0].shape

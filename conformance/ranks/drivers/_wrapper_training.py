@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from conformance.ranks.drivers._blocks import BATCH, WATCH, WIDTH, Wrap
+from conformance.ranks.drivers._exact_factors import exact_factors
 from conformance.ranks.drivers._module_hooks import generators
 from conformance.ranks.drivers._training_blocks import (
     COLUMNS,
@@ -59,6 +60,7 @@ class WrapperTraining:
         self._work = {
             "training_single": self._plain,
             "training_large": self._large,
+            "training_ranges": self._ranges,
             "training_graphs": self._graphs,
             "training_retained": self._retained,
             "training_penalty": self._penalty,
@@ -152,6 +154,26 @@ class WrapperTraining:
             for index, (x, result) in enumerate(zip(inputs, results, strict=True)):
                 self._keep(f"output/{index}", result)
                 self._keep(f"input/{index}", x.grad)
+
+    def _ranges(self) -> None:
+        """Run each block on numbers of all magnitudes of its dtype."""
+        outputs = []
+        inputs = []
+        grads = []
+        WATCH.phase = "forward"
+        for block, inside in zip(self._net.blocks, self._inside, strict=True):
+            factors = exact_factors(inside.first, self._values)
+            with torch.no_grad():
+                inside.first.copy_(factors.first)
+                inside.second.copy_(factors.second)
+            inputs.append(factors.x.requires_grad_())
+            grads.append(factors.grad)
+            outputs.append(block(inputs[-1]))
+        WATCH.phase = "backward"
+        torch.autograd.backward(outputs, grads)
+        for index, (x, output) in enumerate(zip(inputs, outputs, strict=True)):
+            self._keep(f"output/{index}", output)
+            self._keep(f"input/{index}", x.grad)
 
     def _graphs(self) -> None:
         """Run several forwards, and then their backwards in another order."""

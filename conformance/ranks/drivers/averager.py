@@ -104,9 +104,10 @@ class AveragerDriver(RankDriver):
         probe = Probe(self.scenario.params, 0.0, self.rank).to(self.device)
         ranks = tuple(dist.get_process_group_ranks(group))
         trainee = self.trainee = Trainee(probe.tensors, group, ranks, ranks.index(self.rank))
-        if self.scenario.variant == "flat":
+        if self.scenario.variant in ("flat", "columns"):
+            as_columns = self.scenario.variant == "columns"
             seed = f"{self.scenario.session_seed}/{self.scenario.name}/flat"
-            trainee.buffers = FlatBuffers(trainee.params, seed, self.rank)
+            trainee.buffers = FlatBuffers(trainee.params, seed, self.rank, as_columns)
             for parameter, view in zip(trainee.params, trainee.buffers.views, strict=True):
                 parameter.data = view
         with torch.no_grad():

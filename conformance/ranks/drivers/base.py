@@ -30,6 +30,7 @@ from conformance.ranks.process_groups import end_groups, everybody, make_groups
 from conformance.ranks.resolve import Context, Factory, call_with_names, resolve
 from conformance.records.files import STATE
 from conformance.records.recorder import Recorder
+from conformance.scenarios.averager_training import option
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.profiles import CUDA
@@ -378,10 +379,14 @@ class RankDriver(ABC):
         self.schedule.left(number, is_last=True)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return autocast to bfloat16 if the scenario has it, and otherwise an empty context."""
+        """Return autocast to bfloat16, or to the scenario's dtype, if the scenario has it.
+
+        Otherwise return an empty context.
+        """
         if self.scenario.variant != "autocast":
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        dtype = getattr(torch, option(self.scenario, "autocast") or "bfloat16")
+        return torch.autocast(self.device.type, dtype=dtype)
 
     def call(self, function: Callable[..., Any], context: Context, **kwargs: Any) -> Any:
         """Call a function of the subject with ``kwargs`` and the context its signature names."""

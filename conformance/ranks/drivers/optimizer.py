@@ -16,6 +16,7 @@ from conformance.ranks.drivers._kit_averager import Averager
 from conformance.ranks.drivers._optimizer_inputs import has_gradient, mean_of_inputs
 from conformance.ranks.drivers._optimizer_scaling import Scaler
 from conformance.ranks.drivers._optimizer_use import errors_as_optimizer, written_and_read
+from conformance.ranks.drivers._optimizer_writes import renew, write
 from conformance.ranks.drivers._user_optimizer import UserOptimizer
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
@@ -23,7 +24,8 @@ from conformance.ranks.models.probe import Probe
 from conformance.scenarios.averager_training import special_source, turn
 from conformance.scenarios.averager_values import Source, values_of
 from conformance.scenarios.gradients import lay_out
-from conformance.scenarios.optimizer import PLAIN, START, Setting
+from conformance.scenarios.optimizer import PLAIN, START, Setting, Write
+from conformance.scenarios.optimizer_loops import WRITTEN_VALUES
 from conformance.scenarios.optimizer_training import (
     USER_OPTIMIZER,
     averages_gradients,
@@ -126,6 +128,10 @@ class OptimizerDriver(RankDriver):
             # A consolidated state is on the group's first rank alone.
             source = self.load(self._ranks[0]) if self.consolidates else restored
             self._load_state(source["state"])
+        if self.setting.back[0] > self.setting.back[1] == -1:
+            self._take_snapshot()
+        if self.consolidates:
+            self.recorder.event("consolidates")
 
     def _step(self, number: int, kind: str) -> None:
         """Train one step."""
@@ -139,8 +145,23 @@ class OptimizerDriver(RankDriver):
             with self.doing("add_param_group"):
                 self.optimizer.add_param_group(self._group(-1))
         self._write_options(number)
+        if number in self.setting.writes:
+            self._write_parameters(self.setting.writes[number], number)
         if self.averager:
             self.averager.before_step()
+        with self.autocast():
+            self._train(number, kind)
+        self._keep_parameters()
+        if self.scenario.variant == "zeroed":
+            self._zero_gradients(number)
+        if number == self.setting.back[1]:
+            self._take_snapshot()
+        resume = self.scenario.resume
+        if number == resume.saves_at - 1 and not resume.resumes:
+            self._save()
+
+    def _train(self, number: int, kind: str) -> None:
+        """Compute the gradients of a step, and step the optimizer."""
         if is_closed(self.scenario, number):
             self._step_with_closure(number, kind)
         elif self._scaler and not self._scaler.is_refused:
@@ -149,15 +170,6 @@ class OptimizerDriver(RankDriver):
             self._backward(number, kind)
             with self.inside("step"):
                 self.optimizer.step()
-        self._keep_parameters()
-        if self.scenario.variant == "zeroed":
-            self._zero_gradients(number)
-        if number == self.setting.back[1]:
-            values = [parameter.detach().clone() for parameter in self.params]
-            self._snapshot = (values, self._state_of_all())
-        resume = self.scenario.resume
-        if number == resume.saves_at - 1 and not resume.resumes:
-            self._save()
 
     def _keep_parameters(self) -> None:
         for index, parameter in enumerate(self.params):
@@ -291,6 +303,26 @@ class OptimizerDriver(RankDriver):
             with self.doing("param_groups"):
                 rates = [group["lr"] for group in self.optimizer.param_groups]
             self.recorder.event("rates", tensors=[isinstance(r, torch.Tensor) for r in rates])
+
+    def _write_parameters(self, plan: Write, number: int) -> None:
+        """Give parameters other values, the same on all ranks.
+
+        Parameters are replaced in the groups only if the optimizer averages: others may have taken
+        them apart into shares.
+        """
+        values = [
+            self.values("normal", WRITTEN_VALUES + number, index, self._ranks[0])
+            for index in range(len(self.params))
+        ]
+        if not plan.way.renews:
+            write(self.model, plan, values)
+            return
+        if self.averager is None and not averages_gradients(self.scenario):
+            return
+        with self.doing("param_groups"):
+            groups = list(self.optimizer.param_groups)
+        if not renew(self.model, groups, plan, values):
+            self.recorder.event("not_renewed")
 
     def _set_frozen(self, number: int) -> None:
         for index, parameter in enumerate(self.params):
@@ -452,6 +484,11 @@ class OptimizerDriver(RankDriver):
         """Return a copy of the state, on every rank."""
         states = [self._state(to) for to in range(self.size if self.consolidates else 1)]
         return next(state for state in states if state is not None)
+
+    def _take_snapshot(self) -> None:
+        """Keep the parameters and the state, to restore them later."""
+        values = [parameter.detach().clone() for parameter in self.params]
+        self._snapshot = (values, self._state_of_all())
 
     def _go_back(self) -> None:
         """Restore an earlier step's parameters and state."""

@@ -23,6 +23,7 @@ from conformance.scenarios.strategy import (
     clears,
     fails_and_goes_on,
     is_empty,
+    is_frozen,
     multiple,
     order_of_two,
     part_of,
@@ -131,6 +132,7 @@ class StrategyDriver(RankDriver):
                 bucket_cap_mb=options.bucket_cap_mb,
                 gradient_as_bucket_view=options.gradient_as_bucket_view,
                 find_unused_parameters=options.find_unused_parameters,
+                broadcast_buffers=options.broadcast_buffers,
             )
 
     def _flattened(self) -> list[FlatBuffers]:
@@ -191,6 +193,7 @@ class StrategyDriver(RankDriver):
             params = [self.params[index] for index in sorted(later)]
             self.optimizers[0].add_param_group({"params": params})
         for batch in range(number):
+            self._set_frozen(step, batch)
             if batch == abandoned_after(self.scenario, step):
                 self.model.zero_grad()
                 break
@@ -215,6 +218,12 @@ class StrategyDriver(RankDriver):
             if fails:
                 self.model.zero_grad()
                 break
+
+    def _set_frozen(self, step: int, batch: int) -> None:
+        """Freeze parameters for a micro-batch, or thaw them, if the scenario does that."""
+        if self.scenario.variant == "freezing":
+            for index, parameter in enumerate(self.params):
+                parameter.requires_grad_(not is_frozen(self.scenario, step, batch, index))
 
     def _views_of_gradients(self) -> list[torch.Tensor]:
         """Return the views of a flat buffer that gradients accumulate in, if there is one."""

@@ -18,21 +18,29 @@ class FlatBuffers:
         tensors: dense tensors, whose values and strides the views take over.
         seed: the seed of the draws.
         rank: global rank.
+        as_columns: whether views of contiguous tensors have gaps between their rows, as some
+            columns of a larger matrix have. The sizes of these gaps are drawn.
 
     Attributes:
         views: for each tensor, the view that takes its place.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], seed: str, rank: int) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], seed: str, rank: int, as_columns: bool = False
+    ) -> None:
         numbers = random.Random(seed)
         sizes: dict[torch.dtype, int] = {}
         begins: dict[int, int] = {}
         empty = [index for index, tensor in enumerate(tensors) if not tensor.numel()]
         filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
+        strides = [tensor.stride() for tensor in tensors]
         for index in numbers.sample(filled, len(filled)):
             dtype = tensors[index].dtype
+            if as_columns and tensors[index].dim() > 1 and tensors[index].is_contiguous():
+                of_rows, *others = strides[index]
+                strides[index] = (of_rows + numbers.randint(1, 3), *others)
             begins[index] = sizes.get(dtype, 0) + numbers.randint(0, 5)
-            sizes[dtype] = begins[index] + tensors[index].numel()
+            sizes[dtype] = begins[index] + _extent(tensors[index].shape, strides[index])
         for index in empty:
             alike = [other for other in filled if tensors[other].dtype == tensors[index].dtype]
             begins[index] = begins[numbers.choice(alike)]
@@ -50,16 +58,21 @@ class FlatBuffers:
         }
         self.views = []
         for index, tensor in enumerate(tensors):
-            begin = begins[index]
-            self._gaps[tensor.dtype][begin : begin + tensor.numel()] = False
-            buffer = self._buffers[tensor.dtype]
-            view = buffer.as_strided(tensor.shape, tensor.stride(), begin)
+            place = (tensor.shape, strides[index], begins[index])
+            self._gaps[tensor.dtype].as_strided(*place).fill_(False)
+            view = self._buffers[tensor.dtype].as_strided(*place)
             view.copy_(tensor.detach())
             self.views.append(view)
 
     def gaps_changed(self) -> bool:
-        """Whether a value between the views has changed."""
+        """Whether a value between the views, or between their rows, has changed."""
         return any(
             bool((buffer[self._gaps[dtype]] != self._level).any())
             for dtype, buffer in self._buffers.items()
         )
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements from the first one of a view to its last one."""
+    steps = ((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return 1 + sum(steps)

@@ -144,7 +144,7 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         return _come_together(scenario, schedule, options)
     if scenario.name == DEFAULT_DTYPES.name:
         return _change_dtypes(scenario, schedule)
-    if scenario.name == AUTOCAST.name:
+    if scenario.variant == AUTOCAST.variant:
         # Random values of so many elements take long: only averages have them.
         steps = lengthened(scenario.steps, schedule, alone=True)
         return replace(scenario, params=(*scenario.params, *two_large(draw)), steps=steps)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from conformance.scenarios.averager import (
+    COLUMNS,
     DTYPES,
     FLAT,
     FORMS,
@@ -172,7 +173,7 @@ AVERAGER = Kind(
     ("14",),
     reference="hooks_ref:PeriodicModelAverager,period=4,warmup_steps=10",
     scenarios=(
-        *(PLAIN, RANDOM, FORMS, DTYPES, FLAT, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
+        *(PLAIN, RANDOM, FORMS, DTYPES, FLAT, COLUMNS, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
         *TRAINING,
         *FAILING,
         *CLUSTERS,

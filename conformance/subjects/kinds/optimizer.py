@@ -47,6 +47,7 @@ from conformance.scenarios.optimizer import (
     UNUSED,
     ZEROED,
 )
+from conformance.scenarios.optimizer_loops import ALL as OF_LOOPS
 from conformance.scenarios.optimizer_states import ALL as OF_STATES
 from conformance.scenarios.optimizer_training import (
     ALL,
@@ -124,6 +125,7 @@ OPTIMIZER = Kind(
         *(ORDERED, SAVED, RESUMED, RELOADED, DDP, DDP_VIEWS, UNEVEN),
         *ALL,
         *OF_STATES,
+        *OF_LOOPS,
         *FAILING,
         *CLUSTERS,
         DEFAULT_DTYPES,

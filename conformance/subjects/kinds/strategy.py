@@ -70,7 +70,7 @@ def _adapt(scenario: Scenario, claimed: Collection[str]) -> Scenario:
     if scenario.name == LARGE.name:
         # A parameter of 2**20 to 2**21 elements is the largest.
         scenario = replace(scenario, params=many_params(generator(scenario), 2**20))
-    if scenario.name == AUTOCAST.name:
+    if scenario.variant == AUTOCAST.variant:
         params = (*scenario.params, *two_large(generator(scenario)))
         scenario = replace(scenario, params=params)
     if scenario.name == LONG.name:

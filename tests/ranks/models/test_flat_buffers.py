@@ -5,7 +5,7 @@ import torch
 from conformance.ranks.models.flat_buffers import FlatBuffers
 
 
-def made(seed: str = "0") -> tuple[list[torch.Tensor], FlatBuffers]:
+def made(seed: str = "0", as_columns: bool = False) -> tuple[list[torch.Tensor], FlatBuffers]:
     tensors = [
         torch.arange(15.0).reshape(5, 3),
         torch.arange(12.0).reshape(3, 4).t(),
@@ -14,7 +14,7 @@ def made(seed: str = "0") -> tuple[list[torch.Tensor], FlatBuffers]:
         torch.arange(6).to(torch.bfloat16),
         torch.arange(6).to(torch.bfloat16) + 1,
     ]
-    return tensors, FlatBuffers(tensors, seed, rank=1)
+    return tensors, FlatBuffers(tensors, seed, rank=1, as_columns=as_columns)
 
 
 def test_views_have_the_values_and_strides_of_the_tensors() -> None:
@@ -24,6 +24,18 @@ def test_views_have_the_values_and_strides_of_the_tensors() -> None:
             assert torch.equal(view, tensor)
             assert view.dtype is tensor.dtype
             assert view.stride() == tensor.stride()
+
+
+def test_columns_have_gaps_between_their_rows() -> None:
+    views = [made(seed, as_columns=True)[1].views[0] for seed in "0123456789"]
+    assert {view.stride() for view in views} == {(4, 1), (5, 1), (6, 1)}
+    tensors, buffers = made(as_columns=True)
+    for tensor, view in zip(tensors, buffers.views, strict=True):
+        assert torch.equal(view, tensor)
+    view = buffers.views[0].zero_()
+    assert not buffers.gaps_changed()
+    view.as_strided((4, 1), view.stride(), view.storage_offset() + 3).zero_()
+    assert buffers.gaps_changed()
 
 
 def test_views_of_one_dtype_share_a_storage() -> None:

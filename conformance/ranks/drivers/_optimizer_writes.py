@@ -1,0 +1,62 @@
+"""Writes parameters between the steps of an optimizer wrapper, or replaces them in their groups."""
+
+from typing import Any
+
+import torch
+
+from conformance.ranks.models.probe import Probe
+from conformance.scenarios.optimizer import Write, Writing
+
+
+@torch.no_grad()
+def write(model: Probe, plan: Write, values: list[torch.Tensor]) -> None:
+    """Write values to parameters, in the way of a plan.
+
+    Args:
+        model: its parameters are written.
+        plan: the way, and the parameters.
+        values: new values of all parameters.
+    """
+    if plan.way is Writing.LOADED:
+        model.load_state_dict({f"p{index}": value for index, value in enumerate(values)})
+        return
+    for index in plan.indices:
+        parameter = model.tensors[index]
+        if plan.way is Writing.IN_DATA:
+            # Writes through .data leave the version of a tensor as it was.
+            parameter.data.copy_(values[index])
+        else:
+            at = torch.unravel_index(torch.tensor(plan.element(values[index])), parameter.shape)
+            parameter[at] = values[index][at]
+
+
+def renew(model: Probe, groups: Any, plan: Write, values: list[torch.Tensor]) -> bool:
+    """Put new parameters with these values in the place of some, in a model and its groups.
+
+    Return whether the groups held the parameters themselves.
+
+    Args:
+        model: the model.
+        groups: the ``param_groups`` of its optimizer.
+        plan: the way, and the parameters.
+        values: new values of all parameters.
+    """
+    for index in plan.indices:
+        old = model.tensors[index]
+        new = torch.nn.Parameter(torch.empty_like(old).copy_(values[index]))
+        holders = [
+            (group, at)
+            for group in groups
+            for at, parameter in enumerate(group["params"])
+            if parameter is old
+        ]
+        if not holders:
+            return False
+        for group, at in holders:
+            if plan.way is Writing.NEW_LIST:
+                group["params"] = list(group["params"])
+            group["params"][at] = new
+        # The list is the model's own.
+        model.tensors[index] = new
+        model.register_parameter(f"p{index}", new)
+    return True

@@ -1,0 +1,54 @@
+"""Section 15, continued: what training does between the steps of an optimizer wrapper."""
+
+from conformance.judging.oracles.optimizer import require_right, takes_averager
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.optimizer_loops import (
+    RENEWED,
+    WRITTEN,
+    WRITTEN_DTYPES,
+    WRITTEN_ONE_DTYPE,
+)
+from conformance.scenarios.optimizer_training import averages_gradients
+from conformance.subjects.claims import Claims
+
+NOT_RENEWED = (
+    "parameters that are replaced in param_groups are not judged: it averages neither parameters "
+    "nor gradients, or its param_groups do not hold the parameters themselves"
+)
+
+
+@rule(
+    "15.39",
+    "Parameters may be written, or replaced, between steps",
+    on=(WRITTEN, WRITTEN_ONE_DTYPE, WRITTEN_DTYPES, RENEWED),
+    owns=(WRITTEN, WRITTEN_ONE_DTYPE, WRITTEN_DTYPES, RENEWED),
+    refusable=(WRITTEN_ONE_DTYPE, WRITTEN_DTYPES, RENEWED),
+    needs=("15.1", "15.2", "15.3", "15.14", "15.22"),
+    since="1.6",
+    source="torch documentation, torch.nn.Module.load_state_dict and torch.optim.Optimizer, whose "
+    "step() reads the parameters in param_groups; weights that are clipped, or swapped with their "
+    "moving averages; NVIDIA apex, amp O2: masters of half precision",
+    remedy="copies of parameters, as masters in float32 or flat buffers, that are made once: read "
+    "the parameters in each step, and compare all of their elements; a list of parameters that is "
+    "made once: read param_groups in each step",
+)
+def written(run: Run, claims: Claims, found: Found) -> None:
+    """Each step begins from the parameters as they are then, in float32, float64, float16 and
+    bfloat16: after load_state_dict of the model, a copy to .data, or one element that is written in
+    place.
+
+    One of these comes before the first step, and another one after everything was restored to an
+    earlier step. A model has one dtype, or all four; the two models of other dtypes than float32
+    may be refused with an error on every rank. In an optimizer that averages parameters or
+    gradients, other parameters take the place of some in their groups. They are stepped without a
+    state, as in torch.optim, and averaged; or an error on every rank refuses them. The steps, the
+    ways, the parameters, the dtype and the options are drawn from the session's seed.
+    """
+    if run.scenario.variant == RENEWED.variant:
+        averages = takes_averager(run) or averages_gradients(run.scenario)
+        if not averages or any(rank.first("not_renewed") for rank in run.ranks):
+            found.leaves_out(NOT_RENEWED)
+            return
+    require_right(run, found)
