@@ -273,8 +273,8 @@ def unused(run: Run, claims: Claims, found: Found) -> None:
     """A parameter without a gradient keeps its value and its momentum in that step; the others are
     stepped.
 
-    With an averager a parameter may have a gradient on some ranks only; without one it has a
-    gradient on all ranks or on none.
+    With an averager, and under the claim ``averages``, a parameter may have a gradient on some
+    ranks only; otherwise it has a gradient on all ranks or on none.
     """
     require_right(run, found)
 

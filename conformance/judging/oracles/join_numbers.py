@@ -25,11 +25,17 @@ ranks after the join. They have to be so after uneven inputs. If they are also t
 held at the end of its body, the join hands out a state and computes none. After uneven inputs it
 has to be that of a rank that joined last: all others have missed steps. Digests are compared bit
 for bit: copies round nothing.
+
+A replicated tensor may also be the same on all ranks at the end of the even body of the first
+context, as parameters are that step with mean gradients. Then it has to be so at the end of each
+later even body, if the context before it has ended with a join: otherwise a part of the state has
+not been handed out, as a count of steps.
 """
 
 import re
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -188,10 +194,35 @@ def require_last_state(run: Run, found: Found) -> None:
                 )
 
 
+def require_even_bodies(run: Run, found: Found) -> None:
+    """Require the same state on all ranks at the end of even bodies that follow a join."""
+    even = [_state(member, "leaving") for member in _of(run, 0)]
+    names = [name for name in _replicated(run) if len({of.get(name, "none") for of in even}) == 1]
+    for before, context in pairwise(_contexts(run)):
+        group = list(_of(run, context))
+        is_even = {member.own_inputs for member in group} == {group[0].most_inputs}
+        has_joined = all(_state(member, "left") for member in _of(run, before))
+        if context != before + 1 or not is_even or not has_joined:
+            continue
+        for name in names:
+            held = {m.rank.rank: _state(m, "leaving").get(name, "none") for m in group}
+            right = held[group[0].rank.rank]
+            differing = [rank for rank, digest in held.items() if digest != right]
+            found.require(
+                not differing,
+                f"the same {name} on all ranks at the end of an even body, as in the first context",
+                f"{group[0]}: {name} differs on ranks {differing}",
+                "a part of the state is not handed out, such as a count of steps",
+            )
+
+
 def require_numbers(run: Run, found: Found, even_contexts: tuple[int, ...] = (0,)) -> None:
-    """Require gradients, replicas and the last state, as far as each of them applies."""
+    """Require gradients, replicas, the last state and that of even bodies, as far as each of them
+    applies.
+    """
     require_gradients = partial(require_gradients_of_trainers, even_contexts=even_contexts)
-    for require in (require_gradients, require_replicas, require_last_state):
+    requirements = (require_gradients, require_replicas, require_last_state, require_even_bodies)
+    for require in requirements:
         trial = Found()
         require(run, trial)
         found.checked(trial.checks)
