@@ -47,9 +47,12 @@ def require_sum_of_means(judged: JudgedRun, steps: range) -> None:
         total, means = got.sum(0), means.sum(0)
         cause = ""
         may_be_left = off < STILL_LEFT or scenario.name == LAYERS.name
-        if off > LIMIT and may_be_left and _still_comes_out(missing, got, fed):
-            judged.found.checked(total.numel())
-            continue
+        if off > LIMIT and may_be_left:
+            members = judged.bucket_members(rank, steps[-1], index)
+            numel = sum(math.prod(scenario.params[member].shape) for member in members)
+            if _still_comes_out(missing, got, fed, numel):
+                judged.found.checked(total.numel())
+                continue
         if off > LIMIT:
             own = torch.stack([judged.run.fed(rank, step, index) for step in steps]).sum(0)
             cause = likely_cause(total, means, own, len(judged.group(rank)), feedback=True)
@@ -65,7 +68,7 @@ def require_sum_of_means(judged: JudgedRun, steps: range) -> None:
         judged.found.checked(total.numel(), off / LIMIT)
 
 
-def _still_comes_out(missing: torch.Tensor, got: torch.Tensor, fed: int) -> bool:
+def _still_comes_out(missing: torch.Tensor, got: torch.Tensor, fed: int, numel: int) -> bool:
     """Whether the largest missing elements come out at the pace of signs with one scale.
 
     Nothing is known of a run without faint gradients: it returns False.
@@ -74,13 +77,14 @@ def _still_comes_out(missing: torch.Tensor, got: torch.Tensor, fed: int) -> bool
         missing: the sum of the means, less that of the results, from the same step on.
         got: the results, ``[steps, numel]``.
         fed: the number of steps before those of faint gradients.
+        numel: the number of elements of the bucket, which may have one scale.
     """
     if fed == len(got):
         return False
     last = got[fed + (len(got) - fed) // 2 :]
     large = missing.abs() >= missing.abs().max() / 2
     came_out = last[:, large].sum(0) * missing[large].sign()
-    slowest = len(last) * missing[large].abs() / (SLOWER * missing.numel())
+    slowest = len(last) * missing[large].abs() / (SLOWER * numel)
     return bool((came_out >= slowest).all())
 
 
