@@ -98,10 +98,13 @@ class ByAddress(Residuals):
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         super().__init__(process_group)
         self.at: dict[int, torch.Tensor] = {}
+        self.seen: list[torch.Tensor] = []
 
     def keep(self, parameter: torch.nn.Parameter, residual: torch.Tensor) -> None:
         super().keep(parameter, residual)
         self.at[parameter.data_ptr()] = self.kept.pop(parameter)
+        # While it is held, no other parameter has this address: a failure does not depend on that.
+        self.seen.append(parameter.data)
 
 
 def quarter_by_address(state: ByAddress, bucket: Bucket) -> Result:
