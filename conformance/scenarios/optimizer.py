@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-import torch
-
 from conformance.scenarios.model import Param, Scenario
 
 STEPS = 20
@@ -254,9 +252,9 @@ class Write:
     indices: tuple[int, ...]
     share: float
 
-    def element(self, values: torch.Tensor) -> int:
-        """Return the number of the element that is written."""
-        return int(self.share * values.numel())
+    def element(self, numel: int) -> int:
+        """Return the number of the element that is written, of a parameter of so many."""
+        return int(self.share * numel)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def write(
         for optimizer in optimizers:
             is_written = torch.ones(len(values), dtype=torch.bool)
             if plan.way is Writing.ONE_ELEMENT:
-                is_written = torch.arange(len(values)) == plan.element(values)
+                is_written = torch.arange(len(values)) == plan.element(values.numel())
             optimizer.write(index, values, is_written)
             if plan.way.renews:
                 optimizer.forget(index)

@@ -26,7 +26,9 @@ def write(model: Probe, plan: Write, values: list[torch.Tensor]) -> None:
             # Writes through .data leave the version of a tensor as it was.
             parameter.data.copy_(values[index])
         else:
-            at = torch.unravel_index(torch.tensor(plan.element(values[index])), parameter.shape)
+            at = torch.unravel_index(
+                torch.tensor(plan.element(values[index].numel())), parameter.shape
+            )
             parameter[at] = values[index][at]
 
 
