@@ -194,6 +194,28 @@ class SkipsAnOddOne(Halves):
         return super().add(messages, group)
 
 
+class SendsRoundedValues(Halves):
+    """Sum float32 tensors, whose values are rounded to float16."""
+
+    def reduce(self, tensor: Tensor, size: int, group: Any) -> None:
+        tensor.copy_(tensor.half())
+        dist.all_reduce(tensor, group=group)
+
+
+class FeedsBackMessages(Halves):
+    """Keep the errors of the messages, and not those of the sum that is gathered."""
+
+    def __init__(self, func: Any, qtype: str) -> None:
+        super().__init__(func, qtype)
+        self.errors: list[Tensor] = []
+
+    def summed(self, parts: Sequence[Tensor], group: Any) -> Tensor:
+        errors = self.errors or [torch.zeros_like(part) for part in parts]
+        fed = [part + error for part, error in zip(parts, errors, strict=True)]
+        self.errors = [one - one.half() for one in fed]
+        return super().summed(fed, group)
+
+
 class ClearsFirst:
     """An all_gather that clears outputs before it reads its input, which may be one of them."""
 
@@ -221,6 +243,7 @@ def _named(name: str, number: str, func: str = "all_reduce", claims: str = "exac
 
 
 BOUNDED = "collective({}), bounded(relative=0.02)"
+FED_BACK = "collective(all_reduce), rounded(float16), feedback"
 MUTANTS = [
     _named("ForgetsItself", "18.1"),
     _named("ForgetsItself", "18.1", "reduce_scatter"),
@@ -229,6 +252,9 @@ MUTANTS = [
     _named("OverflowsInBytes", "18.1", claims=BOUNDED.format("all_reduce")),
     _named("AddsInHalfOfAHalf", "18.2", "reduce_scatter"),
     _named("LeavesOutTheRest", "18.1"),
+    _named("SendsRoundedValues", "18.15"),
+    _named("Halves", "18.16", claims=FED_BACK),
+    _named("FeedsBackMessages", "18.16", claims=FED_BACK),
     _named("ClearsFirst", "18.23", "all_gather"),
     _named("ClearsFirst", "18.23", "all_gather_into_tensor"),
     _named("SkipsAnOddOne", "18.30"),

@@ -9,6 +9,9 @@ dtype computes it: each of W roundings is off by at most u times the sum of all 
 relative error of one rounding. Under the other claims the sum is computed in float32, or in the
 dtype of the messages if that is narrower: W eps times the sum of all |x_i|.
 
+A subject with the claim feedback makes up for roundings to the narrow dtype, those of the sum too:
+the mean of many calls may be off by roundings of the messages' own dtype alone.
+
 An all_reduce has a second part: the ranks exchange the sum, which is quantized again. That is off
 by at most b(s), for the values that are then sent. Ranks share the elements out as they like, so
 that a block of n elements may begin anywhere: the largest magnitude of a block is here that of the
@@ -75,7 +78,7 @@ def allowed_sum(
         relative_rounding=parts[0].relative_rounding,
         smallest_rounding=parts[0].smallest_rounding,
         is_free=is_free,
-        not_fed_back=of_sum / scale,
+        not_fed_back=count * eps * magnitude / scale,
     )
 
 

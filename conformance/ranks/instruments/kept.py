@@ -39,7 +39,7 @@ class KeptRecorder:
         self._places = {place * (steps - 1) // INTERVALS for place in range(INTERVALS + 1)}
         self._recorder = recorder
         self._store = store if isinstance(store, dist.FileStore) else None
-        self._least: dict[str, int] = {}
+        self._last: dict[str, int] = {}
         recorder.spool()
         # Collections leave out frozen objects: one takes less than 1 ms.
         gc.collect()
@@ -56,20 +56,18 @@ class KeptRecorder:
             self._recorder.event("kept", at=step, keys=keys, **self._settled())
 
     def _settled(self) -> dict[str, int]:
-        """Return the counts; if tensors have grown, the least of some readings.
+        """Return the counts; if tensors have grown since the last place, the least of more.
 
         The threads of a process group let go of a collective's tensors a little after its wait().
         """
         counts = kept()
         for _ in range(_READINGS):
-            if all(counts[name] <= self._least.get(name, -1) for name in ("tensors", "bytes")):
+            if all(counts[name] <= self._last.get(name, -1) for name in ("tensors", "bytes")):
                 break
             os.sched_yield()
             again = kept()
             counts = {name: min(count, again[name]) for name, count in counts.items()}
-        self._least = {
-            name: min(count, self._least.get(name, count)) for name, count in counts.items()
-        }
+        self._last = counts
         return counts
 
 
