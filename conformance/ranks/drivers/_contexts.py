@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.ranks.drivers._joinables import Counter, Marker, Model, Setter
 from conformance.ranks.drivers._mode_reader import ModeReader
 from conformance.ranks.drivers.base import RankDriver
+from conformance.ranks.instruments.process_state import CPU_GENERATORS
 from conformance.scenarios.joinable import (
     KEYWORDS,
     LEARNING_RATE,
@@ -127,7 +128,9 @@ class Contexts:
         self.driver.begin_step(self._contexts, "context")
         self._contexts += 1
         names = ", ".join(type(joinable).__name__ for joinable in joinables)
-        with self.driver.inside(f"the context of {names}"), ExitStack() as stack:
+        # Another rule compares the draws of a body that draws numbers.
+        drawn = CPU_GENERATORS if self.reader and self.reader.draws else ()
+        with self.driver.inside(f"the context of {names}", drawn=drawn), ExitStack() as stack:
             if self.reader:
                 stack.enter_context(self.reader.watched())
             yield

@@ -41,13 +41,14 @@ class ModeReader:
         draws: whether the body of each context draws from the global random generators.
 
     Attributes:
+        draws: as in the arguments.
         modules: the modules whose modes of training are read, by name.
         parameters: the parameters whose requires_grad and gradients are read, by name.
     """
 
     def __init__(self, driver: RankDriver, draws: bool = False) -> None:
         self.driver = driver
-        self._draws = draws
+        self.draws = draws
         self.modules: dict[str, torch.nn.Module] = {}
         self.parameters: dict[str, torch.Tensor] = {}
         self._frozen: set[str] = set()
@@ -73,9 +74,9 @@ class ModeReader:
         """Read them at an event, if it is a place for it."""
         if event in ("leaving", "left", "came_out"):
             self._is_joining = event == "leaving"
-        if event == "begun" and self._draws:
+        if event == "begun" and self.draws:
             self._read(_PLACES[event])
-        if event in ("begun", "took") and self._draws:
+        if event in ("begun", "took") and self.draws:
             self._drawn += 1
             _draw_numbers()
         if event in _PLACES:

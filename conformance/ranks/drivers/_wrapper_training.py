@@ -86,9 +86,10 @@ class WrapperTraining:
         driver = self._driver
         for parameter in self._parameters.values():
             parameter.grad = None
-        draws = self._scenario.variant == INDICES.variant
+        is_random = self._scenario.variant == INDICES.variant
+        drawn = process_state.TORCHS_GENERATORS if is_random else ()
         try:
-            with driver.inside("forward and backward", draws=draws):
+            with driver.inside("forward and backward", drawn=drawn):
                 self._work()
         except Exception as error:
             if driver.without_subject or self._scenario.name not in MAY_REFUSE:

@@ -3,7 +3,7 @@
 import gc
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,6 @@ from conformance.records.recorder import Recorder
 from conformance.scenarios.averager_training import option
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.profiles import CUDA
 from conformance.subjects.kinds import KINDS
 from conformance.subjects.spec import SubjectSpec
 
@@ -351,7 +350,7 @@ class RankDriver(ABC):
             set_default_dtype(self.scenario.default_dtype(step))
 
     @contextmanager
-    def inside(self, call: str, *, draws: bool = False) -> Iterator[None]:
+    def inside(self, call: str, *, drawn: Container[str] = ()) -> Iterator[None]:
         """Run a block in which the subject is at work, in this rank's turn.
 
         The subject is blamed for its errors. After an error the call stays open, so that the
@@ -359,7 +358,7 @@ class RankDriver(ABC):
 
         Args:
             call: the name of the call, for people: ``average_parameters``.
-            draws: the call runs a model of the kit's that draws from torch's generators.
+            drawn: the generators from which a model or a loop of the kit's draws in the call.
         """
         number = self.calls.begin()
         # The wait for this rank's turn is not the subject's: its call has not begun.
@@ -372,9 +371,11 @@ class RankDriver(ABC):
         self.calls.leave()
         after = process_state.rng()
         # A generator that the call has brought along had no state before.
-        changed = [name for name, state in after.items() if before.get(name, state) != state]
-        if draws:
-            changed = [name for name in changed if name not in ("torch", CUDA)]
+        changed = [
+            name
+            for name, state in after.items()
+            if before.get(name, state) != state and name not in drawn
+        ]
         self.recorder.event("leaves", what=call, rng_changed=changed)
         self.schedule.left(number, is_last=True)
 

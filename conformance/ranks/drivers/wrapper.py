@@ -31,6 +31,7 @@ from conformance.ranks.drivers._module_hooks import Hooks, generators
 from conformance.ranks.drivers._wrapper_training import WrapperTraining
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.enum_arguments import with_enum_members
+from conformance.ranks.instruments import process_state
 from conformance.ranks.instruments.default_dtype import default_dtype
 from conformance.ranks.resolve import Factory
 from conformance.scenarios.gradients import gradient, uses
@@ -138,14 +139,14 @@ class WrapperDriver(RankDriver):
             used = tuple(uses(self.size, self.group_rank, step, index) for index in range(5))
         WATCH.phase = "forward"
         # Another rule compares the draws with those of the network without the wrapper.
-        draws = scenario.variant == "random"
-        with self.inside("the forward", draws=draws), self.autocast():
+        drawn = process_state.TORCHS_GENERATORS if scenario.variant == "random" else ()
+        with self.inside("the forward", drawn=drawn), self.autocast():
             output = self._ddp(x, used)
         # The wrapper exists to keep fewer activations between forward and backward.
         kept = WATCH.alive()
         loss = ((output.to(target.dtype) - target) ** 2).mean() * weight
         WATCH.phase = "backward"
-        with self.inside("the backward", draws=draws):
+        with self.inside("the backward", drawn=drawn):
             loss.backward()
         WATCH.phase = ""
         self.keep(f"output/{number}", output)

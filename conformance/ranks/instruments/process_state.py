@@ -25,6 +25,10 @@ from conformance.ranks.instruments.digest import digest_of_bytes
 from conformance.scenarios.profiles import CUDA
 from conformance.torch_versions.private import global_hooks, known_groups
 
+# Names of global generators in ``rng``.
+TORCHS_GENERATORS = frozenset({"torch", CUDA})
+CPU_GENERATORS = frozenset({"torch", "python", "numpy"})
+
 
 def rng() -> dict[str, str]:
     """Return digests of the states of the global generators.

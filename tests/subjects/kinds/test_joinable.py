@@ -49,6 +49,20 @@ def test_torchs_context(
 
 
 @pytest.mark.parametrize(
+    "case",
+    [Case("hooks_ref:Join", worlds=(2,), kind="joinable", rules=("17.15", "17.31"), partly=True)],
+    ids=str,
+)
+def test_numbers_that_a_body_draws_are_no_trace_of_its_context(
+    judgements_of: Callable[[Case], Judgements], case: Case
+) -> None:
+    """17.15 watches the runs of 17.31 too, in which the body of each context draws numbers."""
+    judgements = judgements_of(case)
+    assert {n: judgements[n].reason for n in case.rules if not judgements[n].verdict.holds} == {}
+    assert any(run.startswith("joinable_modes@") for run in judgements["17.15"].runs)
+
+
+@pytest.mark.parametrize(
     ("target", "line"),
     [
         ("tests.nowhere:Join", "there is no module 'tests.nowhere' on the path"),
