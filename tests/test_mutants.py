@@ -52,11 +52,12 @@ def rarely_judged() -> set[Case]:
     """Return the mutants that are judged with --thorough alone.
 
     Every run judges the first mutant of each rule. Of rules whose runs take long, it judges the
-    first mutant of each section.
+    first mutant of the first such rule in each section.
     """
+    places = {number: place for place, number in enumerate(BOOK)}
     often: dict[str, Case] = {}
-    for case, mutant in CASES.items():
-        rule = BOOK[mutant.breaks[0]]
+    for case in sorted(CASES, key=lambda case: places[CASES[case].breaks[0]]):
+        rule = BOOK[CASES[case].breaks[0]]
         often.setdefault(rule.section if is_costly(rule) else rule.number, case)
     return set(CASES) - set(often.values())
 

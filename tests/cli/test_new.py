@@ -38,12 +38,12 @@ def test_names_that_are_no_packages(name: str, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.ranks
 def test_the_example_is_certified_outside_the_repository(tmp_path: Path) -> None:
-    """Two sections by the command line, and a part of the package's own test."""
+    """Two rules by the command line, and a part of the package's own test."""
     main(["new", "elsewhere", "--folder", str(tmp_path / "elsewhere")])
     project = tmp_path / "elsewhere"
     command = ["-m", "conformance", "certify", "--hook", "elsewhere:mean_hook"]
     run = subprocess.run(
-        [sys.executable, *command, "--rule", "1,2", "--world-size", "2"],
+        [sys.executable, *command, "--rule", "2.1,2.2", "--world-size", "2"],
         cwd=project / "src",
         capture_output=True,
         text=True,

@@ -98,12 +98,12 @@ def on_a_terminal(arguments: list[str], cwd: Path, **environment: str) -> str:
 def test_a_run_on_a_terminal_names_its_runs(tmp_path: Path, form: str) -> None:
     root = str(Path(__file__).resolve().parents[2])
     options = ["--pyargs", "conformance", "--hook", "hooks_ref:allreduce_hook"]
-    options += ["--rule", "1.1", "--world-size", "2"]
+    options += ["--rule", "2.1", "--world-size", "2"]
     if form == "certify":
         (tmp_path / "test_it.py").write_text(
             "import pytest\nfrom conformance import certify\n\n"
             "def test_it():\n    with pytest.raises(AssertionError):\n"
-            "        certify('hooks_ref:allreduce_hook', rule=('1.1',), world_size='2')\n"
+            "        certify('hooks_ref:allreduce_hook', rule=('2.1',), world_size='2')\n"
         )
         options = ["-p", "conformance.plugin", "test_it.py"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]

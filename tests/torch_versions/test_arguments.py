@@ -42,6 +42,8 @@ def test_the_walk_finds_newer_arguments(source: str, found: list[str]) -> None:
 
 def newer_arguments(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each such argument in a call of torch.distributed."""
+    if not any(argument in source for argument in NEWER):
+        return
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue

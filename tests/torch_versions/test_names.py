@@ -4,7 +4,7 @@ import ast
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_no_private_name_of_torch_is_used_outside_the_layer() -> None:
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in SOURCES
         if LAYER not in path.parents
-        for line, name in private_names(ast.parse(path.read_text()), own_names())
+        for line, name in private_names(nodes_of(path), own_names())
         if not any(is_listed_for(path, name, one) for one in OF_REFERENCES)
     }
     assert found == set()
@@ -50,7 +50,7 @@ def parts(one: PrivateName) -> set[str]:
 
 def test_every_name_in_the_layer_is_listed() -> None:
     listed = {part for one in OF_THE_KIT for part in parts(one)}
-    used = {name for _, name in private_names(ast.parse(PRIVATE.read_text()), own_names())}
+    used = {name for _, name in private_names(nodes_of(PRIVATE), own_names())}
     assert used <= listed
 
 
@@ -111,7 +111,8 @@ def test_this_torch_lacks_the_names_of_other_versions(one: PrivateName) -> None:
     ],
 )
 def test_the_walk_finds_private_names(source: str, found: list[str]) -> None:
-    assert [name for _, name in private_names(ast.parse(source), frozenset({"_own"}))] == found
+    nodes = list(ast.walk(ast.parse(source)))
+    assert [name for _, name in private_names(nodes, frozenset({"_own"}))] == found
 
 
 # --- the walk -------------------------------------------------------------------------------------
@@ -120,11 +121,16 @@ def test_the_walk_finds_private_names(source: str, found: list[str]) -> None:
 @cache
 def own_names() -> frozenset[str]:
     """Return the names that the kit's sources bind themselves."""
-    return frozenset(name for path in SOURCES for name in bound_names(ast.parse(path.read_text())))
+    return frozenset(name for path in SOURCES for name in bound_names(nodes_of(path)))
 
 
-def bound_names(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def bound_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -135,16 +141,16 @@ def bound_names(tree: ast.AST) -> Iterator[str]:
             yield node.id
 
 
-def private_names(tree: ast.AST, own: frozenset[str]) -> Iterator[tuple[int, str]]:
+def private_names(nodes: Sequence[ast.AST], own: frozenset[str]) -> Iterator[tuple[int, str]]:
     """Yield the line and the first private part of each use of a private name that is torch's.
 
     An attribute counts if its object comes from torch by name, or if neither the kit nor a module
     of Python has such an attribute.
     """
-    modules = imported(tree)
-    texts = docstrings(tree)
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
+    modules = imported(nodes)
+    texts = docstrings(nodes)
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
         name: str | None = None
         if isinstance(node, ast.Attribute) and id(node) not in inner:
             name = of_attribute(node, modules, own)
@@ -161,10 +167,10 @@ def private_names(tree: ast.AST, own: frozenset[str]) -> Iterator[tuple[int, str
             yield getattr(node, "lineno", 0), name
 
 
-def imported(tree: ast.AST) -> Mapping[str, str]:
+def imported(nodes: Iterable[ast.AST]) -> Mapping[str, str]:
     """Return the full name behind each name that a module imports."""
     found = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for one in node.names:
                 found[one.asname or one.name.partition(".")[0]] = one.name
@@ -174,8 +180,8 @@ def imported(tree: ast.AST) -> Mapping[str, str]:
     return found
 
 
-def docstrings(tree: ast.AST) -> set[int]:
-    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+def docstrings(nodes: Iterable[ast.AST]) -> set[int]:
+    return {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
 
 
 def of_attribute(
@@ -219,5 +225,5 @@ def is_of_torch(name: str) -> bool:
 def test_modules_that_need_no_torch_import_none() -> None:
     for name in ("names", "tested"):
         module = importlib.import_module(f"conformance.torch_versions.{name}")
-        tree = ast.parse(Path(str(module.__file__)).read_text())
-        assert not any(is_of_torch(full) for full in imported(tree).values()), name
+        nodes = nodes_of(Path(str(module.__file__)))
+        assert not any(is_of_torch(full) for full in imported(nodes).values()), name

@@ -29,7 +29,7 @@ from conformance.subjects.claims import default_claims, parse_claims
 from conformance.subjects.spec import parse_other
 from conformance.subjects.target import parse_target
 from hooks_ref.quantized_collectives import dequantize, quantize
-from tests.cases import Case, Judgements, by_short_rules
+from tests.cases import Case, Judgements, by_short_rules, in_turns
 
 TORCHS = "torch.distributed.algorithms._quantization.quantization:auto_quantize"
 LISTS = {"18.7"}  # puts other tensors into lists
@@ -65,7 +65,7 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=str)
+@pytest.mark.parametrize("case", in_turns(list(REFUSED), 3), ids=str)
 def test_torchs_is_refused_by_these_rules_alone(
     judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
 ) -> None:
@@ -133,7 +133,7 @@ OURS = [
 ]
 
 
-@pytest.mark.parametrize("case", OURS, ids=str)
+@pytest.mark.parametrize("case", in_turns(OURS, 3), ids=str)
 def test_ours_is_certified(judgements_of: Callable[[Case], Judgements], case: Case) -> None:
     judgements = judgements_of(case).values()
     assert {j.number: j.reason for j in judgements if not j.verdict.holds} == {}

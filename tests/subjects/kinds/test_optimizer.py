@@ -66,7 +66,7 @@ def run_of(scenario: Scenario, world: int, averager: bool) -> Run:
 @pytest.mark.parametrize("scenario", EXACT, ids=lambda scenario: scenario.name)
 def test_sgd_is_exact(scenario: Scenario, averager: bool) -> None:
     """The dtype represents every step and average, so that right wrappers give the same bits."""
-    for world in scenario.fits((1, 2, 3, 4)):
+    for world in scenario.fits((2, 4)) or scenario.fits((1, 3)):
         for step in right_steps(run_of(scenario, world, averager)).values():
             for spec, stepped, after in zip(scenario.params, step.stepped, step.after, strict=True):
                 for value in (stepped, after):
