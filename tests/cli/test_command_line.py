@@ -115,16 +115,19 @@ def test_every_form(project: Path, form: str) -> None:
         "--certificate": str(project / "c.json"),
     }
     words = [word for pair in options.items() for word in pair]
-    # With an equals sign too: what is read of the options is said before anything runs.
-    with_equals = [f"{key}={value}" for key, value in options.items()]
-    equal = run([*command, "--collect-only", *with_equals], cwd or project, PYTHONPATH=str(project))
-    assert "conformance: --hook mypkg:mean, kit in" in equal.stdout, equal.stdout + equal.stderr
-    assert "1 test collected" in equal.stdout
     done = run([*command, *words], cwd or project, PYTHONPATH=str(project))
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert "development run: no certificate" in done.stdout
     assert done.returncode == 7
     assert not (project / "c.json").exists()
+
+
+def test_options_with_an_equals_sign(project: Path) -> None:
+    """What is read of the options is said before anything runs."""
+    options = ["--collect-only", "--hook=mypkg:mean", "--rule=2.1", "--world-size=2"]
+    done = certify(project, *options)
+    assert "conformance: --hook mypkg:mean, kit in" in done.stdout, done.stdout + done.stderr
+    assert "1 test collected" in done.stdout
 
 
 def test_a_whole_run_writes_a_certificate(project: Path) -> None:
@@ -432,20 +435,8 @@ def test_a_narrowed_run_is_a_development_run(project: Path, narrowed: list[str])
 
 
 def test_xdist_is_refused(project: Path) -> None:
-    """A plugin that splits the items would split the session: one line refuses it."""
-    (project / "splits.py").write_text(
-        "def pytest_addoption(parser):\n    parser.addoption('--numprocesses')\n"
-    )
-    done = certify(
-        project,
-        "-p",
-        "splits",
-        "--hook",
-        "mypkg:mean",
-        "--numprocesses",
-        "2",
-        PYTHONPATH=str(project),
-    )
+    """It would split the session with the items: one line refuses it."""
+    done = certify(project, "-n", "2", "--hook", "mypkg:mean")
     assert done.returncode == 4
     assert "leave out -n" in done.stdout + done.stderr
 

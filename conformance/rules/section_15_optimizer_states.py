@@ -1,0 +1,116 @@
+"""Section 15, continued: the state of an optimizer wrapper, saved and restored."""
+
+import torch
+
+from conformance.judging.oracles.optimizer import construction, require_right, right_steps
+from conformance.judging.oracles.optimizer_calls import (
+    require_own_entries,
+    require_right_with_rates,
+)
+from conformance.judging.rule import rule
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.scenarios.optimizer import RELOADED, RESUMED, SAVED
+from conformance.scenarios.optimizer_loops import RESET, RESET_EARLY
+from conformance.scenarios.optimizer_states import RESTORED_RATES
+from conformance.subjects.claims import Claims
+
+BASIC = ("15.1", "15.2", "15.3")
+KEEPS_STATES = (
+    "states from before parameters were trained are not restored: it has consolidate_state_dict(), "
+    "and torch's optimizer that has it keeps later ones"
+)
+
+
+@rule(
+    "15.13",
+    "It continues from a checkpoint",
+    on=(RESUMED, SAVED),
+    owns=(RESUMED, SAVED),
+    needs=BASIC,
+    source="torch documentation, PostLocalSGDOptimizer.load_state_dict, consolidate_state_dict; "
+    "pytorch #63340, #78988",
+    remedy="state_dict() has to hold the wrapped optimizer's state and the averager's step; "
+    "indices of parameters across ranks",
+)
+def checkpoint(run: Run, claims: Claims, found: Found) -> None:
+    """New processes that load the state_dict() of step 13 continue as if there had been no break.
+
+    Momentum continues, and so does the averager's count of steps: a warm-up does not begin again. A
+    subject with consolidate_state_dict() collects its state on the group's first rank, and all
+    ranks load that one. Of other subjects each rank saves and loads its own.
+    """
+    require_right(run, found)
+
+
+@rule(
+    "15.14",
+    "Its state can be restored in the same process",
+    on=(RELOADED, RESTORED_RATES, RESET, RESET_EARLY),
+    owns=(RELOADED, RESTORED_RATES, RESET, RESET_EARLY),
+    needs=(*BASIC, "15.6", "15.13"),
+    source="torch documentation, Optimizer.load_state_dict and torch.optim.lr_scheduler",
+    remedy="load_state_dict of the wrapped optimizer makes new param_groups: the wrapper's have to "
+    "be these, not the old ones; states of parameters that have none in the loaded state are gone",
+)
+def reloaded(run: Run, claims: Claims, found: Found) -> None:
+    """load_state_dict() in the same process restores the state of the matching state_dict(), and a
+    learning-rate schedule that writes to param_groups afterwards takes effect.
+
+    So does a schedule that fills tensors of learning rates in place. The steps that are saved and
+    restored are drawn from the session's seed then, and the restored rates count in the first step.
+    The user's own entries in parameter groups are restored as well. A state from the beginning, or
+    from before some parameters were trained, leaves these without a state. Subjects with
+    consolidate_state_dict() are not judged by that: torch's keeps such states.
+    """
+    if run.scenario.variant == RESET.variant and run.ranks[0].first("consolidates"):
+        found.leaves_out(KEEPS_STATES)
+        return
+    require_right_with_rates(run, found)
+    require_own_entries(run, found)
+
+
+@rule(
+    "15.15",
+    "The consolidated state is the local optimizer's",
+    on=(SAVED,),
+    needs=BASIC,
+    source="torch documentation, ZeroRedundancyOptimizer.consolidate_state_dict and state_dict; "
+    "pytorch #54736, #60284",
+    remedy="the mapping from a rank's share to all parameters; state that a rank has not sent, or "
+    "that is out of date",
+)
+def consolidated(run: Run, claims: Claims, found: Found) -> None:
+    """After consolidate_state_dict(0) the state_dict() of the group's first rank is that of a local
+    optimizer on all parameters: the momentum of each, by its number, and the parameter groups."""
+    rank = run.ranks[0]
+    event = rank.first("consolidated")
+    if event is None:
+        found.does_not_apply("it has no consolidate_state_dict()")
+        return
+    actual = "rank 0: state_dict() returned something else"
+    if not found.require(event["form"], "a dict with state and param_groups", actual):
+        return
+    step = run.scenario.resume.saves_at - 1
+    options = construction(run)["options"]
+    momentum = options.get("momentum", 0.0)
+    indices = list(range(len(run.scenario.params)))
+    groups = [{"lr": options["lr"], "momentum": momentum, "params": indices}]
+    place = f"rank 0, step {step}"
+    got_groups = [{name: group.get(name) for name in groups[0]} for group in event["groups"]]
+    found.require(got_groups == groups, f"param_groups {groups}", f"{place}: {event['groups']}")
+    # SGD without momentum has no state.
+    momenta = right_steps(run)[0, step].momenta if momentum else []
+    for index, right in enumerate(momenta):
+        expected = f"the momentum of p{index}"
+        tensor = rank.tensors.get(f"{step}/state/{index}/momentum_buffer")
+        if tensor is None:
+            found.require(False, expected, f"{place}: state[{index}] has no momentum_buffer")
+            continue
+        found.checked(1)
+        got = tensor.reshape(-1).double()
+        same = torch.equal(got, right)
+        owners = [other for other, values in enumerate(momenta) if torch.equal(got, values)]
+        cause = "" if same or not owners else f"it is the momentum of p{owners[0]}"
+        actual = f"{place}: state[{index}] has another momentum_buffer"
+        found.require(same, expected, actual, cause)
