@@ -196,13 +196,26 @@ def scheduled(run: Run, claims: Claims, found: Found) -> None:
     on=(CLOSURE,),
     owns=(CLOSURE,),
     needs=BASIC,
-    source="torch documentation, Optimizer.step(closure)",
+    source="torch documentation, Optimizer.step(closure); a trainer skips a batch whose closure "
+    "fails, and goes on after Ctrl-C",
     remedy="pass the closure to the wrapped optimizer and return its result; do not wrap step() in "
-    "torch.no_grad()",
+    "torch.no_grad(); put back in a finally what step() sets, as a guard against a second call",
 )
 def closures(run: Run, claims: Claims, found: Found) -> None:
     """step(closure) calls the closure once, with gradients enabled, before it steps, and returns
-    the closure's loss; the averager is called once."""
+    the closure's loss; the averager is called once.
+
+    An exception of a closure comes out of step(), which has changed nothing and called no averager;
+    the next step is right. It is an error, KeyboardInterrupt, SystemExit, StopIteration or
+    GeneratorExit.
+    """
+    for member in run.ranks:
+        for failed in member.all("failed"):
+            found.require(
+                failed["same"],
+                "the exception that the closure has raised",
+                f"rank {member.rank}, step {failed['step']}: {failed['came']} came out",
+            )
     for rank, step in steps(run):
         place = f"rank {rank}, step {step}"
         event = run.ranks[rank].first("closure", step=step)

@@ -34,7 +34,6 @@ from conformance.scenarios.strategy import (
     SUBGROUPS,
     VIEWS,
     WITHOUT,
-    raises_in,
 )
 from conformance.scenarios.strategy_training import AFTER_WORLD
 from conformance.subjects.claims import Claims
@@ -341,12 +340,15 @@ def without(run: Run, claims: Claims, found: Found) -> None:
     needs=("16.13",),
     source="Python documentation, contextlib.contextmanager: an exception in the body is raised at "
     "the yield; torch's no_sync",
-    remedy="try and finally around the yield for settings to restore; an __exit__ that returns "
-    "True; an average after an error",
+    remedy="try and finally around the yield for settings to restore, not except Exception; an "
+    "__exit__ that returns True; an average after an error",
 )
 def exception(run: Run, claims: Claims, found: Found) -> None:
     """An exception that is raised inside a context on all ranks comes out unchanged; after
-    gradients are cleared, the next step gives the means."""
+    gradients are cleared, the next step gives the means.
+
+    It is an error, KeyboardInterrupt, SystemExit, StopIteration or GeneratorExit.
+    """
     for rank in run.ranks:
         for event in rank.all("failed"):
             found.require(
@@ -355,9 +357,9 @@ def exception(run: Run, claims: Claims, found: Found) -> None:
                 f"rank {rank.rank}, step {event['step']}: {event['came']} came out",
                 "__exit__ returned True" if event["came"] == "nothing" else "",
             )
+    # In the step after an exception too: what that has left may be put back at the end of a step.
     for rank_number, step in steps(run):
-        if raises_in(run.scenario, step) is not None:
-            require_ddp_restored(run, rank_number, step, found)
+        require_ddp_restored(run, rank_number, step, found)
     require_means(run, found)
 
 

@@ -26,7 +26,8 @@ from conformance.judging.oracles.join_numbers import (
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.join_draws import INTERRUPTS, breaks_off, divides_by_all
+from conformance.scenarios.interrupts import INTERRUPTS
+from conformance.scenarios.join_draws import breaks_off, divides_by_all
 from conformance.scenarios.joinable import CROWD
 from conformance.scenarios.joins_in_training import (
     EPOCHS,

@@ -309,8 +309,11 @@ def copies(run: Run, claims: Claims, found: Found) -> None:
     "try and finally",
 )
 def errors(runs: dict[str, Run], claims: Claims, found: Found) -> None:
-    """An error in a block comes out of the forward unchanged, no hook on saved tensors stays in
-    force, and the next step is right."""
+    """An exception in a block comes out of the forward unchanged, no hook on saved tensors stays in
+    force, and the next step is right.
+
+    It is an error, KeyboardInterrupt, SystemExit or GeneratorExit.
+    """
     cause = "they were not removed when the forward raised an error"
     for name in subject_runs(runs):
         require_compared(runs[name], found, "error")

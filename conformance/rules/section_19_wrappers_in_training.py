@@ -34,6 +34,7 @@ from conformance.scenarios.wrapper_training import (
     RANGES,
     RETAINED,
     SINGLE,
+    WRITTEN,
 )
 from conformance.subjects.claims import Claims
 
@@ -294,3 +295,25 @@ def together(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     require_same_training(others, found)
     require_same_modes(of_half, found)
     require_same_training(of_indices, found, steps=1 if claims.has("draws_anew") else None)
+
+
+@parity_rule(
+    "19.36",
+    "Inputs that are changed in place are not read again",
+    on=(WRITTEN,),
+    owns=(WRITTEN,),
+    needs=("19.23",),
+    since="1.6",
+    source="torch documentation, Autograd mechanics: in-place correctness checks, by a counter of "
+    "versions of each tensor that is saved; torch.autograd.Function, save_for_backward",
+    remedy="inputs that are kept beside the graph, as by checkpoint(lambda: module(x)) or ctx.x = "
+    "x: torch compares the versions of saved tensors alone; pass inputs as arguments, or save them",
+)
+def written(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """The input of a block that does not save it may be changed after the forward: by
+    x.add_(block(x)), by a sum into some of its columns, or by the next batch. Gradients are those
+    without the wrapper, or the wrapper raises an error.
+
+    The order of these is drawn from the session's seed.
+    """
+    require_same_or_refused(runs, found)

@@ -7,13 +7,12 @@ The seed and the scenario's name alone decide the numbers.
 import random
 from functools import lru_cache
 
+from conformance.scenarios.interrupts import INTERRUPTS
 from conformance.scenarios.model import Scenario
 
 Lengths = tuple[int, ...]  # numbers of inputs, by group rank
 
 DIVISOR = "divide_by_initial_world_size"
-
-INTERRUPTS = ("KeyboardInterrupt", "SystemExit", "StopIteration", "GeneratorExit")
 
 JOINABLES_OF_EPOCHS = 3
 

@@ -72,8 +72,9 @@ SCHEDULED = replace(
 CLOSURE = replace(
     PLAIN,
     name="optimizer_closure",
-    summary="steps are given a closure",
-    steps=("crafted",) * 6,
+    summary="steps are given a closure; before some steps one raises an exception, as if the batch "
+    "were skipped: an error, KeyboardInterrupt, SystemExit, StopIteration and GeneratorExit",
+    steps=("crafted",) * 8,
     world_sizes=(2,),
     variant="closure",
 )

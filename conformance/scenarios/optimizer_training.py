@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.scenarios.averager_training import LONG_STEPS, option
+from conformance.scenarios.interrupts import ERROR, drawn_interrupts
 from conformance.scenarios.model import Observation, Param, Scenario
 from conformance.scenarios.optimizer import _PARAMS, DTYPES, PLAIN, SAVED, Setting, setting
 from conformance.scenarios.optimizer_loops import (
@@ -218,6 +219,17 @@ def is_closed(scenario: Scenario, step: int) -> bool:
     return scenario.variant == "closure" or (
         scenario.variant in ("options", "adam_options", AUTOCAST.variant) and step % 3 == 1
     )
+
+
+def raised_before(scenario: Scenario, step: int) -> str:
+    """Return the name of the exception that a closure raises before a step; '' if none does."""
+    if scenario.variant != "closure":
+        return ""
+    numbers = random.Random(f"{scenario.session_seed}/{scenario.name}/raises")
+    names = (ERROR, *drawn_interrupts(scenario))
+    # Not before the first step: a trainer that skips its first batch is no common one.
+    steps = numbers.sample(range(1, len(scenario.steps)), len(names))
+    return dict(zip(steps, names, strict=True)).get(step, "")
 
 
 def is_frozen(scenario: Scenario, step: int, index: int) -> bool:

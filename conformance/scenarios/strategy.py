@@ -8,6 +8,7 @@ rules that judge it both call them. In this module, ``place`` is a rank's number
 import random
 from dataclasses import dataclass, replace
 
+from conformance.scenarios.interrupts import ERROR, INTERRUPTS, drawn_interrupts
 from conformance.scenarios.model import DDPOptions, Param, Scenario
 
 # 100 bytes, which is 25 elements of float32: a bucket holds a few of the small parameters.
@@ -188,9 +189,10 @@ ORDERED = replace(
 RAISES = replace(
     VIEWS,
     name="strategy_raises",
-    summary="in two steps all ranks raise an exception inside the context: before a backward, and "
-    "after the last",
-    steps=("crafted",) * 4,
+    summary="in ten steps all ranks raise an exception inside the context, before a backward or "
+    "after the last: an error, KeyboardInterrupt, SystemExit, StopIteration and "
+    "GeneratorExit",
+    steps=("crafted",) * 20,
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
     variant="raises",
 )
@@ -278,7 +280,23 @@ def raises_in(scenario: Scenario, step: int) -> int | None:
     """
     if scenario.variant != "raises":
         return None
-    return {1: 0, 2: 1}.get(step)
+    if step in (1, 2):
+        return step - 1
+    return _INTERRUPTED.index(step) % 2 if step in _INTERRUPTED else None
+
+
+def raised_in(scenario: Scenario, step: int) -> str:
+    """Return the name of the exception that is raised in a step; it is one of Python's."""
+    if scenario.variant != "raises":
+        return _generator(scenario, step).choice((ERROR, *INTERRUPTS))
+    if step not in _INTERRUPTED:
+        return ERROR
+    return drawn_interrupts(scenario)[_INTERRUPTED.index(step) // 2]
+
+
+# Steps in which an exception is raised that is no error, before a backward and after it in turn. A
+# whole step follows each: another exception may put back what one has left.
+_INTERRUPTED = range(4, 20, 2)
 
 
 def abandoned_after(scenario: Scenario, step: int) -> int | None:

@@ -114,7 +114,9 @@ AUTOCAST = replace(
 RAISES = replace(
     PLAIN,
     name="wrapper_raises",
-    summary="a block raises an error in the second forward",
+    summary="a block raises an exception in a forward before each step but the first: an error, "
+    "KeyboardInterrupt, SystemExit and GeneratorExit",
+    steps=("normal",) * 5,
     world_sizes=(2,),
     variant="raises",
 )

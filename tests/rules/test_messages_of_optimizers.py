@@ -124,9 +124,10 @@ Likely cause: the averager was given copies""",
 
 def test_closures_are_described() -> None:
     closure = {"calls": [False, True], "loss": None}
-    called = noted(stepped(CLOSURE), *(event("closure", step, **closure) for step in range(6)))
+    called = noted(stepped(CLOSURE), *(event("closure", step, **closure) for step in range(8)))
+    swallowed = noted(stepped(CLOSURE), event("failed", 1, same=False, came="nothing"))
     expecttest.assert_expected_inline(
-        "\n".join((refused("15.7", stepped(CLOSURE)), refused("15.7", called))),
+        "\n".join(refused("15.7", run) for run in (stepped(CLOSURE), called, swallowed)),
         """\
 Expected: a step with a closure
 Actual: rank 0, step 0: no record of one
@@ -135,7 +136,11 @@ Actual: rank 0, step 0: 2 calls of the closure
 Expected: gradients enabled in the closure
 Actual: rank 0, step 0: torch.is_grad_enabled() was False
 Expected: the closure's loss, 1
-Actual: rank 0, step 0: step returned None""",
+Actual: rank 0, step 0: step returned None
+Expected: the exception that the closure has raised
+Actual: rank 0, step 1: nothing came out
+Expected: a step with a closure
+Actual: rank 0, step 0: no record of one""",
     )
 
 

@@ -113,8 +113,8 @@ Expected: the exception that was raised inside
 Actual: rank 0, step 1: nothing came out
 Likely cause: __exit__ returned True
 Expected: True, as before
-Actual: rank 0, step 2: model.require_backward_grad_sync is False after the last context
-Likely cause: a setting of the context was not restored after an error
+Actual: rank 0, step 0: model.require_backward_grad_sync is False after the last context
+Likely cause: a setting of the context was not restored
 Expected: the exception that was raised inside
 Actual: rank 0, step 1: nothing came out
 Expected: collectives over ranks [0, 2]

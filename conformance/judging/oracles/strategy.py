@@ -122,7 +122,7 @@ def require_ddp_restored(run: Run, rank: int, step: int, found: Found) -> None:
         return
     synchronises = record(run, rank, step)["synchronises"]
     cause = "a setting of the context was not restored"
-    if raising is not None:
+    if raising is not None or (step and raises_in(run.scenario, step - 1) is not None):
         cause += " after an error"
     found.require(
         synchronises,

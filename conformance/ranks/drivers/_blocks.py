@@ -6,6 +6,7 @@ most two terms wherever a wrapper may put them together in another order: a wrap
 nothing else gives the same bits.
 """
 
+import builtins
 import math
 import random
 from collections import Counter
@@ -18,16 +19,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from conformance.ranks.drivers._drawing_blocks import drawing_blocks
 from conformance.scenarios.gradients import gradient
+from conformance.scenarios.interrupts import ERROR
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 
 BATCH = 6
 WIDTH = 8
 Wrap = Callable[[nn.Module], nn.Module]
-
-
-class Planned(Exception):
-    """An error that a block raises on purpose."""
 
 
 class Watch:
@@ -40,12 +38,14 @@ class Watch:
         phase: the current work of the trainer.
         runs: by phase, how often each block's forward began.
         autocast: by phase, the dtypes in which autocast had the blocks compute.
-        raises: the block that is to raise an error; '' is none.
+        raises: the block that is to raise an exception; '' is none.
+        raised: the name of the exception, which is Python's.
     """
 
     def __init__(self) -> None:
         self.phase = ""
         self.raises = ""
+        self.raised = ERROR
         self.runs: dict[str, Counter[str]] = {}
         self.autocast: dict[str, list[str]] = {}
         self._seen: list[tuple[str, StorageWeakRef, int]] = []
@@ -64,7 +64,7 @@ class Watch:
             dtype = str(torch.get_autocast_dtype(device))
         self.autocast[self.phase] = sorted({*self.autocast.get(self.phase, ()), dtype})
         if self.raises == block:
-            raise Planned(f"{block} raises as planned")
+            raise getattr(builtins, self.raised)(f"{block} raises as planned")
 
     def sees(self, block: str, tensor: torch.Tensor) -> torch.Tensor:
         """Note an activation of a block, which is neither its input nor its output."""

@@ -6,9 +6,9 @@ import torch
 
 from conformance.ranks.drivers._contexts import JudgedContext, Steps
 from conformance.ranks.drivers._joinables import Model
+from conformance.scenarios.interrupts import INTERRUPTS
 from conformance.scenarios.join_draws import (
     DIVISOR,
-    INTERRUPTS,
     breaks_off,
     divides_by_all,
     place_of_ddp,

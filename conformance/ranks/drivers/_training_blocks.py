@@ -35,6 +35,19 @@ class Attends(nn.Module):
         return x + weights @ self.value(x) / WIDTH
 
 
+class Rectifies(nn.Module):
+    """A block that saves its input nowhere, so that others may change it in place."""
+
+    def __init__(self, called: str) -> None:
+        super().__init__()
+        self.called = called
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        WATCH.enters(self.called, x.device.type)
+        return self.linear(torch.relu(x))
+
+
 class Wide(nn.Module):
     """A block of many elements, in which every element is computed for itself."""
 
@@ -173,6 +186,8 @@ def _blocks(scenario: Scenario) -> list[nn.Module]:
             Block("block 2").requires_grad_(False),
             LowRank("block 3"),
         ]
+    if scenario.variant == "training_written":
+        return [Rectifies(f"block {index}") for index in range(3)]
     if scenario.variant == "training_long":
         return [Block("block 0")]
     if scenario.variant == "training_graphs":

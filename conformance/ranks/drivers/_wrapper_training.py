@@ -30,6 +30,7 @@ from conformance.scenarios.wrapper_training import (
     LONG,
     PENALTY,
     RETAINED,
+    WAYS_OF_WRITING,
 )
 from conformance.torch_versions.private import saved_tensors_are_packed
 
@@ -65,6 +66,7 @@ class WrapperTraining:
             "training_retained": self._retained,
             "training_penalty": self._penalty,
             "training_inputs": self._inputs,
+            "training_written": self._written,
             "training_frozen": self._frozen,
             "training_indices": self._indices,
             "training_half": self._plain,
@@ -256,10 +258,7 @@ class WrapperTraining:
         try:
             asked = self._ask(way, output, x, grads[0])
         except Exception as error:
-            if self._driver.without_subject:
-                raise
-            text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            self._driver.recorder.event("declined", error=text)
+            self._decline(error)
             return
         self._keep("input/alone", asked)
         self._keep_gradients(" before its own backward")
@@ -280,6 +279,44 @@ class WrapperTraining:
             name = self._drawn_order(list(self._parameters))[0]
             asked = self._parameters[name]
         return torch.autograd.grad(output, asked, grad)[0]
+
+    def _written(self) -> None:
+        """Change the input of each block, or of the first one, in place before the backward."""
+        way = self._drawn_order(WAYS_OF_WRITING)[self._driver.recorder.step]
+        x = self._input()
+        other = self._drawn(x.shape)
+        grad = self._drawn(x.shape)
+        WATCH.phase = "forward"
+        try:
+            output = self._run_and_write(way, x, other)
+            WATCH.phase = "backward"
+            output.backward(grad)
+        except Exception as error:
+            self._decline(error)
+            return
+        self._keep("output/0", output)
+        self._keep("input/0", x.grad)
+
+    def _run_and_write(self, way: str, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        if way == "staged":
+            output = self._net(x)
+            with torch.no_grad():
+                x.copy_(other)
+            return output
+        # A leaf that requires a gradient cannot be changed in place.
+        stream = x * 2
+        for index, block in enumerate(self._net.blocks):
+            columns = slice(index, None, 2) if way == "columns" else slice(None)
+            added = block(stream)
+            stream[:, columns].add_(added[:, columns])
+        return stream
+
+    def _decline(self, error: Exception) -> None:
+        """Record that the wrapper refuses this step with an error; others follow."""
+        if self._driver.without_subject:
+            raise error
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        self._driver.recorder.event("declined", error=text)
 
     def _drawn_order(self, values: Sequence[_Value]) -> list[_Value]:
         key = f"{self._scenario.session_seed}/{self._scenario.name}/order"

@@ -1,5 +1,6 @@
 """The driver of optimizer wrappers: gives parameters gradients, has them stepped, records them."""
 
+import builtins
 import contextlib
 import copy
 import inspect
@@ -32,6 +33,7 @@ from conformance.scenarios.optimizer_training import (
     is_closed,
     is_frozen,
     plan_of,
+    raised_before,
     wrapped_class,
 )
 
@@ -163,6 +165,8 @@ class OptimizerDriver(RankDriver):
     def _train(self, number: int, kind: str) -> None:
         """Compute the gradients of a step, and step the optimizer."""
         if is_closed(self.scenario, number):
+            if raised := raised_before(self.scenario, number):
+                self._skip_batch(raised)
             self._step_with_closure(number, kind)
         elif self._scaler and not self._scaler.is_refused:
             self._step_with_scaler(self._scaler, number, kind)
@@ -371,6 +375,22 @@ class OptimizerDriver(RankDriver):
             kind = "crafted"
         values = values_of(Source(kind, rank, number), spec, self.size, index).to(self.device)
         return self._laid_out(index, values)
+
+    def _skip_batch(self, name: str) -> None:
+        """Step with a closure that raises an exception of Python's, and go on after it."""
+        raised = getattr(builtins, name)("this batch failed")
+        caught: BaseException | None = None
+
+        def closure() -> torch.Tensor:
+            raise raised
+
+        with self.inside("step"):
+            try:
+                self.optimizer.step(closure)
+            except BaseException as error:
+                caught = error
+        text = "nothing" if caught is None else f"{type(caught).__name__}: {str(caught)[:200]}"
+        self.recorder.event("failed", same=caught is raised, came=text)
 
     def _step_with_closure(self, number: int, kind: str) -> None:
         calls: list[bool] = []

@@ -1,5 +1,6 @@
 """The driver of sync strategies: trains in micro-batches, each inside the strategy's context."""
 
+import builtins
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from conformance.scenarios.strategy import (
     multiple,
     order_of_two,
     part_of,
+    raised_in,
     raises_in,
     statistic,
     swap_of,
@@ -35,10 +37,6 @@ from conformance.scenarios.strategy import (
 )
 
 Grads = list[torch.Tensor | None]
-
-
-class _TrainerError(Exception):
-    """The error of a micro-batch that fails."""
 
 
 class StrategyDriver(RankDriver):
@@ -266,15 +264,16 @@ class StrategyDriver(RankDriver):
 
     def _fail(self, grads: Grads, is_final: bool) -> None:
         """Raise inside the context, before the backward; in the last micro-batch, after it."""
-        raised = _TrainerError("this micro-batch failed")
-        caught = None
+        error_type = getattr(builtins, raised_in(self.scenario, self.recorder.step))
+        raised = error_type("this micro-batch failed")
+        caught: BaseException | None = None
         try:
             with self._context_of(is_final):
                 loss = self.model(grads)
                 if is_final:
                     loss.backward()
                 raise raised
-        except Exception as error:
+        except BaseException as error:
             caught = error
         text = "nothing" if caught is None else f"{type(caught).__name__}: {str(caught)[:200]}"
         self.recorder.event("failed", same=caught is raised, came=text)

@@ -22,7 +22,6 @@ from conformance.ranks.drivers._blocks import (
     WATCH,
     WIDTH,
     Block,
-    Planned,
     Wrap,
     filled,
     network,
@@ -35,6 +34,7 @@ from conformance.ranks.instruments import process_state
 from conformance.ranks.instruments.default_dtype import default_dtype
 from conformance.ranks.resolve import Factory
 from conformance.scenarios.gradients import gradient, uses
+from conformance.scenarios.interrupts import ERROR, INTERRUPTS_OF_FORWARDS, drawn_interrupts
 from conformance.scenarios.wrapper import LIMITED
 from conformance.scenarios.wrapper_training import TRAINING
 from conformance.torch_versions.private import saved_tensors_are_packed
@@ -85,8 +85,9 @@ class WrapperDriver(RankDriver):
 
     def _step(self, step: int) -> bool:
         """Train one step; return False if the wrapper refuses it, as it may in some scenarios."""
-        if self.scenario.variant == "raises" and step == 1:
-            self._raise_inside()
+        if self.scenario.variant == "raises" and step:
+            interrupts = drawn_interrupts(self.scenario, INTERRUPTS_OF_FORWARDS)
+            self._raise_inside((ERROR, *interrupts)[step - 1])
         try:
             self._train()
         except Exception as error:
@@ -175,22 +176,25 @@ class WrapperDriver(RankDriver):
         )
         return values.to(self.device)
 
-    def _raise_inside(self) -> None:
-        """Let a block raise an error, and record the error that arrives; the step follows it."""
-        caught = None
+    def _raise_inside(self, name: str) -> None:
+        """Let a block raise an exception of Python's, and record the one that arrives; the step
+        follows it.
+        """
+        caught: BaseException | None = None
         WATCH.raises = "block 1"
+        WATCH.raised = name
         try:
             with self.inside("the forward"):
                 try:
                     self._ddp(self.inputs(_INPUT))
-                except Exception as error:
+                except BaseException as error:
                     caught = error
         finally:
             WATCH.raises = ""
         self.record_comparison(
             "error",
             lambda: f"{type(caught).__name__}: {caught}",
-            f"{Planned.__name__}: block 1 raises as planned",
+            f"{name}: block 1 raises as planned",
         )
 
     def _evaluate(self) -> None:

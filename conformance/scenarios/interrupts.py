@@ -1,0 +1,21 @@
+"""Exceptions that end a step of training early, beside errors. Code that handles ``Exception``
+alone misses most.
+"""
+
+import random
+
+from conformance.scenarios.model import Scenario
+
+INTERRUPTS = ("KeyboardInterrupt", "SystemExit", "StopIteration", "GeneratorExit")
+
+INTERRUPTS_OF_FORWARDS = ("KeyboardInterrupt", "SystemExit", "GeneratorExit")
+"""Without StopIteration, which torch's own checkpoints, generators, make a RuntimeError."""
+
+ERROR = "ArithmeticError"
+"""An ordinary error, which is an ``Exception``."""
+
+
+def drawn_interrupts(scenario: Scenario, names: tuple[str, ...] = INTERRUPTS) -> list[str]:
+    """Return names of exceptions of Python's in an order that the session's seed decides."""
+    numbers = random.Random(f"{scenario.session_seed}/{scenario.name}/interrupts")
+    return numbers.sample(names, len(names))
