@@ -37,7 +37,8 @@ def its_forward(module: torch.nn.Module) -> torch.nn.Module:
 class ByHand(torch.nn.Module):
     """A wrapper that recomputes when the backward first needs a saved tensor.
 
-    Until then it keeps numbers in place of the tensors.
+    Until then it keeps numbers in place of the tensors. An input that has been changed in place by
+    then is an error, as it is for tensors that autograd saves.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -61,6 +62,8 @@ class ByHand(torch.nn.Module):
         state = torch.get_rng_state()
         dtype = torch.get_autocast_dtype("cpu")
         casts = torch.is_autocast_enabled("cpu")
+        inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        versions = [tensor._version for tensor in inputs]
         packed: list[int] = []
         unpacked: list[torch.Tensor] = []
 
@@ -70,6 +73,8 @@ class ByHand(torch.nn.Module):
 
         def unpack(number: int) -> torch.Tensor:
             if not unpacked:
+                if versions != [tensor._version for tensor in inputs]:
+                    raise RuntimeError("an input was changed in place after the forward")
                 with (
                     torch.random.fork_rng([]),
                     torch.enable_grad(),
