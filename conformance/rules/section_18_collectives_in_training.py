@@ -22,6 +22,7 @@ from conformance.scenarios.collective_training import (
     IN_FLIGHT,
     LARGE,
     LONG,
+    ON_TWO_GROUPS,
     RECOVERING,
     UNEVEN,
     VIEWS,
@@ -128,16 +129,22 @@ def uneven(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "18.25",
     "Calls of one shape are apart while they are under way",
-    on=(IN_FLIGHT,),
-    owns=(IN_FLIGHT,),
+    on=(IN_FLIGHT, ON_TWO_GROUPS),
+    owns=(IN_FLIGHT, ON_TWO_GROUPS),
     needs=("18.10",),
     since="1.2",
-    source="torch documentation, async_op; torch.distributed.Work.wait, which may be called again",
-    remedy="buffers that are kept by shape; a wait() that decodes, or divides, a second time",
+    source="torch documentation, async_op; torch.distributed.Work.wait, which may be called again; "
+    "hybrid sharding, whose calls are on rows and on columns of a mesh",
+    remedy="buffers that are kept by shape; a wait() that decodes, or divides, a second time; the "
+    "group or its size in an attribute of the object, which the next call changes",
 )
 def in_flight(run: Run, claims: Claims, found: Found) -> None:
     """Two to four calls of one shape, made by one object, may be under way at once; they are waited
-    for in either order, and twice. Or an error refuses async_op=True."""
+    for in either order, and twice. Or an error refuses async_op=True.
+
+    They may also be on two groups: rows and columns of a mesh of 2 x 2 ranks, or one of these and
+    WORLD. The ranks of rows, the groups and the order of waits are drawn.
+    """
     for call in calls(run):
         if call.refused:
             require_no_error_in_wait(found, call)

@@ -22,6 +22,7 @@ from conformance.judging.oracles.collective_forms import (
     require_same_bits,
     require_shape,
 )
+from conformance.judging.oracles.collective_handles import require_truth_of_handle
 from conformance.judging.oracles.collective_training import require_no_error_in_wait
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
@@ -226,15 +227,20 @@ def done(run: Run, claims: Claims, found: Found) -> None:
     on=(WAITED,),
     owns=(WAITED,),
     needs=("18.9",),
-    source="torch documentation, async_op: a Work whose wait() returns when the call is complete",
+    source="torch documentation, async_op: a Work whose wait() returns when the call is complete; "
+    "torch.distributed.Work.is_completed and get_future",
     remedy="dequantize in wait(), after the wait of the collective; separate buffers for each "
-    "call; refuse async_op=True if it is not supported",
+    "call; refuse async_op=True if it is not supported; is_completed() and get_future() of the "
+    "collective's own Work, which know nothing of the outputs",
 )
 def waited(run: Run, claims: Claims, found: Found) -> None:
     """With async_op=True the call returns an object whose wait() ends after all messages have
     arrived, or an error refuses the argument.
 
-    Two calls are under way at once, and the test waits for them in the opposite order.
+    Two calls are under way at once, and the test waits for them in the opposite order. If the
+    object has is_completed() or get_future(), outputs are there when the first is true or the
+    future is complete, also in its callbacks. The future completes without wait(), and holds the
+    outputs, or no tensors.
     """
     for call in calls(run):
         if call.refused:
@@ -244,6 +250,7 @@ def waited(run: Run, claims: Claims, found: Found) -> None:
         cause = "async_op=True is ignored"
         if found.require(call.event["waits"], "an object with wait()", actual, cause):
             require_call(run, claims, found, call)
+            require_truth_of_handle(found, call)
 
 
 @rule(

@@ -24,9 +24,34 @@ TO_ALL = ("all_gather", "all_gather_into_tensor", "all_reduce")
 ONE_INPUT = ("all_to_all_single", "reduce_scatter_tensor")
 ONE_OUTPUT = ("all_to_all_single", "all_gather_into_tensor")
 
+
+def operation_of(form: str) -> str:
+    """Return the operation of a form of ``OPERATIONS`` or ``OF_INTEGERS``, as a key of the first.
+
+    The result is empty for other forms, which have none: they ask for a sum.
+    """
+    name = form.removesuffix(_OF_INTEGERS)
+    return name if name in OPERATIONS else ""
+
+
 # The block size of a claim that names none. The magnitudes of an ``uneven`` message change after as
 # many elements.
 BLOCK = 128
+
+# The forms of calls with an operation, and the names of torch's ``ReduceOp``. Averages of integers
+# are rounded in some way or other, and bits of floating-point numbers mean nothing.
+OPERATIONS = {
+    "average": "AVG",
+    "maximum": "MAX",
+    "minimum": "MIN",
+    "product": "PRODUCT",
+    "bits_and": "BAND",
+    "bits_or": "BOR",
+    "bits_xor": "BXOR",
+}
+OF_BITS = ("bits_and", "bits_or", "bits_xor")
+_OF_INTEGERS = "_of_integers"
+OF_INTEGERS = tuple(form + _OF_INTEGERS for form in OPERATIONS if form != "average")
 
 # The forms of the calls of CALLED, one for each parameter in order. All collectives have the first
 # two forms.
@@ -34,7 +59,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(COLLECTIVES, ("positional", "keywords")),
     "all_to_all_single": ("positional", "keywords", "splits", "positional_splits"),
     "scatter": ("positional", "keywords", "group_src"),
-    **dict.fromkeys(SUMMING, ("positional", "keywords", "average", "maximum")),
+    **dict.fromkeys(SUMMING, ("positional", "keywords", *OPERATIONS, *OF_INTEGERS)),
 }
 
 # The second message has 660 elements: more than five blocks of 128, the last one incomplete.
@@ -90,18 +115,29 @@ CALLED = replace(
     name="collective_calls",
     summary="on subgroups, with arguments by position and by keyword, and with rarely used "
     "arguments",
-    params=(Param((4, 3)),) * 4,  # as many as the longest tuple of CALLS
+    # As many as the longest tuple of CALLS.
+    params=(
+        *(Param((4, 3)),) * (len(CALLS["all_reduce"]) - len(OF_INTEGERS)),
+        *(Param((4, 3), "int64"),) * len(OF_INTEGERS),
+    ),
     steps=("crafted",),
     groups=((1, 3), (0, 2)),
 )
 
+# The handles of asynchronous calls are asked about the calls. In the step of AT_REST they are asked
+# when all collectives are over; in that of FUTURE_FIRST futures are waited for, and then the calls.
+HANDLES = "handles"
+AT_REST = "normal"
+FUTURE_FIRST = "uneven"
+
 WAITED = replace(
     ORDERED,
     name="collective_waited",
-    summary="async_op=True, two calls at a time, waited for in the opposite order",
-    steps=("crafted", "normal"),
+    summary="async_op=True, two calls at a time, waited for in the opposite order, or by their "
+    "futures; is_completed() is asked",
+    steps=("crafted", AT_REST, FUTURE_FIRST),
     world_sizes=(2, 3),
-    variant="waited",
+    variant=HANDLES,
 )
 
 # 30 elements: as many as ``collective_messages`` has special values.

@@ -27,15 +27,21 @@ In this module, ``place`` is a rank's number within its group.
 import functools
 import math
 import random
+from dataclasses import dataclass
 
 import torch
 
-from conformance.scenarios.collective import CALLED, CALLS, SUMMING, TO_ALL
-from conformance.scenarios.collective_training import TINY, TINY_HALF
+from conformance.scenarios.collective import CALLED, CALLS, HANDLES, SUMMING, TO_ALL
+from conformance.scenarios.collective_training import ON_GROUPS, TINY, TINY_HALF
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
 
 Pair = tuple[int, int]
+
+# The group of a call.
+OWN = "own"
+TWIN = "twin"
+WORLD = "world"
 
 # The bits of the NaN that arithmetic on a CUDA device returns. A rounding to bfloat16 that adds to
 # these bits and cuts off the last 16 overflows into the sign, and returns -0.0.
@@ -79,11 +85,72 @@ def indices(scenario: Scenario, step: int) -> range:
     return range(calls)
 
 
-def is_asynchronous(scenario: Scenario, step: int) -> bool:
-    """Whether the calls of a step have async_op=True."""
+def is_asynchronous(scenario: Scenario, step: int, index: int = 0) -> bool:
+    """Whether a call has async_op=True."""
     if scenario.variant == "long":
         return _draw_of(scenario, step).random() < 0.4
-    return scenario.variant in ("waited", "in_flight")
+    if scenario.variant == ON_GROUPS:
+        return index != _uses_of_groups(scenario, step).complete
+    return scenario.variant in (HANDLES, "waited", "in_flight")
+
+
+@dataclass(frozen=True)
+class _UsesOfGroups:
+    """The calls of a step of ``ON_GROUPS``.
+
+    Attributes:
+        groups: the group of each call: ``own``, ``twin`` or ``world``.
+        waits: the order in which calls are waited for, which is not their own.
+        complete: the number of the call without async_op=True, which comes while others are under
+            way; -1 if there is none.
+    """
+
+    groups: tuple[str, ...]
+    waits: tuple[int, ...]
+    complete: int
+
+
+@functools.cache
+def _uses_of_groups(scenario: Scenario, step: int) -> _UsesOfGroups:
+    """Draw them. In every three steps each pair of groups is used once."""
+    pairs = [(OWN, TWIN), (OWN, WORLD), (TWIN, WORLD)]
+    random.Random(f"{scenario.session_seed}/pairs of groups/{step // 3}").shuffle(pairs)
+    draw = random.Random(f"{scenario.session_seed}/groups/{step}")
+    calls = len(scenario.params)
+    pair = draw.sample(pairs[step % 3], 2)
+    groups = [*pair, *draw.choices(pair, k=calls)][:calls]
+    waits = draw.sample(range(calls), calls)
+    if waits == sorted(waits):
+        waits.reverse()
+    complete = draw.randrange(1, calls) if calls > 2 and step % 3 == 2 else -1
+    return _UsesOfGroups(tuple(groups), tuple(waits), complete)
+
+
+def kind_of_group(scenario: Scenario, step: int, index: int) -> str:
+    """Return the group of a call: ``own`` of the rank, ``twin``, or ``world``."""
+    return _uses_of_groups(scenario, step).groups[index] if scenario.variant == ON_GROUPS else OWN
+
+
+def group_of(scenario: Scenario, world: int, rank: int, step: int, index: int) -> tuple[int, ...]:
+    """Return the global ranks of a call's group."""
+    kind = kind_of_group(scenario, step, index)
+    if kind == WORLD:
+        return tuple(range(world))
+    return (scenario.twin_group_of if kind == TWIN else scenario.group_of)(rank, world)
+
+
+def order_of_waits(scenario: Scenario, step: int) -> list[int]:
+    """Return the numbers of a step's asynchronous calls in the order in which they are waited for.
+
+    It is the opposite one. Calls of one shape are waited for in their own order in every other
+    step, and again after that.
+    """
+    if scenario.variant == ON_GROUPS:
+        return list(_uses_of_groups(scenario, step).waits)
+    forward = list(range(len(scenario.params)))
+    if scenario.variant != "in_flight":
+        return forward[::-1]
+    return [*(forward[::-1] if step % 2 == 0 else forward), *forward]
 
 
 def _draw_of(scenario: Scenario, step: int) -> random.Random:

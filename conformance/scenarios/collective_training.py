@@ -67,6 +67,21 @@ _IN_FLIGHT = replace(
     variant="in_flight",
 )
 
+ON_GROUPS = "on_groups"
+
+# Rows and columns of a mesh, as in hybrid sharding.
+_ON_TWO_GROUPS = replace(
+    WAITED,
+    name="collective_on_two_groups",
+    summary="async_op=True, two to four calls of one shape on two groups at a time: rows or "
+    "columns of a mesh of 2 x 2 ranks, or WORLD; waited for in another order; in one step one call "
+    "has no async_op",
+    steps=("normal", "uneven", "normal"),
+    groups=((0, 1), (2, 3)),
+    twin_groups=((0, 2), (1, 3)),
+    variant=ON_GROUPS,
+)
+
 # All calls are made by the same object. A table of values makes messages cheap.
 _LONG = replace(
     PLAIN,
@@ -131,6 +146,17 @@ def draw_in_flight(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(scenario, params=(param,) * numbers.randint(2, 4))
 
 
+def draw_on_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the places of ranks in the mesh, and two to four calls of 100 to 900 elements."""
+    ranks = numbers.sample(range(4), 4)
+    rows = (ranks[:2], ranks[2:])
+    return replace(
+        draw_in_flight(scenario, numbers),
+        groups=tuple(tuple(sorted(row)) for row in rows),
+        twin_groups=tuple(tuple(sorted(column)) for column in zip(*rows, strict=True)),
+    )
+
+
 def draw_long(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the number of calls, their kinds of message, and six shapes of 1 to 700 elements."""
     sizes = [numbers.randint(1, 40) for _ in range(4)]
@@ -150,6 +176,7 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     _VIEWS.name: draw_views,
     _UNEVEN.name: draw_views,
     _IN_FLIGHT.name: draw_in_flight,
+    _ON_TWO_GROUPS.name: draw_on_groups,
     _LONG.name: draw_long,
 }
 
@@ -159,6 +186,7 @@ RECOVERING = draw_recovering(_RECOVERING, random.Random(0))
 VIEWS = draw_views(_VIEWS, random.Random(0))
 UNEVEN = draw_views(_UNEVEN, random.Random(0))
 IN_FLIGHT = draw_in_flight(_IN_FLIGHT, random.Random(0))
+ON_TWO_GROUPS = draw_on_groups(_ON_TWO_GROUPS, random.Random(0))
 LONG = draw_long(_LONG, random.Random(0))
 
-ALL = (LARGE, RECOVERING, VIEWS, UNEVEN, IN_FLIGHT, LONG, AFTER_WORLD)
+ALL = (LARGE, RECOVERING, VIEWS, UNEVEN, IN_FLIGHT, ON_TWO_GROUPS, LONG, AFTER_WORLD)

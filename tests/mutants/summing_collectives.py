@@ -115,6 +115,63 @@ class IgnoresTheOperation(Halves):
         pass
 
 
+class ProductsByLogarithms(Halves):
+    """Multiply by adding logarithms of magnitudes, which have no sign."""
+
+    def check(self, op: Any) -> None:
+        self.op = op
+        if op != dist.ReduceOp.PRODUCT:
+            super().check(op)
+
+    def add(self, messages: list[Tensor], group: Any) -> Tensor:
+        if self.op != dist.ReduceOp.PRODUCT:
+            return super().add(messages, group)
+        return torch.stack(messages).double().abs().log().sum(0).exp().float()
+
+
+class LeastMagnitudes(Halves):
+    """Take the value of the least magnitude for the least value."""
+
+    def check(self, op: Any) -> None:
+        self.op = op
+        if op != dist.ReduceOp.MIN:
+            super().check(op)
+
+    def add(self, messages: list[Tensor], group: Any) -> Tensor:
+        if self.op != dist.ReduceOp.MIN:
+            return super().add(messages, group)
+        all_of_them = torch.stack(messages)
+        least = all_of_them.abs().argmin(0, keepdim=True)
+        return all_of_them.gather(0, least)[0]
+
+
+class RefusesOnItsLeader(Halves):
+    """Check the operation on rank 0, which reports it; other ranks go on."""
+
+    def check(self, op: Any) -> None:
+        if dist.get_rank() == 0:
+            super().check(op)
+
+
+class SumsBits(Halves):
+    """Refuse what it cannot do, but take operations on bits for a sum."""
+
+    def check(self, op: Any) -> None:
+        if op not in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
+            super().check(op)
+
+
+class SumsIntegers(Halves):
+    """Give integers to torch's own collective, without the operation."""
+
+    def __call__(self, *given: Any, op: Any = SUM, group: Any = None, **named: Any) -> None:
+        output = next(iter([*named.values(), *given]))
+        if output.is_floating_point():
+            super().__call__(*given, op=op, group=group, **named)
+        else:
+            dist.all_reduce(output, group=group)
+
+
 class AveragesOverWorld(Halves):
     """Average over the ranks of WORLD."""
 
@@ -262,6 +319,11 @@ MUTANTS = [
     _named("IgnoresTheOperation", "18.33"),
     _named("IgnoresTheOperation", "18.33", "reduce_scatter_tensor"),
     _named("AveragesOverWorld", "18.33", "reduce_scatter"),
+    _named("ProductsByLogarithms", "18.33"),
+    _named("LeastMagnitudes", "18.33", "reduce_scatter_tensor"),
+    _named("RefusesOnItsLeader", "18.33", "reduce_scatter"),
+    _named("SumsBits", "18.33"),
+    _named("SumsIntegers", "18.33"),
     _named("KeepsItsOwnPart", "18.34"),
     _named("KeepsItsOwnPartIfLarge", "18.34"),
     _named("AddsInItsOwnOrder", "18.34"),

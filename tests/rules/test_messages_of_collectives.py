@@ -20,6 +20,10 @@ HALF = "collective(all_gather), rounded(float16)"
 BLOCKS = "collective(all_gather), blocks(int8, size=128)"
 CALLED = {
     "refused": "",
+    "goes_on_alone": False,
+    "early": [],
+    "late": False,
+    "value_differs": False,
     "raised_in_wait": False,
     "waits": True,
     "returned": "Work",
