@@ -87,15 +87,19 @@ def recovery(run: Run, claims: Claims, found: Found) -> None:
     needs=("18.7", "18.9"),
     since="1.2",
     source="torch documentation, torch.distributed.all_gather: outputs are written to tensor_list; "
-    "torch.Tensor.storage_offset",
+    "torch.Tensor.storage_offset; NCCL, In-place Operations; sharded optimizers, whose shard is a "
+    "part of the buffer",
     remedy="output.copy_(result) in place of output.data = result or output.set_(result); the "
-    "storage read or written from its beginning; padding that is written too",
+    "storage read or written from its beginning; padding that is written too; outputs that are "
+    "cleared, or used as scratch, before all inputs are read",
 )
 def views(run: Run, claims: Claims, found: Found) -> None:
     """Inputs and outputs may be contiguous views of one buffer, at any offset: the messages are in
     the buffer, and the elements around them keep their values.
 
-    The gaps, of 1 to 200 elements, are drawn from the session's seed.
+    In every other call the input of an all_gather is the rank's own part of the outputs, and the
+    output of a scatter or a reduce_scatter its part of the inputs, whose other parts keep their
+    values. The gaps, of 1 to 200 elements, are drawn from the session's seed.
     """
     for call in calls(run):
         require_call(run, claims, found, call)

@@ -34,6 +34,11 @@ def operation_of(form: str) -> str:
     return name if name in OPERATIONS else ""
 
 
+# Collectives whose input may be the rank's own part of the outputs, and those whose output may be
+# its part of the inputs. Gloo and NCCL allow both; an exchange needs memory of its own.
+IN_OUTPUTS = ("all_gather", "all_gather_into_tensor")
+IN_INPUTS = ("scatter", "reduce_scatter", "reduce_scatter_tensor")
+
 # The block size of a claim that names none. The magnitudes of an ``uneven`` message change after as
 # many elements.
 BLOCK = 128

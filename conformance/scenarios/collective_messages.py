@@ -14,6 +14,7 @@ zeros       0.0.
 equal       1.375 times a power of two, the same in the whole message.
 tiny        normal, times a drawn power of two (``collective_training.TINY``; in float16
             ``TINY_HALF``).
+seldom      normal in one row of four or so, which are drawn, and 0.0 in the others.
 patches     runs of 128 elements are zeros, equal, tiny or normal, in a drawn order.
 nan, infinite
             normal, with one NaN, or with an infinity of each sign, at drawn elements of one message
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 import torch
 
 from conformance.scenarios.collective import CALLED, CALLS, HANDLES, SUMMING, TO_ALL
-from conformance.scenarios.collective_training import ON_GROUPS, TINY, TINY_HALF
+from conformance.scenarios.collective_training import ON_GROUPS, SELDOM, TINY, TINY_HALF, VARYING
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
 
@@ -61,7 +62,7 @@ _SPECIAL = (
 )
 
 # Kinds of message that are normal values, changed at drawn places.
-_OF_DRAWN_PLACES = ("zeros", "equal", "tiny", "patches", "nan", "infinite")
+_OF_DRAWN_PLACES = (SELDOM, "zeros", "equal", "tiny", "patches", "nan", "infinite")
 _PATCH = 128
 _PATCHES = ("zeros", "equal", "tiny", "normal")
 
@@ -157,10 +158,14 @@ def _draw_of(scenario: Scenario, step: int) -> random.Random:
     return random.Random(f"{scenario.session_seed}/{scenario.name}/{step}")
 
 
+def keeps_objects(scenario: Scenario) -> bool:
+    """Whether the errors of one object for each shape are followed from step to step."""
+    return "constant" in scenario.steps or scenario.variant in ("recovering", VARYING)
+
+
 def source_of(scenario: Scenario, size: int, step: int, index: int) -> int:
     """Return the place of the rank that scatters."""
-    is_repeated = "constant" in scenario.steps or scenario.variant in ("recovering", "long")
-    if scenario.order != "free" or is_repeated:
+    if scenario.order != "free" or keeps_objects(scenario) or scenario.variant == "long":
         # Rank 0 has to go first, or the errors of one rank are followed from step to step.
         return 0
     return (step + index) % size
@@ -195,7 +200,7 @@ def received(
 
 
 def is_in_place(scenario: Scenario, step: int, index: int) -> bool:
-    """Whether the input of a call that gathers is the rank's own part of the outputs."""
+    """Whether a call of ``IN_OUTPUTS`` or ``IN_INPUTS`` shares the memory of input and output."""
     first = random.Random(f"{scenario.session_seed}/in place").randrange(2)
     return (first + step + index) % 2 == 0
 
@@ -273,13 +278,20 @@ def _make_message(
         rank=pair,
         step=step,
         param=index,
+        exponent=spec.exponent_at(step),
         period=scenario.period,
     )
+    if kind == SELDOM:
+        rows = shape[0]
+        draw = random.Random(f"{scenario.session_seed}/rows/{step}/{index}/{pair}")
+        used = torch.tensor([draw.random() < 0.25 for _ in range(rows)])
+        used[draw.randrange(rows)] = True
+        values = values * used.repeat_interleave(count // rows)
     if kind == "uneven":
         of_pair = 2.0 ** (2 * ((5 * source + 3 * to + step) % 4))
         of_block = 2.0 ** (6 - 3 * (torch.arange(count) // 128 % 3))
         values = values * of_pair * of_block
-    elif kind in _OF_DRAWN_PLACES:
+    elif kind in _OF_DRAWN_PLACES and kind != SELDOM:
         draw = random.Random(f"{scenario.session_seed}/{kind}/{step}/{index}/{pair}")
         poisoned = is_poisoned(scenario, size, step, source, to)
         exponents = TINY_HALF if dtype is torch.float16 else TINY

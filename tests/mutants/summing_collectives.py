@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
+from tests.mutants.quantized_collectives import right
 
 Tensor = torch.Tensor
 SUM = dist.ReduceOp.SUM
@@ -291,6 +292,43 @@ class ClearsFirst:
             output.copy_(code)
 
 
+class RoundsInTheOutput(Halves):
+    """Use the output as scratch for each message; it may be one of them."""
+
+    def parts(self, given: Any, output: Tensor, size: int) -> list[Tensor]:
+        rounded = []
+        for part in super().parts(given, output, size):
+            output.copy_(part)
+            rounded.append(output.half().float())
+        return rounded
+
+
+class RoundsTheInput(Halves):
+    """Round the input in place after it is sent, if the output is a part of it."""
+
+    def parts(self, given: Any, output: Tensor, size: int) -> list[Tensor]:
+        self.storage = output.untyped_storage().data_ptr()
+        return super().parts(given, output, size)
+
+    def summed(self, parts: Sequence[Tensor], group: Any) -> Tensor:
+        total = super().summed(parts, group)
+        for part in parts:
+            if part.untyped_storage().data_ptr() == self.storage:
+                part.copy_(part.half())
+        return total
+
+
+def last_part_first(func: Any, qtype: str) -> Any:
+    """Scatter with a copy of the last part into the output before all parts are encoded."""
+
+    def scatter(tensor: Tensor, scatter_list: Any = None, src: int = 0, group: Any = None) -> None:
+        if scatter_list:
+            tensor.copy_(scatter_list[-1])
+        right(func)(tensor, scatter_list, src, group)
+
+    return scatter
+
+
 def _size(group: Any) -> int:
     return dist.get_world_size(group)
 
@@ -314,6 +352,10 @@ MUTANTS = [
     _named("FeedsBackMessages", "18.16", claims=FED_BACK),
     _named("ClearsFirst", "18.23", "all_gather"),
     _named("ClearsFirst", "18.23", "all_gather_into_tensor"),
+    _named("RoundsInTheOutput", "18.23", "reduce_scatter"),
+    _named("RoundsInTheOutput", "18.23", "reduce_scatter_tensor"),
+    _named("RoundsTheInput", "18.23", "reduce_scatter_tensor"),
+    _named("last_part_first", "18.23", "scatter"),
     _named("SkipsAnOddOne", "18.30"),
     _named("SkipsAnOddOne", "18.30", "reduce_scatter"),
     _named("IgnoresTheOperation", "18.33"),

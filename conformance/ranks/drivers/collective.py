@@ -22,6 +22,8 @@ from conformance.scenarios.collective import (
     COLLECTIVES,
     FUTURE_FIRST,
     HANDLES,
+    IN_INPUTS,
+    IN_OUTPUTS,
     ONE_INPUT,
     ONE_OUTPUT,
     OPERATIONS,
@@ -116,9 +118,7 @@ class CollectiveDriver(RankDriver):
         """
         if "feedback" not in self.scenario.options or self.scenario.variant == "long":
             return (0, 0)
-        # The errors of a ``recovering`` object are followed from step to step.
-        repeats = "constant" in self.scenario.steps or self.scenario.variant == "recovering"
-        return (0 if repeats else step, index)
+        return (0 if messages.keeps_objects(self.scenario) else step, index)
 
     def _make_collective(self) -> Callable[..., Any]:
         """Return the collective: the object that the target makes, or the target itself."""
@@ -229,6 +229,8 @@ class _Call:
         group, size, place: the group, its size, and the rank in it.
         names_group: whether the group is an argument.
         inputs, outputs: the tensors that are handed in; a call may replace outputs in its list.
+        buffers: the buffer that holds the outputs.
+        is_in_input: whether the output is a part of the inputs.
         rows: for outputs and inputs, the number of rows of each rank's part.
         refused: the error with which the call was refused; '' if it was not.
         goes_on_alone: whether rank 0 alone has refused the call.
@@ -282,13 +284,15 @@ class _Call:
             self.outputs = self.inputs
             self.inputs = []
         self.buffers: Buffers | None = None
+        self.is_in_input = False
         if scenario.variant == "views":
             draw = random.Random(f"{scenario.session_seed}/views/{driver.rank}/{step}/{index}")
-            self.inputs = Buffers(self.inputs, draw).views
+            inputs = Buffers(self.inputs, draw)
+            self.inputs = inputs.views
             self.buffers = Buffers(self.outputs, draw)
             self.outputs = list(self.buffers.views)
             if messages.is_in_place(scenario, step, index):
-                self._put_input_into_output(collective)
+                self._share_memory(collective, inputs)
         self.handed = list(self.outputs)
         self.before = [digest(tensor) for tensor in self.inputs]
         self.positional, self.named = self._arguments()
@@ -299,16 +303,26 @@ class _Call:
         self.is_asynchronous = messages.is_asynchronous(scenario, step, index)
         self.is_waited_for = False
 
-    def _put_input_into_output(self, collective: str) -> None:
-        """Let the input of a collective that gathers be this rank's part of its outputs."""
-        if collective == "all_gather":
-            own = self.outputs[self.place]
-        elif collective == "all_gather_into_tensor":
-            own = self.outputs[0].chunk(self.size)[self.place]
-        else:
-            return
-        own.copy_(self.inputs[0])
-        self.inputs = [own]
+    def _share_memory(self, collective: str, inputs: Buffers) -> None:
+        """Let the input be this rank's part of the outputs, or the output its part of the inputs.
+
+        Args:
+            inputs: the buffer of the inputs.
+        """
+        if collective in IN_OUTPUTS:
+            own = self._own_part(self.outputs)
+            own.copy_(self.inputs[0])
+            self.inputs = [own]
+        elif collective in IN_INPUTS and self.inputs:
+            self.is_in_input = True
+            self.buffers = inputs
+            self.outputs = [self._own_part(self.inputs)]
+
+    def _own_part(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Return this rank's part of a list, or of its only tensor."""
+        if self.driver.scenario.options[0].endswith("_tensor"):
+            return tensors[0].chunk(self.size)[self.place]
+        return tensors[self.place]
 
     def begin(self) -> None:
         """Call the collective, as users do."""
@@ -341,17 +355,28 @@ class _Call:
             replaced=[k for k, out in outputs if not _is_same(out, self.handed[k])],
             dtypes=[_dtype_name(out) for out in self.outputs],
             sent=self.driver.collectives.take_sent(),
-            **({"changed_around": self.buffers.changed_around()} if self.buffers else {}),
+            **self._changed_around(),
             **(self._said(self.handle) if self.handle and not self.refused else {}),
         )
         if self.buffers:
             # As the owner of the buffer sees them, whatever the views hold by now.
-            self.outputs = self.buffers.parts()
+            self.outputs = self._in_buffer(self.buffers)
         parts = [out for out in self.outputs if isinstance(out, torch.Tensor)]
         if self.driver.scenario.options[0] in ONE_OUTPUT:
             parts = list(parts[0].split(self.rows[0]))
         for k, part in enumerate(parts):
             self.driver.keep(f"arrived/p{self.index}/{k}", lay_out(part, "contiguous"))
+
+    def _changed_around(self) -> dict[str, Any]:
+        """Return how many elements of the buffer have changed beside the outputs."""
+        if not self.buffers:
+            return {}
+        return {"changed_around": self.buffers.changed_around(self._in_buffer(self.buffers))}
+
+    def _in_buffer(self, buffers: Buffers) -> list[torch.Tensor]:
+        """Return the outputs as parts of the buffer that they were handed in with."""
+        parts = buffers.parts()
+        return [self._own_part(parts)] if self.is_in_input else parts
 
     def _said(self, handle: Handle) -> dict[str, Any]:
         """Return what the handle has said of the call, and whether it was right."""
