@@ -117,11 +117,11 @@ def divided(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, torch.distributed.all_gather: tensors of any shape; pytorch "
     "#62142",
     remedy="flatten before quantizing; a kernel that takes matrices only; the maximum of no "
-    "elements",
+    "elements; a number, whose shape is (), taken for an empty tensor",
 )
 def shapes(run: Run, claims: Claims, found: Found) -> None:
     """Tensors of one, two, three and four dimensions arrive, also empty ones and those of one
-    element.
+    element; and numbers, which have no dimension, if the collective takes lists or one tensor.
 
     With the claim dimensions(n) tensors of another number of dimensions are refused with an error.
     """
@@ -238,10 +238,10 @@ def waited(run: Run, claims: Claims, found: Found) -> None:
     """With async_op=True the call returns an object whose wait() ends after all messages have
     arrived, or an error refuses the argument.
 
-    Two calls are under way at once, and the test waits for them in the opposite order. If the
-    object has is_completed() or get_future(), outputs are there when the first is true or the
-    future is complete, also in its callbacks. The future completes without wait(), and holds the
-    outputs, or no tensors.
+    Four calls are under way at once, one of an empty tensor and one of a single element, and the
+    test waits for them in the opposite order. If the object has is_completed() or get_future(),
+    outputs are there when the first is true or the future is complete, also in its callbacks. The
+    future completes without wait(), and holds the outputs, or no tensors.
     """
     for call in calls(run):
         if call.refused:

@@ -23,6 +23,8 @@ TO_ALL = ("all_gather", "all_gather_into_tensor", "all_reduce")
 # Collectives whose messages to all ranks, or from all ranks, are parts of one tensor.
 ONE_INPUT = ("all_to_all_single", "reduce_scatter_tensor")
 ONE_OUTPUT = ("all_to_all_single", "all_gather_into_tensor")
+# Their tensors have at least one dimension: torch cannot cut a number, and refuses one.
+WITHOUT_NUMBERS = (*ONE_INPUT, *ONE_OUTPUT)
 
 
 def operation_of(form: str) -> str:
@@ -100,8 +102,8 @@ ORDERED = replace(
 FORMS = replace(
     ORDERED,
     name="collective_forms",
-    summary="tensors of one to four dimensions, empty, of one element, not contiguous, of other "
-    "dtypes",
+    summary="tensors of one to four dimensions, numbers if a collective takes them, empty, of one "
+    "element, not contiguous, of other dtypes",
     params=(
         *(
             Param(shape)
@@ -110,6 +112,7 @@ FORMS = replace(
         Param((6, 5), layout="transposed"),
         Param((4, 3, 2, 5), layout="channels_last"),
         *(Param((5, 3), dtype) for dtype in ("float64", "float16", "bfloat16", "int32", "int64")),
+        *(Param((), dtype) for dtype in ("float32", "float64", "int64")),
     ),
     steps=("crafted",),
     world_sizes=(2, 3),
@@ -138,8 +141,9 @@ FUTURE_FIRST = "uneven"
 WAITED = replace(
     ORDERED,
     name="collective_waited",
-    summary="async_op=True, two calls at a time, waited for in the opposite order, or by their "
-    "futures; is_completed() is asked",
+    summary="async_op=True, four calls at a time, waited for in the opposite order, or by their "
+    "futures; is_completed() is asked; one message has one element, and one is empty",
+    params=(*PLAIN.params, Param((1, 1)), Param((0, 3))),
     steps=("crafted", AT_REST, FUTURE_FIRST),
     world_sizes=(2, 3),
     variant=HANDLES,

@@ -32,7 +32,14 @@ from dataclasses import dataclass
 
 import torch
 
-from conformance.scenarios.collective import CALLED, CALLS, HANDLES, SUMMING, TO_ALL
+from conformance.scenarios.collective import (
+    CALLED,
+    CALLS,
+    HANDLES,
+    SUMMING,
+    TO_ALL,
+    WITHOUT_NUMBERS,
+)
 from conformance.scenarios.collective_training import ON_GROUPS, SELDOM, TINY, TINY_HALF, VARYING
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
@@ -74,16 +81,17 @@ def form_of(scenario: Scenario, index: int) -> str:
     return CALLS[scenario.options[0]][index]
 
 
-def indices(scenario: Scenario, step: int) -> range:
+def indices(scenario: Scenario, step: int) -> list[int]:
     """Return the parameters for which a call is made in a step."""
     if scenario.variant == "long":
         index = _draw_of(scenario, step).randrange(len(scenario.params))
-        return range(index, index + 1)
+        return [index]
     calls = len(scenario.params)
     if scenario.name == CALLED.name:
         # The scenario has a parameter for each form of the collective with the most forms.
         calls = min(calls, len(CALLS[scenario.options[0]]))
-    return range(calls)
+    takes_numbers = scenario.options[0] not in WITHOUT_NUMBERS
+    return [index for index in range(calls) if scenario.params[index].shape or takes_numbers]
 
 
 def is_asynchronous(scenario: Scenario, step: int, index: int = 0) -> bool:

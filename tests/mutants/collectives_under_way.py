@@ -113,6 +113,17 @@ class CompleteAfterTheFirstPart(Halves):
         return _Handle()
 
 
+def nothing_under_way(func: Made, qtype: str) -> Made:
+    """Return at once if there is nothing to send, without an object to wait for."""
+
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        return right(func)(tensor_list, tensor, group, async_op) if tensor.numel() else None
+
+    return gather
+
+
 # ---- Groups
 
 
@@ -175,6 +186,7 @@ MUTANTS = [
     _named("future_of_codes", "18.10", "scatter"),
     _named("value_of_codes", "18.10", "all_to_all"),
     _named("CompleteAfterTheFirstPart", "18.10", "all_reduce"),
+    _named("nothing_under_way", "18.10"),
     _named("GroupOfTheLastCall", "18.25", "all_reduce"),
     _named("GroupOfTheLastCall", "18.25", "reduce_scatter"),
     _named("place_of_the_last_call", "18.25"),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
-from tests.mutants.quantized_collectives import right
+from tests.mutants.quantized_collectives import half, right
 
 Tensor = torch.Tensor
 SUM = dist.ReduceOp.SUM
@@ -190,6 +190,37 @@ class LeavesOutTheRest(Halves):
         tensor.copy_(flat.view(tensor.shape))
 
 
+class LeavesNumbers(Halves):
+    """Reduce as many elements as there are in all rows; a number has no row."""
+
+    def reduce(self, tensor: Tensor, size: int, group: Any) -> None:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        flat = tensor.reshape(-1).clone()
+        count = rows * tensor[:1].numel() if rows else 0
+        if count:
+            super().reduce(flat[:count], size, group)
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def writes_rows(func: Any, qtype: str) -> Any:
+    """Write outputs row by row; a number has no rows."""
+
+    def arrive(output: Tensor, code: Tensor) -> None:
+        for row, part in zip(output, code, strict=True):
+            row.copy_(part)
+
+    return right(func, arrive=arrive)
+
+
+def rounds_numbers(func: Any, qtype: str) -> Any:
+    """Send numbers in float16, whatever their dtype: counts too."""
+
+    def encode(tensor: Tensor) -> Tensor:
+        return tensor.half() if not tensor.dim() else half(tensor)
+
+    return right(func, encode)
+
+
 class KeepsItsOwnPart(Halves):
     """Keep the unrounded sum of this rank's part."""
 
@@ -347,6 +378,10 @@ MUTANTS = [
     _named("OverflowsInBytes", "18.1", claims=BOUNDED.format("all_reduce")),
     _named("AddsInHalfOfAHalf", "18.2", "reduce_scatter"),
     _named("LeavesOutTheRest", "18.1"),
+    _named("LeavesNumbers", "18.4"),
+    _named("writes_rows", "18.4", "all_to_all"),
+    _named("rounds_numbers", "18.6", "all_gather"),
+    _named("rounds_numbers", "18.6", "scatter"),
     _named("SendsRoundedValues", "18.15"),
     _named("Halves", "18.16", claims=FED_BACK),
     _named("FeedsBackMessages", "18.16", claims=FED_BACK),

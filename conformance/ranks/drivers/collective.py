@@ -268,8 +268,8 @@ class _Call:
         collective = scenario.options[0]
         shapes = [messages.shape_of(scenario, size, index, *pairs[0]) for pairs in received]
         self.rows = [
-            [shape[0] for shape in shapes],
-            [tensor.shape[0] for tensor in self.inputs],
+            [shape[0] for shape in shapes if shape],
+            [tensor.shape[0] for tensor in self.inputs if tensor.shape],
         ]
         if collective in ONE_INPUT:
             self.inputs = [lay_out(torch.cat(self.inputs), spec.layout)]
