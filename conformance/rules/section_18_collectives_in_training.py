@@ -22,6 +22,7 @@ from conformance.scenarios.collective_training import (
     IN_FLIGHT,
     LARGE,
     LONG,
+    ON_TWO_GROUPS,
     RECOVERING,
     UNEVEN,
     VIEWS,
@@ -86,15 +87,19 @@ def recovery(run: Run, claims: Claims, found: Found) -> None:
     needs=("18.7", "18.9"),
     since="1.2",
     source="torch documentation, torch.distributed.all_gather: outputs are written to tensor_list; "
-    "torch.Tensor.storage_offset",
+    "torch.Tensor.storage_offset; NCCL, In-place Operations; sharded optimizers, whose shard is a "
+    "part of the buffer",
     remedy="output.copy_(result) in place of output.data = result or output.set_(result); the "
-    "storage read or written from its beginning; padding that is written too",
+    "storage read or written from its beginning; padding that is written too; outputs that are "
+    "cleared, or used as scratch, before all inputs are read",
 )
 def views(run: Run, claims: Claims, found: Found) -> None:
     """Inputs and outputs may be contiguous views of one buffer, at any offset: the messages are in
     the buffer, and the elements around them keep their values.
 
-    The gaps, of 1 to 200 elements, are drawn from the session's seed.
+    In every other call the input of an all_gather is the rank's own part of the outputs, and the
+    output of a scatter or a reduce_scatter its part of the inputs, whose other parts keep their
+    values. The gaps, of 1 to 200 elements, are drawn from the session's seed.
     """
     for call in calls(run):
         require_call(run, claims, found, call)
@@ -128,16 +133,22 @@ def uneven(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "18.25",
     "Calls of one shape are apart while they are under way",
-    on=(IN_FLIGHT,),
-    owns=(IN_FLIGHT,),
+    on=(IN_FLIGHT, ON_TWO_GROUPS),
+    owns=(IN_FLIGHT, ON_TWO_GROUPS),
     needs=("18.10",),
     since="1.2",
-    source="torch documentation, async_op; torch.distributed.Work.wait, which may be called again",
-    remedy="buffers that are kept by shape; a wait() that decodes, or divides, a second time",
+    source="torch documentation, async_op; torch.distributed.Work.wait, which may be called again; "
+    "hybrid sharding, whose calls are on rows and on columns of a mesh",
+    remedy="buffers that are kept by shape; a wait() that decodes, or divides, a second time; the "
+    "group or its size in an attribute of the object, which the next call changes",
 )
 def in_flight(run: Run, claims: Claims, found: Found) -> None:
     """Two to four calls of one shape, made by one object, may be under way at once; they are waited
-    for in either order, and twice. Or an error refuses async_op=True."""
+    for in either order, and twice. Or an error refuses async_op=True.
+
+    They may also be on two groups: rows and columns of a mesh of 2 x 2 ranks, or one of these and
+    WORLD. The ranks of rows, the groups and the order of waits are drawn.
+    """
     for call in calls(run):
         if call.refused:
             require_no_error_in_wait(found, call)

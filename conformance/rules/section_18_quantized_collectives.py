@@ -16,12 +16,14 @@ from conformance.judging.oracles.collective import (
     require_zero_signs,
 )
 from conformance.judging.oracles.collective_bounds import FLOAT32, byte_limit, largest_share
+from conformance.judging.oracles.collective_feedback import require_nothing_lost
 from conformance.judging.oracles.collective_forms import (
     is_plain,
     require_dtype,
     require_same_bits,
     require_shape,
 )
+from conformance.judging.oracles.collective_handles import require_truth_of_handle
 from conformance.judging.oracles.collective_training import require_no_error_in_wait
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
@@ -37,7 +39,7 @@ from conformance.scenarios.collective import (
     SUMMING,
     WAITED,
 )
-from conformance.scenarios.collective_training import AFTER_WORLD
+from conformance.scenarios.collective_training import AFTER_WORLD, CHANGING_SCALE, VARYING
 from conformance.subjects.claims import Claims
 
 
@@ -115,11 +117,11 @@ def divided(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, torch.distributed.all_gather: tensors of any shape; pytorch "
     "#62142",
     remedy="flatten before quantizing; a kernel that takes matrices only; the maximum of no "
-    "elements",
+    "elements; a number, whose shape is (), taken for an empty tensor",
 )
 def shapes(run: Run, claims: Claims, found: Found) -> None:
     """Tensors of one, two, three and four dimensions arrive, also empty ones and those of one
-    element.
+    element; and numbers, which have no dimension, if the collective takes lists or one tensor.
 
     With the claim dimensions(n) tensors of another number of dimensions are refused with an error.
     """
@@ -226,15 +228,20 @@ def done(run: Run, claims: Claims, found: Found) -> None:
     on=(WAITED,),
     owns=(WAITED,),
     needs=("18.9",),
-    source="torch documentation, async_op: a Work whose wait() returns when the call is complete",
+    source="torch documentation, async_op: a Work whose wait() returns when the call is complete; "
+    "torch.distributed.Work.is_completed and get_future",
     remedy="dequantize in wait(), after the wait of the collective; separate buffers for each "
-    "call; refuse async_op=True if it is not supported",
+    "call; refuse async_op=True if it is not supported; is_completed() and get_future() of the "
+    "collective's own Work, which know nothing of the outputs",
 )
 def waited(run: Run, claims: Claims, found: Found) -> None:
     """With async_op=True the call returns an object whose wait() ends after all messages have
     arrived, or an error refuses the argument.
 
-    Two calls are under way at once, and the test waits for them in the opposite order.
+    Four calls are under way at once, one of an empty tensor and one of a single element, and the
+    test waits for them in the opposite order. If the object has is_completed() or get_future(),
+    outputs are there when the first is true or the future is complete, also in its callbacks. The
+    future completes without wait(), and holds the outputs, or no tensors.
     """
     for call in calls(run):
         if call.refused:
@@ -244,6 +251,7 @@ def waited(run: Run, claims: Claims, found: Found) -> None:
         cause = "async_op=True is ignored"
         if found.require(call.event["waits"], "an object with wait()", actual, cause):
             require_call(run, claims, found, call)
+            require_truth_of_handle(found, call)
 
 
 @rule(
@@ -394,13 +402,13 @@ def _times_sent(name: str, collective: str, size: int) -> int:
 @rule(
     "18.16",
     "Error feedback makes up for losses",
-    on=(REPEATED,),
-    owns=(REPEATED,),
+    on=(REPEATED, CHANGING_SCALE),
+    owns=(REPEATED, CHANGING_SCALE),
     needs=("18.1", "18.2"),
     claimed="feedback",
     source="Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019: error feedback",
     remedy="e <- x + e - D(Q(x + e)), of the values before they are divided by a loss factor; kept "
-    "from call to call",
+    "from call to call, whole and in float32, also if the next values are much smaller or zeros",
 )
 def feedback(run: Run, claims: Claims, found: Found) -> None:
     """Over N calls with the same input, the mean of the arriving values is within one call's bound,
@@ -408,7 +416,14 @@ def feedback(run: Run, claims: Claims, found: Found) -> None:
 
     With e the error that is kept, the sum of the arriving values is N x - e. Without feedback the
     mean is off by the loss of one call.
+
+    If the scale of the values changes from call to call, or rows are used now and then, the sums of
+    all arriving and of all sent values differ by the bound of the last error alone, after every
+    call.
     """
+    if run.scenario.variant == VARYING:
+        require_nothing_lost(run, claims, found)
+        return
     for rank in run.ranks:
         own_calls = [call for call in calls(run) if call.rank == rank.rank]
         if not own_calls:

@@ -1,11 +1,11 @@
 """Section 18, continued: quantized collectives that give sums: reduce_scatter and all_reduce."""
 
-from conformance.judging.oracles.collective import require_calls
-from conformance.judging.oracles.collective_forms import require_same_bits
+from conformance.judging.oracles.collective import calls
+from conformance.judging.oracles.collective_forms import require_dtype, require_same_bits
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.collective import CALLED, PLAIN, SUMMING
+from conformance.scenarios.collective import CALLED, OF_BITS, PLAIN, SUMMING, operation_of
 from conformance.scenarios.collective_training import LARGE, LONG
 from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
 from conformance.subjects.claims import Claims
@@ -19,16 +19,35 @@ from conformance.subjects.claims import Claims
     since="1.6",
     source="torch documentation, torch.distributed.ReduceOp; the argument op of all_reduce and "
     "reduce_scatter",
-    remedy="an argument op that is not read; a division by the size of WORLD under ReduceOp.AVG",
+    remedy="an argument op that is not read, or whose unknown values are taken for a sum; a "
+    "division by the size of WORLD under ReduceOp.AVG; an error on one rank alone",
 )
 def operations(run: Run, claims: Claims, found: Found) -> None:
-    """With op=ReduceOp.AVG or op=ReduceOp.MAX the outputs are the averages or the largest values of
-    the messages, within the bound of a sum, or an error refuses the operation."""
+    """With op=ReduceOp.AVG, MAX, MIN or PRODUCT the outputs are the averages, the largest or least
+    values, or the products of the messages, within the bounds that follow from those of messages;
+    or an error refuses the operation on every rank.
+
+    Results of integers are exact, also those of BAND, BOR and BXOR, which an error refuses for
+    numbers of floating point.
+    """
     collective = run.scenario.options[0]
     if collective not in SUMMING:
         found.does_not_apply(f"{collective} has no argument op")
         return
-    require_calls(run, claims, found, forms=("average", "maximum"), may_refuse=True)
+    for call in calls(run):
+        operation = operation_of(call.form)
+        if not operation:
+            continue
+        actual = f"{call}: rank 0 refuses it, and this rank goes on"
+        if not found.require(not call.event["goes_on_alone"], "an error on every rank", actual):
+            continue
+        is_refused = bool(call.refused)
+        is_integer = run.scenario.params[call.index].dtype.startswith("int")
+        if operation in OF_BITS and not is_integer:
+            expected = "an error: numbers of floating point have no bits to combine"
+            found.require(is_refused, expected, f"{call}: there was none")
+        else:
+            require_dtype(run, claims, found, call)
 
 
 @rule(

@@ -23,10 +23,42 @@ TO_ALL = ("all_gather", "all_gather_into_tensor", "all_reduce")
 # Collectives whose messages to all ranks, or from all ranks, are parts of one tensor.
 ONE_INPUT = ("all_to_all_single", "reduce_scatter_tensor")
 ONE_OUTPUT = ("all_to_all_single", "all_gather_into_tensor")
+# Their tensors have at least one dimension: torch cannot cut a number, and refuses one.
+WITHOUT_NUMBERS = (*ONE_INPUT, *ONE_OUTPUT)
+
+
+def operation_of(form: str) -> str:
+    """Return the operation of a form of ``OPERATIONS`` or ``OF_INTEGERS``, as a key of the first.
+
+    The result is empty for other forms, which have none: they ask for a sum.
+    """
+    name = form.removesuffix(_OF_INTEGERS)
+    return name if name in OPERATIONS else ""
+
+
+# Collectives whose input may be the rank's own part of the outputs, and those whose output may be
+# its part of the inputs. Gloo and NCCL allow both; an exchange needs memory of its own.
+IN_OUTPUTS = ("all_gather", "all_gather_into_tensor")
+IN_INPUTS = ("scatter", "reduce_scatter", "reduce_scatter_tensor")
 
 # The block size of a claim that names none. The magnitudes of an ``uneven`` message change after as
 # many elements.
 BLOCK = 128
+
+# The forms of calls with an operation, and the names of torch's ``ReduceOp``. Averages of integers
+# are rounded in some way or other, and bits of floating-point numbers mean nothing.
+OPERATIONS = {
+    "average": "AVG",
+    "maximum": "MAX",
+    "minimum": "MIN",
+    "product": "PRODUCT",
+    "bits_and": "BAND",
+    "bits_or": "BOR",
+    "bits_xor": "BXOR",
+}
+OF_BITS = ("bits_and", "bits_or", "bits_xor")
+_OF_INTEGERS = "_of_integers"
+OF_INTEGERS = tuple(form + _OF_INTEGERS for form in OPERATIONS if form != "average")
 
 # The forms of the calls of CALLED, one for each parameter in order. All collectives have the first
 # two forms.
@@ -34,7 +66,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(COLLECTIVES, ("positional", "keywords")),
     "all_to_all_single": ("positional", "keywords", "splits", "positional_splits"),
     "scatter": ("positional", "keywords", "group_src"),
-    **dict.fromkeys(SUMMING, ("positional", "keywords", "average", "maximum")),
+    **dict.fromkeys(SUMMING, ("positional", "keywords", *OPERATIONS, *OF_INTEGERS)),
 }
 
 # The second message has 660 elements: more than five blocks of 128, the last one incomplete.
@@ -70,8 +102,8 @@ ORDERED = replace(
 FORMS = replace(
     ORDERED,
     name="collective_forms",
-    summary="tensors of one to four dimensions, empty, of one element, not contiguous, of other "
-    "dtypes",
+    summary="tensors of one to four dimensions, numbers if a collective takes them, empty, of one "
+    "element, not contiguous, of other dtypes",
     params=(
         *(
             Param(shape)
@@ -80,6 +112,7 @@ FORMS = replace(
         Param((6, 5), layout="transposed"),
         Param((4, 3, 2, 5), layout="channels_last"),
         *(Param((5, 3), dtype) for dtype in ("float64", "float16", "bfloat16", "int32", "int64")),
+        *(Param((), dtype) for dtype in ("float32", "float64", "int64")),
     ),
     steps=("crafted",),
     world_sizes=(2, 3),
@@ -90,18 +123,30 @@ CALLED = replace(
     name="collective_calls",
     summary="on subgroups, with arguments by position and by keyword, and with rarely used "
     "arguments",
-    params=(Param((4, 3)),) * 4,  # as many as the longest tuple of CALLS
+    # As many as the longest tuple of CALLS.
+    params=(
+        *(Param((4, 3)),) * (len(CALLS["all_reduce"]) - len(OF_INTEGERS)),
+        *(Param((4, 3), "int64"),) * len(OF_INTEGERS),
+    ),
     steps=("crafted",),
     groups=((1, 3), (0, 2)),
 )
 
+# The handles of asynchronous calls are asked about the calls. In the step of AT_REST they are asked
+# when all collectives are over; in that of FUTURE_FIRST futures are waited for, and then the calls.
+HANDLES = "handles"
+AT_REST = "normal"
+FUTURE_FIRST = "uneven"
+
 WAITED = replace(
     ORDERED,
     name="collective_waited",
-    summary="async_op=True, two calls at a time, waited for in the opposite order",
-    steps=("crafted", "normal"),
+    summary="async_op=True, four calls at a time, waited for in the opposite order, or by their "
+    "futures; is_completed() is asked; one message has one element, and one is empty",
+    params=(*PLAIN.params, Param((1, 1)), Param((0, 3))),
+    steps=("crafted", AT_REST, FUTURE_FIRST),
     world_sizes=(2, 3),
-    variant="waited",
+    variant=HANDLES,
 )
 
 # 30 elements: as many as ``collective_messages`` has special values.

@@ -14,6 +14,7 @@ zeros       0.0.
 equal       1.375 times a power of two, the same in the whole message.
 tiny        normal, times a drawn power of two (``collective_training.TINY``; in float16
             ``TINY_HALF``).
+seldom      normal in one row of four or so, which are drawn, and 0.0 in the others.
 patches     runs of 128 elements are zeros, equal, tiny or normal, in a drawn order.
 nan, infinite
             normal, with one NaN, or with an infinity of each sign, at drawn elements of one message
@@ -27,15 +28,28 @@ In this module, ``place`` is a rank's number within its group.
 import functools
 import math
 import random
+from dataclasses import dataclass
 
 import torch
 
-from conformance.scenarios.collective import CALLED, CALLS, SUMMING, TO_ALL
-from conformance.scenarios.collective_training import TINY, TINY_HALF
+from conformance.scenarios.collective import (
+    CALLED,
+    CALLS,
+    HANDLES,
+    SUMMING,
+    TO_ALL,
+    WITHOUT_NUMBERS,
+)
+from conformance.scenarios.collective_training import ON_GROUPS, SELDOM, TINY, TINY_HALF, VARYING
 from conformance.scenarios.gradients import gradient
 from conformance.scenarios.model import Scenario
 
 Pair = tuple[int, int]
+
+# The group of a call.
+OWN = "own"
+TWIN = "twin"
+WORLD = "world"
 
 # The bits of the NaN that arithmetic on a CUDA device returns. A rounding to bfloat16 that adds to
 # these bits and cuts off the last 16 overflows into the sign, and returns -0.0.
@@ -55,7 +69,7 @@ _SPECIAL = (
 )
 
 # Kinds of message that are normal values, changed at drawn places.
-_OF_DRAWN_PLACES = ("zeros", "equal", "tiny", "patches", "nan", "infinite")
+_OF_DRAWN_PLACES = (SELDOM, "zeros", "equal", "tiny", "patches", "nan", "infinite")
 _PATCH = 128
 _PATCHES = ("zeros", "equal", "tiny", "normal")
 
@@ -67,33 +81,99 @@ def form_of(scenario: Scenario, index: int) -> str:
     return CALLS[scenario.options[0]][index]
 
 
-def indices(scenario: Scenario, step: int) -> range:
+def indices(scenario: Scenario, step: int) -> list[int]:
     """Return the parameters for which a call is made in a step."""
     if scenario.variant == "long":
         index = _draw_of(scenario, step).randrange(len(scenario.params))
-        return range(index, index + 1)
+        return [index]
     calls = len(scenario.params)
     if scenario.name == CALLED.name:
         # The scenario has a parameter for each form of the collective with the most forms.
         calls = min(calls, len(CALLS[scenario.options[0]]))
-    return range(calls)
+    takes_numbers = scenario.options[0] not in WITHOUT_NUMBERS
+    return [index for index in range(calls) if scenario.params[index].shape or takes_numbers]
 
 
-def is_asynchronous(scenario: Scenario, step: int) -> bool:
-    """Whether the calls of a step have async_op=True."""
+def is_asynchronous(scenario: Scenario, step: int, index: int = 0) -> bool:
+    """Whether a call has async_op=True."""
     if scenario.variant == "long":
         return _draw_of(scenario, step).random() < 0.4
-    return scenario.variant in ("waited", "in_flight")
+    if scenario.variant == ON_GROUPS:
+        return index != _uses_of_groups(scenario, step).complete
+    return scenario.variant in (HANDLES, "waited", "in_flight")
+
+
+@dataclass(frozen=True)
+class _UsesOfGroups:
+    """The calls of a step of ``ON_GROUPS``.
+
+    Attributes:
+        groups: the group of each call: ``own``, ``twin`` or ``world``.
+        waits: the order in which calls are waited for, which is not their own.
+        complete: the number of the call without async_op=True, which comes while others are under
+            way; -1 if there is none.
+    """
+
+    groups: tuple[str, ...]
+    waits: tuple[int, ...]
+    complete: int
+
+
+@functools.cache
+def _uses_of_groups(scenario: Scenario, step: int) -> _UsesOfGroups:
+    """Draw them. In every three steps each pair of groups is used once."""
+    pairs = [(OWN, TWIN), (OWN, WORLD), (TWIN, WORLD)]
+    random.Random(f"{scenario.session_seed}/pairs of groups/{step // 3}").shuffle(pairs)
+    draw = random.Random(f"{scenario.session_seed}/groups/{step}")
+    calls = len(scenario.params)
+    pair = draw.sample(pairs[step % 3], 2)
+    groups = [*pair, *draw.choices(pair, k=calls)][:calls]
+    waits = draw.sample(range(calls), calls)
+    if waits == sorted(waits):
+        waits.reverse()
+    complete = draw.randrange(1, calls) if calls > 2 and step % 3 == 2 else -1
+    return _UsesOfGroups(tuple(groups), tuple(waits), complete)
+
+
+def kind_of_group(scenario: Scenario, step: int, index: int) -> str:
+    """Return the group of a call: ``own`` of the rank, ``twin``, or ``world``."""
+    return _uses_of_groups(scenario, step).groups[index] if scenario.variant == ON_GROUPS else OWN
+
+
+def group_of(scenario: Scenario, world: int, rank: int, step: int, index: int) -> tuple[int, ...]:
+    """Return the global ranks of a call's group."""
+    kind = kind_of_group(scenario, step, index)
+    if kind == WORLD:
+        return tuple(range(world))
+    return (scenario.twin_group_of if kind == TWIN else scenario.group_of)(rank, world)
+
+
+def order_of_waits(scenario: Scenario, step: int) -> list[int]:
+    """Return the numbers of a step's asynchronous calls in the order in which they are waited for.
+
+    It is the opposite one. Calls of one shape are waited for in their own order in every other
+    step, and again after that.
+    """
+    if scenario.variant == ON_GROUPS:
+        return list(_uses_of_groups(scenario, step).waits)
+    forward = list(range(len(scenario.params)))
+    if scenario.variant != "in_flight":
+        return forward[::-1]
+    return [*(forward[::-1] if step % 2 == 0 else forward), *forward]
 
 
 def _draw_of(scenario: Scenario, step: int) -> random.Random:
     return random.Random(f"{scenario.session_seed}/{scenario.name}/{step}")
 
 
+def keeps_objects(scenario: Scenario) -> bool:
+    """Whether the errors of one object for each shape are followed from step to step."""
+    return "constant" in scenario.steps or scenario.variant in ("recovering", VARYING)
+
+
 def source_of(scenario: Scenario, size: int, step: int, index: int) -> int:
     """Return the place of the rank that scatters."""
-    is_repeated = "constant" in scenario.steps or scenario.variant in ("recovering", "long")
-    if scenario.order != "free" or is_repeated:
+    if scenario.order != "free" or keeps_objects(scenario) or scenario.variant == "long":
         # Rank 0 has to go first, or the errors of one rank are followed from step to step.
         return 0
     return (step + index) % size
@@ -128,7 +208,7 @@ def received(
 
 
 def is_in_place(scenario: Scenario, step: int, index: int) -> bool:
-    """Whether the input of a call that gathers is the rank's own part of the outputs."""
+    """Whether a call of ``IN_OUTPUTS`` or ``IN_INPUTS`` shares the memory of input and output."""
     first = random.Random(f"{scenario.session_seed}/in place").randrange(2)
     return (first + step + index) % 2 == 0
 
@@ -206,13 +286,20 @@ def _make_message(
         rank=pair,
         step=step,
         param=index,
+        exponent=spec.exponent_at(step),
         period=scenario.period,
     )
+    if kind == SELDOM:
+        rows = shape[0]
+        draw = random.Random(f"{scenario.session_seed}/rows/{step}/{index}/{pair}")
+        used = torch.tensor([draw.random() < 0.25 for _ in range(rows)])
+        used[draw.randrange(rows)] = True
+        values = values * used.repeat_interleave(count // rows)
     if kind == "uneven":
         of_pair = 2.0 ** (2 * ((5 * source + 3 * to + step) % 4))
         of_block = 2.0 ** (6 - 3 * (torch.arange(count) // 128 % 3))
         values = values * of_pair * of_block
-    elif kind in _OF_DRAWN_PLACES:
+    elif kind in _OF_DRAWN_PLACES and kind != SELDOM:
         draw = random.Random(f"{scenario.session_seed}/{kind}/{step}/{index}/{pair}")
         poisoned = is_poisoned(scenario, size, step, source, to)
         exponents = TINY_HALF if dtype is torch.float16 else TINY

@@ -45,7 +45,8 @@ _RECOVERING = replace(
 _VIEWS = replace(
     ORDERED,
     name="collective_views",
-    summary="inputs and outputs are parts of larger buffers, at drawn offsets",
+    summary="inputs and outputs are parts of larger buffers, at drawn offsets; in every other call "
+    "one is a part of the other",
     steps=("crafted", "normal"),
     variant="views",
 )
@@ -65,6 +66,36 @@ _IN_FLIGHT = replace(
     steps=("normal", "uneven"),
     world_sizes=(2,),
     variant="in_flight",
+)
+
+# The same with values whose scale changes, and rows that are seldom used: what a large call has
+# lost has to outlive small ones. All calls of one shape are made by the same object.
+VARYING = "varying"
+SELDOM = "seldom"
+_CHANGING_SCALE = replace(
+    PLAIN,
+    name="collective_changing_scale",
+    summary="16 to 20 calls of values whose scale changes from call to call, by drawn powers of "
+    "two from 2**-10 to 2**9, steadily or in spikes; in some calls most rows are zeros, or all are",
+    steps=("normal",) * 16,
+    world_sizes=(2,),
+    variant=VARYING,
+)
+_SCALES = (-10, 9)
+
+ON_GROUPS = "on_groups"
+
+# Rows and columns of a mesh, as in hybrid sharding.
+_ON_TWO_GROUPS = replace(
+    WAITED,
+    name="collective_on_two_groups",
+    summary="async_op=True, two to four calls of one shape on two groups at a time: rows or "
+    "columns of a mesh of 2 x 2 ranks, or WORLD; waited for in another order; in one step one call "
+    "has no async_op",
+    steps=("normal", "uneven", "normal"),
+    groups=((0, 1), (2, 3)),
+    twin_groups=((0, 2), (1, 3)),
+    variant=ON_GROUPS,
 )
 
 # All calls are made by the same object. A table of values makes messages cheap.
@@ -131,6 +162,55 @@ def draw_in_flight(scenario: Scenario, numbers: random.Random) -> Scenario:
     return replace(scenario, params=(param,) * numbers.randint(2, 4))
 
 
+def draw_on_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the places of ranks in the mesh, and two to four calls of 100 to 900 elements."""
+    ranks = numbers.sample(range(4), 4)
+    rows = (ranks[:2], ranks[2:])
+    return replace(
+        draw_in_flight(scenario, numbers),
+        groups=tuple(tuple(sorted(row)) for row in rows),
+        twin_groups=tuple(tuple(sorted(column)) for column in zip(*rows, strict=True)),
+    )
+
+
+def draw_changing_scale(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw 16 to 20 steps, and the exponents of three matrices of 300 to 700 elements.
+
+    The scale of one changes in every call; the others have a small one, but for two or three
+    spikes, or a large one, but for as many small calls. In the last calls most rows are zeros, and
+    scales are small.
+    """
+    least, largest = _SCALES
+    count = numbers.randint(16, 20)
+    steps = numbers.choices(("normal", SELDOM), k=count - 6) + [SELDOM] * 6
+    steps[numbers.randint(2, count - 7)] = "zeros"
+    first = numbers.randint(least, -4)
+    usual = numbers.randint(4, largest)
+    rates = [numbers.randint(least, largest) for _ in range(count)]
+    spikes = _changed_at(first, (6, largest), count, numbers)
+    dips = _changed_at(usual, (least, -2), count, numbers)
+    last = [numbers.randint(least, least + 3) for _ in range(4)]
+    return replace(
+        scenario,
+        params=tuple(
+            replace(
+                _matrix(numbers.randint(300, 700), numbers),
+                exponents=tuple(exponents[:-4] + last),
+            )
+            for exponents in (rates, spikes, dips)
+        ),
+        steps=tuple(steps),
+    )
+
+
+def _changed_at(
+    usual: int, others: tuple[int, int], count: int, numbers: random.Random
+) -> list[int]:
+    """Return exponents, of which two or three are drawn from another range."""
+    places = numbers.sample(range(1, count - 6), numbers.randint(2, 3))
+    return [numbers.randint(*others) if place in places else usual for place in range(count)]
+
+
 def draw_long(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the number of calls, their kinds of message, and six shapes of 1 to 700 elements."""
     sizes = [numbers.randint(1, 40) for _ in range(4)]
@@ -150,6 +230,8 @@ DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
     _VIEWS.name: draw_views,
     _UNEVEN.name: draw_views,
     _IN_FLIGHT.name: draw_in_flight,
+    _CHANGING_SCALE.name: draw_changing_scale,
+    _ON_TWO_GROUPS.name: draw_on_groups,
     _LONG.name: draw_long,
 }
 
@@ -159,6 +241,18 @@ RECOVERING = draw_recovering(_RECOVERING, random.Random(0))
 VIEWS = draw_views(_VIEWS, random.Random(0))
 UNEVEN = draw_views(_UNEVEN, random.Random(0))
 IN_FLIGHT = draw_in_flight(_IN_FLIGHT, random.Random(0))
+CHANGING_SCALE = draw_changing_scale(_CHANGING_SCALE, random.Random(0))
+ON_TWO_GROUPS = draw_on_groups(_ON_TWO_GROUPS, random.Random(0))
 LONG = draw_long(_LONG, random.Random(0))
 
-ALL = (LARGE, RECOVERING, VIEWS, UNEVEN, IN_FLIGHT, LONG, AFTER_WORLD)
+ALL = (
+    LARGE,
+    RECOVERING,
+    VIEWS,
+    UNEVEN,
+    CHANGING_SCALE,
+    IN_FLIGHT,
+    ON_TWO_GROUPS,
+    LONG,
+    AFTER_WORLD,
+)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
+from tests.mutants.quantized_collectives import half, right
 
 Tensor = torch.Tensor
 SUM = dist.ReduceOp.SUM
@@ -115,6 +116,63 @@ class IgnoresTheOperation(Halves):
         pass
 
 
+class ProductsByLogarithms(Halves):
+    """Multiply by adding logarithms of magnitudes, which have no sign."""
+
+    def check(self, op: Any) -> None:
+        self.op = op
+        if op != dist.ReduceOp.PRODUCT:
+            super().check(op)
+
+    def add(self, messages: list[Tensor], group: Any) -> Tensor:
+        if self.op != dist.ReduceOp.PRODUCT:
+            return super().add(messages, group)
+        return torch.stack(messages).double().abs().log().sum(0).exp().float()
+
+
+class LeastMagnitudes(Halves):
+    """Take the value of the least magnitude for the least value."""
+
+    def check(self, op: Any) -> None:
+        self.op = op
+        if op != dist.ReduceOp.MIN:
+            super().check(op)
+
+    def add(self, messages: list[Tensor], group: Any) -> Tensor:
+        if self.op != dist.ReduceOp.MIN:
+            return super().add(messages, group)
+        all_of_them = torch.stack(messages)
+        least = all_of_them.abs().argmin(0, keepdim=True)
+        return all_of_them.gather(0, least)[0]
+
+
+class RefusesOnItsLeader(Halves):
+    """Check the operation on rank 0, which reports it; other ranks go on."""
+
+    def check(self, op: Any) -> None:
+        if dist.get_rank() == 0:
+            super().check(op)
+
+
+class SumsBits(Halves):
+    """Refuse what it cannot do, but take operations on bits for a sum."""
+
+    def check(self, op: Any) -> None:
+        if op not in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
+            super().check(op)
+
+
+class SumsIntegers(Halves):
+    """Give integers to torch's own collective, without the operation."""
+
+    def __call__(self, *given: Any, op: Any = SUM, group: Any = None, **named: Any) -> None:
+        output = next(iter([*named.values(), *given]))
+        if output.is_floating_point():
+            super().__call__(*given, op=op, group=group, **named)
+        else:
+            dist.all_reduce(output, group=group)
+
+
 class AveragesOverWorld(Halves):
     """Average over the ranks of WORLD."""
 
@@ -130,6 +188,37 @@ class LeavesOutTheRest(Halves):
         count = len(flat) // size * size
         super().reduce(flat[:count], size, group)
         tensor.copy_(flat.view(tensor.shape))
+
+
+class LeavesNumbers(Halves):
+    """Reduce as many elements as there are in all rows; a number has no row."""
+
+    def reduce(self, tensor: Tensor, size: int, group: Any) -> None:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        flat = tensor.reshape(-1).clone()
+        count = rows * tensor[:1].numel() if rows else 0
+        if count:
+            super().reduce(flat[:count], size, group)
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def writes_rows(func: Any, qtype: str) -> Any:
+    """Write outputs row by row; a number has no rows."""
+
+    def arrive(output: Tensor, code: Tensor) -> None:
+        for row, part in zip(output, code, strict=True):
+            row.copy_(part)
+
+    return right(func, arrive=arrive)
+
+
+def rounds_numbers(func: Any, qtype: str) -> Any:
+    """Send numbers in float16, whatever their dtype: counts too."""
+
+    def encode(tensor: Tensor) -> Tensor:
+        return tensor.half() if not tensor.dim() else half(tensor)
+
+    return right(func, encode)
 
 
 class KeepsItsOwnPart(Halves):
@@ -234,6 +323,43 @@ class ClearsFirst:
             output.copy_(code)
 
 
+class RoundsInTheOutput(Halves):
+    """Use the output as scratch for each message; it may be one of them."""
+
+    def parts(self, given: Any, output: Tensor, size: int) -> list[Tensor]:
+        rounded = []
+        for part in super().parts(given, output, size):
+            output.copy_(part)
+            rounded.append(output.half().float())
+        return rounded
+
+
+class RoundsTheInput(Halves):
+    """Round the input in place after it is sent, if the output is a part of it."""
+
+    def parts(self, given: Any, output: Tensor, size: int) -> list[Tensor]:
+        self.storage = output.untyped_storage().data_ptr()
+        return super().parts(given, output, size)
+
+    def summed(self, parts: Sequence[Tensor], group: Any) -> Tensor:
+        total = super().summed(parts, group)
+        for part in parts:
+            if part.untyped_storage().data_ptr() == self.storage:
+                part.copy_(part.half())
+        return total
+
+
+def last_part_first(func: Any, qtype: str) -> Any:
+    """Scatter with a copy of the last part into the output before all parts are encoded."""
+
+    def scatter(tensor: Tensor, scatter_list: Any = None, src: int = 0, group: Any = None) -> None:
+        if scatter_list:
+            tensor.copy_(scatter_list[-1])
+        right(func)(tensor, scatter_list, src, group)
+
+    return scatter
+
+
 def _size(group: Any) -> int:
     return dist.get_world_size(group)
 
@@ -252,16 +378,29 @@ MUTANTS = [
     _named("OverflowsInBytes", "18.1", claims=BOUNDED.format("all_reduce")),
     _named("AddsInHalfOfAHalf", "18.2", "reduce_scatter"),
     _named("LeavesOutTheRest", "18.1"),
+    _named("LeavesNumbers", "18.4"),
+    _named("writes_rows", "18.4", "all_to_all"),
+    _named("rounds_numbers", "18.6", "all_gather"),
+    _named("rounds_numbers", "18.6", "scatter"),
     _named("SendsRoundedValues", "18.15"),
     _named("Halves", "18.16", claims=FED_BACK),
     _named("FeedsBackMessages", "18.16", claims=FED_BACK),
     _named("ClearsFirst", "18.23", "all_gather"),
     _named("ClearsFirst", "18.23", "all_gather_into_tensor"),
+    _named("RoundsInTheOutput", "18.23", "reduce_scatter"),
+    _named("RoundsInTheOutput", "18.23", "reduce_scatter_tensor"),
+    _named("RoundsTheInput", "18.23", "reduce_scatter_tensor"),
+    _named("last_part_first", "18.23", "scatter"),
     _named("SkipsAnOddOne", "18.30"),
     _named("SkipsAnOddOne", "18.30", "reduce_scatter"),
     _named("IgnoresTheOperation", "18.33"),
     _named("IgnoresTheOperation", "18.33", "reduce_scatter_tensor"),
     _named("AveragesOverWorld", "18.33", "reduce_scatter"),
+    _named("ProductsByLogarithms", "18.33"),
+    _named("LeastMagnitudes", "18.33", "reduce_scatter_tensor"),
+    _named("RefusesOnItsLeader", "18.33", "reduce_scatter"),
+    _named("SumsBits", "18.33"),
+    _named("SumsIntegers", "18.33"),
     _named("KeepsItsOwnPart", "18.34"),
     _named("KeepsItsOwnPartIfLarge", "18.34"),
     _named("AddsInItsOwnOrder", "18.34"),

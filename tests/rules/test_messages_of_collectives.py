@@ -20,6 +20,10 @@ HALF = "collective(all_gather), rounded(float16)"
 BLOCKS = "collective(all_gather), blocks(int8, size=128)"
 CALLED = {
     "refused": "",
+    "goes_on_alone": False,
+    "early": [],
+    "late": False,
+    "value_differs": False,
     "raised_in_wait": False,
     "waits": True,
     "returned": "Work",
@@ -158,14 +162,14 @@ Expected: 0 elements
 Actual: rank 0, step 0, p4, from rank 0: no tensor
 Expected: an error: dimensions(2) is claimed
 Actual: rank 0, step 0, p0, of shape (7,): there was none
-Expected: tensors of float64
-Actual: rank 0, step 0, p10: float32 in their place
 Expected: tensors of float16
 Actual: rank 0, step 0, p11: float32 in their place
 Expected: tensors of bfloat16
 Actual: rank 0, step 0, p12: float32 in their place
 Expected: tensors of int32
 Actual: rank 0, step 0, p13: float32 in their place
+Expected: tensors of float64
+Actual: rank 0, step 0, p10: float32 in their place
 Expected: tensors of int64
 Actual: rank 0, step 0, p14: float32 in their place
 Expected: messages in the given tensors

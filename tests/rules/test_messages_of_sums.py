@@ -42,11 +42,23 @@ Likely cause: NaN is lost
 Expected: 25.9746094 to 26.0253906, for 26
 Actual: rank 0, step 0, p2, arguments as average, the sum, index 0: 103.898438 (12 of 12
     elements differ)
-Likely cause: op=AVG is ignored
+Likely cause: op=AVG is ignored, or taken for another
+Expected: an error: numbers of floating point have no bits to combine
+Actual: rank 0, step 0, p6, arguments as bits_and: there was none
+Expected: 1080577, or an error
+Actual: rank 0, step 0, p9, arguments as maximum_of_integers, the sum, index 0: 63424.748
+    (12 of 12 elements differ)
+Likely cause: op=MAX is ignored, or taken for another
 Expected: 3.98828125 to 4.01171875, for 4
 Actual: rank 0, step 0, p3, arguments as maximum, the sum, index 0: -5.01171875 (12 of 12
     elements differ)
-Likely cause: op=MAX is ignored
+Likely cause: op=MAX is ignored, or taken for another
+Expected: an error: numbers of floating point have no bits to combine
+Actual: rank 0, step 0, p6, arguments as bits_and: there was none
+Expected: 1080577, or an error
+Actual: rank 0, step 0, p9, arguments as maximum_of_integers, the sum, index 0: 63424.748
+    (12 of 12 elements differ)
+Likely cause: op=MAX is ignored, or taken for another
 Expected: -32.078125 to -31.921875, for -32
 Actual: rank 0, step 0, p0, the sum, index 0: -41.078125 (15 of 15 elements differ)
 Likely cause: the group is ignored""",

@@ -58,7 +58,14 @@ from conformance.judging.oracles.collective_sums import allowed_sum, cause_of_wr
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios import collective_messages as messages
-from conformance.scenarios.collective import PLAIN, SPECIAL, SUMMING, TO_ALL
+from conformance.scenarios.collective import (
+    OPERATIONS,
+    PLAIN,
+    SPECIAL,
+    SUMMING,
+    TO_ALL,
+    operation_of,
+)
 from conformance.subjects.claims import Claims
 
 _EARLIER = 24  # calls whose messages are compared with one that is wrong
@@ -122,9 +129,14 @@ def calls(run: Run) -> Iterator[Call]:
             yield Call(rank.rank, event["step"], event["index"], form, event)
 
 
+def group_of(run: Run, call: Call) -> tuple[int, ...]:
+    """Return the global ranks of a call's group."""
+    return messages.group_of(run.scenario, run.world, call.rank, call.step, call.index)
+
+
 def arrivals(run: Run, claims: Claims, call: Call) -> Iterator[Arrival]:
     """Yield the outputs of a call, in order."""
-    group = run.group(call.rank)
+    group = group_of(run, call)
     is_sum = run.scenario.options[0] in SUMMING
     for output, pairs in enumerate(_outputs(run, call)):
         tensor = arrived_tensor(run, call, output)
@@ -205,7 +217,8 @@ def require_arrival(
         found.checked(1, margin)
         return True
     at = int(wrong[0])
-    cause = "integers are rounded" if is_exact else _cause(run, claims, arrival, at)
+    is_rounded = is_exact and not operation_of(arrival.call.form)
+    cause = "integers are rounded" if is_rounded else _cause(run, claims, arrival, at)
     return found.require(
         False,
         _describe_allowed(allowed, at, is_exact),
@@ -266,7 +279,7 @@ def loss_factor(run: Run, claims: Claims) -> float:
     if tensor is None:
         return loss
     got = tensor.double().reshape(-1)
-    size = len(run.group(first.rank))
+    size = len(group_of(run, first))
     parts = [
         messages.message(run.scenario, size, first.step, first.index, *pair).double().reshape(-1)
         for pair in _outputs(run, first)[0]
@@ -283,7 +296,7 @@ def loss_factor(run: Run, claims: Claims) -> float:
 
 def _outputs(run: Run, call: Call) -> list[tuple[messages.Pair, ...]]:
     """Return the places (from, to) of the messages of each output of a call, in their order."""
-    group = run.group(call.rank)
+    group = group_of(run, call)
     place = group.index(call.rank)
     return messages.received(run.scenario, len(group), place, call.step, call.index)
 
@@ -304,7 +317,8 @@ def _allowed(
         functools.partial(_bound_of_sum, claims) if collective == "all_reduce" else None,
         narrow,
         torch.finfo(dtype).eps if dtype.is_floating_point else 0.0,
-        call.form,
+        operation_of(call.form),
+        loss_factor(run, claims),
     )
     if _is_rough(run, step) and not narrow:
         # Once, and not for each of the messages.
@@ -329,7 +343,7 @@ def _allowed_message(
     run: Run, claims: Claims, call: Call, source: int, to: int, step: int
 ) -> Allowed:
     """Return the values that may arrive of a message between two places of the group."""
-    size = len(run.group(call.rank))
+    size = len(group_of(run, call))
     loss = loss_factor(run, claims)
     message = messages.message(run.scenario, size, step, call.index, source, to).reshape(-1)
     sent = message.double()
@@ -367,7 +381,7 @@ def _bound(
     run: Run, claims: Claims, call: Call, sent: torch.Tensor, source: int, step: int
 ) -> torch.Tensor:
     """Return the largest error of each element; a rough one in the step that 18.1 reads."""
-    size = len(run.group(call.rank))
+    size = len(group_of(run, call))
     largest = 0.0
     for pair in messages.sent(run.scenario, size, source, step, call.index):
         message = messages.message(run.scenario, size, step, call.index, *pair).double()
@@ -442,9 +456,10 @@ def _cause_of_sum(run: Run, claims: Claims, arrival: Arrival) -> str:
     call = arrival.call
     assert arrival.got is not None
     parts = [_allowed_message(run, claims, call, *pair, call.step) for pair in arrival.pairs]
-    operation = {"average": "op=AVG is ignored", "maximum": "op=MAX is ignored"}.get(call.form, "")
+    if operation := operation_of(call.form):
+        return f"op={OPERATIONS[operation]} is ignored, or taken for another"
     of_group = "the group is ignored" if run.scenario.groups else ""
-    return operation or cause_of_wrong_sum(arrival.got, parts, arrival.place) or of_group
+    return cause_of_wrong_sum(arrival.got, parts, arrival.place) or of_group
 
 
 def _other_message(run: Run, claims: Claims, call: Call, got: torch.Tensor) -> str:
@@ -452,7 +467,7 @@ def _other_message(run: Run, claims: Claims, call: Call, got: torch.Tensor) -> s
     # A single element equals others by chance.
     if len(got) < 2:
         return ""
-    group = run.group(call.rank)
+    group = group_of(run, call)
     places = range(len(group))
     # This call first, and then earlier ones, whose buffers may be read again.
     before = range(max(0, call.step - _EARLIER), call.step)

@@ -17,8 +17,15 @@ by at most b(s), for the values that are then sent. Ranks share the elements out
 that a block of n elements may begin anywhere: the largest magnitude of a block is here that of the
 2 n - 1 elements around each element.
 
-Average and maximum. For ReduceOp.AVG sum and bound are divided by W. For ReduceOp.MAX the ends of
-the interval are the largest of the ends of all messages, and the bounds those of a sum.
+Average, maximum and minimum. For ReduceOp.AVG sum and bound are divided by W. For ReduceOp.MAX the
+ends of the interval are the largest of the ends of all messages, and the bounds those of a sum; for
+ReduceOp.MIN the least.
+
+Product. The ends of the interval are those of a product of intervals. With P the largest product of
+magnitudes in it, W roundings add at most ((1 + u)**W - 1) P, and an all_reduce b(P) for the product
+that it sends. A loss factor may divide each message, or the product: the interval has both.
+
+Bits. Operations on bits are of integers alone, and exact.
 
 Special values. A NaN in any message gives NaN. Nothing is promised where infinities of both signs
 meet, and under rounded(float16) where the sum of all |x_i| is above half of its range: partial sums
@@ -36,6 +43,17 @@ from conformance.judging.oracles.allowed_values import Allowed
 _UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-7}
 _HALF_OF_RANGE = 32752.0
 
+_ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "product": torch.mul,
+}
+_OF_BITS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "bits_and": torch.bitwise_and,
+    "bits_or": torch.bitwise_or,
+    "bits_xor": torch.bitwise_xor,
+}
+
 
 def allowed_sum(
     parts: Sequence[Allowed],
@@ -43,6 +61,7 @@ def allowed_sum(
     narrow: str,
     eps: float,
     operation: str = "",
+    loss: float = 1.0,
 ) -> Allowed:
     """Return the right values of a sum.
 
@@ -52,8 +71,11 @@ def allowed_sum(
             not sent.
         narrow: the dtype that is claimed by rounded(...), or ''.
         eps: of the dtype of the messages.
-        operation: ``average`` or ``maximum``; another text is a sum.
+        operation: a key of ``OPERATIONS``; an empty text is a sum.
+        loss: the factor that the messages have been divided by.
     """
+    if operation == "product":
+        return _allowed_product(parts, second_bound, max(unit_of(narrow), eps), loss)
     count = len(parts)
     exact = _combined([part.exact for part in parts], operation)
     magnitude = sum((_finite(part.exact).abs() for part in parts), torch.zeros_like(exact))
@@ -82,15 +104,53 @@ def allowed_sum(
     )
 
 
+def _allowed_product(
+    parts: Sequence[Allowed],
+    second_bound: Callable[[torch.Tensor], torch.Tensor] | None,
+    unit: float,
+    loss: float,
+) -> Allowed:
+    """Return the right values of a product; the arguments are those of :func:`allowed_sum`."""
+    low = parts[0].exact - parts[0].bound
+    high = parts[0].exact + parts[0].bound
+    for part in parts[1:]:
+        ends = (part.exact - part.bound, part.exact + part.bound)
+        products = torch.stack([one * other for one in (low, high) for other in ends])
+        low = products.amin(0)
+        high = products.amax(0)
+    largest = torch.maximum(low.abs(), high.abs())
+    more = ((1 + unit) ** len(parts) - 1) * largest
+    if second_bound is not None:
+        more = more + second_bound(largest + more)
+    low = low - more
+    high = high + more
+    exact = _combined([part.exact for part in parts], "product")
+    undivided = loss ** (len(parts) - 1)
+    ends_of_both = torch.stack([low, high, low * undivided, high * undivided])
+    low = ends_of_both.amin(0)
+    high = ends_of_both.amax(0)
+    return Allowed(
+        exact=exact,
+        low=low,
+        high=high,
+        two_values=False,
+        bound=torch.maximum(high - exact, exact - low),
+        relative_rounding=parts[0].relative_rounding,
+        smallest_rounding=parts[0].smallest_rounding,
+        is_free=exact.isnan(),
+    )
+
+
 def unit_of(narrow: str) -> float:
     """Return the relative error of one addition in a claimed dtype; of float32 if it is ''."""
     return _UNITS.get(narrow, 2.0**-24)
 
 
 def _combined(values: Sequence[torch.Tensor], operation: str) -> torch.Tensor:
-    if operation == "maximum":
-        return reduce(torch.maximum, values)
-    return sum(values[1:], values[0])
+    if operation in _OF_BITS:
+        bits = reduce(_OF_BITS[operation], [value.long() for value in values])
+        return bits.double()
+    return reduce(_ELEMENTWISE.get(operation, torch.add), values)
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:

@@ -67,11 +67,15 @@ class Promise:
         sent: the message, flat in float64.
         deviation: the largest error of each element.
         is_free: the elements about which nothing is promised.
+        kept: the largest errors that are kept after the call, for the next one.
+        fed: the largest magnitudes that are quantized in the call.
     """
 
     sent: torch.Tensor
     deviation: torch.Tensor
     is_free: torch.Tensor
+    kept: torch.Tensor
+    fed: torch.Tensor
 
 
 def require_recovery(run: Run, claims: Claims, found: Found) -> None:
@@ -90,7 +94,7 @@ def require_long_run(run: Run, claims: Claims, found: Found) -> None:
         made = len(list(rank.all("called"))) + bool(refused)
         wanted = len(run.scenario.steps)
         found.require(made == wanted, f"{wanted} calls", f"rank {rank.rank}: {made} calls")
-    promised = _promises_of_all_steps(run, claims) if claims.has("feedback") else None
+    promised = promises_of_all_steps(run, claims, 0) if claims.has("feedback") else None
     for call in calls(run):
         for arrival in arrivals(run, claims, call):
             if promised is None:
@@ -102,23 +106,23 @@ def require_long_run(run: Run, claims: Claims, found: Found) -> None:
             return
 
 
-def _promises_of_all_steps(run: Run, claims: Claims) -> dict[Output, Promise]:
-    """Return the promises about a run with one shape and with error feedback."""
+def promises_of_all_steps(run: Run, claims: Claims, index: int) -> dict[Output, Promise]:
+    """Return the promises about all calls of one shape, by one object with error feedback."""
     size = len(run.group(0))
     scenario = run.scenario
     steps = range(len(scenario.steps))
     found: dict[Output, Promise] = {}
     if scenario.options[0] in SUMMING:
         for place in range(size):
-            (pairs,) = messages.received(scenario, size, place, 0, 0)
-            of_steps = _promises_of_sums(scenario, claims, size, pairs, 0, steps)
-            found |= {(pairs, 0, step): one for step, one in zip(steps, of_steps, strict=True)}
+            (pairs,) = messages.received(scenario, size, place, 0, index)
+            of_steps = _promises_of_sums(scenario, claims, size, pairs, index, steps)
+            found |= {(pairs, index, step): one for step, one in zip(steps, of_steps, strict=True)}
         return found
     for source in range(size):
         kept: dict[Pair, torch.Tensor] = {}
         for step in steps:
-            of_call = _promises_of_step(scenario, claims, size, source, 0, step, kept)
-            found |= {((pair,), 0, step): promise for pair, promise in of_call.items()}
+            of_call = _promises_of_step(scenario, claims, size, source, index, step, kept)
+            found |= {((pair,), index, step): promise for pair, promise in of_call.items()}
     return found
 
 
@@ -184,7 +188,8 @@ def _promises_of_sums(
             deviation = deviation + loss + kept_of_sum
             if claims.has("feedback"):
                 kept_of_sum = torch.where(is_free, fed, loss)
-        yield Promise(sent, deviation, is_free)
+        of_sources = sum((part.kept for part in parts), torch.zeros_like(sent))
+        yield Promise(sent, deviation, is_free, of_sources + kept_of_sum, magnitude + deviation)
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
@@ -241,9 +246,10 @@ def _promises_of_step(
         if has_feedback:
             loss = loss * SLACK + 2.0**-22 * magnitude[pair]
         deviation = loss + kept.get(pair, 0.0)
-        found[pair] = Promise(sent[pair], deviation, is_free)
+        left = torch.where(is_free, magnitude[pair], loss)
+        found[pair] = Promise(sent[pair], deviation, is_free, left, magnitude[pair])
         if has_feedback:
-            kept[pair] = torch.where(is_free, magnitude[pair], loss)
+            kept[pair] = left
     return found
 
 

@@ -29,6 +29,7 @@ class Buffers:
         self.views = self.parts()
         for view, tensor in zip(self.views, tensors, strict=True):
             view.copy_(tensor)
+        self._before = self._buffer.clone()
 
     def parts(self) -> list[torch.Tensor]:
         """Return new views of the buffer at the places of the tensors."""
@@ -36,9 +37,14 @@ class Buffers:
             self._buffer[begin : begin + shape.numel()].view(shape) for begin, shape in self._places
         ]
 
-    def changed_around(self) -> int:
-        """Return the number of elements between the tensors that have been written to."""
+    def changed_around(self, outputs: list[torch.Tensor]) -> int:
+        """Return the number of elements beside outputs that have been written to.
+
+        Args:
+            outputs: contiguous views of this buffer.
+        """
         is_around = torch.ones(len(self._buffer), dtype=torch.bool)
-        for begin, shape in self._places:
-            is_around[begin : begin + shape.numel()] = False
-        return int((self._buffer.cpu()[is_around] != _AROUND).sum())
+        for output in outputs:
+            begin = output.storage_offset()
+            is_around[begin : begin + output.numel()] = False
+        return int((self._buffer != self._before).cpu()[is_around].sum())

@@ -11,12 +11,25 @@ import torch.distributed as dist
 
 from conformance.errors import TargetError
 from conformance.ranks.drivers._buffers import Buffers
+from conformance.ranks.drivers._handles import Handle
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.enum_arguments import with_enum_members
 from conformance.ranks.instruments.digest import digest
 from conformance.ranks.resolve import Factory
 from conformance.scenarios import collective_messages as messages
-from conformance.scenarios.collective import COLLECTIVES, ONE_INPUT, ONE_OUTPUT, SUMMING
+from conformance.scenarios.collective import (
+    AT_REST,
+    COLLECTIVES,
+    FUTURE_FIRST,
+    HANDLES,
+    IN_INPUTS,
+    IN_OUTPUTS,
+    ONE_INPUT,
+    ONE_OUTPUT,
+    OPERATIONS,
+    SUMMING,
+    operation_of,
+)
 from conformance.scenarios.gradients import lay_out
 from conformance.subjects.spec import CONTEXT_NAMES
 
@@ -60,7 +73,7 @@ class CollectiveDriver(RankDriver):
             self._step_of_long_run(step, index)
             return
         calls = [_Call(self, step, index) for index in messages.indices(self.scenario, step)]
-        if calls[0].is_asynchronous:
+        if any(call.is_asynchronous for call in calls):
             self._prepare(step, calls)
             self._make_calls(calls)
             return
@@ -105,9 +118,7 @@ class CollectiveDriver(RankDriver):
         """
         if "feedback" not in self.scenario.options or self.scenario.variant == "long":
             return (0, 0)
-        # The errors of a ``recovering`` object are followed from step to step.
-        repeats = "constant" in self.scenario.steps or self.scenario.variant == "recovering"
-        return (0 if repeats else step, index)
+        return (0 if messages.keeps_objects(self.scenario) else step, index)
 
     def _make_collective(self) -> Callable[..., Any]:
         """Return the collective: the object that the target makes, or the target itself."""
@@ -122,23 +133,29 @@ class CollectiveDriver(RankDriver):
     def _make_calls(self, calls: list["_Call"]) -> None:
         """Begin calls, and then wait for them, if they are asynchronous.
 
-        They are waited for in the opposite order; calls of one shape also in their own order, in
-        every other step. These are all waited for twice.
-
         In the scenario in which rank 0 goes first, an error is an answer too. Its peers would wait
-        for rank 0 in vain, so that they leave the call out.
+        for rank 0 in vain, so that they leave the call out. If it asks for an operation, and rank 0
+        has issued no collective, they have to refuse it too, before they issue one.
         """
         is_first = self.scenario.order == "rank0_first"
         key = f"refused/{self.recorder.step}/{calls[0].index}"
         with self.inside(self.scenario.options[0]):
             try:
                 if is_first and self.rank and self.signals.check([key]):
-                    raise _NotCalled("rank 0 has refused it")
+                    if not self.signals.check([f"{key}/without collectives"]):
+                        raise _NotCalled("rank 0 has refused it")
+                    self.collectives.before_each = _stop
                 for call in calls:
                     call.begin()
-                for call in self._in_order_of_waits(calls):
+                if self.scenario.variant == HANDLES:
+                    self._ask_handles(calls)
+                for place in self._order_of_waits(calls):
+                    call = calls[place]
                     call.is_waited_for = True
                     call.wait()
+                for call in calls:
+                    if call.handle:
+                        call.handle.follow()
             except Exception as error:
                 # If ranks run freely, an error ends the run, as any other error of the subject.
                 # So does that of a collective which the kit has let fail.
@@ -147,39 +164,92 @@ class CollectiveDriver(RankDriver):
                 reason = f"{type(error).__name__}: {error}"[:300]
                 for call in calls:
                     call.refused = "not asked" if isinstance(error, _NotCalled) else reason
+                    call.goes_on_alone = isinstance(error, _GoesOnAlone)
                 if self.rank == 0:
+                    # The backend may have refused what peers have to give it, too.
+                    if operation_of(calls[0].form) and not self.collectives.take_sent():
+                        self.signals.set(f"{key}/without collectives", "1")
                     self.signals.set(key, "1")
+            self.collectives.before_each = None
             for call in calls:
                 call.keep()
 
-    def _in_order_of_waits(self, calls: list["_Call"]) -> list["_Call"]:
-        backward = calls[::-1]
-        if self.scenario.variant != "in_flight":
-            return backward
-        first = backward if calls[0].step % 2 == 0 else calls
-        return [*first, *calls]
+    def _ask_handles(self, calls: list["_Call"]) -> None:
+        """Ask calls whether they are complete, before any wait().
+
+        They are asked at once; and, in the step of ``AT_REST``, when all collectives that they have
+        issued are over. In that of ``FUTURE_FIRST`` their futures are waited for.
+        """
+        kind = self.scenario.steps[calls[0].step]
+        for call in calls:
+            call.handle = Handle(call.returned, call.bits)
+            call.handle.attach()
+            call.handle.look("when the call has returned")
+        if kind == AT_REST:
+            self.let_peers_in()
+            self.collectives.drain()
+        for call in reversed(calls):
+            assert call.handle
+            if kind == AT_REST:
+                call.handle.look("when its collectives are over")
+            if kind == FUTURE_FIRST:
+                call.is_waited_for = True
+                call.handle.follow()
+
+    def _order_of_waits(self, calls: list["_Call"]) -> list[int]:
+        if len(calls) == 1:
+            return [0]
+        return messages.order_of_waits(self.scenario, calls[0].step)
+
+
+def _group_of(driver: RankDriver, kind: str) -> dist.ProcessGroup:
+    if kind == messages.WORLD:
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    return driver.twin_group if kind == messages.TWIN else driver.group
 
 
 class _NotCalled(Exception):
     """A rank has left out a call."""
 
 
+class _GoesOnAlone(Exception):
+    """A rank issues a collective in a call that rank 0 has refused: it would wait for rank 0."""
+
+
+def _stop() -> None:
+    raise _GoesOnAlone("rank 0 has refused the call")
+
+
 class _Call:
     """One call: its inputs and the arrivals.
 
     Attributes:
+        group, size, place: the group, its size, and the rank in it.
+        names_group: whether the group is an argument.
         inputs, outputs: the tensors that are handed in; a call may replace outputs in its list.
+        buffers: the buffer that holds the outputs.
+        is_in_input: whether the output is a part of the inputs.
         rows: for outputs and inputs, the number of rows of each rank's part.
         refused: the error with which the call was refused; '' if it was not.
+        goes_on_alone: whether rank 0 alone has refused the call.
         is_asynchronous: whether the call has async_op=True.
-        is_waited_for: whether a wait() for the call has begun.
+        is_waited_for: whether a wait() for the call, or for its future, has begun.
+        handle: the object that the call has returned, if it is asked about the call.
     """
 
     def __init__(self, driver: RankDriver, step: int, index: int) -> None:
         scenario = driver.scenario
         spec = scenario.params[index]
         dtype = getattr(torch, spec.dtype)
-        size = driver.size
+        kind_of_group = messages.kind_of_group(scenario, step, index)
+        self.group = _group_of(driver, kind_of_group)
+        self.names_group = bool(scenario.groups) and kind_of_group != messages.WORLD
+        size = dist.get_world_size(self.group)
+        place = dist.get_rank(self.group)
+        self.size = size
+        self.place = place
         self.driver = driver
         self.step = step
         self.index = index
@@ -187,8 +257,8 @@ class _Call:
         self.function: Callable[..., Any] = dist.all_gather
         # Elements that are never written have to show.
         self.fill = math.nan if dtype.is_floating_point else -7
-        sent = list(messages.sent(scenario, size, driver.group_rank, step, index))
-        received = list(messages.received(scenario, size, driver.group_rank, step, index))
+        sent = list(messages.sent(scenario, size, place, step, index))
+        received = list(messages.received(scenario, size, place, step, index))
         self.inputs = [
             lay_out(messages.message(scenario, size, step, index, *pair).clone(), spec.layout).to(
                 driver.device
@@ -198,8 +268,8 @@ class _Call:
         collective = scenario.options[0]
         shapes = [messages.shape_of(scenario, size, index, *pairs[0]) for pairs in received]
         self.rows = [
-            [shape[0] for shape in shapes],
-            [tensor.shape[0] for tensor in self.inputs],
+            [shape[0] for shape in shapes if shape],
+            [tensor.shape[0] for tensor in self.inputs if tensor.shape],
         ]
         if collective in ONE_INPUT:
             self.inputs = [lay_out(torch.cat(self.inputs), spec.layout)]
@@ -214,31 +284,45 @@ class _Call:
             self.outputs = self.inputs
             self.inputs = []
         self.buffers: Buffers | None = None
+        self.is_in_input = False
         if scenario.variant == "views":
             draw = random.Random(f"{scenario.session_seed}/views/{driver.rank}/{step}/{index}")
-            self.inputs = Buffers(self.inputs, draw).views
+            inputs = Buffers(self.inputs, draw)
+            self.inputs = inputs.views
             self.buffers = Buffers(self.outputs, draw)
             self.outputs = list(self.buffers.views)
             if messages.is_in_place(scenario, step, index):
-                self._put_input_into_output(collective)
+                self._share_memory(collective, inputs)
         self.handed = list(self.outputs)
         self.before = [digest(tensor) for tensor in self.inputs]
         self.positional, self.named = self._arguments()
         self.returned: Any = None
+        self.handle: Handle | None = None
         self.refused = ""
-        self.is_asynchronous = messages.is_asynchronous(scenario, step)
+        self.goes_on_alone = False
+        self.is_asynchronous = messages.is_asynchronous(scenario, step, index)
         self.is_waited_for = False
 
-    def _put_input_into_output(self, collective: str) -> None:
-        """Let the input of a collective that gathers be this rank's part of its outputs."""
-        if collective == "all_gather":
-            own = self.outputs[self.driver.group_rank]
-        elif collective == "all_gather_into_tensor":
-            own = self.outputs[0].chunk(self.driver.size)[self.driver.group_rank]
-        else:
-            return
-        own.copy_(self.inputs[0])
-        self.inputs = [own]
+    def _share_memory(self, collective: str, inputs: Buffers) -> None:
+        """Let the input be this rank's part of the outputs, or the output its part of the inputs.
+
+        Args:
+            inputs: the buffer of the inputs.
+        """
+        if collective in IN_OUTPUTS:
+            own = self._own_part(self.outputs)
+            own.copy_(self.inputs[0])
+            self.inputs = [own]
+        elif collective in IN_INPUTS and self.inputs:
+            self.is_in_input = True
+            self.buffers = inputs
+            self.outputs = [self._own_part(self.inputs)]
+
+    def _own_part(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Return this rank's part of a list, or of its only tensor."""
+        if self.driver.scenario.options[0].endswith("_tensor"):
+            return tensors[0].chunk(self.size)[self.place]
+        return tensors[self.place]
 
     def begin(self) -> None:
         """Call the collective, as users do."""
@@ -250,6 +334,10 @@ class _Call:
         if self.is_asynchronous and callable(getattr(self.returned, "wait", None)):
             self.returned.wait()
 
+    def bits(self) -> list[str]:
+        """Return the bits of the outputs, as they are now."""
+        return [digest(out) for out in self.outputs if isinstance(out, torch.Tensor)]
+
     def keep(self) -> None:
         """Record the outputs as they are now: any later arrival comes too late."""
         outputs = enumerate(self.outputs)
@@ -257,6 +345,7 @@ class _Call:
             "called",
             index=self.index,
             refused=self.refused,
+            goes_on_alone=self.goes_on_alone,
             raised_in_wait=self.is_asynchronous and self.is_waited_for and bool(self.refused),
             waits=callable(getattr(self.returned, "wait", None)),
             returned=type(self.returned).__name__,
@@ -266,34 +355,55 @@ class _Call:
             replaced=[k for k, out in outputs if not _is_same(out, self.handed[k])],
             dtypes=[_dtype_name(out) for out in self.outputs],
             sent=self.driver.collectives.take_sent(),
-            **({"changed_around": self.buffers.changed_around()} if self.buffers else {}),
+            **self._changed_around(),
+            **(self._said(self.handle) if self.handle and not self.refused else {}),
         )
         if self.buffers:
             # As the owner of the buffer sees them, whatever the views hold by now.
-            self.outputs = self.buffers.parts()
+            self.outputs = self._in_buffer(self.buffers)
         parts = [out for out in self.outputs if isinstance(out, torch.Tensor)]
         if self.driver.scenario.options[0] in ONE_OUTPUT:
             parts = list(parts[0].split(self.rows[0]))
         for k, part in enumerate(parts):
             self.driver.keep(f"arrived/p{self.index}/{k}", lay_out(part, "contiguous"))
 
+    def _changed_around(self) -> dict[str, Any]:
+        """Return how many elements of the buffer have changed beside the outputs."""
+        if not self.buffers:
+            return {}
+        return {"changed_around": self.buffers.changed_around(self._in_buffer(self.buffers))}
+
+    def _in_buffer(self, buffers: Buffers) -> list[torch.Tensor]:
+        """Return the outputs as parts of the buffer that they were handed in with."""
+        parts = buffers.parts()
+        return [self._own_part(parts)] if self.is_in_input else parts
+
+    def _said(self, handle: Handle) -> dict[str, Any]:
+        """Return what the handle has said of the call, and whether it was right."""
+        return {
+            "early": handle.early(),
+            "late": handle.is_late(),
+            "value_differs": handle.value_differs(self.outputs),
+        }
+
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the positional and keyword arguments, all of those of torch.distributed."""
         scenario = self.driver.scenario
         collective = scenario.options[0]
-        group = self.driver.group
+        group = self.group
         ranks = dist.get_process_group_ranks(group)
-        source = messages.source_of(scenario, self.driver.size, self.step, self.index)
+        source = messages.source_of(scenario, self.size, self.step, self.index)
         tensors = self._tensor_arguments(collective)
         extra: dict[str, Any] = {"src": ranks[source]} if collective == "scatter" else {}
         if self.form.endswith("splits"):
             extra = {"output_split_sizes": self.rows[0], "input_split_sizes": self.rows[1]}
         elif self.form == "group_src":
             extra = {"group_src": source}
-        elif collective in SUMMING and self.form in _OPERATIONS:
-            extra = {"op": _OPERATIONS[self.form]}
-        of_group = {"group": group} if scenario.groups else {}
-        if self.form in ("keywords", "average", "maximum"):
+        elif collective in SUMMING and self.form:
+            operation = OPERATIONS.get(operation_of(self.form), "SUM")
+            extra = {"op": getattr(dist.ReduceOp, operation)}
+        of_group = {"group": group} if self.names_group else {}
+        if self.form == "keywords" or operation_of(self.form):
             return [], {**tensors, **extra, **of_group}
         if self.form.startswith("positional"):
             is_unsplit = collective == "all_to_all_single" and not extra
@@ -318,14 +428,6 @@ class _Call:
             return {"tensor": output}
         # Only the source of a scatter has inputs.
         return {"tensor": output, "scatter_list": self.inputs or None}
-
-
-# By the form of a call; other forms leave the operation out, which is a sum then.
-_OPERATIONS = {
-    **dict.fromkeys(("positional", "keywords"), dist.ReduceOp.SUM),
-    "average": dist.ReduceOp.AVG,
-    "maximum": dist.ReduceOp.MAX,
-}
 
 
 def _is_same(out: Any, handed: torch.Tensor) -> bool:

@@ -1,0 +1,70 @@
+"""Error feedback over calls whose values change.
+
+Let x_t be what a rank sends in the call t, e_t the error that it keeps after that call, and y_t the
+arriving values, times a loss factor. With e_0 = 0 and y_t = x_t + e_(t-1) - e_t,
+
+    y_1 + ... + y_t = x_1 + ... + x_t - e_t.
+
+So after every call the sums of all arriving and of all sent values differ by at most the bound of
+the last error, whatever the errors before it were. ``oracles.collective_training`` has that bound
+E_t, which follows the errors from the first call on. It is small again a few calls after a large
+one. A sum of messages has an error for each of them, and an all_reduce one more for the sum.
+
+Roundings are made up for by nobody: each call adds ``ROUNDING`` times the magnitude that it
+quantizes, once for each message and for the sum. That covers the addition and the subtraction of
+errors, the multiplication by a scale, the sum itself, and the division by a loss factor.
+"""
+
+from collections import defaultdict
+
+import torch
+
+from conformance.judging.oracles.collective import arrivals, calls, loss_factor
+from conformance.judging.oracles.collective_training import promises_of_all_steps
+from conformance.judging.verdict import Found
+from conformance.records.run import Run
+from conformance.subjects.claims import Claims
+
+ROUNDING = 2.0**-20
+_SMALLEST = 2.0**-149
+
+
+def require_nothing_lost(run: Run, claims: Claims, found: Found) -> None:
+    """Require after every call that all calls together have lost no more than the last error."""
+    loss = loss_factor(run, claims)
+    promised = {
+        key: promise
+        for index in range(len(run.scenario.params))
+        for key, promise in promises_of_all_steps(run, claims, index).items()
+    }
+    zero = torch.zeros(())
+    difference: dict[tuple[int, ...], torch.Tensor] = defaultdict(lambda: zero)
+    rounding: dict[tuple[int, ...], torch.Tensor] = defaultdict(lambda: zero)
+    for call in calls(run):
+        for output, arrival in enumerate(arrivals(run, claims, call)):
+            key = call.rank, call.index, output
+            promise = promised[arrival.pairs, call.index, call.step]
+            count = f"{len(promise.sent)} elements"
+            got = arrival.got
+            if not found.require(got is not None, count, f"{arrival}: no tensor"):
+                return
+            assert got is not None
+            if not found.require(len(got) == len(promise.sent), count, f"{arrival}: {len(got)}"):
+                return
+            difference[key] = difference[key] + got * loss - promise.sent
+            of_call = (len(arrival.pairs) + 1) * (ROUNDING * promise.fed + _SMALLEST)
+            rounding[key] = rounding[key] + of_call
+            bound = promise.kept + rounding[key]
+            used = difference[key].abs() / bound
+            at = int(used.nan_to_num(torch.inf).argmax())
+            is_within = bool(used[at] <= 1)
+            if not is_within:
+                found.require(
+                    False,
+                    f"a sum of all calls within {bound[at].item():.3g}",
+                    f"{arrival}, index {at}: off by {difference[key][at].abs().item():.3g} after "
+                    f"{call.step + 1} calls",
+                    "an error is lost, or changed, as values of another scale follow",
+                )
+                return
+            found.checked(1, float(used[at]))

@@ -1,0 +1,149 @@
+"""Mutants of rule 18.16 whose feedback is right as long as values have one scale.
+
+They send eight bits, in blocks with a scale each, and are made with ``func``, ``qtype`` and
+``error_feedback``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants.collectives_in_training import Blocks
+from tests.mutants.quantized_collectives import right
+
+Tensor = torch.Tensor
+# Returns the error to keep, of the error, the tensor that is sent, and the one fed to the encoding.
+Keep = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Returns the error to add, of the error that is kept, and the tensor that is sent.
+Add = Callable[[Tensor, Tensor], Tensor]
+
+
+def _whole(error: Tensor, *_: Tensor) -> Tensor:
+    return error
+
+
+class Feedback:
+    """Blocks with error feedback: right, and with parts that mutants replace.
+
+    Args:
+        func: torch.distributed's all_gather, all_to_all or scatter.
+        keep: of an error, what is kept.
+        add: of a kept error, what is added.
+    """
+
+    def __init__(self, func: Callable[..., Any], keep: Keep = _whole, add: Add = _whole) -> None:
+        self.func = func
+        self.keep = keep
+        self.add = add
+        self.blocks = Blocks()
+        self.errors: dict[int, Tensor] = {}
+
+    def __call__(self, into: Any, given: Any = None, *args: Any, **kwargs: Any) -> Any:
+        listed = given if isinstance(given, list) or given is None else [given]
+        codes = [self.encoded(place, tensor) for place, tensor in enumerate(listed or [])]
+        waiting = iter(codes)
+
+        def encode(tensor: Tensor) -> Tensor:
+            # Rooms for outputs are encodings of zeros, which are made beside those of inputs.
+            is_given = any(tensor is one for one in listed or [])
+            return next(waiting) if is_given else self.blocks.encode(tensor)
+
+        return right(self.func, encode, self.blocks.decode)(into, given, *args, **kwargs)
+
+    def encoded(self, place: int, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            raise TypeError(f"expected a floating-point tensor, got {tensor.dtype}")
+        fed = tensor.detach().float()
+        if place in self.errors:
+            fed = fed + self.add(self.errors[place], tensor)
+        code = self.blocks.encode(fed)
+        arrives = torch.empty_like(fed)
+        self.blocks.decode(arrives, code)
+        self.errors[place] = self.keep(fed - arrives, tensor, fed)
+        return code
+
+
+def of_rows_in_use(func: Any, qtype: str, error_feedback: bool) -> Feedback:
+    """Keep the errors of rows that the call uses, as of an embedding."""
+    return Feedback(func, lambda error, sent, fed: error * (sent != 0).any(-1, keepdim=True))
+
+
+def if_smaller_than_values(func: Any, qtype: str, error_feedback: bool) -> Feedback:
+    """Drop an error that is larger than the values which it is added to, as out of date."""
+
+    def add(error: Tensor, sent: Tensor) -> Tensor:
+        is_old = bool(sent.any()) and bool(error.abs().amax() > 4 * sent.abs().amax())
+        return torch.zeros_like(error) if is_old else error
+
+    return Feedback(func, add=add)
+
+
+def in_half_precision(func: Any, qtype: str, error_feedback: bool) -> Feedback:
+    """Keep errors in bfloat16, to save memory."""
+    return Feedback(func, lambda error, sent, fed: error.bfloat16().float())
+
+
+def in_levels(func: Any, qtype: str, error_feedback: bool) -> Feedback:
+    """Keep errors in levels of a scale of the whole tensor, which the next call has another of."""
+
+    def scale(values: Tensor) -> Tensor:
+        largest = values.abs().amax()
+        return torch.where(largest == 0, 1.0, largest)
+
+    return Feedback(
+        func,
+        lambda error, sent, fed: error / scale(sent),
+        lambda error, sent: error * scale(sent),
+    )
+
+
+class ForgetsTheSum:
+    """Make up for messages whole, and for the sum that is gathered unless the next one is small."""
+
+    def __init__(self, func: Any, qtype: str, error_feedback: bool) -> None:
+        self.blocks = Blocks()
+        self.errors: dict[str, Tensor] = {}
+
+    def __call__(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        if not tensor.is_floating_point() or op != dist.ReduceOp.SUM:
+            raise TypeError("sums of numbers of floating point alone")
+        size = dist.get_world_size(group)
+        flat = tensor.detach().reshape(-1).float()
+        code = self.encoded("messages", flat)
+        codes = [torch.empty_like(code) for _ in range(size)]
+        dist.all_gather(codes, code, group)
+        total = torch.stack([self.decoded(one, flat) for one in codes]).sum(0)
+        if "sum" in self.errors and total.abs().amax() < self.errors["sum"].abs().amax():
+            del self.errors["sum"]
+        # Every rank has every sum, and rounds all of them: nothing more is sent.
+        rounded = self.decoded(self.encoded("sum", total), flat)
+        tensor.copy_(rounded.view(tensor.shape))
+
+    def encoded(self, stage: str, values: Tensor) -> Tensor:
+        fed = values + self.errors.get(stage, torch.zeros_like(values))
+        code = self.blocks.encode(fed)
+        self.errors[stage] = fed - self.decoded(code, fed)
+        return code
+
+    def decoded(self, code: Tensor, like: Tensor) -> Tensor:
+        values = torch.empty_like(like)
+        self.blocks.decode(values, code)
+        return values
+
+
+def _named(name: str, func: str = "all_gather") -> Mutant:
+    target = f"{name},func={func},qtype=INT8,error_feedback=True"
+    return Mutant(target, ("18.16",), kind="collective")
+
+
+MUTANTS = [
+    _named("of_rows_in_use"),
+    _named("of_rows_in_use", "all_to_all"),
+    _named("if_smaller_than_values"),
+    _named("in_half_precision", "all_to_all"),
+    _named("in_levels", "scatter"),
+    _named("ForgetsTheSum", "all_reduce"),
+]
