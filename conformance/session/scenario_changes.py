@@ -96,8 +96,8 @@ def serialise(scenario: Scenario, claims: Claims) -> Scenario:
 
 def keep_claimed_dtypes(scenario: Scenario, claims: Claims) -> Scenario:
     """Keep the parameters whose dtype the subject takes."""
-    if any("/" in step for step in scenario.steps):
-        # These steps name parameters by their number, so that none may be left out.
+    if scenario.has_versions or any("/" in step for step in scenario.steps):
+        # Parameters are named by their numbers, so that none may be left out.
         params = tuple(
             spec if spec.dtype in claims.dtypes else replace(spec, dtype=claims.dtypes[0])
             for spec in scenario.params
