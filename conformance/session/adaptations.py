@@ -23,7 +23,7 @@ from conformance.scenarios.hook import (
     VIEWS,
 )
 from conformance.scenarios.long_runs import lengthened
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import EACH_MODEL_FAILS, Scenario
 from conformance.scenarios.process import HEAVY, with_warmup
 from conformance.scenarios.profiles import GLOO_CPU, Profile
 from conformance.scenarios.specials import base_kind
@@ -241,6 +241,12 @@ ADAPTATIONS = (
         "a local hook has steps without a collective",
     ),
     Adaptation(
+    Adaptation(
+        lambda scenario, claims: claims.mixes and scenario.fault.kind == EACH_MODEL_FAILS,
+        changes.fail_a_first_collective,
+        "ranks may issue different numbers of collectives, and would wait for those that never "
+        "come",
+    ),
         lambda scenario, claims: scenario.name == ACCUMULATED.name and claims.period > 1,
         changes.take_micro_batches_of_period,
         "a period that counts micro-batches shows if their number has a factor in common with it",

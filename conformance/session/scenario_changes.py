@@ -276,6 +276,12 @@ def fail_a_later_collective(scenario: Scenario, claims: Claims) -> Scenario:
     )
 
 
+def fail_a_first_collective(scenario: Scenario, claims: Claims) -> Scenario:
+    """Fail the first collective of a rank, and try as many steps more as ranks may stay alone."""
+    attempts = scenario.fault.attempts + MIXING_STEPS
+    return replace(scenario, fault=replace(scenario.fault, succeeding=0, attempts=attempts))
+
+
 def take_micro_batches_of_period(scenario: Scenario, claims: Claims) -> Scenario:
     """Take as many micro-batches a step as the smallest factor of the claimed period; two or four
     if the period is even.

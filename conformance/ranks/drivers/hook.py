@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.cuda_graph import on, side_stream, train_captured
 from conformance.ranks.drivers.long_run import LongRunTrainer
+from conformance.ranks.drivers.failing_models import FailingModels
 from conformance.ranks.drivers.simulated_ranks import CannotSimulate, simulate
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.instruments.clocks import Clocks
@@ -31,7 +32,7 @@ from conformance.ranks.resolve import is_one_object, resolve
 from conformance.records.files import MODEL_MADE
 from conformance.scenarios.gradients import TWIN_FACTOR, TWIN_OFFSET, at_scale, lay_out, rotated
 from conformance.scenarios.hook import simulated_steps
-from conformance.scenarios.model import DRAINING
+from conformance.scenarios.model import DRAINING, EACH_MODEL_FAILS
 from conformance.torch_versions.private import (
     check_hook,
     empty_bucket,
@@ -137,6 +138,9 @@ class HookDriver(RankDriver):
     def run(self) -> None:
         """Register the subject and train for the scenario's steps."""
         # Simulated ranks call the hook themselves: it is registered on no model.
+        if self.scenario.fault.kind == EACH_MODEL_FAILS:
+            self._fail_in_turn()
+            return
         if not self.scenario.simulated and not self.without_subject:
             with default_dtype(self.scenario.default_dtype(0)):
                 self._register()
@@ -492,6 +496,25 @@ class HookDriver(RankDriver):
         forget = partial(self.model.optimizer.zero_grad, set_to_none=True)
         with self.doing("backward"):
             train_captured(
+    def _fail_in_turn(self) -> None:
+        """Train one model after another, a collective of which fails."""
+        with self.doing("load"):
+            resolved = resolve(self.spec)
+        models = FailingModels(
+            self.scenario,
+            self.rank,
+            self.world,
+            self.device,
+            resolved,
+            f"--hook {self.spec.hook}",
+            self.signals,
+            self.recorder,
+            self.collectives,
+            self.doing,
+            self.timeout,
+        )
+        models.train()
+
                 self._side_stream, self.model.ddp, forget, self._scripted, steps, begin, keep
             )
 
