@@ -4,15 +4,18 @@ resumed_from_rank_0       as many ranks continue as have saved, all from the sta
 resumed_by_other_ranks    three or four ranks continue from the state of rank 0 of two
 rewrapped                 layers thaw, then others freeze, then two of one shape change places: DDP
                           is made anew each time, and the same hook and state are registered on it
-rolled_back               a process loads the state that it has saved some steps before
+recast                    the same if parameters change their dtype, layers grow, and options of DDP
+                          change
+rolled_back               a process loads the state that it has saved some steps before, and at last
+                          the one from before its first step
 """
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 
 from conformance.scenarios.hook import FROZEN, RESUMED, SAVED_ONE
 from conformance.scenarios.model import Param, Scenario
-from itertools import accumulate
 
 _OF_RANK_0 = replace(RESUMED.resume, of_rank_0=True)
 
@@ -58,9 +61,6 @@ REWRAPPED = replace(
     prerequisite="frozen",
 )
 
-# All steps from the save on feed the same gradients.
-ROLLED_BACK = replace(
-    SAVED_ONE,
 # Each DDP has other versions of the three parameters: of another dtype each time, and from the
 # third on two of them have other shapes. The first dtype is narrower than the second, so that
 # memory that is kept loses digits, and the third one is another again.
@@ -88,6 +88,9 @@ RECAST = replace(
     prerequisite=REWRAPPED.name,
 )
 
+# All steps from the save on feed the same gradients.
+ROLLED_BACK = replace(
+    SAVED_ONE,
     name="rolled_back",
     summary="after three to seven more steps a process loads the state that it has saved, and "
     "repeats these steps; the number is drawn",
@@ -95,7 +98,7 @@ RECAST = replace(
     resume=replace(SAVED_ONE.resume, rolls_back_at=7),
 )
 
-ALL = (*RESUMED_ELSEWHERE, REWRAPPED, ROLLED_BACK)
+ALL = (*RESUMED_ELSEWHERE, REWRAPPED, RECAST, ROLLED_BACK)
 
 _BUCKET_CAPS = (16, 4096, 25 * 2**20)  # bytes
 
@@ -132,9 +135,6 @@ def _draw_sizes(scenario: Scenario, numbers: random.Random) -> Scenario:
     )
 
 
-def _draw_repeated_steps(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw the number of steps that are repeated: 3, 5 or 7."""
-    count = numbers.choice((3, 5, 7))
 def _draw_versions(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the steps, the dtypes, the options of each DDP, and sizes from 8 to 4,000 elements.
 
@@ -175,6 +175,9 @@ def _draw_versions(scenario: Scenario, numbers: random.Random) -> Scenario:
     )
 
 
+def _draw_repeated_steps(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the number of steps that are repeated: 3, 5 or 7."""
+    count = numbers.choice((3, 5, 7))
     saves_at = scenario.resume.saves_at
     return replace(
         scenario,
@@ -186,6 +189,6 @@ def _draw_versions(scenario: Scenario, numbers: random.Random) -> Scenario:
 DRAWS = {
     RESUMED_BY_OTHER_RANKS.name: _draw_size,
     REWRAPPED.name: _draw_sizes,
+    RECAST.name: _draw_versions,
     ROLLED_BACK.name: _draw_repeated_steps,
 }
-    RECAST.name: _draw_versions,

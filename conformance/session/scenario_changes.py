@@ -389,6 +389,13 @@ def begin_with_warmup(scenario: Scenario, claims: Claims) -> Scenario:
     )
 
 
+def start_over(scenario: Scenario, claims: Claims) -> Scenario:
+    """Add the first steps again, to be made from the state before them: three after a warm-up."""
+    resume = replace(scenario.resume, starts_over_at=len(scenario.steps))
+    again = scenario.steps[: claims.warmup + 3]
+    return replace(scenario, steps=scenario.steps + again, resume=resume)
+
+
 def is_folded_local(scenario: Scenario, claims: Claims) -> bool:
     """Whether the run is folded, and the claim is about local results."""
     return claims.lossy == LOCAL and scenario.name == NETWORK.name
