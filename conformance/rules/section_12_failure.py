@@ -198,9 +198,10 @@ def any_size(run: Run, claims: Claims, found: Found) -> None:
     its own, and in late steps the first one in one run and a later one in another.
 
     So it is for parameters of float16, bfloat16, float64, float32 and complex64, unless the subject
-    refuses complex numbers: models of one dtype follow each other, and a collective of each fails
-    on all ranks. Its call raises, or its Work and its future end with the error; the model has one
-    parameter or several, and a drawn number of elements from 2**2 to 2**10, or to 2**19.
+    refuses complex numbers: models of one dtype follow each other, and the first or the last
+    collective of a step of each fails on all ranks. Its call raises, or its Work and its future end
+    with the error; the model has one parameter or several, and a drawn number of elements from 2**2
+    to 2**10, or to 2**19.
     """
     if run.scenario.fault.kind == EACH_MODEL_FAILS:
         _require_raised_by_each_model(run, claims, found)

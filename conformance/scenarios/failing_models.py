@@ -3,13 +3,17 @@
 A collective of each model fails on all ranks: its call raises once it is issued, or its Work ends
 with the error. All ranks notice it, as if a switch had failed, so that none waits for another, and
 the next model can follow in the same processes. Each model has one dtype, a group and a state of
-its own. Per dtype there are eight models: the call or the Work fails, of one parameter or of two to
-four, few elements or many. These numbers are drawn from the session's seed:
+its own. Per dtype there are six models, of one parameter or of two to four: the Work fails for few
+elements and for many, and the call for any number. These numbers are drawn from the session's seed:
 
-elements    of a model: 2**2 to 2**10, or 2**10 to 2**19, every number as likely as its double
+elements    of a model: 2**2 to 2**10, or 2**10 to 2**19, every number as likely as its double; if
+            the call fails, 2**2 to 2**19
 buckets     one for all parameters of a model, or one for each
-place       the collective of the step: the first, the last, or any between
+place       the collective of the step: the first, or the last
 step        the first step of a model that fails: 1 to 3
+
+Between these two, a rank could wait for a collective that another rank never issues, since it has
+failed before: a leader of nodes issues more of them than others.
 
 If steps of a claimed warm-up come first, there are fewer models: those of ``_MOST_STEPS``, and at
 least ``_FEWEST``. Under ``local`` the first collective fails that a rank issues.
@@ -26,10 +30,10 @@ from conformance.scenarios.seeds import generator
 _DTYPES = ("float16", "bfloat16", "float64", "float32", "complex64")
 _SMALL = (2, 10)  # exponents of two
 _LARGE = (10, 19)
+_ANY = (2, 19)
 _LATEST = 3
 _ATTEMPTS = 6
 _ANY_PLACE = 1
-_BETWEEN = 2**16
 _MOST_STEPS = 600
 _FEWEST = 3
 
@@ -89,9 +93,9 @@ def _of_dtype(scenario: Scenario, dtype: str) -> Iterator[FailingModel]:
     # A backend whose Works end on a stream reports their failures through its watchdog.
     ways = (False,) if scenario.profile.ordered else (False, True)
     for fails_at_end in ways:
-        places = [0, -1, draw.randint(1, _BETWEEN), draw.choice((0, -1))]
+        shapes = list(product((False, True), (_SMALL, _LARGE) if fails_at_end else (_ANY,)))
+        places = [0, -1] * (len(shapes) // 2)
         draw.shuffle(places)
-        shapes = product((False, True), (_SMALL, _LARGE))
         for (has_several, exponents), place in zip(shapes, places, strict=True):
             elements = int(2.0 ** draw.uniform(*exponents))
             count = draw.randint(2, min(4, elements)) if has_several else 1

@@ -26,10 +26,10 @@ def test_each_dtype_has_models_of_one_parameter_and_of_several(seed: int) -> Non
                 for model in of_dtype
                 if model.fails_at_end is at_end
             }
-            assert len(shapes) == 4
+            assert len(shapes) == (4 if at_end else 2)
             places = {model.place for model in of_dtype if model.fails_at_end is at_end}
-            assert {0, -1} < places
-    assert [model.dtype for model in models[-8:]] == ["complex64"] * 8
+            assert places == {0, -1}
+    assert [model.dtype for model in models[-6:]] == ["complex64"] * 6
 
 
 def test_claimed_dtypes_and_a_long_warm_up_leave_fewer_models() -> None:

@@ -173,12 +173,14 @@ class FailingCollective:
             self._signals.set(_OVER, "1")
 
 
-def with_failing_work(result: Any, works: list[Any]) -> Any:
+def with_failing_work(result: Any, works: list[Any], *, waits: bool = True) -> Any:
     """Return the result of a kernel with a Work that fails in place of its own.
 
     Args:
         result: a Work, or a tuple that ends with one.
         works: keeps the Work.
+        waits: wait() waits for the collective before it raises. If peers fail, too, the collective
+            may never take place.
 
     Raises:
         Injected: the kernel has returned no Work that could fail.
@@ -187,7 +189,7 @@ def with_failing_work(result: Any, works: list[Any]) -> Any:
     if work is None:
         raise collective_failed()
     is_boxed = isinstance(work, torch.ScriptObject)
-    failing = _FailingWork(dist.Work.unbox(work) if is_boxed else work)
+    failing = _FailingWork(dist.Work.unbox(work) if is_boxed else work, waits=waits)
     works.append(failing)
     changed = failing.boxed() if is_boxed else failing
     return (*tensors, changed) if isinstance(result, (tuple, list)) else changed
@@ -198,15 +200,18 @@ class _FailingWork(dist.Work):
 
     Args:
         work: of the collective.
+        waits: wait() waits for the collective.
     """
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: Any, *, waits: bool) -> None:
         super().__init__()
         self._work = work
+        self._waits = waits
 
     def wait(self, *_: Any, **__: Any) -> bool:
-        with contextlib.suppress(RuntimeError):
-            self._work.wait()
+        if self._waits:
+            with contextlib.suppress(RuntimeError):
+                self._work.wait()
         raise collective_failed()
 
     def synchronize(self) -> None:

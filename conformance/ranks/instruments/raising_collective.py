@@ -101,7 +101,7 @@ class RaisingCollective:
         self._works.append(result)
         if not self._at_end:
             raise collective_failed()
-        return with_failing_work(result, self._works)
+        return with_failing_work(result, self._works, waits=False)
 
     def _place_by_counts(self) -> int | None:
         """Return the place of the collective that raises, or None if steps had none so far."""
