@@ -13,7 +13,7 @@ place       the collective of the step: the first, or the last
 step        the first step of a model that fails: 1 to 3
 
 Between these two, a rank could wait for a collective that another rank never issues, since it has
-failed before: a leader of nodes issues more of them than others.
+failed before: a leader of nodes issues more collectives than others.
 
 If steps of a claimed warm-up come first, there are fewer models: those of ``_MOST_STEPS``, and at
 least ``_FEWEST``. Under ``local`` the first collective fails that a rank issues.

@@ -62,14 +62,14 @@ REWRAPPED = replace(
 )
 
 # Each DDP has other versions of the three parameters: of another dtype each time, and from the
-# third on two of them have other shapes. The first dtype is narrower than the second, so that
+# third on two parameters have other shapes. The first dtype is narrower than the second, so that
 # memory that is kept loses digits, and the third one is another again.
 _OF_DDPS = ("bfloat16", "float32", "float64", "float32")
 RECAST = replace(
     REWRAPPED,
     name="recast",
     summary="all parameters change their dtype after three or four steps, and twice more after as "
-    "many, two of them change their sizes, and so do the options of DDP: it is made anew over the "
+    "many, two change their sizes, and so do the options of DDP: it is made anew over the "
     "same model each time, and the same hook and state are registered on it; all of it is drawn",
     params=tuple(
         Param(
