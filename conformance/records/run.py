@@ -196,7 +196,7 @@ class Run:
                 numel *= 2
             return torch.zeros(numel, dtype=torch.float64)
         kind = self.scenario.steps[step]
-        number = step + self.scenario.first_step
+        number = self.scenario.inputs_at(step)
         # These kinds feed the same values at every step; a sparse gradient has other rows at each.
         if kind in REPEATED and spec.layout != "sparse":
             number = 0

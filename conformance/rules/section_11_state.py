@@ -59,7 +59,8 @@ def two_models(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     source="torch documentation, DDP Communication Hooks: How to Checkpoint Communication Hook "
     "State",
     remedy="values that decide the next step and are not in the state: a step count, a residual, a "
-    "seed, warm-started factors; a load_state_dict that leaves values alone which exist already",
+    "seed, warm-started factors; a load_state_dict that leaves values alone which exist already, "
+    "or which the saved state lacks: residuals.update(saved)",
 )
 def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` new processes that load the state give the bits that the old
@@ -68,7 +69,9 @@ def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     The state is saved with torch.save, or its state_dict if it has one. The model has one
     parameter, so that the bucket is the same in both. A state with load_state_dict also gives the
     same bits again if its own process loads it three, five or seven steps later, as after a loss
-    spike, and repeats these steps.
+    spike, and repeats these steps. At last it loads the state from before the first step, which
+    has none of the residuals that later steps have added, and repeats three steps, or three after
+    the warm-up, unless that has unrecorded steps.
     """
     saved, resumed, rolled_back = runs.values()
     later = range(saved.scenario.resume.saves_at, len(saved.scenario.steps))
@@ -82,12 +85,22 @@ def _require_repeated(run: Run, found: Found) -> None:
     """Require the steps after a process has loaded its state to repeat those after it was saved."""
     if any(rank.first("cannot_roll_back") for rank in run.ranks):
         return
-    saved, loaded = run.scenario.resume.saves_at, run.scenario.resume.rolls_back_at
+    resume, end = run.scenario.resume, len(run.scenario.steps)
+    saved, loaded, starts_over = resume.saves_at, resume.rolls_back_at, resume.starts_over_at
+    _require_repeated_steps(run, found, range(saved, loaded), loaded, "the saved state")
+    if starts_over and not found.failures:
+        first = range(end - starts_over)
+        _require_repeated_steps(run, found, first, starts_over, "the state before the first step")
+
+
+def _require_repeated_steps(run: Run, found: Found, steps: range, loaded: int, which: str) -> None:
+    """Require some steps to have the same bits from the step on before which a state is loaded."""
+    back = steps.start - loaded
     for rank in run.ranks:
-        first = _within(rank, range(saved, loaded)).tensors
-        again = _within(rank, range(loaded, 2 * loaded - saved)).tensors
-        renamed = {_moved(name, saved - loaded): tensor for name, tensor in again.items()}
-        pair = f"before and after the saved state is loaded in one process, rank {rank.rank}"
+        first = _within(rank, steps).tensors
+        again = _within(rank, range(loaded, loaded + len(steps))).tensors
+        renamed = {_moved(name, back): tensor for name, tensor in again.items()}
+        pair = f"before and after {which} is loaded in one process, rank {rank.rank}"
         require_same(first, renamed, pair, found)
 
 

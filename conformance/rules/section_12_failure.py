@@ -11,6 +11,7 @@ from conformance.scenarios.evidence import (
     COLLECTIVE_RAISES_LATE,
     PEER_DIES_LARGE,
 )
+from conformance.scenarios.failing_models import EACH_FAILS
 from conformance.scenarios.hook import COLLECTIVE_RAISES, PEER_DIES, PEER_DIES_LATER, PEER_SILENT
 from conformance.scenarios.later_failures import (
     BETWEEN_RAISES,
@@ -19,6 +20,7 @@ from conformance.scenarios.later_failures import (
     LAST_RAISES,
     LATE_RAISES,
 )
+from conformance.scenarios.model import EACH_MODEL_FAILS
 from conformance.subjects.claims import LOCAL, Claims
 
 
@@ -143,6 +145,27 @@ def peer_dies_later(run: Run, claims: Claims, found: Found) -> None:
     _require_raised(run, 0, "its peer had died before the last collective", found)
 
 
+def _require_raised_by_each_model(run: Run, claims: Claims, found: Found) -> None:
+    """Require the error of the collective that has failed in each of several models."""
+    faults = [(rank.rank, fault) for rank in run.ranks for fault in rank.all("fault")]
+    if claims.lossy == LOCAL and all(fault["unused"] for _, fault in faults):
+        found.leaves_out(f"{run.name}: under local ranks took part in no collective of these steps")
+        return
+    for rank, fault in faults:
+        if fault["unused"]:
+            if claims.lossy != LOCAL:
+                found.lacks_evidence("the kit saw no collective in the step, and could fail none")
+            continue
+        way = "had ended with an error" if fault["at_end"] else "had raised"
+        sizes = " and ".join(map(str, fault["sizes"]))
+        event = f"collective {fault['place']} of its step, in a model of {fault['dtype']}, {way}"
+        before = len(found.failures)
+        require_raised(found, fault, rank, "backward()", event, _SWALLOWED, "read fut.value()")
+        if len(found.failures) > before:
+            found.failures[-1].actual += f" [parameters of {sizes} elements]"
+            return
+
+
 _OF_ANY_SIZE = (
     COLLECTIVE_RAISES_LARGE,
     PEER_DIES_LARGE,
@@ -150,6 +173,7 @@ _OF_ANY_SIZE = (
     LARGE_LAST_RAISES,
     LARGE_BETWEEN_RAISES,
     LATE_RAISES,
+    EACH_FAILS,
 )
 
 
@@ -161,8 +185,8 @@ _OF_ANY_SIZE = (
     needs=("12.1", "12.2"),
     since="1.6",
     source="issue 22; paths for large tensors, with an except around the collective",
-    remedy="a path that only large buckets take, or only later steps: its except clauses, and its "
-    "callbacks that do not read fut.value()",
+    remedy="a path that only large buckets take, or those of one dtype, or only later steps: its "
+    "except clauses, and its callbacks that do not read fut.value()",
 )
 def any_size(run: Run, claims: Claims, found: Found) -> None:
     """When a collective raises, or a peer dies, backward() raises, too, if the bucket has a drawn
@@ -172,8 +196,16 @@ def any_size(run: Run, claims: Claims, found: Found) -> None:
     Every size, and every late step, is as likely as its double. The first collective of the step
     raises, the last one, or a drawn one between them, as in 12.1: in large buckets each in a run of
     its own, and in late steps the first one in one run and a later one in another.
+
+    So it is for parameters of float16, bfloat16, float64, float32 and complex64, unless the subject
+    refuses complex numbers: models of one dtype follow each other, and the first or the last
+    collective of a step of each fails on all ranks. Its call raises, or its Work and its future end
+    with the error; the model has one parameter or several, and a drawn number of elements from 2**2
+    to 2**10, or to 2**19.
     """
-    if run.scenario.fault.kind == "collective_raises":
+    if run.scenario.fault.kind == EACH_MODEL_FAILS:
+        _require_raised_by_each_model(run, claims, found)
+    elif run.scenario.fault.kind == "collective_raises":
         _require_raised_by_collective(run, claims, found)
     elif not _is_alone(run, 0, claims, found):
         _require_raised(run, 0, "its peer had died", found)

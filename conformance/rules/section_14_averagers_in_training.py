@@ -226,7 +226,7 @@ kept = keeps_no_more("14.23", on=(LONG,), needs=("14.21",))
 )
 def on_clusters(run: Run, claims: Claims, found: Found) -> None:
     """Five or seven ranks on nodes of unequal size, six or eight ranks on equal nodes, and groups
-    of three and two ranks without a constant distance average as the claim says. torchrun's
+    of four and two ranks without a constant distance average as the claim says. torchrun's
     variables describe the nodes; all of it is drawn.
 
     Under ``hierarchical`` there are as many ranks as the largest group takes. Under

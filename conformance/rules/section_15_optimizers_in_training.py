@@ -300,7 +300,7 @@ kept = keeps_no_more("15.32", on=(LONG,), needs=("15.29",))
 )
 def on_clusters(run: Run, claims: Claims, found: Found) -> None:
     """Five or seven ranks on nodes of unequal size, six or eight ranks on equal nodes, and groups
-    of three and two ranks without a constant distance step as two ranks do. torchrun's variables
+    of four and two ranks without a constant distance step as two ranks do. torchrun's variables
     describe the nodes; all of it is drawn."""
     require_right(run, found)
 

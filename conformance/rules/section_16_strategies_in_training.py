@@ -256,7 +256,7 @@ kept = keeps_no_more("16.31", on=(LONG,), needs=("16.29",))
 )
 def on_clusters(run: Run, claims: Claims, found: Found) -> None:
     """On five or seven ranks on nodes of unequal size, six or eight ranks on equal nodes, and
-    groups of three and two ranks without a constant distance, gradients are the means. torchrun's
+    groups of four and two ranks without a constant distance, gradients are the means. torchrun's
     variables describe the nodes; all of it is drawn."""
     require_means(run, found)
 

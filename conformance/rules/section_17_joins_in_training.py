@@ -269,7 +269,7 @@ def many(run: Run, claims: Claims, found: Found) -> None:
 )
 def on_clusters(run: Run, claims: Claims, found: Found) -> None:
     """On five or seven ranks on nodes of unequal size, six or eight ranks on equal nodes, and
-    groups of three and two ranks without a constant distance, ranks without inputs shadow those
+    groups of four and two ranks without a constant distance, ranks without inputs shadow those
     that have some. All of it is drawn."""
     for member in members(run):
         require_steps(run, member, found)

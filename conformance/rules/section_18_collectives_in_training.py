@@ -205,7 +205,7 @@ def long_run(run: Run, claims: Claims, found: Found) -> None:
 )
 def on_clusters(run: Run, claims: Claims, found: Found) -> None:
     """On five or seven ranks on nodes of unequal size, six or eight ranks on equal nodes, and
-    groups of three and two ranks without a constant distance, all messages arrive. All of it is
+    groups of four and two ranks without a constant distance, all messages arrive. All of it is
     drawn."""
     require_calls(run, claims, found)
 

@@ -9,7 +9,7 @@ from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.hook import COMBINED, FROZEN, STATIC, UNUSED
-from conformance.scenarios.reused_states import REWRAPPED
+from conformance.scenarios.reused_states import RECAST, REWRAPPED
 from conformance.scenarios.surroundings import DEFAULT_DTYPES
 from conformance.subjects.claims import Claims
 
@@ -49,16 +49,17 @@ def left_out(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "4.2",
     "Works beside frozen parameters and with one that is used twice",
-    on=(FROZEN, REWRAPPED),
-    owns=(FROZEN, REWRAPPED),
-    refusable=(REWRAPPED,),
+    on=(FROZEN, REWRAPPED, RECAST),
+    owns=(FROZEN, REWRAPPED, RECAST),
+    refusable=(REWRAPPED, RECAST),
     needs=("2.1",),
     since="1.1",
     source="torch documentation, DistributedDataParallel: parameters that require no gradient are "
     "not in buckets",
     remedy="offsets or names made from all of model.parameters(); tensor hooks on parameters that "
     "require no gradient; model.training; addresses of parameters; plans, offsets or buffers that "
-    "a state keeps for each bucket: once DDP is made anew, they have other parameters",
+    "a state keeps for a bucket or a parameter: once DDP is made anew, buckets have other "
+    "parameters, dtypes or sizes",
 )
 def frozen(run: Run, claims: Claims, found: Found) -> None:
     """Frozen parameters change nothing for the parameters between them, and neither does eval mode,
@@ -67,9 +68,12 @@ def frozen(run: Run, claims: Claims, found: Found) -> None:
 
     So it is if layers thaw or freeze after some steps: DDP is made anew over the same model, with
     the same hook and state, and its buckets have other parameters and sizes; or the same sizes and
-    another parameter, if the other one of two neighbours of one shape is trained from then on. Or
-    the subject refuses to reuse its state with an error on every rank. A set-up, or a factory that
-    takes the model, may keep DDP: it is not judged so.
+    another parameter, if the other one of two neighbours of one shape is trained from then on. So
+    it is, too, if the model changes its dtype, from half precision to float32, to another one, and
+    back to float32, as by model.float(); if layers then have other sizes; and if DDP is made anew
+    with another bucket_cap_mb and the other gradient_as_bucket_view. Or the subject refuses to
+    reuse its state with an error on every rank. A set-up, or a factory that takes the model, may
+    keep DDP: it is not judged so.
     """
     if any(rank.first("keeps_ddp") for rank in run.ranks):
         found.leaves_out(

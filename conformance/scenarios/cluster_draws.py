@@ -62,14 +62,29 @@ def _draw_equal_nodes(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def _draw_uneven_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw three of five ranks with two different distances, and one or two nodes."""
+    """Draw four of six ranks, not at a constant distance, and three nodes of two or two of three.
+
+    The four ranks are unequally many of nodes of equal size, and there is a node without any of the
+    two other ranks.
+    """
+    on_node = numbers.choice((2, 3))
+    nodes = (on_node,) * (6 // on_node)
     while True:
-        first = tuple(sorted(numbers.sample(range(5), 3)))
-        if first[1] - first[0] != first[2] - first[1]:
+        first = tuple(sorted(numbers.sample(range(6), 4)))
+        others = tuple(rank for rank in range(6) if rank not in first)
+        is_uneven = len(set(_on_nodes(first, on_node))) > 1
+        if is_uneven and len(_distances(first)) > 1 and min(_on_nodes(others, on_node)) == 0:
             break
-    others = tuple(rank for rank in range(5) if rank not in first)
-    nodes = _split(5, 2, numbers)
     return replace(scenario, groups=(first, others), nodes=nodes)
+
+
+def _on_nodes(ranks: tuple[int, ...], on_node: int) -> list[int]:
+    """Return how many of these ranks each of the nodes has, which have ``on_node`` of six."""
+    return [sum(rank // on_node == node for rank in ranks) for node in range(6 // on_node)]
+
+
+def _distances(ranks: tuple[int, ...]) -> set[int]:
+    return {after - before for before, after in pairwise(ranks)}
 
 
 def _draw_wide_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -90,18 +105,22 @@ def _draw_wide_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def _draw_two_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw the ranks of the smaller groups: two of three, or two times two of four."""
+    """Draw the ranks of the smaller groups: two of three on unequal nodes, or three of four on two
+    nodes of two ranks.
+    """
     size = numbers.choice((3, 4))
-    first = tuple(sorted(numbers.sample(range(size), 2)))
+    first = tuple(sorted(numbers.sample(range(size), size - 1)))
     others = tuple(rank for rank in range(size) if rank not in first)
-    return replace(scenario, size=size, twin_groups=(first, others))
+    nodes = (2, 2) if size == 4 else numbers.choice(((1, 2), (2, 1)))
+    return replace(scenario, size=size, nodes=nodes, twin_groups=(first, others))
 
 
 def _draw_equal_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw two ways to divide four ranks into pairs; or six ranks into threes, a third of the time.
 
     A group of one way has ranks of both groups of the other. In each way another rank is the first
-    of its group, and another one the last, as rank 1 is last in 0 and 1, and first in 1 and 3.
+    of its group, and another one the last, as rank 1 is last in 0 and 1, and first in 1 and 3. The
+    ranks are on two nodes of unequal size.
     """
     size = numbers.choice((2, 2, 3))
     ways = [_halves((0, *others), size) for others in combinations(range(1, 2 * size), size - 1)]
@@ -110,7 +129,10 @@ def _draw_equal_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
         if all(_at(end, first) != _at(end, second) for end in (0, -1)):
             break
     groups = tuple(numbers.sample(first, 2))
-    return replace(scenario, groups=groups, twin_groups=tuple(numbers.sample(second, 2)))
+    while len(set(nodes := _split(2 * size, 2, numbers))) == 1:
+        pass
+    twin_groups = tuple(numbers.sample(second, 2))
+    return replace(scenario, groups=groups, twin_groups=twin_groups, nodes=nodes)
 
 
 def _halves(first: tuple[int, ...], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -47,8 +47,8 @@ UNEVEN_GROUPS = replace(
     summary="two models on two disjoint groups, whose ranks have no constant distance; the groups "
     "are drawn",
     steps=("crafted", "crafted", "normal"),
-    groups=((0, 1, 3), (2, 4)),
-    nodes=(2, 3),
+    groups=((0, 1, 3, 4), (2, 5)),
+    nodes=(2, 2, 2),
     prerequisite="subgroups",
 )
 
@@ -59,6 +59,7 @@ TWO_GROUPS = replace(
     "the groups are drawn",
     steps=("crafted", "crafted", "normal", "crafted"),
     size=3,
+    nodes=(1, 2),
     twin=True,
     twin_groups=((0, 2), (1,)),
     prerequisite="two_models",
@@ -71,6 +72,7 @@ EQUAL_GROUPS = replace(
     summary="every rank trains two models in turns, each on a group of the same size with other "
     "ranks; the groups are drawn",
     size=0,
+    nodes=(1, 3),
     groups=((0, 1), (2, 3)),
     twin_groups=((0, 2), (1, 3)),
     prerequisite="two_groups",
@@ -129,7 +131,12 @@ def with_groups_of(scenario: Scenario, least: int) -> Scenario:
     if scenario.groups and scenario.twin_groups:
         ranks = tuple(range(2 * least))
         halves = (ranks[:least], ranks[least:])
-        return replace(scenario, groups=halves, twin_groups=(ranks[::2], ranks[1::2]))
+        return replace(
+            scenario,
+            groups=halves,
+            twin_groups=(ranks[::2], ranks[1::2]),
+            nodes=(1, len(ranks) - 1),
+        )
     if scenario.groups:
         sizes = [max(len(group), least) for group in scenario.groups]
         groups = _interleaved(sizes)
@@ -139,7 +146,9 @@ def with_groups_of(scenario: Scenario, least: int) -> Scenario:
         )
     if scenario.twin_groups:
         sizes = [max(len(group), least) for group in scenario.twin_groups]
-        return replace(scenario, size=sum(sizes), twin_groups=_interleaved(sizes))
+        size = sum(sizes)
+        nodes = (1, size - 1)
+        return replace(scenario, size=size, nodes=nodes, twin_groups=_interleaved(sizes))
     size = max(scenario.size, least)
     if len(set(scenario.nodes)) > 1:
         return replace(scenario, size=size, nodes=(size - 1, 1))

@@ -28,6 +28,8 @@ class Param:
             ``sparse`` (an embedding whose gradient is a sparse tensor).
         frozen: it requires no gradient.
         frozen_under: the numbers of the DDPs under which it requires no gradient; the first is 0.
+        version_of: the number of the parameter that this one is from some DDP on, with another
+            dtype or shape; -1 for a parameter of its own. All other versions are frozen then.
         uses: how often the forward uses it. Its gradient is the sum over all uses.
         exponent: its gradients are multiplied by ``2**exponent``, which is exact; if they repeat a
             table, only those from element 2**24 on.
@@ -39,6 +41,7 @@ class Param:
     layout: str = "contiguous"
     frozen: bool = False
     frozen_under: tuple[int, ...] = ()
+    version_of: int = -1
     uses: int = 1
     exponent: int = 0
     exponents: tuple[int, ...] = ()
@@ -102,6 +105,8 @@ FAULTY_RANK = 1
 CALL_FAILS = "call_fails"
 WORK_FAILS = "work_fails"
 COLLECTIVE_FAULTS = (CALL_FAILS, WORK_FAILS)
+# For hooks: a collective of each of several models fails, on all ranks.
+EACH_MODEL_FAILS = "each_model_fails"
 
 
 @dataclass(frozen=True)
@@ -109,9 +114,9 @@ class Fault:
     """A failure that the kit causes.
 
     Attributes:
-        kind: ``none``; for hooks ``peer_dies``, ``peer_dies_later``, ``collective_raises`` or
-            ``peer_silent``; for other kinds ``call_fails`` or ``work_fails``
-            (``instruments/failing_collective.py``).
+        kind: ``none``; for hooks ``peer_dies``, ``peer_dies_later``, ``collective_raises``,
+            ``peer_silent`` or ``each_model_fails`` (``scenarios/failing_models.py``); for other
+            kinds ``call_fails`` or ``work_fails`` (``instruments/failing_collective.py``).
         step: the step in which it happens; for other kinds than hooks, the first step in which it
             may happen.
         group_timeout: the process group's own timeout in seconds, if it is to expire; else 0.
@@ -150,6 +155,8 @@ class Resume:
         saved_in: the folder of that run; '' before it is known.
         rolls_back_at: the step before which the process loads the state that it has saved; 0 for
             never.
+        starts_over_at: the step before which the process loads the state that it has saved before
+            the first step, and repeats the first steps; 0 for never.
     """
 
     saves_at: int = 0
@@ -157,6 +164,7 @@ class Resume:
     of_rank_0: bool = False
     saved_in: str = ""
     rolls_back_at: int = 0
+    starts_over_at: int = 0
 
 
 @dataclass(frozen=True)
@@ -212,6 +220,7 @@ class Scenario:
         fault: the failure that the kit causes.
         rewraps: steps before which DDP is made anew over the same model, with other frozen
             parameters; the same hook and state are registered on it.
+        ddp_anew: the arguments of each of these DDPs; () for those of the first one.
         prerequisite: a scenario; if its run breaks, this one is skipped, since it would break too.
         first_step: the number of the first step for the inputs, if a run continues another.
         repeat: distinguishes runs of the same experiment.
@@ -280,6 +289,7 @@ class Scenario:
     fault: Fault = Fault()
     resume: Resume = Resume()
     rewraps: tuple[int, ...] = ()
+    ddp_anew: tuple[DDPOptions, ...] = ()
     prerequisite: str = "values"
     first_step: int = 0
     repeat: int = 0
@@ -326,7 +336,8 @@ class Scenario:
     @property
     def intercepts(self) -> bool:
         """Whether collectives pass through the kit."""
-        faulty = self.fault.kind in ("collective_raises", "peer_dies_later", *COLLECTIVE_FAULTS)
+        of_hooks = ("collective_raises", "peer_dies_later", EACH_MODEL_FAILS)
+        faulty = self.fault.kind in (*of_hooks, *COLLECTIVE_FAULTS)
         records = self.observe.bytes_sent or self.observe.collectives
         return self.order != "free" or faulty or records or self.serialised
 
@@ -356,11 +367,28 @@ class Scenario:
             return "float32"
         return self.default_dtypes[max(step, 0) % len(self.default_dtypes)]
 
+    def inputs_at(self, step: int) -> int:
+        """Return the number of a step for its inputs."""
+        start = self.resume.starts_over_at
+        return step - start if start and step >= start else step + self.first_step
+
     def is_frozen(self, index: int, step: int) -> bool:
         """Whether a parameter requires no gradient in a step."""
         spec = self.params[index]
-        number = sum(step >= at for at in self.rewraps)
-        return spec.frozen or number in spec.frozen_under
+        return spec.frozen or self.ddp_number(step) in spec.frozen_under
+
+    def ddp_number(self, step: int) -> int:
+        """Return the number of the DDP that a step trains; the first is 0."""
+        return sum(step >= at for at in self.rewraps)
+
+    def ddp_options(self, number: int) -> DDPOptions:
+        """Return the arguments of a DDP."""
+        return self.ddp_anew[number - 1] if number and self.ddp_anew else self.ddp
+
+    @property
+    def has_versions(self) -> bool:
+        """Whether parameters change their dtypes or shapes when DDP is made anew."""
+        return any(spec.version_of >= 0 for spec in self.params)
 
     def group_of(self, rank: int, world: int) -> tuple[int, ...]:
         """Return the global ranks of the group that ``rank`` trains in."""
@@ -444,6 +472,7 @@ def scenario_from_json(data: dict[str, Any]) -> Scenario:
         "groups": groups,
         "twin_groups": twin_groups,
         "ddp": DDPOptions(**data["ddp"]),
+        "ddp_anew": tuple(DDPOptions(**options) for options in data["ddp_anew"]),
         "observe": Observation(**data["observe"]),
         "fault": Fault(**data["fault"]),
         "resume": Resume(**data["resume"]),

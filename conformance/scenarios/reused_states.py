@@ -4,11 +4,15 @@ resumed_from_rank_0       as many ranks continue as have saved, all from the sta
 resumed_by_other_ranks    three or four ranks continue from the state of rank 0 of two
 rewrapped                 layers thaw, then others freeze, then two of one shape change places: DDP
                           is made anew each time, and the same hook and state are registered on it
-rolled_back               a process loads the state that it has saved some steps before
+recast                    the same if parameters change their dtype, layers grow, and options of DDP
+                          change
+rolled_back               a process loads the state that it has saved some steps before, and at last
+                          the one from before its first step
 """
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 
 from conformance.scenarios.hook import FROZEN, RESUMED, SAVED_ONE
 from conformance.scenarios.model import Param, Scenario
@@ -57,6 +61,33 @@ REWRAPPED = replace(
     prerequisite="frozen",
 )
 
+# Each DDP has other versions of the three parameters: of another dtype each time, and from the
+# third on two parameters have other shapes. The first dtype is narrower than the second, so that
+# memory that is kept loses digits, and the third one is another again.
+_OF_DDPS = ("bfloat16", "float32", "float64", "float32")
+RECAST = replace(
+    REWRAPPED,
+    name="recast",
+    summary="all parameters change their dtype after three or four steps, and twice more after as "
+    "many, two change their sizes, and so do the options of DDP: it is made anew over the "
+    "same model each time, and the same hook and state are registered on it; all of it is drawn",
+    params=tuple(
+        Param(
+            (17 + 8 * place,),
+            dtype,
+            frozen_under=tuple(other for other in range(len(_OF_DDPS)) if other != number),
+            version_of=place if number else -1,
+        )
+        for number, dtype in enumerate(_OF_DDPS)
+        for place in range(3)
+    ),
+    steps=("crafted", "normal") * 6,
+    rewraps=(3, 6, 9),
+    in_eval_mode=False,
+    renews_storage=False,
+    prerequisite=REWRAPPED.name,
+)
+
 # All steps from the save on feed the same gradients.
 ROLLED_BACK = replace(
     SAVED_ONE,
@@ -67,7 +98,7 @@ ROLLED_BACK = replace(
     resume=replace(SAVED_ONE.resume, rolls_back_at=7),
 )
 
-ALL = (*RESUMED_ELSEWHERE, REWRAPPED, ROLLED_BACK)
+ALL = (*RESUMED_ELSEWHERE, REWRAPPED, RECAST, ROLLED_BACK)
 
 _BUCKET_CAPS = (16, 4096, 25 * 2**20)  # bytes
 
@@ -104,6 +135,46 @@ def _draw_sizes(scenario: Scenario, numbers: random.Random) -> Scenario:
     )
 
 
+def _draw_versions(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the steps, the dtypes, the options of each DDP, and sizes from 8 to 4,000 elements.
+
+    Under the third DDP the second parameter has as many elements more as the last one has less: a
+    bucket of both has the same size. Under the fourth the last one has grown.
+    """
+    half, other_half = numbers.sample(("float16", "bfloat16"), 2)
+    dtypes = (half, "float32", numbers.choice((other_half, "float64")), "float32")
+    first, second, third = (round(2 ** numbers.uniform(3, 12)) for _ in range(3))
+    moved = numbers.randint(1, third - 1)
+    sizes = (
+        (first, second, third),
+        (first, second, third),
+        (first, second + moved, third - moved),
+        (first, second + moved, third + numbers.randint(1, third)),
+    )
+    lengths = [numbers.randint(3, 4) for _ in sizes]
+    caps = numbers.sample((16, 1024, 4096, 25 * 2**20), 4)
+    # The second DDP has the options of the first: there the dtype alone differs.
+    caps[1] = caps[0]
+    is_view = numbers.random() < 0.5
+    options = [
+        replace(scenario.ddp, bucket_cap_mb=cap / 2**20, gradient_as_bucket_view=as_view)
+        for cap, as_view in zip(caps, (is_view, is_view, not is_view, is_view), strict=True)
+    ]
+    params = tuple(
+        replace(spec, dtype=dtypes[number // 3], shape=(sizes[number // 3][number % 3],))
+        for number, spec in enumerate(scenario.params)
+    )
+    kinds = ("crafted", "normal")
+    return replace(
+        scenario,
+        params=params,
+        steps=tuple(kinds[step % 2] for step in range(sum(lengths))),
+        rewraps=tuple(accumulate(lengths[:-1])),
+        ddp=options[0],
+        ddp_anew=tuple(options[1:]),
+    )
+
+
 def _draw_repeated_steps(scenario: Scenario, numbers: random.Random) -> Scenario:
     """Draw the number of steps that are repeated: 3, 5 or 7."""
     count = numbers.choice((3, 5, 7))
@@ -118,5 +189,6 @@ def _draw_repeated_steps(scenario: Scenario, numbers: random.Random) -> Scenario
 DRAWS = {
     RESUMED_BY_OTHER_RANKS.name: _draw_size,
     REWRAPPED.name: _draw_sizes,
+    RECAST.name: _draw_versions,
     ROLLED_BACK.name: _draw_repeated_steps,
 }

@@ -23,9 +23,10 @@ from conformance.scenarios.hook import (
     VIEWS,
 )
 from conformance.scenarios.long_runs import lengthened
-from conformance.scenarios.model import Scenario
+from conformance.scenarios.model import EACH_MODEL_FAILS, Scenario
 from conformance.scenarios.process import HEAVY, with_warmup
 from conformance.scenarios.profiles import GLOO_CPU, Profile
+from conformance.scenarios.reused_states import ROLLED_BACK
 from conformance.scenarios.specials import base_kind
 from conformance.scenarios.surroundings import (
     DEFAULT_DTYPES,
@@ -241,6 +242,12 @@ ADAPTATIONS = (
         "a local hook has steps without a collective",
     ),
     Adaptation(
+        lambda scenario, claims: claims.mixes and scenario.fault.kind == EACH_MODEL_FAILS,
+        changes.fail_a_first_collective,
+        "ranks may issue different numbers of collectives, and would wait for those that never "
+        "come",
+    ),
+    Adaptation(
         lambda scenario, claims: scenario.name == ACCUMULATED.name and claims.period > 1,
         changes.take_micro_batches_of_period,
         "a period that counts micro-batches shows if their number has a factor in common with it",
@@ -327,6 +334,13 @@ ADAPTATIONS = (
         lambda scenario, claims: changes.is_lossy(scenario, claims) and bool(claims.warmup),
         changes.begin_with_warmup,
         "everything else happens after the exact steps",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            scenario.name == ROLLED_BACK.name and not scenario.unrecorded_steps
+        ),
+        changes.start_over,
+        "a state from before the first step has none of the values that later steps add",
     ),
     Adaptation(
         lambda scenario, claims: scenario.name == HEAVY.name and bool(claims.warmup),

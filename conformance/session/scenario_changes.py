@@ -96,8 +96,8 @@ def serialise(scenario: Scenario, claims: Claims) -> Scenario:
 
 def keep_claimed_dtypes(scenario: Scenario, claims: Claims) -> Scenario:
     """Keep the parameters whose dtype the subject takes."""
-    if any("/" in step for step in scenario.steps):
-        # These steps name parameters by their number, so that none may be left out.
+    if scenario.has_versions or any("/" in step for step in scenario.steps):
+        # Parameters are named by their numbers, so that none may be left out.
         params = tuple(
             spec if spec.dtype in claims.dtypes else replace(spec, dtype=claims.dtypes[0])
             for spec in scenario.params
@@ -276,6 +276,12 @@ def fail_a_later_collective(scenario: Scenario, claims: Claims) -> Scenario:
     )
 
 
+def fail_a_first_collective(scenario: Scenario, claims: Claims) -> Scenario:
+    """Fail the first collective of a rank, and try as many steps more as ranks may stay alone."""
+    attempts = scenario.fault.attempts + MIXING_STEPS
+    return replace(scenario, fault=replace(scenario.fault, succeeding=0, attempts=attempts))
+
+
 def take_micro_batches_of_period(scenario: Scenario, claims: Claims) -> Scenario:
     """Take as many micro-batches a step as the smallest factor of the claimed period; two or four
     if the period is even.
@@ -381,6 +387,13 @@ def begin_with_warmup(scenario: Scenario, claims: Claims) -> Scenario:
         fault=replace(scenario.fault, step=scenario.fault.step + claims.warmup),
         resume=resume,
     )
+
+
+def start_over(scenario: Scenario, claims: Claims) -> Scenario:
+    """Add the first steps again, to be made from the state before them: three after a warm-up."""
+    resume = replace(scenario.resume, starts_over_at=len(scenario.steps))
+    again = scenario.steps[: claims.warmup + 3]
+    return replace(scenario, steps=scenario.steps + again, resume=resume)
 
 
 def is_folded_local(scenario: Scenario, claims: Claims) -> bool:

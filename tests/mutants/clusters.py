@@ -396,6 +396,50 @@ def size_of_the_last_rank(state: Any, bucket: Bucket) -> Result:
     return sum_of(bucket.buffer(), state).then(lambda fut: fut.value().div_(size))
 
 
+# 24.4, 24.5 Groups with unequally many ranks of equal nodes
+
+
+def _are_equal() -> bool:
+    """Whether all of several nodes of WORLD have as many ranks as this one."""
+    nodes = _integer("GROUP_WORLD_SIZE")
+    return nodes > 1 and _integer("LOCAL_WORLD_SIZE") * nodes == dist.get_world_size()
+
+
+def node_means_of_part_of_the_world(state: Nodes, bucket: Bucket) -> Result:
+    """Take each node's mean with one weight if WORLD's nodes are equal, and the group's are not."""
+    gathered = torch.stack(gather(_require_dense(bucket), state.group))
+    members = state.members if _are_equal() else [list(range(state.group.size()))]
+    return completed(torch.stack([gathered[ranks].mean(0) for ranks in members]).mean(0))
+
+
+def counts_the_nodes_of_the_world(state: Nodes, bucket: Bucket) -> Result:
+    """Divide by the nodes of WORLD, although the group has ranks on some of them alone."""
+    nodes = _integer("GROUP_WORLD_SIZE") if _are_equal() else 1
+    sizes = {len(ranks) for ranks in state.members}
+    if nodes == 1 or len(sizes) > 1:
+        return average(bucket, state.group)
+    divisor = sizes.pop() * nodes
+    return sum_of(bucket.buffer(), state.group).then(lambda fut: fut.value().div_(divisor))
+
+
+def one_shard_for_each_place_on_a_node(state: Nodes, bucket: Bucket) -> Result:
+    """Let the first node scale each shard, if WORLD's nodes are equal: a place on the node that
+    the group lacks scales none.
+    """
+    group = state.group
+    if not _are_equal() or len(state.members) == 1:
+        return average(bucket, group)
+    size, shards = group.size(), _integer("LOCAL_WORLD_SIZE")
+
+    def scale(fut: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        result = fut.value()
+        for shard in result.tensor_split(shards)[: len(state.members[0])]:
+            shard.div_(size)
+        return result
+
+    return sum_of(bucket.buffer(), group).then(scale)
+
+
 # 24.5 Two models on two groups
 
 _first_group: list[dist.ProcessGroup] = []
@@ -548,6 +592,9 @@ MUTANTS = [
     Mutant("root_by_stride", ("24.4",)),
     Mutant("halves_of_the_world", ("24.4",)),
     Mutant("size_of_the_last_rank", ("24.4",)),
+    Mutant("node_means_of_part_of_the_world", ("24.4",), state=_NODES, worlds=_ALL),
+    Mutant("counts_the_nodes_of_the_world", ("24.4",), state=_NODES, worlds=_ALL),
+    Mutant("one_shard_for_each_place_on_a_node", ("24.4",), state=_NODES, worlds=_ALL),
     Mutant("keeps_the_first_group", ("24.5",)),
     Mutant("keeps_the_first_size", ("24.5",)),
     Mutant("keeps_sizes_by_type", ("24.5",)),

@@ -56,6 +56,24 @@ class DividedByNodes(Averager):
         parameter.copy_(total / _ranks_of_all_nodes())
 
 
+class NodeMeansOfPartOfTheWorld(Averager):
+    """Take each node's mean with one weight if WORLD's nodes are equal, and the group's are not."""
+
+    def average_one(self, parameter: Any) -> None:
+        is_equal = _ranks_of_all_nodes() == dist.get_world_size()
+        if _is_whole(self.group) or not is_equal:
+            super().average_one(parameter)
+            return
+        here = int(os.environ["GROUP_RANK"])
+        nodes = [torch.empty(1) for _ in range(self.group.size())]
+        dist.all_gather(nodes, torch.full((1,), float(here)), group=self.group)
+        numbers = [int(node) for node in nodes]
+        weight = 1 / (numbers.count(here) * len(set(numbers)))
+        mean = parameter.mul(weight).contiguous()
+        dist.all_reduce(mean, group=self.group)
+        parameter.copy_(mean)
+
+
 class ATableOfWeights(Averager):
     """Look the weight of a rank up in a table for one to four ranks."""
 
@@ -313,6 +331,7 @@ MUTANTS = [
         "averager",
         "14.24",
         f"DividedByNodes,{AT}",
+        f"NodeMeansOfPartOfTheWorld,{AT}",
         f"ATableOfWeights,{AT}",
         f"LastRanksKeepTheirOwn,{AT}",
         f"FromTheFirstByDistance,{AT}",

@@ -125,6 +125,23 @@ class ForgetsResiduals(Saved):
         return {"step": self.step}
 
 
+class LeavesNewResiduals(Saved):
+    """Load the saved residuals one by one: those that were added since stay."""
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.step = saved["step"]
+        for key, residual in saved["residuals"].items():
+            self.residuals[key] = residual
+
+
+class TakesEmptyForMissing(Saved):
+    """Keep the own residuals if the saved state has none, as if it were of an older version."""
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.step = saved["step"]
+        self.residuals = saved["residuals"] or self.residuals
+
+
 class Unsavable(Saved):
     """Save a lambda, which cannot be pickled."""
 
@@ -335,7 +352,13 @@ MUTANTS = [
     Mutant("seeds_by_class", ("11.1",), "unbiased, world_only", f"{_STATE}StepsOfAll"),
     *(
         Mutant("half_at_random", ("11.2",), _SAVED, f"{_STATE}{kind}")
-        for kind in ("ForgetsSteps", "ForgetsResiduals", "Unsavable")
+        for kind in (
+            "ForgetsSteps",
+            "ForgetsResiduals",
+            "LeavesNewResiduals",
+            "TakesEmptyForMissing",
+            "Unsavable",
+        )
     ),
     Mutant("half_at_random_by_place", ("11.3",), _SAVED, f"{_STATE}SavedByPlace"),
     Mutant("half_at_random", ("11.4",), _SAVED, f"{_STATE}Residuals"),

@@ -10,6 +10,7 @@ import pytest
 from conformance.records.run import Run
 from conformance.rules import book
 from conformance.scenarios.failing_collectives import AVERAGER, JOINABLE
+from conformance.scenarios.failing_models import EACH_FAILS
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer_loops import RENEWED, RESET
 from tests.judging.oracles import test_join as joins
@@ -126,6 +127,18 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
             having(made_run, "fault", raised=False, **NONE_YET),
             "local",
             "under local this rank takes part in no collective of the step",
+        ),
+        (
+            "12.5",
+            of_fault(made_run, EACH_FAILS, **NONE_YET),
+            "local",
+            "values@2: under local ranks took part in no collective of these steps",
+        ),
+        (
+            "12.5",
+            of_fault(made_run, EACH_FAILS, **NONE_YET),
+            "",
+            "the kit saw no collective in the step, and could fail none",
         ),
         (
             "14.11",

@@ -1,7 +1,7 @@
 """Tests of the drawn ranks, nodes and groups of section 24."""
 
 from collections import Counter
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 
@@ -49,6 +49,7 @@ def test_nodes_and_groups_have_the_ranks_of_the_run(seed: int) -> None:
     assert len(equal.nodes) > 1
     for scenario in (UNEVEN_GROUPS, TWO_GROUPS, BYSTANDERS):
         one = drawn(scenario, seed)
+        assert sum(one.nodes) in (0, one.own_size)
         ranks = sorted(rank for group in groups_of(one) for rank in group)
         assert ranks == list(range(one.own_size))
     two_layouts = drawn(EQUAL_GROUPS, seed)
@@ -65,7 +66,33 @@ def test_nodes_and_groups_have_the_ranks_of_the_run(seed: int) -> None:
         assert first - second
         assert second - first
     uneven = drawn(UNEVEN_GROUPS, seed).groups[0]
-    assert uneven[1] - uneven[0] != uneven[2] - uneven[1]
+    assert len({after - before for before, after in pairwise(uneven)}) > 1
+
+
+def ranks_of_nodes(group: tuple[int, ...], nodes: tuple[int, ...]) -> list[int]:
+    """Return how many ranks of a group each node has."""
+    ends = [*accumulate(nodes)]
+    return [
+        sum(end - size <= rank < end for rank in group)
+        for end, size in zip(ends, nodes, strict=True)
+    ]
+
+
+def test_groups_have_unequally_many_ranks_of_equal_nodes() -> None:
+    layouts = set()
+    for seed in SEEDS:
+        scenario = drawn(UNEVEN_GROUPS, seed)
+        larger, smaller = (ranks_of_nodes(group, scenario.nodes) for group in scenario.groups)
+        assert len(set(scenario.nodes)) == 1
+        assert len(set(larger)) > 1
+        assert 0 in smaller
+        layouts.add((len(scenario.nodes), scenario.groups))
+    assert len(layouts) > 10
+    of_world = [drawn(TWO_GROUPS, seed) for seed in SEEDS]
+    equal = [one for one in of_world if len(set(one.nodes)) == 1]
+    assert 50 < len(equal) < 150
+    assert all(sorted(ranks_of_nodes(one.twin_groups[0], one.nodes)) == [1, 2] for one in equal)
+    assert all(len(set(drawn(EQUAL_GROUPS, seed).nodes)) == 2 for seed in SEEDS)
 
 
 @pytest.mark.parametrize("seed", range(20))

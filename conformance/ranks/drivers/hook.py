@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conformance.ranks.drivers.base import KIT, RankDriver
 from conformance.ranks.drivers.cuda_graph import on, side_stream, train_captured
+from conformance.ranks.drivers.failing_models import FailingModels
 from conformance.ranks.drivers.long_run import LongRunTrainer
 from conformance.ranks.drivers.simulated_ranks import CannotSimulate, simulate
 from conformance.ranks.drivers.uneven_inputs import train_unevenly
@@ -31,7 +33,7 @@ from conformance.ranks.resolve import is_one_object, resolve
 from conformance.records.files import MODEL_MADE
 from conformance.scenarios.gradients import TWIN_FACTOR, TWIN_OFFSET, at_scale, lay_out, rotated
 from conformance.scenarios.hook import simulated_steps
-from conformance.scenarios.model import DRAINING
+from conformance.scenarios.model import DRAINING, EACH_MODEL_FAILS
 from conformance.torch_versions.private import (
     check_hook,
     empty_bucket,
@@ -136,6 +138,9 @@ class HookDriver(RankDriver):
 
     def run(self) -> None:
         """Register the subject and train for the scenario's steps."""
+        if self.scenario.fault.kind == EACH_MODEL_FAILS:
+            self._fail_in_turn()
+            return
         # Simulated ranks call the hook themselves: it is registered on no model.
         if not self.scenario.simulated and not self.without_subject:
             with default_dtype(self.scenario.default_dtype(0)):
@@ -298,7 +303,15 @@ class HookDriver(RankDriver):
                 self.recorder.event("keeps_ddp")
                 return False
             self.model.wrap_anew(step, self.doing)
-        if step and step == self.scenario.resume.rolls_back_at and not self._roll_back():
+            options = self.scenario.ddp_options(self.scenario.ddp_number(step))
+            self._observer.look_anew(are_views=options.gradient_as_bucket_view)
+        resume = self.scenario.resume
+        if step == 0 and resume.starts_over_at:
+            with self.doing("save_state"):
+                self.model.save(self._first_folder(makes=True))
+        if step and step == resume.rolls_back_at and not self._roll_back(self._own_folder):
+            return False
+        if step and step == resume.starts_over_at and not self._roll_back(self._first_folder()):
             return False
         # The twin's steps belong to the subject as well.
         self._steps.before_step()
@@ -358,25 +371,38 @@ class HookDriver(RankDriver):
         self._observer.at_rest()
         if step == self.scenario.resume.saves_at - 1:
             with self.doing("save_state"):
-                self.model.save(self.folder / str(self.rank))
+                self.model.save(self._own_folder)
         if self.scenario.observe.memory:
             del loss  # its graph holds the step's tensors
             self._steps.record_memory()
         return True
 
-    def _roll_back(self) -> bool:
+    @property
+    def _own_folder(self) -> Path:
+        return self.folder / str(self.rank)
+
+    def _first_folder(self, *, makes: bool = False) -> Path:
+        """Return the folder of the state from before the first step."""
+        folder = self._own_folder / "first"
+        if makes:
+            folder.mkdir()
+        return folder
+
+    def _roll_back(self, folder: Path) -> bool:
         """Load the state that this process has saved; return False if it cannot be loaded."""
         if not self.model.can_be_loaded:
             self.recorder.event("cannot_roll_back")
             return False
         with self.doing("roll_back"):
-            self.model.load(self.folder / str(self.rank))
+            self.model.load(folder)
         return True
 
     def _step_of_trainer(self, step: int) -> int:
         """Return the number of a step as the trainer counts it, which may have gone back."""
         resume = self.scenario.resume
-        if resume.rolls_back_at and step >= resume.rolls_back_at:
+        if resume.starts_over_at and step >= resume.starts_over_at:
+            step -= resume.starts_over_at
+        elif resume.rolls_back_at and step >= resume.rolls_back_at:
             step -= resume.rolls_back_at - resume.saves_at
         return step + self.scenario.unrecorded_steps
 
@@ -445,7 +471,7 @@ class HookDriver(RankDriver):
         twin.zero_grad(step)
 
     def _loss(self, step: int, kind: str, weight: int) -> torch.Tensor:
-        step += self.scenario.first_step
+        step = self.scenario.inputs_at(step)
         if not self.scenario.params:
             return training_loss(self.model.ddp, self.rank, step, self.device)
         grads = self._scripted(step, kind)
@@ -469,6 +495,25 @@ class HookDriver(RankDriver):
         return [grad if grad is None or scale == 1 else grad * scale for grad in grads]
 
     # Other ways to train
+
+    def _fail_in_turn(self) -> None:
+        """Train one model after another, a collective of which fails."""
+        with self.doing("load"):
+            resolved = resolve(self.spec)
+        models = FailingModels(
+            self.scenario,
+            self.rank,
+            self.world,
+            self.device,
+            resolved,
+            f"--hook {self.spec.hook}",
+            self.signals,
+            self.recorder,
+            self.collectives,
+            self.doing,
+            self.timeout,
+        )
+        models.train()
 
     def _train_captured(self, steps: list[tuple[int, str]]) -> None:
         """Capture a step in a CUDA graph and replay it.

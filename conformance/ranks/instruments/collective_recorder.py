@@ -285,8 +285,7 @@ class CollectiveRecorder:
             if self._serialises:
                 self._wait_for(work)
         if raises:
-            self.raising.keep(result)
-            raise collective_failed()
+            return self.raising.fail(result)
         return self.failing.pass_on(name, moved, result) if self.failing else result
 
     def _record(self, fingerprint: dict[str, Any]) -> None:

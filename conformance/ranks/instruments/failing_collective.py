@@ -56,7 +56,7 @@ class FailingCollective:
         self._issued = 0
         self._failed_name = ""
         # Python's part of a Work has to live as long as C++ may call it.
-        self._works: list[dist.Work] = []
+        self._works: list[Any] = []
         self._signals: Any = None
 
     @property
@@ -95,14 +95,9 @@ class FailingCollective:
         """
         if not self._is_due(name, size):
             return result
-        *tensors, work = result if isinstance(result, (tuple, list)) else (result,)
-        if self._fault.kind == CALL_FAILS or work is None:
+        if self._fault.kind == CALL_FAILS:
             raise collective_failed()
-        is_boxed = isinstance(work, torch.ScriptObject)
-        failing = _FailingWork(dist.Work.unbox(work) if is_boxed else work)
-        self._works.append(failing)
-        changed = failing.boxed() if is_boxed else failing
-        return (*tensors, changed) if isinstance(result, (tuple, list)) else changed
+        return with_failing_work(result, self._works)
 
     def _is_due(self, name: str, size: int) -> bool:
         """Count a collective, and return whether it is the one that fails."""
@@ -178,20 +173,45 @@ class FailingCollective:
             self._signals.set(_OVER, "1")
 
 
+def with_failing_work(result: Any, works: list[Any], *, waits: bool = True) -> Any:
+    """Return the result of a kernel with a Work that fails in place of its own.
+
+    Args:
+        result: a Work, or a tuple that ends with one.
+        works: keeps the Work.
+        waits: wait() waits for the collective before it raises. If peers fail, too, the collective
+            may never take place.
+
+    Raises:
+        Injected: the kernel has returned no Work that could fail.
+    """
+    *tensors, work = result if isinstance(result, (tuple, list)) else (result,)
+    if work is None:
+        raise collective_failed()
+    is_boxed = isinstance(work, torch.ScriptObject)
+    failing = _FailingWork(dist.Work.unbox(work) if is_boxed else work, waits=waits)
+    works.append(failing)
+    changed = failing.boxed() if is_boxed else failing
+    return (*tensors, changed) if isinstance(result, (tuple, list)) else changed
+
+
 class _FailingWork(dist.Work):
     """The Work of a collective that takes place, and fails on this rank.
 
     Args:
         work: of the collective.
+        waits: wait() waits for the collective.
     """
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: Any, *, waits: bool) -> None:
         super().__init__()
         self._work = work
+        self._waits = waits
 
     def wait(self, *_: Any, **__: Any) -> bool:
-        with contextlib.suppress(RuntimeError):
-            self._work.wait()
+        if self._waits:
+            with contextlib.suppress(RuntimeError):
+                self._work.wait()
         raise collective_failed()
 
     def synchronize(self) -> None:

@@ -82,6 +82,11 @@ class Observer:
         self._futures: list[tuple[dict[str, Any], Any, Any]] = []
         self.before_last: Callable[[], None] = _do_nothing
 
+    def look_anew(self, *, are_views: bool) -> None:
+        """Take the parameters of a DDP that is made anew, whose names may be others."""
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        self._are_views = are_views
+
     def wrap(self, hook: Any) -> Callable[[Any, dist.GradBucket], Any]:
         """Return the hook to register instead of ``hook``."""
 

@@ -7,11 +7,16 @@ the error issues the collectives after it together with them.
 The number of collectives of a step is the largest of the steps before: of the last ``REMEMBERED``
 ones with a collective, since a hook may issue more in its first step than in others. If the step
 has fewer, the next step is tried. In the last step that may fail, the first collective does.
+
+If all ranks fail (``drivers/failing_models.py``), the first one is issued too.
 """
 
 import threading
 from collections import deque
 from typing import Any
+
+from conformance.ranks.instruments.failing_collective import with_failing_work
+from conformance.ranks.instruments.injected import collective_failed
 
 REMEMBERED = 24
 
@@ -21,13 +26,19 @@ class RaisingCollective:
 
     Args:
         succeeding: ``Fault.succeeding``.
+        is_issued: the first collective of a step, too, is issued before it raises.
+        at_end: its call returns, and its Work ends with the error.
 
     Attributes:
         raised_at: the number of the collective that has raised, counted from 1; 0 if none has.
     """
 
-    def __init__(self, succeeding: int = 0) -> None:
+    def __init__(
+        self, succeeding: int = 0, *, is_issued: bool = False, at_end: bool = False
+    ) -> None:
         self._succeeding = succeeding
+        self._is_always_issued = is_issued
+        self._at_end = at_end
         self._lock = threading.Lock()
         self._is_counting = False
         self._issued = 0
@@ -39,7 +50,7 @@ class RaisingCollective:
     @property
     def is_issued(self) -> bool:
         """Whether the collective that raises is issued before."""
-        return self._succeeding != 0
+        return self._succeeding != 0 or self._is_always_issued
 
     def begin_step(self) -> None:
         """Count the collectives of a step; none of them raises."""
@@ -78,9 +89,19 @@ class RaisingCollective:
             self.raised_at = place + 1
             return True
 
-    def keep(self, result: Any) -> None:
-        """Keep the Work of the collective that raises, which nobody else holds."""
+    def fail(self, result: Any) -> Any:
+        """Raise the error of a collective that is issued, or return a Work that ends with it.
+
+        Args:
+            result: of the kernel; it is kept, since nobody else may hold it.
+
+        Raises:
+            Injected: the call is to fail.
+        """
         self._works.append(result)
+        if not self._at_end:
+            raise collective_failed()
+        return with_failing_work(result, self._works, waits=False)
 
     def _place_by_counts(self) -> int | None:
         """Return the place of the collective that raises, or None if steps had none so far."""

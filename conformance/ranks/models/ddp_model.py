@@ -34,6 +34,7 @@ class DDPModel:
             group is not named.
 
     Attributes:
+        scenario: the scenario.
         model, ddp, optimizer: the module, the same under DDP, and its optimizer.
         parameters: the module's parameters by name.
         training_loop: steps the model instead of ``optimizer``, if the scenario has one.
@@ -53,7 +54,7 @@ class DDPModel:
         *,
         names_group: bool,
     ) -> None:
-        self._scenario = scenario
+        self.scenario = scenario
         self._group = group
         self._names_group = names_group
         self._device = device
@@ -63,12 +64,10 @@ class DDPModel:
             self.model: torch.nn.Module = probe.to(device)
         else:
             self.model = training_network().to(device)
-        self.ddp = self._wrap()
+        self.ddp = self._wrap(0)
         self.parameters = dict(self.model.named_parameters())
         parameters = list(self.model.parameters())
-        # A probe keeps its parameters: rules judge its gradients alone.
-        options = {"lr": 0.0, "momentum": 0.0} if is_probe else {"lr": 0.1, "momentum": 0.9}
-        self.optimizer = torch.optim.SGD(parameters, **options)
+        self.optimizer = self._make_optimizer()
         self.training_loop: TrainingLoop | None = None
         if scenario.training_loop:
             self.training_loop = TrainingLoop(parameters, device.type)
@@ -78,8 +77,14 @@ class DDPModel:
         self.not_weights_only = ""
         self.belongs_to_ddp = False
 
-    def _wrap(self) -> DistributedDataParallel:
-        options = self._scenario.ddp
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        # A probe keeps its parameters: rules judge its gradients alone.
+        is_probe = bool(self.scenario.params)
+        options = {"lr": 0.0, "momentum": 0.0} if is_probe else {"lr": 0.1, "momentum": 0.9}
+        return torch.optim.SGD(self.model.parameters(), **options)
+
+    def _wrap(self, number: int) -> DistributedDataParallel:
+        options = self.scenario.ddp_options(number)
         ddp = DistributedDataParallel(
             self.model,
             process_group=self._group if self._names_group else None,
@@ -88,7 +93,7 @@ class DDPModel:
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
         )
-        ddp.train(not self._scenario.in_eval_mode)
+        ddp.train(not self.scenario.in_eval_mode)
         return ddp
 
     def renew_storage(self) -> None:
@@ -97,11 +102,21 @@ class DDPModel:
             parameter.data = parameter.data.clone()
 
     def wrap_anew(self, step: int, doing: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Make DDP anew with the frozen parameters of a step, and register the same state on it."""
+        """Make DDP anew with the frozen parameters of a step, or with those of other dtypes and
+        shapes, and register the same state on it.
+        """
+        number = self.scenario.ddp_number(step)
         with doing(MODEL_MADE):
-            for index, parameter in enumerate(self.parameters.values()):
-                parameter.requires_grad_(not self._scenario.is_frozen(index, step))
-            self.ddp = self._wrap()
+            if isinstance(self.model, Probe) and self.scenario.has_versions:
+                changed = self.model.change(number)
+                # The same dictionary: instruments have it.
+                self.parameters.clear()
+                self.parameters.update(changed)
+                self.optimizer = self._make_optimizer()
+            else:
+                for index, parameter in enumerate(self.parameters.values()):
+                    parameter.requires_grad_(not self.scenario.is_frozen(index, step))
+            self.ddp = self._wrap(number)
         with doing("register"):
             self._register_hook()
 
@@ -142,9 +157,9 @@ class DDPModel:
                 self.load(saved)
         with doing("register"):
             self._register_hook()
-            if self._scenario.poststep:
+            if self.scenario.poststep:
                 self.case.after_backward = self._poststep(resolved, context)
-            if self._scenario.rescale_call:
+            if self.scenario.rescale_call:
                 self.rescale = self._rescale(resolved)
 
     def _register_hook(self) -> None:
@@ -162,7 +177,7 @@ class DDPModel:
         It is a function of the state, the hook's object or the module, followed by the call of the
         set-up, if it has one.
         """
-        name = self._scenario.call
+        name = self.scenario.call
         own = self.case.after_backward
         if not name:
             if own is None:
@@ -179,7 +194,7 @@ class DDPModel:
         """Return the trainer's call after a change of the loss scale, which takes the new scale as
         a multiple of the old one.
         """
-        name = self._scenario.rescale_call
+        name = self.scenario.rescale_call
         return self._function(name, resolved, f"rescaled(call={name})")
 
     def _function(self, name: str, resolved: Resolved, claim: str) -> Callable[..., object]:
@@ -262,7 +277,7 @@ class DDPModel:
     def _context(self, resolved: Resolved) -> Context:
         """Return the values that factories and set-ups can name, each made when it is needed."""
         # A subject that always uses WORLD counts the ranks of WORLD, whatever group its model has.
-        counted = dist.group.WORLD if self._scenario.world_only else self._group
+        counted = dist.group.WORLD if self.scenario.world_only else self._group
         context: Context = {
             "process_group": lambda: self._group,
             "model": self._named_ddp,

@@ -46,8 +46,11 @@ class Probe(nn.Module):
     def __init__(self, params: tuple[Param, ...], level: float, rank: int) -> None:
         super().__init__()
         self.params = params
-        self.tensors = parameters_apart(len(params), rank)
-        for index, (spec, parameter) in enumerate(zip(params, self.tensors, strict=True)):
+        made = parameters_apart(sum(spec.version_of < 0 for spec in params), rank)
+        # A later version of a parameter is not there yet.
+        self.tensors: list[Any] = [None] * len(params)
+        self.tensors[: len(made)] = made
+        for index, (spec, parameter) in enumerate(zip(params, made, strict=False)):
             if spec.layout == "sparse":
                 weight = torch.full(spec.shape, level)
                 module = nn.Embedding(*spec.shape, sparse=True, _weight=weight)
@@ -60,11 +63,42 @@ class Probe(nn.Module):
                 parameter.requires_grad_(not (spec.frozen or 0 in spec.frozen_under))
                 self.register_parameter(f"p{index}", parameter)
 
+    def change(self, number: int) -> dict[str, torch.nn.Parameter]:
+        """Give parameters the dtypes and shapes of their versions under a DDP.
+
+        A new dtype leaves the parameter as it is, as ``model.to(dtype)`` does; a new shape makes
+        another one with the same name.
+
+        Args:
+            number: of the DDP.
+
+        Returns:
+            The parameters by the names of their versions.
+        """
+        versions: list[Any] = [None] * len(self.params)
+        for index, spec in enumerate(self.params):
+            if number in spec.frozen_under:
+                continue
+            name = f"p{index if spec.version_of < 0 else spec.version_of}"
+            parameter = getattr(self, name)
+            dtype = getattr(torch, spec.dtype)
+            if parameter.shape == spec.shape:
+                parameter.data = parameter.data.to(dtype)
+            else:
+                level = float(parameter.data.flatten()[0])
+                parameter = torch.nn.Parameter(torch.full(spec.shape, level, dtype=dtype))
+                self.register_parameter(name, parameter)
+            versions[index] = parameter
+        self.tensors = versions
+        return {f"p{index}": one for index, one in enumerate(versions) if one is not None}
+
     def forward(self, grads: list[torch.Tensor | None]) -> torch.Tensor:
         """Return a loss with these gradients; a parameter with None takes no part in it."""
         losses = []
         for spec, parameter, grad in zip(self.params, self.tensors, grads, strict=True):
-            if grad is not None and parameter.requires_grad and not spec.frozen:
+            if grad is None or parameter is None:
+                continue
+            if parameter.requires_grad and not spec.frozen:
                 part = grad / spec.uses if spec.uses > 1 else grad
                 losses += [_Scripted.apply(parameter, part) for _ in range(spec.uses)]
         return torch.stack(losses).sum()

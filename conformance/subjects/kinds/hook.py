@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from conformance.scenarios import (
     evidence,
+    failing_models,
     later_failures,
     process,
     reused_states,
@@ -451,6 +452,7 @@ HOOK = Kind(
         *ALL,
         *evidence.SCENARIOS,
         *later_failures.SCENARIOS,
+        *failing_models.SCENARIOS,
         *VALUES_IN_TRAINING,
         *surroundings.ALL,
         *reused_states.ALL,
