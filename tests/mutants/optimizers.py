@@ -364,6 +364,8 @@ class _InOrder(Momentum):
         return {"kept": [self.kept[place] for place in self.latest]}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.kept = {}
+        self.latest = []
         self.loaded = saved["kept"]
 
 
