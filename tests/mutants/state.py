@@ -163,8 +163,13 @@ class SavedByPlace(Saved):
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "loaded": torch.cat([self.residuals[key] for key in self.latest]),
+            "loaded": torch.cat([self.loaded, *(self.residuals[key] for key in self.latest)]),
         }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        super().load_state_dict(saved)
+        self.residuals.clear()
+        self.latest = []
 
 
 def half_at_random_by_place(state: SavedByPlace, bucket: Bucket) -> Result:

@@ -56,7 +56,9 @@ class SharedLevels:
         if op != SUM:
             raise ValueError("sums only")
         given = torch.stack([tensor.reshape(-1) for tensor in input_list])
-        scale = given.abs().max().view(1) if given.numel() else torch.zeros(1)
+        # The largest of Gloo may lose a NaN, and keeps an infinity.
+        largest = given.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        scale = largest.max().view(1) if given.numel() else torch.zeros(1)
         dist.all_reduce(scale, dist.ReduceOp.MAX, group)
         codes = (given * (self.levels / scale)).nan_to_num().round().to(torch.int8)
         received = torch.empty_like(codes)
