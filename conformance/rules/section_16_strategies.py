@@ -357,7 +357,7 @@ def exception(run: Run, claims: Claims, found: Found) -> None:
                 f"rank {rank.rank}, step {event['step']}: {event['came']} came out",
                 "__exit__ returned True" if event["came"] == "nothing" else "",
             )
-    # In the step after an exception too: what that has left may be put back at the end of a step.
+    # In every step: a setting that an exception has left may only show at the end of the next one.
     for rank_number, step in steps(run):
         require_ddp_restored(run, rank_number, step, found)
     require_means(run, found)

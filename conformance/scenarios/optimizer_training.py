@@ -227,8 +227,7 @@ def raised_before(scenario: Scenario, step: int) -> str:
         return ""
     numbers = random.Random(f"{scenario.session_seed}/{scenario.name}/raises")
     names = (ERROR, *drawn_interrupts(scenario))
-    # Not before the first step: a trainer that skips its first batch is no common one.
-    steps = numbers.sample(range(1, len(scenario.steps)), len(names))
+    steps = numbers.sample(range(len(scenario.steps)), len(names))
     return dict(zip(steps, names, strict=True)).get(step, "")
 
 

@@ -190,8 +190,7 @@ RAISES = replace(
     VIEWS,
     name="strategy_raises",
     summary="in ten steps all ranks raise an exception inside the context, before a backward or "
-    "after the last: an error, KeyboardInterrupt, SystemExit, StopIteration and "
-    "GeneratorExit",
+    "after the last: an error, KeyboardInterrupt, SystemExit, StopIteration and GeneratorExit",
     steps=("crafted",) * 20,
     ddp=replace(VIEWS.ddp, gradient_as_bucket_view=False),
     variant="raises",

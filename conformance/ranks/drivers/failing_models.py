@@ -1,66 +1,35 @@
 """Trains one model after another with a hook, until a collective of each fails on all ranks."""
 
 import datetime
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from conformance.ranks.instruments.collective_recorder import CollectiveRecorder
+from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.injected import outcome_of
 from conformance.ranks.instruments.raising_collective import RaisingCollective
 from conformance.ranks.models.ddp_model import DDPModel
 from conformance.ranks.models.probe import scripted_gradients
 from conformance.ranks.resolve import Resolved
 from conformance.records.files import MODEL_MADE
-from conformance.records.recorder import Recorder
 from conformance.scenarios.failing_models import FailingModel, failing_models
-from conformance.scenarios.model import Scenario
 
 
 class FailingModels:
     """The models of one rank.
 
     Args:
-        scenario: has the models.
-        rank, world: of this process.
-        device: of the models.
+        driver: of this rank. Its recorder receives a ``fault`` event for each model, and its
+            collectives are counted in each step, so that one of them fails.
         resolved: the subject.
         option: the option that names the subject, for errors.
-        signals: the kit's own store.
-        recorder: receives a ``fault`` event for each model.
-        collectives: counts the collectives of each step, and lets one of them fail.
-        doing: attributes errors to an activity.
-        timeout: seconds that ranks wait for each other at most.
     """
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        rank: int,
-        world: int,
-        device: torch.device,
-        resolved: Resolved,
-        option: str,
-        signals: Any,
-        recorder: Recorder,
-        collectives: CollectiveRecorder,
-        doing: Callable[[str], AbstractContextManager[None]],
-        timeout: float,
-    ) -> None:
-        self._scenario = scenario
-        self._rank = rank
-        self._world = world
-        self._device = device
+    def __init__(self, driver: RankDriver, resolved: Resolved, option: str) -> None:
+        self._driver = driver
+        self._scenario = driver.scenario
         self._resolved = resolved
         self._option = option
-        self._signals = signals
-        self._recorder = recorder
-        self._collectives = collectives
-        self._doing = doing
-        self._patience = datetime.timedelta(seconds=timeout)
 
     def train(self) -> None:
         """Train each of the models until it fails."""
@@ -70,22 +39,24 @@ class FailingModels:
     def _train_one(self, number: int, failing: FailingModel) -> None:
         """Train one model until it fails, and record how the failure shows."""
         scenario = failing.scenario
-        self._recorder.event("trains_model", number=number, dtype=failing.dtype)
+        self._driver.recorder.event("trains_model", number=number, dtype=failing.dtype)
         group: Any = dist.group.WORLD
         if not scenario.world_only:
             # In a group of its own, no collective of an earlier model is still waited for.
-            group = dist.new_group(list(range(self._world)))
-        with self._doing(MODEL_MADE):
-            model = DDPModel(scenario, group, self._device, names_group=not scenario.world_only)
+            group = dist.new_group(list(range(self._driver.world)))
+        with self._driver.doing(MODEL_MADE):
+            model = DDPModel(
+                scenario, group, self._driver.device, names_group=not scenario.world_only
+            )
         # Its memory may be that of a collective that is not over.
         _LEFT.append(model)
-        model.register(self._resolved, self._option, self._doing)
+        model.register(self._resolved, self._option, self._driver.doing)
         raising = RaisingCollective(failing.place, is_issued=True, at_end=failing.fails_at_end)
-        self._collectives.raising = raising
+        self._driver.collectives.raising = raising
         first = scenario.unrecorded_steps + scenario.fault.step
         last = first + scenario.fault.attempts - 1
         for step in range(last + 1):
-            self._recorder.step = step
+            self._driver.recorder.step = step
             raising.begin_step()
             if step >= first:
                 raising.arm(is_last_attempt=step == last)
@@ -94,21 +65,23 @@ class FailingModels:
             elif not self._takes(model, failing):
                 break
             raising.end_step()
-        self._collectives.raising = RaisingCollective()
+        self._driver.collectives.raising = RaisingCollective()
         if model.case.close:
-            with self._doing("close"):
+            with self._driver.doing("close"):
                 model.case.close()
 
     def _takes(self, model: DDPModel, failing: FailingModel) -> bool:
         """Train a step without a failure; return False if the subject refuses complex numbers."""
         if not failing.dtype.startswith("complex"):
-            with self._doing("backward"):
+            with self._driver.doing("backward"):
                 self._step(model)
             return True
         try:
             self._step(model)
         except Exception as error:
-            self._recorder.event("refuses_dtype", dtype=failing.dtype, message=str(error)[:500])
+            self._driver.recorder.event(
+                "refuses_dtype", dtype=failing.dtype, message=str(error)[:500]
+            )
             return False
         return True
 
@@ -130,16 +103,16 @@ class FailingModels:
         raising.end_step()
         has_failed = bool(raising.raised_at)
         if has_failed:
-            self._signals.set(f"failed/{attempt}", "1")
-        self._signals.set(f"tried/{attempt}/{self._rank}", "1")
-        tried = [f"tried/{attempt}/{rank}" for rank in range(self._world)]
-        self._signals.wait(tried, self._patience)
-        is_over = bool(self._signals.check([f"failed/{attempt}"]))
+            self._driver.signals.set(f"failed/{attempt}", "1")
+        self._driver.signals.set(f"tried/{attempt}/{self._driver.rank}", "1")
+        tried = [f"tried/{attempt}/{rank}" for rank in range(self._driver.world)]
+        self._driver.signals.wait(tried, datetime.timedelta(seconds=self._driver.timeout))
+        is_over = bool(self._driver.signals.check([f"failed/{attempt}"]))
         if raised is not None and not is_over:
-            with self._doing("backward"):
+            with self._driver.doing("backward"):
                 raise raised
         if has_failed or (is_last and not is_over):
-            self._recorder.event(
+            self._driver.recorder.event(
                 "fault",
                 fault=self._scenario.fault.kind,
                 dtype=failing.dtype,
@@ -153,16 +126,16 @@ class FailingModels:
 
     def _step(self, model: DDPModel) -> None:
         """Train one step, with the trainer's calls around it."""
-        step = self._recorder.step
+        step = self._driver.recorder.step
         if model.case.on_step:
             model.case.on_step(step)
         grads = scripted_gradients(
             model.scenario.params,
             self._scenario.steps[0],
-            self._world,
-            self._rank,
+            self._driver.world,
+            self._driver.rank,
             step % _DIFFERENT_STEPS,
-            self._device,
+            self._driver.device,
         )
         model.ddp(grads).backward()
         if model.case.after_backward:

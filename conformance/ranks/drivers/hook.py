@@ -500,20 +500,7 @@ class HookDriver(RankDriver):
         """Train one model after another, a collective of which fails."""
         with self.doing("load"):
             resolved = resolve(self.spec)
-        models = FailingModels(
-            self.scenario,
-            self.rank,
-            self.world,
-            self.device,
-            resolved,
-            f"--hook {self.spec.hook}",
-            self.signals,
-            self.recorder,
-            self.collectives,
-            self.doing,
-            self.timeout,
-        )
-        models.train()
+        FailingModels(self, resolved, f"--hook {self.spec.hook}").train()
 
     def _train_captured(self, steps: list[tuple[int, str]]) -> None:
         """Capture a step in a CUDA graph and replay it.
