@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from conformance.hosts.operations import OPERATIONS, keep_bytecode, warm_up
+from conformance.hosts.operations import OPERATIONS, keep_code, warm_up
 from conformance.hosts.supervisor import (
     Controller,
     ControllerGone,
@@ -30,7 +30,7 @@ def serve_host(control: socket.socket, base: Path) -> None:
     host = _LocalHost(control)
     with contextlib.suppress(ConnectionError):
         _send(control, {"greeting": warm_up()})
-        keep_bytecode(base / "bytecode")
+        keep_code(base)
         while True:
             host.serve_events()
     # The lanes saw the controller hang up as well, and end by themselves.

@@ -22,14 +22,18 @@ _EVIDENCE_FILES = ("stacks.txt", "flight.json")
 _EVIDENCE_LIMIT = 20_000
 
 
-def keep_bytecode(folder: Path) -> None:
-    """Keep the bytecode of the subject in ``folder`` if Python is set to write none.
+def keep_code(base: Path) -> None:
+    """Keep the marked code of the subject below ``base``, and its bytecode if Python is set to
+    write none.
 
-    Without it every rank would compile the subject anew.
+    Without it every rank would mark, or compile, the subject anew.
     """
+    from conformance.ranks.instruments.coverage import keep_marked_code
+
+    keep_marked_code(base / "marked")
     if sys.dont_write_bytecode:
         sys.dont_write_bytecode = False
-        sys.pycache_prefix = str(folder)
+        sys.pycache_prefix = str(base / "bytecode")
 
 
 def run_ranks(command: dict[str, Any], controller: Controller) -> dict[str, Any]:

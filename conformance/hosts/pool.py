@@ -212,8 +212,12 @@ class Pool:
                 self._other_hash_seed_pool.close()
             for lane in self._open_lanes:
                 lane.hang_up()
-            if self._host is not None:
+            if self._host is not None and self._control.fileno() >= 0:
+                ready = self._read_packets(lambda: self._greeting is not None, 0)
                 self._control.close()
+                if not ready:
+                    # It still imports torch, and has forked nothing.
+                    self._host.kill()
                 try:
                     self._host.wait(timeout=SHUTDOWN)
                 except subprocess.TimeoutExpired:

@@ -11,7 +11,7 @@ from conformance.records.run import Run
 from conformance.scenarios.hook import COMBINED, FROZEN, STATIC, UNUSED
 from conformance.scenarios.reused_states import RECAST, REWRAPPED
 from conformance.scenarios.surroundings import DEFAULT_DTYPES
-from conformance.subjects.claims import LOCAL, Claims
+from conformance.subjects.claims import Claims
 
 
 @rule(
@@ -46,12 +46,6 @@ def left_out(run: Run, claims: Claims, found: Found) -> None:
             )
 
 
-ROUNDED_WEIGHTS = (
-    "models that change their dtype are not judged under local: weights that are read from rounded "
-    "results are not exact"
-)
-
-
 @rule(
     "4.2",
     "Works beside frozen parameters and with one that is used twice",
@@ -81,9 +75,6 @@ def frozen(run: Run, claims: Claims, found: Found) -> None:
     reuse its state with an error on every rank. A set-up, or a factory that takes the model, may
     keep DDP: it is not judged so.
     """
-    if run.scenario.name == RECAST.name and claims.lossy == LOCAL:
-        found.leaves_out(ROUNDED_WEIGHTS)
-        return
     if any(rank.first("keeps_ddp") for rank in run.ranks):
         found.leaves_out(
             "states that serve DDP anew, after layers have thawed, are not judged: the subject "

@@ -28,7 +28,7 @@ from typing import Any
 
 from conformance.hosts.environment import fast_folder, host_command
 from conformance.hosts.memory import host_environment
-from conformance.hosts.operations import OPERATIONS, keep_bytecode, run_ranks, warm_up
+from conformance.hosts.operations import OPERATIONS, keep_code, run_ranks, warm_up
 from conformance.hosts.remote.rendezvous import (
     Announcement,
     kit_digest,
@@ -152,7 +152,7 @@ class _TorchrunHost:
         port = self._listener.getsockname()[1]
         host = make_announcement(self._id, self._token, _addresses(), port)
         self._greeting = {**warm_up(), "kit": kit_digest(), "id": self._id}
-        keep_bytecode(self._folder / "bytecode")
+        keep_code(self._folder)
         agents_share_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if host.host_rank == 0 and not agents_share_store:
             self._store_process = {_fork_store(*host.store)}

@@ -10,8 +10,9 @@ Why not a library. slipcover was tried first: on Python 3.11 it rewrites bytecod
 refused. coverage.py and ``sys.settrace`` see no callback that a thread of Gloo runs. Marks are
 statements of Python, which dynamo compiles like any others.
 
-To mark a file costs some milliseconds. Lanes learn from the first rank which files there are, mark
-them, and hand the marked code to all ranks that they fork later. Nothing is executed for that.
+To mark a file costs some milliseconds. The first rank keeps the marked code in a folder of the
+host's. Lanes learn from a rank which files there are, read their marked code, and hand it to all
+ranks that they fork later. Nothing is executed for that.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import marshal
 import os
 import site
 import sys
@@ -41,6 +43,8 @@ from conformance.subjects.target import parse_target
 _KIT = str(Path(__file__).parents[2])
 # The code of each marked file with its number of marks, by path and digest of the source.
 _MARKED: dict[tuple[str, str], tuple[CodeType, int]] = {}
+# The folder in which all processes of a host keep marked code.
+_KEPT: list[Path] = []
 # The beginnings of the paths of a subject's own files.
 _ROOTS: dict[SubjectSpec, set[str]] = {}
 
@@ -200,16 +204,44 @@ def learn(folder: Path, spec: SubjectSpec) -> None:
             _marked_code(path, Path(path).read_bytes())
 
 
+def keep_marked_code(folder: Path) -> None:
+    """Keep marked code in ``folder`` from now on."""
+    with contextlib.suppress(OSError):
+        folder.mkdir()
+        _KEPT[:] = [folder]
+
+
 def _marked_code(path: str, source: bytes) -> tuple[CodeType, int]:
     key = (path, sha256(source))
     if key not in _MARKED:
-        tree, count = marked(source)
-        with warnings.catch_warnings():
-            # Python itself warns when the source is imported without marks.
-            warnings.simplefilter("ignore", SyntaxWarning)
-            code = compile(tree, path, "exec", dont_inherit=True)
-        _MARKED[key] = (code, count)
+        files = [folder / sha256(repr(key).encode()) for folder in _KEPT]
+        _MARKED[key] = _read_code(files) or _write_code(files, *_mark(path, source))
     return _MARKED[key]
+
+
+def _mark(path: str, source: bytes) -> tuple[CodeType, int]:
+    tree, count = marked(source)
+    with warnings.catch_warnings():
+        # Python itself warns when the source is imported without marks.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return compile(tree, path, "exec", dont_inherit=True), count
+
+
+def _read_code(files: Iterable[Path]) -> tuple[CodeType, int] | None:
+    for file in files:
+        with contextlib.suppress(OSError, ValueError, EOFError, TypeError):
+            code, count = marshal.loads(file.read_bytes())
+            return code, count
+    return None
+
+
+def _write_code(files: Iterable[Path], code: CodeType, count: int) -> tuple[CodeType, int]:
+    for file in files:
+        temporary = file.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            temporary.write_bytes(marshal.dumps((code, count)))
+            os.replace(temporary, file)
+    return code, count
 
 
 def _modules(spec: SubjectSpec) -> list[str]:

@@ -89,7 +89,10 @@ an absolute number shows only there (13.10).
 Local. A bucket has far more elements than there are ranks, and they are independent: the weights
 are the solution of least squares, and exact up to rounding. A bucket of fewer than 4 elements a
 rank that are not zero on all ranks proves only that each element lies between the smallest and the
-largest gradient, and so does a bucket if a rank feeds none of its parameters.
+largest gradient, and so does a bucket if a rank feeds none of its parameters. The weights are
+P r for the pseudoinverse P of the gradients and the results r. Errors of r are independent and at
+most a few roundings e, so that a weight moves by no more than |P_j e|. If that exceeds 1/1000, as
+in a small bucket of bfloat16, weights must exist, and are not judged.
 
 Mixing. A link joins two ranks if one has a weight in a result of the other. Over a run of 24 steps,
 without the first, the links of each parameter must connect all ranks of a group. Partners that are

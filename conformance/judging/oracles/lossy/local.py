@@ -60,8 +60,8 @@ def weights_of(
 ) -> torch.Tensor | None:
     """Return the weights ``[W]`` of ranks in a bucket of ``rank``.
 
-    They are NaN if the bucket is too small to solve for them. If the result is no weighted mean,
-    record the failure and return None.
+    They are NaN if the bucket is too small to solve for them, or too coarsely rounded. If the
+    result is no weighted mean, record the failure and return None.
     """
     run = judged.run
     weights = torch.full((run.world,), math.nan, dtype=torch.float64)
@@ -90,41 +90,60 @@ def weights_of(
     if feeding < 4 * len(group) or hidden:
         return weights
     solved = solve(fed, got)
-    if not _require_solution(judged, fed, got, solved, slack, group, rank, place):
+    if not _require_explained(judged, fed, got, solved, slack, group, place):
         return None
     judged.found.checked(len(got))
+    if uncertainty(fed, slack) > WEIGHT_SLACK:
+        return weights
+    if not _require_mean(judged, solved, group, rank, place):
+        return None
     weights.zero_()
     weights[list(group)] = solved
     return weights
 
 
-def _require_solution(
+def _require_explained(
     judged: JudgedRun,
     fed: torch.Tensor,
     got: torch.Tensor,
     solved: torch.Tensor,
     slack: torch.Tensor,
     group: tuple[int, ...],
-    rank: int,
     place: str,
 ) -> bool:
-    """Require the solved weights to explain every element, and to be those of a mean."""
+    """Require the solved weights to explain every element."""
     wrong = (got - fed @ solved).abs() > slack
     nearest = named_weights(solved, group)
-    if not judged.found.require(
+    return judged.found.require(
         not wrong.any(),
         "one weighted mean of ranks' gradients for all elements of a bucket",
         f"{place}: {int(wrong.sum())} of {len(got)} elements are none; nearest is {nearest}",
-    ):
-        return False
+    )
+
+
+def _require_mean(
+    judged: JudgedRun, solved: torch.Tensor, group: tuple[int, ...], rank: int, place: str
+) -> bool:
+    """Require the solved weights to be those of a mean."""
     is_nonnegative = bool((solved >= -WEIGHT_SLACK).all())
     is_mean = bool(abs(solved.sum() - 1) <= WEIGHT_SLACK)
     has_own = bool(solved[group.index(rank)] > WEIGHT_SLACK)
     return judged.found.require(
         is_nonnegative and is_mean and has_own,
         "weights of at least 0 that sum to 1, this rank's own among them",
-        f"{place}: {nearest}",
+        f"{place}: {named_weights(solved, group)}",
     )
+
+
+def uncertainty(fed: torch.Tensor, slack: torch.Tensor) -> float:
+    """Return by how much rounding may move a solved weight.
+
+    The weights are linear in the results, whose errors are independent, so that their squares add
+    up. Half of ``slack``, eight units, is several times the standard deviation of an error.
+    """
+    scale = 1 / fed.abs().amax(1).clamp(min=1e-30)
+    moved = torch.linalg.pinv(fed * scale.unsqueeze(1)) * (slack * scale)
+    return float(moved.norm(dim=1).max()) / 2
 
 
 def solve(fed: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
