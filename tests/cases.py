@@ -79,7 +79,7 @@ COSTLY_RULES = {
     *(f"19.{place}" for place in range(23, 36)),
 }
 # Each costly rule judges one in so many subjects.
-ONE_IN = 6
+ONE_IN = 12
 
 
 def is_costly(rule: Rule) -> bool:
@@ -108,10 +108,15 @@ def by_short_rules(case: Case) -> Case:
     return replace(case, rules=short, partly=True)
 
 
-def in_turns(cases: Sequence[Case], one_in: int) -> list[Any]:
-    """Return cases as parameters: one in so many for every run, the others for --thorough."""
+def in_turns(cases: Sequence[Any], one_in: int) -> list[Any]:
+    """Return cases, or tuples of arguments, as parameters: one in so many for every run, the others
+    for --thorough.
+    """
     return [
-        pytest.param(case, marks=[pytest.mark.rarely] * (place % one_in != 0))
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[pytest.mark.rarely] * (place % one_in != 0),
+        )
         for place, case in enumerate(cases)
     ]
 

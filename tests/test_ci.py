@@ -23,6 +23,8 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from conformance.__main__ import main
+from conformance.certificates.canonical import digest
+from conformance.certificates.schema import misfit
 from conformance.errors import ProfileError, UsageError
 from conformance.torch_versions.tested import NEWEST, OLDEST
 from tests import ci_templates
@@ -43,6 +45,7 @@ from tests.made_certificates import certificate, written
 ROOT = CI.parent
 DEVELOPMENT_RUN = 7  # nothing failed, and not all rules were judged
 RESULTS = "conformance-results"
+RECORDS = "kept"
 OF_CI = ("GITHUB_", "CI_", "BUILDKITE_", "CONFORMANCE_", "TOX")
 
 
@@ -118,6 +121,8 @@ def ran(checkout: Path) -> dict[Command, Done]:
                 name: str(checkout) if value == "." else value
                 for name, value in command.environment
             }
+            if "CONFORMANCE_OPTIONS" in variables:
+                variables["CONFORMANCE_OPTIONS"] += f" --records {folder / RECORDS}"
             done[key] = shell(
                 command.text, folder, **variables, **page, TOX_WORK_DIR=str(checkout / "tox")
             )
@@ -233,6 +238,35 @@ def test_a_job_on_cpu(ran: dict[Command, Done], checkout: Path) -> None:
     page = (checkout / "page.md").read_text()
     assert "### Gate: holds" in page
     assert "### CERTIFIED `hooks_ref:allreduce_hook` as `exact`" in page
+
+
+def test_the_certificate_of_a_whole_run(ran: dict[Command, Done], checkout: Path) -> None:
+    path = checkout / "gloo" / RESULTS / "certificate.json"
+    made = json.loads(path.read_text())
+    assert made["digest"] == digest(made)
+    assert made["profile"]["world_sizes"] == [1, 2, 3, 4]
+    assert misfit(made) is None
+    assert made["subject"]["sha256"].keys() >= {"hooks_ref", "hooks_ref.default_hooks"}
+    assert main(["gate", "--sources", str(ROOT), str(path)]) == 0
+    report = checkout / "gloo" / RESULTS / "hooks_ref_allreduce_hook" / "report.html"
+    assert report.read_text().startswith("<!doctype html>")
+    assert 'errors="0" failures="0"' in (checkout / "gloo" / RESULTS / "junit.xml").read_text()
+
+
+def test_a_certificate_does_not_hide_failures_of_other_tests(
+    ran: dict[Command, Done], checkout: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "test_own.py").write_text("def test_own():\n    assert False\n")
+    kept = checkout / "gloo" / RECORDS
+    done = shell(f"python -m conformance certify --replay {kept} test_own.py", tmp_path)
+    assert "CERTIFIED  hooks_ref:allreduce_hook" in done.output, done.output
+    assert done.code == 1
+    replayed = tmp_path / RESULTS / "hooks_ref_allreduce_hook" / "certificate.json"
+    recorded = checkout / "gloo" / RESULTS / "certificate.json"
+    assert (
+        json.loads(replayed.read_text())["replayed_from"]
+        == json.loads(recorded.read_text())["date"]
+    )
 
 
 @pytest.mark.skipif(
@@ -384,7 +418,7 @@ def test_another_project_is_certified_from_its_own_folder(checkout: Path, tmp_pa
     assert (tmp_path / RESULTS / "mypkg.hooks_my_hook" / "report.json").exists()
 
 
-@pytest.mark.parametrize("profile", ["gloo", "nccl"])
+@pytest.mark.parametrize("profile", [pytest.param("gloo", marks=pytest.mark.rarely), "nccl"])
 @pytest.mark.ranks
 def test_a_job_that_names_no_subject_fails(profile: str, checkout: Path, tmp_path: Path) -> None:
     """Its page shows no results of an earlier job, even if the folder was kept."""

@@ -64,7 +64,7 @@ def watched() -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("case", in_turns(CASES, 24), ids=str)
+@pytest.mark.parametrize("case", in_turns(CASES, 30), ids=str)
 def test_is_certified(
     judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
 ) -> None:

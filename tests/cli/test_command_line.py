@@ -1,6 +1,5 @@
 """The command line in every form: its output, its exit code, and the things that it never does."""
 
-import json
 import os
 import resource
 import signal
@@ -16,8 +15,6 @@ import pytest
 import tomllib
 
 from conformance.__main__ import main
-from conformance.certificates.canonical import digest
-from conformance.certificates.schema import misfit
 from conformance.errors import ConformanceError, UsageError
 from conformance.hosts.pool import Pool
 from conformance.judging.verdict import Verdict
@@ -105,7 +102,10 @@ def test_a_project_that_makes_warnings_errors(project: Path) -> None:
     assert done.returncode == 7, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(form, marks=[pytest.mark.rarely] * (form == "clone, script")) for form in FORMS],
+)
 def test_every_form(project: Path, form: str) -> None:
     command, cwd = FORMS[form]
     options = {
@@ -130,44 +130,17 @@ def test_options_with_an_equals_sign(project: Path) -> None:
     assert "1 test collected" in done.stdout
 
 
-def test_a_whole_run_writes_a_certificate(project: Path) -> None:
-    done = certify(project, "--hook", "mypkg:mean", "--junitxml", "junit.xml", "--records", "kept")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "CERTIFIED  mypkg:mean  as exact" in done.stdout
-    folder = project / "conformance-results" / "mypkg_mean"
-    made = json.loads((folder / "certificate.json").read_text())
-    assert made["digest"] == digest(made)
-    assert made["profile"]["world_sizes"] == [1, 2, 3, 4]
-    assert misfit(made) is None
-    # The state is the default process group: its class in torch is no source of the subject.
-    assert set(made["subject"]["sha256"]) == {"mypkg"}
-    assert main(["gate", "--sources", str(project), str(folder / "certificate.json")]) == 0
-    assert (folder / "report.html").read_text().startswith("<!doctype html>")
-    assert 'errors="0" failures="0"' in (project / "junit.xml").read_text()
-    # Other tests of the same run may fail: a certificate does not hide that.
-    (project / "test_own.py").write_text("def test_own():\n    assert False\n")
-    done = certify(project, "--replay", "kept", "test_own.py")
-    assert "CERTIFIED  mypkg:mean" in done.stdout, done.stdout + done.stderr
-    assert done.returncode == 1
-    # Once the hook no longer holds, neither does its certificate.
-    (project / "mypkg.py").write_text(HOOKS.replace("div_(dist.get_world_size(state))", "div_(1)"))
-    done = certify(project, "--hook", "mypkg:mean", "--rule", "2.1")
-    assert done.returncode == 1
-    assert (
-        "the certificate of an earlier run is now "
-        "conformance-results/mypkg_mean/certificate.previous.json" in done.stdout
-    )
-    assert not (folder / "certificate.json").exists()
-    assert (
-        json.loads((folder / "certificate.previous.json").read_text())["replayed_from"]
-        == made["date"]
-    )
-
-
 def test_a_refusal_says_why_and_what_would_hold(project: Path) -> None:
+    folder = project / "conformance-results" / "mypkg_total"
+    folder.mkdir(parents=True)
+    earlier = written(folder / "certificate.json", certificate()).read_bytes()
     done = certify(project, "--hook=mypkg:total", "--rule", "2")
     assert done.returncode == 1
+    assert not (folder / "certificate.json").exists()
+    assert (folder / "certificate.previous.json").read_bytes() == earlier
     for said in (
+        "the certificate of an earlier run is now "
+        "conformance-results/mypkg_total/certificate.previous.json",
         "2.1 Gives the exact mean of crafted gradients  [values@2]",
         "Requirement:  On crafted inputs the result is the mean over the group",
         "Expected:     mean ",
@@ -665,8 +638,8 @@ def test_certify_in_a_suite_of_ones_own(project: Path) -> None:
     ("hook", "rule", "deadline"),
     [
         ("process:kills_parent", "1.5", PATIENT),
-        ("process:prints_a_gigabyte", "9.7", PATIENT),
-        ("process:exits_0", "1.5", PATIENT),
+        pytest.param("process:prints_a_gigabyte", "9.7", PATIENT, marks=pytest.mark.rarely),
+        pytest.param("process:exits_0", "1.5", PATIENT, marks=pytest.mark.rarely),
         # A short deadline only for the hook that hangs. It applies to the reference too, which has
         # to come to its end on a busy machine.
         ("process:never_completes", "1.5", 8.0),

@@ -12,12 +12,14 @@ from conformance.hosts.pool import Pool
 from conformance.scenarios.hook import SUBGROUPS
 from conformance.scenarios.model import Param, Scenario
 from hooks_ref.quantized_collectives import BLOCK, dequantize, quantize
+from tests.cases import in_turns
 from tests.hooks_ref.algorithms import run_hook
 
 SUBJECTS = "tests.hooks_ref.quantized_subjects"
 WHAT = Scenario("algorithm", "one step", (Param((3,)),), ("crafted",), initial_value=0.0)
 KINDS = [kind.name for kind in hooks_ref.DQuantType]
 COLLECTIVES = ["all_gather", "all_to_all", "all_to_all_single", "scatter"]
+OF_SUMS = ["all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_reduce"]
 
 
 def run(pool: Pool, name: str, world: int, what: Scenario = WHAT, **given: Any) -> None:
@@ -32,8 +34,9 @@ def run(pool: Pool, name: str, world: int, what: Scenario = WHAT, **given: Any) 
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize(
+    ("name", "kind"), in_turns([(name, kind) for name in COLLECTIVES for kind in KINDS], 3)
+)
 def test_is_the_collective_of_quantized_values(pool: Pool, name: str, kind: str) -> None:
     run(
         pool,
@@ -59,9 +62,8 @@ def test_on_subgroups(pool: Pool, name: str) -> None:
     run(pool, "equals", 4, what, of=name, qtype="INT8")
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "name", ["all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_reduce"]
+    ("name", "kind"), in_turns([(name, kind) for name in OF_SUMS for kind in KINDS], 3)
 )
 def test_collectives_of_sums_and_of_one_tensor(pool: Pool, name: str, kind: str) -> None:
     run(pool, "sums", 3, of=name, qtype=kind, waits=kind in ("FP16", "FP8"))

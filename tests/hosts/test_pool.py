@@ -177,7 +177,7 @@ def hang(impatient: Pool, name: str, seen: str) -> FailedRun:
     return broken
 
 
-@pytest.mark.parametrize("name", ["spins", "sleeps_in_c"])
+@pytest.mark.parametrize("name", [pytest.param("spins", marks=pytest.mark.rarely), "sleeps_in_c"])
 def test_a_hang_is_reported_with_its_line(impatient: Pool, name: str) -> None:
     broken = hang(impatient, name, f"in {name}")
     assert broken.kind == "hang"

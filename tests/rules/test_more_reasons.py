@@ -13,7 +13,6 @@ from conformance.scenarios.failing_collectives import AVERAGER, JOINABLE
 from conformance.scenarios.failing_models import EACH_FAILS
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer_loops import RENEWED, RESET
-from conformance.scenarios.reused_states import RECAST
 from tests.judging.oracles import test_join as joins
 from tests.made_runs import event, made_run
 from tests.rules.test_messages_of_averagers import averaged
@@ -76,13 +75,6 @@ NO_MODES: dict[str, dict[str, str]] = {"modes": {}, "training": {}, "requires_gr
 @pytest.mark.parametrize(
     ("number", "make", "claims", "reason"),
     [
-        (
-            "4.2",
-            of_scenario(made_run, name=RECAST.name),
-            "local",
-            "models that change their dtype are not judged under local: weights that are read from "
-            "rounded results are not exact",
-        ),
         (
             "4.2",
             having(made_run, "keeps_ddp"),

@@ -42,8 +42,8 @@ def test_ranks_that_disagree_are_refused(pool: Pool) -> None:
     ("number", "reason"),
     [
         ("10.2", "saw no collective"),
-        ("10.7", "judged only if 10.2 holds"),
-        ("12.1", "saw no collective"),
+        pytest.param("10.7", "judged only if 10.2 holds", marks=pytest.mark.rarely),
+        pytest.param("12.1", "saw no collective", marks=pytest.mark.rarely),
         ("12.5", "judged only if 12.1 holds"),
     ],
 )

@@ -25,7 +25,7 @@ def test_total():
 """
 
 
-@pytest.mark.parametrize("results", ["", "mine"])
+@pytest.mark.parametrize("results", ["", pytest.param("mine", marks=pytest.mark.rarely)])
 def test_a_failed_call_writes_the_report_and_shows_the_line_of_the_test(
     tmp_path: Path, results: str
 ) -> None:

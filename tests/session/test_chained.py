@@ -20,7 +20,7 @@ def test_power_sgd_of_torch() -> None:
     """With several buckets it hangs on Gloo; in a stream's order it holds these rules."""
     rules = ("1.8", "3.1", "10.2", "10.3", "10.4", "13.1", "13.4")
     claims = "compressed(delta=0.25), warmup(2), chained"
-    case = Case(f"{TORCHS}:powerSGD_hook", claims, STATE, worlds=(2, 3), rules=rules)
+    case = Case(f"{TORCHS}:powerSGD_hook", claims, STATE, worlds=(3,), rules=rules)
     judgements = own_judge().judge(case).items()
     others = {number: one.reason for number, one in judgements if one.verdict is not Verdict.PASS}
     assert others == {}

@@ -29,7 +29,7 @@ def judge(hook: str, claims: str, state: str) -> Judgement:
     [
         (SETTING, Verdict.PASS),
         (f"{SETTING},use_error_feedback=False", Verdict.FAIL),
-        (SETTING.replace("rank=2", "rank=3"), Verdict.FAIL),
+        pytest.param(SETTING.replace("rank=2", "rank=3"), Verdict.FAIL, marks=pytest.mark.rarely),
         (SETTING.replace("iter=2", "iter=3"), Verdict.FAIL),
     ],
 )
@@ -45,8 +45,18 @@ def test_power_sgd_of_torch(setting: str, verdict: Verdict) -> None:
     [
         ("terngrad", "unbiased, like(TernGrad)", Verdict.PASS),
         ("terngrad", "unbiased, like(QSGD)", Verdict.FAIL),
-        ("qsgd_4_bits", "unbiased, like(QSGD, levels=7, block=16)", Verdict.PASS),
-        ("top_k_dgc", "compressed, like(TopK, ratio=0.25)", Verdict.FAIL),
+        pytest.param(
+            "qsgd_4_bits",
+            "unbiased, like(QSGD, levels=7, block=16)",
+            Verdict.PASS,
+            marks=pytest.mark.rarely,
+        ),
+        pytest.param(
+            "top_k_dgc",
+            "compressed, like(TopK, ratio=0.25)",
+            Verdict.FAIL,
+            marks=pytest.mark.rarely,
+        ),
         ("top_k_dgc", "compressed, like(TopK, ratio=0.25, momentum=0.5)", Verdict.PASS),
         ("scaled_sign", "compressed, like(OneBit)", Verdict.FAIL),
     ],

@@ -9,6 +9,7 @@ import torch
 from conformance.hosts.pool import Pool
 from conformance.scenarios.hook import SUBGROUPS
 from conformance.scenarios.model import Param, Scenario
+from tests.cases import in_turns
 from tests.hooks_ref.algorithms import run_hook
 from tests.torch_marks import needs_complex_over_gloo
 
@@ -38,74 +39,77 @@ def run(pool: Pool, name: str, world: int = 2, scenario: Scenario = SCENARIO, **
 
 @pytest.mark.parametrize(
     ("world", "given"),
-    [
-        *((world, {"hook": hook}) for world in (1, 2, 3) for hook in ("", AVERAGE)),
-        (2, {"hook": f"{TORCHS}.default_hooks:allreduce_hook", "late": True}),
-        *(
+    in_turns(
+        [
+            *((world, {"hook": hook}) for world in (1, 2, 3) for hook in ("", AVERAGE)),
+            (2, {"hook": f"{TORCHS}.default_hooks:allreduce_hook", "late": True}),
+            *(
+                (
+                    world,
+                    {
+                        "hook": f"{TORCHS}.default_hooks:fp16_compress_hook",
+                        "claims": "rounded(float16)",
+                    },
+                )
+                for world in (2, 3)
+            ),
+            (3, {"hook": "hooks_ref:bf16_compress_hook", "claims": "rounded(bfloat16)"}),
+            *(
+                (world, {"hook": "hooks_ref:powerSGD_hook", "makes": POWER, "claims": LATER})
+                for world in (2, 3)
+            ),
             (
-                world,
+                2,
                 {
-                    "hook": f"{TORCHS}.default_hooks:fp16_compress_hook",
-                    "claims": "rounded(float16)",
+                    "hook": f"{TORCHS}.powerSGD_hook:powerSGD_hook",
+                    "makes": TORCHS_POWER,
+                    "claims": LATER,
+                    "bucket_cap_mb": 25,
                 },
-            )
-            for world in (2, 3)
-        ),
-        (3, {"hook": "hooks_ref:bf16_compress_hook", "claims": "rounded(bfloat16)"}),
-        *(
-            (world, {"hook": "hooks_ref:powerSGD_hook", "makes": POWER, "claims": LATER})
-            for world in (2, 3)
-        ),
-        (
-            2,
-            {
-                "hook": f"{TORCHS}.powerSGD_hook:powerSGD_hook",
-                "makes": TORCHS_POWER,
-                "claims": LATER,
-                "bucket_cap_mb": 25,
-            },
-        ),
-        *((world, {**LOCAL, "claims": "local, warmup(2)"}) for world in (2, 3)),
-        (
-            2,
-            {
-                "hook": "hooks_ref:compression_hook",
-                "makes": "examples.states:top_k",
-                "claims": "compressed(delta=0.25)",
-            },
-        ),
-        (
-            2,
-            {
-                "setup": "examples.setups:sgd_in_the_hook",
-                "claims": "fused(SGD, lr=0.1, momentum=0.9)",
-            },
-        ),
-        (
-            2,
-            {
-                "setup": "examples.setups:adam_in_the_hook",
-                "claims": "rounded(float16), fused(Adam, lr=0.01)",
-            },
-        ),
-        (
-            2,
-            {
-                "setup": "examples.setups:sgd_in_backward",
-                "claims": "fused(SGD, lr=0.1, frees_gradients=True)",
-            },
-        ),
-        (2, {"hook": f"{MUTANTS}.equivalence:never_divides", "claims": "sum"}),
-        (2, {"hook": AVERAGE, "shares": 3}),
-        (2, {"shares": 2, "gradient_as_bucket_view": True}),
-        (2, {"hook": AVERAGE, "static_graph": True}),
-        (2, {"hook": AVERAGE, "elements": 1}),
-        (2, {"hook": AVERAGE, "every": 5, "steps": 12}),
-        *(
-            (3, {"hook": f"tests.right.exact:{name}"})
-            for name in ("another_thread", "reduce_scatter", "point_to_point", "blocking")
-        ),
-    ],
+            ),
+            *((world, {**LOCAL, "claims": "local, warmup(2)"}) for world in (2, 3)),
+            (
+                2,
+                {
+                    "hook": "hooks_ref:compression_hook",
+                    "makes": "examples.states:top_k",
+                    "claims": "compressed(delta=0.25)",
+                },
+            ),
+            (
+                2,
+                {
+                    "setup": "examples.setups:sgd_in_the_hook",
+                    "claims": "fused(SGD, lr=0.1, momentum=0.9)",
+                },
+            ),
+            (
+                2,
+                {
+                    "setup": "examples.setups:adam_in_the_hook",
+                    "claims": "rounded(float16), fused(Adam, lr=0.01)",
+                },
+            ),
+            (
+                2,
+                {
+                    "setup": "examples.setups:sgd_in_backward",
+                    "claims": "fused(SGD, lr=0.1, frees_gradients=True)",
+                },
+            ),
+            (2, {"hook": f"{MUTANTS}.equivalence:never_divides", "claims": "sum"}),
+            (2, {"hook": AVERAGE, "shares": 3}),
+            (2, {"shares": 2, "gradient_as_bucket_view": True}),
+            (2, {"hook": AVERAGE, "static_graph": True}),
+            (2, {"hook": AVERAGE, "elements": 1}),
+            (2, {"hook": AVERAGE, "every": 5, "steps": 12}),
+            *(
+                (3, {"hook": f"tests.right.exact:{name}"})
+                for name in ("another_thread", "reduce_scatter", "point_to_point", "blocking")
+            ),
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_right_hooks(pool: Pool, world: int, given: dict[str, Any]) -> None:
@@ -114,49 +118,56 @@ def test_right_hooks(pool: Pool, world: int, given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "finds", "given"),
-    [
-        (
-            "equivalence:never_divides",
-            ("2.2",),
-            {"text": "world_size times the mean: the sum was not divided"},
-        ),
-        ("equivalence:divides_twice", ("2.2",), {"text": "it was divided twice"}),
-        (
-            "equivalence:divides_by_eight",
-            ("2.2",),
-            {"text": "every element is 0.25 times the mean"},
-        ),
-        ("equivalence:local", ("2.2", "3.1", "3.2"), {"text": "nothing was communicated"}),
-        ("equivalence:rank_0_wins", ("2.2",), {"text": "it was broadcast, not reduced"}),
-        ("equivalence:stale", ("2.2",), {"text": "the result is one step late"}),
-        (
-            "equivalence:stale",
-            ("2.2",),
-            {"text": "the result is one step late", "shares": 2, "every": 1},
-        ),
-        (
-            "equivalence:rounds_to_float16",
-            ("2.2",),
-            {"text": "equal to the mean rounded to float16"},
-        ),
-        ("equivalence:claims_other_half", ("2.2",), {"claims": "rounded(float16)"}),
-        ("equivalence:top_half", ("2.2",), {}),
-        ("equivalence:last_element_local", ("2.2", "3.1", "3.2"), {"elements": 60}),
-        ("equivalence:nan_result", ("8.4",), {"text": "finite parameters"}),
-        ("equivalence:nan_result", ("2.2", "8.4"), {"every": 1, "steps": 1}),
-        ("replicas:starts_from_own", ("3.1", "3.2"), {"world": 3}),
-        ("replicas:adds_own_last", ("3.1", "3.2"), {"world": 3}),
-        ("replicas:owner_keeps_unrounded", ("3.1", "3.2"), {"claims": "rounded(float16)"}),
-        ("feedback:largest_beside_its_own", ("3.1", "3.2"), {"claims": "compressed(delta=0.5)"}),
-        ("interference:nudges_parameters", ("9.2",), {}),
-        ("optimizers:steps_on_rank_0", ("3.2",), {"claims": "fused(SGD, lr=0.1)"}),
-        (
-            "collectives:logs_another_extreme",
-            ("10.2",),
-            {"text": "rank 0 issues allreduce MAX 1 float32"},
-        ),
-        ("collectives:logs_in_two_dtypes", ("10.2",), {}),
-    ],
+    in_turns(
+        [
+            (
+                "equivalence:never_divides",
+                ("2.2",),
+                {"text": "world_size times the mean: the sum was not divided"},
+            ),
+            ("equivalence:divides_twice", ("2.2",), {"text": "it was divided twice"}),
+            (
+                "equivalence:divides_by_eight",
+                ("2.2",),
+                {"text": "every element is 0.25 times the mean"},
+            ),
+            ("equivalence:local", ("2.2", "3.1", "3.2"), {"text": "nothing was communicated"}),
+            ("equivalence:rank_0_wins", ("2.2",), {"text": "it was broadcast, not reduced"}),
+            ("equivalence:stale", ("2.2",), {"text": "the result is one step late"}),
+            (
+                "equivalence:stale",
+                ("2.2",),
+                {"text": "the result is one step late", "shares": 2, "every": 1},
+            ),
+            (
+                "equivalence:rounds_to_float16",
+                ("2.2",),
+                {"text": "equal to the mean rounded to float16"},
+            ),
+            ("equivalence:claims_other_half", ("2.2",), {"claims": "rounded(float16)"}),
+            ("equivalence:top_half", ("2.2",), {}),
+            ("equivalence:last_element_local", ("2.2", "3.1", "3.2"), {"elements": 60}),
+            ("equivalence:nan_result", ("8.4",), {"text": "finite parameters"}),
+            ("equivalence:nan_result", ("2.2", "8.4"), {"every": 1, "steps": 1}),
+            ("replicas:starts_from_own", ("3.1", "3.2"), {"world": 3}),
+            ("replicas:adds_own_last", ("3.1", "3.2"), {"world": 3}),
+            ("replicas:owner_keeps_unrounded", ("3.1", "3.2"), {"claims": "rounded(float16)"}),
+            (
+                "feedback:largest_beside_its_own",
+                ("3.1", "3.2"),
+                {"claims": "compressed(delta=0.5)"},
+            ),
+            ("interference:nudges_parameters", ("9.2",), {}),
+            ("optimizers:steps_on_rank_0", ("3.2",), {"claims": "fused(SGD, lr=0.1)"}),
+            (
+                "collectives:logs_another_extreme",
+                ("10.2",),
+                {"text": "rank 0 issues allreduce MAX 1 float32"},
+            ),
+            ("collectives:logs_in_two_dtypes", ("10.2",), {}),
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_mutants_that_drift(

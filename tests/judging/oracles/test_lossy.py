@@ -7,8 +7,9 @@ import torch
 from conformance.judging.oracles import lossy
 from conformance.judging.oracles.lossy import compression
 from conformance.judging.oracles.lossy.common import ROUNDINGS, JudgedRun
-from conformance.judging.oracles.lossy.local import connected, solve
+from conformance.judging.oracles.lossy.local import connected, solve, uncertainty
 from conformance.judging.oracles.mean import mean
+from conformance.judging.oracles.weights import WEIGHT_SLACK
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.draws import drawn
@@ -33,6 +34,19 @@ def test_weights_are_solved_to_the_last_bits_of_float64() -> None:
             units = 2.0**-53 * fed.abs().sum(1)
             off = (got - fed @ solve(fed, got)).abs() / units
             assert float(off.max()) <= ROUNDINGS / 4
+
+
+def test_rounding_moves_a_solved_weight_by_no_more_than_is_allowed_for_it() -> None:
+    generator = torch.Generator().manual_seed(1)
+    unknown = dict.fromkeys((16, 40, 4000), 0)
+    for size in unknown:
+        for _ in range(100):
+            fed = torch.randn(size, 3, generator=generator).bfloat16().double()
+            got = (fed @ torch.full((3,), 1 / 3, dtype=torch.float64)).bfloat16().double()
+            allowed = uncertainty(fed, ROUNDINGS * 2**-9 * fed.abs().sum(1))
+            assert float((solve(fed, got) - 1 / 3).abs().max()) <= allowed
+            unknown[size] += allowed > WEIGHT_SLACK
+    assert unknown == {16: 100, 40: 100, 4000: 0}
 
 
 def _crafted(size: int, world: int, generator: torch.Generator) -> torch.Tensor:

@@ -268,10 +268,11 @@ def _average(buffer: torch.Tensor) -> Result:
     ("hook", "verdict", "text"),
     [
         ("hooks_ref:allreduce_hook", Verdict.PASS, "among 5 to 1024 ranks"),
-        (
+        pytest.param(
             "tests.ranks.drivers.test_simulated_ranks:gathers_from_all",
             Verdict.PASS,
             " ranks; no more ranks: it gathers",
+            marks=pytest.mark.rarely,
         ),
         (
             "tests.right.exact:another_thread",

@@ -38,7 +38,11 @@ def refused(rules: dict[str, Rule], case: Case) -> dict[str, str]:
     "target",
     [
         "averagers:PeriodicModelAverager,period=4,warmup_steps=10",
-        "hierarchical_model_averager:HierarchicalModelAverager,period_group_size_dict={2: 2, 4: 4}",
+        pytest.param(
+            "hierarchical_model_averager:HierarchicalModelAverager,"
+            "period_group_size_dict={2: 2, 4: 4}",
+            marks=pytest.mark.rarely,
+        ),
     ],
 )
 @pytest.mark.ranks
@@ -98,7 +102,11 @@ def test_groups_that_claims_name_need_ranks(claims: str, size: int, claim: str) 
 
 @pytest.mark.parametrize(
     ("period", "warmup"),
-    [(1, 0), (100, 0), pytest.param(4, 29, marks=pytest.mark.rarely)],
+    [
+        pytest.param(1, 0, marks=pytest.mark.rarely),
+        (100, 0),
+        pytest.param(4, 29, marks=pytest.mark.rarely),
+    ],
 )
 @pytest.mark.ranks
 def test_any_schedule(rules: dict[str, Rule], period: int, warmup: int) -> None:

@@ -65,7 +65,7 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("case", in_turns(list(REFUSED), 3), ids=str)
+@pytest.mark.parametrize("case", in_turns(list(REFUSED), 6), ids=str)
 def test_torchs_is_refused_by_these_rules_alone(
     judgements_of: Callable[[Case], Judgements], rules: dict[str, Rule], case: Case
 ) -> None:
@@ -133,7 +133,7 @@ OURS = [
 ]
 
 
-@pytest.mark.parametrize("case", in_turns(OURS, 3), ids=str)
+@pytest.mark.parametrize("case", in_turns(OURS, 6), ids=str)
 def test_ours_is_certified(judgements_of: Callable[[Case], Judgements], case: Case) -> None:
     judgements = judgements_of(case).values()
     assert {j.number: j.reason for j in judgements if not j.verdict.holds} == {}
