@@ -24,6 +24,11 @@ DEFAULT_DTYPE = (
 )
 """The source of the rules of default dtypes."""
 
+AUTOCAST_OPERATIONS = (
+    "torch documentation, Automatic Mixed Precision, of operations that autocast to half precision"
+)
+"""The source of what these rules say on autocast."""
+
 
 TOGETHER = (
     "training changes many things at once; pairwise testing (Kuhn, Wallace and Gallo, IEEE "

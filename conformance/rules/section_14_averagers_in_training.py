@@ -1,6 +1,7 @@
 """Section 14, continued: averagers of parameters as training uses them."""
 
 from conformance.judging.common_rules import (
+    AUTOCAST_OPERATIONS,
     DEFAULT_DTYPE,
     ON_MORE_RANKS,
     TOGETHER,
@@ -243,8 +244,7 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
     needs=("14.1", "14.2", "14.7", "14.12"),
     baseline="like",
     since="1.6",
-    source=f"{DEFAULT_DTYPE}; torch documentation, Automatic Mixed Precision, of operations that "
-    "autocast to half precision",
+    source=f"{DEFAULT_DTYPE}; {AUTOCAST_OPERATIONS}",
     remedy="tensors that are made without a dtype: torch.zeros(n), torch.tensor(1 / n); take "
     "that of the parameter; matmul, einsum or linear, which compute in half precision under "
     "autocast",

@@ -157,12 +157,14 @@ def replicas(run: Run, claims: Claims, found: Found) -> None:
     source="torch documentation, torch.optim, Per-parameter options; Optimizer.add_param_group; "
     "pytorch #54736, #59973",
     remedy="options of a group other than the first; add_param_group has to update the wrapped "
-    "optimizer and the partition; entries of a group that are no options",
+    "optimizer and the partition; an iterator of parameters that is read twice; entries of a group "
+    "that are no options",
 )
 def parameter_groups(run: Run, claims: Claims, found: Found) -> None:
     """Each parameter group is stepped with its own learning rate, momentum and weight decay, a
     group from add_param_group from its next step on; parameters in no group keep their values. The
-    user's own entries in a group, such as a name, stay there."""
+    user's own entries in a group, such as a name, stay there. The group from add_param_group has
+    its parameters as an iterator, as model.head.parameters() is one, which can be read once."""
     require_right(run, found)
     require_own_entries(run, found)
 

@@ -1,6 +1,7 @@
 """Section 15, continued: optimizer wrappers as training uses them."""
 
 from conformance.judging.common_rules import (
+    AUTOCAST_OPERATIONS,
     DEFAULT_DTYPE,
     ON_MORE_RANKS,
     TOGETHER,
@@ -312,8 +313,7 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
     owns=(DEFAULT_DTYPES, AUTOCAST, AUTOCAST_HALF),
     needs=(*BASIC, "15.7", "15.11"),
     since="1.6",
-    source=f"{DEFAULT_DTYPE}; torch documentation, Automatic Mixed Precision, of operations that "
-    "autocast to half precision",
+    source=f"{DEFAULT_DTYPE}; {AUTOCAST_OPERATIONS}",
     remedy="tensors that are made without a dtype, as counts, flags and moments: "
     "torch.zeros(n), torch.tensor(x); matmul, einsum or linear, which compute in half precision "
     "under autocast",

@@ -1,6 +1,7 @@
 """Section 18, continued: quantized collectives as training uses them."""
 
 from conformance.judging.common_rules import (
+    AUTOCAST_OPERATIONS,
     DEFAULT_DTYPE,
     ON_MORE_RANKS,
     TOGETHER,
@@ -9,7 +10,11 @@ from conformance.judging.common_rules import (
     raises_if_collective_fails,
 )
 from conformance.judging.oracles.collective import calls, require_call, require_calls
-from conformance.judging.oracles.collective_forms import is_plain, require_dtype, require_shape
+from conformance.judging.oracles.collective_forms import (
+    is_plain,
+    require_dtype,
+    require_shape,
+)
 from conformance.judging.oracles.collective_training import (
     require_long_run,
     require_no_error_in_wait,
@@ -31,6 +36,7 @@ from conformance.scenarios.conditions_together import COLLECTIVE as CONDITIONS
 from conformance.scenarios.failing_collectives import ASYNCHRONOUS, COLLECTIVE
 from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import COLLECTIVE as DEFAULT_DTYPES
+from conformance.scenarios.kinds_under_default_dtypes import COLLECTIVE_UNDER_AUTOCAST as AUTOCAST
 from conformance.subjects.claims import Claims
 
 
@@ -212,17 +218,19 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "18.31",
-    "Works under any default dtype of torch",
-    on=(DEFAULT_DTYPES,),
-    owns=(DEFAULT_DTYPES,),
+    "Works under any default dtype of torch, and under autocast",
+    on=(DEFAULT_DTYPES, AUTOCAST),
+    owns=(DEFAULT_DTYPES, AUTOCAST),
     needs=("18.1", "18.2"),
     since="1.6",
-    source=DEFAULT_DTYPE,
-    remedy="scales and buffers that are made without a dtype: torch.zeros(n), torch.tensor(x)",
+    source=f"{DEFAULT_DTYPE}; {AUTOCAST_OPERATIONS}",
+    remedy="scales and buffers that are made without a dtype: torch.zeros(n), torch.tensor(x); "
+    "matmul, einsum or linear, which compute in half precision under autocast",
 )
 def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
-    """Messages of float32 arrive if torch's default dtype is float64, float16 or bfloat16, and if
-    it changes between calls. The order of the three is drawn."""
+    """Messages of float32 arrive if torch's default dtype is float64, float16 or bfloat16, if it
+    changes between calls, and if the calls are under autocast to float16 or bfloat16, as those in a
+    forward are. The order of the three is drawn."""
     require_calls(run, claims, found)
 
 

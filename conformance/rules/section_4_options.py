@@ -3,14 +3,14 @@
 from dataclasses import replace
 from itertools import product
 
-from conformance.judging.common_rules import DEFAULT_DTYPE
+from conformance.judging.common_rules import AUTOCAST_OPERATIONS, DEFAULT_DTYPE
 from conformance.judging.requirements import require_steps
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.hook import COMBINED, FROZEN, STATIC, UNUSED
 from conformance.scenarios.reused_states import RECAST, REWRAPPED
-from conformance.scenarios.surroundings import DEFAULT_DTYPES
+from conformance.scenarios.surroundings import AUTOCAST, DEFAULT_DTYPES
 from conformance.subjects.claims import Claims
 
 
@@ -128,18 +128,21 @@ def together(run: Run, claims: Claims, found: Found) -> None:
 
 @rule(
     "4.5",
-    "Works under any default dtype of torch",
-    on=(DEFAULT_DTYPES,),
-    owns=(DEFAULT_DTYPES,),
+    "Works under any default dtype of torch, and under autocast",
+    on=(DEFAULT_DTYPES, AUTOCAST),
+    owns=(DEFAULT_DTYPES, AUTOCAST),
     needs=("2.2", "1.8"),
     since="1.6",
-    source=DEFAULT_DTYPE,
+    source=f"{DEFAULT_DTYPE}; {AUTOCAST_OPERATIONS}",
     remedy="tensors that are made without a dtype, in the state or in the hook: torch.zeros(n), "
-    "torch.tensor(x), torch.rand(n), a table of 1 / n; take the dtype of the bucket",
+    "torch.tensor(x), torch.rand(n), a table of 1 / n; take the dtype of the bucket; matmul, "
+    "einsum or linear, which compute in half precision under autocast: leave it in the hook by "
+    "torch.autocast(device, enabled=False)",
 )
 def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
-    """The result is right if torch's default dtype is float16, bfloat16 or float64, and if it
-    changes between steps. The state is made under the first of them.
+    """The result is right if torch's default dtype is float16, bfloat16 or float64, if it changes
+    between steps, and if backward runs under autocast to float16 and bfloat16. The state is made
+    under the first default dtype.
 
     The order is drawn. The first two steps have half dtypes, since tensors that a hook makes then
     and keeps lose digits. There are three ranks if the session has three, because a half dtype does

@@ -1,5 +1,5 @@
 """Scenarios of all kinds but hooks and joinables: torch's default dtype is float64, float16 and
-bfloat16.
+bfloat16; and of collectives under autocast.
 
 Joinables have none: they bring models and inputs of their own, which follow the default dtype.
 
@@ -37,7 +37,18 @@ STRATEGY = _under_default_dtypes(strategy.RANDOM, _LARGE)
 COLLECTIVE = _under_default_dtypes(collective.PLAIN)
 WRAPPER = replace(_under_default_dtypes(SINGLE), world_sizes=(2,))
 
-ALL = (AVERAGER, OPTIMIZER, STRATEGY, COLLECTIVE, WRAPPER)
+# Calls in a forward under autocast, as of experts.
+COLLECTIVE_UNDER_AUTOCAST = replace(
+    COLLECTIVE,
+    name="collective_autocast",
+    summary="calls under autocast, to float16 and bfloat16 in turns",
+    default_dtypes=(),
+    variant="autocast",
+    options=("autocast=float16/bfloat16",),
+)
+
+_OF_DEFAULT_DTYPES = (AVERAGER, OPTIMIZER, STRATEGY, COLLECTIVE, WRAPPER)
+ALL = (*_OF_DEFAULT_DTYPES, COLLECTIVE_UNDER_AUTOCAST)
 
 
 def _draw(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -51,5 +62,5 @@ def _draw(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 DRAWS: Mapping[str, Callable[[Scenario, random.Random], Scenario]] = {
-    scenario.name: _draw for scenario in ALL
+    scenario.name: _draw for scenario in _OF_DEFAULT_DTYPES
 }

@@ -1,4 +1,5 @@
-"""Scenarios of other surroundings: torch's default dtype, the clock, another model's backward.
+"""Scenarios of other surroundings: torch's default dtype, autocast, the clock, another model's
+backward.
 
 A hook takes these for granted on a machine where nothing else is going on. In a training script the
 default dtype may be another one, clocks of machines differ, and one backward may go through two
@@ -31,6 +32,16 @@ DEFAULT_DTYPES = replace(
     default_dtypes=(*_HALVES, "float64", *_OTHER_DTYPES),
 )
 
+AUTOCAST = replace(
+    DEFAULT_DTYPES,
+    name="autocast",
+    summary="backward runs under autocast, to float16 and bfloat16 in turns; buckets of tens to "
+    "hundreds of thousands of elements, which are drawn",
+    default_dtypes=(),
+    variant="autocast",
+    options=(f"autocast={'/'.join(_HALVES)}",),
+)
+
 CLOCKS = replace(
     BUCKETS,
     name="clocks",
@@ -61,7 +72,7 @@ JOINT = replace(
     prerequisite=TWO_MODELS.name,
 )
 
-ALL = (DEFAULT_DTYPES, CLOCKS, JOINT)
+ALL = (DEFAULT_DTYPES, AUTOCAST, CLOCKS, JOINT)
 
 
 def with_ranks(scenario: Scenario, count: int) -> Scenario:
@@ -70,28 +81,39 @@ def with_ranks(scenario: Scenario, count: int) -> Scenario:
 
 
 def draw_default_dtypes(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw the order of the dtypes, and six sizes from 16 to 600,000 elements.
+    """Draw the order of the dtypes, and six sizes from 16 to 600,000 elements, as for autocast.
 
     The first two steps have a half dtype each: a tensor that a hook makes then and keeps loses
     digits, which a tensor of float64 does not. The third step has float64, and the other three have
     all three dtypes in any order. One size is drawn from each of six equal parts of the range of
     logarithms. Gradients repeat a table of a prime length from 3,000 to 6,000.
     """
-    sizes = sizes_between(_SMALLEST_SIZE, _LARGEST_SIZE, _SIZES, _SIZES, numbers)
-    numbers.shuffle(sizes)
     halves = numbers.sample(_HALVES, len(_HALVES))
     others = numbers.sample(_OTHER_DTYPES, len(_OTHER_DTYPES))
+    sized = _draw_sizes(scenario, numbers)
+    return replace(sized, default_dtypes=(*halves, "float64", *others))
+
+
+def _draw_autocast(scenario: Scenario, numbers: random.Random) -> Scenario:
+    halves = numbers.sample(_HALVES, len(_HALVES))
+    return replace(_draw_sizes(scenario, numbers), options=(f"autocast={'/'.join(halves)}",))
+
+
+def _draw_sizes(scenario: Scenario, numbers: random.Random) -> Scenario:
+    sizes = sizes_between(_SMALLEST_SIZE, _LARGEST_SIZE, _SIZES, _SIZES, numbers)
+    numbers.shuffle(sizes)
     return replace(
         scenario,
         params=tuple(Param((size,)) for size in sizes),
         period=prime_from(numbers.randint(3000, 6000)),
-        default_dtypes=(*halves, "float64", *others),
     )
 
 
 def with_small_parameters(scenario: Scenario) -> Scenario:
-    """Return the scenario ``default_dtypes`` with one small bucket, whose values do not repeat."""
+    """Return ``default_dtypes``, or ``autocast``, with one small bucket of values that do not
+    repeat.
+    """
     return replace(scenario, params=VALUES.params, ddp=VALUES.ddp, period=0)
 
 
-DRAWS = {DEFAULT_DTYPES.name: draw_default_dtypes}
+DRAWS = {DEFAULT_DTYPES.name: draw_default_dtypes, AUTOCAST.name: _draw_autocast}

@@ -29,6 +29,7 @@ from conformance.scenarios.profiles import GLOO_CPU, Profile
 from conformance.scenarios.reused_states import ROLLED_BACK
 from conformance.scenarios.specials import base_kind
 from conformance.scenarios.surroundings import (
+    AUTOCAST,
     DEFAULT_DTYPES,
     with_small_parameters,
 )
@@ -279,7 +280,8 @@ ADAPTATIONS = (
     ),
     Adaptation(
         lambda scenario, claims: (
-            changes.is_lossy(scenario, claims) and scenario.name == DEFAULT_DTYPES.name
+            changes.is_lossy(scenario, claims)
+            and scenario.name in (DEFAULT_DTYPES.name, AUTOCAST.name)
         ),
         lambda scenario, claims: with_small_parameters(scenario),
         "large buckets over many steps take long",

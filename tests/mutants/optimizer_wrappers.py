@@ -135,6 +135,7 @@ class Sharded(Joinable):
                 parameter.grad = None
 
     def add_param_group(self, group: dict[str, Any]) -> None:
+        group = {**group, "params": list(group["params"])}
         self.local.add_param_group(self.share(group))
         self.param_groups.append({**self.local.param_groups[-1], "params": group["params"]})
 
@@ -288,7 +289,36 @@ class AddedGroupIsNotStepped(Sharded):
             mine.update({name: value for name, value in group.items() if name != "params"})
 
     def add_param_group(self, group: dict[str, Any]) -> None:
+        group = {**group, "params": list(group["params"])}
         self.param_groups.append({**self.local.param_groups[0], **group})
+
+
+class LooksForTwins(PostLocal):
+    """Refuse parameters of other groups in an added one, and so read an iterator to its end."""
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        known = set(self.parameters())
+        if any(parameter in known for parameter in group["params"]):
+            raise ValueError("a parameter is in two groups")
+        super().add_param_group(group)
+
+
+class CountsWhatIsAdded(Sharded):
+    """Count the parameters of an added group, and so read an iterator to its end."""
+
+    added = 0
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.added += sum(1 for _ in group["params"])
+        super().add_param_group(group)
+
+
+class SharesThenSends(Sharded):
+    """Read an added group for its share, and once more for the list of those to send."""
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.local.add_param_group(self.share(group))
+        self.param_groups.append({**self.local.param_groups[-1], "params": [*group["params"]]})
 
 
 class ScheduleIsLost(Sharded):
@@ -493,6 +523,9 @@ MUTANTS = [
     Mutant("RoundsOnItsOwn", ("15.4",), kind="optimizer"),
     Mutant("OptionsOfTheFirstGroup", ("15.5",), kind="optimizer"),
     Mutant("AddedGroupIsNotStepped", ("15.5",), kind="optimizer"),
+    Mutant("LooksForTwins", ("15.5",), kind="optimizer"),
+    Mutant("CountsWhatIsAdded", ("15.5",), kind="optimizer"),
+    Mutant("SharesThenSends", ("15.5",), kind="optimizer"),
     Mutant("ScheduleIsLost", ("15.6",), kind="optimizer"),
     Mutant("IsNoOptimizer", ("15.18",), kind="optimizer"),
     Mutant("NoGradientsInTheClosure", ("15.7",), kind="optimizer"),

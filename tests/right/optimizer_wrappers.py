@@ -134,12 +134,11 @@ class BySlices:
         return list(self.inner.param_groups)
 
     def _sliced(self, group: dict[str, Any]) -> dict[str, Any]:
-        self.wholes.append(list(group["params"]))
+        wholes = list(group["params"])
+        self.wholes.append(wholes)
         return {
             **group,
-            "params": [
-                torch.nn.Parameter(self._slice(whole.detach()).clone()) for whole in group["params"]
-            ],
+            "params": [torch.nn.Parameter(self._slice(whole.detach()).clone()) for whole in wholes],
         }
 
     def _slice(self, tensor: torch.Tensor) -> torch.Tensor:

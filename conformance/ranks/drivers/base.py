@@ -380,14 +380,14 @@ class RankDriver(ABC):
         self.schedule.left(number, is_last=True)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return autocast to bfloat16, or to the scenario's dtype, if the scenario has it.
-
-        Otherwise return an empty context.
+        """Return autocast to bfloat16, or to the scenario's dtypes, one a step, if the scenario has
+        it. Otherwise return an empty context.
         """
         if self.scenario.variant != "autocast":
             return nullcontext()
-        dtype = getattr(torch, option(self.scenario, "autocast") or "bfloat16")
-        return torch.autocast(self.device.type, dtype=dtype)
+        dtypes = (option(self.scenario, "autocast") or "bfloat16").split("/")
+        dtype = dtypes[max(self.recorder.step, 0) % len(dtypes)]
+        return torch.autocast(self.device.type, dtype=getattr(torch, dtype))
 
     def call(self, function: Callable[..., Any], context: Context, **kwargs: Any) -> Any:
         """Call a function of the subject with ``kwargs`` and the context its signature names."""

@@ -139,7 +139,7 @@ class CollectiveDriver(RankDriver):
         """
         is_first = self.scenario.order == "rank0_first"
         key = f"refused/{self.recorder.step}/{calls[0].index}"
-        with self.inside(self.scenario.options[0]):
+        with self.inside(self.scenario.options[0]), self.autocast():
             try:
                 if is_first and self.rank and self.signals.check([key]):
                     if not self.signals.check([f"{key}/without collectives"]):

@@ -407,7 +407,7 @@ class HookDriver(RankDriver):
         return step + self.scenario.unrecorded_steps
 
     def _backward(self, loss: torch.Tensor) -> None:
-        with self.doing("backward"):
+        with self.doing("backward"), self.autocast():
             try:
                 loss.backward()
             finally:

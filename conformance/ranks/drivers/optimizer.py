@@ -144,8 +144,11 @@ class OptimizerDriver(RankDriver):
         if number == self.setting.back[0]:
             self._go_back()
         if number == self.setting.added:
+            # Its parameters can be read once, as those of model.head.parameters().
+            group = self._group(-1)
+            group["params"] = iter(group["params"])
             with self.doing("add_param_group"):
-                self.optimizer.add_param_group(self._group(-1))
+                self.optimizer.add_param_group(group)
         self._write_options(number)
         if number in self.setting.writes:
             self._write_parameters(self.setting.writes[number], number)

@@ -33,6 +33,7 @@ from conformance.scenarios.failing_collectives import ASYNCHRONOUS
 from conformance.scenarios.failing_collectives import COLLECTIVE as FAILING
 from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import COLLECTIVE as DEFAULT_DTYPES
+from conformance.scenarios.kinds_under_default_dtypes import COLLECTIVE_UNDER_AUTOCAST
 from conformance.scenarios.model import Param, Scenario
 from conformance.subjects.kinds._claim import (
     Form,
@@ -230,7 +231,8 @@ def _adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         largest = max(scenario.params, key=lambda param: math.prod(param.shape))
         scenario = replace(scenario, params=(largest,))
     name = options["collective"]["name"]
-    return replace(scenario, options=(name, "feedback") if "feedback" in options else (name,))
+    fed_back = ("feedback",) if "feedback" in options else ()
+    return replace(scenario, options=(name, *fed_back, *scenario.options))
 
 
 def _with_dimensions(spec: Param, dimensions: int) -> Param:
@@ -249,6 +251,7 @@ COLLECTIVE = Kind(
         *FAILING,
         *CLUSTERS,
         DEFAULT_DTYPES,
+        COLLECTIVE_UNDER_AUTOCAST,
         *ASYNCHRONOUS,
         *TOGETHER,
     ),

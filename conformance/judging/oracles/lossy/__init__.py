@@ -135,6 +135,7 @@ MIXING_STEPS = 24  # of a local result, see "Mixing"
 # Scenarios that repeat the requirement under an option of DDP, or in another model.
 OPTION_SCENARIOS = (
     "accumulated",
+    "autocast",
     "combined",
     "frozen",
     "rewrapped",
