@@ -131,6 +131,7 @@ def together(run: Run, claims: Claims, found: Found) -> None:
     "Works under any default dtype of torch, and under autocast",
     on=(DEFAULT_DTYPES, AUTOCAST),
     owns=(DEFAULT_DTYPES, AUTOCAST),
+    refusable=(AUTOCAST,),
     needs=("2.2", "1.8"),
     since="1.6",
     source=f"{DEFAULT_DTYPE}; {AUTOCAST_OPERATIONS}",
@@ -141,8 +142,8 @@ def together(run: Run, claims: Claims, found: Found) -> None:
 )
 def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     """The result is right if torch's default dtype is float16, bfloat16 or float64, if it changes
-    between steps, and if backward runs under autocast to float16 and bfloat16. The state is made
-    under the first default dtype.
+    between steps, and if backward runs under autocast to float16 and bfloat16, where an error on
+    every rank may refuse it. The state is made under the first default dtype.
 
     The order is drawn. The first two steps have half dtypes, since tensors that a hook makes then
     and keeps lose digits. There are three ranks if the session has three, because a half dtype does
