@@ -261,8 +261,9 @@ def _hook(
     if bucket.index() == 0:
         state._step = []  # buckets of a failed step may be left
     if compress and not bucket.buffer().is_sparse:
-        matrices, plain = split(state, keys, bucket)
-        begun = _first_allreduce(state, bucket.buffer(), matrices, plain)
+        with _without_autocast(bucket.buffer()):
+            matrices, plain = split(state, keys, bucket)
+            begun = _first_allreduce(state, bucket.buffer(), matrices, plain)
         state._step.append(begun)
         result = begun.result
     else:
@@ -426,13 +427,21 @@ def _or_fail(step: list[_Bucket], callback: Callable[..., None]) -> Callable[...
 
     def guarded(future: torch.futures.Future[Any]) -> None:
         try:
-            callback(future)
+            with _without_autocast(step[0].buffer):
+                callback(future)
         except Exception as error:
             for bucket in step:
                 if not bucket.result.done():
                     bucket.result.set_exception(error)
 
     return guarded
+
+
+def _without_autocast(tensor: torch.Tensor) -> torch.autocast:
+    """Return a context in which products have the dtype of their factors: a backward may run under
+    autocast, and callbacks run in other threads, which have none.
+    """
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _log_statistics(state: PowerSGDState) -> None:
