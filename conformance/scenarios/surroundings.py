@@ -88,15 +88,16 @@ def draw_default_dtypes(scenario: Scenario, numbers: random.Random) -> Scenario:
     all three dtypes in any order. One size is drawn from each of six equal parts of the range of
     logarithms. Gradients repeat a table of a prime length from 3,000 to 6,000.
     """
+    sized = _draw_sizes(scenario, numbers)
     halves = numbers.sample(_HALVES, len(_HALVES))
     others = numbers.sample(_OTHER_DTYPES, len(_OTHER_DTYPES))
-    sized = _draw_sizes(scenario, numbers)
     return replace(sized, default_dtypes=(*halves, "float64", *others))
 
 
 def _draw_autocast(scenario: Scenario, numbers: random.Random) -> Scenario:
+    sized = _draw_sizes(scenario, numbers)
     halves = numbers.sample(_HALVES, len(_HALVES))
-    return replace(_draw_sizes(scenario, numbers), options=(f"autocast={'/'.join(halves)}",))
+    return replace(sized, options=(f"autocast={'/'.join(halves)}",))
 
 
 def _draw_sizes(scenario: Scenario, numbers: random.Random) -> Scenario:

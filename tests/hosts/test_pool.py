@@ -49,6 +49,18 @@ def test_leaves_nothing_behind() -> None:
     assert not processes_of(base.name)
 
 
+def test_a_host_that_still_imports_torch_is_killed() -> None:
+    pool = Pool(PATIENT)
+    pool.start()
+    host, base = pool._host, pool._base
+    assert host is not None
+    os.kill(host.pid, signal.SIGSTOP)  # it cannot greet
+    pool.close()
+    assert host.returncode == -signal.SIGKILL
+    assert not base.exists()
+    pool.close()
+
+
 def test_runs_begun_ahead_end_with_the_pool() -> None:
     """Runs that were begun ahead and never used do not bring the folder back."""
     with Pool(PATIENT) as pool:

@@ -1,10 +1,12 @@
 """Ranks note the lines and branches of the subject's own files, also on threads of Gloo's."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from conformance.hosts.pool import Pool
+from conformance.ranks.instruments import coverage
 from conformance.records.run import Run
 from conformance.scenarios.hook import VALUES
 from conformance.session.coverage import measure
@@ -65,3 +67,24 @@ def test_nothing_is_noted_unless_the_scenario_observes_it(pool: Pool) -> None:
     run = try_hook(pool, replace(NOTING, observe=VALUES.observe), hook=f"{HERE}:partial")
     assert [rank.coverage for rank in run.ranks] == [None, None]
     assert measure([run]).reason == "no rank noted which lines ran"
+
+
+def test_marked_code_is_kept_for_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read it, unless the source is another one or the file was cut short."""
+    monkeypatch.setattr(coverage, "_KEPT", [])
+    monkeypatch.setattr(coverage, "_MARKED", {})
+    coverage.keep_marked_code(tmp_path / "marked")
+    code, count = coverage._marked_code("mine.py", b"x = 1\n")
+    (file,) = (tmp_path / "marked").iterdir()
+    marked = []
+    monkeypatch.setattr(coverage, "_mark", lambda *given: marked.append(given) or (code, count))
+    coverage._MARKED.clear()
+    assert coverage._marked_code("mine.py", b"x = 1\n") == (code, count)
+    assert marked == []
+    coverage._marked_code("mine.py", b"x = 2\n")
+    file.write_bytes(file.read_bytes()[:-3])
+    coverage._MARKED.clear()
+    coverage._marked_code("mine.py", b"x = 1\n")
+    assert marked == [("mine.py", b"x = 2\n"), ("mine.py", b"x = 1\n")]
