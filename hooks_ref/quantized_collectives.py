@@ -362,23 +362,28 @@ def _all_reduce(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Arriving | None:
-    """Sum a part of the tensor on each rank, and gather the sums; both are quantized."""
+    """Sum a part of the tensor on each rank, and gather the sums; both are quantized.
+
+    The sums are gathered by a second collective. It begins in the call and not in ``wait``, since
+    ranks may wait for several calls in different orders, and all ranks of a group have to begin its
+    collectives in the same order. So a call on CPU returns once all ranks have made it.
+    """
     divisor = wire.loss * _divisor(op, group)
     size = dist.get_world_size(group)
     flat = tensor.detach().reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % size))
     parts = list(padded.view(size, -1))
     received, work = _exchange(wire, parts, parts[0], group)
+    work.wait()
+    total = wire.sum_of(received, parts[0])
+    (code,) = wire.encode([total], "sum")
+    codes = [torch.empty_like(code) for _ in range(size)]
 
     def decode() -> None:
-        total = wire.sum_of(received, parts[0])
-        (code,) = wire.encode([total], "sum")
-        codes = [torch.empty_like(code) for _ in range(size)]
-        dist.all_gather(codes, code, group)
         sums = [dequantize(one, wire.qtype, total) for one in codes]
         tensor.copy_(torch.cat(sums)[: len(flat)].div_(divisor).view(tensor.shape))
 
-    return _begun(work, decode, async_op)
+    return _begun(dist.all_gather(codes, code, group, async_op=True), decode, async_op)
 
 
 def _exchange(
