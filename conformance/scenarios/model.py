@@ -349,12 +349,12 @@ class Scenario:
 
     @property
     def patience(self) -> float:
-        """Seconds that a run of many steps may take beyond its deadline; 0 for other scenarios.
+        """Seconds that a long run may take beyond its deadline; 0 for other scenarios.
 
         A deadline is for hangs: this is ten times as long as a step takes with three ranks on a
-        busy core.
+        busy core, and much longer than a number of simulated ranks takes.
         """
-        steps = self.unrecorded_steps
+        steps = self.unrecorded_steps + 100 * len(self.simulated)
         if self.long_run:
             steps += len(self.steps) * self.long_run.steps_per_round
         elif len(self.steps) >= MANY_STEPS:

@@ -122,7 +122,7 @@ DEFINITIONS: dict[str, Callable[[Run, int], Iterator[torch.Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.rarely), 3])
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_each_step_is_what_the_definition_gives(pool: Pool, name: str, world: int) -> None:
     """Several buckets, across the rebuild.
@@ -247,15 +247,15 @@ def test_what_is_not_finite_stays_so(compressor: Compressor, value: float) -> No
     assert not decoded[5].isfinite()
 
 
-@pytest.mark.parametrize("kind", ["nan", "inf"])
 @pytest.mark.parametrize("name", DEFINITIONS)
-def test_goes_on_after_a_step_that_overflowed(pool: Pool, name: str, kind: str) -> None:
+def test_goes_on_after_a_step_that_overflowed(pool: Pool, name: str) -> None:
     """Values that are not finite are not remembered; in EF21 all ranks forget the same elements."""
-    steps = ("normal",) * 3 + (kind,) + ("normal",) * 12
+    steps = ("normal",) * 3 + ("nan",) + ("normal",) * 8 + ("inf",) + ("normal",) * 8
     run = run_hook(
         pool, replace(scenario(), steps=steps), hook=HOOK, state=f"examples.states:{name}"
     )
-    for index, step in itertools.product(range(len(PARAMS)), range(4, len(steps))):
+    after = [step for step in range(4, len(steps)) if steps[step] == "normal"]
+    for index, step in itertools.product(range(len(PARAMS)), after):
         assert result(run, 0, step, index).isfinite().all(), (index, step)
         assert torch.equal(result(run, 0, step, index), result(run, 1, step, index))
 

@@ -120,7 +120,7 @@ def test_in_groups_smaller_than_world(pool: Pool) -> None:
     )
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.rarely), 3])
 @pytest.mark.parametrize("kind", ["crafted", "normal"])
 def test_every_kind_of_parameter(pool: Pool, kind: str, world: int) -> None:
     what = scenario(6, params=taken_by_gloo(KINDS), kind=kind)

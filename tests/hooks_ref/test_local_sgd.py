@@ -87,7 +87,7 @@ def test_averages_over_all_then_over_one_machine(pool: Pool, machines: str, star
     require_local_sgd(run, machines, start)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.rarely), 3])
 def test_keeps_its_own_gradients(pool: Pool, world: int) -> None:
     groups = f"subgroups={[list(range(world))]}"
     run = run_hook(

@@ -109,7 +109,7 @@ def drawn(rank: int = RANK) -> Callable[[int, int], torch.Tensor]:
     return first_q
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.rarely), 4])
 @pytest.mark.parametrize("state", ["power_sgd", "power_sgd_same_shapes"])
 def test_each_step_is_what_the_definition_gives(pool: Pool, state: str, world: int) -> None:
     """With several buckets, across the rebuild, on Gloo; torch's own hangs there."""
@@ -210,7 +210,7 @@ def test_feedback_telescopes(pool: Pool, tmp_path: Path, hook: str) -> None:
         assert (left.abs().max() > 0.1) == (compressed(index) or hook == "batched_powerSGD_hook")
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.rarely), 3])
 def test_batched_is_the_definition_on_a_square(pool: Pool, world: int) -> None:
     """One bucket of one parameter of 10 x 10.
 

@@ -171,7 +171,7 @@ def test_only_some_parameters(pool: Pool) -> None:
     require_same_bits(freed, other)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.rarely), 3])
 def test_agrees_with_an_oracle_to_the_last_bit(pool: Pool, world: int) -> None:
     """Momentum SGD in float64, all in powers of two.
 

@@ -112,7 +112,7 @@ def require_definition(run: Run, width: int) -> float:
     return float(torch.cat(ambiguous).double().mean())
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.rarely), 3])
 @pytest.mark.parametrize("hook", WIDTHS)
 def test_each_step_is_what_the_definition_gives_on_all_ranks(
     pool: Pool, hook: str, world: int
@@ -212,7 +212,7 @@ def test_what_is_not_finite_stays_so_in_its_row(pool: Pool, hook: str) -> None:
 
 
 @needs_quantization_hooks_of_a_cpu
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.rarely), 3])
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

@@ -90,7 +90,7 @@ def definition(
     return torch.cat(values), torch.cat(turned)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.rarely), 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_each_step_is_what_the_definition_gives_on_all_ranks(
     pool: Pool, name: str, world: int

@@ -44,7 +44,7 @@ def test_ranks_that_disagree_are_refused(pool: Pool) -> None:
         ("10.2", "saw no collective"),
         pytest.param("10.7", "judged only if 10.2 holds", marks=pytest.mark.rarely),
         pytest.param("12.1", "saw no collective", marks=pytest.mark.rarely),
-        ("12.5", "judged only if 12.1 holds"),
+        pytest.param("12.5", "judged only if 12.1 holds", marks=pytest.mark.rarely),
     ],
 )
 def test_rules_without_evidence_are_not_run(pool: Pool, number: str, reason: str) -> None:

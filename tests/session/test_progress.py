@@ -95,7 +95,11 @@ def on_a_terminal(arguments: list[str], cwd: Path, **environment: str) -> str:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "form", ["command line", pytest.param("certify", marks=pytest.mark.rarely)]
+    "form",
+    [
+        "command line",
+        *(pytest.param(form, marks=pytest.mark.rarely) for form in ("log of CI", "certify")),
+    ],
 )
 def test_a_run_on_a_terminal_names_its_runs(tmp_path: Path, form: str) -> None:
     root = str(Path(__file__).resolve().parents[2])
@@ -109,10 +113,11 @@ def test_a_run_on_a_terminal_names_its_runs(tmp_path: Path, form: str) -> None:
         )
         options = ["-p", "conformance.plugin", "test_it.py"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    if form == "log of CI":
+        output = on_a_terminal(command, tmp_path, PYTHONPATH=root, CI="true")
+        assert "\x1b7" not in output
+        assert "1 passed" in output
+        return
     output = on_a_terminal(command, tmp_path, PYTHONPATH=root)
     assert "\x1b7 run 1" in output, output
     assert "values@2" in output
-    if form == "command line":
-        quiet = on_a_terminal(command, tmp_path, PYTHONPATH=root, CI="true")
-        assert "\x1b7" not in quiet
-        assert "1 passed" in quiet

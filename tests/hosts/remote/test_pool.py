@@ -1,4 +1,4 @@
-"""Runs on four hosts that torchrun has started on one machine (two: ``test_two_machines.py``)."""
+"""Runs on two hosts that torchrun has started on one machine (two: ``test_two_machines.py``)."""
 
 import os
 import re
@@ -34,7 +34,7 @@ from tests.cases import PATIENT
 from tests.hosts.remote.test_run import host_of
 
 HELD = '''
-"""A right hook. If the file hold exists, the last of four ranks stays inside."""
+"""A right hook. If the file hold exists, the second of two ranks stays inside."""
 import threading
 from pathlib import Path
 import torch.distributed as dist
@@ -42,7 +42,7 @@ import torch.distributed as dist
 folder = Path(__file__).parent
 
 def hook(state, bucket):
-    is_last = dist.get_world_size() == 4 and dist.get_rank() == 3
+    is_last = dist.get_rank() == 1
     if is_last and (folder / "hold").exists() and not (folder / "inside").exists():
         (folder / "inside").touch()
         threading.Event().wait()
@@ -52,7 +52,7 @@ def hook(state, bucket):
 
 
 class Torchrun:
-    """One agent with four hosts."""
+    """One agent with two hosts."""
 
     def __init__(self, folder: Path) -> None:
         with socket.create_server(("localhost", 0)) as free:
@@ -61,7 +61,7 @@ class Torchrun:
         (folder / "held.py").write_text(HELD)
         rendezvous = [
             "--nnodes=1",
-            "--nproc-per-node=4",
+            "--nproc-per-node=2",
             "--max-restarts=1",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={self.endpoint}",
@@ -124,15 +124,15 @@ def verdicts(session: Session) -> dict[str, Verdict]:
     ("rules", "given"),
     [
         # 10.1: ranks take turns through the store. 12.1: a peer dies, and the others notice it.
-        ("2.1,2.6,10.1,12.1", {"hook": "hooks_ref:allreduce_hook", "world_size": "2,4"}),
-        # New processes resume from saved files, on other hosts too.
+        ("2.1,2.6,10.1,12.1", {"hook": "hooks_ref:allreduce_hook", "world_size": "1,2"}),
+        # New processes resume from saved files.
         (
-            "11.2,11.3",
+            "11.2",
             {"hook": "hooks_ref:allreduce_hook", "claims": "checkpointable", "world_size": "1,2"},
         ),
         (
             "15.13,15.15",
-            {"optimizer": "torch.distributed.optim:ZeroRedundancyOptimizer", "world_size": "3"},
+            {"optimizer": "torch.distributed.optim:ZeroRedundancyOptimizer", "world_size": "2"},
         ),
     ],
     ids=["hook", "saved", "optimizer"],
@@ -146,7 +146,7 @@ def test_right_subjects_pass(
 ) -> None:
     session = judged(torchrun, tmp_path, monkeypatch, rules, **given)
     assert verdicts(session) == dict.fromkeys(rules.split(","), Verdict.PASS), session.judgements
-    assert [node["slots"] for node in session.header["profile"]["nodes"]] == [4]
+    assert [node["slots"] for node in session.header["profile"]["nodes"]] == [2]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_hostile_hook_is_reported_as_on_one_machine(
 def test_errors_of_attaching_are_one_line(
     torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ProfileError, match="--world-size 5: 4 hosts are attached"):
+    with pytest.raises(ProfileError, match="--world-size 5: 2 hosts are attached"):
         judged(
             torchrun, tmp_path, monkeypatch, "2.1", hook="hooks_ref:allreduce_hook", world_size="5"
         )
@@ -206,7 +206,7 @@ def test_larger_world_sizes_are_left_out(
     assert session.worlds == (1,)
     # Some versions of torch have notes of their own.
     about_sizes = [note for note in session.notes if "world size" in note]
-    assert about_sizes == ["world size 6, 8 was not run: 4 hosts are attached"]
+    assert about_sizes == ["world size 6, 8 was not run: 2 hosts are attached"]
 
 
 def test_a_dead_host_is_named_and_the_run_is_repeated_after_the_restart(
@@ -218,19 +218,19 @@ def test_a_dead_host_is_named_and_the_run_is_repeated_after_the_restart(
             next(
                 host.announcement.pid
                 for host in pool._hosts.hosts
-                if host.announcement.host_rank == 3
+                if host.announcement.host_rank == 1
             )
         )
         source = LocalSource(pool)
         held = SubjectSpec(hook="held:hook")
-        assert source.run(VALUES, 4, held, "values@4").finished
+        assert source.run(VALUES, 2, held, "values@2").finished
         killing.join()
         [interruption] = pool.interruptions
         # torchrun ends the other hosts too. How many of them have ended by then depends on the
         # clock.
         node = re.escape(f"node 0 ({socket.gethostname()})")
         assert re.match(
-            rf"values@4 was interrupted: {node}, ranks? ([0-2], )*3: its process ended",
+            rf"values@2 was interrupted: {node}, ranks? (0, )?1: its process ended",
             interruption,
         )
 
@@ -246,25 +246,26 @@ def test_an_interrupted_session_certifies_nothing(
         hook="held:hook",
         attach=torchrun.endpoint,
         attach_wait=30.0,
-        world_size="2,4",
-        rule=("2.1,2.2,2.6",),
+        world_size="1,2",
+        rule=("2.1,2.4,2.8",),
     )
     with Session.of(options) as session:
         session.begin()
+        session.judge("2.1")
         session.pool.wait = 0.0  # type: ignore[union-attr]
         killing = torchrun.once_inside(torchrun.agent.pid)
-        for number in session.selected:
+        for number in ("2.4", "2.8"):
             session.judge(number)
         killing.join()
         conclusion = session.conclude()
     assert conclusion.exit_code == 7
-    assert "values@4 was interrupted: node 0" in conclusion.reasons[0]
+    assert "dtypes@2 was interrupted: node 0" in conclusion.reasons[0]
     assert verdicts(session) == {
         "2.1": Verdict.PASS,
-        "2.2": Verdict.NOT_RUN,
-        "2.6": Verdict.NOT_RUN,
-    }  # 2.1 is judged at world size 2
-    assert "it has not come back within 0 seconds" in session.judgements["2.6"].reason
+        "2.4": Verdict.NOT_RUN,
+        "2.8": Verdict.NOT_RUN,
+    }
+    assert "it has not come back within 0 seconds" in session.judgements["2.8"].reason
 
 
 def test_placement_and_environment_of_ranks() -> None:
