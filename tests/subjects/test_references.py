@@ -44,9 +44,7 @@ def test_power_sgd_of_torch(setting: str, verdict: Verdict) -> None:
     ("state", "claims", "verdict"),
     [
         ("terngrad", "unbiased, like(TernGrad)", Verdict.PASS),
-        pytest.param(
-            "terngrad", "unbiased, like(QSGD)", Verdict.FAIL, marks=pytest.mark.rarely
-        ),
+        pytest.param("terngrad", "unbiased, like(QSGD)", Verdict.FAIL, marks=pytest.mark.rarely),
         pytest.param(
             "qsgd_4_bits",
             "unbiased, like(QSGD, levels=7, block=16)",
