@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import pprint
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -88,15 +89,24 @@ def is_costly(rule: Rule) -> bool:
 
 
 def affordable(rules: Mapping[str, Rule], turn: int) -> tuple[str, ...]:
-    """Return the numbers of rules without most of the costly ones.
+    """Return the numbers of a part of the rules: a third of those whose runs are short, and one in
+    ``ONE_IN`` of the costly ones.
 
     Args:
         rules: the rules of a kind.
-        turn: the number of the subject, which decides the costly rules that it is judged by.
+        turn: the number of the subject, from which its part is drawn.
     """
+    draw = random.Random(turn)
     costly = [number for number, rule in rules.items() if is_costly(rule)]
-    kept = {number for place, number in enumerate(costly) if (place + turn) % ONE_IN == 0}
-    return tuple(number for number in rules if number not in costly or number in kept)
+    first = draw.randrange(ONE_IN)
+    short = [number for number in rules if number not in costly]
+    third = draw.randrange(3)
+    # Neighbours have runs in common.
+    kept = {
+        *costly[first::ONE_IN],
+        *short[third * len(short) // 3 : (third + 1) * len(short) // 3],
+    }
+    return tuple(number for number in rules if number in kept)
 
 
 def by_short_rules(case: Case) -> Case:

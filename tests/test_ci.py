@@ -256,6 +256,7 @@ def test_the_certificate_of_a_whole_run(ran: dict[Command, Done], checkout: Path
     assert 'errors="0" failures="0"' in (checkout / "gloo" / RESULTS / "junit.xml").read_text()
 
 
+@pytest.mark.rarely  # It judges the records of a whole run again.
 def test_a_certificate_does_not_hide_failures_of_other_tests(
     ran: dict[Command, Done], checkout: Path, tmp_path: Path
 ) -> None:

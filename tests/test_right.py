@@ -20,7 +20,7 @@ def case(turn: int, module: str, right: Right) -> Case:
     soak judges all of them by the whole book, at more sizes.
 
     Args:
-        turn: the number of the subject, which decides the costly rules that it is judged by.
+        turn: the number of the subject, which decides the rules that it is judged by.
         module: the module of the subject.
         right: the subject.
     """

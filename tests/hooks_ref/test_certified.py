@@ -111,7 +111,7 @@ CASES = [
 ]
 
 
-# By a part of the costly rules each. By the whole book at all world sizes, test_ci.py certifies the
+# By a part of the rules each. By the whole book at all world sizes, test_ci.py certifies the
 # reference of hooks.
 CASES = [
     case
