@@ -1,11 +1,15 @@
 """Mutants that hold on to the memory, or the dtype, that parameters had earlier."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
 from tests.mutants.averagers import Averager
 from tests.mutants.averagers_like import Ema
+from tests.mutants.optimizer_wrappers import PostLocal, Sharded
 
 
 class WritesToItsOwnViews(Averager):
@@ -85,6 +89,42 @@ class EvaluatesInOldMemory(Ema):
         return super().applied(self.homes)
 
 
+# ---- Optimizers
+
+
+class PointsBack(PostLocal):
+    """Have each parameter in the memory of the first step, as in a flat buffer."""
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
+        super().__init__(optim, averager)
+        self.homes: dict[torch.Tensor, torch.Tensor] = {}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for parameter in self.parameters():
+            parameter.data = self.homes.setdefault(parameter, parameter.data)
+        return super().step(closure)
+
+
+class SendsOldTensors(Sharded):
+    """Send, and receive, the tensors that the parameters had when it was made."""
+
+    def __init__(self, params: Any, optimizer_class: Any, **options: Any) -> None:
+        super().__init__(params, optimizer_class, **options)
+        self.tensors: dict[torch.Tensor, torch.Tensor] = {}
+        self.known()
+
+    def known(self) -> None:
+        for parameter in self.parameters():
+            self.tensors.setdefault(parameter, parameter.detach())
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        super().add_param_group(group)
+        self.known()
+
+    def send_one(self, parameter: torch.Tensor, source: int) -> None:
+        super().send_one(self.tensors[parameter], source)
+
+
 OF = {"kind": "averager"}
 AT = "period=4,warmup_steps=10"
 MUTANTS = [
@@ -96,4 +136,6 @@ MUTANTS = [
         )
     ),
     Mutant("EvaluatesInOldMemory", ("14.18",), "like(EMAModelAverager, decay=0.999)", **OF),
+    Mutant("PointsBack", ("15.39",), kind="optimizer"),
+    Mutant("SendsOldTensors", ("15.39",), kind="optimizer"),
 ]
