@@ -1,4 +1,4 @@
-"""The buffers of a model under a strategy, and the values that they have after each forward.
+"""The buffers of a model under a strategy or a join, and their values after each forward.
 
 Each forward adds a drawn number to the buffers of integers, as a count of samples is, and rotates
 the mask of bools and changes some of its bits. The numbers differ on ranks, so that the buffers of
@@ -51,6 +51,15 @@ def update_of(scenario: Scenario, place: int, step: int, batch: int) -> Update:
     """
     draw = random.Random(f"{scenario.session_seed}/buffers/{place}/{step}/{batch}")
     return Update(statistic(place, step, batch), draw.randrange(2**58, 2**59))
+
+
+def update_in_join(scenario: Scenario, place: int) -> Update:
+    """Return the numbers of each forward of a rank that trains in a join context.
+
+    Args:
+        place: the rank's number within its group.
+    """
+    return update_of(scenario, place, 0, 0)
 
 
 def _running(value: float, update: Update) -> float:

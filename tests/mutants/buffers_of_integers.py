@@ -1,4 +1,4 @@
-"""Mutants of section 16 that send the running statistics of a model, and lose other buffers."""
+"""Mutants that send the running statistics of a model, and lose its other buffers."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
+from tests.mutants.joins import Right
 from tests.mutants.strategies import _filled, _mean, _then
 from tests.mutants.strategies_in_training import Context
 
@@ -81,10 +82,41 @@ def takes_the_largest_count(model: Any, is_final_microbatch: bool) -> Context:
     return _then(model, is_final_microbatch, finish)
 
 
+class KeepsItsCounts(Right):
+    """Keep each rank's own counts and masks when the last model is handed out."""
+
+    def finish(self) -> None:
+        kept = [
+            (buffer, buffer.clone())
+            for one in self.joinables
+            if isinstance(one, torch.nn.Module)
+            for buffer in one.buffers()
+            if not buffer.is_floating_point()
+        ]
+        super().finish()
+        for buffer, value in kept:
+            buffer.copy_(value)
+
+
+class CountsTheJoinToo(Right):
+    """Count a batch for each other rank at the end, in the counts of a model."""
+
+    def finish(self) -> None:
+        super().finish()
+        for one in self.joinables:
+            for buffer in one.buffers() if isinstance(one, torch.nn.Module) else ():
+                if buffer.dtype is torch.int64:
+                    buffer.add_(dist.get_world_size(self.group) - 1)
+
+
 MUTANTS = [
-    Mutant(name, ("16.24",), kind="strategy")
-    for name in (
-        *("sends_floating_point", "sends_one_flat_buffer"),
-        *("joins_masks", "takes_the_largest_count"),
-    )
+    *(
+        Mutant(name, ("16.24",), kind="strategy")
+        for name in (
+            *("sends_floating_point", "sends_one_flat_buffer"),
+            *("joins_masks", "takes_the_largest_count"),
+        )
+    ),
+    Mutant("KeepsItsCounts", ("17.12",), kind="joinable"),
+    Mutant("CountsTheJoinToo", ("17.12",), kind="joinable"),
 ]

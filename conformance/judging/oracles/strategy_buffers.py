@@ -15,6 +15,8 @@ With broadcast_buffers=False nothing is sent: rank r holds the results of its ow
 import math
 from functools import reduce
 
+import torch
+
 from conformance.judging.oracles.strategy import steps
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -43,7 +45,7 @@ def require_buffers(run: Run, found: Found) -> None:
 def _require_buffer(run: Run, found: Found, rank: int, step: int, name: str, words: str) -> None:
     group = run.group(rank)
     place = group.index(rank)
-    got = _buffer(run, rank, step, name)
+    got = value_of(run.ranks[rank].tensors[f"{step}/buffer/{name}"], name)
     if not run.scenario.ddp.broadcast_buffers:
         own = _values_of(run, place, step, name)[-1]
         found.require(
@@ -67,12 +69,13 @@ def _require_buffer(run: Run, found: Found, rank: int, step: int, name: str, wor
     )
 
 
-def _buffer(run: Run, rank: int, step: int, name: str) -> float:
-    """Return the recorded value of a buffer after a step; NaN if its elements differ."""
-    elements = run.ranks[rank].tensors[f"{step}/buffer/{name}"].reshape(-1).tolist()
+def value_of(buffer: torch.Tensor, name: str) -> float:
+    """Return the value of a recorded buffer; NaN if its elements differ."""
+    elements = buffer.reshape(-1).tolist()
     if name == "mask":
         return sum(element << bit for bit, element in enumerate(elements))
-    return elements[0] if len(set(elements)) == 1 else math.nan
+    value: float = elements[0] if len(set(elements)) == 1 else math.nan
+    return value
 
 
 def _shown(value: float) -> str:

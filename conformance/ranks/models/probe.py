@@ -138,8 +138,13 @@ class BufferedProbe(Probe):
         self.seen.add_(update.added("int64"))
         self.samples.add_(update.added("int32"))
         self.wrapped.add_(update.added("uint8"))
-        bits = [bool(update.mask >> bit & 1) for bit in range(BITS)]
-        self.mask.copy_(self.mask.roll(1) ^ torch.tensor(bits, device=self.mask.device))
+        turn_mask(self.mask, update)
+
+
+def turn_mask(mask: torch.Tensor, update: Update) -> None:
+    """Rotate a mask of bools, and change the bits of an update."""
+    bits = [bool(update.mask >> bit & 1) for bit in range(BITS)]
+    mask.copy_(mask.roll(1) ^ torch.tensor(bits, device=mask.device))
 
 
 def scripted_gradients(
