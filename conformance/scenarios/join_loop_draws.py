@@ -72,7 +72,7 @@ def loop_contexts(scenario: Scenario, world: int) -> tuple[LoopContext, ...]:
     - ``modes``: four contexts of the kit's joinables in a row of drawn settings, each of which is
       on in two of the four. Then four with DDP among the joinables: two end, and one each ends by
       an exception and by throw_on_early_termination. One more is disabled. They come in any order.
-      Half of those that end make their changes at the end of the body.
+      Half of the contexts without an exception make their changes at the end of the body.
     - ``two_groups``: a context with even inputs on each of two groups, one with uneven inputs on
       each, and then a context within another one twice: on the part within one on WORLD, and the
       reverse. The order of the groups is drawn.

@@ -25,7 +25,7 @@ class Update:
 
     Attributes:
         statistic: the running statistics move half of the way to it.
-        number: of it each buffer of integers adds the part that its dtype holds.
+        number: each buffer of integers adds as much as its dtype holds.
     """
 
     statistic: float

@@ -1,8 +1,8 @@
 """Right buffers of DDP's model after uneven inputs.
 
-In each forward, and in the shadows of it, DDP sends its buffers from the last rank of the group
-that still trains; its post hook sends them from the last rank among those with the most inputs. Let
-a(s) be the last rank of those that train in step s, of n steps, with a(n) = a(n - 1), and u(b, t_q)
+In each forward, and in its shadows, DDP sends its buffers from the last rank of the group that
+still trains; its post hook sends them from the last rank among those with the most inputs. Let
+a(s) be the last rank that trains in step s, of n steps, with a(n) = a(n - 1), and u(b, t_q)
 a buffer b after a forward of rank q (``scenarios/model_buffers.py``). Step s + 1 begins with the
 buffers that a(s + 1) holds after step s, so that from zeros all ranks hold in the end
 

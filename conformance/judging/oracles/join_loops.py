@@ -75,22 +75,20 @@ def require_came_to_its_end(member: Member, found: Found) -> None:
 
 
 def _require_modes_of_torch(member: Member, readings: list[Event], found: Found) -> None:
-    before = readings[0]["modes"]
-    when = "as before the context"
-    cause = "the context, or a hook, changes it for its own work"
+    first = before = readings[0]["modes"]
     for event in readings[1:]:
         if event.get("changes"):
             before = event["modes"]
-            when = "as the body has set it"
-            cause = _SAVED
             continue
         for name, value in event["modes"].items():
             right = before.get(name)
+            has_changed = right != first.get(name)
+            is_put_back = has_changed and value == first.get(name)
             found.require(
                 value == right,
-                f"{name} {right}, {when}",
+                f"{name} {right}, as {'in the body' if has_changed else 'before the context'}",
                 f"{member}: {name} {value} {event['place']}",
-                cause,
+                _SAVED if is_put_back else "the context, or a hook, changes it for its own work",
             )
 
 
@@ -109,7 +107,7 @@ def _require_modes_of_modules(
             before = event
             continue
         for mode in _OF_MODULES:
-            _require_mode(mode, before, event, run, member, found)
+            _require_mode(mode, before, event, readings[0], run, member, found)
 
 
 @dataclass(frozen=True)
@@ -183,16 +181,34 @@ _STATES = {
 
 
 def _require_mode(
-    mode: _Mode, before: Event, event: Event, run: Run, member: Member, found: Found
+    mode: _Mode,
+    before: Event,
+    event: Event,
+    first: Event,
+    run: Run,
+    member: Member,
+    found: Found,
 ) -> None:
+    """Require a mode of modules.
+
+    Args:
+        mode: the mode.
+        before: a right reading.
+        event: the reading that is judged.
+        first: the reading before the context, and before the changes that its body makes.
+        run: the run.
+        member: the rank in the context.
+        found: receives the findings.
+    """
     right = before[mode.field]
     changed = [name for name, value in event[mode.field].items() if value != right.get(name)]
     names = ", ".join(f"{name} {event[mode.field][name]}" for name in changed[:3])
+    is_put_back = all(event[mode.field][name] == first[mode.field].get(name) for name in changed)
     found.require(
         not changed,
         f"{mode.name} that {_owner(run)} has set on each {mode.part}",
         f"{member}: {mode.field} is {names} {event['place']}",
-        _SAVED if before.get("changes") else mode.cause,
+        _SAVED if is_put_back else mode.cause,
     )
 
 
