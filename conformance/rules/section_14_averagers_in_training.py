@@ -9,7 +9,7 @@ from conformance.judging.common_rules import (
     keeps_no_more,
     raises_if_collective_fails,
 )
-from conformance.judging.oracles.averager import require_right
+from conformance.judging.oracles.averager import require_dtypes, require_right
 from conformance.judging.oracles.averager_like import require_like
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
@@ -21,6 +21,7 @@ from conformance.scenarios.averager_training import (
     DRIFTING,
     LARGE,
     LONG,
+    MOVED,
     NEAR_LIMIT,
     RESUMED_EARLY,
     ROLLED_BACK,
@@ -110,22 +111,33 @@ def two(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "14.18",
     "The model may change",
-    on=(CHANGING,),
-    owns=(CHANGING,),
+    on=(CHANGING, MOVED),
+    owns=(CHANGING, MOVED),
+    refusable=(MOVED,),
     needs=("14.4", "14.12"),
     baseline="like",
     since="1.2",
     source="fine-tuning: layers are frozen, unfrozen and added; torch documentation, "
-    "average_parameters(params), which takes the parameters in every call",
-    remedy="a list of parameters, or of buffers, that is made in the first call and kept",
+    "average_parameters(params), which takes the parameters in every call; Module.to(), and "
+    "load_state_dict(assign=True)",
+    remedy="a list of parameters, or of buffers, that is made in the first call and kept; p.data "
+    "of an earlier call, which is another tensor than the parameter's after model.to()",
 )
 def changing(run: Run, claims: Claims, found: Found) -> None:
     """After a drawn step at which one parameter is unfrozen, another one frozen and a third one
     added, the averages are those of the parameters that are given.
 
     A subject that is made with the parameters keeps these; none is added then.
+
+    In a further run each parameter gets new memory before the second average and before the third
+    one, as by ``p.data = ...``; some get another dtype with it, as by ``model.to(dtype)``, and some
+    are replaced by another parameter, as by ``load_state_dict(assign=True)``. The steps, parameters
+    and dtypes are drawn. An averager that is made with the parameters, or that keeps a state by
+    parameter, keeps its parameters; one with a state gets dtypes with a state of float32 alone. An
+    error on every rank may refuse such a model.
     """
     require_right(run, claims, found, must_change=True, evaluated=True)
+    require_dtypes(run, found)
 
 
 @rule(

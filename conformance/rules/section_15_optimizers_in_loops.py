@@ -30,9 +30,9 @@ NOT_RENEWED = (
     source="torch documentation, torch.nn.Module.load_state_dict and torch.optim.Optimizer, whose "
     "step() reads the parameters in param_groups; weights that are clipped, or swapped with their "
     "moving averages; NVIDIA apex, amp O2: masters of half precision",
-    remedy="copies of parameters, as masters in float32 or flat buffers, that are made once: read "
-    "the parameters in each step, and compare all of their elements; a list of parameters that is "
-    "made once: read param_groups in each step",
+    remedy="copies of parameters, as masters in float32 or flat buffers, or their .data, that are "
+    "taken once: read the parameters in each step, and compare all of their elements; a list of "
+    "parameters that is made once: read param_groups in each step",
 )
 def written(run: Run, claims: Claims, found: Found) -> None:
     """Each step begins from the parameters as they are then, in float32, float64, float16 and
@@ -41,7 +41,8 @@ def written(run: Run, claims: Claims, found: Found) -> None:
 
     One of these comes before the first step, and another one after everything was restored to an
     earlier step. A model has one dtype, or all four; the two models of other dtypes than float32
-    may be refused with an error on every rank. In an optimizer that averages parameters or
+    may be refused with an error on every rank. Parameters of these models get new memory, too, as
+    by ``p.data = ...``. In an optimizer that averages parameters or
     gradients, other parameters take the place of some in their groups. They are stepped without a
     state, as in torch.optim, and averaged; or an error on every rank refuses them. The steps, the
     ways, the parameters, the dtype and the options are drawn from the session's seed.

@@ -9,7 +9,8 @@ from conformance.judging.common_rules import (
     keeps_no_more,
     raises_if_collective_fails,
 )
-from conformance.judging.oracles.strategy import require_buffers, require_means
+from conformance.judging.oracles.strategy import require_means
+from conformance.judging.oracles.strategy_buffers import require_buffers
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -133,12 +134,14 @@ def two(run: Run, claims: Claims, found: Found) -> None:
     source=f"{TORCH} (broadcast_buffers): buffers are sent from rank 0 in every iteration; under "
     "no_sync they are not",
     remedy="model.require_forward_param_sync, which a forward under no_sync leaves False: set it "
-    "to True when the step ends, or broadcast buffers; neither sends any if "
+    "to True when the step ends, or broadcast buffers, each in its own dtype; neither sends any if "
     "model.broadcast_buffers is False",
 )
 def buffers(run: Run, claims: Claims, found: Found) -> None:
-    """Each step begins with the running statistics of the first rank on all ranks, as under DDP, so
-    that those of a BatchNorm do not drift apart; gradients are the means.
+    """Each step begins with the buffers of the first rank on all ranks, as under DDP, so that those
+    of a BatchNorm do not drift apart; gradients are the means. The buffers are running statistics,
+    counts in int64, int32 and uint8, and a mask of bools; each forward changes them by numbers that
+    are drawn for each rank.
 
     A strategy may send buffers in every micro-batch too, or when the step ends. If DDP was made
     with broadcast_buffers=False, each rank keeps buffers of its own.

@@ -17,9 +17,9 @@ from conformance.judging.oracles.join import (
     require_post_hooks,
     require_silent_notifications,
     require_some_post_hook,
-    require_step_count,
     require_steps,
 )
+from conformance.judging.oracles.join_buffers import require_buffers
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -322,7 +322,8 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
 def ddp(run: Run, claims: Claims, found: Found) -> None:
     """A gradient of DDP is the sum over the ranks with inputs, divided by the number of all ranks
     or, with divide_by_initial_world_size=False, by the number of these; afterwards all ranks hold
-    the parameters and buffers of a rank that joined last.
+    the parameters and buffers of a rank that joined last. A count in int64 and a mask of bools are
+    among the buffers; each forward changes them by numbers that are drawn for each rank.
 
     With a communication hook torch's DDP leaves the division to the hook in both cases.
     """
@@ -333,7 +334,7 @@ def ddp(run: Run, claims: Claims, found: Found) -> None:
         by_all = member.context < len(lengths(run.scenario, member.group)) // 2
         require_gradients(run, member, found, by_all)
         require_parameters(run, member, found, by_all)
-        require_step_count(member, found)
+        require_buffers(run, member, found)
 
 
 @rule(

@@ -39,7 +39,8 @@ from conformance.subjects.claims import Claims
     "disabling gradient computation; torch.distributed.algorithms.join, Join.__exit__, which calls "
     "hooks in the modes of its caller",
     remedy="a call of train(), eval() or requires_grad_(); torch.no_grad(), inference_mode() or "
-    "autocast() around the calls of hooks, or around the body",
+    "autocast() around the calls of hooks, or around the body; modes, rates or settings that are "
+    "saved on entering and put back, although the body has changed them",
 )
 def modes(run: Run, claims: Claims, found: Found) -> None:
     """In the body of a context, in main and post hooks, and after the context, modes of torch, the
@@ -52,8 +53,10 @@ def modes(run: Run, claims: Claims, found: Found) -> None:
     frozen or not, as drawn for each context. The nine contexts include one that an exception ends,
     one with throw_on_early_termination, and a disabled one. Modules and parameters are read at the
     collectives of the join, too. The bodies draw from the generators of torch, Python and NumPy,
-    and keep the gradients of the model. A joinable has a joinable of the kit beside it, which reads
-    the modes; a join must not change those of the joinable's own modules and parameters.
+    and keep the gradients of the model. Each body also changes modes of training, requires_grad,
+    hyperparameters and settings of torch for good, as it begins or as it ends, as drawn, and these
+    changes last. A joinable has a joinable of the kit beside it, which reads the modes; a join must
+    not change those of the joinable's own modules and parameters.
     """
     require_modes(run, found)
 

@@ -14,9 +14,9 @@ from conformance.judging.oracles.join import (
     require_parameters,
     require_post_hooks,
     require_raised,
-    require_step_count,
     require_steps,
 )
+from conformance.judging.oracles.join_buffers import require_buffers
 from conformance.judging.oracles.join_numbers import (
     require_gradients_of_trainers,
     require_last_state,
@@ -214,7 +214,7 @@ def epochs(run: Run, claims: Claims, found: Found) -> None:
         require_post_hooks(run, member, found)
         require_gradients(run, member, found, by_all)
         require_parameters(run, member, found, by_all)
-        require_step_count(member, found)
+        require_buffers(run, member, found)
     require_agreement(run, found)
 
 

@@ -92,6 +92,17 @@ UNFROZEN = 0
 FROZEN = 1
 ADDED = len(CHANGING.params) - 1
 
+# As model.to(dtype), load_state_dict(assign=True) and a flat buffer that is made anew do.
+MOVED = replace(
+    PLAIN,
+    name="averager_moved",
+    summary="between averages each parameter gets new memory, another dtype, or is replaced; drawn "
+    "for each",
+    params=(*_PARAMS, Param((9,))),
+    world_sizes=(2,),
+    variant="moved",
+)
+
 SAVED_EARLY = replace(
     SAVED,
     name="averager_saved_early",
@@ -157,7 +168,7 @@ LONG = replace(
 )
 
 ALL = (
-    *(LARGE, SPECIAL, NEAR_LIMIT, EMPTY, TWO, TWO_GROUPS, CHANGING),
+    *(LARGE, SPECIAL, NEAR_LIMIT, EMPTY, TWO, TWO_GROUPS, CHANGING, MOVED),
     *(SAVED_EARLY, RESUMED_EARLY, ROLLED_BACK, DRIFTING, AUTOCAST, AUTOCAST_HALF, LONG),
 )
 

@@ -29,6 +29,10 @@ DETERMINISTIC = "deterministic"
 _SETTINGS = (NO_GRAD, INFERENCE, AUTOCAST, FLOAT64, DETERMINISTIC)
 _CONTEXTS_WITH_SETTINGS = 4
 
+# The places in a body at which it changes modes, rates and settings for good.
+AT_BEGIN = "begin"
+AT_END = "end"
+
 JOINABLES = 3
 
 # The first context on each of two groups: it shows the meaning of a joinable's gradients, and the
@@ -48,6 +52,7 @@ class LoopContext:
         place_of_model: how many joinables come before DDP; -1 if the context has no DDP.
         on_part: the group is a part of WORLD.
         nested_at: the step of the context before in which this one is nested; -1 if in none.
+        changes_at: the place in the body at which it changes modes, rates and settings for good.
     """
 
     inputs: tuple[int, ...]
@@ -57,6 +62,7 @@ class LoopContext:
     place_of_model: int = -1
     on_part: bool = False
     nested_at: int = -1
+    changes_at: str = AT_BEGIN
 
 
 @lru_cache(maxsize=64)
@@ -66,6 +72,7 @@ def loop_contexts(scenario: Scenario, world: int) -> tuple[LoopContext, ...]:
     - ``modes``: four contexts of the kit's joinables in a row of drawn settings, each of which is
       on in two of the four. Then four with DDP among the joinables: two end, and one each ends by
       an exception and by throw_on_early_termination. One more is disabled. They come in any order.
+      Half of the contexts without an exception make their changes at the end of the body.
     - ``two_groups``: a context with even inputs on each of two groups, one with uneven inputs on
       each, and then a context within another one twice: on the part within one on WORLD, and the
       reverse. The order of the groups is drawn.
@@ -96,10 +103,18 @@ def _in_modes(scenario: Scenario, world: int, draw: random.Random) -> list[LoopC
     for setting in _SETTINGS:
         for place in draw.sample(range(_CONTEXTS_WITH_SETTINGS), _CONTEXTS_WITH_SETTINGS // 2):
             settings[place].append(setting)
+    of_changes = generator(scenario, "changes")
+    half = _CONTEXTS_WITH_SETTINGS // 2
+    places = of_changes.sample((AT_BEGIN, AT_END) * half, 2 * half)
     contexts = [
-        LoopContext(_uneven(draw, world, turn + number), settings=tuple(chosen))
+        LoopContext(
+            _uneven(draw, world, turn + number), settings=tuple(chosen), changes_at=places[number]
+        )
         for number, chosen in enumerate(settings)
     ]
+    # An exception may end the body before its last step.
+    places = [*of_changes.sample((AT_BEGIN, AT_END), 2), AT_BEGIN, AT_BEGIN]
+    places.append(of_changes.choice((AT_BEGIN, AT_END)))
     for number, ending in enumerate((ENDS, ENDS, RAISES, THROWS, DISABLED)):
         is_even = ending in (RAISES, DISABLED)
         inputs = (draw.randint(1, 3),) * world if is_even else _uneven(draw, world, turn + number)
@@ -111,6 +126,7 @@ def _in_modes(scenario: Scenario, world: int, draw: random.Random) -> list[LoopC
                 ending,
                 settings=(DETERMINISTIC,) * is_deterministic,
                 place_of_model=place,
+                changes_at=places[number],
             )
         )
     draw.shuffle(contexts)

@@ -229,6 +229,7 @@ class Writing(Enum):
 
     LOADED = "load_state_dict of the model"
     IN_DATA = "a copy to .data"
+    NEW_MEMORY = "another tensor as .data"
     ONE_ELEMENT = "one element of a parameter, in place"
     NEW_ITEM = "another parameter in the list of its group"
     NEW_LIST = "a new list of parameters in its group"

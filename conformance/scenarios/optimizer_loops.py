@@ -26,13 +26,14 @@ WRITTEN = replace(
 WRITTEN_ONE_DTYPE = replace(
     WRITTEN,
     name="optimizer_written_one_dtype",
-    summary="the same with parameters of float64, float16 or bfloat16; the dtype is drawn",
+    summary="the same with parameters of float64, float16 or bfloat16, as drawn; some get new "
+    "memory",
 )
 
 WRITTEN_DTYPES = replace(
     WRITTEN,
     name="optimizer_written_dtypes",
-    summary="the same with parameters of four dtypes",
+    summary="the same with parameters of four dtypes; some get new memory",
     params=tuple(
         Param((1,), dtype)
         for dtype in ("float32", "float64", "float16", "bfloat16")
@@ -97,16 +98,21 @@ ALL = (
 WRITTEN_VALUES = START + 10
 
 
-def written(draw: random.Random, params: int) -> Setting:
+def written(scenario: Scenario) -> Setting:
     """Return the plan of steps before which parameters are written.
 
     One write comes before the first step, one before the step that is restored later, and one after
-    the restored one.
+    the restored one. In the scenarios that may be refused, one of the last two gives parameters new
+    memory.
     """
+    draw = generator(scenario)
+    params = len(scenario.params)
     saved = draw.randint(2, 3)
     restored = draw.randint(saved + 2, 7)
     steps = (0, draw.randint(1, saved), draw.randint(restored + 1, 9))
     ways = draw.sample((Writing.LOADED, Writing.IN_DATA, Writing.ONE_ELEMENT), 3)
+    if scenario.name != WRITTEN.name:
+        ways[draw.choice((1, 2))] = Writing.NEW_MEMORY
     writes = {
         step: Write(way, _some(draw, params), draw.random())
         for step, way in zip(steps, ways, strict=True)

@@ -296,7 +296,7 @@ def _plan_of(scenario: Scenario) -> Setting:
         case USERS.variant:
             return users(generator(scenario))
         case WRITTEN.variant:
-            return written(generator(scenario), len(scenario.params))
+            return written(scenario)
         case RESET.variant:
             return reset(scenario)
         case RENEWED.variant:

@@ -112,8 +112,8 @@ FREEZING = replace(
 BUFFERS = replace(
     PLAIN,
     name="strategy_buffers",
-    summary="a model with running statistics, such as those of a BatchNorm, in steps of 2, 4, 1 "
-    "and 2 micro-batches",
+    summary="a model with running statistics, such as those of a BatchNorm, counts, and a mask, in "
+    "steps of 2, 4, 1 and 2 micro-batches",
     steps=("crafted",) * 4,
     world_sizes=(2, 3),
     variant="buffers",

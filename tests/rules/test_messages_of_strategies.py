@@ -5,7 +5,8 @@ from typing import Any
 import expecttest
 import torch
 
-from conformance.judging.oracles.strategy import require_buffers, right
+from conformance.judging.oracles.strategy import right
+from conformance.judging.oracles.strategy_buffers import require_buffers
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import Event, RankRecord, Tensors
 from conformance.records.run import Run
@@ -131,11 +132,27 @@ def test_buffers_are_described() -> None:
     for rank in run.ranks:
         for step in range(3):
             rank.tensors[f"{step}/buffer/running"] = torch.tensor([100.0])
+            rank.tensors[f"{step}/buffer/seen"] = torch.tensor(2**53 + 1)
+            for name in ("samples", "wrapped"):
+                rank.tensors[f"{step}/buffer/{name}"] = torch.tensor([7, 8])
+            rank.tensors[f"{step}/buffer/mask"] = torch.tensor([False, True, True])
     require_buffers(run, found)
     expecttest.assert_expected_inline(
-        read_failures(found.failures[:1]),
+        read_failures(found.failures[:5]),
         """\
 Expected: running statistics of 32: the step begins with those of rank 0
 Actual: rank 0, step 0: 100
+Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only
+Expected: counts in int64 of 395491926476035103: the step begins with those of rank 0
+Actual: rank 0, step 0: 9007199254740993
+Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only
+Expected: counts in int32 of 86217759: the step begins with those of rank 0
+Actual: rank 0, step 0: nan
+Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only
+Expected: counts in uint8 of 31: the step begins with those of rank 0
+Actual: rank 0, step 0: nan
+Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only
+Expected: a mask of bools with the bits of 37919: the step begins with those of rank 0
+Actual: rank 0, step 0: 6
 Likely cause: DDP sends buffers in a forward that follows one outside of no_sync only""",
     )

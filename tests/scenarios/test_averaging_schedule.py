@@ -9,6 +9,7 @@ from conformance.scenarios.averager import DTYPES, PLAIN
 from conformance.scenarios.averager_training import (
     ALL,
     CHANGING,
+    MOVED,
     NEAR_LIMIT,
     ROLLED_BACK,
     SPECIAL,
@@ -20,6 +21,7 @@ from conformance.scenarios.averager_training import (
 from conformance.scenarios.averaging_schedule import MAX_STEPS, QUIET, Schedule
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.model import Scenario, scenario_from_json
+from conformance.scenarios.moved_parameters import DTYPE, MEMORY, REPLACED, moves, specs_at, way
 from conformance.subjects.claims import parse_claims
 from conformance.subjects.kinds._averager_schedule import adapt, schedule_of
 
@@ -96,6 +98,30 @@ def test_the_model_changes_between_the_first_two_averages() -> None:
     assert min(changes) > 20
     assert max(changes) <= 70
     assert len(changes) > 10
+
+
+@pytest.mark.parametrize("claim", ["periodic(period=3)", "like(EMAModelAverager, decay=0.9)"])
+def test_parameters_move_between_three_averages(claim: str) -> None:
+    keeps_state = claim.startswith("like")
+    for seed in range(10):
+        found = adapted(MOVED, claim, seed)
+        period = 1 if keeps_state else 3
+        first, second = moves(found)
+        assert 0 < first <= period < second <= 2 * period
+        assert all(found.steps[step] == "crafted" for step in (first, second, 2 * period))
+        indices = range(len(found.params))
+        before = specs_at(found, 0)
+        for move in (first, second):
+            ways = {way(found, move, index) for index in indices}
+            assert ways == {MEMORY, DTYPE} | (set() if keeps_state else {REPLACED})
+            after = specs_at(found, move)
+            for index in indices:
+                has_changed = before[index].dtype != after[index].dtype
+                assert has_changed == (way(found, move, index) == DTYPE)
+                assert not (keeps_state and after[index].dtype == "float64")
+            before = after
+        assert way(found, 0, 0) == ""
+    assert specs_at(CHANGING, 5) is CHANGING.params
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from conformance.records.run import Run
 from conformance.scenarios.averager_training import is_given, turn
 from conformance.scenarios.averager_values import has_gradient
 from conformance.scenarios.averaging_schedule import QUIET
+from conformance.scenarios.moved_parameters import specs_at
 from conformance.subjects.claims import Claims
 
 # Narrow tensors give known mistakes and right results the same values by chance.
@@ -92,6 +93,18 @@ def require_right(
         require_quiet(run, claims, found)
     if not averages and not found.failures:
         found.lacks_evidence(never_averages(run))
+
+
+def require_dtypes(run: Run, found: Found) -> None:
+    """Require that each parameter still has its dtype after every recorded call."""
+    for rank, step in calls(run):
+        for index, spec in enumerate(specs_at(run.scenario, step)):
+            got = str(run.ranks[rank].tensors[f"{step}/parameter/p{index}"].dtype)
+            found.require(
+                got == f"torch.{spec.dtype}",
+                f"p{index} of {spec.dtype}",
+                f"rank {rank}, step {step}: p{index} is of {got.removeprefix('torch.')}",
+            )
 
 
 def require_quiet(run: Run, claims: Claims, found: Found) -> None:
@@ -170,7 +183,7 @@ def _bound(
     magnitude = fed_by.abs().mean(0)
     if run.scenario.steps[step] != "normal" and len(group) in EXACT_SIZES:
         return torch.zeros_like(magnitude)
-    eps = torch.finfo(getattr(torch, run.scenario.params[index].dtype)).eps
+    eps = torch.finfo(getattr(torch, specs_at(run.scenario, step)[index].dtype)).eps
     return (len(group) + 2) * eps * magnitude
 
 
@@ -201,7 +214,7 @@ def _cause(
 
 def _is_given(run: Run, rank: int, step: int, index: int) -> bool:
     """Return whether the averager has the parameter."""
-    made = run.ranks[rank].first("made") or {}
+    made = run.ranks[rank].first("averagers_made") or {}
     return bool(made.get("takes_params")) or is_given(run.scenario, step, index)
 
 

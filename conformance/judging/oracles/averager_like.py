@@ -41,6 +41,7 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.averager_training import ADDED, turn
 from conformance.scenarios.averaging_schedule import HELD, QUIET
+from conformance.scenarios.moved_parameters import specs_at
 from conformance.subjects.claims import Claims
 from conformance.subjects.kinds._averager_schedule import is_stateful, schedule_of
 from conformance.subjects.target import parse_target
@@ -184,7 +185,7 @@ def _may_differ(run: Run, reference: Run, index: int) -> bool:
     """Return whether the averager knew an added parameter earlier than the reference."""
     if run.scenario.variant != "changing" or index != ADDED:
         return False
-    made = [one.ranks[0].first("made") or {} for one in (run, reference)]
+    made = [one.ranks[0].first("averagers_made") or {} for one in (run, reference)]
     return made[0].get("takes_params") != made[1].get("takes_params")
 
 
@@ -195,7 +196,7 @@ def _bound(run: Run, claims: Claims, step: int, index: int, largest: torch.Tenso
     model, count = turn(scenario, step)
     averages = sum(schedule.is_due(earlier) for earlier in range(count + 1))
     factors = gains(claims, max(averages, 1))
-    dtype = getattr(torch, scenario.params[index].dtype)
+    dtype = getattr(torch, specs_at(scenario, step)[index].dtype)
     eps = torch.finfo(dtype).eps
     eps_of_state = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     earlier_kinds = {

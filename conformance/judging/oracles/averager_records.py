@@ -10,6 +10,7 @@ from conformance.scenarios.averager_training import group_of_turn
 from conformance.scenarios.averager_values import Source, source, values_of
 from conformance.scenarios.averaging_schedule import HELD
 from conformance.scenarios.model import Param
+from conformance.scenarios.moved_parameters import specs_at
 
 
 def calls(run: Run) -> Iterator[tuple[int, int]]:
@@ -37,7 +38,7 @@ def fed_to(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     while run.scenario.steps[step] == HELD:
         step = max(earlier for _, earlier in calls(run) if earlier < step)
     group = group_at(run, rank, step)
-    spec = run.scenario.params[index]
+    spec = specs_at(run.scenario, step)[index]
     of = source(run.scenario, group, group.index(rank), step, index)
     if of.kind == "limit":
         return _near_limit(of, spec, len(group), index)

@@ -5,10 +5,14 @@ training of each module, and requires_grad of each parameter. The body of the co
 the code after it are that code's, too. So every reading in a context, and after it, has to equal
 the reading before it.
 
-Random generators and gradients are read with the modes. The body of a context draws numbers and
-computes gradients, and the context itself does neither: after it, in its hooks and after an
-exception, both are as at the end of the body. A context that puts generators back to their states
-at its beginning would make every epoch draw the same numbers.
+The body of a context may change modes, hyperparameters and settings of torch for good, and the
+driver's does so in each context: an event with ``changes`` is such a change. Later readings have to
+equal it.
+
+Random generators, gradients and hyperparameters are read with the modes. The body of a context
+draws numbers and computes gradients, and the context itself does neither: after it, in its hooks
+and after an exception, all are as at the end of the body. A context that puts generators back to
+their states at its beginning would make every epoch draw the same numbers.
 
 A joinable's own step may change the modes of its modules and parameters, and the first of its steps
 does. Only the join is judged then: after it, they are those at the end of the body, on ranks with
@@ -23,6 +27,7 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run
 
 _BEFORE = "before the context"
+_SAVED = "what was saved on entering is set again, although the body has changed it since"
 _IN_HOOKS = ("in a main hook", "in a post hook")
 _AFTER = ("in a collective of the join", "after the context", "after an exception")
 
@@ -70,15 +75,20 @@ def require_came_to_its_end(member: Member, found: Found) -> None:
 
 
 def _require_modes_of_torch(member: Member, readings: list[Event], found: Found) -> None:
-    before = readings[0]["modes"]
+    first = before = readings[0]["modes"]
     for event in readings[1:]:
+        if event.get("changes"):
+            before = event["modes"]
+            continue
         for name, value in event["modes"].items():
             right = before.get(name)
+            has_changed = right != first.get(name)
+            is_put_back = has_changed and value == first.get(name)
             found.require(
                 value == right,
-                f"{name} {right}, as before the context",
+                f"{name} {right}, as {'in the body' if has_changed else 'before the context'}",
                 f"{member}: {name} {value} {event['place']}",
-                "the context, or a hook, changes it for its own work",
+                _SAVED if is_put_back else "the context, or a hook, changes it for its own work",
             )
 
 
@@ -93,8 +103,11 @@ def _require_modes_of_modules(
         before = list(_until_end_of_body(readings))[-1]
         judged = readings[readings.index(before) + 1 :]
     for event in judged:
+        if event.get("changes"):
+            before = event
+            continue
         for mode in _OF_MODULES:
-            _require_mode(mode, before, event, run, member, found)
+            _require_mode(mode, before, event, readings[0], run, member, found)
 
 
 @dataclass(frozen=True)
@@ -131,8 +144,8 @@ _OF_MODULES = (
 
 
 def _require_state_of_body(member: Member, readings: list[Event], found: Found) -> None:
-    """Require the random generators and the gradients that the code before a context, and its body,
-    have left.
+    """Require the random generators, the gradients and the hyperparameters that the code before a
+    context, and its body, have left.
     """
     of_body = list(_until_end_of_body(readings))
     # The first reading of the body comes before its first draw. A reading that equals the one
@@ -163,20 +176,39 @@ def _require_same_state(member: Member, left: Event, event: Event, when: str, fo
 _STATES = {
     "generators": "a state that was saved on entering is set again; a seed, or a number is drawn",
     "gradients": "zero_grad() as the context begins or ends, or in a shadow",
+    "hyperparameters": _SAVED,
 }
 
 
 def _require_mode(
-    mode: _Mode, before: Event, event: Event, run: Run, member: Member, found: Found
+    mode: _Mode,
+    before: Event,
+    event: Event,
+    first: Event,
+    run: Run,
+    member: Member,
+    found: Found,
 ) -> None:
+    """Require a mode of modules.
+
+    Args:
+        mode: the mode.
+        before: a right reading.
+        event: the reading that is judged.
+        first: the reading before the context, and before the changes that its body makes.
+        run: the run.
+        member: the rank in the context.
+        found: receives the findings.
+    """
     right = before[mode.field]
     changed = [name for name, value in event[mode.field].items() if value != right.get(name)]
     names = ", ".join(f"{name} {event[mode.field][name]}" for name in changed[:3])
+    is_put_back = all(event[mode.field][name] == first[mode.field].get(name) for name in changed)
     found.require(
         not changed,
         f"{mode.name} that {_owner(run)} has set on each {mode.part}",
         f"{member}: {mode.field} is {names} {event['place']}",
-        mode.cause,
+        _SAVED if is_put_back else mode.cause,
     )
 
 

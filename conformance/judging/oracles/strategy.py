@@ -11,17 +11,6 @@ A parameter that no rank has used has no gradient, or zeros.
 
 A value that is not finite has to be the same: NaN if the sum is NaN, otherwise the same infinity.
 
-Buffers. DDP sends the buffers of its first rank to all ranks in the forward that follows a
-synchronised one, so that each step begins with them. Let u(b, t) be buffers b after a forward with
-the statistic t, B_q(i) the buffers of rank q after micro-batch i, and 0 the first rank. After a
-step of n micro-batches a rank r may hold
-
-    u(... u(B_0(before), t_r(1)) ..., t_r(n))   if buffers are sent at the begin of the step
-    u(B_0(n - 1), t_r(n))                       if they are sent in every micro-batch
-    B_0(n)                                      if they are sent when the step ends
-
-With broadcast_buffers=False nothing is sent: rank r holds the results of its own forwards alone.
-
 Bounds. Crafted values are multiples of W^n, so that all quotients are exact, also if the
 accumulated gradient is averaged again in each micro-batch. Let g be the largest power of two that
 divides every quotient x_q(b) / W^n, and p the bits of the dtype's significand. If
@@ -62,7 +51,6 @@ from conformance.scenarios.strategy import (
     is_judged,
     multiple,
     raises_in,
-    statistic,
     uses,
 )
 
@@ -131,59 +119,6 @@ def require_ddp_restored(run: Run, rank: int, step: int, found: Found) -> None:
         "last context",
         cause,
     )
-
-
-def require_buffers(run: Run, found: Found) -> None:
-    """Require that each step begins with the buffers of the group's first rank, if DDP sends
-    them.
-    """
-    for rank, step in steps(run):
-        group = run.group(rank)
-        place = group.index(rank)
-        if not run.scenario.ddp.broadcast_buffers:
-            own = _buffers_of(run, place, step)[-1]
-            statistics = _statistics(run, rank, step)
-            found.require(
-                statistics == own,
-                f"running statistics of this rank's own: {own:.9g}, under broadcast_buffers=False",
-                f"rank {rank}, step {step}: {statistics:.9g}",
-                "buffers of the first rank are sent, whatever DDP was told",
-            )
-            continue
-        firsts = _buffers_of(run, 0, step)
-        number = batches(run.scenario, step)
-        at_begin = firsts[-number - 1]
-        for batch in range(number):
-            at_begin = _updated(at_begin, statistic(place, step, batch))
-        in_every = _updated(firsts[-2], statistic(place, step, number - 1))
-        got = _statistics(run, rank, step)
-        found.require(
-            got in (at_begin, in_every, firsts[-1]),
-            f"running statistics of {at_begin:.9g}: the step begins with those of rank {group[0]}",
-            f"rank {rank}, step {step}: {got:.9g}",
-            "DDP sends buffers in a forward that follows one outside of no_sync only",
-        )
-
-
-def _statistics(run: Run, rank: int, step: int) -> float:
-    """Return the recorded statistics of a rank after a step."""
-    return float(run.ranks[rank].tensors[f"{step}/buffer/running"].reshape(-1)[0])
-
-
-def _buffers_of(run: Run, place: int, step: int) -> list[float]:
-    """Return the statistics of a rank's own forwards, before the first micro-batch and after
-    each.
-    """
-    values = [0.0]
-    for earlier in range(step + 1):
-        for batch in range(batches(run.scenario, earlier)):
-            values.append(_updated(values[-1], statistic(place, earlier, batch)))
-    return values
-
-
-def _updated(value: float, new: float) -> float:
-    # A few bits are added in each forward, so that float32 is exact.
-    return value + 0.5 * (new - value)
 
 
 def is_missing_gradient(failure: Failure) -> bool:

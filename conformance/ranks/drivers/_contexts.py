@@ -358,3 +358,5 @@ class JudgedContext(Contexts):
         for index, parameter in enumerate(model.probe.tensors):
             self.driver.keep(f"parameter/p{index}", parameter)
         self.driver.keep("buffer", model.steps)
+        self.driver.keep("buffer/seen", model.seen)
+        self.driver.keep("buffer/mask", model.mask)

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from conformance.ranks.drivers.base import RankDriver
-from conformance.ranks.models.probe import Probe
+from conformance.ranks.models.probe import Probe, turn_mask
 from conformance.scenarios.joinable import joinables_of
+from conformance.scenarios.model_buffers import BITS, update_in_join
 
 
 class OfGroup(Joinable):
@@ -184,7 +185,7 @@ class Setter(OfGroup):
 
 
 class Model(torch.nn.Module):
-    """A probe that counts its steps in a buffer.
+    """A probe that counts its steps in a buffer, and has buffers of integers and of bools.
 
     Args:
         driver: of this rank.
@@ -192,11 +193,16 @@ class Model(torch.nn.Module):
     """
 
     steps: torch.Tensor
+    seen: torch.Tensor
+    mask: torch.Tensor
 
     def __init__(self, driver: RankDriver, has_collective: bool = False) -> None:
         super().__init__()
         self.probe = Probe(driver.scenario.params, driver.scenario.initial_value, driver.rank)
         self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.zeros(BITS, dtype=torch.bool))
+        self.update = update_in_join(driver.scenario, driver.group_rank)
         self.group = driver.group if has_collective else None
         self.to(driver.device)
 
@@ -204,5 +210,8 @@ class Model(torch.nn.Module):
         if self.group is not None:
             dist.all_reduce(torch.ones(3, device=self.steps.device), group=self.group)
         self.steps.add_(1)
+        with torch.no_grad():
+            self.seen.add_(self.update.added("int64"))
+            turn_mask(self.mask, self.update)
         loss: torch.Tensor = self.probe(grads)
         return loss

@@ -11,6 +11,7 @@ import torch
 from conformance.ranks.drivers._contexts import Steps
 from conformance.ranks.drivers._joinables import Counter, Finisher, Model
 from conformance.ranks.drivers._joins_in_training import ContextInTraining
+from conformance.ranks.drivers._lasting_changes import LastingChanges
 from conformance.ranks.drivers._mode_reader import ModeReader, ReadingCounter
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.default_dtype import default_dtype
@@ -99,6 +100,9 @@ class ContextInLoops(ContextInTraining):
         contexts = loop_contexts(self.driver.scenario, self.driver.world)
         for number, context in enumerate(contexts):
             self.reader.draw(number)
+            self.reader.changes = LastingChanges(
+                generator(self.driver.scenario, f"changes/{number}"), context
+            )
             joinables: list[Any] = [counters[index] for index in context.joinables]
             steps: list[Callable[[], object]] = [counter.step for counter in joinables]
             if context.place_of_model >= 0:

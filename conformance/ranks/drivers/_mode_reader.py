@@ -1,7 +1,8 @@
 """The modes of torch and of modules, as hooks and steps in a join context find them.
 
 The modes of modules are the mode of training of each module, and requires_grad of each parameter.
-The random generators and the gradients of parameters are read with them.
+The random generators, the gradients of parameters and the hyperparameters of modules and joinables
+are read with them.
 """
 
 import collections
@@ -14,6 +15,13 @@ from typing import Any
 import torch
 
 from conformance.ranks.drivers._joinables import Counter
+from conformance.ranks.drivers._lasting_changes import (
+    LastingChanges,
+    Number,
+    attribute,
+    of_group,
+    settings_put_back,
+)
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.instruments.digest import digest
 from conformance.ranks.instruments.process_settings import modes
@@ -33,6 +41,11 @@ _PLACES = {
 }
 
 
+_CHANGED = "in the body, as it has changed them"
+# Hyperparameters of the modules of the kit's model.
+_NUMBERS = ("p", "momentum", "eps")
+
+
 class ModeReader:
     """Reads the modes of torch and of modules, and records each change in a context.
 
@@ -44,6 +57,8 @@ class ModeReader:
         draws: as in the arguments.
         modules: the modules whose modes of training are read, by name.
         parameters: the parameters whose requires_grad and gradients are read, by name.
+        numbers: the hyperparameters that are read, by name.
+        changes: those that the body of the next context makes for good, if it makes any.
     """
 
     def __init__(self, driver: RankDriver, draws: bool = False) -> None:
@@ -51,6 +66,8 @@ class ModeReader:
         self.draws = draws
         self.modules: dict[str, torch.nn.Module] = {}
         self.parameters: dict[str, torch.Tensor] = {}
+        self.numbers: dict[str, Number] = {}
+        self.changes: LastingChanges | None = None
         self._frozen: set[str] = set()
         self._is_joining = False
         self._known: dict[str, str] = {}
@@ -64,10 +81,11 @@ class ModeReader:
         self._known = {}
         self._drawn = 0
         self._counts.clear()
-        self._read("before the context")
-        yield
-        # Once more: the context and its hooks may have been collected since.
-        self._read("after the context")
+        with settings_put_back():
+            self._read("before the context")
+            yield
+            # Once more: the context and its hooks may have been collected since.
+            self._read("after the context")
         self.driver.recorder.event("modes_read", counts=dict(self._counts))
 
     def at(self, event: str) -> None:
@@ -79,6 +97,10 @@ class ModeReader:
         if event in ("begun", "took") and self.draws:
             self._drawn += 1
             _draw_numbers()
+        if self.changes and event == self.changes.event:
+            frozen = {name: self.parameters[name] for name in sorted(self._frozen)}
+            self.changes.make(self.modules, frozen, self.numbers)
+            self._read(_CHANGED, changes=True)
         if event in _PLACES:
             self._read(_PLACES[event])
 
@@ -90,7 +112,16 @@ class ModeReader:
         if self._is_joining:
             self._read("in a collective of the join", self._known)
 
-    def _read(self, place: str, modes_of_torch: dict[str, str] | None = None) -> None:
+    def _read(
+        self, place: str, modes_of_torch: dict[str, str] | None = None, changes: bool = False
+    ) -> None:
+        """Read them, and record the reading if it differs from the one before.
+
+        Args:
+            place: of the reading, for people.
+            modes_of_torch: known ones; by default they are read.
+            changes: the body has just changed them for good.
+        """
         known = modes() if modes_of_torch is None else modes_of_torch
         of_modules = {
             "training": {name: module.training for name, module in self.modules.items()},
@@ -102,14 +133,16 @@ class ModeReader:
                 name: "" if parameter.grad is None else digest(parameter.grad)
                 for name, parameter in self.parameters.items()
             },
+            "hyperparameters": {name: number.read() for name, number in self.numbers.items()},
         }
         self._counts[place] += 1
-        if (known, of_modules) == (self._known, self._known_modules) and self._counts.total() > 1:
+        is_known = (known, of_modules) == (self._known, self._known_modules)
+        if is_known and not changes and self._counts.total() > 1:
             return
         self._known = known
         self._known_modules = of_modules
         self.driver.recorder.event(
-            "modes", place=place, modes=known, drawn=self._drawn, **of_modules
+            "modes", place=place, modes=known, drawn=self._drawn, changes=changes, **of_modules
         )
 
     def watch(self, name: str, part: Any) -> None:
@@ -139,6 +172,10 @@ class ModeReader:
     def watch_model(self, model: torch.nn.Module) -> None:
         """Read the modes of a model of the kit's, also while its own hooks are at work."""
         self.watch("model", model)
+        for path, module in self.modules.items():
+            for name in _NUMBERS:
+                if isinstance(getattr(module, name, None), float):
+                    self.numbers[f"{path}.{name}"] = attribute(module, name)
         self.driver.collectives.before_each = self._at_collective
         self._frozen = {
             name for name, parameter in self.parameters.items() if not parameter.requires_grad
@@ -178,6 +215,12 @@ class ReadingCounter(Counter):
     def __init__(self, reader: ModeReader, index: int, notify: Callable[[Any], Any]) -> None:
         super().__init__(reader.driver, index, notify)
         self.reader = reader
+        # As those of an optimizer, and of a joinable of a user's own.
+        self.param_groups = [{"params": [], "lr": 0.1}]
+        self.rate = 0.5
+        if reader.draws:
+            reader.numbers[f"joinable {index}.lr"] = of_group(self, "lr")
+            reader.numbers[f"joinable {index}.rate"] = attribute(self, "rate")
 
     def note(self, name: str, /, **fields: Any) -> None:
         super().note(name, **fields)

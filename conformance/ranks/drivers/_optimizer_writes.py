@@ -25,6 +25,8 @@ def write(model: Probe, plan: Write, values: list[torch.Tensor]) -> None:
         if plan.way is Writing.IN_DATA:
             # Writes through .data leave the version of a tensor as it was.
             parameter.data.copy_(values[index])
+        elif plan.way is Writing.NEW_MEMORY:
+            parameter.data = torch.empty_like(parameter).copy_(values[index])
         else:
             at = torch.unravel_index(
                 torch.tensor(plan.element(values[index].numel())), parameter.shape

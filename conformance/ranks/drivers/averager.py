@@ -29,6 +29,7 @@ from conformance.scenarios.averager_values import (
 )
 from conformance.scenarios.averaging_schedule import HELD, QUIET
 from conformance.scenarios.gradients import lay_out
+from conformance.scenarios.moved_parameters import REPLACED, specs_at, way
 
 Parameters = list[torch.nn.Parameter]
 
@@ -76,9 +77,10 @@ class AveragerDriver(RankDriver):
         groups = [self.group]
         if scenario.variant == "two":
             groups.append(self.twin_group)
+        self.specs = specs_at(scenario, 0)
         self.trainees = [self._make_trainee(group) for group in groups]
         first = self.trainees[0]
-        self.recorder.event("made", takes_params=first.takes_params)
+        self.recorder.event("averagers_made", takes_params=first.takes_params)
         if len(groups) == 2 and first.averager is self.trainees[1].averager:
             self.recorder.event("one_object")
             return
@@ -190,6 +192,7 @@ class AveragerDriver(RankDriver):
         """Give the parameters this step's values, and those that have some, gradients."""
         ranks = self.trainee.ranks
         place = self.trainee.place
+        self._move(step)
         for index, parameter in enumerate(self.params):
             parameter.requires_grad_(not is_frozen(self.scenario, step, index))
             if sets_values:
@@ -198,9 +201,22 @@ class AveragerDriver(RankDriver):
             has_one = has_gradient(self.scenario, len(ranks), place, step, index)
             parameter.grad = torch.ones_like(parameter) if has_one else None
 
+    def _move(self, step: int) -> None:
+        """Give parameters new memory, if this step does."""
+        self.specs = specs_at(self.scenario, step)
+        for index, parameter in enumerate(self.params):
+            if how := way(self.scenario, step, index):
+                spec = self.specs[index]
+                made = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
+                parameter.grad = None
+                if how == REPLACED and not self.trainee.takes_params:
+                    self.params[index] = torch.nn.Parameter(made)
+                else:
+                    parameter.data = made
+
     def _values(self, of: Source, index: int) -> torch.Tensor:
         size = len(self.trainee.ranks)
-        return values_of(of, self.scenario.params[index], size, index).to(self.device)
+        return values_of(of, self.specs[index], size, index).to(self.device)
 
     def _gradient_digests(self) -> list[str | None]:
         return [None if p.grad is None else digest(p.grad) for p in self.params]

@@ -15,6 +15,7 @@ from conformance.ranks.resolve import Context, missing_arguments
 from conformance.records.files import MODEL_MADE
 from conformance.scenarios.averager_training import special_source
 from conformance.scenarios.averager_values import Source, values_of
+from conformance.scenarios.model_buffers import update_of
 from conformance.scenarios.strategy import (
     Swap,
     abandoned_after,
@@ -30,7 +31,6 @@ from conformance.scenarios.strategy import (
     part_of,
     raised_in,
     raises_in,
-    statistic,
     swap_of,
     turns,
     uses,
@@ -195,7 +195,7 @@ class StrategyDriver(RankDriver):
             if batch == abandoned_after(self.scenario, step):
                 self.model.zero_grad()
                 break
-            self._statistic = statistic(self.group_rank, step, batch)
+            self._update = update_of(self.scenario, self.group_rank, step, batch)
             grads = self._grads(step, kind, batch, number)
             # Outside of the context DDP averages as ever, whatever the strategy has left behind.
             if by_itself(self.scenario, step):
@@ -258,7 +258,7 @@ class StrategyDriver(RankDriver):
                 loss.backward()
 
     def _forward(self, grads: Grads) -> torch.Tensor:
-        arguments = (self._statistic,) if self.scenario.variant == "buffers" else ()
+        arguments = (self._update,) if self.scenario.variant == "buffers" else ()
         loss: torch.Tensor = self.model(grads, *arguments)
         return loss
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from conformance.scenarios.gradients import gradient, lay_out, sparse_rows, uses
 from conformance.scenarios.model import Param
+from conformance.scenarios.model_buffers import BITS, Update
 
 TRAINING_BATCH = 6
 TRAINING_WIDTHS = (9, 17, 5)
@@ -105,22 +106,45 @@ class Probe(nn.Module):
 
 
 class BufferedProbe(Probe):
-    """A probe with running statistics, which each forward updates as a BatchNorm does."""
+    """A probe with running statistics, as a BatchNorm's, and buffers of integers and bools, which
+    each forward updates.
+    """
 
     running: torch.Tensor
     seen: torch.Tensor
+    samples: torch.Tensor
+    wrapped: torch.Tensor
+    mask: torch.Tensor
 
     def __init__(self, params: tuple[Param, ...], level: float, rank: int) -> None:
         super().__init__(params, level, rank)
         self.register_buffer("running", torch.zeros(4))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("samples", torch.zeros(3, dtype=torch.int32))
+        self.register_buffer("wrapped", torch.zeros((2, 2), dtype=torch.uint8))
+        self.register_buffer("mask", torch.zeros(BITS, dtype=torch.bool))
 
-    def forward(self, grads: list[torch.Tensor | None], statistic: float = 0.0) -> torch.Tensor:
-        """Return the loss, and move the statistics half of the way to ``statistic``."""
-        with torch.no_grad():
-            self.running.lerp_(torch.full_like(self.running, statistic), 0.5)
-            self.seen.add_(1)
+    def forward(
+        self, grads: list[torch.Tensor | None], update: Update | None = None
+    ) -> torch.Tensor:
+        """Return the loss, and update the buffers as ``scenarios/model_buffers.py`` has it."""
+        if update is not None:
+            self._update(update)
         return super().forward(grads)
+
+    @torch.no_grad()
+    def _update(self, update: Update) -> None:
+        self.running.lerp_(torch.full_like(self.running, update.statistic), 0.5)
+        self.seen.add_(update.added("int64"))
+        self.samples.add_(update.added("int32"))
+        self.wrapped.add_(update.added("uint8"))
+        turn_mask(self.mask, update)
+
+
+def turn_mask(mask: torch.Tensor, update: Update) -> None:
+    """Rotate a mask of bools, and change the bits of an update."""
+    bits = [bool(update.mask >> bit & 1) for bit in range(BITS)]
+    mask.copy_(mask.roll(1) ^ torch.tensor(bits, device=mask.device))
 
 
 def scripted_gradients(

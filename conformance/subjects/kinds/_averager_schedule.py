@@ -13,6 +13,7 @@ from conformance.scenarios.averager_training import (
     LARGE,
     LONG,
     LONG_STEPS,
+    MOVED,
     NEAR_LIMIT,
     RESUMED_EARLY,
     ROLLED_BACK,
@@ -123,6 +124,8 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             return _take_turns(scenario, schedule, draw)
         case CHANGING.name:
             return _change(scenario, schedule, draw)
+        case MOVED.name:
+            return _move(scenario, schedule, draw, options)
         case LONG.name:
             kinds = scenario.steps[:1] * draw.randint(*LONG_STEPS)
             return replace(scenario, steps=lengthened(kinds, schedule))
@@ -289,6 +292,24 @@ def _change(scenario: Scenario, schedule: Schedule, draw: random.Random) -> Scen
     also = (change - 1, change, first + 2 * period)
     steps = lengthened(scenario.steps, schedule, also=also)
     return with_option(replace(scenario, steps=steps), "change", change)
+
+
+def _move(
+    scenario: Scenario, schedule: Schedule, draw: random.Random, options: Mapping[str, Any]
+) -> Scenario:
+    """Give the parameters new memory at a drawn step before the second average, and before the
+    third one.
+    """
+    period = max(schedule.periods)
+    first = schedule.first(period)
+    moves = [draw.randint(due + 1, due + period) for due in (first, first + period)]
+    also = (*moves, first + 2 * period)
+    steps = lengthened(scenario.steps, schedule, also=also, alone=True)
+    scenario = with_option(replace(scenario, steps=steps), "moves", " ".join(map(str, moves)))
+    if is_stateful(options):
+        # The state may be stored by parameter, and in the dtype of the first average.
+        return with_option(scenario, "state", "kept")
+    return scenario
 
 
 def _drift(scenario: Scenario, schedule: Schedule) -> Scenario:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from conformance.judging.oracles import join, join_loops, join_numbers
+from conformance.judging.oracles.join_buffers import require_buffers
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import Event, IncompleteRecord, RankRecord
 from conformance.records.run import Run
@@ -188,12 +189,13 @@ def test_numbers_are_described() -> None:
     records = run(summed, event("summed", 0, joinable=0, sums=[0] * 6))
     records.scenario = replace(UNEVEN, params=(Param((5,)),))
     for rank in records.ranks:
-        rank.tensors = {"0/buffer": torch.zeros(1)}
+        rank.tensors = {"0/buffer": torch.zeros(1), "0/buffer/seen": torch.tensor(7)}
+        rank.tensors["0/buffer/mask"] = torch.tensor([False, True])
         rank.tensors["0/0/grad/p0"] = torch.ones(5)
     found = Found()
     member = next(join.members(records))
     join.require_steps(records, member, found)
-    join.require_step_count(member, found)
+    require_buffers(records, member, found)
     join.require_gradients(records, member, found, by_all=False)
     join.require_parameters(records, member, found, by_all=True)
     join.require_raised(member, "HookFailed", found)
@@ -203,7 +205,7 @@ def test_numbers_are_described() -> None:
         rank.one("collective").update(call=0, inside=True)
     join.require_agreement(different, found)
     expecttest.assert_expected_inline(
-        read_failures(found.failures[:8] + found.failures[-4:]),
+        read_failures(found.failures[:10] + found.failures[-4:]),
         """\
 Expected: 3 collectives of joinable 0
 Actual: rank 0, context 0 with inputs (3, 2): 1
@@ -220,6 +222,14 @@ Expected: 3 collectives of joinable 2
 Actual: rank 0, context 0 with inputs (3, 2): 0
 Expected: 3
 Actual: rank 0, context 0 with inputs (3, 2), the buffer that counts steps, index 0: 0
+Expected: a count in int64 of 1203764846315508320, as the last rank that trained holds it
+Actual: rank 0, context 0 with inputs (3, 2): 7
+Likely cause: buffers of floating-point dtypes alone are handed out, or those of another
+    rank
+Expected: a mask of bools with the bits of 5291, as the last rank that trained holds it
+Actual: rank 0, context 0 with inputs (3, 2): 2
+Likely cause: buffers of floating-point dtypes alone are handed out, or those of another
+    rank
 Expected: -64
 Actual: rank 0, context 0 with inputs (3, 2), step 0, gradient of p0, index 0: 1
 Likely cause: DDP divides by the sum over all ranks in its notification: joined ranks have

@@ -1,0 +1,94 @@
+"""The buffers of a model under a strategy or a join, and their values after each forward.
+
+Each forward adds a drawn number to the buffers of integers, as a count of samples is, and rotates
+the mask of bools and changes some of its bits. The numbers differ on ranks, so that the buffers of
+the ranks do, too, until they are sent. Integers of int64 have more bits than a float64 holds. A
+value is a number here; the element i of a mask is its bit i.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.strategy import statistic
+
+# The bits of the mask.
+BITS = 16
+# Ten numbers of these sizes are less than 2**63 and 2**31.
+_LARGEST = {"int64": 2**59, "int32": 2**27}
+
+
+@dataclass(frozen=True)
+class Update:
+    """The numbers that a forward changes the buffers with.
+
+    Attributes:
+        statistic: the running statistics move half of the way to it.
+        number: each buffer of integers adds as much as its dtype holds.
+    """
+
+    statistic: float
+    number: int
+
+    def added(self, dtype: str) -> int:
+        """Return the number that a buffer of an integer dtype adds."""
+        return self.number % _LARGEST.get(dtype, 256)
+
+    @property
+    def mask(self) -> int:
+        """The bits of the mask that change."""
+        return self.number % 2**BITS
+
+
+def update_of(scenario: Scenario, place: int, step: int, batch: int) -> Update:
+    """Return the numbers of one forward.
+
+    Args:
+        place: the rank's number within its group.
+        step: the step.
+        batch: the micro-batch of the step.
+    """
+    draw = random.Random(f"{scenario.session_seed}/buffers/{place}/{step}/{batch}")
+    return Update(statistic(place, step, batch), draw.randrange(2**58, 2**59))
+
+
+def update_in_join(scenario: Scenario, place: int) -> Update:
+    """Return the numbers of each forward of a rank that trains in a join context.
+
+    Args:
+        place: the rank's number within its group.
+    """
+    return update_of(scenario, place, 0, 0)
+
+
+def _running(value: float, update: Update) -> float:
+    # A few bits are added in each forward, so that float32 is exact.
+    return value + 0.5 * (update.statistic - value)
+
+
+def _seen(value: float, update: Update) -> float:
+    return value + update.added("int64")
+
+
+def _samples(value: float, update: Update) -> float:
+    return value + update.added("int32")
+
+
+def _wrapped(value: float, update: Update) -> float:
+    return (value + update.added("uint8")) % 256
+
+
+def _mask(value: float, update: Update) -> float:
+    bits = int(value)
+    return ((bits << 1 | bits >> (BITS - 1)) % 2**BITS) ^ update.mask
+
+
+# The value of a buffer after a forward, by the name of the buffer.
+UPDATED: Mapping[str, Callable[[float, Update], float]] = {
+    "running": _running,
+    "seen": _seen,
+    "samples": _samples,
+    "wrapped": _wrapped,
+    "mask": _mask,
+}
