@@ -141,8 +141,9 @@ FUTURE_FIRST = "uneven"
 WAITED = replace(
     ORDERED,
     name="collective_waited",
-    summary="async_op=True, four calls at a time, waited for in the opposite order, or by their "
-    "futures; is_completed() is asked; one message has one element, and one is empty",
+    summary="async_op=True, four calls at a time; each rank waits for them, or for their futures, "
+    "in an order of its own, which is drawn; is_completed() and the like are asked; one message "
+    "has one element, and one is empty",
     params=(*PLAIN.params, Param((1, 1)), Param((0, 3))),
     steps=("crafted", AT_REST, FUTURE_FIRST),
     world_sizes=(2, 3),

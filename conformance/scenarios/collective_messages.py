@@ -109,13 +109,11 @@ class _UsesOfGroups:
 
     Attributes:
         groups: the group of each call: ``own``, ``twin`` or ``world``.
-        waits: the order in which calls are waited for, which is not their own.
         complete: the number of the call without async_op=True, which comes while others are under
             way; -1 if there is none.
     """
 
     groups: tuple[str, ...]
-    waits: tuple[int, ...]
     complete: int
 
 
@@ -128,11 +126,8 @@ def _uses_of_groups(scenario: Scenario, step: int) -> _UsesOfGroups:
     calls = len(scenario.params)
     pair = draw.sample(pairs[step % 3], 2)
     groups = [*pair, *draw.choices(pair, k=calls)][:calls]
-    waits = draw.sample(range(calls), calls)
-    if waits == sorted(waits):
-        waits.reverse()
     complete = draw.randrange(1, calls) if calls > 2 and step % 3 == 2 else -1
-    return _UsesOfGroups(tuple(groups), tuple(waits), complete)
+    return _UsesOfGroups(tuple(groups), complete)
 
 
 def kind_of_group(scenario: Scenario, step: int, index: int) -> str:
@@ -148,18 +143,31 @@ def group_of(scenario: Scenario, world: int, rank: int, step: int, index: int) -
     return (scenario.twin_group_of if kind == TWIN else scenario.group_of)(rank, world)
 
 
-def order_of_waits(scenario: Scenario, step: int) -> list[int]:
-    """Return the numbers of a step's asynchronous calls in the order in which they are waited for.
+def order_of_waits(scenario: Scenario, world: int, rank: int, step: int) -> list[int]:
+    """Return the numbers of a step's asynchronous calls in the order in which a rank waits for
+    them.
 
-    It is the opposite one. Calls of one shape are waited for in their own order in every other
-    step, and again after that.
+    The order is drawn. Of each group of ranks that make calls together, some wait in this order and
+    the others in the opposite one, so that no two calls are waited for in one order by all.
+    Calls of one shape are waited for once more, in their own order.
     """
-    if scenario.variant == ON_GROUPS:
-        return list(_uses_of_groups(scenario, step).waits)
-    forward = list(range(len(scenario.params)))
-    if scenario.variant != "in_flight":
+    calls = len(scenario.params)
+    forward = list(range(calls))
+    if scenario.variant not in (HANDLES, "in_flight", ON_GROUPS):
         return forward[::-1]
-    return [*(forward[::-1] if step % 2 == 0 else forward), *forward]
+    order = random.Random(f"{scenario.session_seed}/waits/{step}").sample(forward, calls)
+    if (_side_of(scenario, world, rank) + step) % 2:
+        order.reverse()
+    return [*order, *forward] if scenario.variant == "in_flight" else order
+
+
+def _side_of(scenario: Scenario, world: int, rank: int) -> int:
+    """Return 0 or 1: both are among the ranks of each group."""
+    own = scenario.group_of(rank, world)
+    if not scenario.twin_groups:
+        return own.index(rank) % 2
+    # On a mesh of 2 x 2 ranks, the one that shares no group with rank 0 is on its side.
+    return int(rank != 0 and 0 in (*own, *scenario.twin_group_of(rank, world)))
 
 
 def _draw_of(scenario: Scenario, step: int) -> random.Random:

@@ -24,6 +24,7 @@ CALLED = {
     "early": [],
     "late": False,
     "value_differs": False,
+    "untrue": [],
     "raised_in_wait": False,
     "waits": True,
     "returned": "Work",
@@ -192,6 +193,28 @@ Actual: rank 0, step 0, p0: TypeError: no
 Expected: elements around the outputs as they were
 Actual: rank 0, step 0, p0: 3 elements of the buffer around the outputs have changed
 Likely cause: more is written than the message has""",
+    )
+
+
+def test_answers_of_handles_are_described() -> None:
+    wrong = ["result() gives other tensors than the outputs", "is_success() is false"]
+    expecttest.assert_expected_inline(
+        "\n".join(
+            (
+                text("18.10", scenario=scenarios.WAITED, untrue=wrong),
+                text("18.10", scenario=scenarios.WAITED, late=True),
+            )
+        ),
+        """\
+Expected: 0 elements
+Actual: rank 0, step 0, p3, from rank 0: no tensor
+Expected: answers after wait() that fit a call which has ended well
+Actual: rank 0, step 0, p0: result() gives other tensors than the outputs
+Likely cause: the answer of the collective's own Work, or of an earlier moment
+Expected: 0 elements
+Actual: rank 0, step 0, p3, from rank 0: no tensor
+Expected: is_completed() true after wait()
+Actual: rank 0, step 0, p0: is_completed() is false after wait()""",
     )
 
 
