@@ -12,11 +12,13 @@ from conformance.judging.oracles.collective import (
     require_arrival,
     require_call,
     require_calls,
-    require_mean_of_calls,
     require_zero_signs,
 )
 from conformance.judging.oracles.collective_bounds import FLOAT32, byte_limit, largest_share
-from conformance.judging.oracles.collective_feedback import require_nothing_lost
+from conformance.judging.oracles.collective_feedback import (
+    require_mean_of_calls,
+    require_nothing_lost,
+)
 from conformance.judging.oracles.collective_forms import (
     is_plain,
     require_dtype,
@@ -159,7 +161,12 @@ def layouts(run: Run, claims: Claims, found: Found) -> None:
 )
 def dtypes(run: Run, claims: Claims, found: Found) -> None:
     """float64, float16 and bfloat16 tensors arrive in their own dtype, and integers unchanged to
-    the last bit; or an error refuses them."""
+    the last bit; or an error refuses them.
+
+    Elements of float64 have magnitudes from 2**-1000 to 2**1000, which are drawn: as rounded(...)
+    rounds them, or within their bounds, or zeros in place of tiny ones; those beyond float32 may
+    arrive as infinite or as its largest, and may spoil their block, but show.
+    """
     for call in calls(run):
         if run.scenario.params[call.index].dtype != "float32":
             require_dtype(run, claims, found, call)
@@ -229,7 +236,8 @@ def done(run: Run, claims: Claims, found: Found) -> None:
     owns=(WAITED,),
     needs=("18.9",),
     source="torch documentation, async_op: a Work whose wait() returns when the call is complete; "
-    "torch.distributed.Work.is_completed and get_future",
+    "torch.distributed.Work.is_completed, get_future, result, exception, is_success and "
+    "synchronize",
     remedy="dequantize in wait(), after the wait of the collective; separate buffers for each "
     "call; refuse async_op=True if it is not supported; is_completed(), get_future() and result() "
     "of the collective's own Work, which know nothing of the outputs; a collective that begins in "

@@ -14,6 +14,9 @@ zeros       0.0.
 equal       1.375 times a power of two, the same in the whole message.
 tiny        normal, times a drawn power of two (``collective_training.TINY``; in float16
             ``TINY_HALF``).
+vast, minute, spread
+            normal, times a drawn power of two, in ``spread`` one for each element: from 2**130 to
+            2**1000, down to 2**-1000 from 2**-170, or all of them and 1. For float64 alone.
 seldom      normal in one row of four or so, which are drawn, and 0.0 in the others.
 patches     runs of 128 elements are zeros, equal, tiny or normal, in a drawn order.
 nan, infinite
@@ -36,8 +39,12 @@ from conformance.scenarios.collective import (
     CALLED,
     CALLS,
     HANDLES,
+    MINUTE,
+    OF_FLOAT64,
+    SPREAD,
     SUMMING,
     TO_ALL,
+    VAST,
     WITHOUT_NUMBERS,
 )
 from conformance.scenarios.collective_training import ON_GROUPS, SELDOM, TINY, TINY_HALF, VARYING
@@ -69,7 +76,9 @@ _SPECIAL = (
 )
 
 # Kinds of message that are normal values, changed at drawn places.
-_OF_DRAWN_PLACES = (SELDOM, "zeros", "equal", "tiny", "patches", "nan", "infinite")
+_OF_DRAWN_PLACES = (SELDOM, "zeros", "equal", "tiny", "patches", "nan", "infinite", *OF_FLOAT64)
+_VAST = (130, 1000)
+_MINUTE = (-1000, -170)
 _PATCH = 128
 _PATCHES = ("zeros", "equal", "tiny", "normal")
 
@@ -91,7 +100,12 @@ def indices(scenario: Scenario, step: int) -> list[int]:
         # The scenario has a parameter for each form of the collective with the most forms.
         calls = min(calls, len(CALLS[scenario.options[0]]))
     takes_numbers = scenario.options[0] not in WITHOUT_NUMBERS
-    return [index for index in range(calls) if scenario.params[index].shape or takes_numbers]
+    is_wide = scenario.steps[step] in OF_FLOAT64
+    return [
+        index
+        for index, spec in enumerate(scenario.params[:calls])
+        if (spec.shape or takes_numbers) and (spec.dtype == "float64" or not is_wide)
+    ]
 
 
 def is_asynchronous(scenario: Scenario, step: int, index: int = 0) -> bool:
@@ -329,6 +343,12 @@ def _changed(
         return torch.full_like(values, draw.choice((1.375, -1.375)) * 2.0 ** draw.randint(-6, 6))
     if kind == "tiny":
         return values * 2.0 ** draw.randint(*exponents)
+    if kind in OF_FLOAT64:
+        ranges = {VAST: [_VAST], MINUTE: [_MINUTE], SPREAD: [_VAST, _MINUTE, (0, 0)]}[kind]
+        drawn = [draw.randint(*draw.choice(ranges)) for _ in values]
+        if kind != SPREAD:
+            drawn = drawn[:1] * len(drawn)
+        return torch.ldexp(values, torch.tensor(drawn))
     if kind == "patches":
         first = draw.randrange(len(_PATCHES))
         parts = values.split(_PATCH)

@@ -10,6 +10,7 @@ from conformance.judging.oracles.collective import arrivals, calls
 from conformance.records.rank_record import Event, RankRecord, Tensors
 from conformance.records.run import Run
 from conformance.scenarios import collective as scenarios
+from conformance.scenarios import collective_messages as messages
 from conformance.scenarios.collective_training import RECOVERING, VIEWS
 from conformance.scenarios.model import Scenario
 from conformance.session.adaptations import adapt_scenario
@@ -65,12 +66,9 @@ def called(
     parsed = parse_claims(claims, "collective")
     adapted = adapt_scenario(scenario, parsed)
     run = Run(adapted, world, [RankRecord(rank, [], Tensors(rank)) for rank in range(world)])
-    count = len(adapted.params)
-    if adapted.name == scenarios.CALLED.name:
-        count = len(scenarios.CALLS[adapted.options[0]])
     for rank in run.ranks:
         for step in range(min(steps, len(adapted.steps))):
-            for index in range(count):
+            for index in messages.indices(adapted, step):
                 one = event("called", step, index=index, **(CALLED | fields))
                 rank.events.append(Event(one))
     for call in calls(run):
@@ -118,11 +116,13 @@ Actual: rank 0, step 1, p0, from rank 0, index 0: 1.85438786 (15 of 15 elements 
 Expected: -0.625, for -0.625
 Actual: rank 0, step 0, p8, from rank 0, index 0: 0.21875 (30 of 30 elements differ)
 Likely cause: elements are taken in the order of memory
-Expected: -8, for -8
-Actual: rank 0, step 0, p10, from rank 0, index 0: -7 (15 of 15 elements differ)
 Expected: 1048577, or an error
 Actual: rank 0, step 0, p13, from rank 0, index 0: 65505 (15 of 15 elements differ)
 Likely cause: integers are rounded
+Expected: 65504 or inf, for 1.34578709e+156
+Actual: rank 0, step 1, p10, from rank 0, index 1: 65505 (3 of 15 elements differ)
+Expected: -8, for -8
+Actual: rank 0, step 0, p10, from rank 0, index 0: -7 (15 of 15 elements differ)
 Expected: -inf or -65504, for -inf
 Actual: rank 0, step 0, p0, from rank 0, index 2: inf (6 of 30 elements differ)
 Likely cause: an infinity is lost
@@ -169,10 +169,10 @@ Expected: tensors of bfloat16
 Actual: rank 0, step 0, p12: float32 in their place
 Expected: tensors of int32
 Actual: rank 0, step 0, p13: float32 in their place
-Expected: tensors of float64
-Actual: rank 0, step 0, p10: float32 in their place
 Expected: tensors of int64
 Actual: rank 0, step 0, p14: float32 in their place
+Expected: tensors of float64
+Actual: rank 0, step 0, p10: float32 in their place
 Expected: messages in the given tensors
 Actual: rank 0, step 0, p0: outputs 0, 1 are other tensors; the given ones were not
     written
