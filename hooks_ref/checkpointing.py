@@ -6,7 +6,8 @@ state_dict keys keep their names. Wrap a module of a DDP model before making the
     checkpoint_wrapper    keeps only the inputs, and runs the forward again in the backward;
                           only the first forward updates buffers
     offload_wrapper       keeps the saved tensors of the forward in main memory; parameters stay
-                          on their device
+                          on their device. Tensors that are there already are kept as they are: the
+                          backward raises RuntimeError if one has been changed in place
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016,
 arXiv:1604.06174; torch documentation, ``torch.utils.checkpoint`` (which is called here) and
@@ -177,15 +178,22 @@ def offload_to_cpu(module: torch.nn.Module | None = None) -> AbstractContextMana
     parameters = module.parameters() if module is not None else ()
     stays = {parameter.data_ptr() for parameter in parameters}
 
-    def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor, int]:
         if tensor.data_ptr() in stays or tensor.device.type == "cpu":
-            return tensor.device, tensor
+            return tensor.device, tensor, tensor._version
         # empty_like keeps the strides.
         there = torch.empty_like(tensor, device="cpu", pin_memory=not tensor.is_sparse)
-        return tensor.device, there.copy_(tensor)
+        there.copy_(tensor)
+        return tensor.device, there, there._version
 
-    def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
-        device, tensor = packed
+    def unpack(packed: tuple[torch.device, torch.Tensor, int]) -> torch.Tensor:
+        device, tensor, version = packed
+        if tensor._version != version:
+            # Autograd compares the versions of saved tensors, but not of those that hooks return.
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that the backward needs has been changed "
+                "in place after the forward saved it"
+            )
         return tensor.to(device, non_blocking=True)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -17,7 +17,8 @@ to gather it.
 
 The elements sent to different ranks are in different blocks, so each rank can decode its part
 alone; a block's scale is sent with it, as 4 bytes. NaN and infinities arrive as such under FP16
-(infinities as 65504), BFP16, and as NaN for the whole block under INT8 and FP8.
+(infinities as 65504), BFP16, and as NaN for the whole block under INT8 and FP8. Scales and sums are
+float32: a float64 beyond its range counts as an infinity, and one below it as zero.
 
 With ``error_feedback`` the rounding error, ``e <- x + e - D(Q(x + e))``, is added to the input of
 the next call; ``e`` is never sent itself. Over many steps the sum of the received values is the sum
@@ -184,7 +185,7 @@ class _Wire:
         fed = [tensor.detach() + error for tensor, error in zip(tensors, errors, strict=True)]
         sent = [quantize(tensor, self.qtype) for tensor in fed]
         for error, tensor, code in zip(errors, fed, sent, strict=True):
-            lost = tensor - dequantize(code, self.qtype, tensor)
+            lost = (tensor - dequantize(code, self.qtype, tensor)).to(error.dtype)
             # The loss of an infinity cannot be compensated.
             error.copy_(torch.where(lost.isfinite(), lost, 0))
         return sent

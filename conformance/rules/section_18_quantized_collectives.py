@@ -12,11 +12,13 @@ from conformance.judging.oracles.collective import (
     require_arrival,
     require_call,
     require_calls,
-    require_mean_of_calls,
     require_zero_signs,
 )
 from conformance.judging.oracles.collective_bounds import FLOAT32, byte_limit, largest_share
-from conformance.judging.oracles.collective_feedback import require_nothing_lost
+from conformance.judging.oracles.collective_feedback import (
+    require_mean_of_calls,
+    require_nothing_lost,
+)
 from conformance.judging.oracles.collective_forms import (
     is_plain,
     require_dtype,
@@ -159,7 +161,12 @@ def layouts(run: Run, claims: Claims, found: Found) -> None:
 )
 def dtypes(run: Run, claims: Claims, found: Found) -> None:
     """float64, float16 and bfloat16 tensors arrive in their own dtype, and integers unchanged to
-    the last bit; or an error refuses them."""
+    the last bit; or an error refuses them.
+
+    Elements of float64 have magnitudes from 2**-1000 to 2**1000, which are drawn: as rounded(...)
+    rounds them, or within their bounds, or zeros in place of tiny ones; those beyond float32 may
+    arrive as infinite or as its largest, and may spoil their block, but show.
+    """
     for call in calls(run):
         if run.scenario.params[call.index].dtype != "float32":
             require_dtype(run, claims, found, call)
@@ -229,19 +236,23 @@ def done(run: Run, claims: Claims, found: Found) -> None:
     owns=(WAITED,),
     needs=("18.9",),
     source="torch documentation, async_op: a Work whose wait() returns when the call is complete; "
-    "torch.distributed.Work.is_completed and get_future",
+    "torch.distributed.Work.is_completed, get_future, result, exception, is_success and "
+    "synchronize",
     remedy="dequantize in wait(), after the wait of the collective; separate buffers for each "
-    "call; refuse async_op=True if it is not supported; is_completed() and get_future() of the "
-    "collective's own Work, which know nothing of the outputs",
+    "call; refuse async_op=True if it is not supported; is_completed(), get_future() and result() "
+    "of the collective's own Work, which know nothing of the outputs; a collective that begins in "
+    "wait(), and so in another order on each rank: begin it in the call",
 )
 def waited(run: Run, claims: Claims, found: Found) -> None:
     """With async_op=True the call returns an object whose wait() ends after all messages have
     arrived, or an error refuses the argument.
 
-    Four calls are under way at once, one of an empty tensor and one of a single element, and the
-    test waits for them in the opposite order. If the object has is_completed() or get_future(),
-    outputs are there when the first is true or the future is complete, also in its callbacks. The
-    future completes without wait(), and holds the outputs, or no tensors.
+    Four calls are under way at once, one of an empty tensor and one of a single element, and each
+    rank waits for them in an order of its own, which is drawn. If the object has is_completed() or
+    get_future(), outputs are there when the first is true or the future is complete, also in its
+    callbacks. The future completes without wait(), and holds the outputs, or no tensors. After
+    wait() the object's result(), if it has one, gives the outputs or no tensors, is_success() is
+    true, exception() gives none, and synchronize() leaves the outputs as they are.
     """
     for call in calls(run):
         if call.refused:

@@ -307,12 +307,17 @@ def together(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     source="torch documentation, Autograd mechanics: in-place correctness checks, by a counter of "
     "versions of each tensor that is saved; torch.autograd.Function, save_for_backward",
     remedy="inputs that are kept beside the graph, as by checkpoint(lambda: module(x)) or ctx.x = "
-    "x: torch compares the versions of saved tensors alone; pass inputs as arguments, or save them",
+    "x: torch compares the versions of saved tensors alone; pass inputs as arguments, or save "
+    "them; hooks on saved tensors that keep a tensor itself: torch compares no versions of what "
+    "hooks return; copy it, or compare tensor._version",
 )
 def written(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """The input of a block that does not save it may be changed after the forward: by
     x.add_(block(x)), by a sum into some of its columns, or by the next batch. Gradients are those
     without the wrapper, or the wrapper raises an error.
+
+    If the block saves the input, or its output, and that is changed, autograd raises an error. So
+    does the wrapper, or gradients are those of the tensors as they were.
 
     The order of these is drawn from the session's seed.
     """

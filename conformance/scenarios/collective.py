@@ -99,11 +99,17 @@ ORDERED = replace(
     order="rank0_first",
 )
 
+# The kinds of steps in which float64 alone is sent: its numbers are beyond the range of float32.
+VAST = "vast"
+MINUTE = "minute"
+SPREAD = "spread"
+OF_FLOAT64 = (VAST, MINUTE, SPREAD)
+
 FORMS = replace(
     ORDERED,
     name="collective_forms",
     summary="tensors of one to four dimensions, numbers if a collective takes them, empty, of one "
-    "element, not contiguous, of other dtypes",
+    "element, not contiguous, of other dtypes; float64 beyond the range of float32",
     params=(
         *(
             Param(shape)
@@ -114,7 +120,7 @@ FORMS = replace(
         *(Param((5, 3), dtype) for dtype in ("float64", "float16", "bfloat16", "int32", "int64")),
         *(Param((), dtype) for dtype in ("float32", "float64", "int64")),
     ),
-    steps=("crafted",),
+    steps=("crafted", *OF_FLOAT64),
     world_sizes=(2, 3),
 )
 
@@ -141,8 +147,9 @@ FUTURE_FIRST = "uneven"
 WAITED = replace(
     ORDERED,
     name="collective_waited",
-    summary="async_op=True, four calls at a time, waited for in the opposite order, or by their "
-    "futures; is_completed() is asked; one message has one element, and one is empty",
+    summary="async_op=True, four calls at a time; each rank waits for them, or for their futures, "
+    "in an order of its own, which is drawn; is_completed() and the like are asked; one message "
+    "has one element, and one is empty",
     params=(*PLAIN.params, Param((1, 1)), Param((0, 3))),
     steps=("crafted", AT_REST, FUTURE_FIRST),
     world_sizes=(2, 3),

@@ -14,6 +14,9 @@ zeros       0.0.
 equal       1.375 times a power of two, the same in the whole message.
 tiny        normal, times a drawn power of two (``collective_training.TINY``; in float16
             ``TINY_HALF``).
+vast, minute, spread
+            normal, times a drawn power of two, in ``spread`` one for each element: from 2**130 to
+            2**1000, down to 2**-1000 from 2**-170, or all of them and 1. For float64 alone.
 seldom      normal in one row of four or so, which are drawn, and 0.0 in the others.
 patches     runs of 128 elements are zeros, equal, tiny or normal, in a drawn order.
 nan, infinite
@@ -36,8 +39,12 @@ from conformance.scenarios.collective import (
     CALLED,
     CALLS,
     HANDLES,
+    MINUTE,
+    OF_FLOAT64,
+    SPREAD,
     SUMMING,
     TO_ALL,
+    VAST,
     WITHOUT_NUMBERS,
 )
 from conformance.scenarios.collective_training import ON_GROUPS, SELDOM, TINY, TINY_HALF, VARYING
@@ -69,7 +76,9 @@ _SPECIAL = (
 )
 
 # Kinds of message that are normal values, changed at drawn places.
-_OF_DRAWN_PLACES = (SELDOM, "zeros", "equal", "tiny", "patches", "nan", "infinite")
+_OF_DRAWN_PLACES = (SELDOM, "zeros", "equal", "tiny", "patches", "nan", "infinite", *OF_FLOAT64)
+_VAST = (130, 1000)
+_MINUTE = (-1000, -170)
 _PATCH = 128
 _PATCHES = ("zeros", "equal", "tiny", "normal")
 
@@ -91,7 +100,12 @@ def indices(scenario: Scenario, step: int) -> list[int]:
         # The scenario has a parameter for each form of the collective with the most forms.
         calls = min(calls, len(CALLS[scenario.options[0]]))
     takes_numbers = scenario.options[0] not in WITHOUT_NUMBERS
-    return [index for index in range(calls) if scenario.params[index].shape or takes_numbers]
+    is_wide = scenario.steps[step] in OF_FLOAT64
+    return [
+        index
+        for index, spec in enumerate(scenario.params[:calls])
+        if (spec.shape or takes_numbers) and (spec.dtype == "float64" or not is_wide)
+    ]
 
 
 def is_asynchronous(scenario: Scenario, step: int, index: int = 0) -> bool:
@@ -109,13 +123,11 @@ class _UsesOfGroups:
 
     Attributes:
         groups: the group of each call: ``own``, ``twin`` or ``world``.
-        waits: the order in which calls are waited for, which is not their own.
         complete: the number of the call without async_op=True, which comes while others are under
             way; -1 if there is none.
     """
 
     groups: tuple[str, ...]
-    waits: tuple[int, ...]
     complete: int
 
 
@@ -128,11 +140,8 @@ def _uses_of_groups(scenario: Scenario, step: int) -> _UsesOfGroups:
     calls = len(scenario.params)
     pair = draw.sample(pairs[step % 3], 2)
     groups = [*pair, *draw.choices(pair, k=calls)][:calls]
-    waits = draw.sample(range(calls), calls)
-    if waits == sorted(waits):
-        waits.reverse()
     complete = draw.randrange(1, calls) if calls > 2 and step % 3 == 2 else -1
-    return _UsesOfGroups(tuple(groups), tuple(waits), complete)
+    return _UsesOfGroups(tuple(groups), complete)
 
 
 def kind_of_group(scenario: Scenario, step: int, index: int) -> str:
@@ -148,18 +157,31 @@ def group_of(scenario: Scenario, world: int, rank: int, step: int, index: int) -
     return (scenario.twin_group_of if kind == TWIN else scenario.group_of)(rank, world)
 
 
-def order_of_waits(scenario: Scenario, step: int) -> list[int]:
-    """Return the numbers of a step's asynchronous calls in the order in which they are waited for.
+def order_of_waits(scenario: Scenario, world: int, rank: int, step: int) -> list[int]:
+    """Return the numbers of a step's asynchronous calls in the order in which a rank waits for
+    them.
 
-    It is the opposite one. Calls of one shape are waited for in their own order in every other
-    step, and again after that.
+    The order is drawn. Of each group of ranks that make calls together, some wait in this order and
+    the others in the opposite one, so that no two calls are waited for in one order by all.
+    Calls of one shape are waited for once more, in their own order.
     """
-    if scenario.variant == ON_GROUPS:
-        return list(_uses_of_groups(scenario, step).waits)
-    forward = list(range(len(scenario.params)))
-    if scenario.variant != "in_flight":
+    calls = len(scenario.params)
+    forward = list(range(calls))
+    if scenario.variant not in (HANDLES, "in_flight", ON_GROUPS):
         return forward[::-1]
-    return [*(forward[::-1] if step % 2 == 0 else forward), *forward]
+    order = random.Random(f"{scenario.session_seed}/waits/{step}").sample(forward, calls)
+    if (_side_of(scenario, world, rank) + step) % 2:
+        order.reverse()
+    return [*order, *forward] if scenario.variant == "in_flight" else order
+
+
+def _side_of(scenario: Scenario, world: int, rank: int) -> int:
+    """Return 0 or 1: both are among the ranks of each group."""
+    own = scenario.group_of(rank, world)
+    if not scenario.twin_groups:
+        return own.index(rank) % 2
+    # On a mesh of 2 x 2 ranks, the one that shares no group with rank 0 is on its side.
+    return int(rank != 0 and 0 in (*own, *scenario.twin_group_of(rank, world)))
 
 
 def _draw_of(scenario: Scenario, step: int) -> random.Random:
@@ -321,6 +343,12 @@ def _changed(
         return torch.full_like(values, draw.choice((1.375, -1.375)) * 2.0 ** draw.randint(-6, 6))
     if kind == "tiny":
         return values * 2.0 ** draw.randint(*exponents)
+    if kind in OF_FLOAT64:
+        ranges = {VAST: [_VAST], MINUTE: [_MINUTE], SPREAD: [_VAST, _MINUTE, (0, 0)]}[kind]
+        drawn = [draw.randint(*draw.choice(ranges)) for _ in values]
+        if kind != SPREAD:
+            drawn = drawn[:1] * len(drawn)
+        return torch.ldexp(values, torch.tensor(drawn))
     if kind == "patches":
         first = draw.randrange(len(_PATCHES))
         parts = values.split(_PATCH)

@@ -62,7 +62,8 @@ _UNEVEN = replace(
 _IN_FLIGHT = replace(
     WAITED,
     name="collective_in_flight",
-    summary="async_op=True, two to four calls of one shape at a time; wait() is called twice",
+    summary="async_op=True, two to four calls of one shape at a time; each rank waits for them in "
+    "an order of its own, and again in that of the calls",
     steps=("normal", "uneven"),
     world_sizes=(2,),
     variant="in_flight",
@@ -90,8 +91,8 @@ _ON_TWO_GROUPS = replace(
     WAITED,
     name="collective_on_two_groups",
     summary="async_op=True, two to four calls of one shape on two groups at a time: rows or "
-    "columns of a mesh of 2 x 2 ranks, or WORLD; waited for in another order; in one step one call "
-    "has no async_op",
+    "columns of a mesh of 2 x 2 ranks, or WORLD; each rank waits for them in an order of its own; "
+    "in one step one call has no async_op",
     steps=("normal", "uneven", "normal"),
     groups=((0, 1), (2, 3)),
     twin_groups=((0, 2), (1, 3)),

@@ -12,7 +12,7 @@ wrapper_graphs   in each step 2 to 6 graphs at once, with batches of 4 to 12 row
 wrapper_inputs   the order of three ways to ask for single gradients, with and without gradients
                  of parameters that are there before
 wrapper_indices  a table of 70,000 to 200,000 rows, of which the last ones are read too
-wrapper_written  the order of three ways to change the input of a block that has run
+wrapper_written  the order of the ways to change a tensor of a block that has run
 wrapper_long     300 to 380 steps, with batches of 1 to 12 rows
 """
 
@@ -97,15 +97,22 @@ INPUTS = replace(
     variant="training_inputs",
 )
 
-WAYS_OF_WRITING = ("residual", "columns", "staged")
-"""The output of a block is added to its input in place, or to some columns there; or the input of
-the network gets the values of the next batch."""
+_OF_INPUTS = ("residual", "columns", "staged")
+WAYS_OF_WRITING = (
+    *((way, False) for way in _OF_INPUTS),
+    *((way, True) for way in (*_OF_INPUTS, "output")),
+)
+"""How a tensor is changed in place, and whether blocks save it for the backward.
+
+The output of a block is added to its input, or to some columns there; or the input of the network
+gets the values of the next batch; or something is added to the output of a block.
+"""
 
 WRITTEN = replace(
     PLAIN,
     name="wrapper_written",
-    summary="the input of a block is changed in place between its forward and the backward, as by "
-    "a residual sum; no block saves its input",
+    summary="the input of a block, or its output, is changed in place between its forward and the "
+    "backward, as by a residual sum; in some steps blocks save these tensors",
     steps=("normal",) * len(WAYS_OF_WRITING),
     world_sizes=(2,),
     variant="training_written",

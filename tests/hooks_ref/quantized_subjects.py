@@ -149,13 +149,14 @@ def fed_back(process_group: Any, rank: int, world_size: int, *, qtype: str) -> C
             fed += torch.stack([values((300,), r, step) for r in range(world_size)])
         # 1/16 of the largest value, which is about 4.
         assert (arrived - fed).abs().max() < 0.3, (arrived - fed).abs().max()
-        infinite = torch.full((300,), torch.inf)
-        collective([torch.empty(300) for _ in range(world_size)], infinite, group=process_group)
-        got = [torch.empty(300) for _ in range(world_size)]
-        collective(got, torch.ones(300), group=process_group)
-        assert all(torch.allclose(part, torch.ones(300), atol=0.1) for part in got), (
-            "an infinity stays in what is kept"
-        )
+        for beyond in (torch.tensor(torch.inf), torch.tensor(1e300, dtype=torch.float64)):
+            got = [torch.empty(300, dtype=beyond.dtype) for _ in range(world_size)]
+            collective(got, beyond.expand(300).clone(), group=process_group)
+            got = [torch.empty(300) for _ in range(world_size)]
+            collective(got, torch.ones(300), group=process_group)
+            assert all(torch.allclose(part, torch.ones(300), atol=0.1) for part in got), (
+                f"{beyond} stays in what is kept"
+            )
         with pytest.raises(ValueError, match="differ from those of the call before"):
             collective(
                 [torch.empty(3) for _ in range(world_size)], torch.ones(3), group=process_group

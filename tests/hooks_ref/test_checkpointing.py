@@ -131,3 +131,13 @@ def test_buffers_are_updated_by_the_first_forward_alone(name: str) -> None:
         torch.equal(one, other)
         for one, other in zip(plain.buffers(), wrapped.buffers(), strict=True)
     )
+
+
+def test_a_saved_tensor_that_is_changed_in_place_is_an_error() -> None:
+    """Autograd does not compare the versions of tensors that hooks keep."""
+    wrapped = hooks_ref.offload_wrapper(torch.nn.Tanh())
+    output = wrapped(torch.ones(3, requires_grad=True))
+    with torch.no_grad():
+        output.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        output.sum().backward()

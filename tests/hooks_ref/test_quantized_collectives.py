@@ -69,7 +69,7 @@ def test_collectives_of_sums_and_of_one_tensor(pool: Pool, name: str, kind: str)
     run(pool, "sums", 3, of=name, qtype=kind, waits=kind in ("FP16", "FP8"))
 
 
-@pytest.mark.parametrize("kind", ["INT8", "FP8"])
+@pytest.mark.parametrize("kind", ["INT8", "FP8", "FP16"])
 def test_errors_are_fed_back(pool: Pool, kind: str) -> None:
     run(pool, "fed_back", 2, qtype=kind)
 

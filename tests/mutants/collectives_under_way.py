@@ -1,5 +1,5 @@
-"""Mutants of rules 18.10 and 18.25: asynchronous calls that say something wrong of themselves, or
-that do not know their group any more.
+"""Mutants of rules 18.10 and 18.25: asynchronous calls that say something wrong of themselves, that
+do not know their group any more, or that begin collectives in wait().
 
 Most send float16. They are made with ``func`` and ``qtype``.
 """
@@ -88,8 +88,59 @@ def value_of_codes(func: Made, qtype: str) -> Made:
     return _with_handle(func, handle)
 
 
+def result_of_codes(func: Made, qtype: str) -> Made:
+    """Pass on every method that the handle lacks: ``result()`` is that of the collective."""
+
+    class Passes(Pending):
+        def __getattr__(self, name: str) -> Any:
+            if name in ("is_completed", "get_future"):
+                raise AttributeError(name)
+            return getattr(self.work, name)
+
+    return _with_handle(func, lambda pending: Passes(pending.work, pending.finish))
+
+
+def error_from_before(func: Made, qtype: str) -> Made:
+    """Note in the handle that the call is not complete, and forget to strike it out."""
+
+    def handle(pending: Pending) -> Pending:
+        reason = RuntimeError("the call is under way")
+        pending.exception = lambda: reason  # type: ignore[attr-defined]
+        return pending
+
+    return _with_handle(func, handle)
+
+
+def synchronize_decodes_again(func: Made, qtype: str) -> Made:
+    """Clear the buffer of codes for the next call once they are decoded, and decode again."""
+
+    def arrive(output: Tensor, code: Tensor) -> None:
+        output.copy_(code)
+        code.zero_()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        pending = right(func, arrive=arrive)(*args, **kwargs)
+        if pending:
+            pending.synchronize = pending.finish
+        return pending
+
+    return call
+
+
+def succeeds_on_the_source(func: Made, qtype: str) -> Made:
+    """Call a scatter a success on the rank that has sent something."""
+
+    def scatter(tensor: Tensor, scatter_list: Any = None, *args: Any, **named: Any) -> Any:
+        pending = right(func)(tensor, scatter_list, *args, **named)
+        if pending:
+            pending.is_success = lambda: bool(scatter_list)
+        return pending
+
+    return scatter
+
+
 class CompleteAfterTheFirstPart(Halves):
-    """Sum parts on the wire, and gather the sums in wait(); the future is that of the first part.
+    """Write sums in wait(); the future is complete as soon as the parts have been summed.
 
     It refuses what ``Halves`` refuses, but ``async_op=True``.
     """
@@ -97,20 +148,13 @@ class CompleteAfterTheFirstPart(Halves):
     def __call__(self, tensor: Tensor, *args: Any, async_op: bool = False, **named: Any) -> Any:
         if not async_op:
             return super().__call__(tensor, *args, **named)
+        total = tensor.clone()
+        super().__call__(total, *args, **named)
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
-
-        class _Handle:
-            def wait(_) -> None:
-                if not done:
-                    done.append(True)
-                    Halves.__call__(self, tensor, *args, **named)
-
-            def get_future(_) -> Any:
-                return future
-
-        done: list[bool] = []
-        return _Handle()
+        later = _Later(lambda: tensor.copy_(total))
+        later.get_future = lambda: future  # type: ignore[attr-defined]
+        return later
 
 
 def nothing_under_way(func: Made, qtype: str) -> Made:
@@ -124,32 +168,113 @@ def nothing_under_way(func: Made, qtype: str) -> Made:
     return gather
 
 
+# ---- Collectives that begin in wait()
+
+
+class GathersInWait(Halves):
+    """Exchange parts in the call, and gather the sums in wait(): two collectives for each call."""
+
+    def __call__(self, tensor: Tensor, *args: Any, async_op: bool = False, **named: Any) -> Any:
+        if not async_op:
+            return super().__call__(tensor, *args, **named)
+        group = named.get("group")
+        size = dist.get_world_size(group)
+        flat = tensor.reshape(-1)
+        parts = torch.nn.functional.pad(flat, (0, -len(flat) % size)).view(size, -1).half()
+        received = torch.empty_like(parts)
+        work = dist.all_to_all_single(received, parts, group=group, async_op=True)
+
+        def finish() -> None:
+            whole = self.gathered(received.float().sum(0), size, group)
+            tensor.copy_(whole[: len(flat)].view(tensor.shape))
+
+        return _Once(work.wait, finish)
+
+
+def second_half_in_wait(func: Made, qtype: str) -> Made:
+    """Send long messages in two pieces, the second of them when it is waited for."""
+
+    def gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if not async_op or tensor.dim() < 2 or len(tensor) < 2:
+            return right(func)(tensor_list, tensor, group, async_op)
+        middle = len(tensor) // 2
+        first = right(func)([out[:middle] for out in tensor_list], tensor[:middle], group, True)
+
+        def finish() -> None:
+            right(func)([out[middle:] for out in tensor_list], tensor[middle:], group)
+
+        return _Once(first.wait, finish)
+
+    return gather
+
+
+class ChecksInWait:
+    """Exchange in the call, and check in wait() that all ranks have as many elements.
+
+    If they have not, the outputs are NaN.
+    """
+
+    def __init__(self, func: Any, qtype: str) -> None:
+        self.inside = right(func)
+
+    def __call__(
+        self, output: Tensor, *given: Any, group: Any = None, async_op: bool = False, **named: Any
+    ) -> Any:
+        pending = self.inside(output, *given, group=group, async_op=True, **named)
+
+        def finish() -> None:
+            largest = torch.tensor([output.numel()])
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            if largest != output.numel():
+                output.fill_(torch.nan)
+
+        later = _Once(pending.wait, finish)
+        return later if async_op else later.wait()
+
+
+class _Once:
+    """A pending call whose last part is done by the first wait()."""
+
+    def __init__(self, wait: Callable[[], Any], finish: Callable[[], None]) -> None:
+        self.begin = wait
+        self.finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        self.begin()
+        if self.finish:
+            finish = self.finish
+            self.finish = None
+            finish()
+
+
 # ---- Groups
 
 
 class GroupOfTheLastCall(Halves):
-    """Reduce in wait(), on the group and with the size that the object has kept."""
-
-    def __init__(self, func: Any, qtype: str) -> None:
-        super().__init__(func, qtype)
-        self.group: Any = None
+    """Average the messages in wait(), times the number of ranks in the group of the last call."""
 
     def __call__(self, *given: Any, group: Any = None, async_op: bool = False, **named: Any) -> Any:
         self.group = group
-        done: list[bool] = []
+        if not async_op:
+            return super().__call__(*given, group=group, **named)
+        output, *inputs = given
+        size = dist.get_world_size(group)
+        parts = self.parts(inputs[0], output, size) if inputs else [output] * size
+        codes = self.exchanged([part.reshape(-1).half() for part in parts], group)
 
         def finish() -> None:
-            if not done:
-                done.append(True)
-                Halves.__call__(self, *given, group=self.group, **named)
+            total = torch.stack(codes).float().mean(0) * dist.get_world_size(self.group)
+            output.copy_(total.view(output.shape))
 
-        return _Later(finish) if async_op else finish()
+        return _Later(finish)
 
 
 class _Later:
     """A pending call without a collective of its own."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
+    def __init__(self, wait: Callable[[], Any]) -> None:
         self.wait = wait
 
 
@@ -174,8 +299,9 @@ def place_of_the_last_call(func: Made, qtype: str) -> Made:
     return gather
 
 
-def _named(name: str, number: str, func: str = "all_gather") -> Mutant:
-    return Mutant(f"{name},func={func},qtype=FP16", (number,), kind="collective")
+def _named(name: str, number: str, func: str = "all_gather", hangs: bool = False) -> Mutant:
+    named = f"{name},func={func},qtype=FP16"
+    return Mutant(named, (number,), kind="collective", hangs=hangs)
 
 
 MUTANTS = [
@@ -186,6 +312,16 @@ MUTANTS = [
     _named("future_of_codes", "18.10", "scatter"),
     _named("value_of_codes", "18.10", "all_to_all"),
     _named("CompleteAfterTheFirstPart", "18.10", "all_reduce"),
+    _named("result_of_codes", "18.10"),
+    _named("result_of_codes", "18.10", "all_to_all_single"),
+    _named("error_from_before", "18.10", "all_to_all"),
+    _named("synchronize_decodes_again", "18.10"),
+    _named("synchronize_decodes_again", "18.10", "scatter"),
+    _named("succeeds_on_the_source", "18.10", "scatter"),
+    _named("GathersInWait", "18.10", "all_reduce", hangs=True),
+    _named("second_half_in_wait", "18.10"),
+    _named("ChecksInWait", "18.10", "all_to_all_single"),
+    _named("ChecksInWait", "18.10", "scatter"),
     _named("nothing_under_way", "18.10"),
     _named("GroupOfTheLastCall", "18.25", "all_reduce"),
     _named("GroupOfTheLastCall", "18.25", "reduce_scatter"),

@@ -1,4 +1,4 @@
-"""Mutants of section 19 that read an input in the backward, after others have changed it."""
+"""Mutants of section 19 that read a tensor in the backward, after others have changed it."""
 
 from collections import deque
 from typing import Any
@@ -74,7 +74,53 @@ def queues_inputs(forward: Forward, x: torch.Tensor) -> Any:
         return forward(x)
 
 
+@calls
+def leaves_small_tensors_where_they_are(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Copy saved tensors away by hooks, but for small ones: torch compares no versions of these."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.numel() > 2**10 else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+        return forward(*args, **kwargs)
+
+
+@calls
+def shares_memory_with_numpy(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Keep saved tensors as arrays, which share their memory on a CPU."""
+
+    def pack(tensor: torch.Tensor) -> Any:
+        return tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach().numpy()
+
+    def unpack(kept: Any) -> torch.Tensor:
+        return kept if isinstance(kept, torch.Tensor) else torch.from_numpy(kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return forward(*args, **kwargs)
+
+
+@calls
+def compares_inputs_alone(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Keep saved tensors, and compare the versions of those that are inputs, but of no others."""
+    inputs = {arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return tensor, tensor._version if tensor.data_ptr() in inputs else -1
+
+    def unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+        tensor, version = packed
+        if version not in (-1, tensor._version):
+            raise RuntimeError("an input was changed in place after the forward")
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return forward(*args, **kwargs)
+
+
 MUTANTS = [
+    Mutant("leaves_small_tensors_where_they_are", ("19.36",), kind="wrapper"),
+    Mutant("shares_memory_with_numpy", ("19.36",), kind="wrapper"),
+    Mutant("compares_inputs_alone", ("19.36",), kind="wrapper"),
     Mutant("hides_inputs_in_a_function", ("19.36",), kind="wrapper"),
     Mutant("keeps_the_input_on_the_context", ("19.36",), kind="wrapper"),
     Mutant("queues_inputs", ("19.36",), kind="wrapper"),

@@ -169,8 +169,8 @@ def vectors_of_half(tensor_list: list[Tensor], tensor: Tensor, group: Any = None
 class Shifted:
     """Eight bits with a power of two as the scale of each block (microscaling).
 
-    Error feedback is kept for each destination. The exponent -128 marks a block with a NaN or an
-    infinity, which arrives as NaN and leaves no error.
+    Error feedback is kept for each destination. The exponent -128 marks a block with a NaN, an
+    infinity, or a number beyond any other exponent, which arrives as NaN and leaves no error.
     """
 
     def __init__(self, block: int = 32) -> None:
@@ -208,8 +208,10 @@ class Shifted:
         blocks = torch.nn.functional.pad(fed, (0, -len(fed) % self._block)).view(-1, self._block)
         # The largest value of a block is scaled to between 32 and 64.
         exponents = torch.frexp(blocks.abs().amax(1, keepdim=True)).exponent - 6
+        exponents = exponents.clamp(min=-127)
         small = torch.ldexp(blocks, -exponents).nan_to_num(0.0, 0.0, 0.0).round().to(torch.int8)
-        exponents = torch.where(blocks.isfinite().all(1, keepdim=True), exponents, -128)
+        is_sent = blocks.isfinite().all(1, keepdim=True) & (exponents <= 127)
+        exponents = torch.where(is_sent, exponents, -128)
         code = torch.cat(
             [small.view(torch.uint8), exponents.to(torch.int8).view(torch.uint8)], dim=1
         ).reshape(-1)

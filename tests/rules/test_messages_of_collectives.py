@@ -10,6 +10,7 @@ from conformance.judging.oracles.collective import arrivals, calls
 from conformance.records.rank_record import Event, RankRecord, Tensors
 from conformance.records.run import Run
 from conformance.scenarios import collective as scenarios
+from conformance.scenarios import collective_messages as messages
 from conformance.scenarios.collective_training import RECOVERING, VIEWS
 from conformance.scenarios.model import Scenario
 from conformance.session.adaptations import adapt_scenario
@@ -24,6 +25,7 @@ CALLED = {
     "early": [],
     "late": False,
     "value_differs": False,
+    "untrue": [],
     "raised_in_wait": False,
     "waits": True,
     "returned": "Work",
@@ -64,12 +66,9 @@ def called(
     parsed = parse_claims(claims, "collective")
     adapted = adapt_scenario(scenario, parsed)
     run = Run(adapted, world, [RankRecord(rank, [], Tensors(rank)) for rank in range(world)])
-    count = len(adapted.params)
-    if adapted.name == scenarios.CALLED.name:
-        count = len(scenarios.CALLS[adapted.options[0]])
     for rank in run.ranks:
         for step in range(min(steps, len(adapted.steps))):
-            for index in range(count):
+            for index in messages.indices(adapted, step):
                 one = event("called", step, index=index, **(CALLED | fields))
                 rank.events.append(Event(one))
     for call in calls(run):
@@ -117,11 +116,13 @@ Actual: rank 0, step 1, p0, from rank 0, index 0: 1.85438786 (15 of 15 elements 
 Expected: -0.625, for -0.625
 Actual: rank 0, step 0, p8, from rank 0, index 0: 0.21875 (30 of 30 elements differ)
 Likely cause: elements are taken in the order of memory
-Expected: -8, for -8
-Actual: rank 0, step 0, p10, from rank 0, index 0: -7 (15 of 15 elements differ)
 Expected: 1048577, or an error
 Actual: rank 0, step 0, p13, from rank 0, index 0: 65505 (15 of 15 elements differ)
 Likely cause: integers are rounded
+Expected: 65504 or inf, for 1.34578709e+156
+Actual: rank 0, step 1, p10, from rank 0, index 1: 65505 (3 of 15 elements differ)
+Expected: -8, for -8
+Actual: rank 0, step 0, p10, from rank 0, index 0: -7 (15 of 15 elements differ)
 Expected: -inf or -65504, for -inf
 Actual: rank 0, step 0, p0, from rank 0, index 2: inf (6 of 30 elements differ)
 Likely cause: an infinity is lost
@@ -168,10 +169,10 @@ Expected: tensors of bfloat16
 Actual: rank 0, step 0, p12: float32 in their place
 Expected: tensors of int32
 Actual: rank 0, step 0, p13: float32 in their place
-Expected: tensors of float64
-Actual: rank 0, step 0, p10: float32 in their place
 Expected: tensors of int64
 Actual: rank 0, step 0, p14: float32 in their place
+Expected: tensors of float64
+Actual: rank 0, step 0, p10: float32 in their place
 Expected: messages in the given tensors
 Actual: rank 0, step 0, p0: outputs 0, 1 are other tensors; the given ones were not
     written
@@ -192,6 +193,28 @@ Actual: rank 0, step 0, p0: TypeError: no
 Expected: elements around the outputs as they were
 Actual: rank 0, step 0, p0: 3 elements of the buffer around the outputs have changed
 Likely cause: more is written than the message has""",
+    )
+
+
+def test_answers_of_handles_are_described() -> None:
+    wrong = ["result() gives other tensors than the outputs", "is_success() is false"]
+    expecttest.assert_expected_inline(
+        "\n".join(
+            (
+                text("18.10", scenario=scenarios.WAITED, untrue=wrong),
+                text("18.10", scenario=scenarios.WAITED, late=True),
+            )
+        ),
+        """\
+Expected: 0 elements
+Actual: rank 0, step 0, p3, from rank 0: no tensor
+Expected: answers after wait() that fit a call which has ended well
+Actual: rank 0, step 0, p0: result() gives other tensors than the outputs
+Likely cause: the answer of the collective's own Work, or of an earlier moment
+Expected: 0 elements
+Actual: rank 0, step 0, p3, from rank 0: no tensor
+Expected: is_completed() true after wait()
+Actual: rank 0, step 0, p0: is_completed() is false after wait()""",
     )
 
 

@@ -18,6 +18,7 @@ class Allowed:
         smallest_rounding: their absolute error, the smallest subnormal of that dtype.
         is_free: the elements about which nothing is promised; None if there are none.
         not_fed_back: the part of the bound that error feedback does not make up for.
+        may_overflow: the elements that may also be NaN or infinite; None if there are none.
     """
 
     exact: torch.Tensor
@@ -29,6 +30,7 @@ class Allowed:
     smallest_rounding: float
     is_free: torch.Tensor | None = None
     not_fed_back: torch.Tensor | float = 0.0
+    may_overflow: torch.Tensor | None = None
 
     def wrong(self, got: torch.Tensor, is_own: bool = False) -> torch.Tensor:
         """Return which elements are wrong; a rank's own part may also be exact."""
@@ -39,6 +41,8 @@ class Allowed:
             highest = self.high + self.tolerance(self.high)
             right = (got >= lowest) & (got <= highest)
             right |= got.isnan() & self.exact.isnan()
+            if self.may_overflow is not None:
+                right |= ~got.isfinite() & self.may_overflow
         if self.is_free is not None:
             right |= self.is_free
         if is_own:

@@ -23,6 +23,10 @@ blocks(...) and bounded(...) are widened by ``SLACK``. The division by l and the
 output's dtype may round a few times in that dtype: 4 eps |y| and its smallest subnormal are added,
 except for rounded(...) without a loss factor, which has to give the exact bits.
 
+Range. A float64 below the smallest scale of float32 may arrive as zero. One beyond float32 arrives
+within its bound, as infinite, or as a number near float32's largest, with its sign. Its scale may
+overflow: then its block, or without blocks all that the rank sends, may also be NaN or infinite.
+
 A rank's own part need not pass through the quantization: it may also arrive as x / l.
 
 Messages of the first step of the plain scenario only have to be told apart (18.1; 18.2 judges how
@@ -52,7 +56,15 @@ from typing import Any
 import torch
 
 from conformance.judging.oracles.allowed_values import Allowed
-from conformance.judging.oracles.collective_bounds import SLACK, claimed_bound, neighbours
+from conformance.judging.oracles.collective_bounds import (
+    LARGEST,
+    LOST,
+    SLACK,
+    beyond_float32,
+    claimed_bound,
+    largest_around,
+    neighbours,
+)
 from conformance.judging.oracles.collective_causes import IGNORED, lost_value, mistaken
 from conformance.judging.oracles.collective_sums import allowed_sum, cause_of_wrong_sum
 from conformance.judging.verdict import Found
@@ -211,8 +223,9 @@ def require_arrival(
             bound = allowed.bound + allowed.tolerance(allowed.exact)
             # An error of 0 beside a bound of 0 uses nothing of the bound, nor does an infinity.
             used = ((got - allowed.exact).abs() / bound).nan_to_num(0.0, 0.0, 0.0)
-            if allowed.is_free is not None:
-                used = used.masked_fill(allowed.is_free, 0.0)
+            for unbounded in (allowed.is_free, allowed.may_overflow):
+                if unbounded is not None:
+                    used = used.masked_fill(unbounded, 0.0)
             margin = used.max().item()
         found.checked(1, margin)
         return True
@@ -238,35 +251,6 @@ def require_zero_signs(found: Found, arrival: Arrival) -> None:
     first = ", ".join(map(str, wrong[:1].tolist()))
     actual = f"{arrival}: a zero with another sign, index {first}"
     found.require(not len(wrong), "zeros with the signs that were sent", actual)
-
-
-def require_mean_of_calls(
-    found: Found, arrival: Arrival, tensors: list[torch.Tensor], count: int
-) -> None:
-    """Require that ``count`` tensors arrived for the same message, and that their mean is right.
-
-    ``arrival`` is the first arrival.
-    """
-    actual = f"{arrival}: {len(tensors)} arrived"
-    if not found.require(len(tensors) == count, f"{count} tensors", actual):
-        return
-    exact = arrival.allowed.exact
-    bound_of_call = arrival.allowed.bound
-    bound = 1.1 * bound_of_call / count + 2.0**-21 * exact.abs() + 2.0**-40
-    bound = bound + arrival.allowed.not_fed_back
-    total = torch.zeros_like(exact)
-    for tensor in tensors:
-        total = total + tensor.reshape(-1).double()
-    error = (total / count - exact).abs()
-    at = int((error / bound).argmax())
-    are_same = all(torch.equal(tensor, tensors[0]) for tensor in tensors)
-    found.require(
-        bool((error <= bound).all()),
-        f"a mean within {bound[at].item():.3g}",
-        f"{arrival}, index {at}: off by {error[at].item():.3g} over {count} calls; "
-        f"one call's bound is {bound_of_call[at].item():.3g}",
-        "nothing is fed back: each call loses the same again" if are_same else "",
-    )
 
 
 def loss_factor(run: Run, claims: Claims) -> float:
@@ -348,6 +332,7 @@ def _allowed_message(
     message = messages.message(run.scenario, size, step, call.index, source, to).reshape(-1)
     sent = message.double()
     is_rounded = claims.has("rounded")
+    may_overflow = None
     if is_rounded:
         dtype = claims.options["rounded"]["name"]
         low, high = neighbours(message, dtype)
@@ -355,16 +340,17 @@ def _allowed_message(
         if dtype == "float16":
             bound = sent.abs() * 2.0**-11 + 2.0**-25
     else:
-        bound = SLACK * _bound(run, claims, call, sent, source, step)
-        low = sent - bound
-        high = sent + bound
+        largest, claimed = _bound(run, claims, call, sent, source, step)
+        bound = SLACK * claimed
+        low, high = beyond_float32(sent, bound)
+        may_overflow = largest > LARGEST / 2
     relative = 0.0
     smallest = 0.0
     # Rounded values need no other operation, and integers are not divided.
     if message.is_floating_point() and not (is_rounded and loss == 1.0):
         info = torch.finfo(message.dtype)
         relative = 4 * info.eps
-        smallest = info.tiny * info.eps
+        smallest = LOST if message.dtype is torch.float64 else info.tiny * info.eps
     return Allowed(
         exact=sent / loss,
         # A negative factor exchanges the two ends.
@@ -374,13 +360,17 @@ def _allowed_message(
         bound=bound / abs(loss),
         relative_rounding=relative,
         smallest_rounding=smallest,
+        may_overflow=may_overflow,
     )
 
 
 def _bound(
     run: Run, claims: Claims, call: Call, sent: torch.Tensor, source: int, step: int
-) -> torch.Tensor:
-    """Return the largest error of each element; a rough one in the step that 18.1 reads."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what bounds depend on, and the largest error of each element.
+
+    The error is a rough one in the step that 18.1 reads.
+    """
     size = len(group_of(run, call))
     largest = 0.0
     for pair in messages.sent(run.scenario, size, source, step, call.index):
@@ -389,10 +379,11 @@ def _bound(
             largest = max(largest, float(message.abs().max()))
     largest_sent = torch.full_like(sent, largest)
     collective = run.scenario.options[0]
-    bound = claimed_bound(claims, sent, largest_sent, anywhere=collective == "all_reduce")
+    anywhere = collective == "all_reduce"
+    bound = claimed_bound(claims, sent, largest_sent, anywhere)
     if _is_rough(run, step) and collective not in SUMMING:
-        return torch.maximum(bound, largest_sent / 8)
-    return bound
+        bound = torch.maximum(bound, largest_sent / 8)
+    return largest_around(claims, sent, largest_sent, anywhere), bound
 
 
 def _is_rough(run: Run, step: int) -> bool:

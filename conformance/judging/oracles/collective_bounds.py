@@ -6,6 +6,11 @@ from conformance.subjects.claims import Claims
 from conformance.subjects.kinds.collective import NARROW
 
 LARGEST_HALF = torch.finfo(torch.float16).max
+LARGEST = torch.finfo(torch.float32).max
+
+# A scale below the smallest normal float32, 2**-126, may count as zero. It stands for values of at
+# most the largest number of a format, 57344, times as much.
+LOST = 2.0**-110
 SLACK = 1 + 2.0**-16
 FLOAT32 = 4  # bytes
 HEADER = 256  # bytes
@@ -31,9 +36,14 @@ def neighbours(sent: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tens
         nearest = sent.half().double()
         return nearest.clamp(-LARGEST_HALF, LARGEST_HALF), nearest
     # A bfloat16 is the upper half of a float32. One more in it is the next value away from zero.
-    bits = sent.float().view(torch.int32)
+    # A number that float32 has rounded to an infinity, or to zero, lies between the last two.
+    single = sent.float()
+    is_beyond = single.isinf() & sent.isfinite()
+    is_below = (single == 0) & (sent != 0)
+    bits = torch.where(is_beyond, single.clamp(-LARGEST, LARGEST), single).view(torch.int32)
     toward_zero = bits & ~0xFFFF
-    is_final = (bits == toward_zero) | ~sent.isfinite()
+    is_exact = (bits == toward_zero) & ~is_beyond & ~is_below
+    is_final = is_exact | ~sent.isfinite()
     away = torch.where(is_final, toward_zero, toward_zero + 0x10000)
     # Cutting off the lower half of a NaN's bits can leave those of an infinity.
     low = torch.where(sent.isnan(), sent.float(), toward_zero.view(torch.float32))
@@ -50,15 +60,39 @@ def claimed_bound(
         largest_sent: the largest magnitude that the rank sends in the call.
         anywhere: a block may begin at any element.
     """
-    largest_around = largest_nearby if anywhere else _largest_in_block
+    largest = largest_around(claims, sent, largest_sent, anywhere)
     if blocks := claims.options.get("blocks"):
         largest_value, half_relative_step, half_smallest_step = NARROW[blocks["name"]]
-        scale = largest_around(sent, blocks["size"]) / largest_value
+        scale = largest / largest_value
         return torch.maximum(sent.abs() * half_relative_step, scale * half_smallest_step)
-    bounded = claims.options["bounded"]
-    if "block" in bounded:
-        return bounded["relative"] * largest_around(sent, bounded["block"])
-    return bounded["relative"] * largest_sent
+    return float(claims.options["bounded"]["relative"]) * largest
+
+
+def largest_around(
+    claims: Claims, sent: torch.Tensor, largest_sent: torch.Tensor, anywhere: bool = False
+) -> torch.Tensor:
+    """Return for each element the largest magnitude that its claimed bound depends on.
+
+    The arguments are those of :func:`claimed_bound`.
+    """
+    options = {**claims.options.get("bounded", {}), **claims.options.get("blocks", {})}
+    size = options.get("size", options.get("block"))
+    if size is None:
+        return largest_sent
+    return (largest_nearby if anywhere else _largest_in_block)(sent, size)
+
+
+def beyond_float32(sent: torch.Tensor, bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ends of the intervals in which elements of float64 may arrive.
+
+    Numbers that float32 cannot hold may arrive as those near its largest, or as infinite, with
+    their signs.
+    """
+    limit = torch.full_like(sent, LARGEST / 2)
+    low = torch.where(sent > limit, torch.minimum(limit, sent - bound), sent - bound)
+    low = torch.where(sent < -limit, -torch.inf, low)
+    high = torch.where(sent < -limit, torch.maximum(-limit, sent + bound), sent + bound)
+    return low, torch.where(sent > limit, torch.inf, high)
 
 
 def _largest_in_block(sent: torch.Tensor, block: int) -> torch.Tensor:

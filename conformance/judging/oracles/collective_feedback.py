@@ -19,7 +19,7 @@ from collections import defaultdict
 
 import torch
 
-from conformance.judging.oracles.collective import arrivals, calls, loss_factor
+from conformance.judging.oracles.collective import Arrival, arrivals, calls, loss_factor
 from conformance.judging.oracles.collective_training import promises_of_all_steps
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
@@ -68,3 +68,32 @@ def require_nothing_lost(run: Run, claims: Claims, found: Found) -> None:
                 )
                 return
             found.checked(1, float(used[at]))
+
+
+def require_mean_of_calls(
+    found: Found, arrival: Arrival, tensors: list[torch.Tensor], count: int
+) -> None:
+    """Require that ``count`` tensors arrived for the same message, and that their mean is right.
+
+    ``arrival`` is the first arrival.
+    """
+    actual = f"{arrival}: {len(tensors)} arrived"
+    if not found.require(len(tensors) == count, f"{count} tensors", actual):
+        return
+    exact = arrival.allowed.exact
+    bound_of_call = arrival.allowed.bound
+    bound = 1.1 * bound_of_call / count + 2.0**-21 * exact.abs() + 2.0**-40
+    bound = bound + arrival.allowed.not_fed_back
+    total = torch.zeros_like(exact)
+    for tensor in tensors:
+        total = total + tensor.reshape(-1).double()
+    error = (total / count - exact).abs()
+    at = int((error / bound).argmax())
+    are_same = all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+    found.require(
+        bool((error <= bound).all()),
+        f"a mean within {bound[at].item():.3g}",
+        f"{arrival}, index {at}: off by {error[at].item():.3g} over {count} calls; "
+        f"one call's bound is {bound_of_call[at].item():.3g}",
+        "nothing is fed back: each call loses the same again" if are_same else "",
+    )

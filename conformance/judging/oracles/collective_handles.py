@@ -21,3 +21,10 @@ def require_truth_of_handle(found: Found, call: Call) -> None:
         f"{call}: the future holds other tensors than the outputs",
         "the future of the collective's own Work, which holds the codes",
     )
+    untrue = call.event["untrue"]
+    found.require(
+        not untrue,
+        "answers after wait() that fit a call which has ended well",
+        f"{call}: {', '.join(untrue[:1])}",
+        "the answer of the collective's own Work, or of an earlier moment",
+    )

@@ -28,8 +28,8 @@ that it sends. A loss factor may divide each message, or the product: the interv
 Bits. Operations on bits are of integers alone, and exact.
 
 Special values. A NaN in any message gives NaN. Nothing is promised where infinities of both signs
-meet, and under rounded(float16) where the sum of all |x_i| is above half of its range: partial sums
-may be infinite.
+meet, where a message may overflow, and where the sum of all |x_i| is above half of the range of
+float32, under rounded(float16) of float16: partial sums may be infinite.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,10 +38,11 @@ from functools import reduce
 import torch
 
 from conformance.judging.oracles.allowed_values import Allowed
+from conformance.judging.oracles.collective_bounds import LARGEST
 
 # Relative errors of one rounding, or of cutting off the lower half of a float32.
 _UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-7}
-_HALF_OF_RANGE = 32752.0
+_HALF_OF_RANGE = {"float16": 32752.0}
 
 _ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "maximum": torch.maximum,
@@ -88,8 +89,11 @@ def allowed_sum(
     low = _combined([part.low for part in parts], operation) - more
     high = _combined([part.high for part in parts], operation) + more
     is_free = exact.isnan() & ~_any_nan(parts)
-    if narrow == "float16":
-        is_free |= (magnitude > _HALF_OF_RANGE) & ~_any_nan(parts)
+    overflows = magnitude > _HALF_OF_RANGE.get(narrow, LARGEST / 2)
+    for part in parts:
+        if part.may_overflow is not None:
+            overflows |= part.may_overflow
+    is_free |= overflows & ~_any_nan(parts)
     scale = count if operation == "average" else 1
     return Allowed(
         exact=exact / scale,

@@ -1,4 +1,6 @@
-"""What an asynchronous call says of itself: ``is_completed()``, and a future with callbacks."""
+"""What an asynchronous call says of itself: ``is_completed()``, a future with callbacks, and
+``result()``, ``exception()``, ``is_success()`` and ``synchronize()`` after ``wait()``.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,8 +13,7 @@ Bits = list[str]
 class Handle:
     """The object that a call with ``async_op=True`` has returned.
 
-    A handle may lack ``is_completed()`` or ``get_future()``, or raise an error in them: nothing is
-    asked of it then.
+    A handle may lack any of these methods, or raise an error in them: nothing is asked of it then.
 
     Args:
         returned: the object.
@@ -62,15 +63,27 @@ class Handle:
 
     def value_differs(self, outputs: list[Any]) -> bool:
         """Whether the future holds other tensors than the outputs; it may hold none."""
-        if self._future is None:
-            return False
-        held = [tensor.reshape(-1) for tensor in _tensors(self._future.value())]
-        wanted = [tensor.reshape(-1) for tensor in _tensors(outputs)]
-        return bool(held) and not (
-            sum(map(len, held)) == sum(map(len, wanted))
-            and torch.cat(held).dtype == torch.cat(wanted).dtype
-            and torch.equal(torch.cat(held), torch.cat(wanted))
-        )
+        return self._future is not None and _differs(self._future.value(), outputs)
+
+    def untrue(self, outputs: list[Any]) -> list[str]:
+        """Return the answers that are wrong of a call that has ended well: ``wait()`` returned.
+
+        torch's Gloo cannot tell whether a call is complete by ``synchronize()``, which returns at
+        once on CPU. So it is called here, where it has nothing left to do.
+        """
+        untrue = []
+        if _differs(self._answer("result"), outputs):
+            untrue.append("result() gives other tensors than the outputs")
+        if self._answer("exception") is not None:
+            untrue.append("exception() gives an error")
+        success = self._answer("is_success")
+        if success is not None and not success:
+            untrue.append("is_success() is false")
+        before = self._bits()
+        self._answer("synchronize")
+        if self._bits() != before:
+            untrue.append("synchronize() changes the outputs")
+        return untrue
 
     def _is_completed(self) -> bool | None:
         answer = self._answer("is_completed")
@@ -82,6 +95,17 @@ class Handle:
             return getattr(self._returned, name)()
         except Exception:
             return None
+
+
+def _differs(value: Any, outputs: list[Any]) -> bool:
+    """Whether a value holds other tensors than the outputs; it may hold none."""
+    held = [tensor.reshape(-1) for tensor in _tensors(value)]
+    wanted = [tensor.reshape(-1) for tensor in _tensors(outputs)]
+    return bool(held) and not (
+        sum(map(len, held)) == sum(map(len, wanted))
+        and torch.cat(held).dtype == torch.cat(wanted).dtype
+        and torch.equal(torch.cat(held), torch.cat(wanted))
+    )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -281,42 +281,60 @@ class WrapperTraining:
         return torch.autograd.grad(output, asked, grad)[0]
 
     def _written(self) -> None:
-        """Change the input of each block, or of the first one, in place before the backward."""
-        way = self._drawn_order(WAYS_OF_WRITING)[self._driver.recorder.step]
+        """Change the input of each block, or of the first one, or each output, before the backward.
+
+        If blocks save these tensors, autograd raises an error in a network without the wrapper.
+        There the gradients are those of unchanged tensors.
+        """
+        way, saves = self._drawn_order(WAYS_OF_WRITING)[self._driver.recorder.step]
+        for block in self._inside:
+            block.saves = saves  # type: ignore[assignment]
         x = self._input()
         other = self._drawn(x.shape)
         grad = self._drawn(x.shape)
         WATCH.phase = "forward"
         try:
-            output = self._run_and_write(way, x, other)
+            in_place = not (saves and self._driver.without_subject)
+            output = self._run_and_write(way, x, other, in_place)
             WATCH.phase = "backward"
             output.backward(grad)
         except Exception as error:
-            self._decline(error)
+            self._decline(error, as_without=saves)
             return
         self._keep("output/0", output)
         self._keep("input/0", x.grad)
 
-    def _run_and_write(self, way: str, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def _run_and_write(
+        self, way: str, x: torch.Tensor, other: torch.Tensor, in_place: bool
+    ) -> torch.Tensor:
         if way == "staged":
             output = self._net(x)
             with torch.no_grad():
-                x.copy_(other)
+                (x if in_place else x.clone()).copy_(other)
             return output
         # A leaf that requires a gradient cannot be changed in place.
         stream = x * 2
         for index, block in enumerate(self._net.blocks):
+            made = block(stream)
+            if way == "output":
+                stream = made if in_place else made.clone()
+                stream.add_(other)
+                continue
             columns = slice(index, None, 2) if way == "columns" else slice(None)
-            added = block(stream)
-            stream[:, columns].add_(added[:, columns])
+            stream = stream if in_place else stream.clone()
+            stream[:, columns].add_(made[:, columns])
         return stream
 
-    def _decline(self, error: Exception) -> None:
-        """Record that the wrapper refuses this step with an error; others follow."""
+    def _decline(self, error: Exception, as_without: bool = False) -> None:
+        """Record that the wrapper refuses this step with an error; others follow.
+
+        Args:
+            as_without: whether a network without the wrapper raises one, too.
+        """
         if self._driver.without_subject:
             raise error
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        self._driver.recorder.event("declined", error=text)
+        self._driver.recorder.event("declined", error=text, as_without=as_without)
 
     def _drawn_order(self, values: Sequence[_Value]) -> list[_Value]:
         key = f"{self._scenario.session_seed}/{self._scenario.name}/order"

@@ -178,7 +178,8 @@ class CollectiveDriver(RankDriver):
         """Ask calls whether they are complete, before any wait().
 
         They are asked at once; and, in the step of ``AT_REST``, when all collectives that they have
-        issued are over. In that of ``FUTURE_FIRST`` their futures are waited for.
+        issued are over. In that of ``FUTURE_FIRST`` their futures are waited for, in the order of
+        waits.
         """
         kind = self.scenario.steps[calls[0].step]
         for call in calls:
@@ -188,7 +189,8 @@ class CollectiveDriver(RankDriver):
         if kind == AT_REST:
             self.let_peers_in()
             self.collectives.drain()
-        for call in reversed(calls):
+        for place in self._order_of_waits(calls):
+            call = calls[place]
             assert call.handle
             if kind == AT_REST:
                 call.handle.look("when its collectives are over")
@@ -199,7 +201,8 @@ class CollectiveDriver(RankDriver):
     def _order_of_waits(self, calls: list["_Call"]) -> list[int]:
         if len(calls) == 1:
             return [0]
-        return messages.order_of_waits(self.scenario, calls[0].step)
+        world = dist.get_world_size()
+        return messages.order_of_waits(self.scenario, world, dist.get_rank(), calls[0].step)
 
 
 def _group_of(driver: RankDriver, kind: str) -> dist.ProcessGroup:
@@ -341,23 +344,21 @@ class _Call:
     def keep(self) -> None:
         """Record the outputs as they are now: any later arrival comes too late."""
         outputs = enumerate(self.outputs)
-        self.driver.recorder.event(
-            "called",
-            index=self.index,
-            refused=self.refused,
-            goes_on_alone=self.goes_on_alone,
-            raised_in_wait=self.is_asynchronous and self.is_waited_for and bool(self.refused),
-            waits=callable(getattr(self.returned, "wait", None)),
-            returned=type(self.returned).__name__,
-            inputs_changed=[
+        fields = {
+            "index": self.index,
+            "refused": self.refused,
+            "goes_on_alone": self.goes_on_alone,
+            "raised_in_wait": self.is_asynchronous and self.is_waited_for and bool(self.refused),
+            "waits": callable(getattr(self.returned, "wait", None)),
+            "returned": type(self.returned).__name__,
+            "inputs_changed": [
                 k for k, tensor in enumerate(self.inputs) if digest(tensor) != self.before[k]
             ],
-            replaced=[k for k, out in outputs if not _is_same(out, self.handed[k])],
-            dtypes=[_dtype_name(out) for out in self.outputs],
-            sent=self.driver.collectives.take_sent(),
+            "replaced": [k for k, out in outputs if not _is_same(out, self.handed[k])],
+            "dtypes": [_dtype_name(out) for out in self.outputs],
+            "sent": self.driver.collectives.take_sent(),
             **self._changed_around(),
-            **(self._said(self.handle) if self.handle and not self.refused else {}),
-        )
+        }
         if self.buffers:
             # As the owner of the buffer sees them, whatever the views hold by now.
             self.outputs = self._in_buffer(self.buffers)
@@ -366,6 +367,10 @@ class _Call:
             parts = list(parts[0].split(self.rows[0]))
         for k, part in enumerate(parts):
             self.driver.keep(f"arrived/p{self.index}/{k}", lay_out(part, "contiguous"))
+        if self.handle and not self.refused:
+            # Last, since an answer may change the outputs.
+            fields |= self._said(self.handle)
+        self.driver.recorder.event("called", **fields)
 
     def _changed_around(self) -> dict[str, Any]:
         """Return how many elements of the buffer have changed beside the outputs."""
@@ -384,6 +389,7 @@ class _Call:
             "early": handle.early(),
             "late": handle.is_late(),
             "value_differs": handle.value_differs(self.outputs),
+            "untrue": handle.untrue(self.outputs),
         }
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:

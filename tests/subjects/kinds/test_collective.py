@@ -20,8 +20,10 @@ from conformance.judging.verdict import Verdict
 from conformance.ranks.drivers import collective
 from conformance.ranks.resolve import Factory
 from conformance.scenarios import collective_messages as messages
-from conformance.scenarios.collective import CALLED, FORMS, PLAIN
+from conformance.scenarios.collective import CALLED, FORMS, PLAIN, WAITED
+from conformance.scenarios.collective_training import IN_FLIGHT, ON_TWO_GROUPS
 from conformance.scenarios.gradients import gradient
+from conformance.scenarios.model import Scenario
 from conformance.session.adaptations import adapt_scenario
 from conformance.session.engine import Engine
 from conformance.session.run_sources import LocalSource
@@ -338,6 +340,34 @@ def test_neighbours_in_bfloat16() -> None:
     assert (low.abs() <= sent.double().abs()).all()
     assert (high.abs() >= sent.double().abs()).all()
     assert torch.equal((low == high), sent.double() == nearest)
+
+
+def test_float64_beyond_the_range_of_float32() -> None:
+    sent = torch.tensor([1e300, -1e300, 1e-300, -1e-300, 1.5], dtype=torch.float64)
+    low, high = oracle.neighbours(sent, "bfloat16")
+    largest = torch.finfo(torch.bfloat16).max
+    assert low.tolist() == [largest, -largest, 0.0, -0.0, 1.5]
+    assert high.tolist() == [math.inf, -math.inf, 2.0**-133, -(2.0**-133), 1.5]
+    low, high = oracle.beyond_float32(sent, sent.abs() / 4)
+    largest = torch.finfo(torch.float32).max / 2
+    assert low.tolist() == [largest, -math.inf, 0.75e-300, -1.25e-300, 1.125]
+    assert high.tolist() == [math.inf, -largest, 1.25e-300, -0.75e-300, 1.875]
+
+
+@pytest.mark.parametrize("scenario", [WAITED, IN_FLIGHT, ON_TWO_GROUPS], ids=lambda one: one.name)
+def test_no_two_calls_are_waited_for_in_one_order_by_all(scenario: Scenario) -> None:
+    calls = len(scenario.params)
+    world = scenario.own_size or 3
+    groups = {
+        group
+        for rank in range(world)
+        for group in (scenario.group_of(rank, world), scenario.twin_group_of(rank, world))
+    }
+    for step, group in itertools.product(range(len(scenario.steps)), groups):
+        orders = {rank: messages.order_of_waits(scenario, world, rank, step) for rank in group}
+        for one, other in itertools.combinations(range(calls), 2):
+            first = [order.index(one) < order.index(other) for order in orders.values()]
+            assert set(first) == {True, False}
 
 
 @pytest.mark.parametrize(
