@@ -37,6 +37,22 @@ class GathersAndAverages:
             parameter.copy_(torch.stack(parts).mean(0))
 
 
+class RefusesNewMemory(GathersAndAverages):
+    """Refuse a parameter that has other memory than in its first average, as a graph would."""
+
+    def __init__(self, process_group, period):
+        super().__init__(process_group, period)
+        self.known = {}
+
+    def average_parameters(self, params):
+        params = list(dict.fromkeys(_each(params)))
+        for parameter in params:
+            address = parameter.data_ptr()
+            if self.known.setdefault(parameter, address) != address:
+                raise RuntimeError("a parameter has got new memory: make another averager")
+        super().average_parameters(params)
+
+
 class FlatBuffers:
     """Average one flat buffer per dtype, of the parameters of the constructor.
 
@@ -341,6 +357,7 @@ class MovingAverage:
 OF = {"kind": "averager"}
 RIGHT = (
     Right("GathersAndAverages,period=3,warmup_steps=2", **OF),
+    Right("RefusesNewMemory,period=4", **OF),
     Right("FlatBuffers", "periodic(period=3)", **OF),
     Right("ServerAverages", "periodic(period=5, warmup_steps=4)", **OF),
     Right("Multiplies,period=4", **OF),
