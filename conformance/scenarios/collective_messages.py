@@ -99,13 +99,11 @@ def indices(scenario: Scenario, step: int) -> list[int]:
     if scenario.name == CALLED.name:
         # The scenario has a parameter for each form of the collective with the most forms.
         calls = min(calls, len(CALLS[scenario.options[0]]))
+    specs = list(enumerate(scenario.params[:calls]))
+    if scenario.steps[step] in OF_FLOAT64:
+        return [index for index, spec in specs if spec.shape and spec.dtype == "float64"]
     takes_numbers = scenario.options[0] not in WITHOUT_NUMBERS
-    is_wide = scenario.steps[step] in OF_FLOAT64
-    return [
-        index
-        for index, spec in enumerate(scenario.params[:calls])
-        if (spec.shape or takes_numbers) and (spec.dtype == "float64" or not is_wide)
-    ]
+    return [index for index, spec in specs if spec.shape or takes_numbers]
 
 
 def is_asynchronous(scenario: Scenario, step: int, index: int = 0) -> bool:
