@@ -175,38 +175,47 @@ class _DiLoCo:
         self.group = process_group
         self.step = 0
         self.outer = None
-        self.kept = None
+        self.kept = {}
 
     @torch.no_grad()
     def average_parameters(self, params):
         due = self.step % 5 == 0
-        first = self.step == 0
         self.step += 1
         if not due:
             return
-        params = list(dict.fromkeys(_each(params)))
-        means = []
-        for parameter in params:
+        trained = {
+            place: parameter
+            for place, parameter in enumerate(dict.fromkeys(_each(params)))
+            if parameter.requires_grad
+        }
+        means = {}
+        for place, parameter in trained.items():
             mean = (parameter.detach().double() / self.group.size()).contiguous()
             dist.all_reduce(mean, group=self.group)
-            means.append(mean)
-        if first:
-            self.kept = [torch.nn.Parameter(mean) for mean in means]
-            self.outer = torch.optim.SGD(self.kept, lr=0.7, momentum=0.9, nesterov=True)
-        else:
-            for kept, mean in zip(self.kept, means, strict=True):
-                kept.grad = kept - mean
+            means[place] = mean
+        if self.kept:
+            for place in self.kept.keys() & means:
+                self.kept[place].grad = self.kept[place] - means[place]
             self.outer.step()
-        for parameter, kept in zip(params, self.kept, strict=True):
-            parameter.copy_(kept)
+            self.outer.zero_grad()
+        # The first round of a parameter begins with its mean.
+        first = means.keys() - self.kept.keys()
+        self._keep(self.kept | {place: torch.nn.Parameter(means[place]) for place in sorted(first)})
+        for place, parameter in trained.items():
+            parameter.copy_(self.kept[place])
+
+    def _keep(self, kept):
+        self.kept = kept
+        if self.outer is None:
+            self.outer = torch.optim.SGD(kept.values(), lr=0.7, momentum=0.9, nesterov=True)
+        self.outer.param_groups[0]["params"] = list(kept.values())
 
     def state_dict(self):
         return {"step": self.step, "kept": self.kept, "outer": self.outer.state_dict()}
 
     def load_state_dict(self, saved):
         self.step = saved["step"]
-        self.kept = saved["kept"]
-        self.outer = torch.optim.SGD(self.kept, lr=0.7, momentum=0.9, nesterov=True)
+        self._keep(dict(saved["kept"]))
         self.outer.load_state_dict(saved["outer"])
 
 
