@@ -250,7 +250,7 @@ MUTANTS = [
         for name in ("EmaInHalf", "EmaStaysAfterAnError", "EmaKeepsNoCopies")
     ),
     Mutant("EmaRaisesAfterAnError", ("14.1",), **EMA),
-    Mutant("EmaInOwnDtype", ("14.20",), **EMA),
+    Mutant("EmaInOwnDtype", ("14.12",), **EMA),
     Mutant("EmaSlightlySlow", ("14.12",), **EMA),
     *(Mutant(name, ("14.20",), **EMA) for name in ("EmaStops", "EmaRestarts")),
     Mutant("EmaSlowsDown,decay=0.99", ("14.12",), "like(EMAModelAverager, decay=0.99)", **OF),
