@@ -246,9 +246,13 @@ def watch_mixing(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def take_twelve_buckets(scenario: Scenario, claims: Claims) -> Scenario:
-    """Take twelve parameters, each in a bucket of its own: 2, 3, 4 and 6 divide their number."""
+    """Take twelve parameters, each in a bucket of its own: 2, 3, 4 and 6 divide their number.
+
+    A group of four ranks has six: 2 and 3 divide their number.
+    """
     numbers = generator(scenario, "buckets")
-    params = tuple(Param((numbers.randint(17, 99),)) for _ in range(12))
+    count = 6 if scenario.groups else 12
+    params = tuple(Param((numbers.randint(17, 99),)) for _ in range(count))
     ddp = replace(scenario.ddp, bucket_cap_mb=EQUAL_NODES.ddp.bucket_cap_mb)
     return replace(scenario, params=params, ddp=ddp)
 
