@@ -86,7 +86,8 @@ def contraction(run: Run, claims: Claims, found: Found) -> None:
     times the norm of the gradients of their mean.
 
     The bound holds in every step, while papers bound the expectation: claim a delta that each draw
-    keeps.
+    keeps. In some steps the gradients lie in a few elements alone: the last or the first of a
+    parameter, or drawn ones.
     """
     _judge(run, claims, found, CONTRACTION)
 
@@ -94,13 +95,13 @@ def contraction(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "13.3",
     "Gives random results whose expectation is the mean",
-    on=(VALUES,),
+    on=(VALUES, BUCKETS),
     needs=CONTRACT,
     worlds=WorldSizes.PRIMARY,
     judges_lossy_results=True,
     source="Alistarh et al., QSGD, NeurIPS 2017; Wen et al., TernGrad, NeurIPS 2017",
-    remedy="rounding to nearest, a draw that is reused, a scale that is left out; biased results "
-    "need feedback",
+    remedy="rounding to nearest, a draw that is reused, a scale that is left out; too few random "
+    "bits; biased results need feedback",
 )
 def unbiased(run: Run, claims: Claims, found: Found) -> None:
     """Under ``unbiased`` the errors of 96 draws or more, on the same gradients, cancel out in each
@@ -108,9 +109,14 @@ def unbiased(run: Run, claims: Claims, found: Found) -> None:
 
     The limit is 6 times their root sum of squares plus 12 times the largest. An unbiased hook
     exceeds it with probability below 1e-5, and then in every run or in none (see
-    ``judging/oracles/lossy``).
+    ``judging/oracles/lossy``). An element that all ranks feed with the same sign is sent at least
+    once if elements that are no larger are sent in a third of the draws. In ``buckets`` elements
+    are 2**-4 to 2**-15 of the largest: those of each octave are right on average.
     """
-    _judge(run, claims, found, UNBIASED)
+    if run.scenario.name == BUCKETS.name and claims.lossy == UNBIASED:
+        lossy.require_small_elements(run, claims, found)
+    else:
+        _judge(run, claims, found, UNBIASED)
 
 
 @rule(

@@ -130,7 +130,7 @@ def uneven_groups(run: Run, claims: Claims, found: Found) -> None:
     the larger group have two different distances or more, such as 0, 1, 3 and 4. The nodes have two
     ranks each, or three: the larger group has unequally many of them, as if others evaluate, and
     the smaller group leaves a whole node out. Under ``local`` all ranks of a group meet within 24
-    steps, and get its mean at a claimed period."""
+    steps, in each of six buckets, and get its mean at a claimed period."""
     steps = run.steps("crafted", "normal")
     if require_steps(run, claims, found, steps) and claims.lossy == LOCAL:
         require_meeting(run, claims, found)

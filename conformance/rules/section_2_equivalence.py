@@ -380,7 +380,9 @@ def values_in_training(run: Run, claims: Claims, found: Found) -> None:
 
     The scales are drawn for each layer, 2**-25 or 2**-24, from 2**-6 to 2**6, and from 2**12
     to 2**17, and so are the sizes: matrices of 20 to 36 rows and columns, vectors of 257 to 420
-    elements. An exact result is within the bound of 2.2, a lossy one is held to its claim.
+    elements. An exact result is within the bound of 2.2, a lossy one is held to its claim. Under
+    ``compressed``, but for ef21, some steps feed a few elements alone: the last or the first ones,
+    those at borders of blocks, or drawn ones.
     """
     require_steps(run, claims, found, run.steps("zero_all", "training"))
 

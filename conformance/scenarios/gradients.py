@@ -30,6 +30,9 @@ faint_first, faint_last
 large       normal, 2**10 times as large.
 drift       normal and an eighth of constant: a mean that does not vanish over many steps.
 spike       drift, four times as large.
+beside      the same at every step, with the same sign on all ranks: as many elements of 4 to 5 as
+            there are ranks, and between them small ones, a 2**4th to a 2**15th of 4, so that each
+            octave has twice as many as the one above; constant in a parameter that is too small.
 same, same_one
             constant, and the same on all ranks; same_one is zeros on all ranks but rank 0.
 wide        magnitudes from 1e-30 to 1e30 in one bucket.
@@ -50,6 +53,9 @@ training_constant
 alike       normal, the same on all ranks and at every step.
 faint, small_faint
             2**-20 to 2**-19 (times 2**-10), of random sign: not zero, and the same at every step.
+few/tail/1/all/5, and others
+            zero but for a few elements of about the same size (``few_elements.py``), of the same
+            sign on all ranks; the norm is about that of normal.
 settling    constant, for steps in which every rank uses every parameter (``uses``).
 
 The patterns of ``training``:
@@ -65,10 +71,12 @@ normal      as above.
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
+from conformance.scenarios.few_elements import FEW, places
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES
 from conformance.scenarios.model import DRAINING
 from conformance.scenarios.specials import (
@@ -106,6 +114,7 @@ KINDS = (
     "large",
     "drift",
     "spike",
+    "beside",
     "same",
     "same_one",
     "training",
@@ -116,6 +125,7 @@ KINDS = (
     "settling",
 )
 _HEAVY = ("heavy_first", "heavy_last", "heavy_in_turn")
+BESIDE_FROM = 4096  # elements of a parameter that has small elements beside large ones
 TABLE = 10_000  # the table's number among parameters: no model has as many
 # The same at every step.
 REPEATED = (
@@ -126,6 +136,7 @@ REPEATED = (
     "heavy_last",
     "faint_first",
     "faint_last",
+    "beside",
     "same",
     "same_one",
     "training_constant",
@@ -301,6 +312,8 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
         return torch.full((numel,), float(world * (rank + 1)), dtype=torch.float64)
     if kind == "drift":
         return _constant(numel, rank, param) / 8 + _bell(numel, (rank, step, param))
+    if kind == "beside":
+        return _beside(numel, world, rank, param).clone()
     if kind in ("same", "same_one"):
         used = kind == "same" or rank == 0
         return _constant(numel, 0, param) * used
@@ -320,6 +333,8 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
         return _bell(numel, (rank, step, param))
     if kind == "wide":
         return _wide(numel, rank, step, param)
+    if kind.startswith(FEW):
+        return _few(numel, places(kind, numel, param), (step, param), rank)
     place = place_of(kind)
     if kind == "tiled" or place:
         tile = _values("crafted", min(numel, TILE), world, rank, step, param)
@@ -338,6 +353,16 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
     return values
 
 
+def _few(numel: int, at: Sequence[int], key: tuple[int, ...], rank: int) -> torch.Tensor:
+    """Return zeros, but for some places; the norm is about the root of the number of elements."""
+    values = torch.zeros(numel, dtype=torch.float64)
+    if at:
+        sign = _integers(len(at), 2, (*key, 90)) * 2 - 1
+        size = 1 + _uniform(len(at), (rank, *key, 91)) / 2
+        values[list(at)] = sign * size * 2.0 ** round(math.log2(numel / len(at)) / 2)
+    return values
+
+
 def _wide(numel: int, rank: int, step: int, param: int) -> torch.Tensor:
     """Return values with magnitudes from 1e-30 to 1e30."""
     # Ranks have similar magnitudes at one element: the large part of the exponent has no rank in
@@ -347,6 +372,18 @@ def _wide(numel: int, rank: int, step: int, param: int) -> torch.Tensor:
     sign = _integers(numel, 2, (rank, step, param, 52)) * 2 - 1
     mantissa = 1 + _uniform(numel, (rank, step, param, 53))
     return sign * mantissa * _power_of_two(common + own)
+
+
+@lru_cache(maxsize=16)
+def _beside(numel: int, world: int, rank: int, param: int) -> torch.Tensor:
+    """Return the values that ``beside`` feeds at every step; they are cached."""
+    if numel < BESIDE_FROM:
+        return _constant(numel, rank, param)
+    # With the reciprocal of a uniform number, as many elements are above x as are below 1 / x.
+    sizes = 2.0**-15 / _uniform(numel, (param, 92)).clamp(min=2.0**-11)
+    sizes[:: numel // world][:world] = 1
+    sign = _integers(numel, 2, (param, 93)) * 2 - 1
+    return 4 * sign * sizes * (1 + _uniform(numel, (rank, param, 94)) / 4)
 
 
 @lru_cache(maxsize=64)

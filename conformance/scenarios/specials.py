@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from conformance.scenarios.few_elements import FEW
+
 # Every fifth element of a nan or inf step is special. Most elements still show the mean.
 SPECIAL_EVERY = 5
 _ALL = "all"
@@ -41,8 +43,8 @@ def base_kind(kind: str) -> str:
 
 def place_of(kind: str) -> Place | None:
     """Return the place that a kind names, or None if it names none."""
-    _, *words = kind.split("/")
-    if not words:
+    base, *words = kind.split("/")
+    if not words or base == FEW:
         return None
     place = Place(*(int(word) for word in words if word != _ALL))
     return replace(place, every=1) if words[-1] == _ALL else place
@@ -61,7 +63,7 @@ def with_all_elements(kind: str, of_one_parameter: bool) -> str:
         of_one_parameter: of the parameter of the place, not of all parameters of the rank.
     """
     words = kind.split("/")
-    if len(words) < 4:
+    if len(words) < 4 or words[0] == FEW:
         return kind
     return "/".join([*words[: 3 if of_one_parameter else 2], _ALL])
 

@@ -20,6 +20,7 @@ from conformance.scenarios.hook import (
     SIZES,
     SMALL_GRADIENTS,
     VALUES,
+    VALUES_AGAIN,
     VIEWS,
 )
 from conformance.scenarios.long_runs import lengthened
@@ -34,7 +35,7 @@ from conformance.scenarios.surroundings import (
     with_small_parameters,
 )
 from conformance.scenarios.training_sizes import MANY_BUCKETS, NETWORK, VAST
-from conformance.scenarios.values import RANGES, within_range
+from conformance.scenarios.values import LAYERS, RANGES, within_range
 from conformance.session import scenario_changes as changes
 from conformance.session.long_schedule import schedule_long_run
 from conformance.session.lossy_sizes import (
@@ -57,6 +58,13 @@ from conformance.subjects.kinds import KINDS
 _MIXING = tuple(
     s.name for s in (VALUES, BUCKETS, ACCUMULATED, UNEQUAL_NODES, EQUAL_NODES, UNEVEN_GROUPS)
 )
+
+# The scenarios in which some gradients lie in a few elements. With feedback signs of one scale send
+# a lone element so slowly that only ``layers`` waits for it (oracles/lossy, "Slow compressors").
+_FEW_ELEMENTS = {
+    CONTRACTION: (VALUES.name, VALUES_AGAIN.name, LAYERS.name),
+    FEEDBACK: (LAYERS.name,),
+}
 
 
 @dataclass(frozen=True)
@@ -225,10 +233,12 @@ ADAPTATIONS = (
         "lossy hooks cannot be simulated: sums of a few bits overflow on many ranks",
     ),
     Adaptation(
-        lambda scenario, claims: claims.mixes and scenario.name == EQUAL_NODES.name,
+        lambda scenario, claims: (
+            claims.mixes and scenario.name in (EQUAL_NODES.name, UNEVEN_GROUPS.name)
+        ),
         changes.take_twelve_buckets,
         "partners that follow a count of calls are the same in every step if the number of buckets "
-        "fits it",
+        "fits it: four ranks pair in three ways, eight in seven, and a hypercube in two or three",
     ),
     Adaptation(
         lambda scenario, claims: (
@@ -324,6 +334,14 @@ ADAPTATIONS = (
         ),
         draw_smaller_sizes,
         "lossy results repeat no table, and many steps are recorded",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            changes.is_lossy(scenario, claims)
+            and scenario.name in _FEW_ELEMENTS.get(claims.lossy, ())
+        ),
+        changes.feed_few_elements,
+        "a few elements that are never sent are little of a gradient that is spread over a bucket",
     ),
     Adaptation(
         lambda scenario, claims: (

@@ -6,7 +6,7 @@ The kinds of most rounds decide which claim can be judged; special rounds lie at
                             infinities, wide, small and large values in special rounds
     compressed              a constant plus random values, so that losses add up; rounds with four
                             times as much, small ones, zeros; zeros until residuals are empty, once
-                            on the way and at the end
+                            on the way and at the end; before the end small ones alone
     compressed(ef21)        random values, held until the estimates have converged to them
     compressed(False)       random values
     unbiased                the same values in five of eight rounds, random ones in two, and in one
@@ -33,6 +33,7 @@ from conformance.subjects.claims import (
 # Part of a residual, or of the distance to a held gradient, that is left when it counts as gone.
 LEFT = 1 / 1024
 SETTLED = 1 / 4096
+SMALL_AT_LAST = 1 / 64  # of an uneven residual, when small gradients end
 REPEATS = 2  # special rounds of each kind
 SPIKES = 8  # rounds with four times as much as usual, and small ones
 _RARE = ("nan", "inf", "tiny", "wide")  # kinds that some claims do not take
@@ -89,7 +90,10 @@ def _special_kinds(claims: Claims) -> Sequence[str]:
 def _with_feedback(drawn: int, delta: float, draws: random.Random) -> list[str]:
     """Return the kinds for compression with feedback, with faint gradients at the end."""
     drain = steps_until(delta, LEFT)
-    after = ["drift"] * drawn
+    # The limit at the end is relative to the last gradients: after small ones it shows a leak.
+    # An uneven residual fades half as fast as others (``oracles/long_runs.py``).
+    ebb = min(2 * steps_until(delta, SMALL_AT_LAST), drawn // 4)
+    after = ["drift"] * (drawn - ebb) + ["small"] * ebb
     begin = drawn
     if drain <= drawn // 8:
         begin = draws.randrange(drawn // 4, drawn // 2)
@@ -97,7 +101,7 @@ def _with_feedback(drawn: int, delta: float, draws: random.Random) -> list[str]:
     # The residual that a spike leaves is uneven: it has time to even out before the drain.
     even = min(drain, drawn // 8)
     places = [
-        place for place in range(1, drawn - even) if not begin - even <= place < begin + drain
+        place for place in range(1, drawn - ebb - even) if not begin - even <= place < begin + drain
     ]
     _put(after, ("spike", "small"), SPIKES, draws, places)
     return after + ["faint"] * drain

@@ -30,15 +30,18 @@ from conformance.scenarios.evidence import (
     SPECIAL_DEEP,
     SPECIAL_LARGE,
 )
+from conformance.scenarios.few_elements import in_all_parameters, in_each_parameter
 from conformance.scenarios.hook import (
     AT_SCALE,
+    BUCKETS,
     RAW,
     RESUMED_ONE,
     SAVED_ONE,
+    STREAMS,
     VALUES,
 )
 from conformance.scenarios.micro_batches import with_micro_batches
-from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.model import DRAINING, Param, Scenario
 from conformance.scenarios.reused_states import RESUMED_BY_OTHER_RANKS, ROLLED_BACK
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.specials import with_all_elements, without_element
@@ -214,6 +217,9 @@ def repeat_for_expectation(scenario: Scenario, claims: Claims) -> Scenario:
         count = TRIALS_OF_VALUES
     if scenario.name == LAYERS.name:
         return replace(scenario, steps=(LAYERS.steps[0], *("training_constant",) * count))
+    # Rule 21.1 compares the first steps of the two.
+    if scenario.name in (BUCKETS.name, STREAMS.name):
+        return replace(scenario, steps=("beside",) * count)
     return replace(scenario, steps=("constant",) * count)
 
 
@@ -240,9 +246,13 @@ def watch_mixing(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def take_twelve_buckets(scenario: Scenario, claims: Claims) -> Scenario:
-    """Take twelve parameters, each in a bucket of its own: 2, 3, 4 and 6 divide their number."""
+    """Take twelve parameters, each in a bucket of its own: 2, 3, 4 and 6 divide their number.
+
+    A group of four ranks has six: 2 and 3 divide their number.
+    """
     numbers = generator(scenario, "buckets")
-    params = tuple(Param((numbers.randint(17, 99),)) for _ in range(12))
+    count = 6 if scenario.groups else 12
+    params = tuple(Param((numbers.randint(17, 99),)) for _ in range(count))
     ddp = replace(scenario.ddp, bucket_cap_mb=EQUAL_NODES.ddp.bucket_cap_mb)
     return replace(scenario, params=params, ddp=ddp)
 
@@ -351,6 +361,14 @@ def widen_matrices(scenario: Scenario, claims: Claims) -> Scenario:
         replace(spec, shape=shape) for spec, shape in zip(scenario.params, shapes, strict=True)
     )
     return replace(scenario, params=params)
+
+
+def feed_few_elements(scenario: Scenario, claims: Claims) -> Scenario:
+    """Add steps whose gradients lie in a few elements, before those that empty residuals."""
+    draw = in_all_parameters if scenario.name == LAYERS.name else in_each_parameter
+    own = [kind for kind in scenario.steps if kind not in DRAINING]
+    few = draw(scenario, claims.delta)
+    return replace(scenario, steps=(*own, *few, *scenario.steps[len(own) :]))
 
 
 def run_at_two_ranks(scenario: Scenario, claims: Claims) -> Scenario:

@@ -202,6 +202,32 @@ def partner_by_call(state: Calls, bucket: Bucket) -> Result:
     return completed(buffer.copy_((buffer + gather(buffer, state.group)[partner]) / 2))
 
 
+def tournament_by_call(state: Calls, bucket: Bucket) -> Result:
+    """Meet another rank in each call, as in a tournament: with as many buckets as there are turns,
+    each bucket meets the same one in every step.
+    """
+    buffer = bucket.buffer()
+    size, rank = state.group.size(), state.group.rank()
+    turns = size - 1 + size % 2
+    turn = state.calls % turns
+    state.calls += 1
+    partner = (2 * turn - rank) % turns if rank < turns else turn
+    if partner == rank:
+        partner = rank if size % 2 else size - 1
+    return completed((buffer + gather(buffer, state.group)[partner]) / 2)
+
+
+def next_mask_with_every_call(state: Calls, bucket: Bucket) -> Result:
+    """Average with the rank whose bits differ by the next number from 1 on, in each call."""
+    size = state.group.size()
+    if not is_dense(bucket) or size & (size - 1) or size == 1:
+        return average_of(bucket.buffer(), state.group)
+    parts = torch.stack(gather(bucket.buffer(), state.group))
+    others = torch.arange(size) ^ (1 + state.calls % (size - 1))
+    state.calls += 1
+    return completed(((parts + parts[others]) / 2)[state.group.rank()].clone())
+
+
 _PARTS, _HOSTS = (f"{__name__}:{name}" for name in ("Parts", "Hosts"))
 _SCHEDULE = "tests.mutants.local:Schedule"
 _DISTANCE = f"{__name__}:AtOneDistance"
@@ -228,5 +254,9 @@ MUTANTS = [
     Mutant("running_mean_of_halves", ("24.1",), _COMPRESSED, worlds=_ALL),
     Mutant("first_counts_double", ("24.1",), _CLOSELY, worlds=_ALL),
     Mutant("last_pair_counts_double", ("24.2",), _COMPRESSED, worlds=_ALL),
-    Mutant("partner_by_call", ("24.2",), "local", state=f"{__name__}:Calls", worlds=_ALL),
+    Mutant("partner_by_call", ("24.2", "24.4"), "local", state=f"{__name__}:Calls", worlds=_ALL),
+    *(
+        Mutant(name, ("24.4",), "local", state=f"{__name__}:Calls", worlds=_ALL)
+        for name in ("tournament_by_call", "next_mask_with_every_call")
+    ),
 ]

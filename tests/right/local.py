@@ -147,6 +147,37 @@ def random_pairs_by_bucket(state: State, bucket: Bucket) -> Result:
     )
 
 
+class Rotation:
+    """A group and the number of the step; in each step all buckets meet the same rank."""
+
+    def __init__(self, process_group: Group) -> None:
+        self.group = process_group
+        self.step = 0
+
+    def partner(self) -> int:
+        """Return the rank of this step: all pairs of a tournament come in turn.
+
+        Of an odd number of ranks, one is its own partner.
+        """
+        size, rank = self.group.size(), self.group.rank()
+        turns = max(1, size - 1 + size % 2)
+        turn = self.step % turns
+        if rank == turns:
+            return turn
+        partner = (2 * turn - rank) % turns
+        return partner if partner != rank or size % 2 else size - 1
+
+
+def rotating_gossip(state: Rotation, bucket: Bucket) -> Result:
+    """Average with the partner of the step."""
+    partner = state.partner()
+    state.step += bucket.is_last()
+    buffer = dense(bucket)
+    if partner == state.group.rank():
+        return completed(buffer)
+    return completed((buffer + _swap(buffer, partner, state.group)) / 2)
+
+
 def every_second_bucket(state: State, bucket: Bucket) -> Result:
     """Average even buckets in even steps, and odd buckets in odd steps.
 
@@ -166,8 +197,14 @@ RIGHT = [
     Right("random_pairs", "local(ratio=1)", STATE, sections=COMPRESSORS),
     Right("every_second_step", "local(period=2, ratio=1)", STATE, sections=COMPRESSORS),
     *(
-        Right(name, "local", STATE, sections=COMPRESSORS)
+        Right(name, "local", STATE, sections=(*COMPRESSORS, "23"))
         for name in ("random_pairs_by_bucket", "every_second_bucket")
+    ),
+    Right(
+        "rotating_gossip",
+        "local",
+        f"{__name__}:Rotation",
+        sections=(*COMPRESSORS, "23", "24"),
     ),
     Right("hierarchical", "local(period=3)", setup=True),
     Right("torch_local_sgd", "local(mixing=False), warmup(2)", setup=True),

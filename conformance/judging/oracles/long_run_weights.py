@@ -27,6 +27,8 @@ def require_weights(record: LongRecord, found: Found) -> torch.Tensor | None:
     for index in record.indices:
         tables = torch.stack([record.inputs(rank, index) for rank in range(size)], dim=2)
         is_solved = tables.size(1) >= FEWEST_ELEMENTS * size
+        # Weights may differ between buckets: those of one parameter are judged by themselves.
+        own = torch.zeros_like(heard)
         for rank in range(size):
             rows = record.results(rank, index)
             assert rows is not None
@@ -36,9 +38,10 @@ def require_weights(record: LongRecord, found: Found) -> torch.Tensor | None:
                 weights = _require_solved(record, rank, index, rows, tables, found)
                 if weights is None:
                     return None
-                heard[rank] = torch.maximum(heard[rank], weights)
-        if is_solved and not _require_equal_influence(record, index, heard, found):
+                own[rank] = weights
+        if is_solved and not _require_equal_influence(record, index, own, found):
             return None
+        heard = torch.maximum(heard, own)
     return heard
 
 

@@ -170,6 +170,8 @@ def test_feedback_is_right(compress: Callable[[torch.Tensor], torch.Tensor], see
         Feedback(left=lambda step: 0.0 if step % 100 == 99 else 1.0),
         Feedback(left=lambda step: 0.0 if step == 1013 else 1.0),
         Feedback(left=lambda step: 1.0 if step < 900 else 0.9),
+        Feedback(left=lambda step: 0.999),
+        Feedback(signs, left=lambda step: 0.999),
         Feedback(factor=0.97),
         Feedback(factor=0.997),
     ],
@@ -227,6 +229,19 @@ def partners(until: float = math.inf) -> Simulated:
 def test_local_means_are_right() -> None:
     for rule in (section_23.every_step, section_23.mixing):
         assert not judged(rule, "local", partners()).failures
+
+
+def test_pairs_of_three_ranks_may_differ_between_buckets() -> None:
+    def hook(step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        alone = (step + index) % 3
+        return torch.stack(
+            [
+                row if rank == alone else (row + gradients[3 - alone - rank]) / 2
+                for rank, row in enumerate(gradients)
+            ]
+        )
+
+    assert not judged(section_23.every_step, "local", hook).failures
 
 
 def test_the_end_of_mixing_is_found_wherever_it_lies() -> None:
@@ -316,10 +331,10 @@ def test_the_messages_on_long_runs() -> None:
 Expected: mean 0.100094527 within 1.45e-07
 Actual: 0.133459369 on rank 0, steps 900 to 902, parameter p0, index (0, 0)
 Likely cause: 5 of 1667 groups of steps are wrong, among them steps 900, 1899, 2898, 3900
-Expected: results that sum to the means, within 73.5, the largest sum of residuals
-Actual: rank 0, step 1280, parameter p0 (step 1278 after the warm-up): the sum of all
-    results so far is off by 81.5; at the end by 81.5, with a limit of 7.76
-Likely cause: over the whole run results are 0.9879 times the means
+Expected: results that sum to the means, within 64.9, the largest sum of residuals
+Actual: rank 0, step 1223, parameter p0 (step 1221 after the warm-up): the sum of all
+    results so far is off by 68.2; at the end by 68.2, with a limit of 7.42
+Likely cause: over the whole run results are 0.9895 times the means
 Expected: finite values for finite gradients
 Actual: rank 0, step 77, parameter p0: some are not, or there is no gradient
 Likely cause: this step alone, of 1316, is wrong

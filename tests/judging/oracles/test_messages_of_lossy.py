@@ -10,7 +10,7 @@ from conformance.judging.oracles import lossy
 from conformance.judging.oracles.lossy import compression, likeness, local, unbiased
 from conformance.judging.oracles.lossy.common import JudgedRun
 from conformance.judging.oracles.mean import mean
-from conformance.judging.verdict import Found
+from conformance.judging.verdict import Found, Verdict
 from conformance.records.run import Run
 from conformance.scenarios.hook import SPECIAL, VALUES
 from conformance.scenarios.model import Param, Scenario
@@ -125,6 +125,18 @@ Likely cause: nothing is communicated: claim local(ratio=0) if that is meant
 Expected: the mean over all ranks in one of 2 steps
 Actual: parameter p0: not in the 2 steps up to step 1
 Likely cause: a period that is counted in buckets, or never begins""",
+    )
+
+
+def test_ranks_whose_weights_are_unknown_are_not_judged() -> None:
+    """Seven elements do not determine the weights of two ranks."""
+    found = Found()
+    run = made_run(own, replace(NORMAL, params=(Param((7,)),)), 2)
+    local.require_mixing(JudgedRun(run, parse_claims("local"), found), range(6))
+    assert found.verdict() is Verdict.NOT_RUN
+    assert found.without_evidence == (
+        "the weights of ranks are unknown in all buckets: they are too small, or too coarsely "
+        "rounded"
     )
 
 

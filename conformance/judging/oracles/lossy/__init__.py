@@ -61,11 +61,28 @@ the rate of elements one of whose two values has a probability of 1/5. A value t
 for the constant ones, if it is drawn as often, stays out of 96 draws with a probability below
 (4/5)**96 < 1e-9. If draws change less often this is not required: a correction may be seldom.
 
+Never sent. Let all ranks feed an element with the same sign, and let the elements whose gradients
+are no larger (by their mean magnitude) be other than zero in a third of the draws. A compressor
+that rounds to levels, or selects at random, sends larger elements no more seldom. If W ranks send
+one with probabilities whose sum is s, then it is other than zero with at least 1 - exp(-s), while
+others of that size have at most s: it is with at least 0.63 / 3, and zero in all of 95 draws with a
+probability below 2e-10. Elements on which ranks disagree may cancel out, and are not judged.
+
 Outliers. If one element is nine tenths of a parameter's norm or more, a hook with few levels sends
 the other elements so seldom that L is below 18. Only the outlier itself is then judged, and only if
 results change from draw to draw as often as required above: its average is right up to the bound
 above, and off by at most a quarter if it varies by less than a quarter. Both may be a twentieth
 more: another rank's element at that place is a ten-thousandth of it.
+
+Beside large ones. Rounding with too few random bits never sends elements below their resolution:
+with one random byte, those whose distance from a level is below a 256th of a step. ``buckets``
+feeds 20,475 elements that are 2**-4 to 2**-15 of the largest, the same ones 96 times, and as many
+above x as there are below 1/x. So an octave adds up to 0.4 of the largest element. If a
+compressor has no more than two levels, zero and the largest element, L is 37 for each octave, and
+more with finer levels; if the upper one is the norm of the bucket on four ranks, L is 20. The
+errors of an octave are judged along its signs by the bound above. Octaves are joined until there
+are 256 elements, so that L is large enough for random selections. With two levels the loss of a
+whole octave is found, and with 127 levels that of a twelfth.
 
 Draws. Let e_t be the error of draw t. Given the draws before it has the expectation zero, so that
 <e_t, e_(t+k)> has it too, for every lag k. The bound above holds for their sum over t. Noise that
@@ -81,6 +98,13 @@ times smaller than those of others in their bucket then come out late, and witho
 Layers of different scales are fed in buckets of their own, where only absolute numbers, and state
 that buckets share, can lose them. In the first step DDP has one bucket for all layers: it is fed
 zeros.
+
+Few elements. Without feedback some gradients lie in few elements, so that each of them is more of
+the squared norm than the 1 - delta that may be lost: the last and the first elements of a bucket
+and of its parameters, those at the borders of blocks, and drawn ones (``scenarios/
+few_elements.py``). With feedback they are fed in ``layers``, where their norm is that of the other
+gradients, and their sum must come out like that of the others. A bound that holds for every input,
+as that of a delta-compressor does, holds for them too.
 
 Small gradients. All bounds are relative to the gradients, so that they hold for gradients a
 thousandth as large, too. Most gradients of a model are below 1; a threshold or an epsilon that is
@@ -194,6 +218,7 @@ __all__ = [
     "require_period",
     "require_same_bits",
     "require_seen",
+    "require_small_elements",
     "variance",
     "whole_result",
 ]
@@ -254,6 +279,12 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     views = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     return torch.equal(*views)
+
+
+def require_small_elements(run: Run, claims: Claims, found: Found) -> None:
+    """Require small elements beside large ones to be right on average, see "Beside large ones"."""
+    steps = range(claims.warmup, len(run.scenario.steps))
+    random_results.require_small_elements(JudgedRun(run, claims, found), steps)
 
 
 def require_fresh_draws(run: Run, claims: Claims, found: Found) -> None:

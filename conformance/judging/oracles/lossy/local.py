@@ -165,7 +165,8 @@ def solve(fed: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
 def heard(judged: JudgedRun, steps: range) -> dict[str, dict[int, torch.Tensor]]:
     """Return who heard whom: for each parameter and step a table ``[W, W]`` of weights.
 
-    A step is left out if a rank's weights are unknown in it.
+    A step is left out if a rank's weights are unknown in it. If they are unknown in all steps of
+    all parameters, note that there is no evidence.
     """
     run = judged.run
     tables: dict[str, dict[int, torch.Tensor]] = {}
@@ -181,10 +182,16 @@ def heard(judged: JudgedRun, steps: range) -> dict[str, dict[int, torch.Tensor]]
                     step, torch.full(shape, math.nan, dtype=torch.float64)
                 )
                 table[rank] = weights
-    return {
+    known = {
         name: {step: table for step, table in by_step.items() if not table.isnan().any()}
         for name, by_step in tables.items()
     }
+    if not any(known.values()):
+        judged.found.lacks_evidence(
+            "the weights of ranks are unknown in all buckets: they are too small, or too coarsely "
+            "rounded"
+        )
+    return known
 
 
 def connected(weights: torch.Tensor, ranks: tuple[int, ...]) -> list[list[int]]:

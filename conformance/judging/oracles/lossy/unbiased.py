@@ -6,6 +6,7 @@ The derivations stand in the package's docstring, under "Unbiased" and "Draws".
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -15,6 +16,7 @@ from conformance.judging.oracles.lossy.common import (
     likely_cause,
     unit_roundoff,
 )
+from conformance.scenarios.gradients import BESIDE_FROM
 
 SIGMAS = 6.0
 PEAKS = 12.0
@@ -23,6 +25,9 @@ FINE = 1 / 4  # the relative error of a draw that is near the mean
 SMALL = 1 / 20  # of a typical element: the bias that is not found in small parameters
 OFTEN = 2 * 1 / 5 * 4 / 5  # the share of elements that change from draw to draw
 LONGEST_LAG = 80  # steps after which noise may repeat, and is still found in 160 draws
+SENT_OFTEN = 1 / 3  # of the draws, by elements that are no larger
+NOTHING = 2.0**-40  # of a mean; errors are computed in float64
+SMALLEST = 2.0**-15  # of the largest element, of the small ones beside it
 ALONE = 0.9  # of a parameter's norm: one element that is so large is an outlier
 
 
@@ -33,10 +38,12 @@ class Draws:
     Attributes:
         errors: result minus mean, ``[draws, numel]`` by parameter.
         means: the means, likewise.
+        steps: the steps of the draws.
     """
 
     errors: dict[int, torch.Tensor]
     means: dict[int, torch.Tensor]
+    steps: list[int]
 
 
 def draws_of(judged: JudgedRun, rank: int, steps: range) -> Draws | None:
@@ -46,7 +53,7 @@ def draws_of(judged: JudgedRun, rank: int, steps: range) -> Draws | None:
     """
     kinds = judged.run.scenario.steps
     drawn = [step for step in steps if kinds[step] != "zero_all"]
-    draws = Draws({}, {})
+    draws = Draws({}, {}, drawn)
     for _, index, _ in judged.parameters(rank):
         got = judged.results(rank, index, drawn)
         if got is None:
@@ -65,6 +72,25 @@ def require_expectation(judged: JudgedRun, steps: range) -> None:
             continue
         draws = draws_of(judged, rank, steps)
         if draws is None or not _require_unbiased(judged, rank, draws):
+            return
+
+
+def require_small_elements(judged: JudgedRun, steps: range) -> None:
+    """Require small elements beside large ones to be right on average, in large parameters."""
+    scenario = judged.run.scenario
+    drawn = [step for step in steps if scenario.steps[step] == "beside"]
+    large = [
+        index
+        for index, spec in enumerate(scenario.params)
+        if math.prod(spec.shape) >= BESIDE_FROM and spec.dtype == "float32"
+    ]
+    for rank, index in product(range(judged.run.world), large):
+        got = judged.results(rank, index, drawn)
+        if got is None:
+            return
+        right = judged.mean(rank, drawn[0], index)
+        place = f"rank {rank}, parameter {judged.run.parameter_name(index)}"
+        if not _require_small_ones(judged, got - right, right, place, index):
             return
 
 
@@ -90,6 +116,8 @@ def _require_unbiased(judged: JudgedRun, rank: int, draws: Draws) -> bool:
                 return False
             continue
         if varies_often and not _require_constant_is_mean(judged, errors[index], means, place):
+            return False
+        if not _require_sent(judged, draws, rank, index, place):
             return False
         numel = errors[index].size(1)
         if not is_fine and numel < MANY:
@@ -134,6 +162,50 @@ def _require_outliers(
     return True
 
 
+def _require_small_ones(
+    judged: JudgedRun, errors: torch.Tensor, right: torch.Tensor, place: str, index: int
+) -> bool:
+    """Require the small elements beside large ones to be right on average (see "Beside large
+    ones").
+    """
+    draws = len(errors)
+    largest = float(right.abs().max())
+    slack = ROUNDINGS * unit_roundoff(judged.run, index) * largest
+    for low, high, members in _octaves(right.abs() / largest):
+        along = errors[:, members] @ right[members].sign()
+        total = abs(float(along.sum()))
+        spread = math.sqrt(float(along.square().sum()))
+        numel = int(members.sum())
+        bound = SIGMAS * spread + PEAKS * float(along.abs().max()) + draws * slack * numel
+        share = 1 + float(along.sum()) / draws / float(right[members].abs().sum())
+        holds = judged.found.require(
+            total <= bound,
+            f"elements of {low:.3g} to {high:.3g} of the largest that are right on average: errors "
+            f"of {draws} draws that sum to at most {bound:.3g}",
+            f"{place}: {total:.3g}; on average {share:.3g} of these {numel} elements comes out",
+            "too few random bits, or a threshold" if total > bound else "",
+        )
+        if not holds:
+            return False
+        judged.found.checked(draws, total / bound if bound else None)
+    return True
+
+
+def _octaves(sizes: torch.Tensor) -> Iterator[tuple[float, float, torch.Tensor]]:
+    """Yield octaves of relative sizes below 1/8, from the largest on, and masks of their elements.
+
+    Octaves are joined until there are ``MANY`` elements; fewer at the end are left out.
+    """
+    high = 1 / 8
+    low = high
+    while bool((sizes < high).any()) and low > SMALLEST:
+        low /= 2
+        members = (sizes < high) & (sizes >= low)
+        if int(members.sum()) >= MANY:
+            yield low, high, members
+            high = low
+
+
 def _require_constant_is_mean(
     judged: JudgedRun, errors: torch.Tensor, means: torch.Tensor, place: str
 ) -> bool:
@@ -148,6 +220,32 @@ def _require_constant_is_mean(
         off <= FINE,
         "the mean, if results do not vary",
         f"{place}: the same {off:.3g} off in each of {len(got)} draws",
+    )
+
+
+def _require_sent(judged: JudgedRun, draws: Draws, rank: int, index: int, place: str) -> bool:
+    """Require each element to be sent at all, if smaller ones often are (see "Never sent")."""
+    means = draws.means[index]
+    if not bool((means == means[0]).all()):
+        return True
+    group = judged.group(rank)
+    fed = torch.stack([judged.run.fed(other, draws.steps[0], index) for other in group])
+    # DDP regroups its buckets after the first step, and other elements are the last of a bucket.
+    sent = ((draws.errors[index] + means).abs() > NOTHING * means.abs())[1:]
+    sizes = fed.abs().mean(0)
+    order = sizes.argsort()
+    rates = sent.double().mean(0)[order]
+    of_smaller = torch.empty_like(rates)
+    of_smaller[order] = rates.cumsum(0) / torch.arange(1, len(rates) + 1)
+    agree = (fed > 0).all(0) | (fed < 0).all(0)
+    lost = ~sent.any(0) & agree & (of_smaller >= SENT_OFTEN)
+    at = int(lost.double().argmax()) if lost.any() else 0
+    return judged.found.require(
+        not lost.any(),
+        f"every element in one of {len(sent)} draws, if smaller ones are in a third of them",
+        f"{place}: elements that are zero in all draws: {int(lost.sum())}, the first is {at}",
+        "elements that are never sent: after the last block, or before the first"
+        * bool(lost.any()),
     )
 
 
