@@ -39,15 +39,15 @@ class PutsFreezesBack(OfModules):
         return result
 
 
-class PutsPrecisionBack(Right):
+class PutsFillingBack(Right):
     """Save a setting of torch, and restore it before the hooks are called."""
 
     def __enter__(self) -> None:
         super().__enter__()
-        self.saved = torch.get_float32_matmul_precision()
+        self.saved = torch.utils.deterministic.fill_uninitialized_memory
 
     def shadow(self) -> None:
-        torch.set_float32_matmul_precision(self.saved)
+        torch.utils.deterministic.fill_uninitialized_memory = self.saved
         super().shadow()
 
 
@@ -100,7 +100,7 @@ MUTANTS = [
     for name in (
         "PutsModesBack",
         "PutsFreezesBack",
-        "PutsPrecisionBack",
+        "PutsFillingBack",
         "PutsDeterminismBack",
         "PutsRatesBack",
         "PutsAttributesBack",

@@ -254,7 +254,14 @@ MUTANTS = [
     Mutant("running_mean_of_halves", ("24.1",), _COMPRESSED, worlds=_ALL),
     Mutant("first_counts_double", ("24.1",), _CLOSELY, worlds=_ALL),
     Mutant("last_pair_counts_double", ("24.2",), _COMPRESSED, worlds=_ALL),
-    Mutant("partner_by_call", ("24.2", "24.4"), "local", state=f"{__name__}:Calls", worlds=_ALL),
+    Mutant(
+        "partner_by_call",
+        ("24.2", "24.4"),
+        "local",
+        state=f"{__name__}:Calls",
+        worlds=_ALL,
+        because={"24.4": "its groups of four ranks have several buckets a step, too"},
+    ),
     *(
         Mutant(name, ("24.4",), "local", state=f"{__name__}:Calls", worlds=_ALL)
         for name in ("tournament_by_call", "next_mask_with_every_call")

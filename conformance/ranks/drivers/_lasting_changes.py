@@ -62,16 +62,13 @@ def _change_filling() -> None:
     settings.fill_uninitialized_memory = not settings.fill_uninitialized_memory
 
 
-def _change_precision() -> None:
-    is_high = torch.get_float32_matmul_precision() == "high"
-    torch.set_float32_matmul_precision("highest" if is_high else "high")
-
-
 def _change_grad_mode() -> None:
     torch.set_grad_enabled(not torch.is_grad_enabled())
 
 
-_SETTINGS = (_change_determinism, _change_filling, _change_precision)
+# The precision of matmul is not among them: once it was set, flags of torch.backends differ, and
+# torch has no function that puts them back.
+_SETTINGS = (_change_determinism, _change_filling)
 # These would change the work of a model, and the tensors that ranks exchange: all ranks have to
 # change them before their first step.
 _SETTINGS_OF_STEPS = (_change_default_dtype, _change_grad_mode)
@@ -83,7 +80,6 @@ def settings_put_back() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     determinism = torch.get_deterministic_debug_mode()
     filling = torch.utils.deterministic.fill_uninitialized_memory
-    precision = torch.get_float32_matmul_precision()
     grad_mode = torch.is_grad_enabled()
     try:
         yield
@@ -91,7 +87,6 @@ def settings_put_back() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_deterministic_debug_mode(determinism)
         torch.utils.deterministic.fill_uninitialized_memory = filling
-        torch.set_float32_matmul_precision(precision)
         torch.set_grad_enabled(grad_mode)
 
 

@@ -44,7 +44,7 @@ def test_torchs_context(
         ),
     }
     outside = [failure.actual for failure in refused["17.16"].failures]
-    assert "rank 0, a step of DistributedDataParallel after an exception in one: 5" in outside
+    assert "rank 0, a step of DistributedDataParallel after an exception in one: 7" in outside
     assert not any("enable=False" in actual for actual in outside)
 
 
