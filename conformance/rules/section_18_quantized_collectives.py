@@ -14,7 +14,12 @@ from conformance.judging.oracles.collective import (
     require_calls,
     require_zero_signs,
 )
-from conformance.judging.oracles.collective_bounds import FLOAT32, byte_limit, largest_share
+from conformance.judging.oracles.collective_bounds import (
+    FLOAT32,
+    byte_limit,
+    largest_share,
+    times_sent,
+)
 from conformance.judging.oracles.collective_feedback import (
     require_mean_of_calls,
     require_nothing_lost,
@@ -38,7 +43,6 @@ from conformance.scenarios.collective import (
     REPEATED,
     SPECIAL,
     SUBGROUPS,
-    SUMMING,
     WAITED,
 )
 from conformance.scenarios.collective_training import AFTER_WORLD, CHANGING_SCALE, VARYING
@@ -374,7 +378,7 @@ def fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
         unquantized = FLOAT32 * size * numel
         sent = 0
         for name, number in call.event["sent"]:
-            sent += number * _times_sent(name, run.scenario.options[0], size)
+            sent += number * times_sent(name, run.scenario.options[0], size)
         if sent:
             is_seen = True
             found.sends(sent, unquantized)
@@ -397,17 +401,6 @@ def fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply(
             "it passes nothing to torch's collectives: its bytes are not seen here"
         )
-
-
-def _times_sent(name: str, collective: str, size: int) -> int:
-    """Return how often a collective of torch's sends what it is given.
-
-    An all-gather is given one message, which it sends to each rank. An all-reduce sends each
-    element to the rank that sums it, and the sum back: as messages count here, of two ranks each.
-    """
-    is_gathered = name.lstrip("_").startswith("allgather")
-    is_summed = name.lstrip("_").startswith("allreduce") and collective in SUMMING
-    return size if is_gathered or is_summed else 1
 
 
 @rule(

@@ -2,6 +2,7 @@
 
 import torch
 
+from conformance.scenarios.collective import SUMMING
 from conformance.subjects.claims import Claims
 from conformance.subjects.kinds.collective import NARROW
 
@@ -19,6 +20,17 @@ HEADER = 256  # bytes
 def byte_limit(claims: Claims, size: int, count: int) -> float:
     """Return the most bytes that ``size`` messages of ``count`` elements together may take."""
     return largest_share(claims) * FLOAT32 * count + (HEADER + _padding(claims)) * size
+
+
+def times_sent(name: str, collective: str, size: int) -> int:
+    """Return how often a collective of torch's sends what it is given.
+
+    An all-gather is given one message, which it sends to each rank. An all-reduce sends each
+    element to the rank that sums it, and the sum back: as messages count here, of two ranks each.
+    """
+    is_gathered = name.lstrip("_").startswith("allgather")
+    is_summed = name.lstrip("_").startswith("allreduce") and collective in SUMMING
+    return size if is_gathered or is_summed else 1
 
 
 def largest_share(claims: Claims) -> float:
