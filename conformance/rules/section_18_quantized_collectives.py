@@ -3,6 +3,7 @@
 import torch
 
 from conformance.judging.common_rules import leaves_no_trace, refuses_fewer_ranks
+from conformance.judging.oracles import collective_bounds as bounds
 from conformance.judging.oracles.collective import (
     ROUGH,
     arrivals,
@@ -13,12 +14,6 @@ from conformance.judging.oracles.collective import (
     require_call,
     require_calls,
     require_zero_signs,
-)
-from conformance.judging.oracles.collective_bounds import (
-    FLOAT32,
-    byte_limit,
-    largest_share,
-    times_sent,
 )
 from conformance.judging.oracles.collective_feedback import (
     require_mean_of_calls,
@@ -375,17 +370,17 @@ def fewer_bytes(run: Run, claims: Claims, found: Found) -> None:
     is_seen = False
     for call in calls(run):
         numel = torch.Size(run.scenario.params[call.index].shape).numel()
-        unquantized = FLOAT32 * size * numel
+        unquantized = bounds.FLOAT32 * size * numel
         sent = 0
         for name, number in call.event["sent"]:
-            sent += number * times_sent(name, run.scenario.options[0], size)
+            sent += number * bounds.times_sent(name, run.scenario.options[0], size)
         if sent:
             is_seen = True
             found.sends(sent, unquantized)
-        limit = byte_limit(claims, size, size * numel)
+        limit = bounds.byte_limit(claims, size, size * numel)
         is_fewer = sent <= limit
         # Without a claimed ratio all that is known is that something has to be saved.
-        if claims.has("bounded") and largest_share(claims) == 1:
+        if claims.has("bounded") and bounds.largest_share(claims) == 1:
             is_fewer = sent < unquantized
         is_wide = sent >= unquantized
         found.require(
