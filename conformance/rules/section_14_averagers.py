@@ -55,7 +55,8 @@ def mean_of_parameters(run: Run, claims: Claims, found: Found) -> None:
     """After a call that averages, every parameter holds the mean over the ranks that are averaged.
 
     On crafted values every right way to compute the mean gives the same bits. On random values the
-    result may differ by the roundings of a sum. Rule 14.2 judges which steps average.
+    result may differ by the roundings of a sum. Rule 14.2 judges which steps average. Local steps
+    write some parameters, which are drawn, by ``p.data``: that leaves their versions as they were.
     """
     require_right(run, claims, found)
 

@@ -140,8 +140,8 @@ def two(run: Run, claims: Claims, found: Found) -> None:
 def buffers(run: Run, claims: Claims, found: Found) -> None:
     """Each step begins with the buffers of the first rank on all ranks, as under DDP, so that those
     of a BatchNorm do not drift apart; gradients are the means. The buffers are running statistics,
-    counts in int64, int32 and uint8, and a mask of bools; each forward changes them by numbers that
-    are drawn for each rank.
+    counts in int64, int32 and uint8, a mask of bools, and complex numbers, where DDP sends these;
+    each forward changes them by numbers that are drawn for each rank.
 
     A strategy may send buffers in every micro-batch too, or when the step ends. If DDP was made
     with broadcast_buffers=False, each rank keeps buffers of its own.

@@ -149,11 +149,12 @@ def uneven(run: Run, claims: Claims, found: Found) -> None:
     "group or its size in an attribute of the object, which the next call changes",
 )
 def in_flight(run: Run, claims: Claims, found: Found) -> None:
-    """Two to four calls of one shape, made by one object, may be under way at once; each rank waits
-    for them in an order of its own, and twice. Or an error refuses async_op=True.
+    """Many calls of one shape, made by one object, may be under way at once; each rank waits for
+    them in an order of its own, and twice. Or an error refuses async_op=True.
 
-    They may also be on two groups: rows and columns of a mesh of 2 x 2 ranks, or one of these and
-    WORLD. The ranks of rows, the groups and the orders of waits are drawn.
+    There are 24 to 40 of them on one group. Two to four may also be on two groups: rows and columns
+    of a mesh of 2 x 2 ranks, or one of these and WORLD. The ranks of rows, the groups and the
+    orders of waits are drawn.
     """
     for call in calls(run):
         if call.refused:

@@ -247,6 +247,15 @@ def is_frozen(scenario: Scenario, step: int, index: int) -> bool:
     return scenario.params[index].frozen
 
 
+def is_written_to_data(scenario: Scenario, index: int) -> bool:
+    """Whether local steps write a parameter by ``p.data``, as the optimizers of some packages do.
+
+    This leaves the parameter's version as it was.
+    """
+    key = f"{scenario.session_seed}/{scenario.name}/written to data/{index}"
+    return random.Random(key).random() < 0.5
+
+
 def is_given(scenario: Scenario, step: int, index: int) -> bool:
     """Whether a parameter is among those that the averager is given at a step."""
     if scenario.variant != "changing" or index != ADDED:

@@ -62,7 +62,7 @@ _UNEVEN = replace(
 _IN_FLIGHT = replace(
     WAITED,
     name="collective_in_flight",
-    summary="async_op=True, two to four calls of one shape at a time; each rank waits for them in "
+    summary="async_op=True, 24 to 40 calls of one shape at a time; each rank waits for them in "
     "an order of its own, and again in that of the calls",
     steps=("normal", "uneven"),
     world_sizes=(2,),
@@ -158,9 +158,12 @@ def draw_views(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def draw_in_flight(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw two to four calls of one shape, of 100 to 900 elements."""
-    param = _matrix(numbers.randint(100, 900), numbers)
-    return replace(scenario, params=(param,) * numbers.randint(2, 4))
+    """Draw 24 to 40 calls of one shape, of 100 to 900 elements, as many as layers may prefetch."""
+    return _of_one_shape(scenario, numbers, numbers.randint(24, 40))
+
+
+def _of_one_shape(scenario: Scenario, numbers: random.Random, calls: int) -> Scenario:
+    return replace(scenario, params=(_matrix(numbers.randint(100, 900), numbers),) * calls)
 
 
 def draw_on_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -168,7 +171,7 @@ def draw_on_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
     ranks = numbers.sample(range(4), 4)
     rows = (ranks[:2], ranks[2:])
     return replace(
-        draw_in_flight(scenario, numbers),
+        _of_one_shape(scenario, numbers, numbers.randint(2, 4)),
         groups=tuple(tuple(sorted(row)) for row in rows),
         twin_groups=tuple(tuple(sorted(column)) for column in zip(*rows, strict=True)),
     )

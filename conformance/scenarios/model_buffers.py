@@ -1,14 +1,16 @@
 """The buffers of a model under a strategy or a join, and their values after each forward.
 
-Each forward adds a drawn number to the buffers of integers, as a count of samples is, and rotates
-the mask of bools and changes some of its bits. The numbers differ on ranks, so that the buffers of
-the ranks do, too, until they are sent. Integers of int64 have more bits than a float64 holds. A
-value is a number here; the element i of a mask is its bit i.
+Each forward adds a drawn number to the buffers of integers, as a count of samples is, turns the
+complex ones by a right angle, and rotates the mask of bools and changes some of its bits. The
+numbers differ on ranks, so that the buffers of the ranks do, too, until they are sent. Integers of
+int64 have more bits than a float64 holds. A value is a number here; the element i of a mask is its
+bit i.
 """
 
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.strategy import statistic
@@ -79,16 +81,22 @@ def _wrapped(value: float, update: Update) -> float:
     return (value + update.added("uint8")) % 256
 
 
-def _mask(value: float, update: Update) -> float:
+def _phase(value: complex, update: Update) -> complex:
+    # Exact, as running statistics are.
+    return value * 1j + update.statistic
+
+
+def _mask(value: Any, update: Update) -> Any:
     bits = int(value)
     return ((bits << 1 | bits >> (BITS - 1)) % 2**BITS) ^ update.mask
 
 
 # The value of a buffer after a forward, by the name of the buffer.
-UPDATED: Mapping[str, Callable[[float, Update], float]] = {
+UPDATED: Mapping[str, Callable[[Any, Update], Any]] = {
     "running": _running,
     "seen": _seen,
     "samples": _samples,
     "wrapped": _wrapped,
     "mask": _mask,
+    "phase": _phase,
 }

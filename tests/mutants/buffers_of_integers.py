@@ -52,6 +52,39 @@ def sends_one_flat_buffer(model: Any, is_final_microbatch: bool) -> Context:
     return _then(model, is_final_microbatch, finish)
 
 
+def sends_what_is_no_count_in_double(model: Any, is_final_microbatch: bool) -> Context:
+    """Send the buffers that are no integers in one message of float64: complex ones become real."""
+
+    def finish() -> None:
+        _average(model)
+        if not model.broadcast_buffers:
+            return
+        for buffer in model.buffers():
+            if not (buffer.is_floating_point() or buffer.is_complex()):
+                _send(model, buffer)
+        others = [one for one in model.buffers() if one.is_floating_point() or one.is_complex()]
+        if not others:
+            return
+        flat = torch.cat([one.real.double().reshape(-1) for one in others])
+        _send(model, flat)
+        for buffer, part in zip(others, flat.split([one.numel() for one in others]), strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+    return _then(model, is_final_microbatch, finish)
+
+
+def leaves_complex_buffers(model: Any, is_final_microbatch: bool) -> Context:
+    """Send the buffers of all dtypes but complex ones."""
+
+    def finish() -> None:
+        _average(model)
+        for buffer in model.buffers() if model.broadcast_buffers else ():
+            if not buffer.is_complex():
+                _send(model, buffer)
+
+    return _then(model, is_final_microbatch, finish)
+
+
 def joins_masks(model: Any, is_final_microbatch: bool) -> Context:
     """Send the buffers, and let a mask be set wherever it is set on any rank."""
 
@@ -115,6 +148,7 @@ MUTANTS = [
         for name in (
             *("sends_floating_point", "sends_one_flat_buffer"),
             *("joins_masks", "takes_the_largest_count"),
+            *("sends_what_is_no_count_in_double", "leaves_complex_buffers"),
         )
     ),
     Mutant("KeepsItsCounts", ("17.12",), kind="joinable"),

@@ -1,5 +1,6 @@
 """Mutants of rules 18.21 to 18.25: quantized collectives that are wrong in training alone."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -462,16 +463,33 @@ def even_lists(func: Made, qtype: str) -> Made:
 
 def rooms_by_shape(func: Made, qtype: str) -> Made:
     """Keep the buffers that messages arrive in, by shape; a second call overwrites the first."""
-    kept: dict[tuple[torch.Size, ...], list[Tensor]] = {}
+    return _gathers_into_rooms(1)
+
+
+def ring_of_eight(func: Made, qtype: str) -> Made:
+    """Keep the buffers of eight calls for each shape; the ninth call overwrites the first."""
+    return _gathers_into_rooms(8)
+
+
+def ring_of_20(func: Made, qtype: str) -> Made:
+    """Keep the buffers of 20 calls for each shape."""
+    return _gathers_into_rooms(20)
+
+
+def _gathers_into_rooms(count: int) -> Made:
+    kept: dict[tuple[int, tuple[torch.Size, ...]], list[Tensor]] = {}
+    numbers = itertools.count()
 
     def gather(
         tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
         code = half(tensor)
         shapes = tuple(output.shape for output in tensor_list)
-        if shapes not in kept:
-            kept[shapes] = [torch.empty(shape, dtype=torch.float16) for shape in shapes]
-        rooms = kept[shapes]
+        place = next(numbers) % count
+        if (place, shapes) not in kept:
+            rooms = [torch.empty(shape, dtype=torch.float16) for shape in shapes]
+            kept[place, shapes] = rooms
+        rooms = kept[place, shapes]
         work = dist.all_gather(rooms, code, group, async_op=True)
 
         def finish() -> None:
@@ -601,7 +619,7 @@ MUTANTS = [
     _named("writes_the_storage", "18.23", "scatter"),
     _named("writes_whole_vectors", "18.23"),
     _named("even_lists", "18.24", "all_to_all"),
-    _named("rooms_by_shape", "18.25"),
+    *(_named(name, "18.25") for name in ("rooms_by_shape", "ring_of_eight", "ring_of_20")),
     _named("second_wait_empties", "18.25"),
     _named("second_wait_raises", "18.25", "all_to_all"),
     _named("divides_in_wait", "18.25", more=",quant_loss=2.0"),

@@ -26,6 +26,21 @@ class WritesToItsOwnViews(Averager):
         super().average(self.targets)
 
 
+class LeavesOutTheUnwritten(Averager):
+    """Leave out parameters that no rank has written since the last average, by their versions."""
+
+    versions: dict[Any, int] | None = None
+
+    def average(self, params):
+        known = self.versions or {}
+        written = torch.tensor(
+            [int(known.get(one) != one._version) for one in params], dtype=torch.int32
+        )
+        dist.all_reduce(written, op=dist.ReduceOp.MAX, group=self.group)
+        super().average([one for one, is_new in zip(params, written, strict=True) if is_new])
+        self.versions = {one: one._version for one in params}
+
+
 class MadeWithTheirData(Averager):
     """Keep ``p.data`` of the parameters that it is made with."""
 
@@ -135,6 +150,7 @@ MUTANTS = [
             *("PlansItsBuckets", "WritesBackWhereItCopiedFrom"),
         )
     ),
+    Mutant(f"LeavesOutTheUnwritten,{AT}", ("14.1",), **OF),
     Mutant("EvaluatesInOldMemory", ("14.18",), "like(EMAModelAverager, decay=0.999)", **OF),
     Mutant("PointsBack", ("15.39",), kind="optimizer"),
     Mutant("SendsOldTensors", ("15.39",), kind="optimizer"),

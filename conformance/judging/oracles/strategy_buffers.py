@@ -14,6 +14,7 @@ With broadcast_buffers=False nothing is sent: rank r holds the results of its ow
 
 import math
 from functools import reduce
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ _BUFFERS = {
     "samples": "counts in int32",
     "wrapped": "counts in uint8",
     "mask": "a mask of bools with the bits",
+    "phase": "complex numbers",
 }
 
 
@@ -39,7 +41,9 @@ def require_buffers(run: Run, found: Found) -> None:
     """
     for rank, step in steps(run):
         for name, words in _BUFFERS.items():
-            _require_buffer(run, found, rank, step, name, words)
+            # Where DDP sends no complex tensors, the model has none.
+            if name != "phase" or f"{step}/buffer/phase" in run.ranks[rank].tensors:
+                _require_buffer(run, found, rank, step, name, words)
 
 
 def _require_buffer(run: Run, found: Found, rank: int, step: int, name: str, words: str) -> None:
@@ -69,24 +73,26 @@ def _require_buffer(run: Run, found: Found, rank: int, step: int, name: str, wor
     )
 
 
-def value_of(buffer: torch.Tensor, name: str) -> float:
+def value_of(buffer: torch.Tensor, name: str) -> Any:
     """Return the value of a recorded buffer; NaN if its elements differ."""
     elements = buffer.reshape(-1).tolist()
     if name == "mask":
         return sum(element << bit for bit, element in enumerate(elements))
-    value: float = elements[0] if len(set(elements)) == 1 else math.nan
-    return value
+    if name == "phase":
+        # A record has the real and the imaginary parts.
+        elements = list(map(complex, elements[::2], elements[1::2]))
+    return elements[0] if len(set(elements)) == 1 else math.nan
 
 
-def _shown(value: float) -> str:
-    return f"{value:.9g}" if isinstance(value, float) else str(value)
+def _shown(value: Any) -> str:
+    return f"{value:.9g}" if isinstance(value, (float, complex)) else str(value)
 
 
-def _values_of(run: Run, place: int, step: int, name: str) -> list[float]:
+def _values_of(run: Run, place: int, step: int, name: str) -> list[Any]:
     """Return the values of a buffer of a rank's own forwards, before the first micro-batch and
     after each.
     """
-    values: list[float] = [0]
+    values: list[Any] = [0]
     for earlier in range(step + 1):
         for batch in range(batches(run.scenario, earlier)):
             update = update_of(run.scenario, place, earlier, batch)

@@ -17,6 +17,7 @@ from conformance.scenarios.averager_training import (
     ROLLED,
     is_frozen,
     is_given,
+    is_written_to_data,
     rolled_back,
     turn,
 )
@@ -197,7 +198,8 @@ class AveragerDriver(RankDriver):
             parameter.requires_grad_(not is_frozen(self.scenario, step, index))
             if sets_values:
                 of = source(self.scenario, ranks, place, step, index)
-                parameter.copy_(self._values(of, index))
+                by_data = is_written_to_data(self.scenario, index)
+                (parameter.data if by_data else parameter).copy_(self._values(of, index))
             has_one = has_gradient(self.scenario, len(ranks), place, step, index)
             parameter.grad = torch.ones_like(parameter) if has_one else None
 

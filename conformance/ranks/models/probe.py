@@ -15,6 +15,7 @@ from torch import nn
 from conformance.scenarios.gradients import gradient, lay_out, sparse_rows, uses
 from conformance.scenarios.model import Param
 from conformance.scenarios.model_buffers import BITS, Update
+from conformance.torch_versions.faults import faults_of
 
 TRAINING_BATCH = 6
 TRAINING_WIDTHS = (9, 17, 5)
@@ -115,6 +116,7 @@ class BufferedProbe(Probe):
     samples: torch.Tensor
     wrapped: torch.Tensor
     mask: torch.Tensor
+    phase: torch.Tensor
 
     def __init__(self, params: tuple[Param, ...], level: float, rank: int) -> None:
         super().__init__(params, level, rank)
@@ -123,6 +125,9 @@ class BufferedProbe(Probe):
         self.register_buffer("samples", torch.zeros(3, dtype=torch.int32))
         self.register_buffer("wrapped", torch.zeros((2, 2), dtype=torch.uint8))
         self.register_buffer("mask", torch.zeros(BITS, dtype=torch.bool))
+        # With a fault, DDP sends no complex tensors.
+        if not faults_of(torch.__version__):
+            self.register_buffer("phase", torch.zeros(5, dtype=torch.complex64))
 
     def forward(
         self, grads: list[torch.Tensor | None], update: Update | None = None
@@ -139,6 +144,8 @@ class BufferedProbe(Probe):
         self.samples.add_(update.added("int32"))
         self.wrapped.add_(update.added("uint8"))
         turn_mask(self.mask, update)
+        if hasattr(self, "phase"):
+            self.phase.mul_(1j).add_(update.statistic)
 
 
 def turn_mask(mask: torch.Tensor, update: Update) -> None:
