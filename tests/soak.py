@@ -93,16 +93,19 @@ def takes(case: Case, worlds: tuple[int, ...]) -> bool:
     return max(worlds) >= least
 
 
+def _usual_worlds(case: Case) -> tuple[int, ...]:
+    if ".exact:" in case.target:
+        return (1, 2, 3, 4)
+    return (2, 3) if takes(case, (2, 3)) else case.worlds
+
+
 def right_cases(worlds: tuple[int, ...]) -> list[Case]:
     """Return right subjects, judged by the whole book although tests judge some by a few sections.
 
     Args:
         worlds: their world sizes; if empty, those that the tests use.
     """
-    shapes = [
-        replace(case, worlds=(1, 2, 3, 4) if ".exact:" in case.target else (2, 3))
-        for case in test_right.CASES
-    ]
+    shapes = [replace(case, worlds=_usual_worlds(case)) for case in test_right.CASES]
     certified = [replace(case, worlds=tuple({*case.worlds, 4})) for case in test_certified.CASES]
     cases = [replace(case, rules=(), partly=False) for case in (*shapes, *certified)]
     if worlds:
