@@ -250,10 +250,12 @@ def is_frozen(scenario: Scenario, step: int, index: int) -> bool:
 def is_written_to_data(scenario: Scenario, index: int) -> bool:
     """Whether local steps write a parameter by ``p.data``, as the optimizers of some packages do.
 
-    This leaves the parameter's version as it was.
+    This leaves the parameter's version as it was. Half of the parameters are drawn, so that a run
+    has one at least.
     """
-    key = f"{scenario.session_seed}/{scenario.name}/written to data/{index}"
-    return random.Random(key).random() < 0.5
+    draw = random.Random(f"{scenario.session_seed}/{scenario.name}/written to data")
+    count = len(scenario.params)
+    return index in draw.sample(range(count), (count + 1) // 2)
 
 
 def is_given(scenario: Scenario, step: int, index: int) -> bool:

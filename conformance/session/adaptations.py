@@ -236,7 +236,7 @@ ADAPTATIONS = (
         lambda scenario, claims: (
             claims.mixes and scenario.name in (EQUAL_NODES.name, UNEVEN_GROUPS.name)
         ),
-        changes.take_twelve_buckets,
+        changes.take_many_buckets,
         "partners that follow a count of calls are the same in every step if the number of buckets "
         "fits it: four ranks pair in three ways, eight in seven, and a hypercube in two or three",
     ),

@@ -245,10 +245,9 @@ def watch_mixing(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(scenario, steps=scenario.steps + ("normal",) * more)
 
 
-def take_twelve_buckets(scenario: Scenario, claims: Claims) -> Scenario:
-    """Take twelve parameters, each in a bucket of its own: 2, 3, 4 and 6 divide their number.
-
-    A group of four ranks has six: 2 and 3 divide their number.
+def take_many_buckets(scenario: Scenario, claims: Claims) -> Scenario:
+    """Take parameters in buckets of their own: twelve, whose number 2, 3, 4 and 6 divide; on groups
+    of four ranks six, whose number 2 and 3 divide.
     """
     numbers = generator(scenario, "buckets")
     count = 6 if scenario.groups else 12
