@@ -14,6 +14,8 @@ A right implementation in ``hooks_ref`` is the control; ``Kind.reference`` is it
 command line, the parser of claims and the tables of claims are derived from ``KINDS``.
 """
 
+import functools
+
 from conformance.subjects.kinds._claim import Claim, Form, Reference
 from conformance.subjects.kinds._kind import Kind
 from conformance.subjects.kinds.averager import AVERAGER
@@ -29,6 +31,7 @@ KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}
 HOOK = _HOOK.name
 
 
+@functools.cache
 def kind_of(section: str) -> str:
     """Return the kind of subject to which a section of the rule book applies."""
     return next(kind.name for kind in KINDS.values() if section in kind.sections)
