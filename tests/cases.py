@@ -72,12 +72,12 @@ class Case:
 # of them, and --thorough judges all subjects by all rules.
 COSTLY_SECTIONS = ("20", "22", "23", "24", "25")
 COSTLY_RULES = {
-    *(f"14.{place}" for place in range(15, 27)),
-    *(f"15.{place}" for place in (*range(21, 38), 39)),
-    *(f"16.{place}" for place in range(20, 37)),
-    *(f"17.{place}" for place in range(18, 35)),
-    *(f"18.{place}" for place in range(21, 33)),
-    *(f"19.{place}" for place in range(23, 36)),
+    *(f"14.{place}" for place in range(15, 28)),
+    *(f"15.{place}" for place in (*range(21, 38), 39, 40)),
+    *(f"16.{place}" for place in range(20, 38)),
+    *(f"17.{place}" for place in range(18, 36)),
+    *(f"18.{place}" for place in (*range(21, 33), 35)),
+    *(f"19.{place}" for place in (*range(23, 36), 38)),
 }
 # Each costly rule judges one in so many subjects.
 ONE_IN = 12

@@ -136,6 +136,62 @@ def _refuses_fewer_ranks(run: Run, claims: Claims, found: Found) -> None:
     )
 
 
+def right_beside_own_numbers(
+    number: str,
+    judges: tuple[Rule, ...],
+    *,
+    on: tuple[Scenario, ...],
+    title: str = "Is right on both sides of the numbers in its own code",
+    since: str = "1.6",
+    source: str = (
+        "code that takes another path for large tensors, or after some steps, than its tests have; "
+        "the same as 25.1 of hooks"
+    ),
+    remedy: str = "the branch that begins at the number: it is right on one side of it only",
+) -> Rule:
+    """Enter a rule in the book: runs that are made for a number in the subject's code are right.
+
+    Args:
+        judges: the rules on large models and on long runs. A run is judged by the one whose
+            scenario it is made from.
+        on: the scenario that stands for these runs.
+
+    Use it so::
+
+        own_numbers = right_beside_own_numbers("14.27", (large, long_run), on=(PROBE,))
+    """
+    by_variant = {scenario.variant: judge for judge in judges for scenario in judge.on}
+
+    def is_right(records: Run | dict[str, Run], claims: Claims, found: Found) -> None:
+        """If no other run took a branch that compares with a number, runs made for that number
+        give right results too.
+
+        The number is evaluated from the code (``judging/oracles/code_numbers.py``). The runs have
+        sizes, counts or steps below and above it (``scenarios/probes_of_kinds.py``), and are judged
+        as large models and long runs are. At most eight numbers are tried, up to 2**22 elements
+        or 2**24 bytes, 2,048 tensors and 2,048 steps. The certificate names them.
+        """
+        run = records if isinstance(records, Run) else next(iter(records.values()))
+        by_variant[run.scenario.variant].check(records, claims, found)
+        for failure in found.failures:
+            failure.actual = f"{failure.actual} ({run.scenario.summary})"
+
+    enter = rule(
+        number,
+        title,
+        on=on,
+        owns=on,
+        needs=tuple(judge.number for judge in judges),
+        baseline=judges[0].baseline,
+        reads_all_runs=judges[0].reads_all_runs,
+        since=since,
+        source=source,
+        remedy=remedy,
+        probes=True,
+    )
+    return enter(is_right)
+
+
 def keeps_no_more(
     number: str,
     *,

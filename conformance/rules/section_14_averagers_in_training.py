@@ -8,6 +8,7 @@ from conformance.judging.common_rules import (
     TOGETHER_REMEDY,
     keeps_no_more,
     raises_if_collective_fails,
+    right_beside_own_numbers,
 )
 from conformance.judging.oracles.averager import require_dtypes, require_right
 from conformance.judging.oracles.averager_like import require_like
@@ -34,6 +35,7 @@ from conformance.scenarios.conditions_together import AVERAGER as CONDITIONS
 from conformance.scenarios.failing_collectives import AVERAGER
 from conformance.scenarios.kinds_in_clusters import AVERAGER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import AVERAGER as DEFAULT_DTYPES
+from conformance.scenarios.probes_of_kinds import AVERAGER as PROBE
 from conformance.subjects.claims import Claims
 
 
@@ -297,3 +299,6 @@ def together(run: Run, claims: Claims, found: Found) -> None:
         found.leaves_out("it saves no state: no run that continues from a checkpoint is judged")
         return
     require_right(run, claims, found, must_change=True, evaluated=True)
+
+
+own_numbers = right_beside_own_numbers("14.27", (large, long_run), on=(PROBE,))

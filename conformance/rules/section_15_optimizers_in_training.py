@@ -8,6 +8,7 @@ from conformance.judging.common_rules import (
     TOGETHER_REMEDY,
     keeps_no_more,
     raises_if_collective_fails,
+    right_beside_own_numbers,
 )
 from conformance.judging.oracles.optimizer import (
     construction,
@@ -47,6 +48,7 @@ from conformance.scenarios.optimizer_training import (
     averages_gradients,
     plan_of,
 )
+from conformance.scenarios.probes_of_kinds import OPTIMIZER as PROBE
 from conformance.subjects.claims import Claims
 
 BASIC = ("15.1", "15.2", "15.3")
@@ -443,3 +445,6 @@ def under_scaler(run: Run, claims: Claims, found: Found) -> None:
     if takes_averager(run):
         require_calls_under_scaler(run, found)
     require_right(run, found)
+
+
+own_numbers = right_beside_own_numbers("15.40", (large, long_run), on=(PROBE,))

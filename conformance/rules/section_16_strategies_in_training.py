@@ -8,6 +8,7 @@ from conformance.judging.common_rules import (
     TOGETHER_REMEDY,
     keeps_no_more,
     raises_if_collective_fails,
+    right_beside_own_numbers,
 )
 from conformance.judging.oracles.strategy import require_means
 from conformance.judging.oracles.strategy_buffers import require_buffers
@@ -18,6 +19,7 @@ from conformance.scenarios.conditions_together import STRATEGY as CONDITIONS
 from conformance.scenarios.failing_collectives import STRATEGY
 from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import STRATEGY as DEFAULT_DTYPES
+from conformance.scenarios.probes_of_kinds import STRATEGY as PROBE
 from conformance.scenarios.strategy_training import (
     ABANDONED,
     ADDED,
@@ -356,3 +358,6 @@ def added_parameters(run: Run, claims: Claims, found: Found) -> None:
         found.does_not_apply("it claims all_used: 16.16")
         return
     require_means(run, found)
+
+
+own_numbers = right_beside_own_numbers("16.37", (large, long_run), on=(PROBE,))

@@ -1,6 +1,6 @@
 """Section 17: joins, as in training: numbers of joinables; long epochs, many epochs, interrupts."""
 
-from conformance.judging.common_rules import ON_MORE_RANKS, keeps_no_more
+from conformance.judging.common_rules import ON_MORE_RANKS, keeps_no_more, right_beside_own_numbers
 from conformance.judging.oracles.join import (
     NOT_A_JOINABLE,
     applies_to_context,
@@ -39,6 +39,7 @@ from conformance.scenarios.joins_in_training import (
 from conformance.scenarios.joins_in_training import INTERRUPTS as INTERRUPTED
 from conformance.scenarios.kinds_in_clusters import JOINABLE as CLUSTERS
 from conformance.scenarios.kinds_in_clusters import JOINABLE_NUMBERS as CLUSTERS_OF_NUMBERS
+from conformance.scenarios.probes_of_kinds import JOINABLE as PROBE
 from conformance.subjects.claims import Claims
 
 TUTORIAL = (
@@ -338,3 +339,6 @@ def crowd(run: Run, claims: Claims, found: Found) -> None:
         require_steps(run, member, found)
         require_post_hooks(run, member, found)
     require_agreement(run, found)
+
+
+own_numbers = right_beside_own_numbers("17.35", (long, many), on=(PROBE,))

@@ -8,6 +8,7 @@ from conformance.judging.common_rules import (
     TOGETHER_REMEDY,
     keeps_no_more,
     raises_if_collective_fails,
+    right_beside_own_numbers,
 )
 from conformance.judging.oracles.collective import calls, require_call, require_calls
 from conformance.judging.oracles.collective_forms import (
@@ -37,6 +38,7 @@ from conformance.scenarios.failing_collectives import ASYNCHRONOUS, COLLECTIVE
 from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import COLLECTIVE as DEFAULT_DTYPES
 from conformance.scenarios.kinds_under_default_dtypes import COLLECTIVE_UNDER_AUTOCAST as AUTOCAST
+from conformance.scenarios.probes_of_kinds import COLLECTIVE as PROBE
 from conformance.subjects.claims import Claims
 
 
@@ -259,3 +261,6 @@ def together(run: Run, claims: Claims, found: Found) -> None:
         for call in calls(run):
             require = require_shape if is_plain(run, call) else require_dtype
             require(run, claims, found, call)
+
+
+own_numbers = right_beside_own_numbers("18.35", (large, long_run), on=(PROBE,))

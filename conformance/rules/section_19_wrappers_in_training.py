@@ -7,6 +7,7 @@ from conformance.judging.common_rules import (
     TOGETHER,
     TOGETHER_REMEDY,
     keeps_no_more,
+    right_beside_own_numbers,
 )
 from conformance.judging.oracles.wrapper import (
     require_same_modes,
@@ -22,6 +23,7 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.conditions_together import WRAPPER as CONDITIONS
 from conformance.scenarios.kinds_under_default_dtypes import WRAPPER as DEFAULT_DTYPES
+from conformance.scenarios.probes_of_kinds import WRAPPER as PROBE
 from conformance.scenarios.wrapper_training import (
     FROZEN,
     GRAPHS,
@@ -322,3 +324,6 @@ def written(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     The order of these is drawn from the session's seed.
     """
     require_same_or_refused(runs, found)
+
+
+own_numbers = right_beside_own_numbers("19.38", (large, long_run), on=(PROBE,))

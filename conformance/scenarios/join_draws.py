@@ -7,6 +7,7 @@ The seed and the scenario's name alone decide the numbers.
 import random
 from functools import lru_cache
 
+from conformance.scenarios.averager_training import option
 from conformance.scenarios.interrupts import INTERRUPTS
 from conformance.scenarios.model import Scenario
 
@@ -26,7 +27,7 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
 
     - ``numbers``: 2 to 4 on all ranks; then four rows of uneven inputs.
     - ``long``: 100 to 300 on one rank and none on the others, then the same for another rank, then
-      1,001 to 1,400 on one rank.
+      1,001 to 1,400 on one rank. A probe names the number, for one rank and then for another.
     - ``interrupts``: 1 to 3 on all ranks for each kind of exception; then uneven inputs.
     - ``hooks_raise``: none on one rank and one on the others; then uneven inputs three times.
     - ``epochs``: 5 to 8 rows of uneven inputs.
@@ -45,7 +46,9 @@ def drawn_lengths(scenario: Scenario, size: int) -> list[Lengths]:
         even = (numbers.randint(2, 4),) * size
         return [even, *(_uneven(numbers, size, first + row) for row in range(4))]
     if scenario.variant == "long":
-        counts = (numbers.randint(100, 300), numbers.randint(100, 300), numbers.randint(1001, 1400))
+        counts = [numbers.randint(100, 300), numbers.randint(100, 300), numbers.randint(1001, 1400)]
+        if scenario.is_probe:
+            counts = [int(option(scenario, "inputs"))] * 2
         return [
             tuple(count * (place == (first + row) % size) for place in range(size))
             for row, count in enumerate(counts)

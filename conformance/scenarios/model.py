@@ -330,8 +330,17 @@ class Scenario:
 
     @property
     def family(self) -> str:
-        """The scenario in the rule book that this one stands for: ``probe`` for all probes."""
-        return "probe" if self.name.startswith("probe_") else self.name
+        """The scenario in the rule book that this one stands for: ``probe`` for all probes of a
+        hook, ``averager_probe`` for those of an averager.
+        """
+        if not self.is_probe:
+            return self.name
+        return "probe" if self.kind == "hook" else f"{self.kind}_probe"
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether the scenario is made for a number in the subject's own code."""
+        return self.name.startswith("probe_")
 
     @property
     def intercepts(self) -> bool:

@@ -102,11 +102,6 @@ def probes_of_number(
                 yield Probe(scenario, world)
 
 
-def is_in_range(value: float, quantities: Collection[str]) -> bool:
-    """Whether any scenario can be made for a number."""
-    return next(iter(probes_of_number(value, quantities, "", ())), None) is not None
-
-
 def probe_of_dtype(dtype: str, place: str) -> Probe:
     """Return the scenario that has parameters of a dtype only."""
     params = tuple(Param((size,), dtype) for size in (3, 1031, 70_001))

@@ -332,7 +332,18 @@ class Engine:
         elif failed := self.maker.failure_of(run):
             self._note_failed_run(rule, run, failed, judgement)
         else:
-            self._note_findings(judgement, name, rule, run)
+            try:
+                self._note_findings(judgement, name, rule, self._with_baseline(rule, run))
+            except NodeLost as error:
+                judgement.note_run(name, Verdict.NOT_RUN, str(error))
+
+    def _with_baseline(self, rule: Rule, run: Run) -> Run | dict[str, Run]:
+        """Return what a rule reads of one run: the run, or a dict of it and its baselines."""
+        scenario, size = run.scenario, run.world
+        if rule.reads_all_runs:
+            return {run.name: run, **self.maker.baseline_runs(rule.baseline, scenario, size)}
+        self._set_beside(rule, run, scenario, size)
+        return run
 
     def _judge_runs(self, rule: Rule) -> Judgement:
         wanted = self.plan.runs_of(rule)
@@ -364,8 +375,7 @@ class Engine:
                 refused += refuses_scenario(rule, run)
             elif not rule.reads_all_runs:
                 try:
-                    self._set_beside(rule, run, scenario, size)
-                    self._note_findings(judgement, name, rule, run)
+                    self._note_findings(judgement, name, rule, self._with_baseline(rule, run))
                 except NodeLost as error:
                     judgement.note_run(name, Verdict.NOT_RUN, str(error))
             else:

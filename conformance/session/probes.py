@@ -1,9 +1,12 @@
-"""The search for numbers in the subject's own code, and the runs that reach them (rule 25.1).
+"""The search for numbers in the subject's own code, and the runs that reach them.
+
+Rule 25.1 reads the runs of hooks, and the last rule of each other kind has those of that kind.
 
 Coverage of the runs so far names the branches that none took. The numbers in their conditions are
 tried; their runs may reach branches with further numbers, which are tried next.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,14 +17,15 @@ from conformance.scenarios.model import Scenario
 from conformance.scenarios.probes import (
     LEAST_TRIED,
     Probe,
-    is_in_range,
     judged_as,
     probe_of_dtype,
     probes_of_number,
 )
+from conformance.scenarios.probes_of_kinds import probes_of_kind
 from conformance.session.coverage import Measured, Tried
 from conformance.session.plan import Plan
 from conformance.subjects.claims import Claims
+from conformance.subjects.kinds import HOOK
 from conformance.subjects.spec import CONTEXT_NAMES, SubjectSpec
 from conformance.subjects.target import parse_target
 
@@ -60,6 +64,7 @@ class Probes:
     def __init__(
         self, subject: SubjectSpec, claims: Claims, plan: Plan, capacity: int | None
     ) -> None:
+        self._kind = subject.kind
         self._arguments = _arguments(subject)
         self._claims = claims
         self._plan = plan
@@ -84,18 +89,26 @@ class Probes:
             if self._claims.fused:
                 # The parameters that the hook steps would overflow.
                 quantities.discard("values")
-            if not is_in_range(number.value, quantities) or self._is_full():
+            probes = self._probes_of(number, quantities, values)
+            if not probes or self._is_full():
                 if number.value >= LEAST_TRIED:
                     self.tried.out_of_reach.append(_entry(number))
                 continue
-            probes = probes_of_number(number.value, quantities, number.place, values)
-            wanted += self._wanted(list(probes), _entry(number))
-        for dtype in dtypes_in(coverage):
+            wanted += self._wanted(probes, _entry(number))
+        for dtype in dtypes_in(coverage) if self._kind == HOOK else ():
             if dtype.value not in self._seen and self._takes(dtype.value) and not self._is_full():
                 self._seen.add(dtype.value)
                 probe = probe_of_dtype(dtype.value, dtype.place)
                 wanted += self._wanted([probe], _entry(dtype))
         return wanted
+
+    def _probes_of(
+        self, number: Number, quantities: set[str], others: Sequence[float]
+    ) -> list[Probe]:
+        """Return the scenarios that reach both sides of a number; none if it is out of range."""
+        if self._kind == HOOK:
+            return list(probes_of_number(number.value, quantities, number.place, others))
+        return list(probes_of_kind(self._kind, number.value, quantities, number.place))
 
     def reason(self, measured: Measured) -> str:
         """Return why there was nothing to run."""
@@ -135,6 +148,8 @@ class Probes:
 
 def adapted_probe(scenario: Scenario, plan: Plan, claims: Claims) -> Scenario:
     """Return a probe as it runs under the claims of a plan."""
+    if scenario.kind != HOOK:
+        return plan.adapted(scenario)
     if claims.lossy:
         # A few crafted elements are so large that the rest could be lost unnoticed.
         scenario = replace(scenario, steps=("normal",) * len(scenario.steps))

@@ -10,7 +10,6 @@ from conformance.scenarios.probes import (
     LARGEST_SIZE,
     PROBE,
     Probe,
-    is_in_range,
     judged_as,
     probe_of_dtype,
     probes_of_number,
@@ -75,7 +74,7 @@ def test_values_lie_far_on_both_sides() -> None:
     ],
 )
 def test_range(value: float, quantities: tuple[str, ...], expected: bool) -> None:
-    assert is_in_range(value, quantities) is expected
+    assert bool(probes(value, *quantities)) is expected
 
 
 def test_a_probe_is_judged_as_a_plain_or_as_a_large_run() -> None:

@@ -195,9 +195,12 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _kept_comparisons(node: ast.AST) -> Iterator[ast.Compare]:
-    """Yield the comparisons in a function whose values are kept, and not decided on."""
+    """Yield the comparisons in a function whose values are kept, and not decided on.
+
+    Operands of a kept ``and`` or ``or`` are among them: marks show one side of an operand alone.
+    """
     for name, value in ast.iter_fields(node):
-        is_decision = name in ("test", "ifs") or (isinstance(node, ast.BoolOp) and name == "values")
+        is_decision = name in ("test", "ifs")
         parts = value if isinstance(value, list) else [value]
         for part in parts:
             if not isinstance(part, ast.AST) or isinstance(
@@ -208,9 +211,6 @@ def _kept_comparisons(node: ast.AST) -> Iterator[ast.Compare]:
                 yield part
             if is_decision:
                 continue
-            # The last operand decides nothing: its value is the value of all.
-            if isinstance(part, ast.BoolOp) and isinstance(part.values[-1], ast.Compare):
-                yield part.values[-1]
             yield from _kept_comparisons(part)
 
 

@@ -103,6 +103,8 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         return scenario
     if scenario.name in {cluster.name for cluster in (*CLUSTERS, *TOGETHER)}:
         scenario = _with_claimed_ranks(scenario, options)
+    if scenario.is_probe:
+        return _probe(scenario, schedule)
     draw = generator(scenario)
     match scenario.name:
         case LARGE.name:
@@ -282,6 +284,23 @@ def _take_turns(scenario: Scenario, schedule: Schedule, draw: random.Random) -> 
         kinds.append(steps[counts[model]])
         counts[model] += 1
     return with_option(replace(scenario, steps=tuple(kinds)), "turns", "".join(order))
+
+
+def _probe(scenario: Scenario, schedule: Schedule) -> Scenario:
+    """Make a run for a number as long as the schedule needs.
+
+    Large parameters change at averages alone. A long run has an average after its last step as
+    written; it has as many averages as steps, if they fit.
+    """
+    if scenario.variant == LARGE.variant:
+        steps = lengthened(scenario.steps, schedule, averages=scenario.steps, alone=True)
+        return replace(scenario, steps=steps)
+    period = min(schedule.periods)
+    written = len(scenario.steps)
+    last = schedule.first(period) + written * period
+    if last >= MAX_STEPS // 2:
+        last = schedule.next(period, written)
+    return replace(scenario, steps=lengthened(scenario.steps[:1] * (last + 1), schedule))
 
 
 def _change(scenario: Scenario, schedule: Schedule, draw: random.Random) -> Scenario:

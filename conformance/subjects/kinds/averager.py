@@ -26,6 +26,7 @@ from conformance.scenarios.conditions_together import AVERAGER as TOGETHER
 from conformance.scenarios.failing_collectives import AVERAGER as FAILING
 from conformance.scenarios.kinds_in_clusters import AVERAGER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import AVERAGER as DEFAULT_DTYPES
+from conformance.scenarios.probes_of_kinds import AVERAGER as PROBE
 from conformance.subjects.arguments import write_call, write_named
 from conformance.subjects.kinds._averager_schedule import adapt, largest_group, schedule_of
 from conformance.subjects.kinds._claim import (
@@ -179,6 +180,7 @@ AVERAGER = Kind(
         *CLUSTERS,
         DEFAULT_DTYPES,
         *TOGETHER,
+        PROBE,
     ),
     claims=table(
         PERIODIC,

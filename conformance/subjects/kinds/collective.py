@@ -35,6 +35,7 @@ from conformance.scenarios.kinds_in_clusters import COLLECTIVE as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import COLLECTIVE as DEFAULT_DTYPES
 from conformance.scenarios.kinds_under_default_dtypes import COLLECTIVE_UNDER_AUTOCAST
 from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.probes_of_kinds import COLLECTIVE as PROBE
 from conformance.subjects.kinds._claim import (
     Form,
     is_number,
@@ -254,6 +255,7 @@ COLLECTIVE = Kind(
         COLLECTIVE_UNDER_AUTOCAST,
         *ASYNCHRONOUS,
         *TOGETHER,
+        PROBE,
     ),
     claims=table(
         COLLECTIVE_NAME,

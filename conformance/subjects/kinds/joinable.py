@@ -20,6 +20,7 @@ from conformance.scenarios.failing_collectives import JOINABLE as FAILING
 from conformance.scenarios.joinable import SCENARIOS
 from conformance.scenarios.kinds_in_clusters import JOINABLE as CLUSTERS
 from conformance.scenarios.kinds_in_clusters import JOINABLE_NUMBERS as CLUSTERS_OF_NUMBERS
+from conformance.scenarios.probes_of_kinds import JOINABLE as PROBE
 from conformance.subjects.kinds._claim import min_world_size, table
 from conformance.subjects.kinds._kind import Kind
 
@@ -40,6 +41,7 @@ JOINABLE = Kind(
         *CLUSTERS_OF_NUMBERS,
         *joins_in_loops.ALL,
         *FAILING,
+        PROBE,
     ),
     claims=table(min_world_size()),
     default_claims=_default,

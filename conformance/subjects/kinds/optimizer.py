@@ -61,6 +61,7 @@ from conformance.scenarios.optimizer_training import (
     plan_of,
     with_dtypes,
 )
+from conformance.scenarios.probes_of_kinds import OPTIMIZER as PROBE
 from conformance.scenarios.seeds import generator
 from conformance.subjects.kinds._claim import min_world_size, option_flag, table
 from conformance.subjects.kinds._kind import Kind
@@ -76,6 +77,8 @@ def _adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         scenario = with_option(scenario, "averages", "gradients")
     if "world_only" in options and scenario.groups:
         scenario = replace(scenario, groups=(), nodes=(), world_sizes=(2,))
+    if scenario.is_probe:
+        return scenario
     match scenario.variant:
         case LARGE.variant:
             # A parameter of 2**20 to 2**21 elements is the largest.
@@ -131,6 +134,7 @@ OPTIMIZER = Kind(
         DEFAULT_DTYPES,
         *OPTIMIZER_WITH_CLOSURES,
         *TOGETHER,
+        PROBE,
     ),
     claims=table(
         option_flag(

@@ -19,6 +19,7 @@ from conformance.scenarios.failing_collectives import STRATEGY as FAILING
 from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import STRATEGY as DEFAULT_DTYPES
 from conformance.scenarios.model import Param, Scenario
+from conformance.scenarios.probes_of_kinds import STRATEGY as PROBE
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.strategy import (
     _DIFFERENT,
@@ -115,6 +116,7 @@ STRATEGY = Kind(
         *CLUSTERS,
         DEFAULT_DTYPES,
         *TOGETHER,
+        PROBE,
     ),
     claims=table(
         option_flag(

@@ -11,6 +11,7 @@ from typing import Any
 
 from conformance.scenarios.conditions_together import WRAPPER as TOGETHER
 from conformance.scenarios.kinds_under_default_dtypes import WRAPPER as DEFAULT_DTYPES
+from conformance.scenarios.probes_of_kinds import WRAPPER as PROBE
 from conformance.scenarios.wrapper import (
     ACCUMULATED,
     AUTOCAST,
@@ -58,6 +59,7 @@ WRAPPER = Kind(
         *IN_TRAINING,
         DEFAULT_DTYPES,
         *TOGETHER,
+        PROBE,
     ),
     claims=table(
         option_flag(
