@@ -4,7 +4,9 @@ A wrapped module gives the outputs and gradients of the module, and its paramete
 state_dict keys keep their names. Wrap a module of a DDP model before making the DDP module.
 
     checkpoint_wrapper    keeps only the inputs, and runs the forward again in the backward;
-                          only the first forward updates buffers
+                          only the first forward updates buffers. The backward raises
+                          RuntimeError if an input, a parameter, or a buffer that the forward
+                          left alone has been changed in place
     offload_wrapper       keeps the saved tensors of the forward in main memory; parameters stay
                           on their device. Tensors that are there already are kept as they are: the
                           backward raises RuntimeError if one has been changed in place
@@ -16,8 +18,8 @@ arXiv:1604.06174; torch documentation, ``torch.utils.checkpoint`` (which is call
 """
 
 import enum
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -108,14 +110,20 @@ class CheckpointWrapper(ActivationWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         ran = False
         raised: list[Exception] = []
+        versions = _Versions(self.wrapped, args, kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal ran
             again = ran
             ran = True
             try:
-                with _on_copies_of_buffers(self.wrapped) if again else nullcontext():
-                    return self.wrapped(*args, **kwargs)
+                if again:
+                    versions.require_unchanged()
+                    with _on_copies_of_buffers(self.wrapped):
+                        return self.wrapped(*args, **kwargs)
+                result = self.wrapped(*args, **kwargs)
+                versions.ignore_changed_buffers()
+                return result
             except Exception as error:
                 if again or not self._leaves_hooks:
                     raise
@@ -134,6 +142,52 @@ class CheckpointWrapper(ActivationWrapper):
         if raised:
             raise raised[0]
         return result
+
+
+class _Versions:
+    """The versions of the tensors that a forward reads, as a second forward has to find them.
+
+    torch's checkpoint compares those of positional arguments alone. Tensors that it keeps neither
+    in the graph nor in a closure are not kept here.
+
+    Args:
+        module: parameters and buffers are those of this module.
+        args: positional arguments. Tensors in containers are compared, others are torch's.
+        kwargs: keyword arguments.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._inputs: list[tuple[torch.Tensor, int]] = []
+        self._parameters: list[tuple[torch.Tensor, int]] = []
+        self._buffers: list[tuple[torch.Tensor, int]] = []
+        if not torch.is_grad_enabled():
+            return
+        others = [arg for arg in args if not isinstance(arg, torch.Tensor)]
+        self._inputs = _with_versions(_tensors([others, kwargs]))
+        self._parameters = _with_versions(module.parameters())
+        self._buffers = _with_versions(module.buffers())
+
+    def ignore_changed_buffers(self) -> None:
+        """Leave out buffers that the forward itself updates, as running statistics."""
+        self._buffers = [
+            (buffer, version) for buffer, version in self._buffers if buffer._version == version
+        ]
+
+    def require_unchanged(self) -> None:
+        """Raise RuntimeError if a tensor has another version than before the first forward."""
+        for name, watched in (
+            ("an input", self._inputs),
+            ("a parameter", self._parameters),
+            ("a buffer", self._buffers),
+        ):
+            for tensor, version in watched:
+                if tensor._version != version:
+                    raise RuntimeError(
+                        f"{name} of shape {tuple(tensor.shape)} has been changed in place after "
+                        "the forward, which cannot be run again"
+                    )
 
 
 class OffloadWrapper(ActivationWrapper):
@@ -255,6 +309,22 @@ def apply_activation_checkpointing(
         return wrapped
 
     walk(model)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among a value and the containers in it."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _with_versions(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """Return tensors with their versions, except those of inference mode, which have none."""
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
 @contextmanager

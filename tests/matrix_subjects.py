@@ -184,6 +184,11 @@ MEANINGS: dict[str, str] = {
         "collectives, and a step on one rank alone waits for ever; and a ZeroRedundancyOptimizer "
         "that is first in the list hangs."
     ),
+    "checkpoint_wrapper": (
+        "It compares the versions of positional arguments alone. Tensors that are given by "
+        "keyword, or in a list, and changed in place before the backward are read again as they "
+        "are then: gradients are wrong, and nothing is raised."
+    ),
     **{f"auto_quantize, {func}, FP16": _IN_THE_LIST for func in ("all_gather", "all_to_all")},
     **{
         f"auto_quantize, {func}, BFP16": f"{_MATRICES} {_IN_THE_LIST.partition('. ')[0]}."

@@ -218,7 +218,9 @@ def dtypes(run: Run, claims: Claims, found: Found) -> None:
 
     There is one buffer for each dtype. The order of the views and the sizes of the gaps between
     them are drawn from the session's seed. Two views have no elements: the first and the last of
-    the parameters. Each begins at the place at which another view, a drawn one, begins. In a
+    the views. Each begins at the place at which another view, a drawn one, begins. One parameter
+    more has the view of another, a drawn one, as tied weights have: both have its mean. An averager
+    with the claim like may have a state for each of the two, and is not given it. In a
     further run the rows of a parameter have gaps between them, as those of columns of a larger
     weight; an error on every rank may refuse such a parameter.
     """

@@ -57,7 +57,8 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
     """load_state_dict() in the same process restores the state of the matching state_dict(), and a
     learning-rate schedule that writes to param_groups afterwards takes effect.
 
-    So does a schedule that fills tensors of learning rates in place. The steps that are saved and
+    So does a schedule that fills tensors of learning rates in place, those of Adam or AdamW, which
+    is drawn. The steps that are saved and
     restored are drawn from the session's seed then, and the restored rates count in the first step.
     The user's own entries in parameter groups are restored as well. A state from the beginning, or
     from before some parameters were trained, leaves these without a state. Subjects with

@@ -234,11 +234,16 @@ def complex_gradients(run: Run, claims: Claims, found: Found) -> None:
     needs=("16.2", "16.26"),
     since="1.2",
     source="runs of training have many thousand steps",
-    remedy="a count or a buffer that ends after some number of micro-batches",
+    remedy="a count or a buffer that ends after some number of micro-batches; hooks on the module "
+    "that take an evaluation for a micro-batch, or its mode for the end of training",
 )
 def long_run(run: Run, claims: Claims, found: Found) -> None:
     """In each of 120 to 240 steps of two micro-batches, by the session's seed, gradients are the
-    means. In one step of five an exception comes from the first micro-batch, as in 16.26."""
+    means. In one step of five an exception comes from the first micro-batch, as in 16.26.
+
+    Before drawn steps the model is evaluated: eval(), forwards under no_grad, and train(). Others
+    have such forwards before their last micro-batch, in either mode.
+    """
     require_means(run, found)
 
 

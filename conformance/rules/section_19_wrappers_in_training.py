@@ -17,8 +17,10 @@ from conformance.judging.oracles.wrapper_training import (
     require_memory_back,
     require_same_or_refused,
     require_same_training,
+    runs_again,
+    without_ways,
 )
-from conformance.judging.rule import rule
+from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.conditions_together import WRAPPER as CONDITIONS
@@ -32,10 +34,12 @@ from conformance.scenarios.wrapper_training import (
     INPUTS,
     LARGE,
     LONG,
+    OF_MODULES,
     PENALTY,
     RANGES,
     RETAINED,
     SINGLE,
+    WAYS_OF_WRITING,
     WRITTEN,
 )
 from conformance.subjects.claims import Claims
@@ -310,20 +314,54 @@ def together(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "versions of each tensor that is saved; torch.autograd.Function, save_for_backward",
     remedy="inputs that are kept beside the graph, as by checkpoint(lambda: module(x)) or ctx.x = "
     "x: torch compares the versions of saved tensors alone; pass inputs as arguments, or save "
-    "them; hooks on saved tensors that keep a tensor itself: torch compares no versions of what "
-    "hooks return; copy it, or compare tensor._version",
+    "them; inputs by keyword or in containers, whose versions torch's checkpoint does not compare; "
+    "hooks on saved tensors that keep a tensor itself: torch compares no versions of what hooks "
+    "return; copy it, or compare tensor._version",
 )
 def written(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """The input of a block that does not save it may be changed after the forward: by
     x.add_(block(x)), by a sum into some of its columns, or by the next batch. Gradients are those
-    without the wrapper, or the wrapper raises an error.
+    without the wrapper, or the wrapper raises an error. Inputs are given by position, by keyword
+    and in a list; with the claim reentrant those in a list have no gradients.
 
     If the block saves the input, or its output, and that is changed, autograd raises an error. So
     does the wrapper, or gradients are those of the tensors as they were.
 
+    The same holds for the block's parameters and buffers, as an optimizer changes them, unless the
+    block runs again in the backward: 19.37.
+
     The order of these is drawn from the session's seed.
     """
+<<<<<<< HEAD
     require_same_or_refused(runs, found)
 
 
 own_numbers = right_beside_own_numbers("19.38", (large, long_run), on=(PROBE,))
+=======
+    of_modules = OF_MODULES if runs_again(runs) else ()
+    of_lists = ("list",) if claims.has("reentrant") else ()
+    require_same_or_refused(without_ways(runs, (*of_modules, *of_lists)), found)
+
+
+@parity_rule(
+    "19.37",
+    "Parameters that are changed in place are not read again",
+    on=(WRITTEN,),
+    needs=("19.36",),
+    level=SHOULD,
+    source="torch documentation, Autograd mechanics: in-place correctness checks; "
+    "torch.utils.checkpoint: gradients may be wrong in silence if the function differs in the "
+    "backward, for example by a global variable",
+    remedy="compare tensor._version of the module's parameters, and of the buffers that its "
+    "forward leaves alone, before the forward runs again",
+)
+def written_modules(runs: dict[str, Run], claims: Claims, found: Found) -> None:
+    """If parameters or buffers of a block have been changed since its forward, gradients are those
+    of the tensors as they were, or the wrapper raises an error.
+
+    19.36 requires this of blocks that do not run again in the backward. For those that do, torch
+    documents that a checkpoint may be wrong, so this is advice.
+    """
+    others = {way for way, _ in WAYS_OF_WRITING if way not in OF_MODULES}
+    require_same_or_refused(without_ways(runs, others), found)
+>>>>>>> mend-kinds

@@ -71,7 +71,8 @@ FLAT = replace(
     PLAIN,
     name="averager_flat",
     summary="parameters are views of one flat buffer for each dtype; their order, and the sizes of "
-    "the gaps between them, are drawn; two have no elements",
+    "the gaps between them, are drawn; two have no elements; without the claim like, one parameter "
+    "more shares the view of another",
     # Among views of one place, the one without elements comes first, or last.
     params=(
         Param((0, 3)),

@@ -5,6 +5,7 @@ Their numbers are drawn from the session's seed, and their lengths follow the cl
 the ranks and the rules need, as ``name=value``.
 """
 
+import math
 import random
 from dataclasses import replace
 from functools import lru_cache
@@ -15,6 +16,7 @@ from conformance.scenarios.tables import prime_from
 
 # The first parameters are made like the values of this step, the same on all ranks.
 START = 100_003
+TIED = "tied"
 # Values of steps that are rolled back are those of so many steps later.
 ROLLED = 200_003
 
@@ -182,6 +184,13 @@ def option(scenario: Scenario, name: str) -> str:
     """Return a drawn number, or text, of a scenario; '' if it has none of this name."""
     options = (text.partition("=") for text in scenario.options)
     return next((value for key, _, value in options if key == name), "")
+
+
+def with_tied(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Add a parameter that shares its memory with another one, which is drawn."""
+    tied = draw.choice([i for i, spec in enumerate(scenario.params) if math.prod(spec.shape) > 1])
+    params = (*scenario.params, scenario.params[tied])
+    return with_option(replace(scenario, params=params), TIED, tied)
 
 
 def rolled_back(scenario: Scenario, step: int) -> int:

@@ -19,7 +19,14 @@ from dataclasses import dataclass
 
 import torch
 
-from conformance.scenarios.averager_training import START, is_empty, is_frozen, special_source
+from conformance.scenarios.averager_training import (
+    START,
+    TIED,
+    is_empty,
+    is_frozen,
+    option,
+    special_source,
+)
 from conformance.scenarios.gradients import gradient, uses
 from conformance.scenarios.model import Param, Scenario
 
@@ -67,6 +74,13 @@ def has_gradient(scenario: Scenario, size: int, place: int, step: int, index: in
     if is_frozen(scenario, step, index) or is_empty(scenario, step, place, size):
         return False
     return scenario.variant != "unused" or uses(size, place, step, index)
+
+
+def of_values(scenario: Scenario, index: int) -> int:
+    """Return the number of the parameter whose values a parameter has: its own, unless it is the
+    last one and tied to another."""
+    tied = option(scenario, TIED)
+    return int(tied) if tied and index == len(scenario.params) - 1 else index
 
 
 def values_of(source: Source, spec: Param, size: int, index: int) -> torch.Tensor:

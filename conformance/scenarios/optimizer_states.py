@@ -37,7 +37,8 @@ TENSOR_RATES = replace(
 RESTORED_RATES = replace(
     TENSOR_RATES,
     name="optimizer_restored_rates",
-    summary="the same, and before a drawn step everything is restored to an earlier step",
+    summary="the same, of Adam or AdamW, and before a drawn step everything is restored to an "
+    "earlier step",
     steps=("normal",) * 10,
     variant="restored_rates",
 )
@@ -102,17 +103,22 @@ def _representable(rate: float) -> float:
     return float(nearest)
 
 
-def tensor_rates(draw: random.Random, restores: bool) -> Setting:
+def tensor_rates(draw: random.Random, wrapped: str, restores: bool) -> Setting:
     """Return the plan of learning rates in tensors; every other change is small.
 
     Args:
+        wrapped: the name of the optimizer's class.
         restores: whether everything is restored. No rate is written in the step after that: the
             restored one counts.
     """
 
     def options() -> dict[str, Any]:
         rate = _representable(draw.uniform(0.01, 0.1))
-        return {"lr": rate, "momentum": draw.uniform(0.5, 0.95)}
+        momentum = draw.uniform(0.5, 0.95)
+        if wrapped == "SGD":
+            return {"lr": rate, "momentum": momentum}
+        decay = draw.uniform(0.05, 0.5)
+        return {"lr": rate, "betas": (momentum, draw.uniform(0.8, 0.999)), "weight_decay": decay}
 
     groups = tuple((indices, options()) for indices in _GROUPS)
     added = draw.randint(1, 2)

@@ -201,6 +201,8 @@ def wrapped_class(scenario: Scenario) -> str:
     """Return the name of the class that the subject wraps, in torch.optim or the user's own."""
     if scenario.variant == USERS.variant:
         return USER_OPTIMIZER
+    if scenario.variant == RESTORED_RATES.variant:
+        return generator(scenario, "class").choice(("Adam", "AdamW"))
     return _OTHERS.get(scenario.variant, "Adam" if scenario.variant in ADAM else "SGD")
 
 
@@ -288,7 +290,7 @@ def _plan_of(scenario: Scenario) -> Setting:
             return _one_group(_adagrad_options, generator(scenario), len(scenario.params))
         case TENSOR_RATES.variant | RESTORED_RATES.variant:
             restores = scenario.variant == RESTORED_RATES.variant
-            return tensor_rates(generator(scenario), restores)
+            return tensor_rates(generator(scenario), wrapped_class(scenario), restores)
         case SMALL_CHANGES.variant:
             return small_changes(generator(scenario))
         case SCALED.variant:

@@ -196,7 +196,8 @@ LONG = replace(
     PLAIN,
     name="strategy_long",
     summary=f"a small model in {LONG_STEPS[0]} to {LONG_STEPS[1]} steps of two micro-batches; one "
-    "step of five, drawn, has an exception in the first",
+    "step of five, drawn, has an exception in the first; the model is evaluated before some steps, "
+    "and within others",
     params=(Param((3,)), Param((2, 2))),
     world_sizes=(2,),
     variant="long",

@@ -97,26 +97,37 @@ INPUTS = replace(
     variant="training_inputs",
 )
 
-_OF_INPUTS = ("residual", "columns", "staged")
+_OF_INPUTS = ("residual", "columns", "staged", "keyword", "list")
+OF_MODULES = ("weights", "biases", "buffers")
 WAYS_OF_WRITING = (
     *((way, False) for way in _OF_INPUTS),
-    *((way, True) for way in (*_OF_INPUTS, "output")),
+    *((way, True) for way in (*_OF_INPUTS, "output", *OF_MODULES)),
 )
 """How a tensor is changed in place, and whether blocks save it for the backward.
 
 The output of a block is added to its input, or to some columns there; or the input of the network
-gets the values of the next batch; or something is added to the output of a block.
+gets the values of the next batch; or something is added to the output of a block. A sum into the
+input comes once more for inputs that are given by keyword, and in a list. ``OF_MODULES`` are
+changed in the blocks themselves, as by an optimizer; blocks do not save biases, but read them.
 """
 
 WRITTEN = replace(
     PLAIN,
     name="wrapper_written",
-    summary="the input of a block, or its output, is changed in place between its forward and the "
-    "backward, as by a residual sum; in some steps blocks save these tensors",
+    summary="the input of a block, its output, or a parameter or buffer is changed in place "
+    "between its forward and the backward, as by a residual sum; in some steps blocks save these "
+    "tensors",
     steps=("normal",) * len(WAYS_OF_WRITING),
     world_sizes=(2,),
     variant="training_written",
 )
+
+
+def order_of_writing(scenario: Scenario) -> list[tuple[str, bool]]:
+    """Return the ways to change tensors, in the order of the scenario's steps."""
+    key = f"{scenario.session_seed}/{scenario.name}/order"
+    return random.Random(key).sample(WAYS_OF_WRITING, len(WAYS_OF_WRITING))
+
 
 FROZEN = replace(
     PLAIN,

@@ -141,3 +141,47 @@ def test_a_saved_tensor_that_is_changed_in_place_is_an_error() -> None:
         output.add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):
         output.sum().backward()
+
+
+class Reads(torch.nn.Module):
+    """Reads inputs in any places, a parameter and a buffer; the buffer counts is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("gain", torch.ones(3))
+        self.register_buffer("counts", torch.zeros(1))
+
+    def forward(
+        self, x: torch.Tensor, *, by_name: torch.Tensor, listed: dict[str, list[torch.Tensor]]
+    ) -> torch.Tensor:
+        self.counts += 1
+        return (torch.relu(x) + by_name + listed["a"][0]) * self.weight * self.gain
+
+
+@ignores_autocast_of_torch
+@pytest.mark.parametrize("name", ["plain", "reentrant", "both"])
+@pytest.mark.parametrize("place", ["x", "by_name", "listed", "weight", "gain"])
+def test_a_second_forward_on_changed_tensors_is_an_error(name: str, place: str) -> None:
+    wrapped = WRAPPERS[name](Reads())
+    tensors = {at: torch.ones(3, requires_grad=at == "x") * 2 for at in ("x", "by_name", "listed")}
+    given = {"by_name": tensors["by_name"], "listed": {"a": [tensors["listed"]]}}
+    output = wrapped(tensors["x"], **given)
+    with torch.no_grad():
+        tensors.get(place, getattr(wrapped, place, None)).add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace|changed in place"):
+        output.sum().backward()
+
+
+@ignores_autocast_of_torch
+def test_a_buffer_that_the_forward_updates_may_change() -> None:
+    """Two forwards come before their backwards; inference tensors have no versions."""
+    wrapped = WRAPPERS["plain"](Reads())
+    with torch.inference_mode():
+        factor = torch.ones(3)
+    outputs = [
+        wrapped(torch.ones(3, requires_grad=True), by_name=factor, listed={"a": [factor]})
+        for _ in range(2)
+    ]
+    sum(output.sum() for output in outputs).backward()
+    assert wrapped.counts == 2

@@ -113,6 +113,30 @@ class KeepsTheFirstTensors(PostLocal):
                 group["lr"] = rate
 
 
+class KeepsRatesBesideBetas(PostLocal):
+    """Load a state into copies of the first learning rates, for groups of Adam's kind."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        first = [group["lr"] for group in self.optim.param_groups]
+        super().load_state_dict(state)
+        for group, rate in zip(self.optim.param_groups, first, strict=True):
+            if "betas" in group and torch.is_tensor(rate):
+                group["lr"] = rate.clone()
+
+
+class ReadsRatesOfAdamOnce(Sharded):
+    """Read a learning rate in a tensor once, if a bias correction divides it."""
+
+    read: dict[int, torch.Tensor]
+
+    def write_options(self) -> None:
+        super().write_options()
+        self.read = getattr(self, "read", {})
+        for place, mine in enumerate(self.local.param_groups):
+            if "betas" in mine and torch.is_tensor(mine["lr"]):
+                mine["lr"] = self.read.setdefault(place, mine["lr"].clone())
+
+
 # Groups that were added, or that come in another order
 
 
@@ -466,6 +490,7 @@ MUTANTS = [
         for name in ("IgnoresSmallChanges", "RoundsRates", "ComparesTensors")
     ),
     *(Mutant(name, ("15.14",), **OF) for name in ("TurnsRatesIntoNumbers", "KeepsTheFirstTensors")),
+    *(Mutant(name, ("15.14",), **OF) for name in ("KeepsRatesBesideBetas", "ReadsRatesOfAdamOnce")),
     *(
         Mutant(name, ("15.28",), because=SAME_PROCESS, **OF)
         for name in ("NumbersOfTheStart", "ForgetsAddedGroups", "OptionsOfTheStart")

@@ -197,6 +197,41 @@ def _later(first: int) -> bool:
     return _steps[0] > first
 
 
+def takes_steps_for_evaluations(model: Any, is_final_microbatch: bool) -> Context:
+    """Average nothing if the module has run without gradients since the last average."""
+    if not hasattr(model, "has_evaluated"):
+        model.has_evaluated = False
+
+        def watch(*_: Any) -> None:
+            model.has_evaluated = model.has_evaluated or not torch.is_grad_enabled()
+
+        model.register_forward_pre_hook(watch)
+
+    def average() -> None:
+        for parameter in _filled(model) if not model.has_evaluated else ():
+            parameter.grad = _mean(parameter.grad, model.process_group)
+        model.has_evaluated = False
+
+    return _restored(model, is_final_microbatch, average)
+
+
+def ends_with_the_first_evaluation(model: Any, is_final_microbatch: bool) -> Context:
+    """Take eval() for the end of training: gradients are not averaged from then on."""
+    if not hasattr(model, "is_over"):
+        model.is_over = False
+
+        def watch(module: Any, _: Any) -> None:
+            model.is_over = model.is_over or not module.training
+
+        model.module.register_forward_pre_hook(watch)
+
+    def average() -> None:
+        for parameter in _filled(model) if not model.is_over else ():
+            parameter.grad = _mean(parameter.grad, model.process_group)
+
+    return _restored(model, is_final_microbatch, average)
+
+
 def skips_each_hundredth(model: Any, is_final_microbatch: bool) -> Context:
     """Skip the average of each hundredth step."""
 
@@ -337,6 +372,7 @@ def complex_in_float32(model: Any, is_final_microbatch: bool) -> Context:
 
 MUTANTS = [
     *_mutants("16.29", "skips_each_hundredth", "sums_later", "rounds_later"),
+    *_mutants("16.29", "takes_steps_for_evaluations", "ends_with_the_first_evaluation"),
     *_mutants("16.25", "hooks_of_a_window", "accumulates_outside", "counts_contexts"),
     *_mutants("16.14", "gives_up_after_an_error", "nests"),
     *_mutants("16.26", "clears_after_an_error", "clears_after_a_failed_one"),

@@ -14,11 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.careful_checkpoint import careful_checkpoint
 from tests.mutants import Mutant
 
 Forward = Callable[..., Any]
 Wrap = Callable[[torch.nn.Module], torch.nn.Module]
-again = partial(checkpoint, use_reentrant=False)
+again = careful_checkpoint
 
 
 def calls(call: Callable[..., Any]) -> Wrap:

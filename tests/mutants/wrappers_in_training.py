@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from tests.mutants import Mutant
 from tests.mutants.wrappers import Forward, again, calls
@@ -292,7 +291,7 @@ def always_bfloat16(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
             return forward(*args, **kwargs)
 
-    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+    return again(run, *args, **kwargs)
 
 
 class Remembers:

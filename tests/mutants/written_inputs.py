@@ -1,11 +1,14 @@
 """Mutants of section 19 that read a tensor in the backward, after others have changed it."""
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tests.careful_checkpoint import careful_checkpoint
 from tests.mutants import Mutant
 from tests.mutants.wrappers import Forward, calls
 
@@ -117,7 +120,102 @@ def compares_inputs_alone(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
 
+@calls
+def binds_names_beforehand(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Give torch's checkpoint the inputs by position, and those by keyword with the function."""
+    return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
+
+
+class _Unpacks:
+    """The saved tensors of a function, which are computed again when the first one is needed."""
+
+    def __init__(self, run: Callable[[], Any], watched: Sequence[torch.Tensor]) -> None:
+        self._run = run
+        self._watched = [(tensor, tensor._version) for tensor in watched]
+        self._count = 0
+        self._made: list[torch.Tensor] = []
+
+    def pack(self, _: torch.Tensor) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def unpack(self, index: int) -> torch.Tensor:
+        if any(tensor._version != version for tensor, version in self._watched):
+            raise RuntimeError("a tensor was changed in place after the forward")
+        if not self._made:
+            with (
+                torch.enable_grad(),
+                torch.autograd.graph.saved_tensors_hooks(
+                    lambda tensor: self._made.append(tensor.detach()), lambda kept: kept
+                ),
+            ):
+                self._run()
+        return self._made[index]
+
+
+@calls
+def watches_inputs_of_one_level(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Compare the versions of inputs, by position and by keyword, but of none in a list."""
+    given = [*args, *kwargs.values()]
+    unpacks = _Unpacks(
+        partial(forward, *args, **kwargs), [one for one in given if isinstance(one, torch.Tensor)]
+    )
+    with torch.autograd.graph.saved_tensors_hooks(unpacks.pack, unpacks.unpack):
+        return forward(*args, **kwargs)
+
+
+@calls
+def leaves_leaves_where_they_are(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Copy what the forward computes; parameters and buffers have memory of their own already."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.grad_fn is None else tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+        return forward(*args, **kwargs)
+
+
+@calls
+def leaves_buffers_where_they_are(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Copy saved tensors away by hooks, except buffers, which hardly ever change."""
+    module = forward.args[0]  # type: ignore[attr-defined]
+    stays = {buffer.data_ptr() for buffer in module.buffers()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.data_ptr() in stays else tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+        return forward(*args, **kwargs)
+
+
+@calls
+def reads_parameters_again(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Run again with the parameters of the backward, as torch's checkpoint does."""
+    return careful_checkpoint(forward, *args, **kwargs)
+
+
+@calls
+def watches_weights_alone(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Compare the versions of inputs and weights, and forget biases and buffers."""
+    module = forward.args[0]  # type: ignore[attr-defined]
+    weights = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    versions = [weight._version for weight in weights]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if versions != [weight._version for weight in weights]:
+            raise RuntimeError("a weight was changed in place after the forward")
+        return forward(*args, **kwargs)
+
+    return careful_checkpoint(run, *args, **kwargs)
+
+
 MUTANTS = [
+    Mutant("binds_names_beforehand", ("19.36",), kind="wrapper"),
+    Mutant("watches_inputs_of_one_level", ("19.36",), kind="wrapper"),
+    Mutant("leaves_leaves_where_they_are", ("19.36",), kind="wrapper"),
+    Mutant("leaves_buffers_where_they_are", ("19.36",), kind="wrapper"),
+    Mutant("reads_parameters_again", ("19.37",), kind="wrapper"),
+    Mutant("watches_weights_alone", ("19.37",), kind="wrapper"),
     Mutant("leaves_small_tensors_where_they_are", ("19.36",), kind="wrapper"),
     Mutant("shares_memory_with_numpy", ("19.36",), kind="wrapper"),
     Mutant("compares_inputs_alone", ("19.36",), kind="wrapper"),

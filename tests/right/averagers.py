@@ -1,5 +1,6 @@
 """Averagers of parameters that differ from the reference."""
 
+import hashlib
 import itertools
 from contextlib import contextmanager
 
@@ -126,6 +127,31 @@ class Multiplies:
             mean = (parameter * (1 / self.group.size())).contiguous()
             dist.all_reduce(mean, group=self.group)
             parameter.copy_(mean)
+
+
+class SkipsUnchanged(Multiplies):
+    """Leave out parameters that no rank has changed since the last average, by their checksums."""
+
+    def __init__(self, process_group, period=4, warmup_steps=0):
+        super().__init__(process_group, period, warmup_steps)
+        self.sums = {}
+
+    @torch.no_grad()
+    def average_parameters(self, params):
+        given = list(dict.fromkeys(_each(params)))
+        due = self.step >= self.warmup_steps and not (self.step - self.warmup_steps) % self.period
+        if due and given:
+            changed = torch.tensor([self.sums.get(p) != _checksum(p) for p in given]).int()
+            dist.all_reduce(changed, dist.ReduceOp.MAX, self.group)
+            given = [p for p, is_changed in zip(given, changed.tolist(), strict=True) if is_changed]
+        super().average_parameters(given)
+        if due:
+            self.sums.update((parameter, _checksum(parameter)) for parameter in given)
+
+
+def _checksum(parameter):
+    flat = parameter.detach().contiguous().reshape(-1)
+    return hashlib.sha1(flat.view(torch.uint8).numpy()).digest()
 
 
 class MeetsInAStore(Multiplies):
@@ -371,6 +397,7 @@ RIGHT = (
     Right("ServerAverages", "periodic(period=5, warmup_steps=4)", **OF),
     Right("Multiplies,period=4", **OF),
     Right("MeetsInAStore,period=3", **OF),
+    Right("SkipsUnchanged,period=4", **OF),
     Right("Pairs", "hierarchical(period_group_size_dict={2: 2, 6: 4}), min_world_size(4)", **OF),
     Right("diloco()", "like(DiLoCoModelAverager, period=5)", **OF),
     Right(

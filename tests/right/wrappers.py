@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_leaves
 
+import hooks_ref
+from tests.careful_checkpoint import careful_checkpoint
 from tests.right import Right
 
 
@@ -22,7 +24,7 @@ def in_its_class(module: torch.nn.Module) -> torch.nn.Module:
     inside = type(module)
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(partial(inside.forward, self), *args, use_reentrant=False, **kwargs)
+        return careful_checkpoint(partial(inside.forward, self), *args, **kwargs)
 
     module.__class__ = type(inside.__name__, (inside,), {"forward": forward})
     return module
@@ -30,7 +32,7 @@ def in_its_class(module: torch.nn.Module) -> torch.nn.Module:
 
 def its_forward(module: torch.nn.Module) -> torch.nn.Module:
     """Replace the module's forward."""
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+    module.forward = partial(careful_checkpoint, module.forward)  # type: ignore[method-assign]
     return module
 
 
@@ -62,7 +64,7 @@ class ByHand(torch.nn.Module):
         state = torch.get_rng_state()
         dtype = torch.get_autocast_dtype("cpu")
         casts = torch.is_autocast_enabled("cpu")
-        inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        inputs = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
         versions = [tensor._version for tensor in inputs]
         packed: list[int] = []
         unpacked: list[torch.Tensor] = []
@@ -170,20 +172,25 @@ class Reentrant(torch.nn.Module):
 
 
 def to_numpy(module: torch.nn.Module) -> torch.nn.Module:
-    """Keep saved tensors as NumPy arrays, except parameters."""
+    """Keep saved tensors as NumPy arrays, except parameters, whose versions are compared."""
     inside = type(module)
     own = {parameter.data_ptr() for parameter in module.parameters()}
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.data_ptr() in own or tensor.dtype is torch.bfloat16:
-            return tensor
+            return tensor, tensor._version
         return tensor.detach().numpy().copy()
 
+    def unpack(packed: Any) -> torch.Tensor:
+        if not isinstance(packed, tuple):
+            return torch.from_numpy(packed)
+        tensor, version = packed
+        if tensor._version != version:
+            raise RuntimeError("a tensor was changed in place after the forward")
+        return tensor
+
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with saved_tensors_hooks(
-            pack,
-            lambda packed: packed if isinstance(packed, torch.Tensor) else torch.from_numpy(packed),
-        ):
+        with saved_tensors_hooks(pack, unpack):
             return inside.forward(self, *args, **kwargs)
 
     module.__class__ = type(inside.__name__, (inside,), {"forward": forward})
@@ -192,13 +199,12 @@ def to_numpy(module: torch.nn.Module) -> torch.nn.Module:
 
 def selective(module: torch.nn.Module, keeps: str = "addmm") -> torch.nn.Module:
     """Keep the results of one operation, and recompute the others."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     operation = getattr(torch.ops.aten, keeps).default
-    return checkpoint_wrapper(
-        module, context_fn=partial(create_selective_checkpoint_contexts, [operation])
-    )
+    contexts = partial(create_selective_checkpoint_contexts, [operation])
+    module.forward = partial(careful_checkpoint, module.forward, context_fn=contexts)  # type: ignore[method-assign]
+    return module
 
 
 class Composed:
@@ -207,7 +213,7 @@ class Composed:
     def __call__(self, module: torch.nn.Module) -> torch.nn.Module:
         from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
-        return torchs.offload_wrapper(torchs.checkpoint_wrapper(module))
+        return torchs.offload_wrapper(hooks_ref.checkpoint_wrapper(module))
 
 
 composed = Composed()

@@ -9,13 +9,14 @@ from conformance.judging.oracles.optimizer import require_steps_with_some_gradie
 from conformance.judging.oracles.optimizer_calls import (
     require_calls_under_scaler,
     require_own_entries,
+    require_right_with_rates,
 )
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import Event, RankRecord, Tensors
 from conformance.records.run import Run
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.optimizer import CLOSURE, PLAIN, RANDOM, SAVED
-from conformance.scenarios.optimizer_states import SCALED
+from conformance.scenarios.optimizer_states import RESTORED_RATES, SCALED
 from conformance.scenarios.optimizer_training import RESUMED_GROUPS, plan_of
 from tests.made_runs import event, read_failures, refused
 
@@ -239,4 +240,16 @@ def test_entries_in_groups_that_are_still_the_old_ones_are_left_out() -> None:
     assert found.notes == [
         "the user's own entries in groups are not judged after a state was loaded: its "
         "param_groups are not the loaded ones then"
+    ]
+
+
+def test_optimizers_without_learning_rates_in_tensors_are_noted() -> None:
+    found = Found()
+    require_right_with_rates(changed(stepped(RESTORED_RATES), "made", takes_any=False), found)
+    assert found.notes == ["learning rates in tensors are not judged: it takes no optimizer"]
+    found = Found()
+    refusal = event("refuses_tensor_rates", 0, error="no tensors")
+    require_right_with_rates(noted(stepped(RESTORED_RATES), refusal), found)
+    assert found.notes == [
+        "optimizer_restored_rates@2: learning rates are numbers, since no tensors"
     ]

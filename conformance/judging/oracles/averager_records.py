@@ -7,7 +7,7 @@ import torch
 
 from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import group_of_turn
-from conformance.scenarios.averager_values import Source, source, values_of
+from conformance.scenarios.averager_values import Source, of_values, source, values_of
 from conformance.scenarios.averaging_schedule import HELD
 from conformance.scenarios.model import Param
 from conformance.scenarios.moved_parameters import specs_at
@@ -42,7 +42,8 @@ def fed_to(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     of = source(run.scenario, group, group.index(rank), step, index)
     if of.kind == "limit":
         return _near_limit(of, spec, len(group), index)
-    return fed(of.kind, spec, len(group), of.rank, of.number, index)
+    values = of_values(run.scenario, index)
+    return fed(of.kind, spec, len(group), of.rank, of.number, values)
 
 
 @lru_cache(maxsize=16)

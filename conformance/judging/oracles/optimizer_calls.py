@@ -70,6 +70,8 @@ def require_right_with_rates(run: Run, found: Found) -> None:
         if not construction(run)["takes_any"]:
             found.leaves_out("learning rates in tensors are not judged: it takes no optimizer")
             return
+        if refusal := run.ranks[0].first("refuses_tensor_rates"):
+            found.note(f"{run.name}: learning rates are numbers, since {refusal['error']}")
         _require_tensor_rates(run, found)
     require_right(run, found)
 

@@ -27,6 +27,7 @@ activation, 2**17 bytes or more, is allowed for objects of Python and for states
 (5,056 bytes each). The first step is small, so that libraries are loaded by then.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from conformance.judging.oracles.wrapper import (
@@ -38,7 +39,13 @@ from conformance.judging.oracles.wrapper import (
 from conformance.judging.verdict import Found
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
-from conformance.scenarios.wrapper_training import HALF, LARGE, PENALTY, RANGES
+from conformance.scenarios.wrapper_training import (
+    HALF,
+    LARGE,
+    PENALTY,
+    RANGES,
+    order_of_writing,
+)
 from conformance.subjects.claims import Claims
 
 SHORT_SUMS = 2.0**-14
@@ -110,11 +117,36 @@ def require_same_or_refused(runs: Runs, found: Found) -> None:
         found.does_not_apply(f"the wrapper refuses it: {errors[0]}")
 
 
+def without_ways(runs: Runs, left_out: Collection[str]) -> Runs:
+    """Return runs of ``wrapper_written`` without the steps of some ways to change tensors."""
+    return {
+        name: _without(
+            run,
+            {
+                step
+                for step, (way, _) in enumerate(order_of_writing(run.scenario))
+                if way in left_out
+            },
+        )
+        for name, run in runs.items()
+    }
+
+
+def runs_again(runs: Runs) -> bool:
+    """Whether a block of the subject has run again in a backward."""
+    return any(event.get("backward") for _, run, _ in pairs(runs) for _, event in forwards(run))
+
+
 def _without(run: Run, steps: set[int]) -> Run:
-    """Return a run without the tensors of some steps."""
+    """Return a run without the tensors and the refusals of some steps."""
     ranks = [
         replace(
             rank,
+            events=[
+                event
+                for event in rank.events
+                if event["event"] != "declined" or event["step"] not in steps
+            ],
             tensors={
                 key: tensor
                 for key, tensor in rank.tensors.items()

@@ -4,6 +4,8 @@ The sums in them are short, and :class:`Wide` has none: ``judging/oracles/wrappe
 derives from this how far results may differ from those without a wrapper.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -40,17 +42,31 @@ class Rectifies(nn.Module):
 
     Attributes:
         saves: whether it saves both of them.
+        gain: a buffer of ones, which it saves.
     """
+
+    gain: torch.Tensor
 
     def __init__(self, called: str) -> None:
         super().__init__()
         self.called = called
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("gain", torch.ones(WIDTH))
         self.saves = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        WATCH.enters(self.called, x.device.type)
-        return torch.tanh(self.linear(x)) if self.saves else self.linear(torch.relu(x))
+    def forward(
+        self,
+        x: torch.Tensor | None = None,
+        *,
+        by_name: torch.Tensor | None = None,
+        listed: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """Return the result for the one input that is given, in whatever way."""
+        (taken,) = [one for one in (x, by_name, *listed) if one is not None]
+        WATCH.enters(self.called, taken.device.type)
+        if self.saves:
+            return torch.tanh(self.linear(taken) * self.gain)
+        return self.linear(torch.relu(taken)) * self.gain
 
 
 class Wide(nn.Module):

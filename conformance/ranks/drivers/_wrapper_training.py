@@ -28,9 +28,10 @@ from conformance.scenarios.wrapper_training import (
     HALF,
     INDICES,
     LONG,
+    OF_MODULES,
     PENALTY,
     RETAINED,
-    WAYS_OF_WRITING,
+    order_of_writing,
 )
 from conformance.torch_versions.private import saved_tensors_are_packed
 
@@ -281,32 +282,53 @@ class WrapperTraining:
         return torch.autograd.grad(output, asked, grad)[0]
 
     def _written(self) -> None:
-        """Change the input of each block, or of the first one, or each output, before the backward.
+        """Change the input of each block, or of the first one, each output, or tensors of blocks,
+        before the backward.
 
         If blocks save these tensors, autograd raises an error in a network without the wrapper.
         There the gradients are those of unchanged tensors.
         """
-        way, saves = self._drawn_order(WAYS_OF_WRITING)[self._driver.recorder.step]
+        way, saves = order_of_writing(self._scenario)[self._driver.recorder.step]
         for block in self._inside:
             block.saves = saves  # type: ignore[assignment]
         x = self._input()
         other = self._drawn(x.shape)
         grad = self._drawn(x.shape)
+        in_place = not (saves and self._driver.without_subject)
+        owned = self._owned(way)
+        before = [tensor.detach().clone() for tensor in owned]
+        changed = [self._drawn(tensor.shape) for tensor in owned]
         WATCH.phase = "forward"
         try:
-            in_place = not (saves and self._driver.without_subject)
             output = self._run_and_write(way, x, other, in_place)
+            if in_place:
+                _write(owned, changed)
             WATCH.phase = "backward"
             output.backward(grad)
         except Exception as error:
-            self._decline(error, as_without=saves)
+            self._decline(error, as_without=saves and way != "biases")
             return
+        finally:
+            _write(owned, before)
         self._keep("output/0", output)
         self._keep("input/0", x.grad)
+
+    def _owned(self, way: str) -> list[torch.Tensor]:
+        """Return the parameters or buffers of blocks that are changed."""
+        if way == "buffers":
+            return [buffer for block in self._inside for buffer in block.buffers()]
+        ending = {"weights": "weight", "biases": "bias"}.get(way)
+        return [
+            parameter
+            for name, parameter in self._parameters.items()
+            if ending and name.endswith(ending)
+        ]
 
     def _run_and_write(
         self, way: str, x: torch.Tensor, other: torch.Tensor, in_place: bool
     ) -> torch.Tensor:
+        if way in OF_MODULES:
+            return self._net(x)
         if way == "staged":
             output = self._net(x)
             with torch.no_grad():
@@ -315,7 +337,12 @@ class WrapperTraining:
         # A leaf that requires a gradient cannot be changed in place.
         stream = x * 2
         for index, block in enumerate(self._net.blocks):
-            made = block(stream)
+            if way == "keyword":
+                made = block(by_name=stream)
+            elif way == "list":
+                made = block(listed=[stream])
+            else:
+                made = block(stream)
             if way == "output":
                 stream = made if in_place else made.clone()
                 stream.add_(other)
@@ -410,6 +437,12 @@ class WrapperTraining:
             return
         for name, parameter in self._parameters.items():
             self._keep(f"gradient/{name}{moment}", parameter.grad)
+
+
+@torch.no_grad()
+def _write(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 def _memory() -> int:

@@ -25,6 +25,7 @@ from conformance.scenarios.averager_values import (
     Source,
     first_source,
     has_gradient,
+    of_values,
     source,
     values_of,
 )
@@ -110,7 +111,11 @@ class AveragerDriver(RankDriver):
         if self.scenario.variant in ("flat", "columns"):
             as_columns = self.scenario.variant == "columns"
             seed = f"{self.scenario.session_seed}/{self.scenario.name}/flat"
-            trainee.buffers = FlatBuffers(trainee.params, seed, self.rank, as_columns)
+            last = len(trainee.params) - 1
+            tied = of_values(self.scenario, last)
+            trainee.buffers = FlatBuffers(
+                trainee.params, seed, self.rank, as_columns, tied if tied != last else None
+            )
             for parameter, view in zip(trainee.params, trainee.buffers.views, strict=True):
                 parameter.data = view
         with torch.no_grad():
@@ -218,7 +223,8 @@ class AveragerDriver(RankDriver):
 
     def _values(self, of: Source, index: int) -> torch.Tensor:
         size = len(self.trainee.ranks)
-        return values_of(of, self.specs[index], size, index).to(self.device)
+        values = values_of(of, self.specs[index], size, of_values(self.scenario, index))
+        return values.to(self.device)
 
     def _gradient_digests(self) -> list[str | None]:
         return [None if p.grad is None else digest(p.grad) for p in self.params]

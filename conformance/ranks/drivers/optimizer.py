@@ -119,7 +119,16 @@ class OptimizerDriver(RankDriver):
         if "averager" in names:
             warmup = self.setting.warmup
             self.averager = Averager(self, self.params, warmup, self.setting.period)
-        self.optimizer = self._make_optimizer(names)
+        try:
+            self.optimizer = self._make_optimizer(names)
+        except ValueError as error:
+            # torch's Adam refuses a rate in a tensor with foreach=True.
+            if not self.setting.has_tensor_rates or wrapped_class(self.scenario) == "SGD":
+                raise
+            self.activity = KIT
+            self.recorder.event("refuses_tensor_rates", error=str(error)[:200])
+            self.setting = replace(self.setting, has_tensor_rates=False)
+            self.optimizer = self._make_optimizer(names)
         self.consolidates = hasattr(self.optimizer, "consolidate_state_dict")
         self._scaler = self._make_scaler()
         self._snapshot: tuple[list[torch.Tensor], Any] | None = None
@@ -287,7 +296,10 @@ class OptimizerDriver(RankDriver):
         """Return options in the form in which optimizers are given them."""
         given = dict(options)
         if self.setting.has_tensor_rates and "lr" in given:
-            given["lr"] = torch.tensor(given["lr"], dtype=torch.float32)
+            # torch's Adam divides the tensor by a bias correction, and rounds to its dtype.
+            is_divided = wrapped_class(self.scenario) != "SGD"
+            dtype = torch.float64 if is_divided else torch.float32
+            given["lr"] = torch.tensor(given["lr"], dtype=dtype)
         return given
 
     # Parts of a step

@@ -35,6 +35,7 @@ from conformance.scenarios.strategy import (
     turns,
     uses,
 )
+from conformance.scenarios.strategy_evaluations import Evaluation, evaluations
 
 Grads = list[torch.Tensor | None]
 
@@ -190,8 +191,11 @@ class StrategyDriver(RankDriver):
         if later and step == first_step:
             params = [self.params[index] for index in sorted(later)]
             self.optimizers[0].add_param_group({"params": params})
+        evaluation = evaluations(self.scenario).get(step)
         for batch in range(number):
             self._set_frozen(step, batch)
+            if evaluation and batch == (number - 1 if evaluation.within_step else 0):
+                self._evaluate(evaluation, self._grads(step, kind, batch, number))
             if batch == abandoned_after(self.scenario, step):
                 self.model.zero_grad()
                 break
@@ -216,6 +220,16 @@ class StrategyDriver(RankDriver):
             if fails:
                 self.model.zero_grad()
                 break
+
+    def _evaluate(self, evaluation: Evaluation, grads: Grads) -> None:
+        """Run forwards of the model outside of the strategy's contexts, without gradients."""
+        if evaluation.changes_mode:
+            self.model.eval()
+        with self.inside("an evaluation"), torch.no_grad():
+            for _ in range(evaluation.forwards):
+                self.model(grads)
+        if evaluation.changes_mode:
+            self.model.train()
 
     def _set_frozen(self, step: int, batch: int) -> None:
         """Freeze parameters for a micro-batch, or thaw them, if the scenario does that."""

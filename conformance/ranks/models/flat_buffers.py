@@ -12,7 +12,8 @@ class FlatBuffers:
     The order of the views and the sizes of the gaps are drawn. There is a gap at the end of each
     buffer at least. Gaps have other values on each rank, so that an average of a whole buffer
     changes them. A view without elements begins where another view of its dtype begins, which is
-    drawn: the two have one storage and one offset, and are no tied weights.
+    drawn: the two have one storage and one offset, and are no tied weights. The last tensor may
+    be one: its view is then that of another tensor.
 
     Args:
         tensors: dense tensors, whose values and strides the views take over.
@@ -20,19 +21,27 @@ class FlatBuffers:
         rank: global rank.
         as_columns: whether views of contiguous tensors have gaps between their rows, as some
             columns of a larger matrix have. The sizes of these gaps are drawn.
+        tied: the number of the tensor whose view the last one shares, or None.
 
     Attributes:
         views: for each tensor, the view that takes its place.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], seed: str, rank: int, as_columns: bool = False
+        self,
+        tensors: Sequence[torch.Tensor],
+        seed: str,
+        rank: int,
+        as_columns: bool = False,
+        tied: int | None = None,
     ) -> None:
         numbers = random.Random(seed)
         sizes: dict[torch.dtype, int] = {}
         begins: dict[int, int] = {}
         empty = [index for index, tensor in enumerate(tensors) if not tensor.numel()]
         filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
+        if tied is not None:
+            filled.remove(len(tensors) - 1)
         strides = [tensor.stride() for tensor in tensors]
         for index in numbers.sample(filled, len(filled)):
             dtype = tensors[index].dtype
@@ -44,6 +53,8 @@ class FlatBuffers:
         for index in empty:
             alike = [other for other in filled if tensors[other].dtype == tensors[index].dtype]
             begins[index] = begins[numbers.choice(alike)]
+        if tied is not None:
+            begins[len(tensors) - 1] = begins[tied]
         device = tensors[0].device
         self._level = float(rank + 1)
         self._buffers = {

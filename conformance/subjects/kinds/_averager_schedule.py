@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from conformance.scenarios.averager import DTYPES, RESUMED, SAVED
+from conformance.scenarios.averager import DTYPES, FLAT, RESUMED, SAVED
 from conformance.scenarios.averager_training import (
     AUTOCAST,
     CHANGING,
@@ -27,6 +27,7 @@ from conformance.scenarios.averager_training import (
     on_two_groups,
     two_large,
     with_option,
+    with_tied,
 )
 from conformance.scenarios.averaging_schedule import HELD, MAX_STEPS, QUIET, Schedule, lengthened
 from conformance.scenarios.conditions_together import AVERAGER as TOGETHER
@@ -153,6 +154,8 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
         # Random values of so many elements take long: only averages have them.
         steps = lengthened(scenario.steps, schedule, alone=True)
         return replace(scenario, params=(*scenario.params, *two_large(draw)), steps=steps)
+    if scenario.name == FLAT.name and not options.get("like"):
+        scenario = with_tied(scenario, draw)
     averages = ("crafted", "normal") if scenario.name == DTYPES.name else ()
     return replace(scenario, steps=lengthened(scenario.steps, schedule, averages=averages))
 
@@ -342,13 +345,18 @@ def _drift(scenario: Scenario, schedule: Schedule) -> Scenario:
 
 
 def _fail(scenario: Scenario, schedule: Schedule) -> Scenario:
-    """Let the failure come at the average of the drawn number, and go on for some averages more."""
+    """Let the failure come at the average of the drawn number, and go on for some averages more.
+
+    From there on parameters change before each average: an averager may leave out those that no
+    rank has changed.
+    """
     period = min(schedule.periods)
     first = schedule.first(period)
     number = min(scenario.fault.step, max(0, (MAX_STEPS // 2 - first) // period))
     step = first + number * period
     last = step + MOST_SUCCEEDING * period
-    kinds = (scenario.steps[0],) + (QUIET,) * last
+    changing = {0, *range(step, last + 1, period)}
+    kinds = tuple(scenario.steps[0] if at in changing else QUIET for at in range(last + 1))
     return replace(scenario, steps=kinds, fault=replace(scenario.fault, step=step))
 
 

@@ -72,3 +72,15 @@ def test_a_view_without_elements_begins_where_another_view_begins() -> None:
         (other,) = (n for n in range(3) if views[n].storage_offset() == views[3].storage_offset())
         others.add(other)
     assert others == {0, 1, 2}
+
+
+def test_the_last_view_may_be_that_of_another() -> None:
+    for seed in "0123456789":
+        tensors = [torch.arange(6.0).reshape(2, 3), torch.arange(4.0), torch.arange(4.0)]
+        buffers = FlatBuffers(tensors, seed, rank=1, tied=1)
+        *_, one, other = buffers.views
+        assert one.data_ptr() == other.data_ptr()
+        assert torch.equal(other, tensors[2])
+        other.zero_()
+        assert torch.equal(buffers.views[0], tensors[0])
+        assert not buffers.gaps_changed()
