@@ -43,10 +43,11 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
     results so far is the sum of all means but for the residuals, whose limit follows from
     ``delta`` and does not grow with the run; at the end, after small gradients, it is so up to a
     256th of a step, but for what still comes out. Under ``compressed(feedback=ef21)`` and
-    ``compressed(feedback=False)`` each result is as near to the mean as ``delta`` demands, and each
-    element is sent in at least as many steps as it is among the largest in; under ``unbiased`` the errors of all steps cancel out in six directions; under ``local`` each result
-    is a weighted mean (see ``judging/oracles/long_runs.py``). A run that ends early or hangs fails
-    this rule.
+    ``compressed(feedback=False)`` each result is as near to the mean as ``delta`` demands; without
+    feedback each element is also sent in at least as many steps as it is among the largest in, if
+    ``delta`` is 0.055 or more (``judging/oracles/long_run_sent.py``). Under ``unbiased`` the errors
+    of all steps cancel out in six directions; under ``local`` each result is a weighted mean (see
+    ``judging/oracles/long_runs.py``). A run that ends early or hangs fails this rule.
 
     Every 5 to 40 steps the model is evaluated, on all ranks or on one alone: between two steps, by
     eval(), forwards under no_grad or inference_mode, and train(); or by such forwards between the

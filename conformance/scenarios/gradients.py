@@ -370,7 +370,7 @@ def _few(numel: int, at: Sequence[int], key: tuple[int, ...], rank: int) -> torc
 
 
 def _turn(kind: str, numel: int, rank: int, param: int) -> torch.Tensor:
-    """Return values of which some are larger than all others."""
+    """Return values with some that are larger than all others."""
     at = list(large_elements(kind, numel, param) or ())
     first = at[0] if at else 0
     values = _bell(numel, (rank, first, param)).clamp(-LARGEST_OTHER, LARGEST_OTHER)

@@ -9,7 +9,7 @@ or up to twice as large. N is a prime number of at least 8 / delta, so that
     square, if delta is 1/30 or more
     N successive elements have one large one, in any block, and in any column of a matrix
 
-The kind of such a step is ``turn/N/FIRST.FIRST...``, with the first large element of each parameter.
+The kind of such a step is ``turn/N/FIRST.FIRST...``, with each parameter's first large element.
 """
 
 import math
