@@ -72,6 +72,7 @@ class Case:
 # of them, and --thorough judges all subjects by all rules.
 COSTLY_SECTIONS = ("20", "22", "23", "24", "25")
 COSTLY_RULES = {
+    "13.15",
     *(f"14.{place}" for place in range(15, 28)),
     *(f"15.{place}" for place in (*range(21, 38), 39, 40)),
     *(f"16.{place}" for place in range(20, 38)),

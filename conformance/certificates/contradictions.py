@@ -46,6 +46,7 @@ CLAIMED_RULES = {
     "13.12": "period",
     "13.13": "unbiased",
     "13.14": "unbiased",
+    "13.15": "unbiased",
     "14.12": "like",
     "14.13": "min_world_size",
     "14.20": "like",

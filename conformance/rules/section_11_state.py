@@ -60,7 +60,7 @@ def two_models(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "State",
     remedy="values that decide the next step and are not in the state: a step count, a residual, a "
     "seed, warm-started factors; a load_state_dict that leaves values alone which exist already, "
-    "or which the saved state lacks: residuals.update(saved)",
+    "or which the saved state lacks: residuals.update(saved); a factor of the loss scale",
 )
 def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """Under ``checkpointable`` new processes that load the state give the bits that the old
@@ -72,6 +72,8 @@ def same_bits(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     spike, and repeats these steps. At last it loads the state from before the first step, which
     has none of the residuals that later steps have added, and repeats three steps, or three after
     the warm-up, unless that has unrecorded steps.
+
+    Under ``rescaled(call=NAME)`` the loss scale changes before the state is saved.
     """
     saved, resumed, rolled_back = runs.values()
     later = range(saved.scenario.resume.saves_at, len(saved.scenario.steps))

@@ -23,6 +23,7 @@ from conformance.scenarios.hook import (
     UNUSED,
     VALUES,
 )
+from conformance.scenarios.training_sizes import NETWORK
 from conformance.scenarios.values import ALIKE, LAYERS
 from conformance.subjects.claims import (
     CONTRACTION,
@@ -436,3 +437,30 @@ def independent_ranks(runs: dict[str, Run], claims: Claims, found: Found) -> Non
         "" if ratio <= limit else "all ranks draw the same random numbers",
     )
     found.checked(1, ratio / limit)
+
+
+@rule(
+    "13.15",
+    "Draws other numbers for each element",
+    on=(VALUES, NETWORK),
+    claimed="unbiased",
+    needs=("13.3", "22.1"),
+    level=SHOULD,
+    worlds=WorldSizes.PRIMARY,
+    since="2.0",
+    source="Alistarh et al., QSGD, NeurIPS 2017, section 3: each element is rounded independently "
+    "of the others; the sum of n errors with a part in common grows like n instead of its root",
+    remedy="a generator that is seeded by a shape or a number of elements: take the parameter's "
+    "place in the model, too; a block of noise that is used again and again",
+)
+def other_numbers(run: Run, claims: Claims, found: Found) -> None:
+    """Under ``unbiased`` the errors of two parameters with equally many elements, from 64 on, have
+    less than a quarter of their squares in common, place by place; and so have the errors of a
+    bucket with those of 256 elements later, or of any more up to half of the bucket.
+
+    The variance of each element is right if layers of one shape share their random numbers, and so
+    is the expectation; but the errors of a step add up over the layers. Layers or blocks that are
+    sent as a whole, by one draw, are not meant: their errors are as alike at other distances (see
+    ``judging/oracles/lossy/repeats.py``).
+    """
+    lossy.require_other_numbers(run, claims, found)

@@ -4,6 +4,7 @@ from conformance.judging.oracles import (
     long_run_draws,
     long_run_leaks,
     long_run_parameters,
+    long_run_sent,
     long_run_weights,
     long_runs,
     slopes,
@@ -14,7 +15,7 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.long_runs import ENDURANCE
 from conformance.scenarios.profiles import CUDA
-from conformance.subjects.claims import FEEDBACK, LOCAL, UNBIASED, Claims
+from conformance.subjects.claims import CONTRACTION, FEEDBACK, LOCAL, UNBIASED, Claims
 
 _NEEDS = ("1.1", "1.2", "1.5", "2.1")
 _COUNTS = "a count of steps or calls: a warm-up, a schedule, a restart, a counter that overflows"
@@ -42,10 +43,11 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
     results so far is the sum of all means but for the residuals, whose limit follows from
     ``delta`` and does not grow with the run; at the end, after small gradients, it is so up to a
     256th of a step, but for what still comes out. Under ``compressed(feedback=ef21)`` and
-    ``compressed(feedback=False)`` each result is as near to the mean as ``delta`` demands; under
-    ``unbiased`` the errors of all steps cancel out in six directions; under ``local`` each result
-    is a weighted mean (see ``judging/oracles/long_runs.py``). A run that ends early or hangs fails
-    this rule.
+    ``compressed(feedback=False)`` each result is as near to the mean as ``delta`` demands; without
+    feedback each element is also sent in at least as many steps as it is among the largest in, if
+    ``delta`` is 0.055 or more (``judging/oracles/long_run_sent.py``). Under ``unbiased`` the errors
+    of all steps cancel out in six directions; under ``local`` each result is a weighted mean (see
+    ``judging/oracles/long_runs.py``). A run that ends early or hangs fails this rule.
 
     Every 5 to 40 steps the model is evaluated, on all ranks or on one alone: between two steps, by
     eval(), forwards under no_grad or inference_mode, and train(); or by such forwards between the
@@ -64,8 +66,12 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
         long_run_draws.require_unbiased(record, found)
     elif claims.lossy == LOCAL:
         long_run_weights.require_weights(record, found)
-    elif long_runs.require_lossy(record, found) and claims.lossy == FEEDBACK:
+    elif not long_runs.require_lossy(record, found):
+        return
+    elif claims.lossy == FEEDBACK:
         long_run_leaks.require_all_delivered(record, found)
+    elif claims.lossy == CONTRACTION:
+        long_run_sent.require_all_sent(record, found)
 
 
 @rule(

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from conformance.scenarios.gradients import REPEATED
 from conformance.scenarios.model import LongRun, Scenario
+from conformance.scenarios.turns import TURN
 
 Key = tuple[str, int]
 """The kind of a gradient, and the number of the step that its values are computed for."""
@@ -54,7 +55,7 @@ def feed_of(scenario: Scenario) -> Feed:
 
 
 def _number_of_values(kind: str, number: int, long_run: LongRun) -> int:
-    if kind in REPEATED or kind in ("zero_all", "minus_zero"):
+    if kind in REPEATED or kind in ("zero_all", "minus_zero") or kind.startswith(TURN):
         return 0
     if number < long_run.warm_up:
         return number % long_run.period

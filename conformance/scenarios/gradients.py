@@ -56,6 +56,9 @@ faint, small_faint
 few/tail/1/all/5, and others
             zero but for a few elements of about the same size (``few_elements.py``), of the same
             sign on all ranks; the norm is about that of normal.
+turn/37/5.12, and others
+            the same at every step: normal, cut at 2, but for every 37th element, which is 3 to 4,
+            of the same sign on all ranks (``turns.py``).
 settling    constant, for steps in which every rank uses every parameter (``uses``).
 
 The patterns of ``training``:
@@ -86,6 +89,7 @@ from conformance.scenarios.specials import (
     spread,
 )
 from conformance.scenarios.tables import rows
+from conformance.scenarios.turns import LARGEST_OTHER, LEAST, TURN, large_elements
 
 KINDS = (
     "crafted",
@@ -335,6 +339,8 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
         return _wide(numel, rank, step, param)
     if kind.startswith(FEW):
         return _few(numel, places(kind, numel, param), (step, param), rank)
+    if kind.startswith(TURN):
+        return _turn(kind, numel, rank, param)
     place = place_of(kind)
     if kind == "tiled" or place:
         tile = _values("crafted", min(numel, TILE), world, rank, step, param)
@@ -360,6 +366,16 @@ def _few(numel: int, at: Sequence[int], key: tuple[int, ...], rank: int) -> torc
         sign = _integers(len(at), 2, (*key, 90)) * 2 - 1
         size = 1 + _uniform(len(at), (rank, *key, 91)) / 2
         values[list(at)] = sign * size * 2.0 ** round(math.log2(numel / len(at)) / 2)
+    return values
+
+
+def _turn(kind: str, numel: int, rank: int, param: int) -> torch.Tensor:
+    """Return values with some that are larger than all others."""
+    at = list(large_elements(kind, numel, param) or ())
+    first = at[0] if at else 0
+    values = _bell(numel, (rank, first, param)).clamp(-LARGEST_OTHER, LARGEST_OTHER)
+    sign = _integers(len(at), 2, (first, param, 95)) * 2 - 1
+    values[at] = sign * (LEAST + _uniform(len(at), (rank, first, param, 96)))
     return values
 
 

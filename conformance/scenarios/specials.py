@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from conformance.scenarios.few_elements import FEW
+from conformance.scenarios.turns import TURN
 
 # Every fifth element of a nan or inf step is special. Most elements still show the mean.
 SPECIAL_EVERY = 5
@@ -44,7 +45,7 @@ def base_kind(kind: str) -> str:
 def place_of(kind: str) -> Place | None:
     """Return the place that a kind names, or None if it names none."""
     base, *words = kind.split("/")
-    if not words or base == FEW:
+    if not words or base in (FEW, TURN):
         return None
     place = Place(*(int(word) for word in words if word != _ALL))
     return replace(place, every=1) if words[-1] == _ALL else place

@@ -17,8 +17,11 @@ from conformance.scenarios.hook import (
     ACCUMULATED,
     BUCKETS,
     DTYPES,
+    RESUMED_ONE,
+    SAVED_ONE,
     SIZES,
     SMALL_GRADIENTS,
+    SPECIAL,
     VALUES,
     VALUES_AGAIN,
     VIEWS,
@@ -221,6 +224,15 @@ ADAPTATIONS = (
     Adaptation(
         lambda scenario, claims: (
             changes.is_lossy(scenario, claims)
+            and claims.lossy != LOCAL
+            and scenario.name == SPECIAL.name
+        ),
+        changes.show_recovery,
+        "a result that is finite again may be wrong for good",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            changes.is_lossy(scenario, claims)
             and claims.lossy == LOCAL
             and scenario.name in _MIXING
         ),
@@ -282,6 +294,15 @@ ADAPTATIONS = (
         ),
         changes.take_first_step,
         "the claims promise nothing here, and the certificate names it",
+    ),
+    Adaptation(
+        lambda scenario, claims: (
+            bool(claims.rescaled and claims.checkpointable)
+            and claims.warmup < 2  # else the state is saved within the warm-up
+            and scenario.name in (SAVED_ONE.name, RESUMED_ONE.name)
+        ),
+        changes.save_after_rescale,
+        "a factor of the loss scale may belong to the state",
     ),
     Adaptation(
         lambda scenario, claims: bool(scenario.loss_scales and claims.warmup),

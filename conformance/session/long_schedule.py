@@ -8,7 +8,7 @@ The kinds of most rounds decide which claim can be judged; special rounds lie at
                             times as much, small ones, zeros; zeros until residuals are empty, once
                             on the way and at the end; before the end small ones alone
     compressed(ef21)        random values, held until the estimates have converged to them
-    compressed(False)       random values
+    compressed(False)       random values; each element is among the largest in two rounds
     unbiased                the same values in five of eight rounds, random ones in two, and in one
                             the same values on all ranks, or on rank 0 alone
     local                   random values
@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
+from conformance.scenarios.turns import turns
 from conformance.subjects.claims import (
     CONTRACTION,
     DIFFERENCE,
@@ -60,7 +61,11 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
         after = ["normal"] * (segments * hold)
     elif claims.lossy == CONTRACTION:
         after = draws.choices(("normal", "drift"), (3, 1), k=drawn)
-        _put(after, ("small", "large", "spike", "zero_all"), REPEATS, draws)
+        special = ["small", "large", "spike", "zero_all"]
+        in_turn = turns(scenario.params, claims.delta)
+        if REPEATS * len(in_turn) <= drawn // 4:
+            special += in_turn
+        _put(after, special, REPEATS, draws)
     elif claims.lossy == UNBIASED:
         after = draws.choices(("constant", "normal", "same", "same_one"), (10, 4, 1, 1), k=drawn)
     else:

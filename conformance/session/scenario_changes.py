@@ -53,7 +53,10 @@ from conformance.scenarios.training_sizes import NETWORK
 from conformance.scenarios.values import LAYERS, within_range
 from conformance.subjects.claims import (
     CONTRACTION,
+    DIFFERENCE,
+    FEEDBACK,
     LOCAL,
+    UNBIASED,
     Claims,
 )
 
@@ -234,6 +237,19 @@ def repeat_until_converged(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(scenario, steps=scenario.steps + (kind,) * _draining_steps(scenario, claims))
 
 
+def show_recovery(scenario: Scenario, claims: Claims) -> Scenario:
+    """Add steps that show whether results are right again: draws on the same gradients, or steps
+    in which residuals come out or estimates converge.
+    """
+    count = _steps_until_drained(claims.delta, LEFT_UNDER_OPTIONS)
+    more = {
+        UNBIASED: ("constant",) * TRIALS,
+        FEEDBACK: ("faint",) * count,
+        DIFFERENCE: ("settling",) * count,
+    }
+    return replace(scenario, steps=scenario.steps + more.get(claims.lossy, ()))
+
+
 def _draining_steps(scenario: Scenario, claims: Claims) -> int:
     left = LEFT_UNDER_OPTIONS if scenario.name in OPTION_SCENARIOS else LEFT
     return _steps_until_drained(claims.delta, left)
@@ -322,6 +338,18 @@ def drain_with_faint_gradients(scenario: Scenario, claims: Claims) -> Scenario:
     return replace(
         scenario, steps=scenario.steps + ("faint",) * count, rescale_call=claims.rescaled
     )
+
+
+def save_after_rescale(scenario: Scenario, claims: Claims) -> Scenario:
+    """Change the loss scale before the state is saved; the step and the factor are drawn, alike for
+    the run that saves and the one that resumes.
+    """
+    numbers = generator(replace(scenario, name=SAVED_ONE.name), "loss scales")
+    first = numbers.randint(4, 12)
+    second = first + numbers.choice((-1, 1)) * numbers.randint(1, 4)
+    before = numbers.randrange(1, scenario.resume.saves_at)
+    scales = (first,) * before + (second,) * (len(scenario.steps) - before)
+    return replace(scenario, loss_scales=scales, rescale_call=claims.rescaled)
 
 
 def lengthen_first_loss_scale(scenario: Scenario, claims: Claims) -> Scenario:

@@ -128,7 +128,7 @@ from itertools import product
 
 import torch
 
-from conformance.judging.oracles.lossy import compression, local
+from conformance.judging.oracles.lossy import compression, local, repeats
 from conformance.judging.oracles.lossy import unbiased as random_results
 from conformance.judging.oracles.lossy.common import (
     LIMIT,
@@ -215,7 +215,9 @@ __all__ = [
     "require_fresh_draws",
     "require_mixing",
     "require_noise",
+    "require_other_numbers",
     "require_period",
+    "require_recovered",
     "require_same_bits",
     "require_seen",
     "require_small_elements",
@@ -293,6 +295,12 @@ def require_fresh_draws(run: Run, claims: Claims, found: Found) -> None:
     random_results.require_fresh_draws(JudgedRun(run, claims, found), steps)
 
 
+def require_other_numbers(run: Run, claims: Claims, found: Found) -> None:
+    """Require that no random number of a step is used twice, see ``repeats.py``."""
+    steps = range(claims.warmup, len(run.scenario.steps))
+    repeats.require_other_numbers(JudgedRun(run, claims, found), steps)
+
+
 def require_mixing(run: Run, claims: Claims, found: Found) -> None:
     """Require the gradients of all ranks to meet, see "Mixing" above.
 
@@ -336,6 +344,23 @@ def _not_finite(got: torch.Tensor | None) -> str:
         return "no gradient"
     count = int((~got.isfinite()).sum())
     return f"{count} elements are not" if count else ""
+
+
+def require_recovered(run: Run, claims: Claims, found: Found) -> None:
+    """Require the claim of the steps after those with NaN and infinities, the last one of which is
+    ordinary; ``scenario_changes.show_recovery`` has the steps after it.
+    """
+    judged = JudgedRun(run, claims, found)
+    ordinary = run.steps("crafted")[-1]
+    later = range(ordinary + 1, len(run.scenario.steps))
+    if claims.lossy == CONTRACTION:
+        compression.require_contraction(judged, range(ordinary, ordinary + 1))
+    elif claims.lossy == FEEDBACK:
+        compression.require_drained(judged, later)
+    elif claims.lossy == DIFFERENCE:
+        compression.require_convergence(judged, later[-1])
+    elif claims.lossy == UNBIASED:
+        random_results.require_expectation(judged, later)
 
 
 def require_noise(run: Run, claims: Claims, found: Found, steps: list[int]) -> None:

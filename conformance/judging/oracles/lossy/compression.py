@@ -88,6 +88,30 @@ def _still_comes_out(missing: torch.Tensor, got: torch.Tensor, fed: int, numel: 
     return bool((came_out >= slowest).all())
 
 
+def require_drained(judged: JudgedRun, steps: range) -> None:
+    """Require next to nothing as the result of the last of ``steps``, which feed faint gradients
+    after a step of ordinary ones: else something is added that is no residual.
+    """
+    last = steps[-1]
+    for rank, index, place in judged.parameters():
+        got = judged.results(rank, index, range(last, last + 1))
+        if got is None:
+            return
+        members = judged.bucket_members(rank, last, index)
+        fed = judged.fed_norm(rank, [steps.start - 1], members)
+        size = float(got.norm()) / fed
+        holds = judged.found.require(
+            size <= LIMIT,
+            f"results that are empty again after {len(steps)} steps of faint gradients, within "
+            f"{LIMIT:g} of the gradients before",
+            f"{place}: {size:.3g}",
+            "state that a NaN or an infinity has changed on one rank, or in part" * (size > LIMIT),
+        )
+        if not holds:
+            return
+        judged.found.checked(got.numel(), size / LIMIT)
+
+
 def require_convergence(judged: JudgedRun, last: int) -> None:
     """Require the mean in the last step, after the same gradients again and again."""
     for rank, index, place in judged.parameters():
