@@ -332,12 +332,6 @@ def written(runs: dict[str, Run], claims: Claims, found: Found) -> None:
 
     The order of these is drawn from the session's seed.
     """
-<<<<<<< HEAD
-    require_same_or_refused(runs, found)
-
-
-own_numbers = right_beside_own_numbers("19.38", (large, long_run), on=(PROBE,))
-=======
     of_modules = OF_MODULES if runs_again(runs) else ()
     of_lists = ("list",) if claims.has("reentrant") else ()
     require_same_or_refused(without_ways(runs, (*of_modules, *of_lists)), found)
@@ -364,4 +358,6 @@ def written_modules(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     """
     others = {way for way, _ in WAYS_OF_WRITING if way not in OF_MODULES}
     require_same_or_refused(without_ways(runs, others), found)
->>>>>>> mend-kinds
+
+
+own_numbers = right_beside_own_numbers("19.38", (large, long_run), on=(PROBE,))
