@@ -42,6 +42,7 @@ def run_ranks(command: dict[str, Any], controller: Controller) -> dict[str, Any]
     The command may name the ranks that run here, and environment variables for each of them; by
     default all ranks run here, and see the nodes that the scenario simulates.
     """
+    from conformance.ranks.hardware import simulate_hardware
     from conformance.ranks.instruments.coverage import learn
     from conformance.ranks.rank import run_rank
     from conformance.ranks.torchrun import name_the_host, node_sizes, set_torchrun_environment
@@ -66,6 +67,7 @@ def run_ranks(command: dict[str, Any], controller: Controller) -> dict[str, Any]
             if environment is None:
                 set_torchrun_environment(sizes, rank)
                 name_the_host(sizes, rank)
+                simulate_hardware(sizes, rank, f"{scenario.session_seed}/{scenario.name}")
             else:
                 os.environ.update(environment[str(rank)])
             return run_rank(scenario, spec, rank, world, folder, command["cwd"], group_timeout)

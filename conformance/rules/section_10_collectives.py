@@ -247,7 +247,7 @@ def whatever_clocks_say(run: Run, claims: Claims, found: Found) -> None:
     step: beyond the real time, a step has at most one second. But a deadline from an earlier step
     may be over.
 
-    The functions of `time` and `timeit.default_timer` are replaced for the subject and for
-    installed packages; `datetime.now()` is not.
+    The functions of `time`, `timeit.default_timer`, and `now()`, `utcnow()` and `today()` of
+    `datetime` are replaced for the subject and for installed packages.
     """
     require_steps(run, claims, found, run.steps("crafted"))

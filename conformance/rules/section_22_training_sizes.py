@@ -50,7 +50,8 @@ def _require_moments(run: Run, claims: Claims, found: Found) -> None:
     "754: float32 holds no odd integer above 2**24",
     remedy="a threshold on the number of elements, or of tensors, beyond which another way is "
     "taken; chunks whose tail is left out; indices in 16 or 32 bits, or in float32, which holds no "
-    "odd number above 2**24; a dtype that only large buckets are cast to",
+    "odd number above 2**24; a dtype that only large buckets are cast to; sums by matrix products, "
+    "which torch.set_float32_matmul_precision rounds, but torch.sum and all_reduce do not",
 )
 def network(run: Run, claims: Claims, found: Found) -> None:
     """In a network of more than 160 parameters under DDP's default buckets, crafted and random
@@ -62,6 +63,10 @@ def network(run: Run, claims: Claims, found: Found) -> None:
     here. Under a lossy claim parameters are smaller, because results are judged over many steps:
     all of them together have 2**25 elements divided by the number of steps. Warm-up steps are
     exact.
+
+    Each step has another ``torch.set_float32_matmul_precision``, as in 22.2: random gradients have
+    "medium" here, and "medium" and "high" there. Under "medium" CPUs with instructions for bfloat16
+    round large float32 products to it; on other CPUs products are the same under all three.
     """
     _require(run, claims, found)
 

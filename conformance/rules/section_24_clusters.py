@@ -61,7 +61,9 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
     under the subject's claims.
 
     torchrun's variables describe the nodes: ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``
-    and ``GROUP_WORLD_SIZE``. So does the host name, which is another one on each node. One of the
+    and ``GROUP_WORLD_SIZE``. So does the host name, which is another one on each node. In all
+    scenarios with nodes each has drawn numbers of cores, 1 to 256, and of bytes of memory, 1 GiB to
+    2 TiB, as functions of ``os`` return them: a rank must not choose by these alone. One of the
     parameters has a prime number of elements from 257 to 1019. Compression without feedback gets
     steps in which one rank's gradients are far larger than those of the others, here and in 24.2,
     so that ranks that count unequally show. Under ``local`` the ranks of all nodes meet within 24
@@ -84,7 +86,7 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
 def equal_nodes(run: Run, claims: Claims, found: Found) -> None:
     """Six or eight ranks on two nodes or more, all of the same size, get the right result under the
     subject's claims. Lossy hooks run on 16 ranks, whose sums may need more bits, and those without
-    feedback on 18. Under ``local`` all of eight ranks meet, as in 24.1, with twelve buckets.
+    feedback on 18. Under ``local`` all of eight ranks meet, as in 24.1, with 13 to 20 buckets.
     """
     _require_results(run, claims, found)
 
@@ -129,8 +131,12 @@ def uneven_groups(run: Run, claims: Claims, found: Found) -> None:
     """Two models on two groups of four and two ranks get the means over their groups. The ranks of
     the larger group have two different distances or more, such as 0, 1, 3 and 4. The nodes have two
     ranks each, or three: the larger group has unequally many of them, as if others evaluate, and
-    the smaller group leaves a whole node out. Under ``local`` all ranks of a group meet within 24
-    steps, in each of six buckets, and get its mean at a claimed period."""
+    the smaller group leaves a whole node out.
+
+    Under ``local`` all ranks of a group meet within 24 steps, in each of 24 buckets, and get its
+    mean at a claimed period. A partner that follows the count of calls is the same in each step if
+    the number of buckets is a multiple of the number of turns, as 24 is of 2, 3, 4, 6, 8 and 12.
+    The number of 24.2 is drawn, so that in time it is one of each other number up to 20."""
     steps = run.steps("crafted", "normal")
     if require_steps(run, claims, found, steps) and claims.lossy == LOCAL:
         require_meeting(run, claims, found)
@@ -212,8 +218,8 @@ def wide_groups(run: Run, claims: Claims, found: Found) -> None:
     of float32, float64, float16 and bfloat16 with 16 to 700,000 elements, float32 to 4,000,000.
     Each has a bucket of its own after the first step.
 
-    Each dtype has six sizes, float32 seven. They are drawn, one from each of as many equal parts of
-    the range of logarithms.
+    Each dtype has ten sizes, float32 eleven. They are drawn, one from each of eight equal parts of
+    the range of logarithms up to 20,000, and of two or three parts of the range from there on.
     """
     if claims.lossy == UNBIASED:
         found.does_not_apply("an expectation shows over more steps than large buckets are worth")

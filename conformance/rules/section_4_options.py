@@ -147,8 +147,8 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
 
     The order is drawn. The first two steps have half dtypes, since tensors that a hook makes then
     and keeps lose digits. There are three ranks if the session has three, because a half dtype does
-    not hold 1/3. The parameters are float32, in buckets of 16 to 600,000 elements: six sizes are
-    drawn, one from each of six equal parts of the range of logarithms. Lossy results are judged for
-    small buckets alone.
+    not hold 1/3. The parameters are float32, in buckets of 16 to 600,000 elements. Ten sizes are
+    drawn, one from each of eight equal parts of the range of logarithms up to 20,000, and of two
+    parts of the range from there on. Lossy results are judged for small buckets alone.
     """
     require_steps(run, claims, found, run.steps("crafted", "normal"))

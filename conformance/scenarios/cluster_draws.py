@@ -7,17 +7,16 @@ from itertools import combinations, pairwise
 
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.tables import prime_from
-from conformance.scenarios.training_sizes import sizes_between
+from conformance.scenarios.training_sizes import mostly_small_sizes
 
-# Of ``wide_groups``: for each dtype the largest number of elements, and how many sizes are drawn. A
-# part of the range spans a factor of six. So one of the sizes is in every interval from N to 36 N
-# within the range.
-SMALLEST_WIDE_SIZE = 16
+# Of ``wide_groups``: for each dtype the largest number of elements, and how many sizes are drawn
+# from 20,000 on. A part of that range spans a factor of six. So one of the sizes is in every
+# interval from N to 36 N within the range, and up to 20,000 from N to 6 N.
 WIDE_SIZES = {
-    "float32": (4_000_000, 7),
-    "float64": (700_000, 6),
-    "float16": (700_000, 6),
-    "bfloat16": (700_000, 6),
+    "float32": (4_000_000, 3),
+    "float64": (700_000, 2),
+    "float16": (700_000, 2),
+    "bfloat16": (700_000, 2),
 }
 
 
@@ -88,17 +87,15 @@ def _distances(ranks: tuple[int, ...]) -> set[int]:
 
 
 def _draw_wide_groups(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw the two of three ranks in one group, the sizes of each dtype, and their order.
-
-    The sizes are spread over their logarithms: one from each of several equal parts of the range
-    that ``WIDE_SIZES`` has for the dtype.
+    """Draw the two of three ranks in one group, the sizes of each dtype (``WIDE_SIZES``), and their
+    order.
     """
     alone = numbers.randrange(3)
     others = tuple(rank for rank in range(3) if rank != alone)
     params = [
         Param((size,), dtype)
-        for dtype, (largest, count) in WIDE_SIZES.items()
-        for size in sizes_between(SMALLEST_WIDE_SIZE, largest, count, count, numbers)
+        for dtype, (largest, large) in WIDE_SIZES.items()
+        for size in mostly_small_sizes(largest, large, numbers)
     ]
     numbers.shuffle(params)
     return replace(scenario, groups=(others, (alone,)), params=tuple(params))

@@ -241,6 +241,8 @@ class Scenario:
         twin_groups: disjoint groups of global ranks for the twins; () if a twin has the group of
             the model.
         default_dtypes: torch's default dtype in each step, again and again; () for float32.
+        matmul_precisions: of hooks; the precision of float32 matrix products in each step, again
+            and again; () for torch's default.
         clocks_jump: the clocks that the subject reads differ between ranks, and jump between and
             within steps (``instruments/clocks.py``).
         world_only: the subject claims to use WORLD, whatever group its model has.
@@ -304,6 +306,7 @@ class Scenario:
     joint: bool = False
     twin_groups: tuple[tuple[int, ...], ...] = ()
     default_dtypes: tuple[str, ...] = ()
+    matmul_precisions: tuple[str, ...] = ()
     clocks_jump: bool = False
     world_only: bool = False
     other_hash_seed: bool = False
@@ -375,6 +378,11 @@ class Scenario:
         if not self.default_dtypes:
             return "float32"
         return self.default_dtypes[max(step, 0) % len(self.default_dtypes)]
+
+    def matmul_precision(self, step: int) -> str:
+        """Return the precision of float32 matrix products in a step; '' for torch's default."""
+        precisions = self.matmul_precisions
+        return precisions[step % len(precisions)] if precisions else ""
 
     def inputs_at(self, step: int) -> int:
         """Return the number of a step for its inputs."""
@@ -471,6 +479,7 @@ def scenario_from_json(data: dict[str, Any]) -> Scenario:
             "options",
             "loss_scales",
             "default_dtypes",
+            "matmul_precisions",
             "nodes",
             "idle",
             "rewraps",

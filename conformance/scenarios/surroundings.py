@@ -12,13 +12,12 @@ from dataclasses import replace
 from conformance.scenarios.hook import BUCKETS, TWO_MODELS, VALUES
 from conformance.scenarios.model import DDPOptions, Param, Scenario
 from conformance.scenarios.tables import prime_from
-from conformance.scenarios.training_sizes import sizes_between
+from conformance.scenarios.training_sizes import mostly_small_sizes
 
 _HALVES = ("float16", "bfloat16")
 _OTHER_DTYPES = ("float64", *_HALVES)
-_SMALLEST_SIZE = 16
 _LARGEST_SIZE = 600_000
-_SIZES = 6
+_LARGE_SIZES = 2
 
 # Three ranks: a half dtype holds 1/2 and 1/4, but not 1/3.
 DEFAULT_DTYPES = replace(
@@ -81,12 +80,12 @@ def with_ranks(scenario: Scenario, count: int) -> Scenario:
 
 
 def draw_default_dtypes(scenario: Scenario, numbers: random.Random) -> Scenario:
-    """Draw the order of the dtypes, and six sizes from 16 to 600,000 elements, as for autocast.
+    """Draw the order of the dtypes, and ten sizes from 16 to 600,000 elements, as for autocast.
 
     The first two steps have a half dtype each: a tensor that a hook makes then and keeps loses
     digits, which a tensor of float64 does not. The third step has float64, and the other three have
-    all three dtypes in any order. One size is drawn from each of six equal parts of the range of
-    logarithms. Gradients repeat a table of a prime length from 3,000 to 6,000.
+    all three dtypes in any order. Most sizes are small (``mostly_small_sizes``). Gradients repeat a
+    table of a prime length from 3,000 to 6,000.
     """
     sized = _draw_sizes(scenario, numbers)
     halves = numbers.sample(_HALVES, len(_HALVES))
@@ -101,7 +100,7 @@ def _draw_autocast(scenario: Scenario, numbers: random.Random) -> Scenario:
 
 
 def _draw_sizes(scenario: Scenario, numbers: random.Random) -> Scenario:
-    sizes = sizes_between(_SMALLEST_SIZE, _LARGEST_SIZE, _SIZES, _SIZES, numbers)
+    sizes = mostly_small_sizes(_LARGEST_SIZE, _LARGE_SIZES, numbers)
     numbers.shuffle(sizes)
     return replace(
         scenario,

@@ -13,6 +13,9 @@ from dataclasses import replace
 from conformance.scenarios.model import DDPOptions, Param, Scenario
 from conformance.scenarios.tables import BEYOND, prime_from
 
+# Of ``mostly_small_sizes``.
+SMALLEST = 16
+_SMALL = 20_000
 # A bucket is closed once it holds 33 elements of float32 or more.
 _SMALL_CAP = 130 / 2**20
 
@@ -25,7 +28,8 @@ def draw_network(scenario: Scenario, numbers: random.Random) -> Scenario:
     elements, one of 10**6 to 4 * 10**6, and one of a prime number from 2**24 to 2**24 + 2**22. That
     one is at any place, just behind the small tensors: DDP fills its buckets from the last
     parameter on, so the small tensors begin a bucket. The table has a prime length from 100,000 to
-    160,000.
+    160,000. Steps differ in the
+    precision of matrix products (``_with_precisions``).
     """
     many = [_any_shape(numbers, size) for size in sizes_between(10_000, 1_000_000, 24, 32, numbers)]
     many.append(Param((sizes_between(1_000_000, 4_000_000, 1, 1, numbers)[0],)))
@@ -39,7 +43,7 @@ def draw_network(scenario: Scenario, numbers: random.Random) -> Scenario:
     above = prime_from(BEYOND + numbers.randrange(1, 1 << 22))
     modules.insert(numbers.randrange(len(modules) + 1), [*small, Param((above,))])
     params = tuple(param for module in modules for param in module)
-    return replace(scenario, params=params, period=_draw_period(numbers))
+    return _with_precisions(replace(scenario, params=params, period=_draw_period(numbers)), numbers)
 
 
 def draw_many_buckets(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -47,11 +51,12 @@ def draw_many_buckets(scenario: Scenario, numbers: random.Random) -> Scenario:
 
     The sizes are spread evenly over their logarithms, so that some of them lie between any N and
     1.5 N. The order is drawn, and so is the length of the table, a prime from 100,000 to 160,000.
+    Steps differ in the precision of matrix products (``_with_precisions``).
     """
     sizes = sizes_between(33, 1_000_000, 65, 140, numbers)
     numbers.shuffle(sizes)
     params = tuple(_any_shape(numbers, size) for size in sizes)
-    return replace(scenario, params=params, period=_draw_period(numbers))
+    return _with_precisions(replace(scenario, params=params, period=_draw_period(numbers)), numbers)
 
 
 def draw_vast(scenario: Scenario, numbers: random.Random) -> Scenario:
@@ -103,6 +108,35 @@ def sizes_between(
     count = numbers.randint(fewest, most)
     span = math.log(last / first)
     return [round(first * math.exp(span * (i + numbers.random()) / count)) for i in range(count)]
+
+
+def _with_precisions(scenario: Scenario, numbers: random.Random) -> Scenario:
+    """Draw the precisions of float32 matrix products, one for each of the three steps.
+
+    Random values get "medium", the one with the fewest bits, and in ``many_buckets`` "high" as
+    well. Crafted values have so few bits that products round none of them.
+    """
+    if scenario.name == _MANY_BUCKETS.name:
+        return replace(
+            scenario, matmul_precisions=("highest", *numbers.sample(("high", "medium"), 2))
+        )
+    first, last = numbers.sample(("highest", "high"), 2)
+    return replace(scenario, matmul_precisions=(first, "medium", last))
+
+
+def mostly_small_sizes(last: int, large: int, numbers: random.Random) -> list[int]:
+    """Draw sizes from 16 to ``last``: densely up to 20,000 elements, where buckets cost little.
+
+    Eight sizes are in the range up to 20,000, one from each of eight parts that span a factor of
+    2.5. So one of them is in every interval from N to 6 N.
+
+    Args:
+        last: the largest size.
+        large: the number of sizes from 20,000 on, one from each of as many equal parts.
+        numbers: draws.
+    """
+    small = sizes_between(SMALLEST, _SMALL, 8, 8, numbers)
+    return small + sizes_between(_SMALL, last, large, large, numbers)
 
 
 def _draw_period(numbers: random.Random) -> int:
@@ -172,6 +206,7 @@ _MANY_BUCKETS = replace(
     name="many_buckets",
     summary="65 to 140 buckets of 33 to a million elements; sizes are drawn; the last hook call of "
     "a step begins when all other buckets are reduced",
+    steps=("crafted", "normal", "normal"),
     world_sizes=(3,),
     ddp=DDPOptions(bucket_cap_mb=_SMALL_CAP),
     order="slow",

@@ -250,7 +250,7 @@ ADAPTATIONS = (
         ),
         changes.take_many_buckets,
         "partners that follow a count of calls are the same in every step if the number of buckets "
-        "fits it: four ranks pair in three ways, eight in seven, and a hypercube in two or three",
+        "is a multiple of the number of their turns",
     ),
     Adaptation(
         lambda scenario, claims: (

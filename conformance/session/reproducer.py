@@ -129,6 +129,7 @@ def _is_ordinary(scenario: Scenario) -> bool:
         scenario.captured,
         scenario.clocks_jump,
         bool(scenario.default_dtypes),
+        bool(scenario.matmul_precisions),
         bool(scenario.variant),
         scenario.ddp.find_unused_parameters,
         bool(scenario.simulated),

@@ -23,7 +23,7 @@ from conformance.scenarios import (
     kinds_in_clusters,
     optimizer_training,
 )
-from conformance.scenarios.clusters import CLUSTERS, EQUAL_NODES, with_groups_of
+from conformance.scenarios.clusters import CLUSTERS, with_groups_of
 from conformance.scenarios.evidence import (
     FEEDBACK_RESCALED,
     FEEDBACK_UNUSED,
@@ -69,6 +69,9 @@ _WIDER_SHAPES = {
     (4, 3, 2, 5): (24, 3, 2, 5),
     (20_011,): (91, 225),
 }
+# A bucket of two elements of float32 or more is closed once the next parameter comes.
+_CAP_OF_TWO = 8 / 2**20
+_LARGE_BUCKETS = 6
 _ON_TWO_GROUPS = (averager_training.TWO_GROUPS.name, optimizer_training.TWO_GROUPS.name)
 _SAVED_EARLY = tuple(one.name for one in (SAVED_ONE, RESUMED_ONE, ROLLED_BACK))
 _NAMES_OF_CLUSTERS = tuple(scenario.name for scenario in (*CLUSTERS, *kinds_in_clusters.ALL))
@@ -262,13 +265,20 @@ def watch_mixing(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def take_many_buckets(scenario: Scenario, claims: Claims) -> Scenario:
-    """Take parameters in buckets of their own: twelve, whose number 2, 3, 4 and 6 divide; on groups
-    of four ranks six, whose number 2 and 3 divide.
+    """Take parameters in buckets of their own.
+
+    On groups of four ranks there are 24, a multiple of 2, 3, 4, 6, 8 and 12. On eight ranks there
+    are 13 to 20, so that in time each number up to 20 divides one of the two. Six of the buckets,
+    at drawn places, are large enough to solve for the weights of ranks. The others have two or
+    three elements: they are counted, and cost less.
     """
     numbers = generator(scenario, "buckets")
-    count = 6 if scenario.groups else 12
-    params = tuple(Param((numbers.randint(17, 99),)) for _ in range(count))
-    ddp = replace(scenario.ddp, bucket_cap_mb=EQUAL_NODES.ddp.bucket_cap_mb)
+    count = 24 if scenario.groups else numbers.randint(13, 20)
+    sizes = [numbers.randint(17, 99) for _ in range(_LARGE_BUCKETS)]
+    sizes += [numbers.randint(2, 3) for _ in range(count - _LARGE_BUCKETS)]
+    numbers.shuffle(sizes)
+    params = tuple(Param((size,)) for size in sizes)
+    ddp = replace(scenario.ddp, bucket_cap_mb=_CAP_OF_TWO)
     return replace(scenario, params=params, ddp=ddp)
 
 

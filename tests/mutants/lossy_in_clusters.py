@@ -3,6 +3,7 @@ bits fit.
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from tests.mutants._helpers import (
     gather,
     is_dense,
     pieces_of,
+    seeded,
 )
 from tests.mutants.clusters import Nodes
 from tests.mutants.local import Schedule
@@ -228,6 +230,34 @@ def next_mask_with_every_call(state: Calls, bucket: Bucket) -> Result:
     return completed(((parts + parts[others]) / 2)[state.group.rank()].clone())
 
 
+def pairings_in_turn(count: int) -> Callable[[Calls, Bucket], Result]:
+    """Take one of several drawn pairings in each call, in turn."""
+
+    def hook(state: Calls, bucket: Bucket) -> Result:
+        buffer = bucket.buffer()
+        size, rank = state.group.size(), state.group.rank()
+        draw = seeded(size, state.calls % count)
+        state.calls += 1
+        order = torch.randperm(size, generator=draw).tolist()
+        place = order.index(rank) ^ 1
+        partner = order[place] if place < size else rank
+        return completed((buffer + gather(buffer, state.group)[partner]) / 2)
+
+    return hook
+
+
+def neighbours_in_turn(state: Calls, bucket: Bucket) -> Result:
+    """Mix with the next rank and with the previous one in two calls, and stay alone in two more."""
+    buffer = bucket.buffer()
+    size, rank = state.group.size(), state.group.rank()
+    turn = state.calls % 4
+    state.calls += 1
+    parts = gather(buffer, state.group)
+    if turn > 1:
+        return completed(buffer)
+    return completed((buffer + parts[(rank + (1, -1)[turn]) % size]) / 2)
+
+
 _PARTS, _HOSTS = (f"{__name__}:{name}" for name in ("Parts", "Hosts"))
 _SCHEDULE = "tests.mutants.local:Schedule"
 _DISTANCE = f"{__name__}:AtOneDistance"
@@ -256,14 +286,17 @@ MUTANTS = [
     Mutant("last_pair_counts_double", ("24.2",), _COMPRESSED, worlds=_ALL),
     Mutant(
         "partner_by_call",
-        ("24.2", "24.4"),
+        ("24.4",),
         "local",
         state=f"{__name__}:Calls",
         worlds=_ALL,
-        because={"24.4": "its groups of four ranks have several buckets a step, too"},
+        because={"24.2": "the drawn number of its buckets may be a multiple of three"},
     ),
     *(
         Mutant(name, ("24.4",), "local", state=f"{__name__}:Calls", worlds=_ALL)
         for name in ("tournament_by_call", "next_mask_with_every_call")
     ),
+    Mutant("pairings_in_turn,count=8", ("24.4",), "local", f"{__name__}:Calls", worlds=_ALL),
+    Mutant("pairings_in_turn,count=12", ("24.4",), "local", f"{__name__}:Calls", worlds=_ALL),
+    Mutant("neighbours_in_turn", ("24.4",), "local", f"{__name__}:Calls", worlds=_ALL),
 ]

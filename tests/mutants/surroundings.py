@@ -3,6 +3,7 @@
 import math
 import time
 import timeit
+from datetime import date, datetime, timedelta, timezone
 from typing import Any
 
 import torch
@@ -217,6 +218,34 @@ def halves_if_a_sum_was_slow(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state).then(measure)
 
 
+_last_date: list[date] = []
+
+
+def checks_at_midnight(state: Any, bucket: Bucket) -> Result:
+    """Compare a checksum with the peers on each new day."""
+    today = date.today()
+    is_new = bool(_last_date) and _last_date[0] != today
+    if bucket.is_last():
+        _last_date[:] = [today]
+        if is_new:
+            dist.all_reduce(torch.zeros(3), group=group_of(state))
+    return average(bucket, state)
+
+
+_next_check: list[datetime] = []
+
+
+def checks_by_utc(state: Any, bucket: Bucket) -> Result:
+    """Compare a checksum with the peers every ten minutes of UTC, by the rank's own clock."""
+    now = datetime.now(timezone.utc)
+    if not _next_check:
+        _next_check.append(now + timedelta(minutes=10))
+    if bucket.is_last() and now >= _next_check[0]:
+        _next_check[0] = now + timedelta(minutes=10)
+        dist.all_reduce(torch.zeros(3), group=group_of(state))
+    return average(bucket, state)
+
+
 def halves_after_an_hour(state: Any, bucket: Bucket) -> Result:
     """Send half precision for the rest of the bucket's step once an hour has passed."""
     if bucket.is_last() and _is_due(3600.0) and bucket.buffer().dtype == torch.float32:
@@ -290,6 +319,24 @@ def doubles_on_world(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def some_small_ones_on_world(state: Any, bucket: Bucket) -> Result:
+    """Reduce buckets of 700 to 6,000 elements, which fit a scratch buffer, without the group."""
+    if is_dense(bucket) and 700 < bucket.buffer().numel() < 6_000:
+        mean = bucket.buffer().div(dist.get_world_size())
+        return sum_of(mean, None)
+    return average(bucket, state)
+
+
+def pads_some_small_ones(state: Any, bucket: Bucket) -> Result:
+    """Send 160 to 1,400 elements in a block of 2,048, of the default dtype."""
+    buffer = bucket.buffer()
+    if not (is_dense(bucket) and buffer.dtype == torch.float32 and 160 < buffer.numel() < 1_400):
+        return average(bucket, state)
+    block = torch.zeros(2_048)
+    block[: buffer.numel()] = buffer
+    return average_of(block, state).then(lambda done: done.value()[: buffer.numel()].float())
+
+
 MUTANTS = [
     Mutant("bfloat16_as_float16", ("2.13",)),
     Mutant("clamps_doubles", ("2.13",)),
@@ -298,6 +345,7 @@ MUTANTS = [
     Mutant("scales_by_squares", ("2.13",)),
     Mutant("keeps_its_first_scale", ("2.13",)),
     Mutant("through_lists", ("4.5",)),
+    Mutant("pads_some_small_ones", ("4.5",)),
     Mutant("wire_of_default_dtype", ("4.5",)),
     Mutant("scratch_of_state", ("4.5",), state=f"{__name__}:SumsOfDefaultDtype"),
     Mutant("large_wire_of_default_dtype", ("4.5",)),
@@ -308,9 +356,12 @@ MUTANTS = [
     Mutant("checks_by_default_timer", ("10.8",), hangs=True),
     Mutant("halves_if_a_sum_was_slow", ("10.8",), hangs=True),
     Mutant("halves_after_an_hour", ("10.8",), hangs=True),
+    Mutant("checks_at_midnight", ("10.8",), hangs=True),
+    Mutant("checks_by_utc", ("10.8",), hangs=True),
     Mutant("factor_of_the_latest_call", ("11.7",)),
     Mutant("callback_reads_the_latest", ("11.7",)),
     Mutant("large_on_world", ("24.7",)),
+    Mutant("some_small_ones_on_world", ("24.7",)),
     Mutant("medium_on_world", ("24.7",)),
     Mutant("large_doubles_and_halves_on_world", ("24.7",)),
     Mutant("doubles_on_world", ("24.7",)),

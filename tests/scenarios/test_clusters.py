@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 import pytest
 
 from conformance.scenarios import kinds_in_clusters
-from conformance.scenarios.cluster_draws import SMALLEST_WIDE_SIZE, WIDE_SIZES
+from conformance.scenarios.cluster_draws import WIDE_SIZES
 from conformance.scenarios.clusters import (
     BYSTANDERS,
     CLUSTERS,
@@ -21,6 +21,7 @@ from conformance.scenarios.clusters import (
 from conformance.scenarios.draws import drawn
 from conformance.scenarios.hook import AT_SCALE
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.training_sizes import SMALLEST
 from conformance.session.adaptations import adapt_scenario
 from conformance.subjects.claims import Claims, default_claims
 
@@ -96,13 +97,17 @@ def test_groups_have_unequally_many_ranks_of_equal_nodes() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_range_of_sizes_that_spans_a_factor_of_36_has_a_bucket_in_each_dtype(seed: int) -> None:
+def test_a_range_of_sizes_that_spans_such_a_factor_has_a_bucket_in_each_dtype(
+    seed: int,
+) -> None:
     params = drawn(WIDE_GROUPS, seed).params
     for dtype, (largest, _) in WIDE_SIZES.items():
         sizes = [spec.shape[0] for spec in params if spec.dtype == dtype]
-        least = SMALLEST_WIDE_SIZE
+        least = SMALLEST
         while least * 36 <= largest:
             assert any(least <= size <= 36 * least for size in sizes)
+            if 6 * least <= 20_000:
+                assert any(least <= size <= 6.3 * least for size in sizes)
             least *= 2
 
 

@@ -23,6 +23,7 @@ from conformance.ranks.instruments.default_dtype import default_dtype
 from conformance.ranks.instruments.faults import Faults
 from conformance.ranks.instruments.global_seeds import seed_generators
 from conformance.ranks.instruments.hook_observer import Observer
+from conformance.ranks.instruments.matmul_precision import matmul_precision, settle_precision
 from conformance.ranks.instruments.source_files import module_of, qualified_name
 from conformance.ranks.instruments.step_recorder import StepRecorder
 from conformance.ranks.instruments.stream_delays import Streams, record_device_wait
@@ -72,6 +73,8 @@ class HookDriver(RankDriver):
     def set_up(self) -> None:
         """Make the process groups and the models."""
         self._registered: list[Any] = []
+        if self.scenario.matmul_precisions:
+            settle_precision()
         self._warm_up_inputs: dict[int, list[torch.Tensor | None]] = {}
         # As scripts do: alike on all ranks, or with the rank added. All runs have the same seed, so
         # that a hook draws the same numbers in each of them.
@@ -173,7 +176,10 @@ class HookDriver(RankDriver):
             for step, kind in steps:
                 if self._clocks:
                     self._clocks.go_forward()
-                with default_dtype(self.scenario.default_dtype(step)):
+                with (
+                    default_dtype(self.scenario.default_dtype(step)),
+                    matmul_precision(self.scenario.matmul_precision(step)),
+                ):
                     if not self._step(step, kind):
                         break
 

@@ -1,8 +1,8 @@
 """Clocks that differ between ranks, for the subject alone. Runs in ranks only.
 
-The functions of the module ``time`` and ``timeit.default_timer`` are replaced before the subject is
-imported. Code of the kit, of torch and of Python's own library gets the real time: their waits must
-not end early. ``datetime.now()`` is written in C, and stays as it is.
+The functions of the module ``time``, ``timeit.default_timer`` and the classes of the module
+``datetime`` are replaced before the subject is imported. Code of the kit, of torch and of Python's
+own library gets the real time: their waits must not end early.
 
 Time passes twice for each step. Before the step, ``SHORTEST`` to ``LONGEST`` seconds pass. Within
 the step, ``SHORTEST_WITHIN`` to ``LONGEST_WITHIN`` seconds pass at once, just before one of the
@@ -28,6 +28,8 @@ from types import FrameType
 from typing import Any
 
 import torch
+
+from conformance.ranks.instruments.dates import replace_dates
 
 _SECONDS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
 _NANOSECONDS = tuple(f"{name}_ns" for name in _SECONDS)
@@ -70,6 +72,7 @@ class Clocks:
                 setattr(module, name, self._clock(getattr(time, name), unit))
         # It is one of them under another name.
         timeit.default_timer = time.perf_counter
+        replace_dates(self._ahead)
 
     def go_forward(self) -> None:
         """Let time pass between two steps, and decide when it passes within the next one."""
@@ -93,14 +96,18 @@ class Clocks:
     def _clock(self, real: Any, unit: float) -> Any:
         def clock(*args: Any) -> Any:
             now = real(*args)
-            if _is_library(sys._getframe(1)):
-                return now
-            if next(self._readings) == self._passes_at:
-                self.passed += self._to_pass
-            return now + type(now)(self.passed * unit)
+            return now + type(now)(self._ahead(sys._getframe(1)) * unit)
 
         clock.__name__ = real.__name__
         return clock
+
+    def _ahead(self, frame: FrameType) -> float:
+        """Return by how many seconds the clock that code reads is ahead, and let time pass."""
+        if _is_library(frame):
+            return 0.0
+        if next(self._readings) == self._passes_at:
+            self.passed += self._to_pass
+        return self.passed
 
 
 def _is_library(frame: FrameType) -> bool:

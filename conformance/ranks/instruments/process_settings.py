@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from conformance.ranks.hardware import real_affinity
 from conformance.ranks.instruments.digest import digest_of_bytes
 from conformance.torch_versions.private import (
     getters_of_flags,
@@ -264,7 +265,7 @@ def _scheduling() -> dict[str, str]:
         # A thread may have ended since.
         with contextlib.suppress(OSError):
             number = int(task)
-            cores = sorted(os.sched_getaffinity(number))
+            cores = sorted(real_affinity(number))
             nice = os.getpriority(os.PRIO_PROCESS, number)
             policy = os.sched_getscheduler(number)
             found[task] = f"cores={cores} nice={nice} policy={policy}"

@@ -1,6 +1,9 @@
 """Clocks go forward for the subject, and for no library."""
 
+import copy
+import datetime
 import logging
+import pickle
 import time
 import timeit
 from itertools import pairwise
@@ -26,6 +29,8 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     for name in (*NAMES, "clock_gettime", "clock_gettime_ns"):
         monkeypatch.setattr(time, name, getattr(time, name))
     monkeypatch.setattr(timeit, "default_timer", timeit.default_timer)
+    for name in ("datetime", "date"):
+        monkeypatch.setattr(datetime, name, getattr(datetime, name))
     made = Clocks(seed=1, rank=0, steps=STEPS)
     made.install()
     return made
@@ -40,6 +45,44 @@ def test_time_passes_between_steps(name: str, clocks: Clocks) -> None:
     passed = (clock() - before) / unit
     assert SHORTEST <= passed <= LONGEST + 60
     assert isinstance(clock(), int) == name.endswith("_ns")
+
+
+def test_time_passes_for_dates(clocks: Clocks) -> None:
+    clocks.passed = LONGEST
+    real = datetime.datetime.fromtimestamp(time.time() - LONGEST)
+    aware = datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
+    for now in (datetime.datetime.now(), datetime.datetime.utcnow(), aware):
+        assert datetime.timedelta(days=8) < now - real < datetime.timedelta(days=12)
+    assert datetime.timedelta(days=8) < datetime.date.today() - real.date()
+    assert datetime.datetime.today() > real
+
+
+def test_dates_are_those_of_python(clocks: Clocks) -> None:
+    of_c = datetime.datetime.__base__
+    assert of_c is not None
+
+    class Own(datetime.datetime):
+        """A class of the subject's own."""
+
+    now = datetime.datetime.now()
+    made = of_c(2026, 11, 27, 1)  # type: ignore[call-arg]
+    assert isinstance(made, datetime.datetime)
+    assert isinstance(made, datetime.date)
+    assert isinstance(now, of_c)
+    assert issubclass(of_c, datetime.datetime)
+    assert isinstance(now, datetime.date)
+    assert not isinstance(1.0, datetime.date)
+    assert isinstance(Own.now(), Own)
+    assert not isinstance(now, Own)
+    assert issubclass(Own, datetime.datetime)
+    assert not issubclass(datetime.datetime, Own)
+    for one in (now, datetime.date.today()):
+        assert pickle.loads(pickle.dumps(one)) == one == copy.deepcopy(one)
+        assert type(pickle.loads(pickle.dumps(one))) is type(one)
+    assert type(now + datetime.timedelta(days=1)) is datetime.datetime
+    assert datetime.datetime.fromisoformat("2026-11-27T01:00:00") == made
+    assert datetime.datetime.strptime("27.11.2026 1", "%d.%m.%Y %H") == made
+    assert datetime.datetime.combine(datetime.date(2026, 11, 27), datetime.time(1)) == made
 
 
 def test_other_names_of_clocks(clocks: Clocks) -> None:
