@@ -30,7 +30,16 @@ LARGEST_STEP = 2048
 
 # Of an element of float32.
 _BYTES = 4
-_LEAST_STEP = 4
+# Other scenarios have steps, and models have tensors, on both sides of smaller numbers.
+_LEAST_STEP = {
+    "averager": 100,
+    "optimizer": 100,
+    "strategy": 100,
+    "joinable": 100,
+    "collective": 300,
+    "wrapper": 300,
+}
+_LEAST_COUNT = 170
 _LARGEST_WITH_NEIGHBOURS = 2**18
 # A message of rows has a scale for each row in some formats.
 _COLUMNS = range(64, 1, -1)
@@ -72,8 +81,8 @@ def probes_of_kind(
     value = int(value)
     summary = f"made for the number {value} in {place}"
     of_sizes = LEAST_TRIED <= value <= _BYTES * LARGEST_SIZE and "sizes" in quantities
-    of_counts = _LEAST_STEP <= value <= LARGEST_COUNT and "counts" in quantities
-    of_steps = _LEAST_STEP <= value <= LARGEST_STEP and "steps" in quantities
+    of_counts = _LEAST_COUNT <= value <= LARGEST_COUNT and "counts" in quantities
+    of_steps = _LEAST_STEP[kind] <= value <= LARGEST_STEP and "steps" in quantities
     for quantity, is_tried in (("elements", of_sizes), ("tensors", of_counts), ("steps", of_steps)):
         for made in _MAKERS[kind].get(quantity, ()) if is_tried else ():
             scenario = made(value)

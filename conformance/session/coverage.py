@@ -4,7 +4,7 @@ It is no rule of the book. A rule reads the runs of its own scenarios, so that i
 same whether it is judged alone or with all others; coverage is a property of the runs of all rules
 together. So it is an entry of the certificate, ``coverage``, and lines in the terminal and in
 report.html. Under ``--require-coverage`` the conclusion refuses a subject with a branch that no run
-took. The probes of rule 25.1 are judged as a rule, since each of them is a run like any other.
+took. Probes are judged as a rule, since each of them is a run like any other.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -221,7 +221,7 @@ def _coverage_lines(session: Session, conclusion: Conclusion) -> list[str]:
         lines.append(f"          and {hidden} more, see report.html")
     if probed := coverage.get("probes"):
         values = ", ".join(str(one["value"]) for one in probed)
-        lines.append(f"          runs were made for these numbers in it (rule 25.1): {values}")
+        lines.append(f"          runs were made for these numbers in it: {values}")
     return lines
 
 

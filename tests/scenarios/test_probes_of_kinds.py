@@ -49,9 +49,9 @@ def test_counts_lie_beyond_the_number(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in OTHERS if kind != "joinable"])
 def test_steps_lie_beyond_the_number(kind: str) -> None:
-    scenario = probes(kind, 40, "steps")["probe_40_steps"]
-    assert len(scenario.steps) == 43
-    assert kind != "wrapper" or len(scenario.params[0].shape) == 43
+    scenario = probes(kind, 800, "steps")["probe_800_steps"]
+    assert len(scenario.steps) == 803
+    assert kind != "wrapper" or len(scenario.params[0].shape) == 803
     assert probes(kind, LARGEST_STEP + 1, "steps") == {}
 
 
@@ -81,7 +81,7 @@ def test_a_short_probe_of_an_averager_has_as_many_averages() -> None:
 @pytest.mark.parametrize("kind", OTHERS)
 def test_probes_belong_to_one_family_and_travel_as_json(kind: str) -> None:
     names = {scenario.name for scenario in KINDS[kind].scenarios}
-    for scenario in probes(kind, 20).values():
+    for scenario in probes(kind, 500).values():
         assert scenario.family == f"{kind}_probe"
         assert scenario.family in names
         assert scenario.kind == kind
