@@ -91,3 +91,12 @@ def test_probes_belong_to_one_family_and_travel_as_json(kind: str) -> None:
 @pytest.mark.parametrize("kind", OTHERS)
 def test_fractions_are_not_tried(kind: str) -> None:
     assert probes(kind, 0.5) == {}
+
+
+def test_a_probe_that_is_adapted_again_still_averages() -> None:
+    """The control is made from the subject's run, and has a schedule of its own."""
+    first = {"periodic": {"period": 7, "warmup_steps": 3}}
+    second = {"periodic": {"period": 4, "warmup_steps": 10}}
+    for scenario in probes("averager", 600).values():
+        adapted = AVERAGER.adapt(AVERAGER.adapt(scenario, first), second)
+        assert {adapted.steps[step] for step in (10, 14)} <= {"crafted", "normal"}

@@ -197,10 +197,11 @@ def _last_name(node: ast.expr) -> str:
 def _kept_comparisons(node: ast.AST) -> Iterator[ast.Compare]:
     """Yield the comparisons in a function whose values are kept, and not decided on.
 
-    Operands of a kept ``and`` or ``or`` are among them: marks show one side of an operand alone.
+    Operands of a kept ``and`` or ``or``, and filters of comprehensions, are among them: marks show
+    one side of these alone.
     """
     for name, value in ast.iter_fields(node):
-        is_decision = name in ("test", "ifs")
+        is_decision = name == "test"
         parts = value if isinstance(value, list) else [value]
         for part in parts:
             if not isinstance(part, ast.AST) or isinstance(

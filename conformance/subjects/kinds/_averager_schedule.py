@@ -296,7 +296,9 @@ def _probe(scenario: Scenario, schedule: Schedule) -> Scenario:
     written; it has as many averages as steps, if they fit.
     """
     if scenario.variant == LARGE.variant:
-        steps = lengthened(scenario.steps, schedule, averages=scenario.steps, alone=True)
+        # The control gets the scenario as the subject's schedule has made it.
+        kinds = tuple(kind for kind in scenario.steps if kind != QUIET)
+        steps = lengthened(kinds, schedule, averages=kinds, alone=True)
         return replace(scenario, steps=steps)
     period = min(schedule.periods)
     written = len(scenario.steps)

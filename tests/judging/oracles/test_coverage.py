@@ -223,6 +223,15 @@ def test_numbers_of_kept_comparisons_and_not_of_conditions_that_went_both_ways()
     assert numbers(source, "hook(1); hook(6)") == [1000]
 
 
+def test_numbers_of_which_marks_show_one_side_alone() -> None:
+    source = """
+        def hook(n, given):
+            few = [one for one in given if one < 2_000]
+            return n > 3_000 or bool(few)
+        """
+    assert numbers(source, "hook(1, [1])") == [2_000, 3_000]
+
+
 def test_quantities_follow_the_names() -> None:
     found = coverage(
         """
