@@ -259,20 +259,19 @@ def indices_in_16_bits(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def masks_as_signs(module: torch.nn.Module) -> torch.nn.Module:
-    """Keep a mask in bits, of which the last incomplete byte is lost."""
+    """Keep the rows of a mask in bytes of eight bits, of which the last incomplete one is lost."""
 
     def pack(tensor: torch.Tensor) -> Any:
-        if tensor.dtype is not torch.bool:
+        if tensor.dtype is not torch.bool or not tensor.dim():
             return tensor
-        whole = tensor.numel() // 32 * 32
-        return tensor.shape, tensor.reshape(-1)[:whole]
+        return tensor.shape, tensor[..., : tensor.shape[-1] // 8 * 8]
 
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
         shape, bits = packed
         made = torch.zeros(shape, dtype=torch.bool)
-        made.view(-1)[: len(bits)] = bits
+        made[..., : bits.shape[-1]] = bits
         return made
 
     return packs(pack, unpack)(module)
