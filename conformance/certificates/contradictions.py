@@ -331,7 +331,7 @@ def _coverage(certificate: CertificateFile) -> Iterator[str]:
             yield f"{_ITSELF} its coverage names {one['file']}, which is not among its files"
     if coverage.get("required") and (coverage["untaken"] or coverage["never_called"]):
         yield f"{_ITSELF} it requires coverage, but {coverage_line(coverage)}"
-    number = PROBE_RULES[certificate.kind]
+    number = PROBE_RULES.get(certificate.kind, "")
     probe_rule = certificate.rules.get(number)
     if probe_rule is not None:
         wanted = {run for one in coverage["probes"] for run in one["runs"]}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conformance.certificates.contradictions import CLAIMED_RULES, contradictions
+from conformance.certificates.contradictions import CLAIMED_RULES, PROBE_RULES, contradictions
 from conformance.certificates.reader import CertificateFile
 from conformance.certificates.reproduction import reproduce_commands
 from conformance.errors import ProfileError, UsageError
@@ -90,6 +90,11 @@ def test_claims_decide_which_rules_apply(claims: str) -> None:
 def test_claimed_rules_are_those_of_the_rule_book() -> None:
     rules = [rule for kind in KINDS for rule in book(kind).values()]
     assert {rule.number: rule.claimed for rule in rules if rule.claimed} == CLAIMED_RULES
+
+
+def test_rules_of_own_numbers_are_those_of_the_rule_book() -> None:
+    rules = [rule for kind in KINDS for rule in book(kind).values()]
+    assert {rule.kind: rule.number for rule in rules if rule.probes} == PROBE_RULES
 
 
 def test_the_oldest_torch_is_that_of_the_package() -> None:
