@@ -192,9 +192,9 @@ def frozen(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     "forward with another dropout mask",
 )
 def indices(runs: dict[str, Run], claims: Claims, found: Found) -> None:
-    """Tables of 70,000 to 200,000 rows, gathered and largest elements, masks and dropout have the
-    outputs and gradients without the wrapper. With the claim draws_anew this is required of the
-    step without dropout."""
+    """Tables of 70,000 to 200,000 rows, gathered and largest elements, masks, bytes and dropout
+    have the outputs and gradients without the wrapper. With the claim draws_anew this is required
+    of the step without dropout."""
     require_same_training(runs, found, steps=1 if claims.has("draws_anew") else None)
 
 

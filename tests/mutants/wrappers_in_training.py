@@ -277,6 +277,15 @@ def masks_as_signs(module: torch.nn.Module) -> torch.nn.Module:
     return packs(pack, unpack)(module)
 
 
+def bytes_as_masks(module: torch.nn.Module) -> torch.nn.Module:
+    """Keep bytes as if they were masks, which they were in old versions of torch."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor != 0).to(tensor.dtype) if tensor.dtype is torch.uint8 else tensor
+
+    return packs(pack)(module)
+
+
 @calls
 def always_bfloat16(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """Run the second forward in bfloat16 if the first one was under autocast."""
@@ -458,6 +467,7 @@ MUTANTS = [
     Mutant("freezes_for_ever", ("19.28",), kind="wrapper"),
     Mutant("indices_in_16_bits", ("19.29",), kind="wrapper"),
     Mutant("masks_as_signs", ("19.29",), kind="wrapper"),
+    Mutant("bytes_as_masks", ("19.29",), kind="wrapper"),
     Mutant("always_bfloat16", ("19.30",), kind="wrapper"),
     Mutant("keeps_copies", ("19.31",), kind="wrapper"),
     Mutant("keeps_the_last_copies", ("19.31",), claims="recomputes", kind="wrapper"),

@@ -132,6 +132,8 @@ class Looks(nn.Module):
         WATCH.enters(self.called, x.device.type)
         found = self.table(indices)
         picked = torch.gather(found * x[:, None, :COLUMNS], 1, order)
+        # Levels of a quantized tensor: bytes that are no masks.
+        picked = picked * order.to(torch.uint8)
         largest = picked.max(1).values
         rest = x[:, COLUMNS:].masked_fill(x[:, COLUMNS:] > 0.5, 0.25) * found[:, 0]
         return x + self.dropout(torch.cat([largest, torch.where(rest > 0, rest, -2 * rest)], 1))

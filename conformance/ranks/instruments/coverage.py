@@ -339,17 +339,24 @@ def _code_of(function: Any) -> CodeType | None:
         with contextlib.suppress(ValueError):
             function = inspect.unwrap(function)
     if inspect.isclass(function):
-        return _code_of_class(function)
+        return code_of_class(function)
     code = getattr(function, "__code__", None)
     if code is None and callable(function):
         code = getattr(type(function).__call__, "__code__", None)
     return code if isinstance(code, CodeType) else None
 
 
-def _code_of_class(found: type) -> CodeType | None:
-    """Return the code of any method that a class itself defines."""
+def code_of_class(found: type) -> CodeType | None:
+    """Return the code of any method that a class itself defines.
+
+    torch.optim.Optimizer wraps the ``step`` of a class when the first object is made.
+    """
     for value in vars(found).values():
-        code = getattr(getattr(value, "__func__", value), "__code__", None)
+        method = getattr(value, "__func__", value)
+        if callable(method):
+            with contextlib.suppress(ValueError):
+                method = inspect.unwrap(method)
+        code = getattr(method, "__code__", None)
         if isinstance(code, CodeType):
             return code
     return None

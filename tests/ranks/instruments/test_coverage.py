@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from conformance.hosts.pool import Pool
 from conformance.ranks.instruments import coverage
@@ -61,6 +63,17 @@ def test_other_callables_are_measured(pool: Pool, hook: str) -> None:
     measured = measure([noted(pool, f"{HERE}:{hook}")])
     assert measured.coverage is not None, measured.reason
     assert measured.coverage.files
+
+
+def test_an_optimizer_whose_step_torch_has_wrapped_has_a_file() -> None:
+    class Steps(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    right = Steps.step.__code__
+    Steps([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert Steps.step.__code__ is not right
+    assert coverage.code_of_class(Steps) is right
 
 
 def test_nothing_is_noted_unless_the_scenario_observes_it(pool: Pool) -> None:
