@@ -28,6 +28,9 @@ LARGEST_SIZE = 2**22
 LARGEST_COUNT = 2048
 LARGEST_STEP = 2048
 
+# Other scenarios reach smaller numbers, unless they are sizes, which are tried.
+LEAST_OF_KINDS = 300
+
 # Of an element of float32.
 _BYTES = 4
 # Other scenarios have steps, and models have tensors, on both sides of smaller numbers.

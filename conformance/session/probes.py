@@ -21,7 +21,7 @@ from conformance.scenarios.probes import (
     probe_of_dtype,
     probes_of_number,
 )
-from conformance.scenarios.probes_of_kinds import probes_of_kind
+from conformance.scenarios.probes_of_kinds import LEAST_OF_KINDS, probes_of_kind
 from conformance.session.coverage import Measured, Tried
 from conformance.session.plan import Plan
 from conformance.subjects.claims import Claims
@@ -91,7 +91,7 @@ class Probes:
                 quantities.discard("values")
             probes = self._probes_of(number, quantities, values)
             if not probes or self._is_full():
-                if number.value >= LEAST_TRIED:
+                if number.value >= (LEAST_TRIED if self._kind == HOOK else LEAST_OF_KINDS):
                     self.tried.out_of_reach.append(_entry(number))
                 continue
             wanted += self._wanted(probes, _entry(number))
