@@ -18,7 +18,6 @@ from conformance.certificates.certificate import (
     kit_identity,
     limit_lines,
 )
-from conformance.certificates.contradictions import PROBE_RULES
 from conformance.certificates.reproduction import reproduce_commands
 from conformance.certificates.versions import SCHEMA_1
 from conformance.judging.rule import Rule
@@ -118,7 +117,7 @@ def judged(rule: Rule, claims: Claims) -> Judgement:
         run = {"verdict": "not applicable", "reason": NOT_CLAIMED, "checks": 0}
         reason = f"values@2: {NOT_CLAIMED}"
         return Judgement(rule.number, Verdict.NOT_APPLICABLE, reason, runs={"values@2": run})
-    if rule.number in PROBE_RULES.values():
+    if rule.probes:
         reason = f"no code of the subject {NOTHING_TO_TRY}"
         return Judgement(rule.number, Verdict.NOT_APPLICABLE, reason)
     if rule.number == "13.7":  # it counts bytes, even if no ratio is claimed

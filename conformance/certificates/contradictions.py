@@ -76,17 +76,6 @@ _CLAIMED_IN_RUNS: Mapping[str, Callable[[Claims], bool]] = {
     "19.18": lambda claims: claims.has("draws_anew") or claims.has("reentrant"),
 }
 
-# By kind of subject, the rule whose runs are made for the numbers in the subject's own code.
-PROBE_RULES = {
-    "hook": "25.1",
-    "averager": "14.27",
-    "optimizer": "15.40",
-    "strategy": "16.37",
-    "joinable": "17.35",
-    "collective": "18.35",
-    "wrapper": "19.38",
-}
-
 _PASS = str(Verdict.PASS)
 _ITSELF = "contradicts itself:"
 
@@ -331,12 +320,12 @@ def _coverage(certificate: CertificateFile) -> Iterator[str]:
             yield f"{_ITSELF} its coverage names {one['file']}, which is not among its files"
     if coverage.get("required") and (coverage["untaken"] or coverage["never_called"]):
         yield f"{_ITSELF} it requires coverage, but {coverage_line(coverage)}"
-    number = PROBE_RULES.get(certificate.kind, "")
-    probe_rule = certificate.rules.get(number)
-    if probe_rule is not None:
+    maker = KINDS[certificate.kind].probes
+    probe_rule = certificate.rules.get(maker.rule) if maker else None
+    if maker and probe_rule is not None:
         wanted = {run for one in coverage["probes"] for run in one["runs"]}
         if wanted != set(probe_rule["runs"]):
-            yield f"{_ITSELF} its coverage and rule {number} have different runs"
+            yield f"{_ITSELF} its coverage and rule {maker.rule} have different runs"
 
 
 def _digests(certificate: CertificateFile) -> Iterator[str]:

@@ -58,11 +58,11 @@ def reloaded(run: Run, claims: Claims, found: Found) -> None:
     learning-rate schedule that writes to param_groups afterwards takes effect.
 
     So does a schedule that fills tensors of learning rates in place, those of Adam or AdamW, which
-    is drawn. The steps that are saved and
-    restored are drawn from the session's seed then, and the restored rates count in the first step.
-    The user's own entries in parameter groups are restored as well. A state from the beginning, or
-    from before some parameters were trained, leaves these without a state. Subjects with
-    consolidate_state_dict() are not judged by that: torch's keeps such states.
+    is drawn. The steps that are saved and restored are drawn from the session's seed then, and the
+    restored rates count in the first step. The user's own entries in parameter groups are
+    restored as well. A state from the beginning, or from before some parameters were trained,
+    leaves these without a state. Subjects with consolidate_state_dict() are not judged by that:
+    torch's keeps such states.
     """
     if run.scenario.variant == RESET.variant and run.ranks[0].first("consolidates"):
         found.leaves_out(KEEPS_STATES)

@@ -343,6 +343,7 @@ def written(runs: dict[str, Run], claims: Claims, found: Found) -> None:
     on=(WRITTEN,),
     needs=("19.36",),
     level=SHOULD,
+    since="1.6",
     source="torch documentation, Autograd mechanics: in-place correctness checks; "
     "torch.utils.checkpoint: gradients may be wrong in silence if the function differs in the "
     "backward, for example by a global variable",

@@ -15,7 +15,7 @@ dtypes    parameters of 3 to 70,001 elements of that dtype
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from conformance.scenarios.hook import LARGE, VALUES
@@ -59,6 +59,28 @@ class Probe:
 
     scenario: Scenario
     world: int = 0
+
+
+@dataclass(frozen=True)
+class ProbeMaker:
+    """How runs are made for the numbers in the code of a kind of subject.
+
+    Attributes:
+        rule: the number of the rule that reads these runs.
+        of_number: returns the scenarios that reach both sides of a number. It takes the number, the
+            quantities that it may be, the place in the code, and all numbers that are tried.
+        of_dtype: returns the scenario with parameters of a dtype, which it takes with the place in
+            the code; None if dtypes are not tried.
+        judged_as: returns the scenario as which one of these is adapted to claims and judged; None
+            if it is adapted as itself.
+        least_named: smaller numbers that are not tried are those that other scenarios reach.
+    """
+
+    rule: str
+    of_number: Callable[[float, Collection[str], str, Sequence[float]], Iterator[Probe]]
+    of_dtype: Callable[[str, str], Probe] | None = None
+    judged_as: Callable[[Scenario], Scenario] | None = None
+    least_named: int = LEAST_TRIED
 
 
 def judged_as(probe: Scenario) -> Scenario:
@@ -160,3 +182,6 @@ def _steps(made: Scenario, value: int, others: Sequence[float]) -> Probe:
         made, name=f"probe_{value}_steps", params=params, steps=steps, ddp=_EACH_BUCKET_ALONE
     )
     return Probe(scenario)
+
+
+OF_HOOKS = ProbeMaker("25.1", probes_of_number, probe_of_dtype, judged_as)

@@ -9,8 +9,9 @@ counts  a model of N + 2 parameters
 steps   N + 3 steps, calls or contexts; N + 3 shadowed steps; as many averages, if they fit
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from conformance.scenarios import (
     averager_training,
@@ -21,15 +22,12 @@ from conformance.scenarios import (
     wrapper_training,
 )
 from conformance.scenarios.model import Param, Scenario
-from conformance.scenarios.probes import LEAST_TRIED, Probe
+from conformance.scenarios.probes import LEAST_TRIED, Probe, ProbeMaker
 from conformance.scenarios.tables import prime_from
 
 LARGEST_SIZE = 2**22
 LARGEST_COUNT = 2048
 LARGEST_STEP = 2048
-
-# Other scenarios reach smaller numbers, unless they are sizes, which are tried.
-LEAST_OF_KINDS = 300
 
 # Of an element of float32.
 _BYTES = 4
@@ -67,8 +65,17 @@ COLLECTIVE = _of_kind(collective_training.LARGE)
 WRAPPER = _of_kind(wrapper_training.LARGE)
 
 
+def maker_for(kind: str, rule: str) -> ProbeMaker:
+    """Return the maker of a kind's probes, which a rule reads."""
+    return ProbeMaker(rule, partial(probes_of_kind, kind), least_named=max(_LEAST_STEP.values()))
+
+
 def probes_of_kind(
-    kind: str, value: float, quantities: Collection[str], place: str
+    kind: str,
+    value: float,
+    quantities: Collection[str],
+    place: str,
+    others: Sequence[float] = (),
 ) -> Iterator[Probe]:
     """Yield the scenarios of a kind that reach both sides of a number.
 
@@ -78,6 +85,7 @@ def probes_of_kind(
         quantities: the quantities that it may be: ``sizes``, ``counts``, ``steps``; others are
             left out.
         place: where the code compares with it.
+        others: all numbers that are tried. They lie in runs of their own.
     """
     if value != int(value):
         return

@@ -28,8 +28,7 @@ def draw_network(scenario: Scenario, numbers: random.Random) -> Scenario:
     elements, one of 10**6 to 4 * 10**6, and one of a prime number from 2**24 to 2**24 + 2**22. That
     one is at any place, just behind the small tensors: DDP fills its buckets from the last
     parameter on, so the small tensors begin a bucket. The table has a prime length from 100,000 to
-    160,000. Steps differ in the
-    precision of matrix products (``_with_precisions``).
+    160,000. Steps differ in the precision of matrix products (``_with_precisions``).
     """
     many = [_any_shape(numbers, size) for size in sizes_between(10_000, 1_000_000, 24, 32, numbers)]
     many.append(Param((sizes_between(1_000_000, 4_000_000, 1, 1, numbers)[0],)))

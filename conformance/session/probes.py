@@ -1,12 +1,11 @@
 """The search for numbers in the subject's own code, and the runs that reach them.
 
-Rule 25.1 reads the runs of hooks, and the last rule of each other kind has those of that kind.
+``Kind.probes`` makes them, and names the rule that reads them.
 
 Coverage of the runs so far names the branches that none took. The numbers in their conditions are
 tried; their runs may reach branches with further numbers, which are tried next.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,18 +13,11 @@ from conformance.judging.oracles.code_numbers import Dtype, Number, dtypes_in, n
 from conformance.judging.verdict import NOTHING_TO_TRY
 from conformance.scenarios.hook import VALUES
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.probes import (
-    LEAST_TRIED,
-    Probe,
-    judged_as,
-    probe_of_dtype,
-    probes_of_number,
-)
-from conformance.scenarios.probes_of_kinds import LEAST_OF_KINDS, probes_of_kind
+from conformance.scenarios.probes import Probe
 from conformance.session.coverage import Measured, Tried
 from conformance.session.plan import Plan
 from conformance.subjects.claims import Claims
-from conformance.subjects.kinds import HOOK
+from conformance.subjects.kinds import KINDS
 from conformance.subjects.spec import CONTEXT_NAMES, SubjectSpec
 from conformance.subjects.target import parse_target
 
@@ -64,7 +56,7 @@ class Probes:
     def __init__(
         self, subject: SubjectSpec, claims: Claims, plan: Plan, capacity: int | None
     ) -> None:
-        self._kind = subject.kind
+        self._maker = KINDS[subject.kind].probes
         self._arguments = _arguments(subject)
         self._claims = claims
         self._plan = plan
@@ -76,7 +68,8 @@ class Probes:
     def next(self, measured: Measured) -> list[Wanted]:
         """Return the runs for the numbers that have not been tried yet."""
         coverage = measured.coverage
-        if coverage is None:
+        maker = self._maker
+        if coverage is None or maker is None:
             return []
         numbers = numbers_in(coverage, self._arguments)
         values = [number.value for number in numbers]
@@ -89,26 +82,20 @@ class Probes:
             if self._claims.fused:
                 # The parameters that the hook steps would overflow.
                 quantities.discard("values")
-            probes = self._probes_of(number, quantities, values)
+            probes = list(maker.of_number(number.value, quantities, number.place, values))
             if not probes or self._is_full():
-                if number.value >= (LEAST_TRIED if self._kind == HOOK else LEAST_OF_KINDS):
+                if number.value >= maker.least_named:
                     self.tried.out_of_reach.append(_entry(number))
                 continue
             wanted += self._wanted(probes, _entry(number))
-        for dtype in dtypes_in(coverage) if self._kind == HOOK else ():
+        if maker.of_dtype is None:
+            return wanted
+        for dtype in dtypes_in(coverage):
             if dtype.value not in self._seen and self._takes(dtype.value) and not self._is_full():
                 self._seen.add(dtype.value)
-                probe = probe_of_dtype(dtype.value, dtype.place)
+                probe = maker.of_dtype(dtype.value, dtype.place)
                 wanted += self._wanted([probe], _entry(dtype))
         return wanted
-
-    def _probes_of(
-        self, number: Number, quantities: set[str], others: Sequence[float]
-    ) -> list[Probe]:
-        """Return the scenarios that reach both sides of a number; none if it is out of range."""
-        if self._kind == HOOK:
-            return list(probes_of_number(number.value, quantities, number.place, others))
-        return list(probes_of_kind(self._kind, number.value, quantities, number.place))
 
     def reason(self, measured: Measured) -> str:
         """Return why there was nothing to run."""
@@ -148,12 +135,13 @@ class Probes:
 
 def adapted_probe(scenario: Scenario, plan: Plan, claims: Claims) -> Scenario:
     """Return a probe as it runs under the claims of a plan."""
-    if scenario.kind != HOOK:
+    maker = KINDS[scenario.kind].probes
+    if maker is None or maker.judged_as is None:
         return plan.adapted(scenario)
     if claims.lossy:
         # A few crafted elements are so large that the rest could be lost unnoticed.
         scenario = replace(scenario, steps=("normal",) * len(scenario.steps))
-    adapted = plan.adapted(replace(scenario, name=judged_as(scenario).name))
+    adapted = plan.adapted(replace(scenario, name=maker.judged_as(scenario).name))
     return replace(adapted, name=scenario.name, prerequisite=VALUES.name)
 
 

@@ -65,6 +65,7 @@ _MODULES = (
     "wrappers",
     "clusters",
     "own_code",
+    "own_code_of_kinds",
     "saved_numbers",
     "bounded",
 )

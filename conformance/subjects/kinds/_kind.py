@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conformance.scenarios.model import Scenario
+from conformance.scenarios.probes import ProbeMaker
 from conformance.subjects.kinds._claim import Claim, Reference
 
 
@@ -40,6 +41,7 @@ class Kind:
             claim, by its ``Claims.options``, or '' if it lacks none.
         adapt: returns a scenario as it is run for a subject, by the subject's ``Claims.options``.
         references: those that a subject can claim to be like, by name.
+        probes: makes runs for the numbers in a subject's own code; None if no rule reads such runs.
         default_reason: the author of the default claims, as the certificate names it.
         searches_claims: whether ``--claims auto`` can try claims.
         bound: the target is called again and again, with its arguments each time; otherwise it
@@ -57,6 +59,7 @@ class Kind:
     missing_claim: Callable[[Mapping[str, Any], int], str] = _no_missing_claim
     adapt: Callable[[Scenario, Mapping[str, Any]], Scenario] = _as_it_is
     references: Mapping[str, Reference] = field(default_factory=dict)
+    probes: ProbeMaker | None = None
     default_reason: str = "the arguments of the target"
     searches_claims: bool = False
     bound: bool = False

@@ -27,6 +27,7 @@ from conformance.scenarios.failing_collectives import AVERAGER as FAILING
 from conformance.scenarios.kinds_in_clusters import AVERAGER as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import AVERAGER as DEFAULT_DTYPES
 from conformance.scenarios.probes_of_kinds import AVERAGER as PROBE
+from conformance.scenarios.probes_of_kinds import maker_for
 from conformance.subjects.arguments import write_call, write_named
 from conformance.subjects.kinds._averager_schedule import adapt, largest_group, schedule_of
 from conformance.subjects.kinds._claim import (
@@ -194,6 +195,7 @@ AVERAGER = Kind(
         min_world_size("14.13"),
     ),
     default_claims=_default,
+    probes=maker_for("averager", "14.27"),
     contradiction=_contradiction,
     missing_claim=_missing_claim,
     adapt=adapt,

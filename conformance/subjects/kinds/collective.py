@@ -36,6 +36,7 @@ from conformance.scenarios.kinds_under_default_dtypes import COLLECTIVE as DEFAU
 from conformance.scenarios.kinds_under_default_dtypes import COLLECTIVE_UNDER_AUTOCAST
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.probes_of_kinds import COLLECTIVE as PROBE
+from conformance.scenarios.probes_of_kinds import maker_for
 from conformance.subjects.kinds._claim import (
     Form,
     is_number,
@@ -272,6 +273,7 @@ COLLECTIVE = Kind(
         min_world_size("18.18"),
     ),
     default_claims=_default,
+    probes=maker_for("collective", "18.35"),
     contradiction=_contradiction,
     adapt=_adapt,
 )

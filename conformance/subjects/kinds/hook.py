@@ -26,7 +26,7 @@ from conformance.scenarios import (
 from conformance.scenarios.clusters import CLUSTERS
 from conformance.scenarios.hook import ALL
 from conformance.scenarios.long_runs import ENDURANCE
-from conformance.scenarios.probes import PROBE
+from conformance.scenarios.probes import OF_HOOKS, PROBE
 from conformance.scenarios.values import VALUES_IN_TRAINING
 from conformance.subjects.arguments import write_call, write_named
 from conformance.subjects.kinds._claim import (
@@ -485,6 +485,7 @@ HOOK = Kind(
         RESCALED,
     ),
     default_claims=_default,
+    probes=OF_HOOKS,
     contradiction=_contradiction,
     references=REFERENCES,
     default_reason="nobody: exact is the default",

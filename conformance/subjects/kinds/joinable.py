@@ -21,6 +21,7 @@ from conformance.scenarios.joinable import SCENARIOS
 from conformance.scenarios.kinds_in_clusters import JOINABLE as CLUSTERS
 from conformance.scenarios.kinds_in_clusters import JOINABLE_NUMBERS as CLUSTERS_OF_NUMBERS
 from conformance.scenarios.probes_of_kinds import JOINABLE as PROBE
+from conformance.scenarios.probes_of_kinds import maker_for
 from conformance.subjects.kinds._claim import min_world_size, table
 from conformance.subjects.kinds._kind import Kind
 
@@ -45,5 +46,6 @@ JOINABLE = Kind(
     ),
     claims=table(min_world_size()),
     default_claims=_default,
+    probes=maker_for("joinable", "17.35"),
     bound=True,
 )

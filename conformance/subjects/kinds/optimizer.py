@@ -62,6 +62,7 @@ from conformance.scenarios.optimizer_training import (
     with_dtypes,
 )
 from conformance.scenarios.probes_of_kinds import OPTIMIZER as PROBE
+from conformance.scenarios.probes_of_kinds import maker_for
 from conformance.scenarios.seeds import generator
 from conformance.subjects.kinds._claim import min_world_size, option_flag, table
 from conformance.subjects.kinds._kind import Kind
@@ -150,5 +151,6 @@ OPTIMIZER = Kind(
         min_world_size("15.20"),
     ),
     default_claims=_default,
+    probes=maker_for("optimizer", "15.40"),
     adapt=_adapt,
 )

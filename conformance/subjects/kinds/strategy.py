@@ -20,6 +20,7 @@ from conformance.scenarios.kinds_in_clusters import STRATEGY as CLUSTERS
 from conformance.scenarios.kinds_under_default_dtypes import STRATEGY as DEFAULT_DTYPES
 from conformance.scenarios.model import Param, Scenario
 from conformance.scenarios.probes_of_kinds import STRATEGY as PROBE
+from conformance.scenarios.probes_of_kinds import maker_for
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.strategy import (
     _DIFFERENT,
@@ -138,6 +139,7 @@ STRATEGY = Kind(
         min_world_size("16.17"),
     ),
     default_claims=_default,
+    probes=maker_for("strategy", "16.37"),
     bound=True,
     adapt=_adapt,
 )

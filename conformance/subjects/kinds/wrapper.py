@@ -12,6 +12,7 @@ from typing import Any
 from conformance.scenarios.conditions_together import WRAPPER as TOGETHER
 from conformance.scenarios.kinds_under_default_dtypes import WRAPPER as DEFAULT_DTYPES
 from conformance.scenarios.probes_of_kinds import WRAPPER as PROBE
+from conformance.scenarios.probes_of_kinds import maker_for
 from conformance.scenarios.wrapper import (
     ACCUMULATED,
     AUTOCAST,
@@ -85,5 +86,6 @@ WRAPPER = Kind(
         min_world_size(),
     ),
     default_claims=_default,
+    probes=maker_for("wrapper", "19.38"),
     bound=True,
 )
