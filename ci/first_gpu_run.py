@@ -2,28 +2,36 @@
 
     python ci/first_gpu_run.py                  # all stages; those that have passed are skipped
     python ci/first_gpu_run.py --stages 1,2     # some stages, again
+    python ci/first_gpu_run.py --mps            # share GPUs by NVIDIA's multi-process service
     python ci/first_gpu_run.py --list
 
-Each stage takes less than five minutes, and writes its output and its result into the folder
-(``--folder``, by default ``first-gpu-run``), so that a run can be interrupted and resumed, and the
-folder sent back. On a machine without a CUDA device every stage is "not run", and the exit code
-is 8.
+The most telling stages come first. Each takes less than five minutes, and writes its output and its
+result into the folder (``--folder``, by default ``first-gpu-run``), so that a run can be
+interrupted and resumed, and the folder sent back. On a machine without a CUDA device every stage is
+"not run", and the exit code is 8.
 
 NCCL before 2.30 refuses two ranks on one GPU. With fewer GPUs than ranks, preload a newer one:
 
     pip download --no-deps nvidia-nccl-cu13==2.30.7 && unzip nvidia_nccl_cu13-*.whl
     LD_PRELOAD=$PWD/nvidia/nccl/lib/libnccl.so.2 python ci/first_gpu_run.py
 
+Processes take turns at starting a GPU: run nothing beside it. With --mps, stages of right subjects
+share GPUs by NVIDIA's multi-process service, and collectives of ranks that share a GPU are some
+hundred times as fast. Mutants run without it, since a fault of one process would end the others.
+
 It needs the kit's test requirements (``pip install -e '.[test]'``) beside the machine's torch.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +58,12 @@ print(json.dumps({
     },
 }, indent=1))
 """
+MPS = "nvidia-cuda-mps-control"
+MPS_FOLDER = "/tmp/conformance-mps"  # short: a socket's path has at most 107 characters
+MPS_VARIABLES = {
+    "CUDA_MPS_PIPE_DIRECTORY": MPS_FOLDER,
+    "CUDA_MPS_LOG_DIRECTORY": MPS_FOLDER,
+}
 DEFAULT_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 
@@ -72,25 +86,24 @@ class Stage:
         commands: with ``{python}``, ``{worlds}``, the world sizes of this machine, and ``{gpus}``,
             the number of its devices.
         passes: the exit codes with which a command passes.
+        shares: whether it runs under the multi-process service, if there is one.
     """
 
     name: str
     commands: tuple[str, ...]
     passes: tuple[int, ...] = (0,)
+    shares: bool = False
 
 
 STAGES = (
     Stage("versions", (f"{{python}} -c {shlex.quote(VERSIONS)}", "nvidia-smi")),
-    Stage("gate-and-mutants", ("{python} -m pytest tests/test_cuda.py -k 'gate or refused'",)),
-    Stage("torchs-hooks", ("{python} -m pytest tests/test_cuda.py -k torchs",)),
-    Stage("references", ("{python} -m pytest tests/test_cuda.py -k references",)),
-    Stage("tox-nccl", ("{python} -m tox -e nccl -- --world-size {worlds}",), (0, 7)),
-    Stage("tox-gloo-cuda", ("{python} -m tox -e gloo-cuda -- --world-size {worlds}",), (0, 7)),
     Stage(
         "allreduce-on-nccl",
         (_certify("hooks_ref:allreduce_hook", "--backend", "nccl", "--world-size", "{worlds}"),),
         (0, 7),
+        shares=True,
     ),
+    Stage("mutants-on-nccl", ("{python} -m pytest tests/test_cuda.py -k 'is_refused and nccl'",)),
     Stage(
         "powersgd-on-nccl",
         (
@@ -101,7 +114,14 @@ STAGES = (
             ),
         ),
         (0, 7),
+        shares=True,
     ),
+    Stage("mutants-on-gloo", ("{python} -m pytest tests/test_cuda.py -k 'is_refused and gloo'",)),
+    Stage("tox-nccl", ("{python} -m tox -e nccl -- --world-size {worlds}",), (0, 7), shares=True),
+    Stage("tox-gloo-cuda", ("{python} -m tox -e gloo-cuda -- --world-size {worlds}",), (0, 7)),
+    # On one GPU, ranks that share it would time each other.
+    Stage("hooks-beside-torchs", ("{python} benchmarks/on_cuda.py hooks --ranks {gpus}",)),
+    Stage("cost-of-watch", ("{python} benchmarks/on_cuda.py watch --ranks {gpus}",)),
     Stage(
         "torchs-allreduce-on-nccl",
         (
@@ -114,8 +134,8 @@ STAGES = (
             ),
         ),
         (0, 1, 7),
+        shares=True,
     ),
-    Stage("allreduce-on-gloo-cuda", (_certify("hooks_ref:allreduce_hook"),)),
     Stage(
         "sizes-on-nccl",
         (
@@ -125,10 +145,12 @@ STAGES = (
             ),
         ),
         (7,),
+        shares=True,
     ),
-    # On one GPU, ranks that share it would time each other.
-    Stage("hooks-beside-torchs", ("{python} benchmarks/on_cuda.py hooks --ranks {gpus}",)),
-    Stage("cost-of-watch", ("{python} benchmarks/on_cuda.py watch --ranks {gpus}",)),
+    Stage("gate", ("{python} -m pytest tests/test_cuda.py -k 'gate or hang'",)),
+    Stage("torchs-hooks", ("{python} -m pytest tests/test_cuda.py -k torchs",), shares=True),
+    Stage("references", ("{python} -m pytest tests/test_cuda.py -k references",), shares=True),
+    Stage("allreduce-on-gloo-cuda", (_certify("hooks_ref:allreduce_hook"),)),
 )
 
 
@@ -179,10 +201,30 @@ def run_command(command: str, log: Any) -> int:
     return done.returncode
 
 
+@contextlib.contextmanager
+def multi_process_service() -> Iterator[None]:
+    """Start NVIDIA's multi-process service, and stop it at the end."""
+    os.makedirs(MPS_FOLDER, exist_ok=True)
+    environment = {**os.environ, **MPS_VARIABLES}
+    subprocess.run([MPS, "-d"], env=environment, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([MPS], input="quit\n", text=True, env=environment, check=False)
+
+
 def run_stage(
-    stage: Stage, folder: Path, devices: int, run: Callable[[str, Any], int] = run_command
+    stage: Stage,
+    folder: Path,
+    devices: int,
+    run: Callable[[str, Any], int] = run_command,
+    prefix: str = "",
 ) -> Result:
-    """Run the commands of a stage, write its files, and return its result."""
+    """Run the commands of a stage, write its files, and return its result.
+
+    Args:
+        prefix: in front of each command.
+    """
     number = STAGES.index(stage) + 1
     path = folder / f"{number:02}-{stage.name}"
     if not devices:
@@ -194,7 +236,7 @@ def run_stage(
             for template in stage.commands:
                 command = template.replace("{python}", sys.executable)
                 command = command.replace("{worlds}", world_sizes(devices))
-                codes.append(run(command.replace("{gpus}", str(devices)), log))
+                codes.append(run(prefix + command.replace("{gpus}", str(devices)), log))
         wrong = [
             command
             for command, code in zip(stage.commands, codes, strict=True)
@@ -224,6 +266,13 @@ def chosen(text: str) -> list[Stage]:
     return [STAGES[number - 1] for number in numbers]
 
 
+def _prefix(stage: Stage, mps: bool) -> str:
+    """Return what stands in front of a stage's commands."""
+    if not (mps and stage.shares):
+        return ""
+    return " ".join(["env", *(f"{name}={value}" for name, value in MPS_VARIABLES.items()), ""])
+
+
 def main(
     arguments: Sequence[str],
     probe: Callable[[], int] = count_devices,
@@ -237,6 +286,9 @@ def main(
     parser.add_argument(
         "--stages", default="", metavar="N,N", help="only these, also if they passed"
     )
+    parser.add_argument(
+        "--mps", action="store_true", help="right subjects share GPUs by the multi-process service"
+    )
     parser.add_argument("--list", action="store_true", help="list the stages and their commands")
     options = parser.parse_args(arguments)
     if options.list:
@@ -249,16 +301,20 @@ def main(
         parser.error(f"--stages {options.stages}: numbers from 1 to {len(STAGES)}, such as 1,2")
     options.folder.mkdir(parents=True, exist_ok=True)
     devices = probe()
+    if options.mps and devices and not shutil.which(MPS):
+        parser.error(f"--mps: there is no {MPS} on PATH")
+    service = multi_process_service() if options.mps and devices else contextlib.nullcontext()
     results = []
-    for stage in stages:
-        number = STAGES.index(stage) + 1
-        if not options.stages and has_passed(stage, options.folder):
-            print(f"{number:2}  {stage.name}: passed before")
-            continue
-        result = run_stage(stage, options.folder, devices, run)
-        results.append(result)
-        reason = f": {result.reason}" if result.reason else ""
-        print(f"{number:2}  {stage.name}: {result.status}{reason}", flush=True)
+    with service:
+        for stage in stages:
+            number = STAGES.index(stage) + 1
+            if not options.stages and has_passed(stage, options.folder):
+                print(f"{number:2}  {stage.name}: passed before")
+                continue
+            result = run_stage(stage, options.folder, devices, run, _prefix(stage, options.mps))
+            results.append(result)
+            reason = f": {result.reason}" if result.reason else ""
+            print(f"{number:2}  {stage.name}: {result.status}{reason}", flush=True)
     if any(result.status == "failed" for result in results):
         return 1
     return NOT_RUN if any(result.status == "not run" for result in results) else 0

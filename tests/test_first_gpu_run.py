@@ -53,9 +53,9 @@ def test_a_stage_that_passed_is_not_run_again(script: Any, tmp_path: Path) -> No
     options = ["--folder", str(tmp_path)]
     assert script.main(options, lambda: 1, run) == 1
     found = statuses(tmp_path)
-    assert found["06-tox-gloo-cuda"] == "failed"
-    assert found["05-tox-nccl"] == "passed"
-    assert (tmp_path / "05-tox-nccl.txt").read_text() == "the output\n"
+    assert found["07-tox-gloo-cuda"] == "failed"
+    assert found["06-tox-nccl"] == "passed"
+    assert (tmp_path / "06-tox-nccl.txt").read_text() == "the output\n"
     before = len(commands)
     again, run = codes(lambda _: 0)
     script.main(options, lambda: 1, run)
@@ -65,14 +65,14 @@ def test_a_stage_that_passed_is_not_run_again(script: Any, tmp_path: Path) -> No
 
 def test_a_profile_that_this_machine_lacks_is_no_failure(script: Any, tmp_path: Path) -> None:
     _, run = codes(lambda _: 8)
-    assert script.main(["--folder", str(tmp_path), "--stages", "5"], lambda: 1, run) == 8
-    assert statuses(tmp_path) == {"05-tox-nccl": "not run"}
+    assert script.main(["--folder", str(tmp_path), "--stages", "6"], lambda: 1, run) == 8
+    assert statuses(tmp_path) == {"06-tox-nccl": "not run"}
 
 
 def test_chosen_stages_are_run_again(script: Any, tmp_path: Path) -> None:
     for _ in range(2):
         commands, run = codes(lambda _: 0)
-        assert script.main(["--folder", str(tmp_path), "--stages", "5"], lambda: 4, run) == 0
+        assert script.main(["--folder", str(tmp_path), "--stages", "6"], lambda: 4, run) == 0
         [command] = commands
         assert command.endswith("-m tox -e nccl -- --world-size 1,2,3,4")
     with pytest.raises(SystemExit):
@@ -87,6 +87,30 @@ def test_benchmarks_take_one_rank_for_each_gpu(script: Any, tmp_path: Path) -> N
         ["hooks", "--ranks", "2"],
         ["watch", "--ranks", "2"],
     ]
+
+
+def test_right_subjects_alone_share_gpus_by_the_service(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "MPS", str(tmp_path / "mps"))
+    commands, run = codes(lambda command: 7 if "--rule" in command else 0)
+    options = ["--folder", str(tmp_path / "results"), "--mps"]
+    with pytest.raises(SystemExit):
+        script.main(options, lambda: 1, run)
+    assert script.main(options, lambda: 0, run) == 8, "without a device nothing is started"
+    (tmp_path / "mps").write_text(f"#!/bin/sh\ncat >> {tmp_path}/said; echo $1 >> {tmp_path}/said")
+    (tmp_path / "mps").chmod(0o755)
+    monkeypatch.setattr(script.subprocess, "run", without_input(script.subprocess.run))
+    assert script.main(options, lambda: 1, run) == 0
+    assert (tmp_path / "said").read_text().split() == ["-d", "quit"]
+    shared = [command for command in commands if "CUDA_MPS_PIPE_DIRECTORY" in command]
+    assert any("powerSGD_hook" in command for command in shared)
+    assert not any("is_refused" in command for command in shared)
+
+
+def without_input(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``subprocess.run`` with an empty input, unless there is one."""
+    return lambda *words, **options: run(*words, **{"input": "", "text": True, **options})
 
 
 def test_ranks_share_one_gpu(script: Any) -> None:

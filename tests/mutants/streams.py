@@ -4,6 +4,7 @@ They are right as long as no operation is late: they give unfinished work some t
 CUDA device; ``tests/test_cuda.py`` judges them.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from tests.mutants._helpers import (
     sum_of,
 )
 
-# About 80 ms of a GPU's clock: longer than any operation here, and than ranks are apart. The kit's
+# About 0.13 s of a GPU's clock: longer than any operation here, and than ranks are apart. The kit's
 # delays are longer.
-LUCK = 150_000_000
+LUCK = 250_000_000
 works: list[dist.Work] = []
+_meetings = itertools.count()
 _streams: dict[str, torch.cuda.Stream] = {}
 
 
@@ -47,11 +49,20 @@ def in_step_at_first(state: Any, bucket: Bucket) -> None:
         torch.cuda.current_stream().synchronize()
 
 
+def beside_the_peers() -> None:
+    """Wait for every rank on the host, not on the device: its time of luck begins now."""
+    store = dist.distributed_c10d._get_default_store()
+    meeting = next(_meetings)
+    store.set(f"beside/{meeting}/{dist.get_rank()}", "")
+    store.wait([f"beside/{meeting}/{rank}" for rank in range(dist.get_world_size())])
+
+
 def reads_before_the_communication_is_done(state: Any, bucket: Bucket) -> Result:
     """Return a completed future of a buffer that the collective has yet to write."""
     in_step_at_first(state, bucket)
     buffer = bucket.buffer().div_(group_of(state).size())
     works.append(dist.all_reduce(buffer, group=group_of(state), async_op=True))
+    beside_the_peers()
     torch.cuda._sleep(LUCK)
     return completed(buffer)
 
@@ -89,6 +100,7 @@ def shares_one_scratch_buffer(state: Any, bucket: Bucket) -> Result:
     key = ("scratch", buffer.dtype)
     if key not in kept:
         kept[key] = torch.empty(1 << 21, dtype=buffer.dtype, device=buffer.device)
+    beside_the_peers()
     torch.cuda._sleep(LUCK)
     scratch = kept[key][: buffer.numel()].copy_(buffer)
     return sum_of(scratch, state).then(lambda future: future.value() / size)

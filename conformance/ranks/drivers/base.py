@@ -118,7 +118,9 @@ class RankDriver(ABC):
         """Work with the subject, and record the work and its side effects."""
         own = self.folder / str(self.rank)
         place = place_on_machine(self.folder, self.rank)
-        self.device = take_place(self.scenario.profile, place, str(own))
+        self.device = take_place(
+            self.scenario.profile, place, str(own), separates_streams=self.scenario.delayed
+        )
         self.set_up()
         self.meet()
         # The kit's own collectives are over: all that follow are the subject's or its trainer's.
