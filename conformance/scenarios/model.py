@@ -15,6 +15,8 @@ from conformance.scenarios.profiles import GLOO_CPU, Profile, profile_from_json
 DRAINING = ("faint", "small_faint", "settling")
 # A run of so many steps may take longer than a deadline.
 MANY_STEPS = 400
+# Seconds that any run on a device may take beyond its deadline.
+ON_A_DEVICE = 60.0
 
 
 @dataclass(frozen=True)
@@ -361,17 +363,18 @@ class Scenario:
 
     @property
     def patience(self) -> float:
-        """Seconds that a long run may take beyond its deadline; 0 for other scenarios.
+        """Seconds that a run may take beyond its deadline if its ranks go on recording events.
 
         A deadline is for hangs: this is ten times as long as a step takes with three ranks on a
-        busy core, and much longer than a number of simulated ranks takes.
+        busy core, and much longer than a number of simulated ranks takes. Short runs on a CPU get
+        none. Ranks that share a GPU wait for each other, which no clock of the host can see.
         """
         steps = self.unrecorded_steps + 100 * len(self.simulated)
         if self.long_run:
             steps += len(self.steps) * self.long_run.steps_per_round
         elif len(self.steps) >= MANY_STEPS:
             steps += len(self.steps)
-        return steps / 10
+        return steps / 10 + (ON_A_DEVICE if self.profile.device != "cpu" else 0.0)
 
     def default_dtype(self, step: int) -> str:
         """Return the name of torch's default dtype in a step."""
