@@ -96,9 +96,9 @@ class FailedRun:
     """Why a run failed, for people.
 
     Attributes:
-        kind: ``kit``, ``target``, ``register``, ``contract``, ``shape``, ``dtype``, ``raised``,
-            ``died``, ``hang``, ``flood``, ``host`` or ``node``. Only a ``node``, lost during the
-            run, is not attributed to the subject or the kit.
+        kind: ``kit``, ``machine``, ``target``, ``register``, ``contract``, ``shape``, ``dtype``,
+            ``raised``, ``died``, ``hang``, ``flood``, ``host`` or ``node``. A ``machine`` on which
+            no rank began, and a ``node``, lost during the run, are not attributed to the subject.
         line: the root cause in one line.
         evidence: by rank: exit status, output, error, stacks and last collectives.
     """
@@ -164,13 +164,30 @@ def _kind_and_line(run: Run) -> tuple[str, str]:
             f"rank {worst.rank} printed more than {size}{_during(worst)} and was stopped",
         )
     failures = [failure for rank in run.ranks if (failure := _rank_failure(rank))]
-    if failures:
-        first = min(failures, key=lambda failure: (failure.secondary, failure.time))
+    first = min(failures, key=lambda failure: (failure.secondary, failure.time), default=None)
+    if _is_before_the_subject(run):
+        line = first.line if first else "each was killed at its deadline"
+        return "machine", f"no rank came as far as the subject: {line}"
+    if first:
         return first.kind, first.line
     waiting = [rank for rank in run.ranks if rank.evidence.get("killed")]
     if waiting:
         return "hang", _hang(run, waiting)
     return "died", "ranks ended without a complete record"
+
+
+def _is_before_the_subject(run: Run) -> bool:
+    """Whether every rank was still at work of the kit's that comes before any of the subject's.
+
+    No rank imports the subject before all ranks have made their groups and their model. Until then
+    a rank records nothing but an error of its own.
+    """
+    if run.stopped not in ("ended", "peer", "hang"):
+        return False
+    events = [event for rank in run.ranks for event in rank.events]
+    if not events and run.stopped != "hang":
+        return False  # a rank that wrote nothing may have been ended by anything
+    return all(event["event"] == "error" and event["where"] == "kit" for event in events)
 
 
 def refused_on_every_rank(run: Run) -> bool:

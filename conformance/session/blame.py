@@ -40,6 +40,8 @@ def consequence(
     refuses = refused_on_every_rank(run)
     if failed.kind == "node":
         return Consequence(Verdict.NOT_RUN, failed.line)
+    if failed.kind == "machine" and is_responsible(rules, rule, run, failed):
+        return Consequence(Verdict.KIT_ERROR, failed.line)
     if fault := fault_of_torch(run):
         return Consequence(Verdict.NOT_APPLICABLE, fault, checks=1)
     if run.scenario.simulated:

@@ -196,6 +196,28 @@ Actual: ranks ended without a complete record""",
     )
 
 
+def test_what_fails_before_the_subject_comes_is_the_machines() -> None:
+    busy = raised("kit", "AcceleratorError", "CUDA-capable device(s) is/are busy", step=-1)
+    waiting = RankRecord(1, evidence={"killed": True})
+    failed = [
+        failure(busy, waiting, stopped="peer"),
+        failure(RankRecord(0, evidence={"killed": True}), waiting, stopped="hang"),
+    ]
+    assert [one.kind for one in failed] == ["machine", "machine"]
+    expecttest.assert_expected_inline(
+        read(*failed),
+        """\
+Expected: a run that comes to its end on every rank
+Actual: no rank came as far as the subject: rank 0 raised AcceleratorError: CUDA-capable
+    device(s) is/are busy (in kit, step -1)
+Expected: a run that comes to its end on every rank
+Actual: no rank came as far as the subject: each was killed at its deadline""",
+    )
+    begun = RankRecord(1, [event("state", -1, at="start")], evidence={"killed": True})
+    assert failure(busy, begun, stopped="peer").kind == "raised"
+    assert failure(RankRecord(0, exit=1), stopped="ended").kind == "died"
+
+
 def test_errors_of_the_target_and_of_the_contract_are_given_as_they_are() -> None:
     failed = [
         failure(raised("load", "ImportError", "no module")),

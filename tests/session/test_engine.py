@@ -10,7 +10,7 @@ from conformance.errors import KitError, TargetError
 from conformance.judging.oracles.mean import mean
 from conformance.judging.rule import Rule
 from conformance.judging.verdict import Found, Judgement, Verdict
-from conformance.records.rank_record import Event, Tensors
+from conformance.records.rank_record import Event, RankRecord, Tensors
 from conformance.records.run import Run
 from conformance.rules import book
 from conformance.scenarios.hook import VALUES
@@ -203,6 +203,24 @@ def test_a_broken_run_fails_its_owner_and_nobody_else(rules: dict[str, Rule]) ->
     assert "rank 1 died (signal SIGSEGV)" in judged.judge("1.5").reason
     assert judged.judge("2.1").verdict is Verdict.NOT_RUN
     assert judged.judge("9.1").verdict is Verdict.NOT_RUN
+
+
+def test_a_run_in_which_no_rank_came_as_far_as_the_subject_is_a_kit_error(
+    rules: dict[str, Rule],
+) -> None:
+    """The other runs are judged."""
+
+    def busy(scenario: Scenario, world: int) -> Run:
+        run = right(scenario, world)
+        if scenario.name == "long":
+            said = event("error", -1, where="kit", type="E", message="busy", traceback="")
+            run.ranks = [RankRecord(rank.rank, [said], exit=70) for rank in run.ranks]
+        return run
+
+    judged = engine(rules, MadeSource(busy))
+    assert judged.judge("1.7").verdict is Verdict.KIT_ERROR
+    assert "no rank came as far as the subject: rank 0 raised E: busy" in judged.judge("1.7").reason
+    assert judged.judge("2.1").verdict is Verdict.PASS
 
 
 @pytest.mark.parametrize(
