@@ -63,7 +63,11 @@ _EXPECTED = {
     "dtype": "a dense result on the bucket's device",
     "flood": "at most 64 KiB of output per call",
 }
+# Words of the line on an error that came before the first call of a hook.
+BEFORE_ITS_CALLS = "before DDP called any hook"
 _ACTIVITIES = {
+    "setup": f"in the set-up function, {BEFORE_ITS_CALLS}",
+    "state": f"in the factory of the state, {BEFORE_ITS_CALLS}",
     "backward": "in backward, after the hook had returned",
     "join": "under Join, on a rank that has run out of inputs",
     "twin": "while another model trained in between",
@@ -267,7 +271,8 @@ def _kind_and_line_of_error(rank: RankRecord, error: dict[str, Any], text: str) 
     place = _ACTIVITIES.get(error["where"], f"in {error['where']}")
     if raised:
         place = f"in hook call {raised['call']}"
-    return "raised", f"rank {rank.rank} raised {line} ({place}, step {error['step']})"
+    step = "" if BEFORE_ITS_CALLS in place else f", step {error['step']}"
+    return "raised", f"rank {rank.rank} raised {line} ({place}{step})"
 
 
 def _breach(rank: RankRecord, step: int) -> tuple[str, str] | None:

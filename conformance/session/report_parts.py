@@ -7,6 +7,7 @@ from typing import Any
 
 from conformance.certificates.certificate import limits
 from conformance.judging.rule import MUST, Rule
+from conformance.judging.run_failures import BEFORE_ITS_CALLS
 from conformance.judging.verdict import Judgement, Verdict
 from conformance.session.session import Session
 
@@ -19,6 +20,10 @@ LABELS = {
 _LEFT_OUT = "a collective that only some ranks issue"
 _BROKEN_RUN = (
     f"the place where the stacks of the ranks end; {_LEFT_OUT}; a future that is never completed"
+)
+_SET_UP = (
+    "the end of the traceback: what the kit passes to a set-up function or to the factory of a "
+    "state (docs/your-hook.md), and what it does with that on each rank"
 )
 # The runs at the start of a reason, as the engine writes them.
 _RUNS = re.compile(r"^\w+@\d+(?: and \w+@\d+)*(?: and \d+ more)?: ")
@@ -97,11 +102,13 @@ def remedy_of(rule: Rule, judgement: Judgement) -> str:
     A run that broke has stacks and collectives to look at first: the rule's own advice is about
     wrong results, unless broken runs are its subject.
     """
-    broke = any(failure.evidence for failure in judgement.failures[:1])
     is_about_broken_runs = bool(rule.blamed_for) or _LEFT_OUT in rule.remedy
-    return (
-        f"{_BROKEN_RUN}; then {rule.remedy}" if broke and not is_about_broken_runs else rule.remedy
-    )
+    first = next(iter(judgement.failures), None)
+    if first and BEFORE_ITS_CALLS in first.actual:
+        return _SET_UP if is_about_broken_runs else f"{_SET_UP}; then {rule.remedy}"
+    if first and first.evidence and not is_about_broken_runs:
+        return f"{_BROKEN_RUN}; then {rule.remedy}"
+    return rule.remedy
 
 
 def finding_rows(rule: Rule, judgement: Judgement) -> dict[str, str]:

@@ -45,6 +45,8 @@ def raised(where: str, kind: str = "ValueError", message: str = "no", step: int 
         ("load_state", "(while its state was loaded in a new process, step 1)"),
         ("roll_back", "(while a state that it had saved was loaded again, step 1)"),
         ("step", "(in step, step 1)"),
+        ("setup", "(in the set-up function, before DDP called any hook)"),
+        ("state", "(in the factory of the state, before DDP called any hook)"),
     ],
 )
 def test_the_activity_of_an_error_is_named(where: str, line: str) -> None:
