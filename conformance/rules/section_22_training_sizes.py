@@ -83,7 +83,7 @@ def network(run: Run, claims: Claims, found: Found) -> None:
     "a special way for buckets of some sizes",
 )
 def many_buckets(run: Run, claims: Claims, found: Found) -> None:
-    """A backward with 65 to 140 buckets, of 33 to a million elements each, gives the mean, up to
+    """A backward with 257 to 300 buckets, of 33 to a million elements each, gives the mean, up to
     the subject's claims.
 
     Each step's last bucket comes when the others are reduced, as in training, where backward takes

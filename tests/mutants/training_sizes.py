@@ -266,6 +266,7 @@ MUTANTS = (
     Mutant("launches,tensors=127", ("22.1",), because=_ALSO),
     Mutant("pool_of_results,count=40", ("22.2",), because=_ALSO),
     Mutant("pool_of_results,count=63", ("22.2",), because=_ALSO),
+    Mutant("pool_of_results,count=251", ("22.2",), because=_ALSO),
     Mutant("complete_above,numel=1_500_000", ("1.6",), because=_ALSO),
     Mutant("chunks_without_tail,numel=2_097_152", ("22.1",), because=_ALSO),
     Mutant("own_first_above,numel=100_003", ("22.3",), worlds=(3,)),

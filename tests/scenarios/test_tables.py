@@ -69,7 +69,7 @@ def test_the_network_has_the_sizes_that_its_rule_states(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_some_bucket_lies_in_every_window(seed):
     numels = sorted(sizes(drawn(MANY_BUCKETS, seed)))
-    assert 65 <= len(numels) <= 140
+    assert 257 <= len(numels) <= 300
     assert all(more <= 1.5 * less for less, more in pairwise(numels))
 
 
