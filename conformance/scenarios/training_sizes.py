@@ -50,8 +50,9 @@ def draw_many_buckets(scenario: Scenario, numbers: random.Random) -> Scenario:
 
     The sizes of 65 to 90 are spread evenly over their logarithms, so that some of them lie between
     any N and 1.5 N. The others have up to 100 elements: there are more buckets than most pools of
-    buffers, tags or streams have places. The order is drawn, and so is the length of the table, a prime from 100,000 to 160,000.
-    Steps differ in the precision of matrix products (``_with_precisions``).
+    buffers, tags or streams have places. The order is drawn, and so is the length of the table, a
+    prime from 100,000 to 160,000. Steps differ in the precision of matrix products
+    (``_with_precisions``).
     """
     sizes = sizes_between(33, 1_000_000, 65, 90, numbers)
     sizes += [numbers.randint(33, 100) for _ in range(numbers.randint(257, 300) - len(sizes))]
@@ -205,8 +206,8 @@ _NETWORK = replace(
 _MANY_BUCKETS = replace(
     _DRAWN,
     name="many_buckets",
-    summary="257 to 300 buckets of 33 to a million elements; sizes are drawn; the last hook call of "
-    "a step begins when all other buckets are reduced",
+    summary="257 to 300 buckets of 33 to a million elements; sizes are drawn; the last hook call "
+    "of a step begins when all other buckets are reduced",
     steps=("crafted", "normal", "normal"),
     world_sizes=(3,),
     ddp=DDPOptions(bucket_cap_mb=_SMALL_CAP),
