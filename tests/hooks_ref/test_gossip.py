@@ -200,7 +200,7 @@ def test_a_failed_collective_shows(pool: Pool, what: Scenario) -> None:
 def test_a_hypercube_of_another_size_is_refused(pool: Pool) -> None:
     """In the constructor, if the group is known there; else in the first step."""
     for setup, where in (
-        ("gossips,topology=hypercube", "in setup"),
+        ("gossips,topology=hypercube", "in the set-up function"),
         ("gossips_by_default", "in hook call 0"),
     ):
         broken = failed_run(try_hook(pool, scenario(3), 3, setup=f"{SUBJECTS}:{setup}"))
