@@ -44,6 +44,7 @@ def run_ranks(command: dict[str, Any], controller: Controller) -> dict[str, Any]
     """
     from conformance.ranks.hardware import simulate_hardware
     from conformance.ranks.instruments.coverage import learn
+    from conformance.ranks.node_variables import set_node_variables
     from conformance.ranks.rank import run_rank
     from conformance.ranks.torchrun import name_the_host, node_sizes, set_torchrun_environment
     from conformance.scenarios.model import scenario_from_json
@@ -67,7 +68,9 @@ def run_ranks(command: dict[str, Any], controller: Controller) -> dict[str, Any]
             if environment is None:
                 set_torchrun_environment(sizes, rank)
                 name_the_host(sizes, rank)
-                simulate_hardware(sizes, rank, f"{scenario.session_seed}/{scenario.name}")
+                seed = f"{scenario.session_seed}/{scenario.name}"
+                simulate_hardware(sizes, rank, seed)
+                set_node_variables(sizes, rank, seed)
             else:
                 os.environ.update(environment[str(rank)])
             return run_rank(scenario, spec, rank, world, folder, command["cwd"], group_timeout)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from conformance.ranks.instruments.forgotten_modules import forget_package
 from conformance.torch_versions.private import flight_record
 
 
@@ -79,6 +80,4 @@ def forget_other_references() -> None:
     """Forget the references that the host has imported if the caller's path leads to others."""
     found = importlib.machinery.PathFinder.find_spec("hooks_ref")
     if found and found.origin != sys.modules["hooks_ref"].__file__:
-        for name in list(sys.modules):
-            if name.partition(".")[0] == "hooks_ref":
-                del sys.modules[name]
+        forget_package("hooks_ref")

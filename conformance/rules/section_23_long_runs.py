@@ -2,9 +2,10 @@
 
 from conformance.judging.oracles import (
     long_run_draws,
-    long_run_leaks,
     long_run_parameters,
+    long_run_residuals,
     long_run_sent,
+    long_run_silence,
     long_run_weights,
     long_runs,
     slopes,
@@ -15,7 +16,7 @@ from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.long_runs import ENDURANCE
 from conformance.scenarios.profiles import CUDA
-from conformance.subjects.claims import CONTRACTION, FEEDBACK, LOCAL, UNBIASED, Claims
+from conformance.subjects.claims import CONTRACTION, DIFFERENCE, FEEDBACK, LOCAL, UNBIASED, Claims
 
 _NEEDS = ("1.1", "1.2", "1.5", "2.1")
 _COUNTS = "a count of steps or calls: a warm-up, a schedule, a restart, a counter that overflows"
@@ -42,11 +43,16 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
     the seed. Exact results are compared as in 2.1 and 2.2. Under ``compressed`` the sum of all
     results so far is the sum of all means but for the residuals, whose limit follows from
     ``delta`` and does not grow with the run; at the end, after small gradients, it is so up to a
-    256th of a step, but for what still comes out. Under ``compressed(feedback=ef21)`` and
-    ``compressed(feedback=False)`` each result is as near to the mean as ``delta`` demands; without
-    feedback each element is also sent in at least as many steps as it is among the largest in, if
-    ``delta`` is 0.055 or more (``judging/oracles/long_run_sent.py``). Under ``unbiased`` the errors
-    of all steps cancel out in six directions; under ``local`` each result is a weighted mean (see
+    256th of a step, but for what still comes out. A hook may hold back parts of updates: results
+    and means are then multiplied by the learning rate of the trainer's optimizer, which falls
+    during the run. Under ``compressed(feedback=ef21)`` and ``compressed(feedback=False)`` each
+    result is as near to the mean as ``delta`` demands; without feedback each element is also sent
+    in at least as many steps as it is among the largest in, if ``delta`` is 0.055 or more
+    (``judging/oracles/long_run_sent.py``). Otherwise a part of each bucket is delivered in every
+    other step, and in the steps between, as ``delta`` is promised for each (``judging/oracles/
+    long_run_silence.py``). Under ``unbiased`` the errors of all steps cancel out in six
+    directions, and so do those of 96 steps in which gradients are 8 times as large as in the 60
+    steps before, or more; under ``local`` each result is a weighted mean (see
     ``judging/oracles/long_runs.py``). A run that ends early or hangs fails this rule.
 
     Every 5 to 40 steps the model is evaluated, on all ranks or on one alone: between two steps, by
@@ -66,10 +72,12 @@ def every_step(run: Run, claims: Claims, found: Found) -> None:
         long_run_draws.require_unbiased(record, found)
     elif claims.lossy == LOCAL:
         long_run_weights.require_weights(record, found)
+    elif claims.lossy == FEEDBACK:
+        long_run_residuals.require_delivered(record, found)
     elif not long_runs.require_lossy(record, found):
         return
-    elif claims.lossy == FEEDBACK:
-        long_run_leaks.require_all_delivered(record, found)
+    elif claims.lossy == DIFFERENCE:
+        long_run_silence.require_something_of_each_step(record, found)
     elif claims.lossy == CONTRACTION:
         long_run_sent.require_all_sent(record, found)
 
@@ -127,7 +135,8 @@ def independent_in_time(run: Run, claims: Claims, found: Found) -> None:
     level=SHOULD,
     since="1.6",
     source="Alistarh et al., QSGD, NeurIPS 2017: the variance falls with the number of ranks",
-    remedy="a generator that all ranks seed alike",
+    remedy="a generator that all ranks seed alike; values that are lost on all ranks, whatever is "
+    "drawn",
 )
 def independent_among_ranks(run: Run, claims: Claims, found: Found) -> None:
     """Under ``unbiased``, if all W ranks feed the same gradients, the variance of the mean is W
@@ -148,11 +157,17 @@ def independent_among_ranks(run: Run, claims: Claims, found: Found) -> None:
     since="1.6",
     source="Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS "
     "2017: the graph is connected over any window of steps",
-    remedy="a rotation that comes to its end, a topology that is drawn once, a period that grows",
+    remedy="a rotation that comes to its end, a topology that is drawn once, a period that grows: "
+    "with the steps, as the learning rate falls, or with the length of gradients",
 )
 def mixing(run: Run, claims: Claims, found: Found) -> None:
     """Under ``local`` a rank whose gradient has weight in the first 200 steps after the warm-up has
-    weight again at least every 200 steps, or twice as long as between its first three times."""
+    weight again at least every 200 steps, or twice as long as between its first three times; under
+    ``local(period=k)`` every k steps.
+
+    The learning rate of the trainer's optimizer falls by a factor of 2**20 during the run, and for
+    260 steps each gradients are 2**20 times smaller and 2**17 times larger.
+    """
     if claims.lossy != LOCAL:
         found.does_not_apply()
         return

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from conformance.scenarios.gradients import REPEATED
+from conformance.scenarios.growth import GROWN
 from conformance.scenarios.model import LongRun, Scenario
 from conformance.scenarios.turns import TURN
 
@@ -55,7 +56,7 @@ def feed_of(scenario: Scenario) -> Feed:
 
 
 def _number_of_values(kind: str, number: int, long_run: LongRun) -> int:
-    if kind in REPEATED or kind in ("zero_all", "minus_zero") or kind.startswith(TURN):
+    if kind in REPEATED or kind in ("zero_all", "minus_zero") or kind.startswith((TURN, GROWN)):
         return 0
     if number < long_run.warm_up:
         return number % long_run.period

@@ -59,6 +59,8 @@ few/tail/1/all/5, and others
 turn/37/5.12, and others
             the same at every step: normal, cut at 2, but for every 37th element, which is 3 to 4,
             of the same sign on all ranks (``turns.py``).
+grown/3, and others
+            constant, 2**3 times as large (``growth.py``).
 settling    constant, for steps in which every rank uses every parameter (``uses``).
 
 The patterns of ``training``:
@@ -80,6 +82,7 @@ from functools import lru_cache
 import torch
 
 from conformance.scenarios.few_elements import FEW, places
+from conformance.scenarios.growth import growth_of
 from conformance.scenarios.hook import SCALE_NUMEL, SCALES
 from conformance.scenarios.model import DRAINING
 from conformance.scenarios.specials import (
@@ -310,8 +313,8 @@ def _values(kind: str, numel: int, world: int, rank: int, step: int, param: int)
         return level * (1 + _bell(numel, (rank, 0, param)) * 2.0**-6)
     if kind == "level_constant":
         return _values("level", numel, world, rank, 0, param)
-    if kind == "constant":
-        return _constant(numel, rank, param).clone()
+    if kind == "constant" or growth_of(kind):
+        return _constant(numel, rank, param) * 2.0 ** growth_of(kind)
     if kind == "flat":
         return torch.full((numel,), float(world * (rank + 1)), dtype=torch.float64)
     if kind == "drift":

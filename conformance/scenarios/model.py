@@ -183,6 +183,7 @@ class LongRun:
         hold: the number of rounds that feed the same gradients.
         warm_up: the first rounds, which are those of a claimed warm-up. They have one step each.
         steps_per_round: the number of steps of each later round.
+        rate_falls: the bits by which learning rates fall (``scenarios/learning_rates.py``).
     """
 
     drawn: int = 0
@@ -190,6 +191,7 @@ class LongRun:
     hold: int = 1
     warm_up: int = 0
     steps_per_round: int = 1
+    rate_falls: int = 0
 
     def __bool__(self) -> bool:
         return self.drawn > 0

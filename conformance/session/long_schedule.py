@@ -10,8 +10,10 @@ The kinds of most rounds decide which claim can be judged; special rounds lie at
     compressed(ef21)        random values, held until the estimates have converged to them
     compressed(False)       random values; each element is among the largest in two rounds
     unbiased                the same values in five of eight rounds, random ones in two, and in one
-                            the same values on all ranks, or on rank 0 alone
-    local                   random values
+                            the same values on all ranks, or on rank 0 alone; gradients that grow
+                            again and again
+    local                   random values; far smaller ones for a fifth of the run, and far larger
+                            ones for another
 """
 
 import math
@@ -19,6 +21,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from conformance.scenarios.growth import GROWN, put_staircases
+from conformance.scenarios.learning_rates import with_learning_rates
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.seeds import generator
 from conformance.scenarios.turns import turns
@@ -37,6 +41,11 @@ SETTLED = 1 / 4096
 SMALL_AT_LAST = 1 / 64  # of an uneven residual, when small gradients end
 REPEATS = 2  # special rounds of each kind
 SPIKES = 8  # rounds with four times as much as usual, and small ones
+# Factors of gradients that stay small or large for longer than ranks may be silent (rule 23.5), and
+# the rounds of each: a period that follows the length of gradients grows to hundreds of steps.
+_OTHER_LENGTHS = (-20, 17)
+_ROUNDS_OF_A_LENGTH = 260
+_ROUNDS_BEFORE = 300
 _RARE = ("nan", "inf", "tiny", "wide")  # kinds that some claims do not take
 
 
@@ -68,12 +77,14 @@ def schedule_long_run(scenario: Scenario, claims: Claims) -> Scenario:
         _put(after, special, REPEATS, draws)
     elif claims.lossy == UNBIASED:
         after = draws.choices(("constant", "normal", "same", "same_one"), (10, 4, 1, 1), k=drawn)
+        put_staircases(after, draws)
     else:
         assert claims.lossy == LOCAL
-        after = ["normal"] * drawn
+        after = _of_other_lengths(drawn, draws)
         _put(after, ("small", "large"), REPEATS, draws)
     long_run = replace(scenario.long_run, hold=hold, warm_up=claims.steps_of_warmup)
-    return replace(scenario, steps=(*warm_up, *after), long_run=long_run)
+    scenario = replace(scenario, steps=(*warm_up, *after), long_run=long_run)
+    return with_learning_rates(scenario, is_local=claims.lossy == LOCAL)
 
 
 def steps_until(delta: float, left: float) -> int:
@@ -110,6 +121,19 @@ def _with_feedback(drawn: int, delta: float, draws: random.Random) -> list[str]:
     ]
     _put(after, ("spike", "small"), SPIKES, draws, places)
     return after + ["faint"] * drain
+
+
+def _of_other_lengths(drawn: int, draws: random.Random) -> list[str]:
+    """Return random values, with some that are far smaller or larger for many rounds."""
+    after = ["normal"] * drawn
+    exponents = draws.sample(_OTHER_LENGTHS, len(_OTHER_LENGTHS))
+    begin = _ROUNDS_BEFORE
+    spare = drawn - begin - len(exponents) * _ROUNDS_OF_A_LENGTH
+    for exponent in exponents:
+        begin += draws.randint(0, spare // len(exponents))
+        after[begin : begin + _ROUNDS_OF_A_LENGTH] = [f"{GROWN}/{exponent}"] * _ROUNDS_OF_A_LENGTH
+        begin += _ROUNDS_OF_A_LENGTH
+    return after
 
 
 def _put(

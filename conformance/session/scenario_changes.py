@@ -351,14 +351,17 @@ def drain_with_faint_gradients(scenario: Scenario, claims: Claims) -> Scenario:
 
 
 def save_after_rescale(scenario: Scenario, claims: Claims) -> Scenario:
-    """Change the loss scale before the state is saved; the step and the factor are drawn, alike for
-    the run that saves and the one that resumes.
+    """Change the loss scale before the state is saved, and once more when it has been loaded; the
+    steps and the factors are drawn, alike for the run that saves and the one that resumes.
     """
     numbers = generator(replace(scenario, name=SAVED_ONE.name), "loss scales")
     first = numbers.randint(4, 12)
     second = first + numbers.choice((-1, 1)) * numbers.randint(1, 4)
     before = numbers.randrange(1, scenario.resume.saves_at)
-    scales = (first,) * before + (second,) * (len(scenario.steps) - before)
+    third = second + numbers.choice((-1, 1)) * numbers.randint(1, 4)
+    again = numbers.randrange(scenario.resume.saves_at, len(scenario.steps))
+    scales = (first,) * before + (second,) * (again - before)
+    scales += (third,) * (len(scenario.steps) - again)
     return replace(scenario, loss_scales=scales, rescale_call=claims.rescaled)
 
 

@@ -104,6 +104,32 @@ def estimates_without_scale(state: Estimates, bucket: Bucket) -> Result:
     return sum_of(bucket.buffer(), None).then(add)
 
 
+class ScalesItsOwn(Unscaled):
+    """Residuals in the units of the gradients; those that were loaded are not rescaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[Key, torch.Tensor] = {}
+
+    def rescale(self, factor: float) -> None:
+        for residual in self.made.values():
+            residual.mul_(factor)
+
+
+def residuals_loaded_for_good(state: ScalesItsOwn, bucket: Bucket) -> Result:
+    """Send the larger elements with feedback, and rescale residuals that this process has made."""
+    if not is_dense(bucket):
+        return average(bucket, None)
+    for key, piece in zip(_keys(bucket), pieces_of(bucket), strict=True):
+        if key not in state.residuals:
+            state.residuals[key] = state.made[key] = torch.zeros_like(piece)
+        value = piece + state.residuals[key]
+        sent = torch.where(value.abs() >= value.abs().mean(), value, 0)
+        state.residuals[key].copy_(finite(value - sent))
+        piece.copy_(sent)
+    return average(bucket, None)
+
+
 _CLAIMS = "checkpointable, rescaled(call=rescale), world_only"
 
 MUTANTS = [
@@ -118,6 +144,12 @@ MUTANTS = [
         ("11.2",),
         f"compressed(delta=0.25), {_CLAIMS}",
         f"{__name__}:SavesUnscaled",
+    ),
+    Mutant(
+        "residuals_loaded_for_good",
+        ("11.2",),
+        f"compressed(delta=0.25), {_CLAIMS}",
+        f"{__name__}:ScalesItsOwn",
     ),
     Mutant(
         "estimates_without_scale",

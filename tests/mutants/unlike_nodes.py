@@ -1,4 +1,4 @@
-"""Mutants of section 24 that choose by the hardware of a node, which is another one on each."""
+"""Mutants of section 24 that choose by the hardware of a node, or by its environment variables."""
 
 import multiprocessing
 import os
@@ -46,9 +46,35 @@ def checks_on_large_machines(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def gathers_without_infiniband(state: Any, bucket: Bucket) -> Result:
+    """Gather where NCCL_IB_DISABLE is set, and reduce elsewhere."""
+    if is_dense(bucket) and os.environ.get("NCCL_IB_DISABLE") == "1":
+        return completed(torch.stack(gather(bucket.buffer(), state)).mean(0))
+    return average(bucket, state)
+
+
+def first_node_checks(state: Any, bucket: Bucket) -> Result:
+    """Sum a checksum on the first node of a job alone."""
+    if bucket.is_last() and os.environ.get("SLURM_NODEID") == "0":
+        dist.all_reduce(torch.zeros(1), group=group_of(state))
+    return average(bucket, state)
+
+
+def wide_over_infiniband(state: Any, bucket: Bucket) -> Result:
+    """Average in float64 on nodes whose network is InfiniBand, and as it is on the others."""
+    if is_dense(bucket) and os.environ.get("NCCL_SOCKET_IFNAME", "").startswith(("ib", "bond")):
+        wide = bucket.buffer().double() / group_of(state).size()
+        dist.all_reduce(wide, group=group_of(state))
+        return completed(wide.to(bucket.buffer().dtype))
+    return average(bucket, state)
+
+
 _ALL = (1, 2, 3, 4)
 MUTANTS = (
     Mutant("one_chunk_for_each_core", ("24.1",), worlds=_ALL, hangs=True),
     Mutant("gathers_with_much_memory", ("24.1",), worlds=_ALL, hangs=True),
     Mutant("checks_on_large_machines", ("24.1",), worlds=_ALL, hangs=True),
+    Mutant("gathers_without_infiniband", ("24.1",), worlds=_ALL, hangs=True),
+    Mutant("first_node_checks", ("24.1",), worlds=_ALL, hangs=True),
+    Mutant("wide_over_infiniband", ("24.1",), worlds=_ALL, hangs=True),
 )

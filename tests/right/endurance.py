@@ -107,7 +107,45 @@ def local_with_period(state: State, bucket: Bucket) -> Result:
     return completed(buffer)
 
 
+class Updates(State):
+    """A state that holds back parts of updates, by the learning rate of the trainer's optimizer."""
+
+    def __init__(self, process_group: dist.ProcessGroup, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(process_group)
+        self.optimizer = optimizer
+        self.rate_before = 0.0
+        self.rate = 0.0
+
+    def begin(self, bucket: Bucket) -> float:
+        """Return the rate of the step before, divided by that of this step."""
+        if bucket.index() == 0:
+            self.rate_before = self.rate
+            self.rate = self.optimizer.param_groups[0]["lr"]
+        return self.rate_before / self.rate if self.rate_before and self.rate else 1.0
+
+
+def holds_back_updates(state: Updates, bucket: Bucket) -> Result:
+    """Send the largest elements, and scale residuals as the rate falls (Zheng et al., 2019)."""
+    buffer = dense(bucket)
+    total = state.residuals.of(bucket) * state.begin(bucket) + buffer
+    state.count(bucket)
+    sent = _sends_quarter(total, bucket)
+    state.residuals.keep(bucket, total - sent)
+    return completed(torch.stack(gather(sent, state.group)).mean(0).to(buffer.dtype))
+
+
+def averages_as_the_rate_falls(state: Updates, bucket: Bucket) -> Result:
+    """Return the local gradient, and the mean every 2 to 32 steps: more seldom at low rates."""
+    buffer = dense(bucket)
+    state.begin(bucket)
+    period = min(32, max(2, round(1 / state.rate))) if state.rate else 8
+    is_due = state.step % period == 0
+    state.count(bucket)
+    return _mean(state, bucket) if is_due else completed(buffer)
+
+
 _STATISTICS = f"{__name__}:Statistics"
+_UPDATES = f"{__name__}:Updates"
 _SECTIONS = ("1", "2", "9", "13", "23")
 
 RIGHT = [
@@ -116,5 +154,7 @@ RIGHT = [
     Right("caches_labels", state=STATE, sections=_SECTIONS),
     Right("restarts", FEEDBACK, STATE, sections=_SECTIONS),
     Right("after_long_warm_up", f"{FEEDBACK}, warmup(300)", STATE, sections=_SECTIONS),
+    Right("holds_back_updates", FEEDBACK, _UPDATES, sections=_SECTIONS),
+    Right("averages_as_the_rate_falls", "local", _UPDATES, sections=_SECTIONS),
     Right("local_with_period", "local", STATE, sections=_SECTIONS),
 ]

@@ -17,13 +17,17 @@ SMALL = 1 / 20
 ROUNDINGS = 16
 
 LAG_SIGMAS = 7.0
+_CUT_OFF = ": a range from earlier steps, which cuts off the gradients of a step in which they grow"
 FEWEST_PAIRS = 100  # rounds that a lag must have between them
 
 
 def require_unbiased(record: LongRecord, found: Found) -> bool:
-    """Require the errors of all rounds after the warm-up to cancel out on every rank."""
-    means = [table[record.places[record.warm_up :]] for table in record.means]
+    """Require the errors of all rounds after the warm-up to cancel out on every rank, and those of
+    the rounds in which gradients grow."""
+    growth = record.growth[record.warm_up :]
+    means = [table[record.places[record.warm_up :]] / growth.unsqueeze(1) for table in record.means]
     whole_means = torch.cat(means, dim=1)
+    grows = growth > 1
     for rank in _different_ranks(record):
         errors = _errors(record, rank)
         whole = torch.cat(errors, dim=1)
@@ -37,6 +41,8 @@ def require_unbiased(record: LongRecord, found: Found) -> bool:
         place = f"rank {rank}, all parameters"
         if not _require_cancelling(record, whole, whole_means, place, slack, found):
             return False
+        if not _require_growing(record, whole, whole_means, grows, rank, slack, found):
+            return False
         for index in record.indices:
             numel = errors[index].size(1)
             if numel < MANY and not is_fine:
@@ -48,6 +54,22 @@ def require_unbiased(record: LongRecord, found: Found) -> bool:
     return True
 
 
+def _require_growing(
+    record: LongRecord,
+    errors: torch.Tensor,
+    means: torch.Tensor,
+    grows: torch.Tensor,
+    rank: int,
+    slack: float,
+    found: Found,
+) -> bool:
+    """Require the errors of the rounds whose gradients have grown to cancel out."""
+    place = f"rank {rank}, steps whose gradients are 8 times as large as those before, or more"
+    return not grows.any() or _require_cancelling(
+        record, errors[grows], means[grows], place, slack, found, _CUT_OFF
+    )
+
+
 def _different_ranks(record: LongRecord) -> list[int]:
     """Return the ranks whose results differ from those of rank 0, and rank 0."""
     different = {rank for index in record.indices for rank, _ in record.different_ranks(index)}
@@ -55,13 +77,14 @@ def _different_ranks(record: LongRecord) -> list[int]:
 
 
 def _errors(record: LongRecord, rank: int) -> list[torch.Tensor]:
-    """Return a rank's errors after the warm-up, ``[rounds, numel]`` by parameter."""
+    """Return a rank's errors after the warm-up, ``[rounds, numel]`` by parameter, in units of the
+    factor by which the gradients of each round have grown."""
     errors = []
     for index in record.indices:
         rows = record.results(rank, index)
         assert rows is not None
         right = record.means[index][record.places] * record.counts.unsqueeze(1)
-        errors.append((rows - right)[record.warm_up :])
+        errors.append(((rows - right) / record.growth.unsqueeze(1))[record.warm_up :])
     return errors
 
 
@@ -72,9 +95,10 @@ def _require_cancelling(
     place: str,
     slack: float,
     found: Found,
+    hint: str = "",
 ) -> bool:
     """Require errors ``[rounds, n]`` to cancel out along six directions of each round."""
-    draws = int(record.counts[record.warm_up :].sum())
+    draws = len(errors) * record.run.scenario.long_run.steps_per_round
     for directions in _directions(means):
         along = (errors * directions).sum(1)
         total = abs(float(along.sum()))
@@ -85,7 +109,7 @@ def _require_cancelling(
             total <= bound,
             f"errors of {draws} draws that cancel out: a sum of at most {bound:.3g}",
             f"{place}: {total:.3g}",
-            _bias(along, means, directions) if total > bound else "",
+            _bias(along, means, directions) + hint if total > bound else "",
         )
         if not holds:
             return False
@@ -119,7 +143,8 @@ def _directions(means: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def require_independent(record: LongRecord, found: Found) -> bool:
     """Require errors that are not correlated with those of any number of rounds before."""
-    typical = float(record.norms[record.places[record.warm_up :]].square().mean())
+    norms = (record.norms[record.places] / record.growth)[record.warm_up :]
+    typical = float(norms.square().mean())
     rounding = typical * (ROUNDINGS * record.unit()) ** 2
     for rank in _different_ranks(record):
         errors = torch.cat(_errors(record, rank), dim=1)
@@ -168,5 +193,5 @@ def require_own_noise(record: LongRecord, found: Found) -> None:
         f"the variance of independent draws: {size} times that of one rank's, and below "
         f"{size**1.5:.3g} times",
         f"{ratio:.3g} times",
-        "all ranks draw the same numbers, so that their errors do not average out",
+        "all ranks draw the same numbers, or are off by the same values that no draw decides",
     )

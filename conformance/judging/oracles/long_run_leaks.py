@@ -17,7 +17,7 @@ def require_all_delivered(record: LongRecord, found: Found) -> bool:
     limit = float(residual_bounds(record, after_ebb=True)[-1])
     after = slice(record.warm_up, None)
     for index in record.indices:
-        right = record.means[index][record.places] * record.counts.unsqueeze(1)
+        right = record.wanted(index)
         for rank, rows in record.different_ranks(index):
             missing = (right - rows)[after].sum(0)
             off = float(missing.norm())

@@ -157,7 +157,8 @@ def require_mixing(record: LongRecord, heard: torch.Tensor, found: Found) -> Non
     """Require every rank that is heard in the first steps to be heard again and again.
 
     The longest silence that is allowed is SILENT steps, or twice the longest between the first
-    three times that the rank is heard, for schedules with a longer period.
+    three times that the rank is heard, for schedules with a longer period. It is the period, if
+    one is claimed.
 
     Args:
         record: the run.
@@ -174,6 +175,8 @@ def require_mixing(record: LongRecord, heard: torch.Tensor, found: Found) -> Non
             steps.append(record.feed.steps)
             silences = [after - before for before, after in itertools.pairwise(steps)]
             allowed = max([SILENT, *(2 * silence for silence in silences[:2][: len(silences) - 1])])
+            if record.claims.period and record.run.scenario.long_run.steps_per_round == 1:
+                allowed = record.claims.period
             longest = max(silences)
             since = steps[silences.index(longest)]
             found.require(

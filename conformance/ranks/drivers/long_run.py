@@ -6,6 +6,7 @@ steps is left out: the observer records no events, gradients are computed once a
 the results of all steps go into one tensor for each parameter.
 
 Now and then the model is evaluated, or values are loaded into it (``scenarios/evaluations.py``).
+The optimizer makes no step, and its learning rate changes (``scenarios/learning_rates.py``).
 """
 
 import gc
@@ -24,6 +25,7 @@ from conformance.records.recorder import Recorder
 from conformance.scenarios.evaluations import Evaluation, evaluations, loaded_rounds
 from conformance.scenarios.feed import Key, feed_of
 from conformance.scenarios.gradients import lay_out
+from conformance.scenarios.learning_rates import learning_rates
 from conformance.scenarios.model import Scenario
 
 # The counts of the process are taken at so many places after the warm-up, evenly spaced.
@@ -75,6 +77,7 @@ class LongRunTrainer:
         self._feed = feed_of(scenario)
         self._evaluations = evaluations(scenario)
         self._loaded_rounds = loaded_rounds(scenario) if scenario.fused else {}
+        self._rates = learning_rates(scenario)
         self._gradients: dict[Key, Gradients] = {}
         # Sums of several steps are exact in float64 if the results are.
         is_sum = scenario.long_run.steps_per_round > 1
@@ -125,6 +128,8 @@ class LongRunTrainer:
         )
 
     def _step(self, step: int, key: Key) -> None:
+        if self._rates:
+            self._model.set_learning_rate(self._rates[step])
         self._begin_step(step, key[0])
         evaluation = self._evaluations.get(step)
         if evaluation and not evaluation.within_step:

@@ -34,6 +34,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from conformance.ranks.instruments.forgotten_modules import forget_package
 from conformance.ranks.resolve import resolve
 from conformance.records.files import COVERAGE
 from conformance.records.source_marks import LIST_NAME, marked, sha256
@@ -68,9 +69,7 @@ class Coverage:
         names = {name.partition(".")[0] for name in _modules(self._spec)}
         if "hooks_ref" in names:
             # The host has imported the references, without marks.
-            for name in list(sys.modules):
-                if name.partition(".")[0] == "hooks_ref":
-                    del sys.modules[name]
+            forget_package("hooks_ref")
         sys.meta_path.insert(0, _Finder(self))
 
     def owns(self, path: str) -> bool:

@@ -19,6 +19,7 @@ from conformance.ranks.models.probe import Probe, training_network
 from conformance.ranks.models.training_loop import TrainingLoop
 from conformance.ranks.resolve import Context, Resolved, call_with_names, make_hook, make_state
 from conformance.records.files import MODEL, MODEL_MADE, STATE
+from conformance.scenarios.learning_rates import learning_rates
 from conformance.scenarios.model import Scenario
 from conformance.subjects.spec import Case
 
@@ -81,7 +82,14 @@ class DDPModel:
         # A probe keeps its parameters: rules judge its gradients alone.
         is_probe = bool(self.scenario.params)
         options = {"lr": 0.0, "momentum": 0.0} if is_probe else {"lr": 0.1, "momentum": 0.9}
+        if self.scenario.long_run:
+            options["lr"] = next(iter(learning_rates(self.scenario)), 0.0)
         return torch.optim.SGD(self.model.parameters(), **options)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the learning rate, as a scheduler does between two steps."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
     def _wrap(self, number: int) -> DistributedDataParallel:
         options = self.scenario.ddp_options(number)

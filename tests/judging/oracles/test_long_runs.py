@@ -12,6 +12,10 @@ import torch
 from conformance.judging.rule import Rule
 from conformance.judging.verdict import Found
 from conformance.rules import section_23_long_runs as section_23
+from conformance.scenarios.learning_rates import learning_rates
+from conformance.scenarios.long_runs import ENDURANCE
+from conformance.session.adaptations import adapt_scenario
+from conformance.subjects.claims import parse_claims
 from tests.made_long_runs import Simulated, long_run
 from tests.made_runs import read_failures
 
@@ -103,6 +107,71 @@ class RandomRounding:
 
     def generator(self, step: int, index: int, rank: int) -> torch.Generator:
         return torch.Generator().manual_seed(hash(self.seed(step, index, rank)) % 2**31)
+
+
+class DelayedRange(RandomRounding):
+    """Random rounding within the largest magnitude of some steps before."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+        self.largest: dict[int, list[float]] = {}
+
+    def __call__(self, step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        before = self.largest.setdefault(index, [])
+        size = float(gradients.abs().max())
+        limit = max(before[-self.window :], default=size)
+        before.append(size)
+        return super().__call__(step, index, gradients.clamp(-limit, limit))
+
+
+class Alternating(Feedback):
+    """Compression with feedback that sends in one step of some, the first bucket at other times."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__(lambda part: part)
+        self.every = every
+
+    def __call__(self, step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        self.compress = torch.zeros_like if (step + index // 3) % self.every else torch.clone
+        return super().__call__(step, index, gradients)
+
+
+class HoldsBackUpdates(Feedback):
+    """Compression with feedback whose residuals are converted as the learning rate falls."""
+
+    def __init__(self, claims: str, seed: int, power: float) -> None:
+        super().__init__()
+        scenario = adapt_scenario(ENDURANCE, parse_claims(claims), seed=seed)
+        self.rates = learning_rates(scenario)
+        self.power = power
+
+    def __call__(self, step: int, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        if step:
+            quotient = self.rates[step - 1] / self.rates[step]
+            self.residuals[index] *= quotient**self.power
+        return super().__call__(step, index, gradients)
+
+
+@pytest.mark.parametrize("window", [1, 16, 60])
+def test_a_range_of_earlier_steps_is_found(window: int) -> None:
+    found = judged(section_23.every_step, "unbiased", DelayedRange(window), seed=window)
+    assert len(found.failures) == 1
+
+
+@pytest.mark.parametrize("every", [2, 3, 7])
+@pytest.mark.parametrize("claims", ["compressed", FEEDBACK])
+def test_steps_that_send_nothing_are_found(claims: str, every: int) -> None:
+    found = judged(section_23.every_step, claims, Alternating(every), seed=every)
+    assert "delivers" in found.failures[0].expected
+
+
+@pytest.mark.parametrize("power", [0, 1, -1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_or_updates_are_held_back(seed: int, power: float) -> None:
+    hook = HoldsBackUpdates(FEEDBACK, seed, power)
+    found = judged(section_23.every_step, FEEDBACK, hook, seed=seed)
+    assert bool(found.failures) == (power not in (0, 1))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -342,17 +411,18 @@ Expected: a result within 14.5 of the mean
 Actual: rank 0, step 1055: 15 away
 Likely cause: 188 of 1276 are wrong, among them steps 1055, 1056, 1057, 1058
 Expected: one weighted mean of ranks' gradients for all elements
-Actual: rank 0, step 900, parameter p0: it is none; nearest is 0.646 of rank 0, 0.164 of
-    rank 1, 0.191 of rank 2
+Actual: rank 0, step 900, parameter p0: it is none; nearest is 0.684 of rank 0, 0.16 of
+    rank 1, 0.155 of rank 2
 Likely cause: all steps from step 900 on are wrong: look for a count of steps or calls
 Expected: errors that have nothing to do with those of earlier steps
-Actual: rank 0: errors 7 steps apart are alike: on average their product is 0.73 of their
-    square, 4.46 times the limit
+Actual: rank 0: errors 7 steps apart are alike: on average their product is 0.75 of their
+    square, 4.48 times the limit
 Likely cause: the random numbers repeat after 7 steps: a seed that comes again
 Expected: the variance of independent draws: 2 times that of one rank's, and below 2.83
     times
 Actual: 3.99 times
-Likely cause: all ranks draw the same numbers, so that their errors do not average out
+Likely cause: all ranks draw the same numbers, or are off by the same values that no draw
+    decides
 Expected: a rank that is heard in the first steps and then at least every 200 steps
 Actual: rank 0 hears rank 1 in step 498, then not for 769 steps
 Likely cause: ranks no longer communicate, or the partners of a schedule no longer change

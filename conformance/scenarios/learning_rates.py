@@ -1,0 +1,45 @@
+"""The learning rates of a long run, as a scheduler sets them in the trainer's optimizer.
+
+A factory or a set-up may take the optimizer, and a hook may read its learning rate: to convert what
+it has held back, or to communicate less as the rate falls. Rates are drawn from the session's seed:
+
+    first rate      0.05 to 0.5
+    falls           to a half at four drawn steps, and by as much again for each further bit of the
+                    fall, evenly over the run
+    bits of a fall  5; 20 for local claims, under which a period may be longer than the run at last
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from conformance.scenarios.feed import feed_of
+from conformance.scenarios.model import Scenario
+from conformance.scenarios.seeds import generator
+
+MILESTONES = 4
+FALLS = 5
+FALLS_OF_LOCAL = 20
+
+
+@lru_cache(maxsize=16)
+def learning_rates(scenario: Scenario) -> tuple[float, ...]:
+    """Return the rate of each step of a long run; () if rates do not change."""
+    falls = scenario.long_run.rate_falls
+    if not falls:
+        return ()
+    draws = generator(scenario, "learning rates")
+    steps = feed_of(scenario).steps
+    first = draws.uniform(0.05, 0.5)
+    milestones = draws.sample(range(steps // 8, steps - steps // 8), MILESTONES)
+    even = (falls - MILESTONES) / steps
+    return tuple(
+        first * 2.0 ** -(step * even + sum(step >= one for one in milestones))
+        for step in range(steps)
+    )
+
+
+def with_learning_rates(scenario: Scenario, *, is_local: bool) -> Scenario:
+    """Return a long run whose learning rates fall; fused hooks have rates of their own."""
+    falls = FALLS_OF_LOCAL if is_local else FALLS
+    falls = 0 if scenario.fused else falls
+    return replace(scenario, long_run=replace(scenario.long_run, rate_falls=falls))
