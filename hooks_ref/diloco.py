@@ -26,8 +26,8 @@ from hooks_ref._state import check_int, check_number
 from hooks_ref.model_averaging import (
     Parameters,
     PeriodicModelAverager,
-    all_parameters,
     average_parameters,
+    trainable_parameters,
     used_parameters,
 )
 
@@ -130,7 +130,7 @@ class OuterStepModelAverager(DiLoCoModelAverager):
     ) -> None:
         first = check_int("period", period, 1) - 1
         super().__init__(period, first, process_group, lr, momentum)
-        for place, parameter in enumerate(all_parameters(params)):
+        for place, parameter in enumerate(trainable_parameters(params)):
             self._begin(place, parameter)
 
 

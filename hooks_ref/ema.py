@@ -26,8 +26,8 @@ from hooks_ref._state import check_number
 from hooks_ref.model_averaging import (
     Parameters,
     PeriodicModelAverager,
-    all_parameters,
     average_parameters,
+    trainable_parameters,
 )
 
 
@@ -36,7 +36,8 @@ class EMAModelAverager(PeriodicModelAverager):
 
     Keeps one tensor for each parameter, in the parameter's dtype, or in float32 for half precision.
     It is stored by the parameter's place among the given parameters, so the order of parameters has
-    to stay the same. All parameters are averaged, with a gradient or without.
+    to stay the same. All parameters are averaged, with a gradient or without; integers have no
+    average, and stay as they are.
 
     Args:
         decay: the share of the old average in the new one, in [0, 1].
@@ -65,7 +66,7 @@ class EMAModelAverager(PeriodicModelAverager):
             # In wide copies: half precision would lose the small change of a step.
             means = [
                 p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
-                for p in all_parameters(params)
+                for p in trainable_parameters(params)
             ]
             average_parameters(means, self.group)
             for place, mean in enumerate(means):
@@ -86,7 +87,7 @@ class EMAModelAverager(PeriodicModelAverager):
         Raises:
             RuntimeError: there is no average yet.
         """
-        parameters = all_parameters(params)
+        parameters = trainable_parameters(params)
         if len(self.average) < len(parameters):
             raise RuntimeError(
                 f"there is an average of {len(self.average)} of {len(parameters)} parameters: "

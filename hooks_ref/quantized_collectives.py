@@ -32,6 +32,7 @@ Interspeech 2014 (error feedback).
 """
 
 import enum
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,7 +103,8 @@ def auto_quantize(
 
     Returns:
         A function with the arguments of ``func``. With ``async_op=True`` its result has a
-        ``wait()`` after which the tensors have arrived; otherwise it returns None. The function
+        ``wait()`` after which the tensors have arrived; otherwise it returns None. A rank outside
+        of the group gets a warning and None, as from torch's own collectives. The function
         raises TypeError if a tensor is not of floating point, and, with error_feedback, ValueError
         if shapes differ from those of the call before. Collectives that sum raise ValueError if
         ``op`` is neither SUM nor AVG.
@@ -128,6 +130,13 @@ def auto_quantize(
     wire = _Wire(qtype, 1.0 if quant_loss is None else float(quant_loss), error_feedback)
 
     def quantized(*args: Any, **kwargs: Any) -> "Arriving | None":
+        outside = dist.GroupMember.NON_GROUP_MEMBER
+        if any(given is outside for given in (*args, *kwargs.values())):
+            warnings.warn(
+                f"{func.__name__} on a rank outside of the group: tensors stay as they are",
+                stacklevel=2,
+            )
+            return None
         return made(wire, *args, **kwargs)
 
     return quantized

@@ -10,6 +10,7 @@ from conformance.judging.oracles.averager import (
     never_averages,
     require_quiet,
     require_right,
+    require_same_gradients,
 )
 from conformance.judging.oracles.averager_like import (
     require_like,
@@ -26,6 +27,7 @@ from conformance.scenarios.averager import (
     DTYPES,
     FLAT,
     FORMS,
+    INTEGERS,
     ORDERED,
     PLAIN,
     RANDOM,
@@ -200,9 +202,9 @@ def subgroups(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "14.7",
     "Any dtype, shape and memory works",
-    on=(DTYPES, FLAT, COLUMNS),
-    owns=(DTYPES, FLAT, COLUMNS),
-    refusable=(COLUMNS,),
+    on=(DTYPES, FLAT, COLUMNS, INTEGERS),
+    owns=(DTYPES, FLAT, COLUMNS, INTEGERS),
+    refusable=(COLUMNS, INTEGERS),
     needs=("14.1", "14.2"),
     baseline="like",
     source="torch documentation, torch.cat promotes dtypes; bugs in flattened averaging; FSDP, "
@@ -223,6 +225,10 @@ def dtypes(run: Run, claims: Claims, found: Found) -> None:
     with the claim like may have a state for each of the two, and is not given it. In a
     further run the rows of a parameter have gaps between them, as those of columns of a larger
     weight; an error on every rank may refuse such a parameter.
+
+    In another run, which may be refused likewise, parameters of int8, uint8, int32 and int64 are
+    the same on all ranks, as quantized weights that are frozen. They keep their values, averaged or
+    not; sums of two of them overflow.
     """
     require_right(run, claims, found, must_change=True)
     require_same_gaps(run, "the parameters", found)
@@ -237,7 +243,8 @@ def dtypes(run: Run, claims: Claims, found: Found) -> None:
     remedy=IN_PLACE,
 )
 def in_place(run: Run, claims: Claims, found: Found) -> None:
-    """Averaging changes no parameter's strides, gradient or requires_grad.
+    """Averaging changes no parameter's strides, gradient or requires_grad. The gradients differ
+    between ranks.
 
     DDP keeps views of gradients with the layout that parameters had when DDP was made. If a
     channels_last parameter becomes contiguous, DDP permutes its gradient from then on.
@@ -245,13 +252,13 @@ def in_place(run: Run, claims: Claims, found: Found) -> None:
     for rank, step in calls(run):
         event = run.ranks[rank].first("averaged", step=step) or {}
         place = f"rank {rank}, step {step}"
-        for attribute in ("strides", "grads"):
-            names = _names(event.get(f"{attribute}_changed", ["?"]))
-            actual = f"{place}: {attribute} of {names} changed"
-            found.require(not names, f"the same {attribute} as before", actual)
+        names = _names(event.get("strides_changed", ["?"]))
+        actual = f"{place}: strides of {names} changed"
+        found.require(not names, "the same strides as before", actual)
         names = _names(event.get("asks_for_gradients", ["?"]))
         actual = f"{place}: requires_grad of {names} changed"
         found.require(not names, "the same requires_grad as before", actual)
+    require_same_gradients(run, found)
 
 
 @rule(

@@ -10,7 +10,11 @@ from conformance.judging.common_rules import (
     raises_if_collective_fails,
     right_beside_own_numbers,
 )
-from conformance.judging.oracles.averager import require_dtypes, require_right
+from conformance.judging.oracles.averager import (
+    require_dtypes,
+    require_right,
+    require_same_gradients,
+)
 from conformance.judging.oracles.averager_like import require_like
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
@@ -44,7 +48,7 @@ from conformance.subjects.claims import Claims
     "Models are as large as in training",
     on=(LARGE,),
     owns=(LARGE,),
-    needs=("14.1", "14.2", "14.12"),
+    needs=("14.1", "14.2", "14.8", "14.12"),
     baseline="like",
     since="1.2",
     source="flat buffers and chunks, as in hooks_ref.model_averaging and torch.nn.utils.vector",
@@ -53,11 +57,13 @@ from conformance.subjects.claims import Claims
 )
 def large(run: Run, claims: Claims, found: Found) -> None:
     """Every element of a model of some hundred parameters is averaged: 170 to 400 small ones, one
-    of 2**17 to 2**18 elements and one of 2**20 to 2**21, with crafted and with random values.
+    of 2**17 to 2**18 elements and one of 2**20 to 2**21, with crafted and with random values. Their
+    gradients keep their bits.
 
     The numbers are drawn from the session's seed.
     """
     require_right(run, claims, found, must_change=True, evaluated=True)
+    require_same_gradients(run, found)
 
 
 @rule(
@@ -65,7 +71,7 @@ def large(run: Run, claims: Claims, found: Found) -> None:
     "Values that are not finite, or nearly not, give their mean",
     on=(SPECIAL, NEAR_LIMIT),
     owns=(SPECIAL, NEAR_LIMIT),
-    needs=("14.7", "14.12"),
+    needs=("14.7", "14.8", "14.12"),
     baseline="like",
     since="1.2",
     source="IEEE 754; float16 ends at 65,504; torch's averagers divide before they sum",
@@ -79,9 +85,10 @@ def special_values(run: Run, claims: Claims, found: Found) -> None:
     The order of these values, and the rank that has them, are drawn from the session's seed. So are
     the sizes of two large parameters of float16 near 40,000: 2**16 to 2**20 elements, and 2**20 to
     2**21. Outer steps with momentum meet such values in the first average alone, since a later step
-    may leave the range of float16.
+    may leave the range of float16. Gradients keep their bits.
     """
     require_right(run, claims, found, must_change=True, evaluated=True)
+    require_same_gradients(run, found)
 
 
 @rule(
@@ -208,7 +215,7 @@ def drifting(run: Run, claims: Claims, found: Found) -> None:
     "Long runs average as short ones do",
     on=(LONG,),
     owns=(LONG,),
-    needs=("14.1", "14.2", "14.12", "14.20"),
+    needs=("14.1", "14.2", "14.8", "14.12", "14.20"),
     baseline="like",
     since="1.2",
     source="runs of training have many thousand steps",
@@ -216,8 +223,9 @@ def drifting(run: Run, claims: Claims, found: Found) -> None:
 )
 def long_run(run: Run, claims: Claims, found: Found) -> None:
     """In each of 400 to 700 steps, by the session's seed, parameters are the means that are due, or
-    stay as they are."""
+    stay as they are. Gradients keep their bits."""
     require_right(run, claims, found, must_change=True, evaluated=True)
+    require_same_gradients(run, found)
 
 
 fails = raises_if_collective_fails(
@@ -255,7 +263,7 @@ def on_clusters(run: Run, claims: Claims, found: Found) -> None:
     "Works under any default dtype of torch, and under autocast",
     on=(DEFAULT_DTYPES, AUTOCAST, AUTOCAST_HALF),
     owns=(DEFAULT_DTYPES, AUTOCAST, AUTOCAST_HALF),
-    needs=("14.1", "14.2", "14.7", "14.12"),
+    needs=("14.1", "14.2", "14.7", "14.8", "14.12"),
     baseline="like",
     since="1.6",
     source=f"{DEFAULT_DTYPE}; {AUTOCAST_OPERATIONS}",
@@ -270,9 +278,10 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
 
     The order of the three is drawn, and so is the size of a large parameter: 2**10 to 2**17
     elements. Under autocast there are two: one of 2**10 to 2**20, and one of 2**20 to 2**21
-    elements. The parameters are float32.
+    elements. The parameters are float32, and their gradients keep their bits.
     """
     require_right(run, claims, found, must_change=True, evaluated=True)
+    require_same_gradients(run, found)
 
 
 @rule(

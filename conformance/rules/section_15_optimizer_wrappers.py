@@ -19,6 +19,7 @@ from conformance.judging.oracles.optimizer_calls import (
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.closure_losses import is_same_loss, loss_of
 from conformance.scenarios.optimizer import (
     ADAM,
     CLOSURE,
@@ -210,6 +211,9 @@ def closures(run: Run, claims: Claims, found: Found) -> None:
     An exception of a closure comes out of step(), which has changed nothing and called no averager;
     the next step is right. It is an error, KeyboardInterrupt, SystemExit, StopIteration or
     GeneratorExit.
+
+    In drawn steps the loss of one rank alone is NaN or an infinity, with ordinary gradients: the
+    step is like any other, and the averager is called on all ranks.
     """
     for member in run.ranks:
         for failed in member.all("failed"):
@@ -232,7 +236,10 @@ def closures(run: Run, claims: Claims, found: Found) -> None:
         actual = f"{place}: torch.is_grad_enabled() was False"
         found.require(all(calls), "gradients enabled in the closure", actual)
         actual = f"{place}: step returned {event['loss']}"
-        found.require(event["loss"] == step + 1, f"the closure's loss, {step + 1}", actual)
+        group = run.group(rank)
+        loss = loss_of(run.scenario, step, group.index(rank), len(group))
+        is_same = is_same_loss(event["loss"], loss)
+        found.require(is_same, f"the closure's loss, {loss:g}", actual)
     if takes_averager(run):
         require_one_averager_call(run, found)
     require_right(run, found)

@@ -80,6 +80,10 @@ def accumulates(run: Run, claims: Claims, found: Found) -> None:
     Crafted values, for which every right order of operations gives the same bits, are judged bit
     for bit. Random values may differ by the roundings of a strategy that averages in every
     micro-batch.
+
+    In this run and all others the trainer sets the gradients of a step aside, and clears them with
+    ``zero_grad()``, which sets them to None. Later steps leave them alone, as DDP does, unless
+    gradients are views of buckets or of the trainer's own buffers.
     """
     require_means(run, found)
 

@@ -122,7 +122,9 @@ def empty(run: Run, claims: Claims, found: Found) -> None:
     "by model",
 )
 def two(run: Run, claims: Claims, found: Found) -> None:
-    """If the micro-batches of two models come in a drawn order, each model gets its own means."""
+    """If the micro-batches of two models come in a drawn order, each model gets its own means. So
+    does each if its context is inside that of the other model, or around it.
+    """
     require_means(run, found)
 
 

@@ -24,6 +24,7 @@ from conformance.judging.oracles.collective_training import (
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
+from conformance.scenarios.collective import SUBGROUPS
 from conformance.scenarios.collective_training import (
     IN_FLIGHT,
     LARGE,
@@ -264,3 +265,30 @@ def together(run: Run, claims: Claims, found: Found) -> None:
 
 
 own_numbers = right_beside_own_numbers("18.35", (large, long_run), on=(PROBE,))
+
+
+@rule(
+    "18.36",
+    "A rank outside of the group keeps its tensors",
+    on=(SUBGROUPS,),
+    needs=("18.11",),
+    since="1.6",
+    source="torch documentation, torch.distributed.new_group; on a rank outside of the group "
+    "torch's collectives warn and return",
+    remedy="outputs that are decoded, or filled with zeros, whatever the collective has returned; "
+    "a group that is replaced by WORLD",
+)
+def outside(run: Run, claims: Claims, found: Found) -> None:
+    """A call on a rank outside of the group, with the value that new_group returns there, changes
+    no tensor and no list, or an error refuses it.
+
+    All ranks make such calls, with messages for their own group, and with messages for WORLD.
+    """
+    for rank in run.ranks:
+        for event in rank.all("outside"):
+            found.require(
+                not event["changed"],
+                "tensors that stay as they are on a rank outside of the group",
+                f"rank {rank.rank}, p{event['index']}: {', '.join(event['changed'])} changed",
+                "tensors are written although the collective has returned at once",
+            )

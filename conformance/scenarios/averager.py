@@ -94,6 +94,20 @@ COLUMNS = replace(
     variant="columns",
 )
 
+# As quantized weights, masks of pruned ones and tables of indices are: they cannot require grad.
+INTEGERS = replace(
+    PLAIN,
+    name="averager_integers",
+    summary="frozen parameters of integers, whose sums overflow, beside one of float32",
+    params=(
+        Param((5, 3), "uint8", frozen=True),
+        Param((7,)),
+        *(Param((4, 4), dtype, frozen=True) for dtype in ("int64", "int8", "int32", "uint8")),
+    ),
+    steps=("crafted",) * 2,
+    world_sizes=(2,),
+)
+
 UNUSED = replace(
     PLAIN,
     name="averager_unused",

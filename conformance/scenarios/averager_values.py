@@ -12,6 +12,9 @@ does not. They are 32 (L + W j) with small integers j and the largest multiple L
 that quotients by W, and their sums, are multiples of 32 below 65,504 and exact in float16, for W up
 to 8. Odd elements are negative. Large parameters repeat a table of such values.
 Other dtypes get crafted values.
+
+Integers lie anywhere in the range of their dtype, those of int64 within 2**53, which float64 holds.
+Every other one lies in the upper half, so that two of them overflow in a sum.
 """
 
 import math
@@ -83,9 +86,28 @@ def of_values(scenario: Scenario, index: int) -> int:
     return int(tied) if tied and index == len(scenario.params) - 1 else index
 
 
+def is_of_integers(spec: Param) -> bool:
+    """Whether a parameter has a dtype of integers, and cannot require grad."""
+    return not getattr(torch, spec.dtype).is_floating_point and "complex" not in spec.dtype
+
+
+def _integers(spec: Param, number: int, index: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1_009 * number + index)
+    dtype = getattr(torch, spec.dtype)
+    least = max(torch.iinfo(dtype).min, -(2**53))
+    largest = min(torch.iinfo(dtype).max, 2**53)
+    numel = math.prod(spec.shape)
+    anywhere = torch.randint(least, largest, (numel,), generator=generator)
+    upper = torch.randint(largest // 2 + 1, largest + 1, (numel,), generator=generator)
+    is_upper = torch.arange(numel) % 2 == 0
+    return torch.where(is_upper, upper, anywhere).to(dtype).reshape(spec.shape)
+
+
 def values_of(source: Source, spec: Param, size: int, index: int) -> torch.Tensor:
     """Return the values of a source."""
     dtype = getattr(torch, spec.dtype)
+    if is_of_integers(spec):
+        return _integers(spec, source.number, index)
     kind = "normal" if source.kind == "limit" else source.kind
     made = gradient(
         kind,

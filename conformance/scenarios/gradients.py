@@ -154,7 +154,7 @@ REPEATED = (
 )
 PATTERNS = ("heavy", "rows", "outlier", "ties", "normal")
 RUN = 16  # elements that are zero together in ``rows``
-RUNS = 8  # of which one is not zero
+RUNS = 8  # one of them is not zero
 
 # The elements of a tiled gradient that are not repetitions; a prime number.
 TILE = 4099

@@ -73,7 +73,8 @@ CLOSURE = replace(
     PLAIN,
     name="optimizer_closure",
     summary="steps are given a closure; before some steps one raises an exception, as if the batch "
-    "were skipped: an error, KeyboardInterrupt, SystemExit, StopIteration and GeneratorExit",
+    "were skipped: an error, KeyboardInterrupt, SystemExit, StopIteration and GeneratorExit; in "
+    "some steps the loss of one rank is not finite",
     steps=("crafted",) * 8,
     world_sizes=(2,),
     variant="closure",

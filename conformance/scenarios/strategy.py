@@ -71,6 +71,8 @@ RANKS = replace(
     summary="each rank leaves out a different one of several parameters of one shape; all ranks "
     "leave out the last one",
     params=(Param((5, 3)),) * 6,
+    # A rank leaves out the same one again after five steps.
+    steps=("crafted",) * 7,
     world_sizes=(2, 3),
     variant="ranks",
     prerequisite="strategy_accumulated",
@@ -342,6 +344,10 @@ def statistic(place: int, step: int, batch: int) -> float:
     return float(64 * (place + 1) + 8 * step + batch)
 
 
+# Before this step of two models each order of their micro-batches comes once.
+_FIRST_NESTED = 8
+
+
 def order_of_two(scenario: Scenario, step: int) -> list[tuple[int, int]]:
     """Return the order in which the micro-batches of two models come, as (model, micro-batch)."""
     # Every order in which both models are in the midst of a step comes once.
@@ -349,6 +355,26 @@ def order_of_two(scenario: Scenario, step: int) -> list[tuple[int, int]]:
     _generator(scenario).shuffle(orders)
     order = orders[step // 2 % len(orders)]
     return [(model, order[:at].count(model)) for at, model in enumerate(order)]
+
+
+def nested_of_two(scenario: Scenario, step: int) -> list[list[tuple[int, int]]]:
+    """Return the micro-batches of two models in their order; those whose contexts are nested in
+    each other are together.
+
+    Each order comes without nested contexts. In a later step both contexts are those of a first, or
+    of a last micro-batch; in another one, one is that of a last, and the other that of a first one.
+    """
+    order = order_of_two(scenario, step)
+    if step < _FIRST_NESTED:
+        return [[one] for one in order]
+    draw = _generator(scenario, _FIRST_NESTED)
+    unequal = draw.choice((_FIRST_NESTED, _FIRST_NESTED + 2))
+    if step != unequal:
+        return [list(pair) for pair in zip(order[::2], order[1::2], strict=True)]
+    one = draw.randrange(2)
+    both = [(one, 1), (1 - one, 0)]
+    draw.shuffle(both)
+    return [[(one, 0)], both, [(1 - one, 1)]]
 
 
 def _generator(scenario: Scenario, *key: int) -> random.Random:

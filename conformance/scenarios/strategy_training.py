@@ -55,8 +55,9 @@ EMPTY = replace(
 TWO = replace(
     PLAIN,
     name="strategy_two",
-    summary="two models, whose micro-batches come in a drawn order",
-    steps=("crafted",) * 8,
+    summary="two models, whose micro-batches come in a drawn order; at last the contexts of both "
+    "are nested in each other",
+    steps=("crafted",) * 12,
     world_sizes=(2,),
     variant="two_models",
     prerequisite="strategy_accumulated",

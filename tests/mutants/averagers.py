@@ -35,7 +35,8 @@ class Averager:
         found = []
         for entry in params:
             found += entry["params"] if isinstance(entry, dict) else [entry]
-        return list(dict.fromkeys(found))
+        # Integers cannot require grad.
+        return [one for one in dict.fromkeys(found) if one.is_floating_point()]
 
     def average(self, params):
         for parameter in params:

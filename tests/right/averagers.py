@@ -15,6 +15,11 @@ def _each(params):
         yield from entry["params"] if isinstance(entry, dict) else [entry]
 
 
+def _each_of_floats(params):
+    """Leave out integers, which cannot require grad."""
+    return (parameter for parameter in _each(params) if parameter.is_floating_point())
+
+
 class GathersAndAverages:
     """Gather, average in float64, and write all parameters, frozen ones too.
 
@@ -123,7 +128,7 @@ class Multiplies:
     def average_parameters(self, params):
         due = self.step >= self.warmup_steps and not (self.step - self.warmup_steps) % self.period
         self.step += 1
-        for parameter in dict.fromkeys(_each(params)) if due else ():
+        for parameter in dict.fromkeys(_each_of_floats(params)) if due else ():
             mean = (parameter * (1 / self.group.size())).contiguous()
             dist.all_reduce(mean, group=self.group)
             parameter.copy_(mean)
@@ -138,7 +143,7 @@ class SkipsUnchanged(Multiplies):
 
     @torch.no_grad()
     def average_parameters(self, params):
-        given = list(dict.fromkeys(_each(params)))
+        given = list(dict.fromkeys(_each_of_floats(params)))
         due = self.step >= self.warmup_steps and not (self.step - self.warmup_steps) % self.period
         if due and given:
             changed = torch.tensor([self.sums.get(p) != _checksum(p) for p in given]).int()
@@ -185,7 +190,7 @@ class Pairs:
         elif self.step % 2 == 0:
             group = self.pair
         self.step += 1
-        for parameter in dict.fromkeys(_each(params)) if group else ():
+        for parameter in dict.fromkeys(_each_of_floats(params)) if group else ():
             mean = (parameter.detach() / group.size()).contiguous()
             dist.all_reduce(mean, group=group)
             parameter.copy_(mean)
@@ -305,7 +310,7 @@ class OverWorld:
     @torch.no_grad()
     def average_parameters(self, params):
         if self.step % self.every == 0:
-            for parameter in dict.fromkeys(_each(params)):
+            for parameter in dict.fromkeys(_each_of_floats(params)):
                 mean = parameter.detach().contiguous() / dist.get_world_size()
                 dist.all_reduce(mean)
                 parameter.copy_(mean)

@@ -44,7 +44,7 @@ class Remembers:
         ]
         for parameter in dict.fromkeys(entries):
             self.norms.append(parameter.detach().abs().sum().reshape(()).clone())
-            if due:
+            if due and parameter.is_floating_point():
                 mean = (parameter / self.group.size()).contiguous()
                 dist.all_reduce(mean, group=self.group)
                 parameter.copy_(mean)

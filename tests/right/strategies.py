@@ -5,6 +5,8 @@ They average by DDP itself, by collectives of all kinds, or during backward.
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,12 +160,9 @@ class InBackward:
     """
 
     def __init__(self) -> None:
-        # For each model, its parameters that have been trained so far.
+        # For each model, its parameters that have been trained so far, and its open micro-batch.
         self.models: dict[int, set[torch.nn.Parameter]] = {}
-        self.active: list[torch.nn.Parameter] = []
-        self.there: set[torch.Tensor] = set()
-        self.works: list[Any] = []
-        self.group: Any = None
+        self.open: dict[int, _Microbatch] = {}
 
     @contextmanager
     def __call__(self, module: Any, is_final_microbatch: bool = True) -> Iterator[None]:
@@ -173,24 +172,36 @@ class InBackward:
         known = self.models.setdefault(id(module), set())
         for parameter in module.parameters():
             if parameter.requires_grad and parameter not in known:
-                parameter.register_post_accumulate_grad_hook(self.came)
+                parameter.register_post_accumulate_grad_hook(partial(self.came, id(module)))
                 known.add(parameter)
         params = [parameter for parameter in module.parameters() if parameter in known]
-        self.active = params[::-1] if is_final_microbatch else []
-        self.there = set()
-        self.works = []
-        self.group = module.process_group
+        active = params[::-1] if is_final_microbatch else []
+        opened = self.open[id(module)] = _Microbatch(active, module.process_group)
         try:
             with module.no_sync():
                 yield
-            self.there.update(self.active)
-            self.go_on()
-            for work in self.works:
+            opened.there.update(opened.active)
+            opened.go_on()
+            for work in opened.works:
                 work.wait()
             if is_final_microbatch:
                 module.require_forward_param_sync = True
         finally:
-            self.active = []
+            del self.open[id(module)]
+
+    def came(self, model: int, parameter: torch.Tensor) -> None:
+        if opened := self.open.get(model):
+            opened.came(parameter)
+
+
+@dataclass
+class _Microbatch:
+    """The last backward of a model, or an earlier one, in which ``active`` is empty."""
+
+    active: list[torch.nn.Parameter]
+    group: Any
+    there: set[torch.Tensor] = field(default_factory=set)
+    works: list[Any] = field(default_factory=list)
 
     def came(self, parameter: torch.Tensor) -> None:
         if parameter in self.there and self.active:

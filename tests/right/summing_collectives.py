@@ -53,8 +53,8 @@ class SharedLevels:
         self, output: Tensor, input_list: list[Tensor], op: Any = SUM, group: Any = None
     ) -> None:
         _require_float32(output, *input_list)
-        if op != SUM:
-            raise ValueError("sums only")
+        if op != SUM or group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("sums only, and on members of the group")
         given = torch.stack([tensor.reshape(-1) for tensor in input_list])
         # The largest of Gloo may lose a NaN, and keeps an infinity.
         largest = given.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)

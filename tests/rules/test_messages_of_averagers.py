@@ -109,10 +109,10 @@ def test_what_stays_as_it_was_is_described() -> None:
         """\
 Expected: the same strides as before
 Actual: rank 0, step 0: strides of p1 changed
-Expected: the same grads as before
-Actual: rank 0, step 0: grads of p0 changed
 Expected: the same requires_grad as before
 Actual: rank 0, step 0: requires_grad of p2 changed
+Expected: the same grads as before
+Actual: rank 0, step 0: grads of p0 changed
 Expected: the same memory as before
 Actual: rank 0, step 0: p3 moved""",
     )

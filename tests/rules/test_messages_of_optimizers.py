@@ -132,6 +132,12 @@ def test_closures_are_described() -> None:
         """\
 Expected: a step with a closure
 Actual: rank 0, step 0: no record of one
+Expected: the closure's loss, inf
+Actual: rank 0, step 1: step returned None
+Expected: the closure's loss, -inf
+Actual: rank 0, step 2: step returned None
+Expected: the closure's loss, nan
+Actual: rank 1, step 4: step returned None
 Expected: one call of the closure
 Actual: rank 0, step 0: 2 calls of the closure
 Expected: gradients enabled in the closure

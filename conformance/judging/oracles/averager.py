@@ -14,7 +14,7 @@ averaged with no rank, it holds x_r(s) as before.
 
 A parameter without a gradient on any of these ranks may be left out of the average. Its values are
 those of the first rank of G on every rank, so that both ways give the same mean. The same holds for
-frozen parameters.
+frozen parameters, and for integers, which cannot require grad.
 
 Bounds. Crafted values are exact in every order of additions, and for a quotient as well as for a
 product with a rounded 1 / W, unless W is 7 (``EXACT_SIZES``): the bound is 0. With 7 ranks, and
@@ -36,7 +36,7 @@ from conformance.judging.oracles.mean import EXACT_SIZES
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.averager_training import is_given, turn
-from conformance.scenarios.averager_values import has_gradient
+from conformance.scenarios.averager_values import has_gradient, is_of_integers
 from conformance.scenarios.averaging_schedule import QUIET
 from conformance.scenarios.moved_parameters import specs_at
 from conformance.subjects.claims import Claims
@@ -107,6 +107,15 @@ def require_dtypes(run: Run, found: Found) -> None:
             )
 
 
+def require_same_gradients(run: Run, found: Found) -> None:
+    """Require that the gradients keep their bits in every recorded call."""
+    for rank, step in calls(run):
+        event = run.ranks[rank].first("averaged", step=step) or {}
+        names = ", ".join(f"p{index}" for index in event.get("grads_changed", ["?"]))
+        actual = f"rank {rank}, step {step}: grads of {names} changed"
+        found.require(not names, "the same grads as before", actual)
+
+
 def require_quiet(run: Run, claims: Claims, found: Found) -> None:
     """Require that no parameter changes in a quiet step without an average."""
     if claims.has("like"):
@@ -173,7 +182,7 @@ def _require_mean(
         expected,
         f"rank {rank}, step {step}, p{index}, index {at}: {got[at].item():.9g} "
         f"({len(wrong)} of {len(got)} elements differ)",
-        _cause(run, rank, got, fed_by, group),
+        _cause(run, rank, got, fed_by, group, is_of_integers(run.scenario.params[index])),
     )
 
 
@@ -181,6 +190,8 @@ def _bound(
     run: Run, step: int, index: int, fed_by: torch.Tensor, group: tuple[int, ...]
 ) -> torch.Tensor:
     magnitude = fed_by.abs().mean(0)
+    if is_of_integers(run.scenario.params[index]):
+        return torch.zeros_like(magnitude)
     if run.scenario.steps[step] != "normal" and len(group) in EXACT_SIZES:
         return torch.zeros_like(magnitude)
     eps = torch.finfo(getattr(torch, specs_at(run.scenario, step)[index].dtype)).eps
@@ -188,11 +199,18 @@ def _bound(
 
 
 def _cause(
-    run: Run, rank: int, got: torch.Tensor, fed_by: torch.Tensor, group: tuple[int, ...]
+    run: Run,
+    rank: int,
+    got: torch.Tensor,
+    fed_by: torch.Tensor,
+    group: tuple[int, ...],
+    is_integer: bool,
 ) -> str:
     """Return the known mistake that gives these values, or an empty text if none does."""
     if not group:
         return "averaged at a step that does not average"
+    if is_integer:
+        return "integers are averaged: their sum overflows, or is rounded in float32"
     size = len(group)
     total = fed_by.sum(0)
     if torch.equal(got, fed_by[group.index(rank)]):

@@ -40,6 +40,7 @@ from conformance.judging.oracles.averager_records import calls, fed_to, group_at
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
 from conformance.scenarios.averager_training import ADDED, turn
+from conformance.scenarios.averager_values import is_of_integers
 from conformance.scenarios.averaging_schedule import HELD, QUIET
 from conformance.scenarios.moved_parameters import specs_at
 from conformance.subjects.claims import Claims
@@ -191,6 +192,8 @@ def _may_differ(run: Run, reference: Run, index: int) -> bool:
 
 def _bound(run: Run, claims: Claims, step: int, index: int, largest: torch.Tensor) -> torch.Tensor:
     scenario = run.scenario
+    if is_of_integers(scenario.params[index]):
+        return torch.zeros_like(largest)
     schedule = schedule_of(claims.options)
     assert schedule is not None
     model, count = turn(scenario, step)

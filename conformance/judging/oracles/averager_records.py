@@ -7,7 +7,13 @@ import torch
 
 from conformance.records.run import Run, fed
 from conformance.scenarios.averager_training import group_of_turn
-from conformance.scenarios.averager_values import Source, of_values, source, values_of
+from conformance.scenarios.averager_values import (
+    Source,
+    is_of_integers,
+    of_values,
+    source,
+    values_of,
+)
 from conformance.scenarios.averaging_schedule import HELD
 from conformance.scenarios.model import Param
 from conformance.scenarios.moved_parameters import specs_at
@@ -40,14 +46,14 @@ def fed_to(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
     group = group_at(run, rank, step)
     spec = specs_at(run.scenario, step)[index]
     of = source(run.scenario, group, group.index(rank), step, index)
-    if of.kind == "limit":
-        return _near_limit(of, spec, len(group), index)
+    if of.kind == "limit" or is_of_integers(spec):
+        return _own_values(of, spec, len(group), index)
     values = of_values(run.scenario, index)
     return fed(of.kind, spec, len(group), of.rank, of.number, values)
 
 
 @lru_cache(maxsize=16)
-def _near_limit(of: Source, spec: Param, size: int, index: int) -> torch.Tensor:
+def _own_values(of: Source, spec: Param, size: int, index: int) -> torch.Tensor:
     return values_of(of, spec, size, index).reshape(-1).double()
 
 

@@ -82,7 +82,11 @@ def rounding_bound(run: Run, rank: int, step: int, index: int) -> torch.Tensor:
 
 
 def require_means(run: Run, found: Found) -> None:
-    """Require the right gradients after every step, except steps with an injected exception."""
+    """Require the right gradients after every step, except steps with an injected exception.
+
+    Gradients that were set aside keep their values.
+    """
+    _require_set_aside(run, found)
     # By the place of a failure in the list: the known mistakes that give its value.
     causes: dict[int, list[str]] = {}
     for rank, step in steps(run):
@@ -101,6 +105,19 @@ def require_means(run: Run, found: Found) -> None:
     frequency = Counter(name for names in causes.values() for name in names)
     for place, names in causes.items():
         found.failures[place].cause = max(names, key=frequency.__getitem__, default="")
+
+
+def _require_set_aside(run: Run, found: Found) -> None:
+    """Require that no step has changed the gradients of earlier steps, which were set aside."""
+    for rank in run.ranks:
+        for event in rank.all("aside_changed"):
+            names = ", ".join(f"p{index}" for index in event["parameters"])
+            found.require(
+                False,
+                "gradients of earlier steps, which the trainer has set aside, with the same bits",
+                f"rank {rank.rank}, step {event['step']}: those of {names} have changed",
+                "a tensor that the strategy keeps was given as a gradient, and is written again",
+            )
 
 
 def require_ddp_restored(run: Run, rank: int, step: int, found: Found) -> None:

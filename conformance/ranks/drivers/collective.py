@@ -27,6 +27,7 @@ from conformance.scenarios.collective import (
     ONE_INPUT,
     ONE_OUTPUT,
     OPERATIONS,
+    SUBGROUPS,
     SUMMING,
     operation_of,
 )
@@ -47,12 +48,45 @@ class CollectiveDriver(RankDriver):
         for step, kind in enumerate(self.scenario.steps):
             self.begin_step(step, kind)
             self._step(step)
+        if self.scenario.name == SUBGROUPS.name:
+            self._call_outside(len(self.scenario.steps))
+
+    def _call_outside(self, number: int) -> None:
+        """Make each call with the value that new_group returns on ranks outside of a group.
+
+        All ranks make these calls, so that a subject which takes the value for WORLD waits for
+        nobody. The messages of every other call are those for WORLD, which fit then.
+
+        Args:
+            number: of the step.
+        """
+        for index in messages.indices(self.scenario, 0):
+            self.begin_step(number, "none")
+            if index % 2:
+                self._enter_world()
+            call = _Call(self, 0, index)
+            if "feedback" in self.scenario.options:
+                call.function = self._make_collective()
+            else:
+                self._prepare(0, [call])
+            call.leave_group()
+            raised = ""
+            with self.inside(self.scenario.options[0]):
+                try:
+                    call.begin()
+                except Exception as error:
+                    raised = f"{type(error).__name__}: {error}"[:300]
+            self.collectives.take_sent()
+            self.recorder.event("outside", index=index, raised=raised, changed=call.changed())
+
+    def _enter_world(self) -> None:
+        self.group = dist.group.WORLD
+        self.group_rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def _call_on_world(self) -> None:
         """Make one call on WORLD, whose arrivals are not judged."""
         own = self.group, self.group_rank, self.size
-        self.group = dist.group.WORLD
-        self.group_rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._enter_world()
         self.begin_step(0, self.scenario.steps[0])
         call = _Call(self, 0, 0)
         if "feedback" in self.scenario.options:
@@ -298,6 +332,7 @@ class _Call:
                 self._share_memory(collective, inputs)
         self.handed = list(self.outputs)
         self.before = [digest(tensor) for tensor in self.inputs]
+        self._bits_of_outputs: list[str] = []
         self.positional, self.named = self._arguments()
         self.returned: Any = None
         self.handle: Handle | None = None
@@ -331,6 +366,32 @@ class _Call:
         """Call the collective, as users do."""
         options = {"async_op": True} if self.is_asynchronous else {}
         self.returned = self.function(*self.positional, **self.named, **options)
+
+    def leave_group(self) -> None:
+        """Put the value of a rank outside of the group in place of the group."""
+        outside = dist.GroupMember.NON_GROUP_MEMBER
+        group = self.group
+        self.positional = [outside if one is group else one for one in self.positional]
+        self.named = {name: outside if one is group else one for name, one in self.named.items()}
+        self._bits_of_outputs = [digest(tensor) for tensor in self.outputs]
+
+    def changed(self) -> list[str]:
+        """Return the tensors that a call of a rank outside of the group has changed.
+
+        A list entry may be another tensor with the same bits.
+        """
+        pairs = (
+            ("input", self.inputs, self.before),
+            ("output", self.outputs, self._bits_of_outputs),
+            ("output", self.handed, self._bits_of_outputs),
+        )
+        found = [
+            f"{name} {k}"
+            for name, tensors, bits in pairs
+            for k, (tensor, before) in enumerate(zip(tensors, bits, strict=True))
+            if not isinstance(tensor, torch.Tensor) or digest(tensor) != before
+        ]
+        return list(dict.fromkeys(found))
 
     def wait(self) -> None:
         """Wait for the collective, if it is asynchronous."""

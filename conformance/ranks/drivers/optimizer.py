@@ -24,6 +24,7 @@ from conformance.ranks.drivers.uneven_inputs import train_unevenly
 from conformance.ranks.models.probe import Probe
 from conformance.scenarios.averager_training import special_source, turn
 from conformance.scenarios.averager_values import Source, values_of
+from conformance.scenarios.closure_losses import loss_of
 from conformance.scenarios.gradients import lay_out
 from conformance.scenarios.optimizer import PLAIN, START, Setting, Write
 from conformance.scenarios.optimizer_loops import WRITTEN_VALUES
@@ -414,9 +415,9 @@ class OptimizerDriver(RankDriver):
             calls.append(torch.is_grad_enabled())
             with torch.enable_grad():
                 self._forget_gradients()
-                # The loss differs between steps, to be recognised in the result.
                 grads = self._gradients(number, kind)
-                loss: torch.Tensor = self.model(grads) + (number + 1)
+                value = loss_of(self.scenario, number, self.group_rank, self.size)
+                loss: torch.Tensor = self.model(grads) + value
                 loss.backward()
             return loss
 

@@ -1,6 +1,7 @@
 """The driver of sync strategies: trains in micro-batches, each inside the strategy's context."""
 
 import builtins
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from conformance.errors import TargetError
+from conformance.ranks.drivers._set_aside import SetAside
 from conformance.ranks.drivers.base import RankDriver
 from conformance.ranks.models.flat_buffers import FlatBuffers
 from conformance.ranks.models.probe import BufferedProbe, Probe, scripted_gradients
@@ -27,7 +29,7 @@ from conformance.scenarios.strategy import (
     is_empty,
     is_frozen,
     multiple,
-    order_of_two,
+    nested_of_two,
     part_of,
     raised_in,
     raises_in,
@@ -73,9 +75,16 @@ class StrategyDriver(RankDriver):
             self._run_two()
             return
         self.collectives.take_sent()  # of DDP, as it was made
+        aside = SetAside()
+        # DDP's buckets, and the flat buffers of a trainer, are written in every step.
+        is_free = not (self.scenario.ddp.gradient_as_bucket_view or self.buffers)
         for step, kind in enumerate(self.scenario.steps):
             self.begin_step(step, kind)
+            if is_free and clears(self.scenario, step):
+                aside.take(self.params)
             self._step(step, kind)
+            if changed := aside.changed():
+                self.recorder.event("aside_changed", parameters=changed)
             self._keep_gradients()
 
     def _train_on_world(self) -> None:
@@ -99,13 +108,18 @@ class StrategyDriver(RankDriver):
             self.begin_step(step, self.scenario.steps[step])
             for model, *_ in models:
                 model.zero_grad()
-            for number, batch in order_of_two(self.scenario, step):
-                self.model, self.params, self.optimizers = models[number]
-                count = batches(self.scenario, step + number)
-                kind = self.scenario.steps[step + number]
-                grads = self._grads(step + number, kind, batch, count)
-                with self.inside("the context"):
-                    self._train(grads, batch == count - 1)
+            for together in nested_of_two(self.scenario, step):
+                with self.inside("the context"), contextlib.ExitStack() as contexts:
+                    given = []
+                    for number, batch in together:
+                        self.model, self.params, self.optimizers = models[number]
+                        count = batches(self.scenario, step + number)
+                        kind = self.scenario.steps[step + number]
+                        given.append(self._grads(step + number, kind, batch, count))
+                        contexts.enter_context(self._context_of(batch == count - 1))
+                    for (number, _), grads in zip(together, given, strict=True):
+                        self.model, self.params, self.optimizers = models[number]
+                        self._pass_through(grads)
             for number in range(2):
                 self.model, self.params, self.optimizers = models[number]
                 self.begin_step(step + number, self.scenario.steps[step + number])
@@ -264,12 +278,16 @@ class StrategyDriver(RankDriver):
     def _train(self, grads: Grads, is_final: bool) -> None:
         with self.autocast(), self._context_of(is_final):
             for _ in range(2 if self.scenario.variant == "second" else 1):
-                loss = self._forward(grads)
-                # DDP that synchronises by itself waits for peers in its backward, where no
-                # schedule sees the wait.
-                if getattr(self.model, "require_backward_grad_sync", False):
-                    self.let_peers_in()
-                loss.backward()
+                self._pass_through(grads)
+
+    def _pass_through(self, grads: Grads) -> None:
+        """Run a forward and a backward, inside the context."""
+        loss = self._forward(grads)
+        # DDP that synchronises by itself waits for peers in its backward, where no schedule sees
+        # the wait.
+        if getattr(self.model, "require_backward_grad_sync", False):
+            self.let_peers_in()
+        loss.backward()
 
     def _forward(self, grads: Grads) -> torch.Tensor:
         arguments = (self._update,) if self.scenario.variant == "buffers" else ()

@@ -61,8 +61,9 @@ class Probe(nn.Module):
                 self.add_module(f"p{index}", module)
             else:
                 values = torch.full(spec.shape, level, dtype=getattr(torch, spec.dtype))
-                parameter.data = lay_out(values, spec.layout)
+                # Integers are refused by a tensor that requires grad.
                 parameter.requires_grad_(not (spec.frozen or 0 in spec.frozen_under))
+                parameter.data = lay_out(values, spec.layout)
                 self.register_parameter(f"p{index}", parameter)
 
     def change(self, number: int) -> dict[str, torch.nn.Parameter]:

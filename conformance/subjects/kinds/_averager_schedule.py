@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from conformance.scenarios.averager import DTYPES, FLAT, RESUMED, SAVED
+from conformance.scenarios.averager import DTYPES, FLAT, INTEGERS, RESUMED, SAVED
 from conformance.scenarios.averager_training import (
     AUTOCAST,
     CHANGING,
@@ -120,6 +120,8 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             kinds = _near_limit(scenario.steps, options)
             steps = lengthened(kinds, schedule, averages=kinds, alone=True)
             return replace(scenario, steps=steps)
+        case INTEGERS.name:
+            return replace(scenario, steps=lengthened(scenario.steps, schedule, alone=True))
         case TWO.name:
             return _take_turns(scenario, schedule, draw)
         case TWO_GROUPS.name:

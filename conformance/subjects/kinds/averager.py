@@ -12,6 +12,7 @@ from conformance.scenarios.averager import (
     DTYPES,
     FLAT,
     FORMS,
+    INTEGERS,
     ORDERED,
     PLAIN,
     RANDOM,
@@ -175,7 +176,8 @@ AVERAGER = Kind(
     ("14",),
     reference="hooks_ref:PeriodicModelAverager,period=4,warmup_steps=10",
     scenarios=(
-        *(PLAIN, RANDOM, FORMS, DTYPES, FLAT, COLUMNS, UNUSED, SUBGROUPS, ORDERED, SAVED, RESUMED),
+        *(PLAIN, RANDOM, FORMS, DTYPES, FLAT, COLUMNS, INTEGERS, UNUSED, SUBGROUPS, ORDERED),
+        *(SAVED, RESUMED),
         *TRAINING,
         *FAILING,
         *CLUSTERS,

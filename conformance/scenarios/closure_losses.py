@@ -1,0 +1,40 @@
+"""The losses that closures return in steps of an optimizer.
+
+They differ between steps, to be recognised in the result. In three drawn steps the loss of one
+rank alone is NaN, an infinity and its negative, as if a batch had one broken sample. Gradients are
+ordinary in these steps, so that torch's optimizers step as ever.
+"""
+
+import math
+import random
+
+from conformance.scenarios.model import Scenario
+
+_BROKEN = (math.nan, math.inf, -math.inf)
+
+
+def loss_of(scenario: Scenario, step: int, place: int, size: int) -> float:
+    """Return the loss that the closure of a rank returns.
+
+    Args:
+        scenario: has a closure in the step.
+        step: the number of the step.
+        place: of the rank in its group.
+        size: of the group.
+    """
+    if scenario.variant != "closure":
+        return step + 1.0
+    draw = random.Random(f"{scenario.session_seed}/{scenario.name}/losses")
+    steps = draw.sample(range(len(scenario.steps)), len(_BROKEN))
+    places = [draw.randrange(12) % size for _ in _BROKEN]
+    for broken_step, broken_place, loss in zip(steps, places, _BROKEN, strict=True):
+        if (step, place) == (broken_step, broken_place):
+            return loss
+    return step + 1.0
+
+
+def is_same_loss(loss: float | None, expected: float) -> bool:
+    """Whether a loss is the expected one; NaN is equal to NaN."""
+    if loss is None:
+        return False
+    return loss == expected or (math.isnan(loss) and math.isnan(expected))

@@ -1,0 +1,58 @@
+"""Mutants of quantized collectives that change tensors on a rank outside of the group."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.mutants import Mutant
+from tests.mutants.quantized_collectives import Made, Tensor, right
+
+
+def decodes_nothing(func: Made, qtype: str) -> Made:
+    """Copy the received codes to the outputs, also if the collective has returned at once."""
+
+    def all_gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if async_op:
+            raise NotImplementedError("async_op is not supported")
+        code = tensor.contiguous().half()
+        codes = [torch.zeros_like(code) for _ in tensor_list]
+        func(codes, code, group=group)
+        for output, one in zip(tensor_list, codes, strict=True):
+            output.copy_(one.view(output.shape))
+        return None
+
+    return all_gather
+
+
+def world_if_outside(func: Made, qtype: str) -> Made:
+    """Take whatever is no process group for WORLD."""
+
+    def exchange(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+        known = group if isinstance(group, dist.ProcessGroup) else None
+        return right(func)(*args, group=known, **kwargs)
+
+    return exchange
+
+
+def clears_first(func: Made, qtype: str) -> Made:
+    """Fill the output with zeros before the call, which may refuse the group."""
+
+    def all_to_all_single(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent = input.clone()
+        output.zero_()
+        if kwargs.get("group") is dist.GroupMember.NON_GROUP_MEMBER:
+            return None
+        return right(func)(output, sent, *args, **kwargs)
+
+    return all_to_all_single
+
+
+OF = {"kind": "collective"}
+MUTANTS = [
+    Mutant("decodes_nothing,func=all_gather,qtype=FP16", ("18.36",), **OF),
+    Mutant("world_if_outside,func=all_gather,qtype=FP16", ("18.36",), **OF),
+    Mutant("clears_first,func=all_to_all_single,qtype=FP16", ("18.36",), **OF),
+]
