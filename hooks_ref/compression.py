@@ -287,7 +287,7 @@ def compression_hook(
         memory.after_decoding(numbers)
         return buffer
 
-    return when_all(works, decode)
+    return when_all(works, decode, [tensor for one in arriving for tensor in one])
 
 
 def encode_and_decode_hook(

@@ -41,7 +41,14 @@ import torch
 import torch.distributed as dist
 
 from hooks_ref._buckets import clear_unused, pieces, shaped, used
-from hooks_ref._collectives import second_group
+from hooks_ref._collectives import (
+    keep_for_stream,
+    new_future,
+    on_own_stream,
+    second_group,
+    value_on_stream,
+    wait_for_all,
+)
 from hooks_ref._state import (
     HookState,
     Memory,
@@ -151,6 +158,7 @@ class PowerSGDState(HookState):
             words = (key,) if isinstance(key, int) else key
             draw = generator(self.random_seed, self.iter, *words)
             self.qs[key] = torch.randn(columns, rank, generator=draw)
+        keep_for_stream([self.qs[key]])  # it was made in a callback
         return orthonormal(self.qs[key].to(like))
 
 
@@ -359,9 +367,7 @@ def _first_allreduce(
     state.numel_before += buffer.numel()
     state.numel_after += sent.numel()
     arrived = dist.all_reduce(sent, group=state.group, async_op=True).get_future()
-    devices = None if buffer.device.type == "cpu" else [buffer.device]
-    result: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-    return _Bucket(buffer, result, matrices, plain, sent, arrived)
+    return _Bucket(buffer, new_future(buffer), matrices, plain, sent, arrived)
 
 
 def _when_all_have_arrived(state: PowerSGDState, step: list[_Bucket]) -> None:
@@ -376,15 +382,16 @@ def _second_allreduce(
     arrived: torch.futures.Future[list[torch.futures.Future[list[torch.Tensor]]]],
 ) -> None:
     """Orthonormalize every ``P``, and start ``Q = mean_r(M_r^T P)`` for all buckets together."""
-    for future in arrived.value():
-        future.value()  # raises the error of a failed collective
+    wait_for_all(arrived)
     for bucket in step:
+        keep_for_stream([bucket.sent])
         _copy_parts(bucket.sent, [*bucket.plain, *(matrix.p for matrix in bucket.matrices)])
     matrices = _matrices(step)
     if not matrices:
         _complete(step)
         return
     for matrix in matrices:
+        keep_for_stream([matrix.m, matrix.p])
         matrix.p = orthonormal(matrix.p)
     products = _products(
         [matrix.m.t() for matrix in matrices],
@@ -404,16 +411,29 @@ def _write_results(
 ) -> None:
     """Write ``gradient <- P Q^T`` and ``error <- M - P Q^T``, and keep every ``Q``."""
     matrices = _matrices(step)
-    _copy_parts(arrived.value()[0], [matrix.q for matrix in matrices])
+    _copy_parts(value_on_stream(arrived)[0], [matrix.q for matrix in matrices])
     for matrix in matrices:
-        product = matrix.p @ matrix.q.t()
-        result = product.view(-1)[: matrix.place.numel()]  # without the padding of a square
-        matrix.place.copy_(result.view(matrix.place.shape))
+        result = _product_in_place(matrix)
         # Values that are not finite are not remembered: an overflow must not spoil later steps.
         if matrix.error is not None:
             matrix.error.sub_(result.view(matrix.error.shape)).nan_to_num_(0, 0, 0)
         state.qs[matrix.key] = matrix.q.nan_to_num_(0, 0, 0)
     _complete(step)
+
+
+def _product_in_place(matrix: _Matrix) -> torch.Tensor:
+    """Write ``P Q^T`` into the matrix's place, and return its elements: ``[n, m]``, or ``[numel]``
+    of a square without its padding.
+
+    A product of its own would take as much memory as the gradient, on every stream that a callback
+    may run on.
+    """
+    place = matrix.place
+    if place.is_contiguous() and place.numel() == matrix.m.numel():
+        return torch.mm(matrix.p, matrix.q.t(), out=place.view(matrix.m.shape))
+    product = (matrix.p @ matrix.q.t()).view(-1)[: place.numel()]
+    place.copy_(product.view(place.shape))
+    return product
 
 
 def _complete(step: list[_Bucket]) -> None:
@@ -427,7 +447,7 @@ def _or_fail(step: list[_Bucket], callback: Callable[..., None]) -> Callable[...
 
     def guarded(future: torch.futures.Future[Any]) -> None:
         try:
-            with _without_autocast(step[0].buffer):
+            with on_own_stream(step[0].buffer.device), _without_autocast(step[0].buffer):
                 callback(future)
         except Exception as error:
             for bucket in step:

@@ -95,7 +95,7 @@ def _hook(
         numbers.copy_(total.div_(group.size()).view(-1)[: numbers.numel()])
         return buffer
 
-    return when_all(works, dequantize)
+    return when_all(works, dequantize, [every_scale, every_level])
 
 
 def _quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hooks_ref._buckets import gradient, pieces, shaped
-from hooks_ref._collectives import second_group
+from hooks_ref._collectives import new_future, on_own_stream, second_group, wait_for_all
 from hooks_ref._state import check_bool
 from hooks_ref.default_hooks import Hook
 
@@ -172,7 +172,7 @@ class _Overlap:
         if bucket.index() == 0:
             self.turns = []
             self.last_turn = None
-        self.turns.append(_Turn(bucket, buffer.dtype, reduced, _new_future(buffer)))
+        self.turns.append(_Turn(bucket, buffer.dtype, reduced, new_future(buffer)))
         updated = self.turns[-1].updated
         if self.interleaved or bucket.is_last():
             for turn in self.turns:
@@ -209,22 +209,20 @@ class _Overlap:
         """Take a turn when the bucket is reduced and the turn before is over."""
 
         def take(arrived: torch.futures.Future[list[torch.futures.Future[Any]]]) -> None:
-            for future in arrived.value():
-                future.value()  # raises the error of the reduction, or of a turn before
+            wait_for_all(arrived)  # raises the error of the reduction, or of a turn before
             # The result of a compressing hook may be in half precision.
             self._local_step(turn.bucket, turn.reduced.value().to(turn.dtype))
             broadcasts = [work.get_future() for work in self._start_broadcasts(turn.bucket.index())]
-            torch.futures.collect_all(broadcasts).then(_or_fail(turn.updated, finish))
+            torch.futures.collect_all(broadcasts).then(_or_fail(turn, finish))
 
         def finish(through: torch.futures.Future[list[torch.futures.Future[Any]]]) -> None:
-            for future in through.value():
-                future.value()
+            wait_for_all(through)
             turn.updated.set_result(turn.reduced.value().to(turn.dtype))
 
         needed: list[torch.futures.Future[Any]] = [turn.reduced]
         if self.last_turn is not None:
             needed.append(self.last_turn)
-        self.last_turn = torch.futures.collect_all(needed).then(_or_fail(turn.updated, take))
+        self.last_turn = torch.futures.collect_all(needed).then(_or_fail(turn, take))
 
     def _local_step(self, bucket: dist.GradBucket, flat: torch.Tensor) -> None:
         """Step the parameters of the bucket that this rank owns."""
@@ -266,20 +264,15 @@ class _Overlap:
         ]
 
 
-def _or_fail(
-    updated: torch.futures.Future[torch.Tensor], callback: Callable[..., None]
-) -> Callable[..., None]:
-    """Make a callback that also fails ``updated`` with the error of ``callback``."""
+def _or_fail(turn: _Turn, callback: Callable[..., None]) -> Callable[..., None]:
+    """Make a callback that also fails the turn's future with the error of ``callback``."""
 
     def guarded(future: torch.futures.Future[Any]) -> None:
         try:
-            callback(future)
+            with on_own_stream(turn.bucket.buffer().device):
+                callback(future)
         except Exception as error:
-            updated.set_exception(error)
+            turn.updated.set_exception(error)
             raise
 
     return guarded
-
-
-def _new_future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    return torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])

@@ -180,6 +180,14 @@ def _kind_and_line(run: Run) -> tuple[str, str]:
     return "died", "ranks ended without a complete record"
 
 
+def never_began(run: Run) -> bool:
+    """Whether the run failed before any rank came to the subject, so that it can be tried again.
+
+    A run whose ranks were killed at their deadline is not tried again, since it takes too long.
+    """
+    return not run.finished and run.stopped != "hang" and _is_before_the_subject(run)
+
+
 def _is_before_the_subject(run: Run) -> bool:
     """Whether every rank was still at work of the kit's that comes before any of the subject's.
 

@@ -9,7 +9,7 @@ from conformance.judging.requirements import require_steps, skip_if_lossy
 from conformance.judging.rule import SHOULD, rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.hook import BUCKETS, GRAPH, LONG, STREAMS, VALUES
+from conformance.scenarios.hook import BUCKETS, GRAPH, MANY_STEPS, STREAMS, VALUES
 from conformance.scenarios.profiles import CUDA
 from conformance.subjects.claims import Claims
 
@@ -132,7 +132,8 @@ def generator(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "21.4",
     "Needs no more memory of the device with every step",
-    on=(LONG,),
+    on=(MANY_STEPS,),
+    owns=(MANY_STEPS,),
     needs=("1.5",),
     since="1.5",
     source=SEMANTICS + ", Memory management; pytorch#63162",

@@ -454,7 +454,7 @@ PEER_SILENT = replace(
     fault=replace(PEER_DIES.fault, kind="peer_silent", group_timeout=0.5),
 )
 
-# STREAMS and GRAPH run only on devices that have streams.
+# STREAMS, MANY_STEPS and GRAPH run only on devices that have streams.
 STREAMS = replace(
     _SEVERAL_BUCKETS,
     name="streams",
@@ -463,6 +463,16 @@ STREAMS = replace(
     steps=("crafted",) * 5,
     delayed=True,
     prerequisite="buckets",
+)
+
+# Callbacks of futures take torch's 32 streams in turn, and each of them has memory of its own: what
+# they need is known after some rounds.
+MANY_STEPS = replace(
+    LONG,
+    name="many_steps",
+    summary="a hundred steps; the memory of the device is measured",
+    steps=("crafted",) * 100,
+    prerequisite="long",
 )
 
 GRAPH = replace(
@@ -520,6 +530,7 @@ ALL = (
     OPTIMIZERS,
     AT_SCALE,
     STREAMS,
+    MANY_STEPS,
     GRAPH,
     PEER_DIES,
     PEER_DIES_LATER,

@@ -7,6 +7,7 @@ from conformance.scenarios.feed import feed_of
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.profiles import Profile, SizeLimit
 from conformance.session.adaptations import adapt_scenario
+from conformance.session.prerequisites import is_noticed_by_futures, reason_not_applicable
 from conformance.subjects.claims import (
     Claims,
 )
@@ -81,20 +82,24 @@ class Plan:
     def scenarios_of(self, rule: Rule) -> list[Scenario]:
         """Return the scenarios that a rule reads for this subject, as written.
 
-        A lossy or fused hook may keep memory of its rank alone, which serves no other rank.
+        A lossy or fused hook may keep memory of its rank alone, which serves no other rank. Where
+        futures are complete at once, they tell of no failure.
         """
         has_memory = bool(self._claims.lossy or self._claims.fused)
         return [
             scenario
             for scenario in rule.on
-            if not scenario.resume.of_rank_0
-            or not (has_memory or self._exceeds_limit(self.adapted(scenario)))
+            if not (self._profile.ordered and is_noticed_by_futures(scenario))
+            and (
+                not scenario.resume.of_rank_0
+                or not (has_memory or self._exceeds_limit(self.adapted(scenario)))
+            )
         ]
 
     def runs_of(self, rule: Rule) -> list[tuple[Scenario, int]]:
         """Return the scenarios that a rule reads, each with a world size."""
-        if rule.probes:
-            return []  # its runs are known once others have been made
+        if rule.probes or reason_not_applicable(rule, self._profile):
+            return []  # the runs of probes are known once others have been made
         scenarios = [self.adapted(scenario) for scenario in self.scenarios_of(rule)]
         if rule.worlds is WorldSizes.BELOW_MINIMUM:
             return [(scenario, size) for scenario in scenarios for size in self.below_minimum]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from conformance.judging.rule import Rule
-from conformance.scenarios.model import COLLECTIVE_FAULTS
+from conformance.scenarios.model import COLLECTIVE_FAULTS, Scenario
 from conformance.scenarios.profiles import Profile
 from conformance.subjects.claims import Claims
 
@@ -13,10 +13,15 @@ NOTICED_BY_FUTURES = ("peer_dies", "peer_dies_later", "peer_silent")
 LEAVES_PEERS = COLLECTIVE_FAULTS
 
 
+def is_noticed_by_futures(scenario: Scenario) -> bool:
+    """Whether only the future of a collective tells of the scenario's failure."""
+    return scenario.fault.kind in NOTICED_BY_FUTURES
+
+
 def reason_not_applicable(rule: Rule, profile: Profile) -> str | None:
     """Return why a rule does not apply on a profile's backend, or None if it does."""
     if profile.ordered:
-        if all(scenario.fault.kind in NOTICED_BY_FUTURES for scenario in rule.on):
+        if all(is_noticed_by_futures(scenario) for scenario in rule.on):
             return (
                 f"on {profile.backend} a future is complete once its collective is enqueued; "
                 "its failure is noticed by the backend's watchdog, which ends the process, and no "

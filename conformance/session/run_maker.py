@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from conformance.errors import KitError, TargetError, UsageError
 from conformance.judging.collective_order import disagreement
 from conformance.judging.misshapen import field_without_value
-from conformance.judging.run_failures import FailedRun, failed_run
+from conformance.judging.run_failures import FailedRun, failed_run, refused_on_every_rank
 from conformance.records.rank_record import IncompleteRecord
 from conformance.records.run import Run
 from conformance.scenarios.hook import explained
@@ -90,7 +90,8 @@ class RunMaker:
             failed = self.failure_of(run) if isinstance(run, Run) else None
             if failed and failed.kind == "hang":
                 self._hangs.append(f"{scenario.name}@{size}")
-            if failed:
+            if isinstance(run, Run) and failed and _is_broken(run):
+                # The other runs of a broken subject may each cost their whole deadline.
                 self._source.forget()
             elif key == (self._plan.plainest.name, self._plan.primary):
                 self.begin(self._scheduled())
@@ -229,6 +230,11 @@ class RunMaker:
             return ""
         self.explained[run.name] = again
         return cause
+
+
+def _is_broken(run: Run) -> bool:
+    """Whether a failed run is the subject's defect: no refusal, and no failure that was planned."""
+    return run.scenario.fault.kind == "none" and not refused_on_every_rank(run)
 
 
 def _ignore(_: str) -> None:

@@ -2,19 +2,23 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from conformance.errors import UsageError
 from conformance.hosts.ranks_protocol import Ranks
+from conformance.judging.run_failures import never_began
 from conformance.records.files import OUTCOME
 from conformance.records.run import Run, load_run
 from conformance.scenarios.model import Scenario
 from conformance.scenarios.profiles import GLOO_CPU, Profile, SizeLimit
 from conformance.subjects.kinds import KINDS
 from conformance.subjects.spec import SubjectSpec
+
+TRIES = 3  # of a run in which no rank came as far as the subject
 
 
 class RunSource:
@@ -77,6 +81,7 @@ class LocalSource(RunSource):
         self._keep = keep
         self._threads: ThreadPoolExecutor | None = None
         self._ahead: dict[str, Future[Run]] = {}
+        self._turns = _Turns()
         # Folders of runs that others resume from; they go with the pool.
         self._saved: dict[str, Path] = {}
 
@@ -108,6 +113,19 @@ class LocalSource(RunSource):
         if scenario.resume.resumes:
             saved_in = str(self._saved_for(scenario, folder_name))
             scenario = replace(scenario, resume=replace(scenario.resume, saved_in=saved_in))
+        # A rank that ends in the middle of a collective of NCCL can take the other processes of a
+        # shared GPU with it.
+        is_alone = scenario.profile.device != "cpu" and scenario.fault.kind != "none"
+        with self._turns.alone() if is_alone else self._turns.beside_others():
+            for _ in range(TRIES):
+                run = self._try(scenario, world, subject, folder_name)
+                if not never_began(run):
+                    break
+        return run
+
+    def _try(
+        self, scenario: Scenario, world: int, subject: SubjectSpec | None, folder_name: str
+    ) -> Run:
         folder = self._pool.run(scenario, world, subject, folder_name)
         try:
             return load_run(folder, scenario, world)
@@ -132,6 +150,43 @@ class LocalSource(RunSource):
             self._saved[folder_name] = folder
         if done is not None:
             shutil.rmtree(done, ignore_errors=True)
+
+
+class _Turns:
+    """Lets a run wait until no other goes on, and others wait until it is over."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._going_on = 0
+        self._waiting_to_be_alone = 0
+
+    @contextlib.contextmanager
+    def beside_others(self) -> Iterator[None]:
+        """Go on beside others, unless one of them is alone or waits to be."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting_to_be_alone)
+            self._going_on += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._going_on -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Go on when no other does; others wait."""
+        with self._changed:
+            self._waiting_to_be_alone += 1
+            self._changed.wait_for(lambda: not self._going_on)
+            self._going_on += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._going_on -= 1
+                self._waiting_to_be_alone -= 1
+                self._changed.notify_all()
 
 
 class ReplaySource(RunSource):

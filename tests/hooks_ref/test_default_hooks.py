@@ -117,7 +117,9 @@ def test_signatures_and_names_are_torchs() -> None:
 
 # Functions that may wait: none is a hook or a callback, and what they wait for is complete when
 # they return.
-CALLED_BY_THE_TRAINER = {
+MAY_WAIT = {
+    "_collectives.py": {"value_on_stream"},  # of a complete future
+    # Called by the trainer:
     "model_averaging.py": {"_average"},
     "quantized_collectives.py": {"wait", "_begun", "_all_reduce"},
     "sync_strategies.py": {"finish"},
@@ -133,7 +135,7 @@ def test_depends_on_torch_alone_and_never_waits(path: Path) -> None:
         imports
     )
     assert not any("torch.distributed.algorithms" in line for line in imports)
-    assert set(_waiting(ast.parse(text), "")) <= CALLED_BY_THE_TRAINER.get(path.name, set())
+    assert set(_waiting(ast.parse(text), "")) <= MAY_WAIT.get(path.name, set())
 
 
 def _waiting(node: ast.AST, inside: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from conformance.judging.verdict import Found, Verdict
 from conformance.ranks.drivers import cuda_graph as graphs
 from conformance.ranks.instruments import stream_delays as streams
 from conformance.records.run import Run
-from conformance.scenarios.hook import BUCKETS, GRAPH, LONG, ORDERED, STREAMS, VALUES
+from conformance.scenarios.hook import BUCKETS, GRAPH, MANY_STEPS, ORDERED, STREAMS, VALUES
 from conformance.session.adaptations import adapt_scenario
 from conformance.subjects.claims import parse_claims
 from tests.made_runs import event, made_run
@@ -132,14 +132,14 @@ def test_the_generator_of_cuda(rules: dict[str, Rule]) -> None:
 
 def test_without_cuda_there_is_nothing_to_judge(rules: dict[str, Rule]) -> None:
     assert judge(rules["21.3"], states(made_run())).verdict() is Verdict.NOT_RUN
-    assert judge(rules["21.4"], made_run(scenario=LONG)).verdict() is Verdict.NOT_RUN
+    assert judge(rules["21.4"], made_run(scenario=MANY_STEPS)).verdict() is Verdict.NOT_RUN
 
 
 def measured(lent: Callable[[int], int], reserved: Callable[[int], int]) -> Run:
     """Return a run whose allocators have lent and reserved that many bytes after each step."""
-    run = made_run(scenario=LONG)
+    run = made_run(scenario=MANY_STEPS)
     for rank in run.ranks:
-        for step in range(len(LONG.steps)):
+        for step in range(len(MANY_STEPS.steps)):
             sizes = {"cuda": lent(step), "reserved": reserved(step)}
             rank.events.append(event("memory", step, tensors=0, allocated=0, **sizes))
     return run

@@ -10,6 +10,7 @@ from conformance.errors import KitError, TargetError
 from conformance.judging.oracles.mean import mean
 from conformance.judging.rule import Rule
 from conformance.judging.verdict import Found, Judgement, Verdict
+from conformance.records.files import RAISED
 from conformance.records.rank_record import Event, RankRecord, Tensors
 from conformance.records.run import Run
 from conformance.rules import book
@@ -20,7 +21,7 @@ from conformance.session.engine import Engine
 from conformance.session.run_maker import MAX_HANGS
 from conformance.session.run_sources import RunSource as Source
 from conformance.subjects.claims import Claims, parse_claims
-from conformance.subjects.kinds import HOOK
+from conformance.subjects.kinds import HOOK, KINDS
 from conformance.subjects.spec import REFERENCE, SubjectSpec
 from tests.made_runs import broken_run, event, made_run
 
@@ -470,3 +471,36 @@ def test_a_rule_of_several_runs_needs_them_all(rules: dict[str, Rule]) -> None:
     assert {number: judged.judge(number).verdict for number in ("1.10", "3.3")} == dict.fromkeys(
         ("1.10", "3.3"), Verdict.NOT_RUN
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "everywhere", "forgets"),
+    [("sparse", True, False), ("sparse", False, True), ("collective_raises", False, False)],
+)
+def test_a_refusal_or_a_planned_failure_does_not_stop_the_runs_ahead(
+    rules: dict[str, Rule], name: str, everywhere: bool, forgets: bool
+) -> None:
+    """Only those of a broken subject may each cost their whole deadline."""
+
+    class Noting(MadeSource):
+        has_forgotten = False
+
+        def forget(self) -> None:
+            self.has_forgotten = True
+
+    def made(scenario: Scenario, world: int) -> Run:
+        run = made_run(scenario=scenario, world=world)
+        if scenario.name == name:
+            for rank in run.ranks if everywhere else run.ranks[1:]:
+                rank.exit = RAISED
+                rank.events = [
+                    event("error", 0, where="step", type="ValueError", message="no", traceback="")
+                ]
+        return run
+
+    source = Noting(made)
+    judged = engine(rules, source)
+    scenario = next(one for one in KINDS[HOOK].scenarios if one.name == name)
+    judged.maker.run(scenario, 2)
+    assert f"{name}@2" in source.asked
+    assert source.has_forgotten is forgets

@@ -89,7 +89,8 @@ class Probe(nn.Module):
                 parameter.data = parameter.data.to(dtype)
             else:
                 level = float(parameter.data.flatten()[0])
-                parameter = torch.nn.Parameter(torch.full(spec.shape, level, dtype=dtype))
+                values = torch.full(spec.shape, level, dtype=dtype, device=parameter.device)
+                parameter = torch.nn.Parameter(values)
                 self.register_parameter(name, parameter)
             versions[index] = parameter
         self.tensors = versions
