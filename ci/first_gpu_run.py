@@ -179,9 +179,14 @@ def count_devices() -> int:
     return int(asked.stdout) if asked.returncode == 0 and asked.stdout.strip().isdigit() else 0
 
 
-def world_sizes(devices: int) -> str:
-    """Return the world sizes to certify at: on one GPU ranks share it."""
-    return ",".join(str(size) for size in (1, 2, 3, 4) if size <= max(devices, 2))
+def world_sizes(devices: int, shares: bool) -> str:
+    """Return the world sizes to certify at.
+
+    Args:
+        devices: the number of GPUs; on one of them two ranks share it.
+        shares: whether more ranks do, by the multi-process service.
+    """
+    return ",".join(str(size) for size in (1, 2, 3, 4) if shares or size <= max(devices, 2))
 
 
 def run_command(command: str, log: Any) -> int:
@@ -218,13 +223,14 @@ def run_stage(
     folder: Path,
     devices: int,
     run: Callable[[str, Any], int] = run_command,
-    prefix: str = "",
+    mps: bool = False,
 ) -> Result:
     """Run the commands of a stage, write its files, and return its result.
 
     Args:
-        prefix: in front of each command.
+        mps: whether the multi-process service runs.
     """
+    shares = mps and stage.shares
     number = STAGES.index(stage) + 1
     path = folder / f"{number:02}-{stage.name}"
     if not devices:
@@ -235,8 +241,8 @@ def run_stage(
         with open(path.with_suffix(".txt"), "w", encoding="utf-8") as log:
             for template in stage.commands:
                 command = template.replace("{python}", sys.executable)
-                command = command.replace("{worlds}", world_sizes(devices))
-                codes.append(run(prefix + command.replace("{gpus}", str(devices)), log))
+                command = command.replace("{worlds}", world_sizes(devices, shares))
+                codes.append(run(_prefix(shares) + command.replace("{gpus}", str(devices)), log))
         wrong = [
             command
             for command, code in zip(stage.commands, codes, strict=True)
@@ -266,9 +272,9 @@ def chosen(text: str) -> list[Stage]:
     return [STAGES[number - 1] for number in numbers]
 
 
-def _prefix(stage: Stage, mps: bool) -> str:
-    """Return what stands in front of a stage's commands."""
-    if not (mps and stage.shares):
+def _prefix(shares: bool) -> str:
+    """Return what stands in front of the commands of a stage that shares GPUs by the service."""
+    if not shares:
         return ""
     return " ".join(["env", *(f"{name}={value}" for name, value in MPS_VARIABLES.items()), ""])
 
@@ -311,7 +317,7 @@ def main(
             if not options.stages and has_passed(stage, options.folder):
                 print(f"{number:2}  {stage.name}: passed before")
                 continue
-            result = run_stage(stage, options.folder, devices, run, _prefix(stage, options.mps))
+            result = run_stage(stage, options.folder, devices, run, options.mps)
             results.append(result)
             reason = f": {result.reason}" if result.reason else ""
             print(f"{number:2}  {stage.name}: {result.status}{reason}", flush=True)

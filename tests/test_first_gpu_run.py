@@ -114,8 +114,9 @@ def without_input(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_ranks_share_one_gpu(script: Any) -> None:
-    assert script.world_sizes(1) == "1,2"
-    assert script.world_sizes(3) == "1,2,3"
+    assert script.world_sizes(1, shares=False) == "1,2"
+    assert script.world_sizes(1, shares=True) == "1,2,3,4"
+    assert script.world_sizes(3, shares=False) == "1,2,3"
 
 
 def test_the_commands_name_files_that_exist(script: Any) -> None:

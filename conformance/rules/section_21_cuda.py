@@ -30,7 +30,9 @@ MEASURED_STEPS = 7  # the last ones of a run, with six differences between them
     + SEMANTICS
     + ", CUDA streams; pytorch#49477",
     remedy="a future made without devices=[...], or completed on another stream than the one that "
-    "computes its value; a stream that does not wait for another by wait_stream or an event; "
+    "computes its value; value() of a future that collect_all has collected: its wait() lets the "
+    "stream wait, and nothing on the host; a stream that does not wait for another by wait_stream "
+    "or an event; "
     "memory that is freed while another stream uses it, without tensor.record_stream(stream)",
 )
 def read_on_its_stream(runs: dict[str, Run], claims: Claims, found: Found) -> None:

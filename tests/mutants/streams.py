@@ -67,6 +67,22 @@ def reads_before_the_communication_is_done(state: Any, bucket: Bucket) -> Result
     return completed(buffer)
 
 
+def reads_what_was_collected(state: Any, bucket: Bucket) -> Result:
+    """Take the value of a collected future, which is complete, but for which no stream waits."""
+    in_step_at_first(state, bucket)
+    buffer = bucket.buffer().div_(group_of(state).size())
+    work = dist.all_reduce(buffer, group=group_of(state), async_op=True)
+    result: Result = torch.futures.Future(devices=[buffer.device])
+
+    def read(collected: Any) -> None:
+        result.set_result(collected.value()[0].value()[0])
+
+    torch.futures.collect_all([work.get_future()]).add_done_callback(read)
+    beside_the_peers()
+    torch.cuda._sleep(LUCK)
+    return result
+
+
 def divides_on_a_stream_that_nobody_waits_for(state: Any, bucket: Bucket) -> Result:
     """Divide on a side stream, for which the future does not wait."""
 
@@ -151,6 +167,7 @@ def does_nothing_when_captured(state: Any, bucket: Bucket) -> Result:
 
 MUTANTS = [
     Mutant("reads_before_the_communication_is_done", ("21.1",), device="cuda"),
+    Mutant("reads_what_was_collected", ("21.1",), device="cuda"),
     Mutant("divides_on_a_stream_that_nobody_waits_for", ("21.1",), device="cuda"),
     Mutant("sends_before_the_gradients_are_there", ("21.1",), device="cuda"),
     Mutant("shares_one_scratch_buffer", ("21.1",), device="cuda"),
