@@ -8,6 +8,7 @@ import logging
 import queue
 import tempfile
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -77,7 +78,7 @@ class Cache:
         self.own: Any = None
         self.scratch: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self.log: Any = None
-        self.norms: list[float] = []
+        self.norms: deque[float] = deque(maxlen=100)
 
     def group(self) -> Any:
         if self.own is None:
