@@ -101,7 +101,7 @@ torch_power_sgd = _power_sgd.powerSGD_hook
 def make_torch_power_sgd(process_group: Group) -> Any:
     """Return torch's own state; a certification ends within its warm-up."""
     return _power_sgd.PowerSGDState(
-        process_group, matrix_approximation_rank=1, start_powerSGD_iter=1000
+        process_group, matrix_approximation_rank=1, start_powerSGD_iter=1_000_000
     )
 
 
