@@ -509,6 +509,8 @@ class Engine:
                 or self.maker.explain(run, failed)
             )
             judgement.failures.append(Failure(failed.expected, failed.line, cause, failed.evidence))
+        elif meaning.verdict is Verdict.KIT_ERROR:
+            judgement.failures.append(Failure(failed.expected, failed.line, "", failed.evidence))
         judgement.note_run(run.name, meaning.verdict, meaning.reason, checks=meaning.checks)
 
     # --- whether a rule is judged -----------------------------------------------------------------

@@ -504,3 +504,16 @@ def test_a_refusal_or_a_planned_failure_does_not_stop_the_runs_ahead(
     judged.maker.run(scenario, 2)
     assert f"{name}@2" in source.asked
     assert source.has_forgotten is forgets
+
+
+def test_the_evidence_of_a_machine_that_no_rank_began_on_is_kept(rules: dict[str, Rule]) -> None:
+    def busy(scenario: Scenario, world: int) -> Run:
+        error = event(
+            "error", -1, where="kit", type="AcceleratorError", message="busy", traceback="in torch"
+        )
+        ranks = [RankRecord(rank, [error], exit=RAISED) for rank in range(world)]
+        return Run(scenario, world, ranks)
+
+    judgement = engine(rules, MadeSource(busy)).judge("1.5")
+    assert judgement.verdict is Verdict.KIT_ERROR
+    assert judgement.failures[0].evidence["rank 0"]["traceback"] == "in torch"
