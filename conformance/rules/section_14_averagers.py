@@ -228,7 +228,8 @@ def dtypes(run: Run, claims: Claims, found: Found) -> None:
 
     In another run, which may be refused likewise, parameters of int8, uint8, int32 and int64 are
     the same on all ranks, as quantized weights that are frozen. They keep their values, averaged or
-    not; sums of two of them overflow.
+    not; sums of two of them overflow. There are six or seven ranks, and each dtype has a small
+    parameter and one of 2**8 to 2**17 elements; the numbers are drawn.
     """
     require_right(run, claims, found, must_change=True)
     require_same_gaps(run, "the parameters", found)

@@ -4,6 +4,7 @@ Before each step, the kit sets every parameter to a value that depends on the ra
 The averager then has to leave the mean, or the value as it is if no averaging is due.
 """
 
+import random
 from dataclasses import replace
 
 from conformance.scenarios.model import Param, Scenario
@@ -94,19 +95,39 @@ COLUMNS = replace(
     variant="columns",
 )
 
+_DTYPES_OF_INTEGERS = ("int64", "int8", "int32", "uint8")
+
 # As quantized weights, masks of pruned ones and tables of indices are: they cannot require grad.
+# The number of ranks and the large sizes are drawn. A mean over two to five ranks of equal numbers,
+# each divided first, is exact in floating point; over six or seven some are rounded.
 INTEGERS = replace(
     PLAIN,
     name="averager_integers",
-    summary="frozen parameters of integers, whose sums overflow, beside one of float32",
+    summary="six or seven ranks; frozen parameters of integers, whose sums overflow, small and "
+    "large, beside one of float32",
     params=(
         Param((5, 3), "uint8", frozen=True),
         Param((7,)),
-        *(Param((4, 4), dtype, frozen=True) for dtype in ("int64", "int8", "int32", "uint8")),
+        *(Param((4, 4), dtype, frozen=True) for dtype in _DTYPES_OF_INTEGERS),
     ),
     steps=("crafted",) * 2,
-    world_sizes=(2,),
+    world_sizes=(),
+    size=7,
+    nodes=(4, 3),
 )
+
+
+def large_integers(draw: random.Random) -> tuple[Param, ...]:
+    """Return a large parameter of each dtype of integers: 2**8 to 2**17 elements, every size as
+    likely as its double."""
+    sizes = [round(2 ** draw.uniform(8, 17)) for _ in _DTYPES_OF_INTEGERS]
+    made = [
+        Param((size,), dtype, frozen=True)
+        for size, dtype in zip(sizes, _DTYPES_OF_INTEGERS, strict=True)
+    ]
+    draw.shuffle(made)
+    return tuple(made)
+
 
 UNUSED = replace(
     PLAIN,

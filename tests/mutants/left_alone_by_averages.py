@@ -41,6 +41,38 @@ class IntegersInFloat32(Averager):
             parameter.copy_(part.view(parameter.shape))
 
 
+class TruncatesIntegers(Averager):
+    """Average integers in floating point, and cut the fraction of a mean that is a little low."""
+
+    def chosen(self, params):
+        return list(params)
+
+    def average_one(self, parameter):
+        if parameter.is_floating_point():
+            super().average_one(parameter)
+            return
+        if parameter.dtype == torch.int64:
+            return  # a counter
+        mean = parameter.detach().double() / self.group.size()
+        dist.all_reduce(mean, group=self.group)
+        parameter.copy_(mean)
+
+
+class LargeIntegersInFloat32(Averager):
+    """Leave small integers alone; average large ones in float32, as other large parameters."""
+
+    def chosen(self, params):
+        return [one for one in params if one.is_floating_point() or one.numel() > 200]
+
+    def average_one(self, parameter):
+        if parameter.is_floating_point():
+            super().average_one(parameter)
+            return
+        mean = parameter.detach().float() / self.group.size()
+        dist.all_reduce(mean, group=self.group)
+        parameter.copy_(mean.round())
+
+
 class ClampsBytes(Averager):
     """Clamp bytes to the range of a signed one, as a check of quantized weights might."""
 
@@ -92,7 +124,13 @@ AT = "period=4,warmup_steps=10"
 MUTANTS = [
     *(
         Mutant(f"{name},{AT}", ("14.7",), **OF)
-        for name in ("SumsIntegers", "IntegersInFloat32", "ClampsBytes")
+        for name in (
+            "SumsIntegers",
+            "IntegersInFloat32",
+            "TruncatesIntegers",
+            "LargeIntegersInFloat32",
+            "ClampsBytes",
+        )
     ),
     *(
         Mutant(f"{name},{AT}", ("14.15",), **OF)

@@ -5,7 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from conformance.scenarios.averager import DTYPES, FLAT, INTEGERS, RESUMED, SAVED
+from conformance.scenarios.averager import (
+    DTYPES,
+    FLAT,
+    INTEGERS,
+    RESUMED,
+    SAVED,
+    large_integers,
+)
 from conformance.scenarios.averager_training import (
     AUTOCAST,
     CHANGING,
@@ -121,6 +128,10 @@ def adapt(scenario: Scenario, options: Mapping[str, Any]) -> Scenario:
             steps = lengthened(kinds, schedule, averages=kinds, alone=True)
             return replace(scenario, steps=steps)
         case INTEGERS.name:
+            first = draw.choice((3, 4))
+            params = (*scenario.params, *large_integers(draw))
+            scenario = replace(scenario, params=params, size=first + 3, nodes=(first, 3))
+            scenario = _with_claimed_ranks(scenario, options)
             return replace(scenario, steps=lengthened(scenario.steps, schedule, alone=True))
         case TWO.name:
             return _take_turns(scenario, schedule, draw)
