@@ -238,14 +238,16 @@ def dtypes(run: Run, claims: Claims, found: Found) -> None:
 @rule(
     "14.8",
     "Strides, gradients and requires_grad stay as they were",
-    on=(PLAIN, FORMS),
+    on=(PLAIN, FORMS, DTYPES, FLAT, COLUMNS, INTEGERS, UNUSED),
+    refusable=(COLUMNS, INTEGERS),
     source="DistributedDataParallel lays out its buckets by the strides of parameters; "
     "pytorch #73150",
     remedy=IN_PLACE,
 )
 def in_place(run: Run, claims: Claims, found: Found) -> None:
-    """Averaging changes no parameter's strides, gradient or requires_grad. The gradients differ
-    between ranks.
+    """Averaging changes no parameter's strides, gradient or requires_grad, whatever its dtype and
+    memory. The gradients differ between ranks, and a parameter that has none gets none: an
+    optimizer would step it by its momentum and its weight decay.
 
     DDP keeps views of gradients with the layout that parameters had when DDP was made. If a
     channels_last parameter becomes contiguous, DDP permutes its gradient from then on.

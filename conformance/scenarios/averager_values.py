@@ -13,8 +13,8 @@ that quotients by W, and their sums, are multiples of 32 below 65,504 and exact 
 to 8. Odd elements are negative. Large parameters repeat a table of such values.
 Other dtypes get crafted values.
 
-Integers lie anywhere in the range of their dtype, those of int64 within 2**53, which float64 holds.
-Every other one lies in the upper half, so that two of them overflow in a sum.
+Integers lie anywhere in the range of their dtype, those of int64 within 2**50, so that float64
+holds their sums. Every other one lies in the upper half, so that two of them overflow in a sum.
 """
 
 import math
@@ -94,8 +94,9 @@ def is_of_integers(spec: Param) -> bool:
 def _integers(spec: Param, number: int, index: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1_009 * number + index)
     dtype = getattr(torch, spec.dtype)
-    least = max(torch.iinfo(dtype).min, -(2**53))
-    largest = min(torch.iinfo(dtype).max, 2**53)
+    # Sums over up to eight ranks are exact in float64.
+    least = max(torch.iinfo(dtype).min, -(2**50))
+    largest = min(torch.iinfo(dtype).max, 2**50)
     numel = math.prod(spec.shape)
     anywhere = torch.randint(least, largest, (numel,), generator=generator)
     upper = torch.randint(largest // 2 + 1, largest + 1, (numel,), generator=generator)

@@ -97,6 +97,42 @@ class ReceivesInGradients(Averager):
         parameter.copy_(grad)
 
 
+class ReceivesRowsInGradients(Averager):
+    """Receive the means of parameters with gaps in their gradients, which are dense."""
+
+    def average_one(self, parameter):
+        grad = parameter.grad
+        if grad is None or parameter.is_contiguous() or not grad.is_contiguous():
+            super().average_one(parameter)
+            return
+        torch.div(parameter.detach(), self.group.size(), out=grad)
+        dist.all_reduce(grad, group=self.group)
+        parameter.copy_(grad)
+
+
+class GivesGradientsOfZeros(Averager):
+    """Give each parameter a gradient, so that the next zero_grad need not make any."""
+
+    def average(self, params):
+        super().average(params)
+        for parameter in params:
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+class ReceivesHalvesInGradients(Averager):
+    """Receive the means of float16 in the gradients, which are in float16 too."""
+
+    def average_one(self, parameter):
+        grad = parameter.grad
+        if grad is None or parameter.dtype != torch.float16:
+            super().average_one(parameter)
+            return
+        torch.div(parameter.detach(), self.group.size(), out=grad)
+        dist.all_reduce(grad, group=self.group)
+        parameter.copy_(grad)
+
+
 class AveragesLargeGradients(Averager):
     """Average the gradients of all parameters but small ones too."""
 
@@ -130,6 +166,14 @@ MUTANTS = [
             "TruncatesIntegers",
             "LargeIntegersInFloat32",
             "ClampsBytes",
+        )
+    ),
+    *(
+        Mutant(f"{name},{AT}", ("14.8",), **OF)
+        for name in (
+            "ReceivesRowsInGradients",
+            "GivesGradientsOfZeros",
+            "ReceivesHalvesInGradients",
         )
     ),
     *(
