@@ -212,8 +212,9 @@ def closures(run: Run, claims: Claims, found: Found) -> None:
     the next step is right. It is an error, KeyboardInterrupt, SystemExit, StopIteration or
     GeneratorExit.
 
-    In drawn steps the loss of one rank alone is NaN or an infinity, with ordinary gradients: the
-    step is like any other, and the averager is called on all ranks.
+    In drawn steps the loss of one rank alone is NaN, an infinity, zero, negative, large or tiny,
+    with ordinary gradients, and in one step the gradients of one rank are zeros: the step is like
+    any other, and the averager is called on all ranks.
     """
     for member in run.ranks:
         for failed in member.all("failed"):

@@ -1,8 +1,9 @@
 """The losses that closures return in steps of an optimizer.
 
-They differ between steps, to be recognised in the result. In three drawn steps the loss of one
-rank alone is NaN, an infinity and its negative, as if a batch had one broken sample. Gradients are
-ordinary in these steps, so that torch's optimizers step as ever.
+They differ between steps, to be recognised in the result. In drawn steps the loss of one rank alone
+is NaN, an infinity or its negative, as if a batch had one broken sample; zero, as if every label
+were ignored; negative, large or tiny. Gradients are ordinary in these steps, so that torch's
+optimizers step as ever.
 """
 
 import math
@@ -10,7 +11,7 @@ import random
 
 from conformance.scenarios.model import Scenario
 
-_BROKEN = (math.nan, math.inf, -math.inf)
+_BROKEN = (math.nan, math.inf, -math.inf, 0.0)
 
 
 def loss_of(scenario: Scenario, step: int, place: int, size: int) -> float:
@@ -25,9 +26,13 @@ def loss_of(scenario: Scenario, step: int, place: int, size: int) -> float:
     if scenario.variant != "closure":
         return step + 1.0
     draw = random.Random(f"{scenario.session_seed}/{scenario.name}/losses")
-    steps = draw.sample(range(len(scenario.steps)), len(_BROKEN))
-    places = [draw.randrange(12) % size for _ in _BROKEN]
-    for broken_step, broken_place, loss in zip(steps, places, _BROKEN, strict=True):
+    # Exact in float32. One is of the size of a sum over a batch, and one is nearly zero.
+    unusual = (-draw.randint(1, 10) / 4, 2.0 ** draw.randint(8, 26), 2.0 ** -draw.randint(13, 40))
+    losses = (*_BROKEN, *unusual)
+    count = min(len(losses), len(scenario.steps))
+    steps = draw.sample(range(len(scenario.steps)), count)
+    places = [draw.randrange(12) % size for _ in steps]
+    for broken_step, broken_place, loss in zip(steps, places, losses[:count], strict=True):
         if (step, place) == (broken_step, broken_place):
             return loss
     return step + 1.0

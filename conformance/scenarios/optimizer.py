@@ -45,8 +45,8 @@ ADAM = replace(
 RANDOM = replace(
     PLAIN,
     name="optimizer_random",
-    summary="SGD on random gradients",
-    steps=("normal",) * 8,
+    summary="SGD on random gradients; in one step those of one rank are zeros",
+    steps=(*("normal",) * 5, "zero_one", *("normal",) * 2),
     world_sizes=(3,),
     variant="random",
 )
@@ -74,8 +74,8 @@ CLOSURE = replace(
     name="optimizer_closure",
     summary="steps are given a closure; before some steps one raises an exception, as if the batch "
     "were skipped: an error, KeyboardInterrupt, SystemExit, StopIteration and GeneratorExit; in "
-    "some steps the loss of one rank is not finite",
-    steps=("crafted",) * 8,
+    "some steps the loss of one rank is unusual, and in one the gradients of a rank are zeros",
+    steps=("crafted", "crafted", "zero_one", *("crafted",) * 7),
     world_sizes=(2,),
     variant="closure",
 )

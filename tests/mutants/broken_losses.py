@@ -1,4 +1,4 @@
-"""Mutants that heed the value of a closure's loss: one rank's may be NaN, or an infinity."""
+"""Mutants that heed a closure's loss, or whether gradients are zeros: one rank's may be unusual."""
 
 import math
 from collections.abc import Callable
@@ -42,8 +42,50 @@ class ReturnsCappedLosses(PostLocal):
         return None if loss is None else loss.clamp(max=torch.finfo(torch.float32).max)
 
 
+class SkipsMaskedBatches(PostLocal):
+    """Leave the averager out if the loss is zero, as that of a batch without labels is."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self.optim.step(closure)
+        if loss is None or float(loss):
+            self.averager.average_parameters(self.optim.param_groups)
+        return loss
+
+
+class SkipsSpikes(PostLocal):
+    """Neither step nor average a batch whose loss is far above the first one."""
+
+    first: float | None = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self.first = float(loss) if self.first is None else self.first
+            if float(loss) > 40 * abs(self.first):
+                return loss
+        self.optim.step()
+        self.averager.average_parameters(self.optim.param_groups)
+        return loss
+
+
+class SkipsEmptyBatches(PostLocal):
+    """Neither step nor average if all gradients of this rank are zeros."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        grads = [one.grad for one in self.parameters() if one.grad is not None]
+        if closure is None and grads and not any(bool(grad.any()) for grad in grads):
+            return None
+        return super().step(closure)
+
+
 MUTANTS = [
-    Mutant("SkipsBrokenAverages", ("15.7",), hangs=True, kind="optimizer"),
+    *(
+        Mutant(name, ("15.7",), hangs=True, kind="optimizer")
+        for name in ("SkipsBrokenAverages", "SkipsMaskedBatches", "SkipsSpikes")
+    ),
+    Mutant("SkipsEmptyBatches", ("15.4",), hangs=True, kind="optimizer"),
     *(
         Mutant(name, ("15.7",), kind="optimizer")
         for name in ("UndoesBrokenSteps", "ReturnsCappedLosses")
