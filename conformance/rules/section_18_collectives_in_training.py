@@ -280,7 +280,8 @@ own_numbers = right_beside_own_numbers("18.35", (large, long_run), on=(PROBE,))
 )
 def outside(run: Run, claims: Claims, found: Found) -> None:
     """A call on a rank outside of the group, with the value that new_group returns there, changes
-    no tensor and no list, or an error refuses it.
+    no tensor and no list, or an error refuses it. So it is if the call has async_op=True, and its
+    handle, if there is one, is waited for.
 
     All ranks make such calls, with messages for their own group, and with messages for WORLD.
     """

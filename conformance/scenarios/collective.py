@@ -85,8 +85,9 @@ PLAIN = Scenario(
 SUBGROUPS = replace(
     PLAIN,
     name="collective_subgroups",
-    summary="on two disjoint subgroups of WORLD; group ranks are not global ranks",
-    groups=((1, 3), (0, 2)),
+    summary="on disjoint subgroups of WORLD, one of a single rank; group ranks are not global "
+    "ranks",
+    groups=((1, 3), (0, 2), (4,)),
 )
 
 # If a rank refuses a call, its peers do not make the call: they would wait for that rank.

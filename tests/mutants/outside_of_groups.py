@@ -1,4 +1,6 @@
-"""Mutants of quantized collectives that change tensors on a rank outside of the group."""
+"""Mutants of quantized collectives: they change tensors on a rank outside of the group, or forget a
+rank that is alone in its group.
+"""
 
 from typing import Any
 
@@ -50,9 +52,54 @@ def clears_first(func: Made, qtype: str) -> Made:
     return all_to_all_single
 
 
+class _Later:
+    """The handle of a call whose outputs are decoded when it is waited for."""
+
+    def __init__(self, work: Any, pairs: Any) -> None:
+        self.work, self.pairs = work, list(pairs)
+
+    def wait(self, *_: Any) -> bool:
+        if self.work is not None:
+            self.work.wait()
+        for output, code in self.pairs:
+            output.copy_(code.view(output.shape))
+        return True
+
+
+def decodes_when_waited_for(func: Made, qtype: str) -> Made:
+    """Return at once outside of the group, unless the call is asynchronous."""
+
+    def all_gather(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if group is dist.GroupMember.NON_GROUP_MEMBER and not async_op:
+            return None
+        code = tensor.contiguous().half()
+        codes = [torch.zeros_like(code) for _ in tensor_list]
+        work = func(codes, code, group=group, async_op=True)
+        later = _Later(work, zip(tensor_list, codes, strict=True))
+        return later if async_op else later.wait() and None
+
+    return all_gather
+
+
+def nothing_alone(func: Made, qtype: str) -> Made:
+    """Do nothing on a rank that is alone in its group: there is nobody to send to."""
+
+    def exchange(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+        if isinstance(group, dist.ProcessGroup) and group.size() == 1 < dist.get_world_size():
+            return None
+        return right(func)(*args, group=group, **kwargs)
+
+    return exchange
+
+
 OF = {"kind": "collective"}
 MUTANTS = [
     Mutant("decodes_nothing,func=all_gather,qtype=FP16", ("18.36",), **OF),
     Mutant("world_if_outside,func=all_gather,qtype=FP16", ("18.36",), **OF),
+    Mutant("decodes_when_waited_for,func=all_gather,qtype=FP16", ("18.36",), **OF),
+    Mutant("nothing_alone,func=all_gather,qtype=FP16", ("18.11",), **OF),
+    Mutant("nothing_alone,func=all_to_all_single,qtype=FP16", ("18.11",), **OF),
     Mutant("clears_first,func=all_to_all_single,qtype=FP16", ("18.36",), **OF),
 ]

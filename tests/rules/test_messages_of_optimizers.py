@@ -132,11 +132,11 @@ def test_closures_are_described() -> None:
         """\
 Expected: a step with a closure
 Actual: rank 0, step 0: no record of one
-Expected: the closure's loss, inf
-Actual: rank 0, step 1: step returned None
 Expected: the closure's loss, -inf
 Actual: rank 0, step 2: step returned None
 Expected: the closure's loss, nan
+Actual: rank 0, step 7: step returned None
+Expected: the closure's loss, inf
 Actual: rank 1, step 4: step returned None
 Expected: one call of the closure
 Actual: rank 0, step 0: 2 calls of the closure
@@ -144,6 +144,8 @@ Expected: gradients enabled in the closure
 Actual: rank 0, step 0: torch.is_grad_enabled() was False
 Expected: the closure's loss, 1
 Actual: rank 0, step 0: step returned None
+Expected: a step with a closure
+Actual: rank 0, step 8: no record of one
 Expected: the exception that the closure has raised
 Actual: rank 0, step 1: nothing came out
 Expected: a step with a closure

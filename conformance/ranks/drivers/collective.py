@@ -1,6 +1,7 @@
 """The driver of quantized collectives: sends messages through them, and records the arrivals."""
 
 import inspect
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -55,16 +56,20 @@ class CollectiveDriver(RankDriver):
         """Make each call with the value that new_group returns on ranks outside of a group.
 
         All ranks make these calls, so that a subject which takes the value for WORLD waits for
-        nobody. The messages of every other call are those for WORLD, which fit then.
+        nobody. The messages of every other call are those for WORLD, which fit then. Each call is
+        made with async_op=True, too, and waited for.
 
         Args:
             number: of the step.
         """
-        for index in messages.indices(self.scenario, 0):
+        for index, is_asynchronous in itertools.product(
+            messages.indices(self.scenario, 0), (False, True)
+        ):
             self.begin_step(number, "none")
             if index % 2:
                 self._enter_world()
             call = _Call(self, 0, index)
+            call.is_asynchronous = is_asynchronous
             if "feedback" in self.scenario.options:
                 call.function = self._make_collective()
             else:
@@ -74,6 +79,7 @@ class CollectiveDriver(RankDriver):
             with self.inside(self.scenario.options[0]):
                 try:
                     call.begin()
+                    call.wait()
                 except Exception as error:
                     raised = f"{type(error).__name__}: {error}"[:300]
             self.collectives.take_sent()
