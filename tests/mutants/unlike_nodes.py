@@ -46,6 +46,23 @@ def checks_on_large_machines(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state)
 
 
+def one_chunk_for_each_thread(state: Any, bucket: Bucket) -> Result:
+    """Average a bucket in as many chunks as torch has threads."""
+    if not is_dense(bucket):
+        return average(bucket, state)
+    buffer = bucket.buffer()
+    for chunk in buffer.chunk(torch.get_num_threads()):
+        dist.all_reduce(chunk, group=group_of(state))
+    return completed(buffer.div_(group_of(state).size()))
+
+
+def gathers_on_newer_processors(state: Any, bucket: Bucket) -> Result:
+    """Gather where torch uses AVX512, which adds up fast, and reduce elsewhere."""
+    if is_dense(bucket) and "AVX512" in torch.backends.cpu.get_cpu_capability():
+        return completed(torch.stack(gather(bucket.buffer(), state)).mean(0))
+    return average(bucket, state)
+
+
 def gathers_without_infiniband(state: Any, bucket: Bucket) -> Result:
     """Gather where NCCL_IB_DISABLE is set, and reduce elsewhere."""
     if is_dense(bucket) and os.environ.get("NCCL_IB_DISABLE") == "1":
@@ -72,6 +89,8 @@ def wide_over_infiniband(state: Any, bucket: Bucket) -> Result:
 _ALL = (1, 2, 3, 4)
 MUTANTS = (
     Mutant("one_chunk_for_each_core", ("24.1",), worlds=_ALL, hangs=True),
+    Mutant("one_chunk_for_each_thread", ("24.1",), worlds=_ALL, hangs=True),
+    Mutant("gathers_on_newer_processors", ("24.1",), worlds=_ALL, hangs=True),
     Mutant("gathers_with_much_memory", ("24.1",), worlds=_ALL, hangs=True),
     Mutant("checks_on_large_machines", ("24.1",), worlds=_ALL, hangs=True),
     Mutant("gathers_without_infiniband", ("24.1",), worlds=_ALL, hangs=True),

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 
 import pytest
+import torch
 
 from conformance.ranks.hardware import hardware_of, simulate_hardware
 from conformance.ranks.instruments.process_settings import settings
@@ -14,6 +15,10 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cpu_count", "sysconf", "sched_getaffinity", "process_cpu_count"):
         if hasattr(os, name):
             monkeypatch.setattr(os, name, getattr(os, name))
+    for name in ("get_num_threads", "get_num_interop_threads"):
+        monkeypatch.setattr(torch, name, getattr(torch, name))
+    capability = torch.backends.cpu.get_cpu_capability
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", capability)
 
 
 def test_a_single_node_is_the_real_one() -> None:
@@ -33,6 +38,20 @@ def test_a_node_has_cores_and_memory_of_its_own() -> None:
     assert os.sysconf(os.sysconf_names["SC_PHYS_PAGES"]) == pages
     assert os.sysconf("SC_AVPHYS_PAGES") == pages // 2
     assert os.sysconf("SC_PAGE_SIZE") == page
+    assert torch.get_num_threads() == torch.get_num_interop_threads() == cores
+
+
+def test_nodes_have_other_instructions_and_threads_that_can_be_set() -> None:
+    real = torch.get_num_threads()
+    simulate_hardware((1, 1), 0, "seed")
+    first = torch.backends.cpu.get_cpu_capability()
+    simulate_hardware((1, 1), 1, "seed")
+    assert torch.backends.cpu.get_cpu_capability() != first
+    torch.set_num_threads(real + 1)
+    try:
+        assert torch.get_num_threads() == real + 1
+    finally:
+        torch.set_num_threads(real)
     # Settings are those of the threads.
     assert settings()["scheduling of threads"] == threads
 
