@@ -63,8 +63,9 @@ def unequal_nodes(run: Run, claims: Claims, found: Found) -> None:
     torchrun's variables describe the nodes: ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``
     and ``GROUP_WORLD_SIZE``. So does the host name, which is another one on each node. In all
     scenarios with nodes each has drawn numbers of cores, 1 to 256, and of bytes of memory, 1 GiB to
-    2 TiB, as functions of ``os`` return them; variables of SLURM, and of a network, differ from
-    node to node, too (``ranks/node_variables.py``). A rank must not choose by these alone. One of
+    2 TiB, as functions of ``os`` return them, and torch tells as many threads, and other
+    instructions of the processor; variables of SLURM, and of a network, differ from node to node,
+    too (``ranks/node_variables.py``). A rank must not choose by these alone. One of
     the parameters has a prime number of elements from 257 to 1019. Compression without feedback
     gets steps in which one rank's gradients are far larger than those of the others, here and in
     24.2, so that ranks that count unequally show. Under ``local`` the ranks of all nodes meet

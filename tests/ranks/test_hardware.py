@@ -39,6 +39,8 @@ def test_a_node_has_cores_and_memory_of_its_own() -> None:
     assert os.sysconf("SC_AVPHYS_PAGES") == pages // 2
     assert os.sysconf("SC_PAGE_SIZE") == page
     assert torch.get_num_threads() == torch.get_num_interop_threads() == cores
+    # Settings are those of the threads.
+    assert settings()["scheduling of threads"] == threads
 
 
 def test_nodes_have_other_instructions_and_threads_that_can_be_set() -> None:
@@ -52,8 +54,6 @@ def test_nodes_have_other_instructions_and_threads_that_can_be_set() -> None:
         assert torch.get_num_threads() == real + 1
     finally:
         torch.set_num_threads(real)
-    # Settings are those of the threads.
-    assert settings()["scheduling of threads"] == threads
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4])
