@@ -164,7 +164,8 @@ def right_beside_own_numbers(
 
     def is_right(records: Run | dict[str, Run], claims: Claims, found: Found) -> None:
         """If no other run took a branch that compares with a number, runs made for that number
-        give right results too.
+        give right results too. So do runs for numbers that bound something without a branch: the
+        size of a cache or a pool, the length of a plan, the numbers in a table.
 
         The number is evaluated from the code (``judging/oracles/code_numbers.py``). The runs have
         sizes, counts or steps below and above it (``scenarios/probes_of_kinds.py``), and are judged

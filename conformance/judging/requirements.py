@@ -38,12 +38,12 @@ def require_steps(run: Run, claims: Claims, found: Found, steps: list[int]) -> b
     return True
 
 
-def require_meeting(run: Run, claims: Claims, found: Found) -> None:
-    """Require the ranks of a group to meet, and its mean at a claimed period."""
+def require_meeting(run: Run, claims: Claims, found: Found, first: int = 0) -> None:
+    """Require the ranks of a group to meet, and its mean at a claimed period, from a step on."""
     if claims.mixes:
-        lossy.require_mixing(run, claims, found)
-    if claims.period:
-        lossy.require_period(run, claims, found)
+        lossy.require_mixing(run, claims, found, first)
+    if claims.period and not (first and found.failures):
+        lossy.require_period(run, claims, found, first)
 
 
 def skip_if_lossy(claims: Claims, found: Found, reason: str) -> bool:

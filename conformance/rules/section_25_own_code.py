@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 
-from conformance.judging.requirements import require_optimizer, require_steps
+from conformance.judging.requirements import (
+    require_meeting,
+    require_optimizer,
+    require_steps,
+)
 from conformance.judging.rule import rule
 from conformance.judging.verdict import Found
 from conformance.records.run import Run
-from conformance.scenarios.probes import PROBE, judged_as
+from conformance.scenarios.probes import PROBE, judged_as, steps_after
 from conformance.subjects.claims import Claims
 
 
@@ -24,7 +28,9 @@ from conformance.subjects.claims import Claims
 )
 def both_sides(run: Run, claims: Claims, found: Found) -> None:
     """If no other run took a branch that compares with a number, runs made for that number give
-    right results too.
+    right results too. So do runs for numbers that bound something without a branch: the size of a
+    cache or a pool, the length of a plan, the numbers in a table. Under ``local`` ranks go on to
+    hear each other after such a number of steps.
 
     The number is evaluated from the code (``judging/oracles/code_numbers.py``). The runs have
     buckets, tensors, steps or ranks below and above it (``scenarios/probes.py``), and are judged as
@@ -33,6 +39,9 @@ def both_sides(run: Run, claims: Claims, found: Found) -> None:
     """
     judged = replace(run, scenario=replace(run.scenario, name=judged_as(run.scenario).name))
     require_steps(judged, claims, found, list(range(len(judged.scenario.steps))))
+    after = steps_after(run.scenario, claims.period) if claims.mixes else 0
+    if after and not found.failures:
+        require_meeting(judged, claims, found, len(run.scenario.steps) - after)
     if claims.fused and not found.failures:
         require_optimizer(judged, claims, found)
     for failure in found.failures:

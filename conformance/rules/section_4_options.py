@@ -24,12 +24,15 @@ from conformance.subjects.claims import Claims
     since="1.1",
     source="torch documentation, DistributedDataParallel: find_unused_parameters",
     remedy="the .grad of a parameter that was left out, which is None or left from an earlier "
-    "step: work on the bucket, which holds zeros then",
+    "step: work on the bucket, which holds zeros then; offsets that leave out parameters of the "
+    "bucket that require no gradient",
 )
 def left_out(run: Run, claims: Claims, found: Found) -> None:
     """With find_unused_parameters=True a parameter that some ranks have not used gets the mean over
     all ranks, with zeros for those, on every rank. A parameter that no rank has used keeps no
-    gradient. Or the subject refuses such a model with an error on every rank."""
+    gradient. So it is if parameters are frozen after DDP was made, for as long as no rank uses
+    them, as networks are that train in turns. Or the subject refuses such a model with an error on
+    every rank."""
     require_steps(run, claims, found, run.steps("crafted"))
     # A fused hook frees the gradients: the results of its futures are no evidence of those that
     # DDP left.

@@ -315,8 +315,10 @@ UNUSED = replace(
     _SEVERAL_BUCKETS,
     name="unused",
     summary="find_unused_parameters: some ranks, or all, leave some parameters out, different ones "
-    "in every step",
-    ddp=replace(_SEVERAL_BUCKETS.ddp, find_unused_parameters=True),
+    "in every step; from the third step on those that all leave out are frozen in it",
+    # DDP keeps its first buckets: three parameters, and the other two.
+    ddp=DDPOptions(bucket_cap_mb=2**-5, find_unused_parameters=True),
+    freezes_unused_from=2,
 )
 
 FROZEN = Scenario(
@@ -367,8 +369,9 @@ COMBINED = replace(
     name="combined",
     summary="gradients are views, micro-batches accumulate, and some ranks leave some parameters "
     "out",
-    ddp=replace(UNUSED.ddp, gradient_as_bucket_view=True),
+    ddp=replace(_SEVERAL_BUCKETS.ddp, find_unused_parameters=True, gradient_as_bucket_view=True),
     microbatch_weights=(2, -3, 2),
+    freezes_unused_from=0,
     prerequisite="accumulated",
 )
 

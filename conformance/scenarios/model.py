@@ -275,6 +275,8 @@ class Scenario:
             does.
         renews_storage: of hooks; parameters get new storage after every step, as by
             ``parameter.data = parameter.data - update``.
+        freezes_unused_from: of hooks; from this step on, a parameter that no rank uses in a step
+            requires no gradient in it, and DDP stays as it is; 0 for never.
     """
 
     name: str
@@ -331,6 +333,7 @@ class Scenario:
     seeds_differ: bool = False
     in_eval_mode: bool = False
     renews_storage: bool = False
+    freezes_unused_from: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -8,7 +8,10 @@ sizes     buckets of one parameter each, of N - 1, N, N + 1 and 2 N + 1 elements
           of N + 1 and 2 N + 1, and beyond 4,194,304 of N + 1; up to 2**20, N + 1 also in half and
           double precision
 counts    a bucket of N + 2 tensors, and N + 2 buckets
-steps     N + 3 steps, with a parameter of each size that is tried, up to 4,099 elements
+steps     N + 3 steps, with a parameter of each size that is tried, up to 4,096 elements; for exact
+          and rounded results also the four steps around N with parameters of the larger sizes,
+          after N - 1 steps without a record; under ``local`` as many steps more as a rank may
+          take until it hears the others again
 worlds    N and N + 1 ranks, up to 8
 values    gradients near 16 times the number, and others near a 256th of it
 dtypes    parameters of 3 to 70,001 elements of that dtype
@@ -36,6 +39,9 @@ _LARGEST_WITH_NEIGHBOURS = 2**18
 _LARGEST_IN_EACH_DTYPE = 2**20
 _LARGEST_BESIDE_STEPS = 4096
 _LARGEST_LONG = 2**17
+# In elements times steps; some ten seconds.
+_LARGEST_LATE_WORK = 2**30
+_LONGEST_ALONE = 200  # steps, as in 23.5
 _EACH_BUCKET_ALONE = DDPOptions(bucket_cap_mb=1 / 2**20)
 
 PROBE = replace(
@@ -55,10 +61,12 @@ class Probe:
     Attributes:
         scenario: the scenario.
         world: the world size; 0 for that of the plainest run.
+        by_step: each of its steps is judged by itself, so that the first may leave no record.
     """
 
     scenario: Scenario
     world: int = 0
+    by_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,7 @@ def probes_of_number(
         yield from _counts(made, value)
     if "steps" in quantities and _LEAST_COUNT <= value <= LARGEST_STEP:
         yield _steps(made, value, others)
+        yield from _late_steps(made, value, others)
     if "worlds" in quantities or value <= LARGEST_WORLD:
         for world in (value, value + 1):
             if 2 < world <= LARGEST_WORLD:
@@ -182,6 +191,42 @@ def _steps(made: Scenario, value: int, others: Sequence[float]) -> Probe:
         made, name=f"probe_{value}_steps", params=params, steps=steps, ddp=_EACH_BUCKET_ALONE
     )
     return Probe(scenario)
+
+
+def _late_steps(made: Scenario, value: int, others: Sequence[float]) -> Iterator[Probe]:
+    """Yield the steps around a number with parameters beyond the larger sizes, if there are any."""
+    params: list[Param] = []
+    elements = 0
+    for size in sorted({int(other) + 1 for other in others if other > _LARGEST_BESIDE_STEPS}):
+        elements += size
+        if value * elements > _LARGEST_LATE_WORK or elements > _LARGEST_RANDOM:
+            break
+        params.append(Param((size,)))
+    if params:
+        name = f"probe_{value}_steps_at_sizes"
+        steps = ("normal", "crafted", "normal", "crafted")
+        scenario = replace(
+            made,
+            name=name,
+            params=(*params, *VALUES.params[:1]),
+            steps=steps,
+            unrecorded_steps=value - 1,
+            ddp=_EACH_BUCKET_ALONE,
+        )
+        yield Probe(scenario, by_step=True)
+
+
+def steps_after(scenario: Scenario, period: int) -> int:
+    """Return the number of last steps of a probe of ``local`` results in which all ranks meet.
+
+    They begin after the number, and there are as many as rule 23.5 lets a rank wait. Probes that
+    reach no late step have none.
+
+    Args:
+        scenario: the probe.
+        period: the claimed period, or 0.
+    """
+    return (period or _LONGEST_ALONE) + 1 if scenario.name.endswith("_steps") else 0
 
 
 OF_HOOKS = ProbeMaker("25.1", probes_of_number, probe_of_dtype, judged_as)

@@ -13,7 +13,7 @@ from conformance.judging.oracles.code_numbers import Dtype, Number, dtypes_in, n
 from conformance.judging.verdict import NOTHING_TO_TRY
 from conformance.scenarios.hook import VALUES
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.probes import Probe
+from conformance.scenarios.probes import Probe, steps_after
 from conformance.session.coverage import Measured, Tried
 from conformance.session.plan import Plan
 from conformance.subjects.claims import Claims
@@ -121,6 +121,8 @@ class Probes:
             too_large = self._capacity is not None and world > self._capacity
             if too_large or world < self._claims.min_world_size:
                 continue
+            if probe.by_step and (self._claims.lossy or self._claims.fused):
+                continue
             if f"{probe.scenario.name}@{world}" not in self._made:
                 self._made.add(f"{probe.scenario.name}@{world}")
                 found.append(Wanted(self._adapted(probe), world, entry))
@@ -140,7 +142,8 @@ def adapted_probe(scenario: Scenario, plan: Plan, claims: Claims) -> Scenario:
         return plan.adapted(scenario)
     if claims.lossy:
         # A few crafted elements are so large that the rest could be lost unnoticed.
-        scenario = replace(scenario, steps=("normal",) * len(scenario.steps))
+        more = steps_after(scenario, claims.period) if claims.mixes else 0
+        scenario = replace(scenario, steps=("normal",) * (len(scenario.steps) + more))
     adapted = plan.adapted(replace(scenario, name=maker.judged_as(scenario).name))
     return replace(adapted, name=scenario.name, prerequisite=VALUES.name)
 

@@ -4,12 +4,14 @@ No scenario of the other sections is meant to reach these numbers; some do all t
 are otherwise right.
 """
 
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.mutants import Mutant
+from tests.mutants import _wire_plan as wire_plan
 from tests.mutants._helpers import (
     Bucket,
     Result,
@@ -161,6 +163,65 @@ def forgets_large_residuals(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state.group)
 
 
+class Ring:
+    """A hook that reduces in one of 128 buffers, which it takes in turns."""
+
+    def __init__(self, process_group: Any) -> None:
+        self.group = process_group
+        self.places: dict[int, torch.Tensor] = {}
+        self.mask = int(os.environ.get("NO_SUCH_RING_OF_BUFFERS", "127"))
+
+    def __call__(self, state: Any, bucket: Bucket) -> Result:
+        """Reduce in the buffer of the bucket's place, and return that buffer."""
+        if not is_dense(bucket):
+            return average(bucket, self.group)
+        buffer = bucket.buffer()
+        place = bucket.index() & self.mask
+        kept = self.places.get(place)
+        if kept is None or kept.numel() < buffer.numel() or kept.dtype != buffer.dtype:
+            kept = self.places[place] = torch.empty_like(buffer)
+        return average_of(kept[: buffer.numel()].copy_(buffer), self.group)
+
+
+class Planned:
+    """A hook that sends gradients in the format of the row of a table that holds by then."""
+
+    def __init__(self, process_group: Any) -> None:
+        self.group = process_group
+        self.step = 0
+
+    def __call__(self, state: Any, bucket: Bucket) -> Result:
+        """Send the bucket in the format of the last row whose conditions hold."""
+        buffer = bucket.buffer()
+        wire = buffer.dtype
+        for row in wire_plan.ROWS:
+            if self.step >= row["from_step"] and buffer.numel() > row["elements"]:
+                wire = row["wire"] or buffer.dtype
+        self.step += bucket.is_last()
+        if not is_dense(bucket) or wire == buffer.dtype or buffer.dtype != torch.float32:
+            return average(bucket, self.group)
+        return average_of(buffer.to(wire), self.group).then(
+            lambda fut: fut.value().to(torch.float32)
+        )
+
+
+class TurnsOfMeeting:
+    """A hook that averages in every third step, for as many turns as it has been given."""
+
+    def __init__(self, process_group: Any, turns: int = 90) -> None:
+        self.group = process_group
+        self.turns = iter([True, False, False] * turns)
+        self.meets = False
+
+    def __call__(self, state: Any, bucket: Bucket) -> Result:
+        """Average in the steps of a turn's meeting, and keep gradients in the others."""
+        if not is_dense(bucket):
+            raise TypeError("sparse gradients are not supported")
+        if bucket.index() == 0:
+            self.meets = next(self.turns, False)
+        return average(bucket, self.group) if self.meets else completed(bucket.buffer())
+
+
 _WARM_UP = f"{__name__}:WarmUp"
 
 MUTANTS = [
@@ -181,4 +242,7 @@ MUTANTS = [
         "compressed(delta=0.25)",
         state=f"{__name__}:Feedback",
     ),
+    Mutant("Ring", ("25.1",)),
+    Mutant("Planned", ("25.1",)),
+    Mutant("TurnsOfMeeting", ("25.1",), "local(period=3)"),
 ]

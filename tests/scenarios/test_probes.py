@@ -13,6 +13,7 @@ from conformance.scenarios.probes import (
     judged_as,
     probe_of_dtype,
     probes_of_number,
+    steps_after,
 )
 
 ALL = ("sizes", "counts", "steps", "worlds", "values")
@@ -47,7 +48,7 @@ def test_counts_steps_and_worlds_lie_beyond_the_number() -> None:
 
 
 def test_steps_feed_the_other_sizes_too() -> None:
-    (probe,) = probes_of_number(40, ("steps",), "", [40, 2_000, 10**6])
+    probe, _ = probes_of_number(40, ("steps",), "", [40, 2_000, 10**6])
     assert {41, 2001} <= sizes(probe.scenario)
     assert 10**6 + 1 not in sizes(probe.scenario)
 
@@ -88,3 +89,22 @@ def test_probes_belong_to_one_family_and_travel_as_json() -> None:
         assert probe.scenario.family == PROBE.name
         assert scenario_from_json(probe.scenario.to_json()) == probe.scenario
     assert VALUES.family == VALUES.name
+
+
+def test_late_steps_have_parameters_beyond_the_larger_sizes() -> None:
+    found = probes_of_number(1_800, ("steps",), "pkg/a.py:3", [1_800, 50_000, 2_000, 10**8])
+    _, late = found
+    assert late.by_step
+    assert late.scenario.name == "probe_1800_steps_at_sizes"
+    assert late.scenario.unrecorded_steps == 1_799
+    assert len(late.scenario.steps) == 4
+    assert next(param.shape for param in late.scenario.params) == (50_001,)
+    assert (10**8 + 1,) not in [param.shape for param in late.scenario.params]
+
+
+def test_local_results_meet_after_late_steps() -> None:
+    (steps,) = probes_of_number(400, ("steps",), "pkg/a.py:3", [400])
+    assert steps_after(steps.scenario, 0) == 201
+    assert steps_after(steps.scenario, 7) == 8
+    (sizes,) = probes_of_number(400, ("sizes",), "pkg/a.py:3", [400])
+    assert steps_after(sizes.scenario, 7) == 0

@@ -88,6 +88,33 @@ def test_lossy_probes_feed_random_gradients_and_then_faint_ones() -> None:
     assert set(wanted.scenario.steps[2:]) == {"faint"}
 
 
+def test_only_results_that_are_judged_by_step_have_late_steps_of_large_parameters() -> None:
+    source = """
+        def hook(step, numel):
+            if step > 500 and numel > 50_000:
+                return 1
+        """
+    at_sizes = "probe_500_steps_at_sizes@2"
+    assert at_sizes in names(probes(), source)
+    assert at_sizes not in names(probes(parse_claims("compressed(delta=0.25)")), source)
+
+
+def test_local_probes_go_on_until_ranks_meet_again() -> None:
+    source = """
+        def hook(step):
+            if step > 500:
+                return 1
+        """
+    for claims, count in (
+        ("local", 503 + 201),
+        ("local(period=8)", 503 + 9),
+        ("local(mixing=False)", 503),
+    ):
+        wanted = probes(parse_claims(claims)).next(measured(source))
+        (steps,) = [one.scenario for one in wanted if one.scenario.name == "probe_500_steps"]
+        assert len(steps.steps) == count
+
+
 def test_the_reason_without_numbers() -> None:
     source = """
         def hook(flag):

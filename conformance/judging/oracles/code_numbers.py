@@ -13,6 +13,10 @@ evaluated:
                                                          class of the subject
     options["limit"]                                     the value of that key in a dict
 
+Numbers that bound something without a comparison, such as the size of a cache, the length of a
+table, and the rows of one, come last: ``code_tables.py``. Modules that are only imported are read,
+too, if a module that is used names them.
+
 A name that is assigned a value that cannot be evaluated stands for the numbers in that value:
 ``is_large`` for the number in ``is_large = tensor.numel() > LIMIT``. If a decision has several
 numbers, their product and their sum are candidates too: ``numel // 1024 > 16``.
@@ -24,11 +28,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from conformance.judging.oracles.code_names import LARGEST, Project, last_name
+from conformance.judging.oracles.code_tables import Sized, sized_in, used_files
 from conformance.judging.oracles.coverage import Coverage, FileCoverage
-from conformance.records.source_marks import Function, enclosing
+from conformance.records.source_marks import Function
 
-LARGEST = 2**31
-_DEPTH = 4  # names that stand for names
 _WORDS = {
     "steps": ("step", "iter", "epoch", "call", "round", "tick", "seen", "age", "warm", "period"),
     "sizes": ("numel", "size", "elem", "shape", "byte", "large", "small", "big", "length"),
@@ -49,6 +53,8 @@ _WORDS = {
     ),
 }
 _VALUES = "values"
+_LARGEST_HIDDEN = 2**26  # larger ones are seeds, moduli of hashes and the like
+_COUNTED = frozenset(("steps", "sizes", "counts"))
 _LEAST_HIDDEN = 64  # smaller numbers in slices and calls are axes, counts of bits and the like
 _FEW_STEPS = 512
 _LEAST_VALUE = 2.0**-100
@@ -112,7 +118,8 @@ def numbers_in(coverage: Coverage, arguments: Mapping[str, Any]) -> list[Number]
         coverage: what no run took.
         arguments: the arguments in the target.
     """
-    project = _Project(coverage.files, arguments)
+    files = [*coverage.files, *used_files(coverage)]
+    project = Project(files, arguments)
     found: dict[float, Number] = {}
     for file, line, function, tests in _decisions(coverage):
         values: list[float] = []
@@ -131,7 +138,25 @@ def numbers_in(coverage: Coverage, arguments: Mapping[str, Any]) -> list[Number]
                 quantities = frozenset((_VALUES,))
             number = Number(value, file.file.name, line, quantities)
             found.setdefault(value, number)
+    for sized in sized_in(coverage, files):
+        for number in _numbers_of(sized, project):
+            found.setdefault(number.value, number)
     return list(found.values())
+
+
+def _numbers_of(sized: Sized, project: Project) -> Iterator[Number]:
+    """Yield the numbers of an expression that bounds something without a comparison."""
+    for part in sized.parts:
+        values: list[float] = []
+        words: set[str] = set()
+        project.collect(part, sized.function, sized.file, values, words)
+        if sized.is_table:
+            # What the columns of a table are, no name tells.
+            words.clear()
+        for value in dict.fromkeys(values):
+            if _LEAST_HIDDEN < value <= _LARGEST_HIDDEN and value == int(value):
+                quantities = frozenset(_quantities(words)) - {_VALUES, "worlds"}
+                yield Number(int(value), sized.file.file.name, sized.line, quantities or _COUNTED)
 
 
 def dtypes_in(coverage: Coverage) -> list[Dtype]:
@@ -178,7 +203,7 @@ def _bounds(node: ast.AST) -> Iterator[ast.expr]:
 def _is_bound(node: ast.expr) -> bool:
     """Whether an expression is a slice, or a call that takes bounds."""
     if isinstance(node, ast.Call):
-        return _last_name(node.func) in _DECIDING_CALLS
+        return last_name(node.func) in _DECIDING_CALLS
     return isinstance(node, ast.Slice)
 
 
@@ -188,10 +213,6 @@ def _inner(node: ast.AST) -> Iterator[ast.AST]:
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield child
             yield from _inner(child)
-
-
-def _last_name(node: ast.expr) -> str:
-    return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
 def _kept_comparisons(node: ast.AST) -> Iterator[ast.Compare]:
@@ -231,270 +252,3 @@ def _quantities(words: Iterable[str]) -> Iterator[str]:
     text = " ".join(words).lower()
     found = [name for name, parts in _WORDS.items() if any(part in text for part in parts)]
     yield from found or _WORDS
-
-
-# --- the values of names --------------------------------------------------------------------------
-
-
-class _Project:
-    """The subject's own files, in which names are looked up.
-
-    Args:
-        files: the files.
-        arguments: the arguments in the target.
-    """
-
-    def __init__(self, files: Iterable[FileCoverage], arguments: Mapping[str, Any]) -> None:
-        self._files = list(files)
-        self._arguments = arguments
-        self._attributes: dict[str, list[tuple[ast.expr, Function | None, FileCoverage]]] = {}
-        self._given: dict[str, list[ast.expr]] = {}
-        for file in self._files:
-            self._note_attributes(file)
-            for part in ast.walk(file.marks.tree):
-                if isinstance(part, ast.keyword) and part.arg:
-                    self._given.setdefault(part.arg, []).append(part.value)
-
-    def _note_attributes(self, file: FileCoverage) -> None:
-        for function in file.marks.functions:
-            for part in ast.walk(function.node):
-                for target, value in _assignments(part):
-                    if isinstance(target, ast.Attribute):
-                        entry = (value, function, file)
-                        self._attributes.setdefault(target.attr, []).append(entry)
-        for part in ast.walk(file.marks.tree):
-            if isinstance(part, ast.ClassDef):
-                for statement in part.body:
-                    for target, value in _assignments(statement):
-                        if isinstance(target, ast.Name):
-                            self._attributes.setdefault(target.id, []).append((value, None, file))
-
-    def collect(
-        self,
-        node: ast.AST,
-        function: Function | None,
-        file: FileCoverage,
-        values: list[float],
-        words: set[str],
-        depth: int = _DEPTH,
-    ) -> None:
-        """Add the numbers and the names in an expression."""
-        if isinstance(node, ast.expr):
-            value = self.value(node, function, file, depth)
-            if value is not None:
-                words.update(_identifiers(node))
-                if abs(value) <= LARGEST:
-                    values.append(abs(value))
-                return
-        if isinstance(node, ast.Name) and depth:
-            words.add(node.id)
-            assigned = [value for _, value in self._local(node.id, function)]
-            # A value that is read from the environment may have a default in the code.
-            for part in assigned or _assigned_in_module(node.id, file):
-                self.collect(part, function, file, values, words, depth - 1)
-            return
-        if isinstance(node, ast.Attribute):
-            words.add(node.attr)
-        for child in ast.iter_child_nodes(node):
-            self.collect(child, function, file, values, words, depth)
-
-    def value(
-        self, node: ast.AST, function: Function | None, file: FileCoverage, depth: int = _DEPTH
-    ) -> float | None:
-        """Return the number that an expression has, or None if it is not known."""
-        if isinstance(node, ast.Constant):
-            return _number(node.value)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            operand = self.value(node.operand, function, file, depth)
-            return None if operand is None else -operand
-        if isinstance(node, ast.BinOp):
-            left = self.value(node.left, function, file, depth)
-            right = self.value(node.right, function, file, depth)
-            return None if left is None or right is None else _operate(node.op, left, right)
-        if isinstance(node, ast.Call):
-            return self._value_of_call(node, function, file, depth)
-        if not depth:
-            return None
-        if isinstance(node, ast.Name):
-            return self._value_of_name(node.id, function, file, depth - 1)
-        if isinstance(node, ast.Attribute):
-            return self._value_of_attribute(node.attr, depth - 1)
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            return self._value_of_key(node.slice.value, depth - 1)
-        return None
-
-    def _value_of_call(
-        self, node: ast.Call, function: Function | None, file: FileCoverage, depth: int
-    ) -> float | None:
-        """Return the number that a conversion or a check of a number returns."""
-        if _last_name(node.func) in ("int", "float", "round") and len(node.args) == 1:
-            return self.value(node.args[0], function, file, depth)
-        # A check such as `self.limit = positive("limit", limit)`.
-        names = [argument for argument in node.args if isinstance(argument, ast.Name)]
-        values = [self.value(name, function, file, depth) for name in names]
-        known = [value for value in values if value is not None]
-        return known[0] if len(known) == 1 and len(names) == 1 else None
-
-    def _value_of_name(
-        self, name: str, function: Function | None, file: FileCoverage, depth: int
-    ) -> float | None:
-        for around in enclosing(function):
-            is_argument, default = _argument(around.node, name)
-            if is_argument:
-                return self._value_of_argument(name, default, around.outer, file, depth)
-            assigned = list(self._local(name, around, only_here=True))
-            if assigned:
-                return self._only_value([value for _, value in assigned], around, file, depth)
-        return self._value_in_modules(name, file, depth)
-
-    def _value_of_argument(
-        self,
-        name: str,
-        default: ast.expr | None,
-        function: Function | None,
-        file: FileCoverage,
-        depth: int,
-    ) -> float | None:
-        """Return the argument of the target, or of a call in the subject's code, or the default."""
-        given = _number(self._arguments.get(name))
-        if given is not None:
-            return given
-        for value in self._given.get(name, []):
-            if isinstance(value, ast.Constant) and (found := _number(value.value)) is not None:
-                return found
-        return None if default is None else self.value(default, function, file, depth)
-
-    def _value_of_attribute(self, name: str, depth: int) -> float | None:
-        given = _number(self._arguments.get(name, self._arguments.get(name.lstrip("_"))))
-        if given is not None:
-            return given
-        for value, function, file in self._attributes.get(name, []):
-            found = self.value(value, function, file, depth)
-            # A counter begins at 0 or 1 and is no limit.
-            if found is not None and found not in (-1, 0, 1):
-                return found
-        for file in self._files:
-            found = self._value_in_module(name, file, depth)
-            if found is not None:
-                return found
-        return None
-
-    def _value_of_key(self, key: object, depth: int) -> float | None:
-        """Return the value of a key in the only dict that has it."""
-        if not isinstance(key, str):
-            return None
-        given = _number(self._arguments.get(key))
-        if given is not None:
-            return given
-        for file in self._files:
-            for part in ast.walk(file.marks.tree):
-                if isinstance(part, ast.Dict):
-                    for name, value in zip(part.keys, part.values, strict=True):
-                        if isinstance(name, ast.Constant) and name.value == key:
-                            return self.value(value, None, file, depth)
-        values = self._given.get(key, [])
-        return self.value(values[0], None, self._files[0], depth) if values else None
-
-    def _value_in_modules(self, name: str, file: FileCoverage, depth: int) -> float | None:
-        """Return the value of a global name, which another module may define."""
-        for other in (file, *self._files):
-            found = self._value_in_module(name, other, depth)
-            if found is not None:
-                return found
-        return None
-
-    def _value_in_module(self, name: str, file: FileCoverage, depth: int) -> float | None:
-        return self._only_value(_assigned_in_module(name, file), None, file, depth)
-
-    def _only_value(
-        self, values: list[ast.expr], function: Function | None, file: FileCoverage, depth: int
-    ) -> float | None:
-        """Return the number that is assigned, if a single one is."""
-        if len(values) != 1 or not depth:
-            return None
-        return self.value(values[0], function, file, depth - 1)
-
-    def _local(
-        self, name: str, function: Function | None, *, only_here: bool = False
-    ) -> Iterator[tuple[Function, ast.expr]]:
-        """Yield the values that are assigned to a name in the functions around a place."""
-        for around in enclosing(function):
-            for part in ast.walk(around.node):
-                for target, value in _assignments(part):
-                    if isinstance(target, ast.Name) and target.id == name:
-                        yield around, value
-            if only_here:
-                return
-
-
-def _assigned_in_module(name: str, file: FileCoverage) -> list[ast.expr]:
-    """Return the values that are assigned to a global name."""
-    return [
-        value
-        for statement in file.marks.tree.body
-        for target, value in _assignments(statement)
-        if isinstance(target, ast.Name) and target.id == name
-    ]
-
-
-def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    if isinstance(node, ast.Assign):
-        for target in node.targets:
-            yield target, node.value
-    elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
-        yield node.target, node.value
-
-
-def _argument(node: ast.AST, name: str) -> tuple[bool, ast.expr | None]:
-    """Return whether a function has an argument, and its default value."""
-    arguments = getattr(node, "args", None)
-    if not isinstance(arguments, ast.arguments):
-        return False, None
-    positional = [*arguments.posonlyargs, *arguments.args]
-    missing = len(positional) - len(arguments.defaults)
-    defaults: list[ast.expr | None] = [*[None] * missing, *arguments.defaults]
-    named = [*zip(positional, defaults, strict=True)]
-    named += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    for argument, default in named:
-        if argument.arg == name:
-            return True, default
-    return False, None
-
-
-def _identifiers(node: ast.AST) -> Iterator[str]:
-    for part in ast.walk(node):
-        if isinstance(part, ast.Name):
-            yield part.id
-        elif isinstance(part, ast.Attribute):
-            yield part.attr
-
-
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and abs(value) <= LARGEST else None
-
-
-def _operate(operator: ast.operator, left: float, right: float) -> float | None:
-    """Return the result of an operation on two numbers, or None if it is too large or has none."""
-    try:
-        if isinstance(operator, ast.Add):
-            return left + right
-        if isinstance(operator, ast.Sub):
-            return left - right
-        if isinstance(operator, ast.Mult):
-            return left * right
-        if isinstance(operator, ast.Div):
-            return left / right
-        if isinstance(operator, ast.FloorDiv):
-            return left // right
-        if isinstance(operator, ast.Mod):
-            return left % right
-        if isinstance(operator, ast.Pow):
-            return left**right if abs(right) <= 64 and abs(left) <= 1024 else None
-        if isinstance(operator, ast.LShift):
-            return int(left) << int(right) if 0 <= right <= 40 else None
-        if isinstance(operator, ast.RShift):
-            return int(left) >> int(right) if 0 <= right <= 64 else None
-    except (ArithmeticError, ValueError):
-        return None
-    return None

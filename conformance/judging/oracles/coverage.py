@@ -159,19 +159,24 @@ class Coverage:
 
     Attributes:
         files: the files with a function that was entered; the others were only imported.
-        only_imported: the number of the others.
+        imported: the others, which were only imported.
         untaken: the branches that no run took.
         never_called: the functions that no run entered.
         at_import, only_raise, not_used: the numbers of branches without a name, see above.
     """
 
     files: list[FileCoverage] = field(default_factory=list)
-    only_imported: int = 0
+    imported: list[SourceFile] = field(default_factory=list)
     untaken: list[Untaken] = field(default_factory=list)
     never_called: list[NeverCalled] = field(default_factory=list)
     at_import: int = 0
     only_raise: int = 0
     not_used: int = 0
+
+    @property
+    def only_imported(self) -> int:
+        """The number of files that were only imported."""
+        return len(self.imported)
 
     @property
     def lines(self) -> list[str]:
@@ -192,8 +197,8 @@ def analyse(sources: Iterable[SourceFile]) -> Coverage:
         if covered and covered.entered:
             found.files.append(covered)
         else:
-            found.only_imported += 1
-    used_names = _names_in_entered_functions(found.files)
+            found.imported.append(source)
+    used_names = names_in_entered_functions(found.files)
     for file in found.files:
         _add_arms(file, found)
         _add_functions(file, used_names, found)
@@ -291,18 +296,19 @@ def _is_abstract(node: ast.AST) -> bool:
     return not statements or _only_raises(statements)
 
 
-def _names_in_entered_functions(files: Iterable[FileCoverage]) -> set[str]:
+def names_in_entered_functions(files: Iterable[FileCoverage]) -> set[str]:
     """Return the names that occur in functions that were entered."""
     return {
         name
         for file in files
         for function in file.marks.functions
         if file.has_entered(function)
-        for name in _names(function.node)
+        for name in names_in(function.node)
     }
 
 
-def _names(node: ast.AST) -> Iterator[str]:
+def names_in(node: ast.AST) -> Iterator[str]:
+    """Yield the names and attributes in a piece of code."""
     for part in ast.walk(node):
         if isinstance(part, ast.Name):
             yield part.id

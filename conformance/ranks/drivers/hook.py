@@ -332,6 +332,9 @@ class HookDriver(RankDriver):
         if self.model.rescale and factor != 1:
             with self.doing("rescale"):
                 self.model.rescale(factor)
+        first_frozen = self.scenario.freezes_unused_from
+        if first_frozen and step >= first_frozen:
+            self.model.freeze_unused(self.size, step, kind)
         with self.doing("forward"):
             *local, last = self.scenario.microbatch_weights
             for weight in local:

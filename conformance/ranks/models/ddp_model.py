@@ -19,6 +19,7 @@ from conformance.ranks.models.probe import Probe, training_network
 from conformance.ranks.models.training_loop import TrainingLoop
 from conformance.ranks.resolve import Context, Resolved, call_with_names, make_hook, make_state
 from conformance.records.files import MODEL, MODEL_MADE, STATE
+from conformance.scenarios.gradients import uses
 from conformance.scenarios.learning_rates import learning_rates
 from conformance.scenarios.model import Scenario
 from conformance.subjects.spec import Case
@@ -108,6 +109,15 @@ class DDPModel:
         """Move all parameters to new memory."""
         for parameter in self.parameters.values():
             parameter.data = parameter.data.clone()
+
+    def freeze_unused(self, world: int, step: int, kind: str) -> None:
+        """Freeze the parameters that no rank uses in a step, and thaw the others.
+
+        DDP stays as it is, as for networks that are trained in turns.
+        """
+        for index, parameter in enumerate(self.parameters.values()):
+            used = any(uses(world, rank, step, index, kind) for rank in range(world))
+            parameter.requires_grad_(used and not self.scenario.is_frozen(index, step))
 
     def wrap_anew(self, step: int, doing: Callable[[str], AbstractContextManager[None]]) -> None:
         """Make DDP anew with the frozen parameters of a step, or with those of other dtypes and

@@ -301,12 +301,12 @@ def require_other_numbers(run: Run, claims: Claims, found: Found) -> None:
     repeats.require_other_numbers(JudgedRun(run, claims, found), steps)
 
 
-def require_mixing(run: Run, claims: Claims, found: Found) -> None:
-    """Require the gradients of all ranks to meet, see "Mixing" above.
+def require_mixing(run: Run, claims: Claims, found: Found, first: int = 0) -> None:
+    """Require the gradients of all ranks to meet from a step on, see "Mixing" above.
 
     In the first step a single bucket holds all parameters: it does not count.
     """
-    steps = range(max(1, claims.warmup), len(run.scenario.steps))
+    steps = range(max(1, first, claims.warmup), len(run.scenario.steps))
     local.require_mixing(JudgedRun(run, claims, found), steps)
 
 
@@ -317,9 +317,9 @@ def connects_all(run: Run, claims: Claims) -> bool:
     return not found.failures
 
 
-def require_period(run: Run, claims: Claims, found: Found) -> None:
-    """Require the mean over all ranks once in every period."""
-    steps = range(claims.warmup, len(run.scenario.steps))
+def require_period(run: Run, claims: Claims, found: Found, first: int = 0) -> None:
+    """Require the mean over all ranks once in every period, from a step on."""
+    steps = range(max(first, claims.warmup), len(run.scenario.steps))
     local.require_period(JudgedRun(run, claims, found), steps, claims.period)
 
 
