@@ -169,9 +169,7 @@ class _Turns:
         try:
             yield
         finally:
-            with self._changed:
-                self._going_on -= 1
-                self._changed.notify_all()
+            self._end()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -183,10 +181,13 @@ class _Turns:
         try:
             yield
         finally:
-            with self._changed:
-                self._going_on -= 1
-                self._waiting_to_be_alone -= 1
-                self._changed.notify_all()
+            self._end(was_alone=True)
+
+    def _end(self, *, was_alone: bool = False) -> None:
+        with self._changed:
+            self._going_on -= 1
+            self._waiting_to_be_alone -= was_alone
+            self._changed.notify_all()
 
 
 class ReplaySource(RunSource):

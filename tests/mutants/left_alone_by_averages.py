@@ -87,9 +87,12 @@ class ClampsBytes(Averager):
 class ReceivesInGradients(Averager):
     """Receive the means of large parameters in the memory of their gradients."""
 
+    def serves(self, parameter, grad):
+        return parameter.numel() >= 65_536
+
     def average_one(self, parameter):
         grad = parameter.grad
-        if grad is None or parameter.numel() < 65_536:
+        if grad is None or not self.serves(parameter, grad):
             super().average_one(parameter)
             return
         torch.div(parameter.detach(), self.group.size(), out=grad)
@@ -97,17 +100,18 @@ class ReceivesInGradients(Averager):
         parameter.copy_(grad)
 
 
-class ReceivesRowsInGradients(Averager):
+class ReceivesRowsInGradients(ReceivesInGradients):
     """Receive the means of parameters with gaps in their gradients, which are dense."""
 
-    def average_one(self, parameter):
-        grad = parameter.grad
-        if grad is None or parameter.is_contiguous() or not grad.is_contiguous():
-            super().average_one(parameter)
-            return
-        torch.div(parameter.detach(), self.group.size(), out=grad)
-        dist.all_reduce(grad, group=self.group)
-        parameter.copy_(grad)
+    def serves(self, parameter, grad):
+        return grad.is_contiguous() and not parameter.is_contiguous()
+
+
+class ReceivesHalvesInGradients(ReceivesInGradients):
+    """Receive the means of float16 in the gradients, which are in float16 too."""
+
+    def serves(self, parameter, grad):
+        return parameter.dtype == torch.float16
 
 
 class GivesGradientsOfZeros(Averager):
@@ -118,19 +122,6 @@ class GivesGradientsOfZeros(Averager):
         for parameter in params:
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-
-
-class ReceivesHalvesInGradients(Averager):
-    """Receive the means of float16 in the gradients, which are in float16 too."""
-
-    def average_one(self, parameter):
-        grad = parameter.grad
-        if grad is None or parameter.dtype != torch.float16:
-            super().average_one(parameter)
-            return
-        torch.div(parameter.detach(), self.group.size(), out=grad)
-        dist.all_reduce(grad, group=self.group)
-        parameter.copy_(grad)
 
 
 class AveragesLargeGradients(Averager):
