@@ -19,7 +19,7 @@ from conformance.errors import ProfileError, UsageError
 from conformance.judging.rule import AT_SCALE
 from conformance.judging.verdict import NOT_CLAIMED, Verdict
 from conformance.scenarios.profiles import Profile, requested_profile, resolve_profile
-from conformance.subjects.claims import DIFFERENCE, FEEDBACK, Claims, parse_claims
+from conformance.subjects.claims import Claims, parse_claims
 from conformance.subjects.kinds import HOOK, KINDS
 from conformance.torch_versions.tested import OLDEST
 
@@ -62,7 +62,7 @@ CLAIMED_RULES = {
 }
 # Rules that read their runs to find out whether they are claimed.
 _CLAIMED_IN_RUNS: Mapping[str, Callable[[Claims], bool]] = {
-    "13.1": lambda claims: claims.lossy in (FEEDBACK, DIFFERENCE),
+    "13.1": lambda claims: claims.keeps_residuals,
     "13.2": lambda claims: claims.lossy == "contraction",
     "13.3": lambda claims: claims.lossy == "unbiased",
     "13.4": lambda claims: claims.warmup > 0,

@@ -15,6 +15,14 @@ steps     N + 3 steps, with a parameter of each size that is tried, up to 4,096 
 worlds    N and N + 1 ranks, up to 8
 values    gradients near 16 times the number, and others near a 256th of it
 dtypes    parameters of 3 to 70,001 elements of that dtype
+
+Residuals of large parameters. A hook that keeps residuals is judged by their sum, once they are
+empty. A low rank of r takes r of the m directions of a random m x m matrix out in a step: in m/r
+steps the residual of one step is empty (simulated for m from 64 to 362, r of 1 and 2, one and two
+ranks: 0.94 to 1.06 m/r). So many steps of many large parameters would take too long. If a probe has
+a parameter of more than 4,096 elements, all its parameters are therefore judged by the norm of
+results, as in the scenario `large`, and the one that reaches the other side of the number is run
+once more without the others, for 5/4 m steps.
 """
 
 import math
@@ -39,6 +47,8 @@ _LARGEST_WITH_NEIGHBOURS = 2**18
 _LARGEST_IN_EACH_DTYPE = 2**20
 _LARGEST_BESIDE_STEPS = 4096
 _LARGEST_LONG = 2**17
+_LARGEST_AMONG_OTHERS = 4096  # if residuals are to be empty in the end
+_EMPTIED = "_emptied"
 # In elements times steps; some ten seconds.
 _LARGEST_LATE_WORK = 2**30
 _LONGEST_ALONE = 200  # steps, as in 23.5
@@ -62,11 +72,13 @@ class Probe:
         scenario: the scenario.
         world: the world size; 0 for that of the plainest run.
         by_step: each of its steps is judged by itself, so that the first may leave no record.
+        enough: of its parameters, those that reach the other side of the number.
     """
 
     scenario: Scenario
     world: int = 0
     by_step: bool = False
+    enough: tuple[Param, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,26 +91,50 @@ class ProbeMaker:
             quantities that it may be, the place in the code, and all numbers that are tried.
         of_dtype: returns the scenario with parameters of a dtype, which it takes with the place in
             the code; None if dtypes are not tried.
-        judged_as: returns the scenario as which one of these is adapted to claims and judged; None
-            if it is adapted as itself.
+        judged_as: returns the scenario as which one of these is adapted to claims and judged. It
+            takes the probe, and whether the subject keeps residuals. None if it is adapted as
+            itself.
         least_named: smaller numbers that are not tried are those that other scenarios reach.
     """
 
     rule: str
     of_number: Callable[[float, Collection[str], str, Sequence[float]], Iterator[Probe]]
     of_dtype: Callable[[str, str], Probe] | None = None
-    judged_as: Callable[[Scenario], Scenario] | None = None
+    judged_as: Callable[[Scenario, bool], Scenario] | None = None
     least_named: int = LEAST_TRIED
 
 
-def judged_as(probe: Scenario) -> Scenario:
+def judged_as(probe: Scenario, keeps_residuals: bool) -> Scenario:
     """Return the scenario as which a probe is adapted to claims and judged.
 
     It is the plainest one. A lossy result is judged there over a hundred steps and more, which
     would take too long for large parameters; they are judged as in the scenario `large`.
     """
-    largest = max(math.prod(param.shape) for param in probe.params)
-    return VALUES if largest <= _LARGEST_LONG else LARGE
+    among_others = keeps_residuals and not probe.name.endswith(_EMPTIED)
+    limit = _LARGEST_AMONG_OTHERS if among_others else _LARGEST_LONG
+    return VALUES if _largest(probe) <= limit else LARGE
+
+
+def with_residuals_emptied(probe: Probe) -> Iterator[Probe]:
+    """Yield a probe of a subject that keeps residuals, and, if it has large parameters, the one
+    that goes on until they are empty.
+    """
+    yield probe
+    if probe.enough and _largest(probe.scenario) > _LARGEST_AMONG_OTHERS:
+        scenario = replace(probe.scenario, params=probe.enough, name=probe.scenario.name + _EMPTIED)
+        if _largest(scenario) <= _LARGEST_LONG:
+            yield replace(probe, scenario=scenario)
+
+
+def steps_until_empty(probe: Scenario) -> int:
+    """Return after how many steps the residuals of a probe are empty, whatever the claimed delta;
+    0 if it does not go on for so long.
+    """
+    return 5 * math.isqrt(_largest(probe)) // 4 if probe.name.endswith(_EMPTIED) else 0
+
+
+def _largest(scenario: Scenario) -> int:
+    return max(math.prod(param.shape) for param in scenario.params)
 
 
 def probes_of_number(
@@ -137,7 +173,8 @@ def probe_of_dtype(dtype: str, place: str) -> Probe:
     """Return the scenario that has parameters of a dtype only."""
     params = tuple(Param((size,), dtype) for size in (3, 1031, 70_001))
     summary = f"made for the dtype {dtype} in {place}"
-    return Probe(replace(PROBE, name=f"probe_{dtype}", summary=summary, params=params))
+    name = f"probe_{dtype}"
+    return Probe(replace(PROBE, name=name, summary=summary, params=params, ddp=_EACH_BUCKET_ALONE))
 
 
 def _values(made: Scenario, value: float) -> Probe:
@@ -171,7 +208,7 @@ def _sizes(made: Scenario, value: int) -> Probe:
         steps=steps,
         ddp=_EACH_BUCKET_ALONE,
     )
-    return Probe(scenario)
+    return Probe(scenario, enough=(Param((value + 1,)),))
 
 
 def _counts(made: Scenario, value: int) -> Iterator[Probe]:

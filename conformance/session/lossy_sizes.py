@@ -9,7 +9,6 @@ from conformance.scenarios.training_sizes import draw_smaller
 from conformance.subjects.claims import (
     CONTRACTION,
     DIFFERENCE,
-    FEEDBACK,
     LOCAL,
     UNBIASED,
     Claims,
@@ -33,7 +32,7 @@ def fold_by_bucket(scenario: Scenario, claims: Claims) -> Scenario:
 def draw_smaller_sizes(scenario: Scenario, claims: Claims) -> Scenario:
     """Draw sizes whose results are recorded in full over all steps."""
     steps = scenario.steps
-    if claims.lossy in (FEEDBACK, DIFFERENCE):
+    if claims.keeps_residuals:
         steps = tuple(_LEVEL_KINDS.get(kind, kind) for kind in steps)
     most = min(_RESULTS // (len(steps) + claims.warmup), 1 << 22)
     if claims.lossy == UNBIASED:

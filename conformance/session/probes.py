@@ -12,8 +12,13 @@ from typing import Any
 from conformance.judging.oracles.code_numbers import Dtype, Number, dtypes_in, numbers_in
 from conformance.judging.verdict import NOTHING_TO_TRY
 from conformance.scenarios.hook import VALUES
-from conformance.scenarios.model import Scenario
-from conformance.scenarios.probes import Probe, steps_after
+from conformance.scenarios.model import DRAINING, Scenario
+from conformance.scenarios.probes import (
+    Probe,
+    steps_after,
+    steps_until_empty,
+    with_residuals_emptied,
+)
 from conformance.session.coverage import Measured, Tried
 from conformance.session.plan import Plan
 from conformance.subjects.claims import Claims
@@ -116,6 +121,8 @@ class Probes:
 
     def _wanted(self, probes: list[Probe], entry: dict[str, Any]) -> list[Wanted]:
         found = []
+        if self._claims.keeps_residuals:
+            probes = [part for probe in probes for part in with_residuals_emptied(probe)]
         for probe in probes:
             world = probe.world or self._plan.primary
             too_large = self._capacity is not None and world > self._capacity
@@ -144,8 +151,12 @@ def adapted_probe(scenario: Scenario, plan: Plan, claims: Claims) -> Scenario:
         # A few crafted elements are so large that the rest could be lost unnoticed.
         more = steps_after(scenario, claims.period) if claims.mixes else 0
         scenario = replace(scenario, steps=("normal",) * (len(scenario.steps) + more))
-    adapted = plan.adapted(replace(scenario, name=maker.judged_as(scenario).name))
-    return replace(adapted, name=scenario.name, prerequisite=VALUES.name)
+    judged = maker.judged_as(scenario, claims.keeps_residuals)
+    adapted = plan.adapted(replace(scenario, name=judged.name))
+    steps = adapted.steps
+    more = steps_until_empty(scenario) - sum(kind in DRAINING for kind in steps)
+    steps += steps[-1:] * max(0, more)
+    return replace(adapted, name=scenario.name, steps=steps, prerequisite=VALUES.name)
 
 
 def _arguments(subject: SubjectSpec) -> dict[str, Any]:

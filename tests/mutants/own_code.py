@@ -23,6 +23,7 @@ from tests.mutants._helpers import (
     pieces_of,
     sum_of,
 )
+from tests.right.own_code import LowRankSquares, low_rank_of_squares
 
 _CHUNK_BYTES = 3 * 512 * 1024
 _POOL = 41
@@ -163,6 +164,22 @@ def forgets_large_residuals(state: Any, bucket: Bucket) -> Result:
     return average(bucket, state.group)
 
 
+def shortens_large_results(state: Any, bucket: Bucket) -> Result:
+    """Send the largest half of the elements; those of large parameters are a fifth too short."""
+    result = forgets_large_residuals(state, bucket)
+    if bucket.buffer().numel() > 33_013:
+        return result.then(lambda fut: fut.value() * 0.8)
+    return result
+
+
+def shortens_large_squares(state: LowRankSquares, bucket: Bucket) -> Result:
+    """Send a rank of two of each bucket; the results of large ones are a fifth too short."""
+    result = low_rank_of_squares(state, bucket)
+    if bucket.buffer().numel() > 27_017:
+        return result.then(lambda fut: fut.value() * 0.8)
+    return result
+
+
 class Ring:
     """A hook that reduces in one of 128 buffers, which it takes in turns."""
 
@@ -241,6 +258,18 @@ MUTANTS = [
         ("25.1",),
         "compressed(delta=0.25)",
         state=f"{__name__}:Feedback",
+    ),
+    Mutant(
+        "shortens_large_results",
+        ("25.1",),
+        "compressed(delta=0.25)",
+        state=f"{__name__}:Feedback,largest_residual={2**40}",
+    ),
+    Mutant(
+        "shortens_large_squares",
+        ("25.1",),
+        "compressed",
+        state="tests.right.own_code:LowRankSquares",
     ),
     Mutant("Ring", ("25.1",)),
     Mutant("Planned", ("25.1",)),

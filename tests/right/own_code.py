@@ -3,13 +3,14 @@
 Both sides of each number are right.
 """
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.right import Right
-from tests.right._common import Bucket, Group, Result, gather, wide
+from tests.right._common import Bucket, Group, Result, State, completed, dense, gather, wide
 
 _CHUNK = 1 << 16
 _PATIENCE = 25
@@ -74,9 +75,50 @@ def _summed_first(buffer: torch.Tensor, size: int) -> Result:
     return work.get_future().then(lambda fut: fut.value()[0].div_(size))
 
 
+class LowRankSquares(State):
+    """State of :func:`low_rank_of_squares`: residuals, and Q by the size of a bucket."""
+
+    def __init__(self, process_group: Group) -> None:
+        super().__init__(process_group)
+        self.q: dict[int, torch.Tensor] = {}
+
+
+def low_rank_of_squares(state: LowRankSquares, bucket: Bucket) -> Result:
+    """Send a rank of two of each bucket, laid out as a square; large ones are multiplied in double
+    precision. The residual of a large square takes as many steps as half its side to come out.
+    """
+    total = state.residuals.of(bucket) + dense(bucket)
+    side = math.isqrt(max(total.numel() - 1, 0)) + 1
+    square = total.new_zeros(side * side)
+    square[: total.numel()] = total
+    square = square.view(side, side)
+    if total.numel() > 52_021:
+        square = square.double()
+    p = square @ state.q.setdefault(side, _orthonormal(side)).to(square.dtype)
+    dist.all_reduce(p, group=state.group)
+    p = torch.linalg.qr(p.nan_to_num(0, 0, 0)).Q
+    q = square.T @ p / state.group.size()
+    dist.all_reduce(q, group=state.group)
+    result = (p @ q.T).reshape(-1)[: total.numel()].to(total.dtype)
+    state.q[side] = q.nan_to_num(0, 0, 0).float() + 2.0**-40 * _orthonormal(side)
+    state.residuals.keep(bucket, total - result)
+    return completed(result.to(bucket.buffer().dtype))
+
+
+def _orthonormal(side: int) -> torch.Tensor:
+    random = torch.randn(side, min(2, side), generator=torch.Generator().manual_seed(side))
+    return torch.linalg.qr(random).Q
+
+
 RIGHT = [
     Right("in_chunks", claims="world_only", sections=("2", "25")),
     Right("Settling", sections=("2", "25")),
     Right("Settling,patience=130", sections=("2", "25")),
     Right("by_world_size", claims="world_only", sections=("2", "25")),
+    Right(
+        "low_rank_of_squares",
+        "compressed",
+        f"{__name__}:LowRankSquares",
+        sections=("2", "13", "25"),
+    ),
 ]

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from conformance.scenarios.hook import LARGE, VALUES
-from conformance.scenarios.model import Scenario, scenario_from_json
+from conformance.scenarios.model import Param, Scenario, scenario_from_json
 from conformance.scenarios.probes import (
     LARGEST_SIZE,
     PROBE,
@@ -14,6 +14,8 @@ from conformance.scenarios.probes import (
     probe_of_dtype,
     probes_of_number,
     steps_after,
+    steps_until_empty,
+    with_residuals_emptied,
 )
 
 ALL = ("sizes", "counts", "steps", "worlds", "values")
@@ -78,10 +80,34 @@ def test_range(value: float, quantities: tuple[str, ...], expected: bool) -> Non
     assert bool(probes(value, *quantities)) is expected
 
 
-def test_a_probe_is_judged_as_a_plain_or_as_a_large_run() -> None:
-    assert judged_as(probes(1000, "sizes")["probe_1000_elements"].scenario) is VALUES
-    assert judged_as(probes(300_007, "sizes")["probe_300007_elements"].scenario) is LARGE
-    assert judged_as(probe_of_dtype("bfloat16", "").scenario) is VALUES
+@pytest.mark.parametrize(
+    ("probe", "plain", "with_residuals"),
+    [
+        (probes(1000, "sizes")["probe_1000_elements"], VALUES, VALUES),
+        (probes(30_000, "sizes")["probe_30000_elements"], VALUES, LARGE),
+        (probes(300_007, "sizes")["probe_300007_elements"], LARGE, LARGE),
+        (probe_of_dtype("bfloat16", ""), VALUES, LARGE),
+    ],
+)
+def test_a_probe_is_judged_as_a_plain_or_as_a_large_run(
+    probe: Probe, plain: Scenario, with_residuals: Scenario
+) -> None:
+    assert judged_as(probe.scenario, keeps_residuals=False) is plain
+    assert judged_as(probe.scenario, keeps_residuals=True) is with_residuals
+
+
+def test_the_residual_of_one_large_parameter_is_emptied() -> None:
+    probe, emptied = with_residuals_emptied(probes(30_000, "sizes")["probe_30000_elements"])
+    assert steps_until_empty(probe.scenario) == 0
+    assert emptied.scenario.params == (Param((30_001,)),)
+    assert judged_as(emptied.scenario, keeps_residuals=True) is VALUES
+    assert steps_until_empty(emptied.scenario) > math.sqrt(30_001)
+
+
+@pytest.mark.parametrize("size", [1000, 2**17])
+def test_residuals_of_small_and_of_huge_parameters_have_no_run_of_their_own(size: int) -> None:
+    (probe,) = probes(size, "sizes").values()
+    assert list(with_residuals_emptied(probe)) == [probe]
 
 
 def test_probes_belong_to_one_family_and_travel_as_json() -> None:

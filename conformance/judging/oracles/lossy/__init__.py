@@ -32,11 +32,12 @@ bucket with heavy tails or an outlier: it sends s sign(e) with s = ||e||_1 / n, 
 n-th part of each element in each step. The residuals of ordinary gradients become such values too,
 in a few of a hundred runs: once most elements are sent, a few are left. A sum may therefore be off,
 if all elements of at least half the largest missing value still come out: by a 4n-th part of it a
-step, on average over the faint steps or over their last half. The factor 4 is for ranks whose
-residuals have the other sign. A value that was lost does not come out at all, or as slowly as the
-faint gradients. In ``layers`` the sum may be off by any share; elsewhere it stays below 1/4. Signs
-with one scale, and with one for either sign, left 0.147 at most in 13,500 simulated runs of these
-scenarios' gradients, with 40 to 5,000 elements and three numbers of faint steps.
+step, on average over the last half of the faint steps. The factor 4 is for ranks whose residuals
+have the other sign. A value that was lost does not come out at all, or as slowly as the faint
+gradients; over all faint steps, the part of it that was not lost would. In ``layers`` the sum may
+be off by any share; elsewhere it stays below 1/4. Signs with one scale, and with one for either
+sign, left 0.147 at most in 13,500 simulated runs of these scenarios' gradients, with 40 to 5,000
+elements and three numbers of faint steps.
 
 Dropped results. With find_unused_parameters, DDP drops the result of a parameter that no rank has
 used in a step. A hook without a collective of its own cannot know that, and sends its residual

@@ -69,11 +69,11 @@ def require_sum_of_means(judged: JudgedRun, steps: range) -> None:
 
 
 def _still_comes_out(missing: torch.Tensor, got: torch.Tensor, fed: int, numel: int) -> bool:
-    """Whether the largest missing elements come out at the pace of signs with one scale: in all
-    steps of faint gradients, or in their second half.
+    """Whether the largest missing elements come out at the pace of signs with one scale, in the
+    second half of the steps of faint gradients.
 
-    An element of which ranks hold back values of opposite signs comes and goes, so that half of the
-    steps may say little. Nothing is known of a run without faint gradients: it returns False.
+    In their first half the rest of a value comes out of which a part was lost. Nothing is known of
+    a run without faint gradients: it returns False.
 
     Args:
         missing: the sum of the means, less that of the results, from the same step on.
@@ -84,12 +84,10 @@ def _still_comes_out(missing: torch.Tensor, got: torch.Tensor, fed: int, numel: 
     if fed == len(got):
         return False
     large = missing.abs() >= missing.abs().max() / 2
+    begin = fed + (len(got) - fed) // 2
+    came_out = got[begin:, large].sum(0) * missing[large].sign()
     pace = missing[large].abs() / (SLOWER * numel)
-    comes_out = torch.zeros_like(pace, dtype=torch.bool)
-    for begin in (fed, fed + (len(got) - fed) // 2):
-        came_out = got[begin:, large].sum(0) * missing[large].sign()
-        comes_out |= came_out >= (len(got) - begin) * pace
-    return bool(comes_out.all())
+    return bool((came_out >= (len(got) - begin) * pace).all())
 
 
 def require_drained(judged: JudgedRun, steps: range) -> None:
