@@ -85,8 +85,8 @@ PLAIN = Scenario(
 SUBGROUPS = replace(
     PLAIN,
     name="collective_subgroups",
-    summary="on disjoint subgroups of WORLD, one of a single rank; group ranks are not global "
-    "ranks",
+    summary="on disjoint subgroups of WORLD, one of a single rank, whose last calls have "
+    "async_op=True; group ranks are not global ranks",
     groups=((1, 3), (0, 2), (4,)),
 )
 

@@ -94,6 +94,17 @@ def nothing_alone(func: Made, qtype: str) -> Made:
     return exchange
 
 
+def nothing_later_alone(func: Made, qtype: str) -> Made:
+    """Do nothing in asynchronous calls of a rank that is alone in its group."""
+
+    def exchange(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
+        if async_op and isinstance(group, dist.ProcessGroup) and group.size() == 1:
+            return None
+        return right(func)(*args, group=group, async_op=async_op, **kwargs)
+
+    return exchange
+
+
 OF = {"kind": "collective"}
 MUTANTS = [
     Mutant("decodes_nothing,func=all_gather,qtype=FP16", ("18.36",), **OF),
@@ -101,5 +112,6 @@ MUTANTS = [
     Mutant("decodes_when_waited_for,func=all_gather,qtype=FP16", ("18.36",), **OF),
     Mutant("nothing_alone,func=all_gather,qtype=FP16", ("18.11",), **OF),
     Mutant("nothing_alone,func=all_to_all_single,qtype=FP16", ("18.11",), **OF),
+    Mutant("nothing_later_alone,func=all_gather,qtype=FP16", ("18.11",), **OF),
     Mutant("clears_first,func=all_to_all_single,qtype=FP16", ("18.36",), **OF),
 ]

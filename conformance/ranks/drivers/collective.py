@@ -108,11 +108,12 @@ class CollectiveDriver(RankDriver):
 
     def _step(self, step: int) -> None:
         """Make the calls of one step; nothing of them is kept."""
-        if self.scenario.variant == "long":
-            (index,) = messages.indices(self.scenario, step)
-            self._step_of_long_run(step, index)
-            return
         calls = [_Call(self, step, index) for index in messages.indices(self.scenario, step)]
+        if self.scenario.variant == "long" or self._is_alone_at_last(step):
+            for call in calls:
+                call.is_asynchronous |= self._is_alone_at_last(step)
+                self._call_unless_refused(call)
+            return
         if any(call.is_asynchronous for call in calls):
             self._prepare(step, calls)
             self._make_calls(calls)
@@ -121,10 +122,16 @@ class CollectiveDriver(RankDriver):
             self._prepare(step, [call])
             self._make_calls([call])
 
-    def _step_of_long_run(self, step: int, index: int) -> None:
+    def _is_alone_at_last(self, step: int) -> bool:
+        """Whether this rank is alone in its group, in the last step on groups; its calls have
+        async_op=True then.
+        """
+        is_last = step + 1 == len(self.scenario.steps)
+        return self.scenario.name == SUBGROUPS.name and self.size == 1 and is_last
+
+    def _call_unless_refused(self, call: "_Call") -> None:
         """Make one call; without async_op=True if the subject has refused that at first."""
-        call = _Call(self, step, index)
-        self._prepare(step, [call])
+        self._prepare(call.step, [call])
         if not call.is_asynchronous:
             self._make_calls([call])
             return
