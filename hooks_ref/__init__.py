@@ -63,7 +63,12 @@ from hooks_ref.registration import DDPCommHookType, register_ddp_comm_hook
 from hooks_ref.sign import OneBit, ScaledSign
 from hooks_ref.sparsification import RandomK, TopK
 from hooks_ref.stochastic import QSGD, TernGrad
-from hooks_ref.sync_strategies import DDPSyncStrategy, ddp_sync_context, prepare_ddp_module
+from hooks_ref.sync_strategies import (
+    DDPSyncStrategy,
+    GradientAccumulation,
+    ddp_sync_context,
+    prepare_ddp_module,
+)
 from hooks_ref.zero_overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [
@@ -80,6 +85,7 @@ __all__ = [
     "EMAModelAverager",
     "GossipGraDState",
     "GossipModelAverager",
+    "GradientAccumulation",
     "HierarchicalModelAverager",
     "Join",
     "JoinConfig",

@@ -21,6 +21,9 @@ their treatment of a parameter that some micro-batches, or some ranks, do not us
                         the average of a gradient begins as soon as this gradient and all before it
                         have arrived.
 
+With any of them a trainer says which micro-batch is the last one of its step.
+:class:`GradientAccumulation` counts micro-batches itself.
+
 A parameter that no rank has used has no gradient afterwards, with the last two; and DDP does not
 have to look for used parameters. They use no communication hook and no buckets. After an exception
 no collective is begun: ranks without an exception wait for it, as they do in a backward of DDP.
@@ -36,7 +39,8 @@ DistributedDataParallel (``no_sync``).
 
 import enum
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -93,6 +97,61 @@ def ddp_sync_context(
         averaging.finish()
         # The next forward broadcasts buffers, as after a backward in which DDP averages.
         model.require_forward_param_sync = True
+
+
+class GradientAccumulation:
+    """Average the accumulated gradients in every ``steps``-th micro-batch, which it counts itself.
+
+        accumulation = GradientAccumulation(4)
+        for batch in batches:
+            with accumulation.accumulate(model):
+                loss(model(batch)).backward()
+            if accumulation.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Each model has a count of its own. A micro-batch counts once its context has ended without an
+    exception. Gradients are those of ``single_auto_sync``. As a subject of ``--strategy`` it is
+    called instead of :meth:`accumulate`.
+
+    Args:
+        steps: the number of micro-batches of a step.
+
+    Attributes:
+        sync_gradients: whether the last micro-batch was the last one of its step.
+
+    Raises:
+        ValueError: ``steps`` is less than one.
+
+    Source: Hugging Face's accelerate, ``Accelerator.accumulate`` and
+    ``gradient_accumulation_steps`` (the shape); torch documentation, DistributedDataParallel
+    (``no_sync``).
+    """
+
+    def __init__(self, steps: int) -> None:
+        if steps < 1:
+            raise ValueError(f"a step has one micro-batch or more, not {steps}")
+        self.steps = steps
+        self.sync_gradients = True
+        self._counts: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+
+    @contextmanager
+    def accumulate(self, model: torch.nn.Module) -> Iterator[None]:
+        """Return the context around one micro-batch's forward and backward.
+
+        Args:
+            model: a DDP module; around any other module micro-batches are only counted.
+        """
+        count = self._counts.get(model, 0) + 1
+        self.sync_gradients = count == self.steps
+        waits = isinstance(model, DistributedDataParallel) and not self.sync_gradients
+        with model.no_sync() if waits else nullcontext():
+            yield
+        self._counts[model] = count % self.steps
+
+    def __call__(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return :meth:`accumulate`'s context."""
+        return self.accumulate(model)
 
 
 def prepare_ddp_module(module: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:

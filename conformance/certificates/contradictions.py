@@ -62,7 +62,7 @@ CLAIMED_RULES = {
 }
 # Rules that read their runs to find out whether they are claimed.
 _CLAIMED_IN_RUNS: Mapping[str, Callable[[Claims], bool]] = {
-    "13.1": lambda claims: claims.keeps_residuals,
+    "13.1": lambda claims: claims.holds_back,
     "13.2": lambda claims: claims.lossy == "contraction",
     "13.3": lambda claims: claims.lossy == "unbiased",
     "13.4": lambda claims: claims.warmup > 0,

@@ -55,7 +55,8 @@ TORCH = "torch documentation, DistributedDataParallel.no_sync"
     "divided by W once",
 )
 def mean_of_one(run: Run, claims: Claims, found: Found) -> None:
-    """After a step of one micro-batch every gradient is the mean over the ranks.
+    """After a step of one micro-batch every gradient is the mean over the ranks. Under ``counts`` a
+    step has the claimed number here, and in all rules, and gradients are the sums of the means.
 
     On these values every right way to compute the mean gives the same bits.
     """
@@ -342,6 +343,7 @@ def without(run: Run, claims: Claims, found: Found) -> None:
     on=(RAISES,),
     owns=(RAISES,),
     needs=("16.13",),
+    unless="counts",
     source="Python documentation, contextlib.contextmanager: an exception in the body is raised at "
     "the yield; torch's no_sync",
     remedy="try and finally around the yield for settings to restore, not except Exception; an "

@@ -117,6 +117,7 @@ def empty(run: Run, claims: Claims, found: Found) -> None:
     owns=(TWO,),
     needs=("16.2",),
     since="1.2",
+    unless="counts",
     source="training of two models in one process, such as a GAN",
     remedy="counts, gradients or handles that are kept in the module or in the strategy, and not "
     "by model",
@@ -161,6 +162,7 @@ def buffers(run: Run, claims: Claims, found: Found) -> None:
     owns=(ABANDONED,),
     needs=("16.2",),
     since="1.2",
+    unless="counts",
     source="training loops that skip the rest of a step, after a loss of NaN or at the end of an "
     "epoch",
     remedy="counts of micro-batches, or gradients set aside, that only a last micro-batch resets",
@@ -178,6 +180,7 @@ def abandoned(run: Run, claims: Claims, found: Found) -> None:
     owns=(RECOVERED,),
     needs=("16.14",),
     since="1.2",
+    unless="counts",
     source="training loops that skip a micro-batch that runs out of memory",
     remedy="state that is changed when a context begins, and restored only if it ends well",
 )
@@ -241,7 +244,8 @@ def complex_gradients(run: Run, claims: Claims, found: Found) -> None:
 )
 def long_run(run: Run, claims: Claims, found: Found) -> None:
     """In each of 120 to 240 steps of two micro-batches, by the session's seed, gradients are the
-    means. In one step of five an exception comes from the first micro-batch, as in 16.26.
+    means. In one step of five an exception comes from the first micro-batch, as in 16.26; not under
+    ``counts``.
 
     Before drawn steps the model is evaluated: eval(), forwards under no_grad, and train(). Others
     have such forwards before their last micro-batch, in either mode.
@@ -304,6 +308,7 @@ def default_dtypes(run: Run, claims: Claims, found: Found) -> None:
     owns=(MANY,),
     needs=("16.2",),
     since="1.6",
+    unless="counts",
     source="gradient accumulation with dozens of micro-batches; torch documentation, "
     "DistributedDataParallel.no_sync",
     remedy="a count of micro-batches that wraps around, or has a largest value; an average after "

@@ -37,7 +37,7 @@ def both_sides(run: Run, claims: Claims, found: Found) -> None:
     the plainest run is under the subject's claims. At most eight numbers are tried, up to 2**25
     elements, 2,048 tensors, 4,096 steps and 8 ranks. The certificate names them.
     """
-    name = judged_as(run.scenario, claims.keeps_residuals).name
+    name = judged_as(run.scenario, claims.holds_back).name
     judged = replace(run, scenario=replace(run.scenario, name=name))
     require_steps(judged, claims, found, list(range(len(judged.scenario.steps))))
     after = steps_after(run.scenario, claims.period) if claims.mixes else 0

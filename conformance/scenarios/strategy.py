@@ -253,10 +253,39 @@ _DIFFERENT = (
 )
 
 
+_COUNTS = "counts="  # begins the option that names the micro-batches of each step
+
+
+def count_of(scenario: Scenario) -> int:
+    """Return the micro-batches of each step that the strategy claims to count, or 0."""
+    numbers = (
+        int(option.removeprefix(_COUNTS))
+        for option in scenario.options
+        if option.startswith(_COUNTS)
+    )
+    return next(numbers, 0)
+
+
+def counted(scenario: Scenario, number: str) -> Scenario:
+    """Return a scenario for a strategy that counts micro-batches itself.
+
+    Gradients near the limit of a dtype come in steps of a single micro-batch, which such a strategy
+    does not have: ordinary ones take their place.
+
+    Args:
+        scenario: the scenario.
+        number: the micro-batches of each step.
+    """
+    steps = tuple("normal" if kind == "limit" else kind for kind in scenario.steps)
+    return replace(scenario, steps=steps, options=(*scenario.options, f"{_COUNTS}{number}"))
+
+
 def batches(scenario: Scenario, step: int) -> int:
     """Return the number of micro-batches of a step."""
     if by_itself(scenario, step) or scenario.steps[step] == "limit":
         return 1
+    if count := count_of(scenario):
+        return count
     most = {"many": (5, 40), "together": (1, 9)}.get(scenario.variant)
     if most:
         return random.Random(f"{scenario.session_seed}/batches/{step}").randint(*most)
@@ -314,7 +343,12 @@ def abandoned_after(scenario: Scenario, step: int) -> int | None:
 
 
 def fails_and_goes_on(scenario: Scenario, step: int) -> int | None:
-    """Return the micro-batch in which an exception is raised, and after which the step goes on."""
+    """Return the micro-batch in which an exception is raised, and after which the step goes on.
+
+    A strategy that counts may count that micro-batch, or not.
+    """
+    if count_of(scenario):
+        return None
     if scenario.variant == "long":
         draw = random.Random(f"{scenario.session_seed}/{scenario.name}/fails/{step}")
         return 0 if draw.random() < 0.2 else None
@@ -397,6 +431,17 @@ def multiple(size: int, number: int, batch: int) -> int:
     # Such powers would leave the range of float32. Values of many micro-batches are random, and
     # need not be exact.
     return 1 + batch % 5
+
+
+def multiple_in(scenario: Scenario, size: int, step: int, batch: int) -> int:
+    """Return the factor of a micro-batch's gradient in a step of a scenario; see :func:`multiple`.
+
+    Powers of the size would leave the range of float16 if several micro-batches near its limit are
+    counted. Sums of the others are exact for a subject that averages once in a step.
+    """
+    if count_of(scenario) and scenario.variant == "special":
+        return int(2**batch)
+    return multiple(size, batches(scenario, step), batch)
 
 
 def added(scenario: Scenario) -> tuple[int, frozenset[int]]:

@@ -32,7 +32,7 @@ def fold_by_bucket(scenario: Scenario, claims: Claims) -> Scenario:
 def draw_smaller_sizes(scenario: Scenario, claims: Claims) -> Scenario:
     """Draw sizes whose results are recorded in full over all steps."""
     steps = scenario.steps
-    if claims.keeps_residuals:
+    if claims.holds_back:
         steps = tuple(_LEVEL_KINDS.get(kind, kind) for kind in steps)
     most = min(_RESULTS // (len(steps) + claims.warmup), 1 << 22)
     if claims.lossy == UNBIASED:

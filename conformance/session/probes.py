@@ -121,7 +121,7 @@ class Probes:
 
     def _wanted(self, probes: list[Probe], entry: dict[str, Any]) -> list[Wanted]:
         found = []
-        if self._claims.keeps_residuals:
+        if self._claims.holds_back:
             probes = [part for probe in probes for part in with_residuals_emptied(probe)]
         for probe in probes:
             world = probe.world or self._plan.primary
@@ -151,7 +151,7 @@ def adapted_probe(scenario: Scenario, plan: Plan, claims: Claims) -> Scenario:
         # A few crafted elements are so large that the rest could be lost unnoticed.
         more = steps_after(scenario, claims.period) if claims.mixes else 0
         scenario = replace(scenario, steps=("normal",) * (len(scenario.steps) + more))
-    judged = maker.judged_as(scenario, claims.keeps_residuals)
+    judged = maker.judged_as(scenario, claims.holds_back)
     adapted = plan.adapted(replace(scenario, name=judged.name))
     steps = adapted.steps
     more = steps_until_empty(scenario) - sum(kind in DRAINING for kind in steps)

@@ -110,11 +110,6 @@ class Claims:
         return self.lossy == LOCAL and self.mixing and self.ratio != 0
 
     @property
-    def keeps_residuals(self) -> bool:
-        """Whether what a result leaves out comes out later."""
-        return self.lossy in (FEEDBACK, DIFFERENCE)
-
-    @property
     def unbiased(self) -> bool:
         """Whether results are random, and right on average."""
         return self.lossy == UNBIASED

@@ -4,7 +4,7 @@ They average by DDP itself, by collectives of all kinds, or during backward.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -226,6 +226,40 @@ class _Microbatch:
 
 in_backward = InBackward()
 
+
+class Accelerator:
+    """Count micro-batches as Hugging Face's accelerate does: in one count for all models, when a
+    context begins.
+    """
+
+    def __init__(self, gradient_accumulation_steps: int) -> None:
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.step = 0
+        self.sync_gradients = True
+
+    @contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        self.step += 1
+        self.sync_gradients = self.step % self.gradient_accumulation_steps == 0
+        with ExitStack() as contexts:
+            for model in models:
+                if not self.sync_gradients and isinstance(model, DistributedDataParallel):
+                    contexts.enter_context(model.no_sync())
+            yield
+
+    def __call__(self, model: Any) -> AbstractContextManager[None]:
+        return self.accumulate(model)
+
+
+def every_third_by_hand(model: Any, _calls: list[int] = []) -> AbstractContextManager[None]:  # noqa: B006
+    """Count in a list that is kept from call to call; around a module without DDP do nothing."""
+    _calls.append(0)
+    if len(_calls) < 3:
+        return getattr(model, "no_sync", nullcontext)()
+    _calls.clear()
+    return nullcontext()
+
+
 RIGHT = [
     Right("torchs_no_sync", "all_used", kind="strategy"),
     Right("torchs_no_sync_where_ddp_searches", "find_unused", kind="strategy"),
@@ -235,4 +269,7 @@ RIGHT = [
     Right("Gathered", kind="strategy"),
     Right("through_one_rank", kind="strategy"),
     Right("in_backward", kind="strategy"),
+    Right("Accelerator,gradient_accumulation_steps=4", "counts(4), find_unused", kind="strategy"),
+    Right("Accelerator,gradient_accumulation_steps=2", "counts(2), all_used", kind="strategy"),
+    Right("every_third_by_hand", "counts(3), find_unused", kind="strategy"),
 ]

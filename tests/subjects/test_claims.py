@@ -355,7 +355,12 @@ RANDOM_ARGUMENTS: dict[str, dict[str, Arguments]] = {
         "world_only": _nothing,
     },
     "optimizer": {"averages": _nothing, "world_only": _nothing},
-    "strategy": {"find_unused": _nothing, "all_used": _nothing, "world_only": _nothing},
+    "strategy": {
+        "find_unused": _nothing,
+        "all_used": _nothing,
+        "world_only": _nothing,
+        "counts": lambda rng: [str(rng.randint(2, 4))],
+    },
     "joinable": {},
     "collective": {
         "collective": lambda rng: [rng.choice(["all_gather", "scatter"])],

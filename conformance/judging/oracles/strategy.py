@@ -49,7 +49,7 @@ from conformance.scenarios.strategy import (
     batches,
     clears,
     is_judged,
-    multiple,
+    multiple_in,
     raises_in,
     uses,
 )
@@ -191,7 +191,7 @@ def fed_part(run: Run, rank: int, part: Part, index: int) -> torch.Tensor:
         values = fed("crafted" if kind == "limit" else kind, spec, size, source, step, index)
     if not uses(scenario, size, group.index(rank), step, batch, index):
         return torch.zeros_like(values)
-    values = values * multiple(size, batches(scenario, step), batch)
+    values = values * multiple_in(scenario, size, step, batch)
     dtype = getattr(torch, spec.dtype)
     # The rank multiplies in the dtype of the parameter, which may round.
     values = values.to(dtype.to_real()).double()

@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,11 @@ from conformance.scenarios.strategy import (
     batches,
     by_itself,
     clears,
+    count_of,
     fails_and_goes_on,
     is_empty,
     is_frozen,
-    multiple,
+    multiple_in,
     nested_of_two,
     part_of,
     raised_in,
@@ -63,6 +65,9 @@ class StrategyDriver(RankDriver):
     def run(self) -> None:
         """Make the strategy and run the scenario's steps."""
         self.strategy: Callable[..., Any] = self.make()
+        if count_of(self.scenario) and isinstance(_unbound(self.strategy), type):
+            # Its count would begin anew if there were an object for each micro-batch.
+            self.strategy = self.call(self.strategy, self.context)
         if not callable(self.strategy):
             raise TargetError(
                 "a sync strategy is called for each micro-batch, and returns a context manager; "
@@ -333,7 +338,7 @@ class StrategyDriver(RankDriver):
     def _grads(self, step: int, kind: str, batch: int, number: int) -> Grads:
         """Return the gradients of a micro-batch; None for the parameters that it does not use."""
         scenario = self.scenario
-        factor = multiple(self.size, number, batch)
+        factor = multiple_in(scenario, self.size, step, batch)
         ranks = torch.distributed.get_process_group_ranks(self.group)
         every = scripted_gradients(
             scenario.params,
@@ -357,6 +362,11 @@ class StrategyDriver(RankDriver):
         place = special_source(self.scenario, step, self.group_rank, self.size)
         source = Source("limit", ranks[place], step)
         return values_of(source, self.scenario.params[index], self.size, index).to(self.device)
+
+
+def _unbound(target: Any) -> Any:
+    """Return a target without the arguments that are bound to it."""
+    return target.func if isinstance(target, functools.partial) else target
 
 
 def _named(value: Any) -> str:

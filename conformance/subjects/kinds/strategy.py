@@ -4,12 +4,15 @@ After the last micro-batch gradients are averaged. A strategy is called once for
 with those of these arguments that its signature names, and returns a context manager: ``model``
 (the DDP module), ``is_final_microbatch``, ``optimizers`` (a list), ``state`` (which has ``model``
 and ``optimizers``, as Composer's has), ``process_group``, ``rank``, ``world_size`` and ``device``.
+One that counts micro-batches itself, as ``accelerator.accumulate(model)`` of Hugging Face's
+accelerate does, claims ``counts(k)``: every step has k of them. If it is a class, one object is
+made with the arguments of the target, and called for each micro-batch.
 
 Without claims a strategy is right when micro-batches and ranks use different parameters, with the
 default options of DDP. Composer's ``multi_auto_sync``, by its argument, claims find_unused.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +45,7 @@ from conformance.scenarios.strategy import (
     SUBGROUPS,
     VIEWS,
     WITHOUT,
+    counted,
 )
 from conformance.scenarios.strategy_training import (
     ALL,
@@ -53,7 +57,13 @@ from conformance.scenarios.strategy_training import (
     SPECIAL,
 )
 from conformance.scenarios.tables import prime_from
-from conformance.subjects.kinds._claim import min_world_size, option_flag, table
+from conformance.subjects.kinds._claim import (
+    Form,
+    min_world_size,
+    option_claim,
+    option_flag,
+    table,
+)
 from conformance.subjects.kinds._kind import Kind
 
 CLAIM = replace(
@@ -65,8 +75,27 @@ CLAIM = replace(
 )
 
 
-def _adapt(scenario: Scenario, claimed: Collection[str]) -> Scenario:
+def _counts(args: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    if len(args) != 1 or options or args[0] not in ("2", "3", "4"):
+        raise ValueError("takes the number of micro-batches of a step, from 2 to 4: counts(4)")
+    return {"name": args[0]}
+
+
+COUNTS = option_claim(
+    "counts",
+    Form(
+        "counts(4)",
+        "The strategy counts micro-batches itself; every step has so many.",
+        "16.1",
+    ),
+    read=_counts,
+)
+
+
+def _adapt(scenario: Scenario, claimed: Mapping[str, Mapping[str, Any]]) -> Scenario:
     """Return the scenario as it is run for a subject that makes these claims."""
+    if "counts" in claimed:
+        scenario = counted(scenario, claimed["counts"]["name"])
     if scenario.variant == "claim":
         return scenario  # it shows that the claims are needed, so it makes no allowance for them
     if scenario.name == LARGE.name:
@@ -136,6 +165,7 @@ STRATEGY = Kind(
             "The strategy takes no process group and always uses WORLD; subgroups are not judged.",
             "16.9",
         ),
+        COUNTS,
         min_world_size("16.17"),
     ),
     default_claims=_default,

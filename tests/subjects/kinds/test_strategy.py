@@ -20,7 +20,8 @@ from conformance.judging.verdict import Found, Verdict
 from conformance.records.rank_record import RankRecord
 from conformance.records.run import Run
 from conformance.scenarios.model import Scenario
-from conformance.scenarios.strategy import PLAIN, multiple
+from conformance.scenarios.strategy import PLAIN, batches, by_itself, multiple
+from conformance.session.adaptations import adapt_scenario
 from conformance.session.engine import make_engine
 from conformance.session.run_sources import LocalSource
 from conformance.subjects.claims import Claims, default_claims, parse_claims
@@ -85,6 +86,16 @@ def test_every_choice_of_microbatches_has_a_sum_of_its_own() -> None:
     multiples = [multiple(3, 4, batch) for batch in range(4)]
     sums = [sum(some) for size in range(5) for some in itertools.combinations(multiples, size)]
     assert len(sums) == len(set(sums))
+
+
+@pytest.mark.parametrize("scenario", STRATEGY.scenarios, ids=lambda one: one.name)
+def test_each_step_has_as_many_micro_batches_as_are_counted(scenario: Scenario) -> None:
+    adapted = adapt_scenario(scenario, parse_claims("counts(3), find_unused", "strategy"))
+    numbers = {
+        batches(adapted, step) for step in range(len(adapted.steps)) if not by_itself(adapted, step)
+    }
+    assert numbers == {3} or scenario.variant == "claim"
+    assert set(scenario.options) <= set(adapted.options)
 
 
 def _results(run: Run, rank: int, step: int, index: int) -> Iterator[torch.Tensor]:
@@ -177,6 +188,8 @@ def test_other_targets_are_refused_in_one_line(
             "is not a claim of a strategy; known: find_unused, all_used, world_only",
         ),
         ("find_unused, find_unused", "'find_unused' is given twice"),
+        ("counts", "takes the number of micro-batches of a step, from 2 to 4"),
+        ("counts(5)", "takes the number of micro-batches of a step, from 2 to 4"),
     ],
 )
 def test_claims_that_do_not_parse(claims: str, text: str) -> None:
